@@ -1,0 +1,1 @@
+"""fdasync: an asyncio engine framework for mixture-of-experts rollouts with exact expert routing."""

@@ -1,0 +1,79 @@
+"""Block-bound data: what it is (`AuxSpec`) and the slots that hold it (`SlotPool`). Pure.
+
+A slot belongs to one computation of a block and shares the life of the KV it was written with
+(DESIGN section 4). The bytes live in `cache/arena.py`; this module knows none of them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from fdasync.errors import InvariantBroken
+
+_DTYPE_NBYTES = {"uint8": 1, "uint16": 2, "int32": 4, "uint32": 4, "float16": 2, "float32": 4}
+
+
+class AuxSpec(msgspec.Struct, frozen=True):
+    """One kind of per-token data that lives with KV blocks.
+
+    Attributes:
+        name: key in results; "routing" is the expert routing.
+        shape: per token; routing is (num_moe_layers, top_k).
+        dtype: numpy name: uint8, uint16, int32, uint32, float16 or float32.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def token_nbytes(self) -> int:
+        return math.prod(self.shape) * _DTYPE_NBYTES[self.dtype]
+
+
+class Slot(msgspec.Struct, frozen=True, array_like=True):
+    """A slot and the generation of its present use; a stale pair matches nothing."""
+
+    id: int
+    generation: int
+
+
+class SlotPool:
+    """Hands out slots, each use under a new generation. Generations start at 1; 0 is never valid."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._generation = [0] * num_slots
+        self._used = bytearray(num_slots)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def acquire(self) -> Slot:
+        """A free slot. Slots are as many as the blocks that need one, so running out is a defect."""
+        if not self._free:
+            raise InvariantBroken(f"no aux slot left of {self.num_slots}")
+        slot = self._free.pop()
+        self._used[slot] = 1
+        # generations are 32 bits wide in the arena and skip 0 when they wrap
+        self._generation[slot] = generation = self._generation[slot] % 0xFFFF_FFFF + 1
+        return Slot(slot, generation)
+
+    def release(self, slot: Slot) -> None:
+        if not self._used[slot.id] or self._generation[slot.id] != slot.generation:
+            raise InvariantBroken(f"slot {slot.id} generation {slot.generation} is not in use")
+        self._used[slot.id] = 0
+        self._free.append(slot.id)
+
+    def check(self) -> None:
+        """Raise InvariantBroken unless every slot is either free once or in use."""
+        if len(set(self._free)) != len(self._free) or any(self._used[slot] for slot in self._free):
+            raise InvariantBroken("an aux slot is free twice, or free and in use")
+        if len(self._free) + sum(self._used) != self.num_slots:
+            raise InvariantBroken(
+                f"{len(self._free)} free and {sum(self._used)} used aux slots are not {self.num_slots}"
+            )

@@ -1,0 +1,236 @@
+"""Every error that fdasync raises.
+
+One small tree. Fields, not text, carry the facts; ``TransientError`` and ``PermanentError`` tell a
+caller (or a retry wrapper) by type whether the same call may succeed later. Bad input is also a
+``ValueError``. This module knows nothing of the rest of the package; everything may import it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class FdasyncError(Exception):
+    """Base of every error of this package."""
+
+
+class TransientError(FdasyncError):
+    """The same call may succeed later, or elsewhere."""
+
+
+class PermanentError(FdasyncError):
+    """The same call will fail again until something outside it changes."""
+
+
+# -- what the caller gave -----------------------------------------------------------------------
+
+
+class BadInput(PermanentError, ValueError):
+    """A value from the caller cannot be used; nothing was started for it.
+
+    Attributes:
+        field: dotted name of the offending field, as the caller wrote it.
+        problem: what is wrong with it, in words.
+        limit: the bound that was broken, or None where there is none.
+        hint: the way out, or "".
+    """
+
+    def __init__(self, field: str, problem: str, *, limit: Any = None, hint: str = "") -> None:
+        self.field = field
+        self.problem = problem
+        self.limit = limit
+        self.hint = hint
+        text = f"{field}: {problem}"
+        if limit is not None:
+            text += f" (limit: {limit})"
+        if hint:
+            text += f"; {hint}"
+        super().__init__(text)
+
+
+class ConfigError(BadInput):
+    """A configuration value or key is wrong."""
+
+
+class DuplicateRequestId(BadInput):
+    """A live request already has this id."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        super().__init__(
+            "request_id", f"{request_id!r} names a request that is still live", hint="wait for it, or use another id"
+        )
+
+
+class CheckpointError(PermanentError):
+    """A checkpoint folder cannot be loaded.
+
+    Attributes:
+        path: the file or folder.
+        problem: what is wrong with it.
+    """
+
+    def __init__(self, path: str, problem: str) -> None:
+        self.path = path
+        self.problem = problem
+        super().__init__(f"{path}: {problem}")
+
+
+class UnsupportedModel(PermanentError):
+    """The model loads but cannot be served rightly; the reason says why.
+
+    Attributes:
+        model: model type or folder.
+        reason: what stands in the way.
+    """
+
+    def __init__(self, model: str, reason: str) -> None:
+        self.model = model
+        self.reason = reason
+        super().__init__(f"{model}: {reason}")
+
+
+class PluginError(PermanentError):
+    """A plugin that was asked for by name is missing or broken.
+
+    Attributes:
+        group: entry-point group, e.g. ``fdasync.runners``.
+        name: entry-point name.
+        distribution: the distribution that declares it, or "" where none does.
+        problem: what is wrong.
+    """
+
+    def __init__(self, group: str, name: str, distribution: str, problem: str) -> None:
+        self.group = group
+        self.name = name
+        self.distribution = distribution
+        self.problem = problem
+        origin = f" (from {distribution})" if distribution else ""
+        super().__init__(f"plugin {name!r} of {group}{origin}: {problem}")
+
+
+# -- the life of an engine ----------------------------------------------------------------------
+
+
+class EngineClosed(PermanentError):
+    """The engine was not started, is draining, or has been closed.
+
+    Attributes:
+        state: the engine's state at the call.
+    """
+
+    def __init__(self, state: str) -> None:
+        self.state = state
+        super().__init__(f"the engine is {state} and takes no new requests")
+
+
+class EngineFailed(PermanentError):
+    """The engine hit an error that it cannot go on from; every pending and later call raises this.
+
+    Attributes:
+        cause: the error that stopped the engine.
+        partial: the result so far of the request that was waiting, or None where there was none.
+    """
+
+    def __init__(self, cause: BaseException, partial: Any = None) -> None:
+        self.cause = cause
+        self.partial = partial
+        super().__init__(f"the engine failed: {type(cause).__name__}: {cause}")
+        self.__cause__ = cause
+
+
+class InvariantBroken(PermanentError):
+    """A rule that fdasync itself must keep did not hold: a defect here or in a plugin.
+
+    Attributes:
+        what: the rule and how it was broken.
+        story: the latest events that led there, oldest first.
+    """
+
+    def __init__(self, what: str, story: Sequence[str] = ()) -> None:
+        self.what = what
+        self.story = tuple(story)
+        super().__init__("\n  ".join([what, *self.story]))
+
+
+class DeadlineExceeded(TransientError, TimeoutError):
+    """A wait ended at its deadline.
+
+    Attributes:
+        what: what was waited for.
+        deadline_s: how long, in seconds.
+    """
+
+    def __init__(self, what: str, deadline_s: float) -> None:
+        self.what = what
+        self.deadline_s = deadline_s
+        super().__init__(f"{what} did not end within {deadline_s:g} s")
+
+
+# -- runners and their processes ----------------------------------------------------------------
+
+
+class RunnerError(PermanentError):
+    """A runner failed in a step or at start-up.
+
+    Attributes:
+        step_id: the step, or -1 outside one.
+        problem: the runner's own words.
+    """
+
+    def __init__(self, problem: str, step_id: int = -1) -> None:
+        self.problem = problem
+        self.step_id = step_id
+        super().__init__(problem if step_id < 0 else f"step {step_id}: {problem}")
+
+
+class WorkerDied(TransientError):
+    """A child process ended that should have gone on.
+
+    Attributes:
+        name: what the process was for.
+        pid: its process id.
+        exit_status: its return code; negative is the signal that ended it; None where unknown.
+    """
+
+    def __init__(self, name: str, pid: int, exit_status: int | None) -> None:
+        self.name = name
+        self.pid = pid
+        self.exit_status = exit_status
+        how = "with an unknown status"
+        if exit_status is not None:
+            how = f"by signal {-exit_status}" if exit_status < 0 else f"with status {exit_status}"
+        super().__init__(f"the {name} process {pid} ended {how}")
+
+
+class WorkerStuck(TransientError):
+    """A child process did not finish its work by the deadline, and was killed.
+
+    Attributes:
+        name: what the process was for.
+        pid: its process id.
+        what: the work.
+        deadline_s: the deadline, in seconds.
+    """
+
+    def __init__(self, name: str, pid: int, what: str, deadline_s: float) -> None:
+        self.name = name
+        self.pid = pid
+        self.what = what
+        self.deadline_s = deadline_s
+        super().__init__(f"the {name} process {pid} did not finish {what} within {deadline_s:g} s")
+
+
+class ProtocolError(PermanentError):
+    """A message broke the protocol: too large, of an unknown type, or out of order.
+
+    Attributes:
+        problem: what was wrong with it.
+    """
+
+    def __init__(self, problem: str) -> None:
+        self.problem = problem
+        super().__init__(problem)

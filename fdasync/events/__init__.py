@@ -1,0 +1,1 @@
+"""The vocabulary of facts, the bus that carries them, and their trace."""

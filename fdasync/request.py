@@ -1,0 +1,133 @@
+"""What a caller asks for: sampling parameters and the numbers a request lives by.
+
+Pure data. Knows nothing of engines, text or tokenizers; read by prepare, scheduler, runners, output.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import msgspec
+
+from fdasync.errors import BadInput
+
+LogprobKind = Literal["none", "raw", "processed", "both"]
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 256
+MAX_TOP_LOGPROBS = 64
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to sample, and when to stop.
+
+    Attributes:
+        max_tokens: most new tokens, >= 1.
+        min_tokens: EOS and stop ids cannot be sampled before this many new tokens.
+        temperature: 0 is greedy; else the logits are divided by it.
+        top_k: keep the k largest logits; 0 keeps all.
+        top_p: keep the smallest set whose probability reaches top_p, in (0, 1].
+        min_p: drop what is less likely than min_p times the likeliest, in [0, 1].
+        seed: noise depends on (seed, sample index, position) alone; None draws one at the door.
+        repetition_penalty: > 0; divides positive and multiplies negative logits of tokens already in
+            prompt or output (arXiv 1909.05858). 1 is off.
+        presence_penalty, frequency_penalty: in [-2, 2]; subtracted once, or once per occurrence, for
+            tokens in the output.
+        n: samples of the one prompt.
+        stop: strings that end the request; the text and tokens from the match on are not returned.
+        stop_token_ids: token ids that end the request; the id is kept in the result, as EOS is.
+        ignore_eos: EOS ids of the model do not stop.
+        logprobs: "raw" = log-softmax of the model's logits (float32); "processed" = the same after
+            penalties, temperature and filters, the distribution that was sampled from; "both"; "none".
+        top_logprobs: this many best alternatives beside each sampled token, of the kind asked for
+            (raw where both).
+    """
+
+    max_tokens: int = 256
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: LogprobKind = "none"
+    top_logprobs: int = 0
+
+    def validate(self, *, vocab_size: int) -> None:
+        """Raise BadInput naming the first field that makes no sense. Types are checked too."""
+        try:
+            msgspec.convert(msgspec.structs.asdict(self), SamplingParams)
+        except msgspec.ValidationError as error:
+            field = str(error).rpartition("`$.")[2].rstrip("`") or "sampling"
+            raise BadInput(field, str(error)) from None
+        _at_least("max_tokens", self.max_tokens, 1)
+        _within("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _within("temperature", self.temperature, 0.0, 100.0)
+        _within("top_k", self.top_k, 0, vocab_size)
+        _within("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0.0:
+            raise BadInput("top_p", "must be above 0", limit="(0, 1]", hint="use temperature=0 for greedy")
+        _within("min_p", self.min_p, 0.0, 1.0)
+        _within("repetition_penalty", self.repetition_penalty, 1e-3, 1e3)
+        _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _within("n", self.n, 1, 1024)
+        _within("top_logprobs", self.top_logprobs, 0, min(MAX_TOP_LOGPROBS, vocab_size))
+        if self.seed is not None:
+            _within("seed", self.seed, 0, 2**63 - 1)
+        if self.top_logprobs and self.logprobs == "none":
+            raise BadInput("top_logprobs", "needs logprobs", hint='set logprobs="raw" or "processed"')
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise BadInput("stop", f"{len(self.stop)} strings", limit=MAX_STOP_STRINGS)
+        for text in self.stop:
+            if not text or len(text) > MAX_STOP_CHARS:
+                raise BadInput("stop", f"a stop string of {len(text)} characters", limit=f"1 to {MAX_STOP_CHARS}")
+        for token in self.stop_token_ids:
+            if not 0 <= token < vocab_size:
+                raise BadInput("stop_token_ids", f"{token} is outside the vocabulary", limit=f"0 to {vocab_size - 1}")
+
+
+def _within(field: str, value: float, low: float, high: float) -> None:
+    # `not (...)` so that NaN is refused as well
+    if not (low <= value <= high) or not math.isfinite(value):
+        raise BadInput(field, f"{value!r} is out of range", limit=f"{low} to {high}")
+
+
+def _at_least(field: str, value: int, low: int) -> None:
+    if value < low:
+        raise BadInput(field, f"{value!r} is too small", limit=f"at least {low}")
+
+
+class SamplerSpec(msgspec.Struct, frozen=True, array_like=True):
+    """What a runner needs to sample for one sequence; travels with `SeqStart`.
+
+    Attributes:
+        prompt_len: tokens before the first sampled one; penalties count output from here.
+        seed, index: of the noise, with the token's position.
+        stop_ids: ids masked while fewer than `min_tokens` tokens were sampled.
+        raw, processed: which log-probs to compute; `top` alternatives beside them.
+    """
+
+    prompt_len: int
+    seed: int
+    index: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    min_tokens: int
+    stop_ids: tuple[int, ...]
+    raw: bool
+    processed: bool
+    top: int

@@ -1,0 +1,149 @@
+"""What a runner is: the thing that owns a model and its KV cache, and performs steps.
+
+The contract that `fdasync.testing.RunnerTests` checks. A runner knows sequences by number, blocks by
+id and slots by number; it knows nothing of requests, text, prefix caching or deadlines. Called by
+`driver.py` in process, or by `runner/worker.py` on the other side of a socket.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import msgspec
+
+from fdasync.cache.aux import AuxSpec
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from fdasync.actions import RunStep
+    from fdasync.cache.arena import AuxArena
+
+
+class RunnerLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine asks of a runner, before it loads.
+
+    Attributes:
+        model: checkpoint folder, or "" where the runner needs none.
+        capture: "auto" (if the model has MoE layers), True (refuse a model without them), False.
+        max_running: most sequences at a time.
+        max_step_tokens: most tokens in one step.
+        max_context_tokens: bound on a sequence, or None for the model's own.
+        block_tokens, num_blocks: as configured, or None to let the runner choose or profile.
+        pipeline_depth: most steps in flight.
+    """
+
+    model: str = ""
+    capture: bool | Literal["auto"] = "auto"
+    max_running: int
+    max_step_tokens: int
+    max_context_tokens: int | None = None
+    block_tokens: int | None = None
+    num_blocks: int | None = None
+    pipeline_depth: int = 1
+
+
+class Capacity(msgspec.Struct, frozen=True, kw_only=True):
+    """What a runner is, once loaded and profiled; a worker's Hello.
+
+    Attributes:
+        model: name for people.
+        fingerprint: hex digest of everything but the weights that KV depends on (architecture, config).
+        weights_id: hex XXH3-128 over the tensor bytes as loaded (DECISIONS 1).
+        vocab_size, eos_ids: of the model; sampled ids are below vocab_size.
+        max_context_tokens: most tokens of one sequence, prompt and output.
+        block_tokens, num_blocks: of the KV cache that `bind` will allocate.
+        block_nbytes: of one block over all layers.
+        kv_layout, kv_dtype: names; blocks of other layouts or dtypes are never mixed.
+        aux_specs: what each step writes per token; empty when capture is off.
+        moe_layer_ids: hidden-layer numbers of the routing's rows.
+        num_experts, top_k: of the routing.
+        top_k_by_layer: where layers differ (DECISIONS 3), else None.
+        tokenizer: entry-point name in `fdasync.tokenizers` that fits, or "".
+        notes: things worth telling a person, such as special cases in force.
+    """
+
+    model: str
+    fingerprint: str
+    weights_id: str
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    max_context_tokens: int
+    block_tokens: int
+    num_blocks: int
+    block_nbytes: int
+    kv_layout: str
+    kv_dtype: str
+    aux_specs: tuple[AuxSpec, ...] = ()
+    moe_layer_ids: tuple[int, ...] = ()
+    num_experts: int = 0
+    top_k: int = 0
+    top_k_by_layer: tuple[int, ...] | None = None
+    tokenizer: str = ""
+    notes: tuple[str, ...] = ()
+
+
+class TopLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Best alternatives at one position, best first, of equal length."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+class StepOutput(msgspec.Struct, frozen=True, array_like=True):
+    """What a step sampled, one entry per sampled sequence, in the order `RunStep` defines.
+
+    Attributes:
+        tokens: sampled ids.
+        raw, processed: log-prob of each; None when no sampled sequence asked (entries of sequences that did
+            not ask are of no meaning).
+        top: alternatives; None likewise.
+    """
+
+    step_id: int
+    tokens: tuple[int, ...]
+    raw: tuple[float, ...] | None = None
+    processed: tuple[float, ...] | None = None
+    top: tuple[TopLogprobs | None, ...] | None = None
+
+
+class Runner(ABC):
+    """One model and its KV cache.
+
+    Life: `open` once, `bind` once, then `launch` any number of times, then `aclose`. Used from one loop.
+    `config_type` is a frozen msgspec Struct that the registry decodes `runner_config` into.
+    """
+
+    config_type: ClassVar[type[msgspec.Struct]]
+
+    def __init__(self, config: Any, limits: RunnerLimits) -> None:
+        self.config = config
+        self.limits = limits
+
+    @abstractmethod
+    async def open(self) -> Capacity:
+        """Load, profile, check itself. May block its loop: a runner that does belongs in a worker.
+
+        Raises CheckpointError, UnsupportedModel or ConfigError; then `aclose` is still called.
+        """
+
+    @abstractmethod
+    async def bind(self, num_blocks: int, arena: AuxArena | None) -> None:
+        """Allocate `num_blocks` KV blocks and use `arena` for rows (None: capture is off).
+
+        The caller owns the arena and keeps it open until after `aclose`.
+        """
+
+    @abstractmethod
+    def launch(self, step: RunStep) -> asyncio.Future[StepOutput]:
+        """Start a step; return at once. Steps complete in the order of launch.
+
+        The future ends with the output when KV and rows of the step are written, or with RunnerError (then
+        the runner takes no more steps). Cancelling it stops the waiting, not the work. Between launch and
+        completion no block or slot named by the step may be given to another writer.
+        """
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Free everything; idempotent, right after a failed `open` too. Waits for launched work, bounded."""
