@@ -35,7 +35,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         presence_penalty, frequency_penalty: in [-2, 2]; subtracted once, or once per occurrence, for
             tokens in the output.
         n: samples of the one prompt.
-        stop: strings that end the request; the text and tokens from the match on are not returned.
+        stop: strings that end the request. Text from the match on is not returned; the tokens that complete the
+            match are, as an EOS is (they were sampled and count for a trainer); tokens after it are dropped.
         stop_token_ids: token ids that end the request; the id is kept in the result, as EOS is.
         ignore_eos: EOS ids of the model do not stop.
         logprobs: "raw" = log-softmax of the model's logits (float32); "processed" = the same after

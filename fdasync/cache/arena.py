@@ -85,8 +85,13 @@ class AuxArena:
             self.rows[name][index] = rows
         self._tags[index] = generations
 
-    def copy_rows(self, slot: int, generation: int, offset: int, count: int) -> dict[str, NDArray[np.generic]]:
-        """Fresh copies [count, *shape] by spec name. Raises InvariantBroken if a row is not there."""
+    def copy_rows(
+        self, slot: int, generation: int, offset: int, count: int, into: Mapping[str, NDArray[np.generic]], at: int
+    ) -> None:
+        """Copy rows [offset, offset + count) of a slot to `into[name][at : at + count]`, for every spec.
+
+        Raises InvariantBroken, before anything is copied, if a row was not written for this generation.
+        """
         first = slot * self.block_tokens + offset
         last = first + count
         if not (self._tags[first:last] == generation).all():
@@ -94,7 +99,8 @@ class AuxArena:
                 f"aux rows {offset} to {offset + count - 1} of slot {slot} were not written for generation "
                 f"{generation}: the runner's capture missed them"
             )
-        return {name: rows[first:last].copy() for name, rows in self.rows.items()}
+        for name, rows in self.rows.items():
+            into[name][at : at + count] = rows[first:last]
 
     def close(self) -> None:
         """Drop the mapping and the fd; idempotent. No view handed out may be alive: copies are."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import msgspec
 
 from fdasync.cache.aux import AuxSpec
+from fdasync.errors import DeadlineExceeded, FdasyncError
 
 if TYPE_CHECKING:
     import asyncio
@@ -91,7 +92,7 @@ class TopLogprobs(msgspec.Struct, frozen=True, array_like=True):
     logprobs: tuple[float, ...]
 
 
-class StepOutput(msgspec.Struct, frozen=True, array_like=True):
+class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="output"):
     """What a step sampled, one entry per sampled sequence, in the order `RunStep` defines.
 
     Attributes:
@@ -143,6 +144,10 @@ class Runner(ABC):
         the runner takes no more steps). Cancelling it stops the waiting, not the work. Between launch and
         completion no block or slot named by the step may be given to another writer.
         """
+
+    def overdue(self, step_id: int, deadline_s: float) -> FdasyncError:
+        """The error to fail with when a step did not complete within its deadline."""
+        return DeadlineExceeded(f"step {step_id}", deadline_s)
 
     @abstractmethod
     async def aclose(self) -> None:

@@ -1,0 +1,166 @@
+"""The shell around the pure scheduler: turns events into turns, and performs actions.
+
+Once per loop turn: drain the bus, call `handle` once, perform the actions in order, feed the taps. It
+decides nothing. Exactly one event answers each `RunStep`; a step that is overdue, or any exception
+here or in `handle`, fails the engine through `on_failure`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from fdasync.actions import CopyRows, EmitTokens, FinishRequest, RunStep, WakeAt
+from fdasync.events.bus import EventBus
+from fdasync.events.catalog import StepDone, StepFailed, TimerFired
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+
+    from fdasync.actions import Action
+    from fdasync.events.trace import TraceRing
+    from fdasync.output import OutputHub
+    from fdasync.runner.base import Runner, StepOutput
+    from fdasync.scheduler import Scheduler
+
+
+class Driver:
+    """One engine's turns.
+
+    Args:
+        on_failure: called once, with the error that ends the engine; no turn follows.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        step_deadline_s: float,
+        trace: TraceRing | None,
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        self.bus = EventBus(loop.time, self._wake)
+        self.scheduler = scheduler
+        self.output: OutputHub | None = None
+        self._loop = loop
+        self._runner = runner
+        self._step_deadline_s = step_deadline_s
+        self._trace = trace
+        self._on_failure = on_failure
+        self._stopped = False
+        self._steps: deque[tuple[int, float]] = deque()
+        self._outputs: dict[int, StepOutput] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._watchdog: asyncio.TimerHandle | None = None
+        self._idle: asyncio.Future[None] | None = None
+
+    @property
+    def steps_in_flight(self) -> int:
+        return len(self._steps)
+
+    def stop(self) -> None:
+        """No more turns; idempotent. Steps in flight go on in the runner."""
+        self._stopped = True
+        for timer in (self._timer, self._watchdog):
+            if timer is not None:
+                timer.cancel()
+
+    async def wait_idle(self) -> None:
+        """Until no step is in flight. The caller sets the deadline."""
+        while self._steps and not self._stopped:
+            self._idle = self._loop.create_future()
+            await self._idle
+
+    # -- a turn -----------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        self._loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        if self._stopped:
+            return
+        events = self.bus.drain()
+        try:
+            actions = self.scheduler.handle(events)
+            if self._trace is not None:
+                self._trace.add(events, actions)
+            for action in actions:
+                self._perform(action)
+        except Exception as error:
+            self._fail(error)
+            return
+        for event in events:
+            if type(event) is StepDone:
+                del self._outputs[event.step_id]
+        self.bus.feed_taps(events)
+        if not self._steps and self._idle is not None and not self._idle.done():
+            self._idle.set_result(None)
+
+    def _perform(self, action: Action) -> None:
+        assert self.output is not None
+        if type(action) is RunStep:
+            self._launch(action)
+        elif type(action) is EmitTokens:
+            self.output.emit(action, self._outputs[action.step_id])
+        elif type(action) is CopyRows:
+            self.output.copy_rows(action.spans)
+        elif type(action) is FinishRequest:
+            self.output.finish(action)
+        elif type(action) is WakeAt:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = self._loop.call_at(action.time, self._ring)
+        else:
+            raise TypeError(f"the driver knows no action {type(action).__name__}")
+
+    def _ring(self) -> None:
+        self.bus.publish(TimerFired())
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    def _launch(self, step: RunStep) -> None:
+        self._steps.append((step.step_id, self._loop.time()))
+        self._runner.launch(step).add_done_callback(self._step_ended)
+        if self._watchdog is None:
+            self._watchdog = self._loop.call_later(self._step_deadline_s, self._watch)
+
+    def _step_ended(self, done: asyncio.Future[StepOutput]) -> None:
+        if self._stopped:
+            # retrieve what nobody waits for, so that asyncio does not warn of it
+            _ = done.cancelled() or done.exception()
+            return
+        step_id, _ = self._steps.popleft()
+        try:
+            output = done.result()
+        except BaseException as error:
+            # a cancelled future too: whoever cancelled it, the engine cannot go on without the step
+            self.bus.publish(StepFailed(step_id=step_id, problem=str(error)))
+            self._fail(error)
+            return
+        self._outputs[step_id] = output
+        self.bus.publish(StepDone(step_id=step_id, tokens=output.tokens))
+
+    def _watch(self) -> None:
+        """One timer for all steps: is the oldest in flight overdue?"""
+        self._watchdog = None
+        if not self._steps:
+            return
+        step_id, launched = self._steps[0]
+        left = launched + self._step_deadline_s - self._loop.time()
+        if left <= 0:
+            self._fail(self._runner.overdue(step_id, self._step_deadline_s))
+        else:
+            self._watchdog = self._loop.call_later(left, self._watch)
+
+    def _fail(self, error: BaseException) -> None:
+        if self._stopped:
+            return
+        self.stop()
+        # taps see what happened up to the end, the failure included
+        self.bus.feed_taps(self.bus.drain())
+        if self._idle is not None and not self._idle.done():
+            self._idle.set_result(None)
+        self._on_failure(error)

@@ -1,0 +1,135 @@
+"""The event bus: stamps facts and queues them for the next turn of the driver.
+
+`publish` tells and never asks: no return value, nothing to await, it cannot block or raise. Taps
+(metrics, traces, plugins) read behind bounded queues and can never hold up the spine. One bus per
+engine; it knows no scheduler and no actions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING, TypeVar
+
+from msgspec.structs import force_setattr
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from fdasync.events.catalog import Event
+
+E = TypeVar("E", bound="Event")
+
+
+class Subscription:
+    """One tap: an async iterator of events behind a bounded queue; what does not fit is dropped and counted.
+
+    Attributes:
+        delivered, dropped: events handed out, and events lost because the tap was slow.
+    """
+
+    def __init__(self, bus: EventBus, kinds: tuple[type[Event], ...], limit: int) -> None:
+        self.delivered = 0
+        self.dropped = 0
+        self._bus = bus
+        self._kinds = kinds
+        self._limit = limit
+        self._events: deque[Event] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._closed = False
+
+    @property
+    def pending(self) -> int:
+        """Events queued and not yet taken."""
+        return len(self._events)
+
+    def offer(self, events: Iterable[Event]) -> None:
+        """Queue the events of one turn; called by the bus."""
+        for event in events:
+            if self._kinds and not isinstance(event, self._kinds):
+                continue
+            if len(self._events) >= self._limit:
+                self.dropped += 1
+            else:
+                self._events.append(event)
+        self._wake()
+
+    def close(self) -> None:
+        """End the iteration once the queue is empty; idempotent."""
+        self._closed = True
+        self._bus.unsubscribe(self)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done() and (self._events or self._closed):
+            self._waiter.set_result(None)
+
+    def __aiter__(self) -> Subscription:
+        return self
+
+    async def __anext__(self) -> Event:
+        while not self._events:
+            if self._closed:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            # a tap may wait as long as the engine lives: its close is the deadline
+            await self._waiter
+        self.delivered += 1
+        return self._events.popleft()
+
+    async def __aenter__(self) -> Subscription:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.close()
+
+
+class EventBus:
+    """Queue of published events.
+
+    Args:
+        clock: engine time in seconds.
+        wake: called when the queue goes from empty to not empty; schedules a turn.
+    """
+
+    def __init__(self, clock: Callable[[], float], wake: Callable[[], None]) -> None:
+        self._clock = clock
+        self._wake = wake
+        self._queue: list[Event] = []
+        self._taps: list[Subscription] = []
+        self._seq = 0
+
+    def publish(self, event: Event) -> None:
+        """Stamp the event with sequence number and engine time, and queue it. Cannot block or raise."""
+        # the one place that writes to a frozen event, before anybody else has seen it
+        force_setattr(event, "seq", self._seq)
+        force_setattr(event, "at", self._clock())
+        self._seq += 1
+        self._queue.append(event)
+        if len(self._queue) == 1:
+            self._wake()
+
+    def drain(self) -> list[Event]:
+        """All queued events, oldest first; what is published from now on belongs to the next turn."""
+        events, self._queue = self._queue, []
+        return events
+
+    def feed_taps(self, events: list[Event]) -> None:
+        """Hand the events of a finished turn to the taps."""
+        for tap in self._taps:
+            tap.offer(events)
+
+    def subscribe(self, *kinds: type[Event], limit: int = 1024) -> Subscription:
+        """A tap on events of these kinds (all kinds when none is named), holding at most `limit`."""
+        tap = Subscription(self, kinds, limit)
+        self._taps.append(tap)
+        return tap
+
+    def unsubscribe(self, tap: Subscription) -> None:
+        if tap in self._taps:
+            self._taps.remove(tap)
+
+    def close(self) -> None:
+        """End every tap."""
+        for tap in list(self._taps):
+            tap.close()

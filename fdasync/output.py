@@ -1,0 +1,373 @@
+"""From tokens to what callers read: deltas, stop strings, log-probs, rows, results.
+
+Outside the core: text exists here only. `OutputHub` performs `EmitTokens`, `CopyRows` and `FinishRequest`
+for the driver and answers stop checks with events. A reader that is slow never holds anything up: what
+it did not take merges into one longer delta. Knows no blocks and no scheduling.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fdasync.actions import FinishRequest
+from fdasync.events.catalog import StopChecked, StopMatched
+from fdasync.result import Delta, Result, Routing, Sample, WeightSpan
+from fdasync.tokenizer import IncrementalDecoder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from fdasync.actions import EmitTokens, RowSpan
+    from fdasync.cache.arena import AuxArena
+    from fdasync.cache.aux import AuxSpec
+    from fdasync.events.bus import EventBus
+    from fdasync.request import SamplingParams
+    from fdasync.runner.base import Capacity, StepOutput, TopLogprobs
+    from fdasync.tokenizer import Tokenizer
+
+_DECODE_SLICE_TOKENS = 256
+
+
+class SampleOutput:
+    """What has come of one sample so far.
+
+    Attributes:
+        tokens, raw, processed, top: emitted so far, unless the sample is final-only.
+        matched: a stop string was found; whatever is emitted later is overrun.
+        text: final text so far; `released` characters of it may be given out (a suffix that could begin a
+            stop string may not).
+        rows: per spec, an array for every row it can ever have; `num_rows` are filled. Untouched pages cost nothing.
+        sent_tokens, sent_chars: already in deltas.
+        finish: the action that ended it.
+    """
+
+    __slots__ = (
+        "decoder",
+        "fed_tokens",
+        "finish",
+        "index",
+        "key",
+        "matched",
+        "num_rows",
+        "processed",
+        "raw",
+        "released",
+        "request",
+        "rows",
+        "sent_chars",
+        "sent_last",
+        "sent_tokens",
+        "stops",
+        "text",
+        "tokens",
+        "top",
+    )  # fmt: skip
+
+    def __init__(self, key: int, index: int, request: RequestOutput, tokenizer: Tokenizer | None) -> None:
+        params = request.params
+        self.key = key
+        self.index = index
+        self.request = request
+        self.tokens: list[int] = []
+        self.raw: list[float] | None = [] if params.logprobs in ("raw", "both") else None
+        self.processed: list[float] | None = [] if params.logprobs in ("processed", "both") else None
+        self.top: list[TopLogprobs | None] | None = [] if params.top_logprobs else None
+        self.decoder = IncrementalDecoder(tokenizer) if tokenizer is not None else None
+        self.stops = params.stop
+        self.matched = False
+        self.text = ""
+        self.released = 0
+        self.fed_tokens = 0
+        self.rows: dict[str, NDArray[np.generic]] = {}
+        self.num_rows = 0
+        self.sent_tokens = 0
+        self.sent_chars = 0
+        self.sent_last = False
+        self.finish: FinishRequest | None = None
+
+    # -- text -------------------------------------------------------------------------------------
+
+    def feed(self, token_ids: list[int] | tuple[int, ...]) -> None:
+        """Decode further tokens, no stop strings looked for."""
+        self.fed_tokens += len(token_ids)
+        if self.decoder is not None:
+            self.text += self.decoder.feed(token_ids)
+            self.released = len(self.text)
+
+    def find_stop(self, token: int) -> bool:
+        """Decode one token and look for stop strings; a match cuts the text."""
+        before = len(self.text)
+        self.fed_tokens += 1
+        if self.decoder is not None:
+            self.text += self.decoder.feed((token,))
+        longest = max(map(len, self.stops))
+        found = [at for stop in self.stops if (at := self.text.find(stop, max(0, before - longest + 1))) >= 0]
+        if found:
+            self.text = self.text[: min(found)]
+            self.released = len(self.text)
+            self.decoder = None
+            return True
+        held = 0
+        for stop in self.stops:
+            for size in range(min(len(stop) - 1, len(self.text)), held, -1):
+                if self.text.endswith(stop[:size]):
+                    held = size
+                    break
+        self.released = len(self.text) - held
+        return False
+
+    def end_text(self) -> None:
+        """No token will follow: what was held back is final now."""
+        if self.decoder is not None:
+            self.text += self.decoder.flush()
+            self.decoder = None
+        self.released = len(self.text)
+
+    # -- deltas and results -----------------------------------------------------------------------
+
+    def delta(self) -> Delta | None:
+        """Everything new since the last delta; None if there is nothing."""
+        finish = self.finish
+        tokens = self.tokens if finish is None else finish.token_ids
+        first, last = self.sent_tokens, len(tokens)
+        if self.sent_last or (first >= last and finish is None):
+            return None
+        if self.decoder is not None and not self.stops:
+            self.feed(tokens[self.fed_tokens :])
+        if finish is not None:
+            self.end_text()
+            self.sent_last = True
+        text = self.text[self.sent_chars : self.released]
+        self.sent_tokens = last
+        self.sent_chars = max(self.released, self.sent_chars)
+        return Delta(
+            index=self.index,
+            token_ids=tuple(tokens[first:last]),
+            text=text,
+            raw_logprobs=None if self.raw is None else tuple(self.raw[first:last]),
+            processed_logprobs=None if self.processed is None else tuple(self.processed[first:last]),
+            top_logprobs=None if self.top is None else tuple(self.top[first:last]),
+            finish_reason=None if finish is None else finish.reason,
+        )
+
+    def sample(self, hub: OutputHub) -> Sample:
+        """The result so far; whole once `finish` is there."""
+        finish = self.finish
+        tokens = tuple(self.tokens) if finish is None else finish.token_ids
+        count = len(tokens)
+        if not self.stops:
+            self.feed(tokens[self.fed_tokens :])
+        if finish is not None:
+            self.end_text()
+        rows = self.num_rows if finish is None else min(finish.num_rows, self.num_rows)
+        versions = () if finish is None else finish.spans
+        stops = [start for start, _ in versions[1:]] + [count]
+        aux = {name: array[:rows] for name, array in self.rows.items()}
+        routing = aux.pop("routing", None)
+        return Sample(
+            index=self.index,
+            token_ids=tokens,
+            text=self.text,
+            raw_logprobs=None if self.raw is None else np.array(self.raw[:count], np.float32),
+            processed_logprobs=None if self.processed is None else np.array(self.processed[:count], np.float32),
+            top_logprobs=None if self.top is None else tuple(self.top[:count]),
+            finish_reason="failed" if finish is None else finish.reason,
+            cached_tokens=0 if finish is None else finish.cached_tokens,
+            weight_version=tuple(
+                WeightSpan(start, stop, version) for (start, version), stop in zip(versions, stops, strict=True)
+            )
+            if versions
+            else (),
+            routing=None if routing is None else hub.routing(routing, self.request.start),
+            aux=aux,
+        )
+
+
+class RequestOutput:
+    """One request: its samples, its waiting reader, its end.
+
+    Attributes:
+        done: set when every sample ended, or the engine failed.
+        streams: a reader takes deltas.
+    """
+
+    __slots__ = (
+        "done",
+        "ended_at",
+        "failure",
+        "first_token_at",
+        "open",
+        "params",
+        "prompt",
+        "request_id",
+        "samples",
+        "start",
+        "started_at",
+        "streams",
+        "waiter",
+        "wants_rows",
+    )  # fmt: skip
+
+    def __init__(self, request_id: str, params: SamplingParams, *, streams: bool, start: int, now: float) -> None:
+        self.request_id = request_id
+        self.params = params
+        self.prompt: tuple[int, ...] = ()
+        self.streams = streams
+        self.start = start
+        self.wants_rows = False
+        self.samples: list[SampleOutput] = []
+        self.open = 0
+        self.started_at = now
+        self.first_token_at: float | None = None
+        self.ended_at = now
+        self.failure: BaseException | None = None
+        self.done = asyncio.get_running_loop().create_future()
+        self.waiter: asyncio.Future[None] | None = None
+
+    def wake(self) -> None:
+        """Tell the reader that there is something to take."""
+        waiter = self.waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def cut(self, reason: str) -> None:
+        """End it before any sample was published: the result is empty."""
+        finish = FinishRequest(-1, reason, (), 0, 0, ())
+        self.samples = [SampleOutput(-1, index, self, None) for index in range(self.params.n)]
+        for sample in self.samples:
+            sample.finish = finish
+        self.done.set_result(None)
+
+    def result(self, hub: OutputHub) -> Result:
+        """Whole, or so far."""
+        ttft_s = None if self.first_token_at is None else self.first_token_at - self.started_at
+        return Result(
+            request_id=self.request_id,
+            prompt_token_ids=self.prompt,
+            samples=tuple([sample.sample(hub) for sample in self.samples]),
+            ttft_s=ttft_s,
+            total_s=self.ended_at - self.started_at,
+        )
+
+    async def decode(self) -> None:
+        """Decode long outputs in slices, so that no callback of the loop grows long."""
+        for sample in self.samples:
+            if sample.finish is None or sample.stops or sample.decoder is None:
+                continue
+            tokens = sample.finish.token_ids
+            while len(tokens) - sample.fed_tokens > _DECODE_SLICE_TOKENS:
+                sample.feed(tokens[sample.fed_tokens : sample.fed_tokens + _DECODE_SLICE_TOKENS])
+                await asyncio.sleep(0)
+
+
+class OutputHub:
+    """All live samples by key. Called by the driver, in the order of the actions."""
+
+    def __init__(
+        self, bus: EventBus, clock: Callable[[], float], arena: AuxArena | None, capacity: Capacity,
+        on_end: Callable[[RequestOutput], None],
+    ) -> None:  # fmt: skip
+        self._bus = bus
+        self._clock = clock
+        self._arena = arena
+        self._capacity = capacity
+        self._on_end = on_end
+        self._samples: dict[int, SampleOutput] = {}
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def add(self, request: RequestOutput, keys: list[int], tokenizer: Tokenizer | None, *, rows: bool) -> None:
+        """Take on a request whose samples are about to be published under these keys; `rows`: it wants aux rows."""
+        request.wants_rows = rows
+        request.samples = [SampleOutput(key, index, request, tokenizer) for index, key in enumerate(keys)]
+        request.open = len(keys)
+        self._samples.update((sample.key, sample) for sample in request.samples)
+
+    def requests(self) -> list[RequestOutput]:
+        """Live requests, oldest first."""
+        return list({id(sample.request): sample.request for sample in self._samples.values()}.values())
+
+    def emit(self, action: EmitTokens, output: StepOutput) -> None:
+        samples = self._samples
+        now = self._clock()
+        for key, token, row in zip(action.keys, action.tokens, action.rows, strict=True):
+            sample = samples[key]
+            if sample.matched:
+                continue  # overrun: the scheduler has not read of the match yet
+            sample.tokens.append(token)
+            request = sample.request
+            if request.first_token_at is None:
+                request.first_token_at = now
+            if sample.raw is not None and output.raw is not None:
+                sample.raw.append(output.raw[row])
+            if sample.processed is not None and output.processed is not None:
+                sample.processed.append(output.processed[row])
+            if sample.top is not None and output.top is not None:
+                sample.top.append(output.top[row])
+            if sample.stops:
+                if sample.find_stop(token):
+                    self._bus.publish(StopMatched(key=key, keep_tokens=len(sample.tokens)))
+                    sample.matched = True
+                else:
+                    self._bus.publish(StopChecked(key=key, num_tokens=len(sample.tokens)))
+            request.wake()
+
+    def copy_rows(self, spans: tuple[RowSpan, ...]) -> None:
+        arena = self._arena
+        assert arena is not None
+        for span in spans:
+            sample = self._samples[span.key]
+            if not sample.rows:
+                request = sample.request
+                most = len(request.prompt) + request.params.max_tokens - 1 - request.start
+                sample.rows = {spec.name: _empty(spec, most) for spec in arena.specs}
+            arena.copy_rows(span.slot, span.generation, span.offset, span.count, sample.rows, sample.num_rows)
+            sample.num_rows += span.count
+
+    def finish(self, action: FinishRequest) -> None:
+        sample = self._samples.pop(action.key)
+        sample.finish = action
+        request = sample.request
+        if not sample.rows and self._arena is not None and request.wants_rows:
+            sample.rows = {spec.name: _empty(spec, 0) for spec in self._arena.specs}
+        request.open -= 1
+        if not request.open:
+            self.end(request)
+        else:
+            request.wake()
+
+    def end(self, request: RequestOutput) -> None:
+        """Every sample ended, or there will be none."""
+        request.ended_at = self._clock()
+        if not request.done.done():
+            request.done.set_result(None)
+        request.wake()
+        self._on_end(request)
+
+    def fail(self, cause: BaseException) -> None:
+        """The engine failed: end every live request with what it has."""
+        requests = self.requests()
+        self._samples.clear()
+        for request in requests:
+            request.failure = cause
+            self.end(request)
+
+    def routing(self, rows: NDArray[np.generic], start: int) -> Routing:
+        capacity = self._capacity
+        return Routing(
+            array=rows,
+            start=start,
+            layer_ids=capacity.moe_layer_ids,
+            num_experts=capacity.num_experts,
+            top_k_by_layer=capacity.top_k_by_layer,
+        )
+
+
+def _empty(spec: AuxSpec, count: int) -> NDArray[Any]:
+    return np.empty((count, *spec.shape), spec.dtype)

@@ -1,0 +1,275 @@
+"""From what a caller gave to what the scheduler takes: validate, tokenise, hash.
+
+Coroutines without decisions: bad input ends here, before any work, with an error that names the field
+and the limit; good input ends in `RequestPrepared` events. Long texts are tokenised in a child
+process; hashing of long prompts yields to the loop. Knows no blocks and no schedule.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from array import array
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from fdasync.cache.prefix import block_keys, root_key
+from fdasync.errors import BadInput
+from fdasync.events.catalog import RequestPrepared
+from fdasync.request import SamplerSpec, SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fdasync.runner.base import Capacity
+    from fdasync.tokenise import TokenizerProcess
+    from fdasync.tokenizer import Tokenizer
+
+_HASH_SLICE_BLOCKS = 256
+_MAX_PROMPT_CHARS = 1 << 26
+
+
+def namespace_of(capacity: Capacity) -> bytes:
+    """Root identity of every block of this model under these weights (DESIGN section 4, Namespace)."""
+    parts = (
+        1,  # schema of identities
+        capacity.fingerprint,
+        capacity.weights_id,
+        capacity.kv_layout,
+        capacity.kv_dtype,
+        capacity.block_tokens,
+        [(spec.name, spec.shape, spec.dtype) for spec in capacity.aux_specs],
+    )
+    return root_key(msgspec.msgpack.encode(parts))
+
+
+class Intake:
+    """A bounded number of live samples; who finds no place waits in order of arrival."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    async def enter(self, count: int) -> None:
+        """Take `count` places. The caller's deadline bounds the wait; cancelling gives the place up."""
+        if not self._waiting and self.used + count <= self.limit:
+            self.used += count
+            return
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((count, place))
+        try:
+            await place
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled():
+                self.leave(count)
+            else:
+                self._waiting.remove((count, place))
+                self._grant()
+            raise
+
+    def leave(self, count: int) -> None:
+        self.used -= count
+        self._grant()
+
+    def _grant(self) -> None:
+        while self._waiting and self.used + self._waiting[0][0] <= self.limit:
+            count, place = self._waiting.popleft()
+            if not place.done():
+                self.used += count
+                place.set_result(None)
+
+
+class Preparer:
+    """Prepares requests for one engine.
+
+    Args:
+        num_blocks: of the device; no request may need more.
+        tokenizer: None means tokens in, tokens out.
+        long_texts: tokenises what is longer than `inline_chars`.
+    """
+
+    def __init__(
+        self,
+        capacity: Capacity,
+        *,
+        prefix_cache: bool,
+        tokenizer: Tokenizer | None,
+        long_texts: TokenizerProcess | None,
+        inline_chars: int,
+        prepare_deadline_s: float,
+        intake_limit: int,
+    ) -> None:
+        self.capacity = capacity
+        self.namespace = namespace_of(capacity)
+        self._prefix_cache = prefix_cache
+        self._tokenizer = tokenizer
+        self._long_texts = long_texts
+        self._inline_chars = inline_chars
+        self._deadline_s = prepare_deadline_s
+        self._intake_limit = intake_limit
+
+    # -- validation, before anything is waited for --------------------------------------------------
+
+    def check(
+        self, prompt: Any, params: SamplingParams, *, routing: bool | None, start: Any, priority: Any,
+        deadline_s: Any, cache_salt: Any,
+    ) -> None:  # fmt: skip
+        """Raise BadInput for everything that can be told without tokenising."""
+        if not isinstance(params, SamplingParams):
+            raise BadInput("params", f"a SamplingParams is needed, not {type(params).__name__}")
+        params.validate(vocab_size=self.capacity.vocab_size)
+        if params.n > self._intake_limit:
+            raise BadInput("n", f"{params.n} samples are more than the engine takes", limit=self._intake_limit)
+        if params.stop and self._tokenizer is None:
+            raise BadInput("stop", "stop strings need a tokenizer", hint="use stop_token_ids")
+        if not _is_int(priority) or not -(2**31) <= priority < 2**31:
+            raise BadInput("priority", f"{priority!r} is not an integer of 32 bits")
+        if not isinstance(deadline_s, int | float) or not 0 < deadline_s <= 1e9:
+            raise BadInput("deadline_s", f"{deadline_s!r} is out of range", limit="above 0, up to 1e9")
+        if not _is_int(start) or start < 0:
+            raise BadInput("start", f"{start!r} is not a position", limit="0 up to the prompt's length")
+        if not isinstance(cache_salt, str):
+            raise BadInput("cache_salt", "is not a string")
+        if routing and not self.capacity.aux_specs:
+            raise BadInput(
+                "routing", "was asked for, but this engine captures none",
+                hint="the model has no MoE layers, or the engine was configured with routing=False",
+            )  # fmt: skip
+        if isinstance(prompt, str):
+            self._check_text(prompt)
+        else:
+            self._check_length(self._check_tokens(prompt), params, start)
+
+    def _check_text(self, text: str) -> None:
+        if self._tokenizer is None:
+            raise BadInput("prompt", "is text, but the engine has no tokenizer", hint="give token ids")
+        if not text:
+            raise BadInput("prompt", "is empty", limit="at least one token")
+        if len(text) > _MAX_PROMPT_CHARS:
+            raise BadInput("prompt", f"{len(text)} characters", limit=_MAX_PROMPT_CHARS)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise BadInput(
+                "prompt", f"has a lone surrogate at character {error.start}", hint="it is not valid Unicode text"
+            ) from None
+
+    def _check_tokens(self, prompt: Any) -> Sequence[int]:
+        tolist = getattr(prompt, "tolist", None)
+        values = tolist() if callable(tolist) else prompt
+        if not isinstance(values, list | tuple):
+            raise BadInput("prompt", f"{type(prompt).__name__} is neither text nor a sequence of token ids")
+        if not values:
+            raise BadInput("prompt", "is empty", limit="at least one token")
+        try:
+            array("q", values)
+        except (TypeError, OverflowError) as error:
+            raise BadInput("prompt", f"holds something that is no token id: {error}") from None
+        vocab = self.capacity.vocab_size
+        low, high = min(values), max(values)
+        if low < 0 or high >= vocab:
+            raise BadInput(
+                "prompt", f"token id {low if low < 0 else high} is outside the vocabulary", limit=f"0 to {vocab - 1}"
+            )
+        return values
+
+    def _check_length(self, tokens: Sequence[int], params: SamplingParams, start: int) -> None:
+        capacity = self.capacity
+        count = len(tokens)
+        if count + 1 > capacity.max_context_tokens:
+            raise BadInput("prompt", f"{count} tokens leave no room to answer", limit=capacity.max_context_tokens)
+        if count + params.max_tokens > capacity.max_context_tokens:
+            raise BadInput(
+                "max_tokens", f"prompt {count} + max_tokens {params.max_tokens} tokens are beyond the context",
+                limit=capacity.max_context_tokens,
+            )  # fmt: skip
+        most = capacity.num_blocks * capacity.block_tokens
+        # the last token is never forwarded
+        if count + params.max_tokens - 1 > most:
+            raise BadInput(
+                "max_tokens", f"prompt {count} + max_tokens {params.max_tokens} are more than all KV blocks hold",
+                limit=most,
+            )  # fmt: skip
+        if start >= count:
+            raise BadInput("start", f"{start} is not inside the prompt", limit=f"0 to {count - 1}")
+
+    # -- the work -----------------------------------------------------------------------------------
+
+    async def prepare(
+        self, prompt: Any, params: SamplingParams, keys: list[int], *, streams: bool, rows: bool, start: int,
+        priority: int, deadline: float, cache_salt: str,
+    ) -> list[RequestPrepared]:  # fmt: skip
+        """One event for each sample, to be published. Raises BadInput, DeadlineExceeded, WorkerDied."""
+        tokens = tuple(await self._tokenise(prompt))
+        if isinstance(prompt, str):
+            self._check_length(self._check_tokens(tokens), params, start)
+        root = root_key(self.namespace, cache_salt.encode(errors="surrogatepass"))
+        hashes = await self._hash(root, tokens) if self._prefix_cache else ()
+        eos = () if params.ignore_eos else self.capacity.eos_ids
+        stop_ids = frozenset((*eos, *params.stop_token_ids))
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        wants_logprobs = params.logprobs != "none"
+        return [
+            RequestPrepared(
+                key=key,
+                group=keys[0],
+                tokens=tokens,
+                block_keys=hashes,
+                max_tokens=params.max_tokens,
+                min_tokens=params.min_tokens,
+                stop_ids=stop_ids,
+                priority=priority,
+                deadline=deadline,
+                emits=streams or wants_logprobs or bool(params.stop),
+                checks_stops=bool(params.stop),
+                start=start if rows else -1,
+                namespace=root,
+                sampler=SamplerSpec(
+                    prompt_len=len(tokens),
+                    seed=seed,
+                    index=index,
+                    temperature=params.temperature,
+                    top_k=params.top_k,
+                    top_p=params.top_p,
+                    min_p=params.min_p,
+                    repetition_penalty=params.repetition_penalty,
+                    presence_penalty=params.presence_penalty,
+                    frequency_penalty=params.frequency_penalty,
+                    min_tokens=params.min_tokens,
+                    stop_ids=tuple(sorted(stop_ids)) if params.min_tokens else (),
+                    raw=params.logprobs in ("raw", "both"),
+                    processed=params.logprobs in ("processed", "both"),
+                    top=params.top_logprobs,
+                ),
+            )
+            for index, key in enumerate(keys)
+        ]
+
+    async def _tokenise(self, prompt: Any) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return self._check_tokens(prompt)
+        assert self._tokenizer is not None
+        if len(prompt) <= self._inline_chars or self._long_texts is None:
+            return self._tokenizer.encode(prompt)
+        return await self._long_texts.encode(prompt, self._deadline_s)
+
+    async def _hash(self, root: bytes, tokens: tuple[int, ...]) -> tuple[bytes, ...]:
+        size = self.capacity.block_tokens
+        step = size * _HASH_SLICE_BLOCKS
+        keys: list[bytes] = []
+        for first in range(0, len(tokens), step):
+            if first:
+                await asyncio.sleep(0)
+            keys += block_keys(keys[-1] if keys else root, tokens[first : first + step], size)
+        return tuple(keys)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

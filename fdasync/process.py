@@ -1,0 +1,107 @@
+"""A child process that talks over a channel: started, watched by pidfd, killed and reaped.
+
+No thread, no signal handler, no asyncio child watcher. The child gets one end of a socket pair; its
+death closes that end, and the kernel kills it should this process die first (it asks for that itself,
+`die_with_parent`). Used by the worker runner and by the tokeniser.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from fdasync.channel import Channel
+from fdasync.errors import DeadlineExceeded, ProtocolError, WorkerDied
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_REAP_DEADLINE_S = 10.0
+
+
+class ChildProcess:
+    """`module.main()` in a fresh interpreter, its end of the channel as the fd in argv[1].
+
+    Args:
+        name: what it is for, in words; part of errors.
+        on_frame: called for each frame it sends; fds belong to the callee.
+        on_death: called once when it ended and was reaped, however that came about; not after `kill`.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        name: str,
+        module: str,
+        on_frame: Callable[[bytes, list[int]], None],
+        on_death: Callable[[Exception], None],
+    ) -> None:
+        self.name = name
+        self._loop = loop
+        self._on_death = on_death
+        self._error: Exception | None = None
+        self._silent = False
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs:
+            self._process = subprocess.Popen(  # blocking: fork and exec, milliseconds, once
+                [sys.executable, "-P", "-c", f"from {module} import main; main()", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+        self.pid = self._process.pid
+        self._pidfd = os.pidfd_open(self.pid)
+        self.exited: asyncio.Future[int] = loop.create_future()
+        loop.add_reader(self._pidfd, self._reap)
+        self.channel = Channel(loop, ours, on_frame, self._channel_ended)
+
+    def send(self, payload: bytes, fds: Sequence[int] = ()) -> None:
+        self.channel.send(payload, fds)
+
+    async def close(self, payload: bytes, deadline_s: float) -> None:
+        """Ask it to end with this frame; kill it at the deadline. Idempotent; reaped on return."""
+        self._silent = True
+        if not self.exited.done():
+            self.channel.send(payload)
+            await asyncio.wait([self.exited], timeout=deadline_s)
+        await self.kill()
+
+    async def kill(self) -> None:
+        """SIGKILL and reap; idempotent. On return nothing that it could write to is being written."""
+        self._silent = True
+        if not self.exited.done():
+            self._process.kill()
+            done, _ = await asyncio.wait([self.exited], timeout=_REAP_DEADLINE_S)
+            if not done:
+                raise DeadlineExceeded(f"reaping the {self.name} process {self.pid}", _REAP_DEADLINE_S)
+        self.channel.close()
+
+    def _reap(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        status = self._process.wait()  # blocking: the pidfd said that it has ended
+        # what it wrote before it ended is still in the socket: deliver that first, then its end
+        self.channel.drain()
+        self.exited.set_result(status)
+        if not self._silent:
+            self._silent = True
+            self.channel.close()
+            self._on_death(self._error or WorkerDied(self.name, self.pid, status))
+
+    def _channel_ended(self, error: Exception | None) -> None:
+        # without its channel it is of no use, and what broke the protocol must not go on
+        self._error = error
+        if isinstance(error, ProtocolError) and not self.exited.done():
+            self._process.kill()
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when the thread that started it ends. For children, first thing."""
+    import ctypes
+    import signal
+
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)

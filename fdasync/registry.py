@@ -1,0 +1,101 @@
+"""Plugins by entry point: listed cheaply, loaded only when named, checked when loaded.
+
+A plugin that is named but missing or broken raises `PluginError` with its distribution; nothing is
+logged and skipped. One registry per engine; no module state.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+import msgspec
+
+from fdasync.errors import PluginError
+from fdasync.runner.base import Runner
+
+RUNNERS = "fdasync.runners"
+TOKENIZERS = "fdasync.tokenizers"
+GROUPS = (RUNNERS, TOKENIZERS)
+
+
+class PluginInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry point. `problem` is "" if it loads, None if nobody tried."""
+
+    group: str
+    name: str
+    distribution: str
+    version: str
+    target: str
+    problem: str | None = None
+
+
+class Registry:
+    """Looks plugins up by group and name."""
+
+    def list(self, *, load: bool = False) -> list[PluginInfo]:
+        """Every plugin there is; with `load`, each is imported and checked, which can take seconds."""
+        found = []
+        for group in GROUPS:
+            for point in sorted(entry_points(group=group), key=lambda point: point.name):
+                problem = None
+                if load:
+                    try:
+                        self._check(group, point)
+                        problem = ""
+                    except PluginError as error:
+                        problem = error.problem
+                name, version = _origin(point)
+                found.append(
+                    PluginInfo(
+                        group=group,
+                        name=point.name,
+                        distribution=name,
+                        version=version,
+                        target=point.value,
+                        problem=problem,
+                    )
+                )
+        return found
+
+    def find(self, group: str, name: str) -> EntryPoint:
+        """The entry point, without importing it. Raises PluginError if there is none, or more than one."""
+        points = list(entry_points(group=group, name=name))
+        targets = {point.value for point in points}
+        if not points:
+            known = sorted({point.name for point in entry_points(group=group)})
+            raise PluginError(group, name, "", f"not installed; there are: {', '.join(known) or 'none'}")
+        if len(targets) > 1:
+            owners = ", ".join(sorted({_origin(point)[0] for point in points}))
+            raise PluginError(group, name, owners, "several distributions declare this name")
+        return points[0]
+
+    def load_runner(self, name: str) -> type[Runner]:
+        """The runner class. Raises PluginError."""
+        runner = self._check(RUNNERS, self.find(RUNNERS, name))
+        assert isinstance(runner, type)
+        return runner
+
+    def load_tokenizer(self, name: str) -> Any:
+        """The tokenizer factory: a callable that takes a model folder. Raises PluginError."""
+        return self._check(TOKENIZERS, self.find(TOKENIZERS, name))
+
+    def _check(self, group: str, point: EntryPoint) -> Any:
+        distribution = _origin(point)[0]
+        try:
+            loaded = point.load()
+        except Exception as error:
+            problem = f"importing {point.value} failed: {type(error).__name__}: {error}"
+            raise PluginError(group, point.name, distribution, problem) from error
+        if group == RUNNERS:
+            if not (isinstance(loaded, type) and issubclass(loaded, Runner)):
+                raise PluginError(group, point.name, distribution, f"{point.value} is not a Runner class")
+            if not issubclass(getattr(loaded, "config_type", type(None)), msgspec.Struct):
+                raise PluginError(group, point.name, distribution, f"{point.value} has no config_type")
+        elif not callable(loaded):
+            raise PluginError(group, point.name, distribution, f"{point.value} cannot be called")
+        return loaded
+
+
+def _origin(point: EntryPoint) -> tuple[str, str]:
+    return (point.dist.name, point.dist.version) if point.dist is not None else ("", "")

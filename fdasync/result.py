@@ -1,0 +1,156 @@
+"""What a caller gets back: deltas while a request runs, one result at its end. Pure data."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from fdasync.runner.base import TopLogprobs
+
+
+class Routing(msgspec.Struct, frozen=True, kw_only=True):
+    """Expert routing of a contiguous run of positions; row i belongs to position `start + i`.
+
+    A finished sample has `len(prompt) + len(token_ids) - 1 - start` rows: the last token was never forwarded.
+
+    Attributes:
+        array: [n, num_moe_layers, top_k], uint8 up to 256 experts, else uint16; logical expert ids in the router's
+            order, so rows are compared as sets. Owned by the caller.
+        start: absolute position of the first row.
+        layer_ids: hidden-layer number of each of the second axis.
+        num_experts: ids are below it.
+        top_k_by_layer: how many leading columns count in each layer, where layers differ; else None.
+    """
+
+    array: NDArray[np.generic]
+    start: int
+    layer_ids: tuple[int, ...]
+    num_experts: int
+    top_k_by_layer: tuple[int, ...] | None = None
+
+
+class WeightSpan(msgspec.Struct, frozen=True):
+    """Output tokens [start, stop) were sampled under this weight version."""
+
+    start: int
+    stop: int
+    version: int
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
+    """What is new of one sample. A reader that is slow gets fewer, longer deltas; nothing is lost.
+
+    Attributes:
+        index: which sample.
+        token_ids: new tokens. All deltas of a sample joined are the result's `token_ids`.
+        text: new text that cannot change any more; "" without a tokenizer.
+        raw_logprobs, processed_logprobs: of the new tokens, as asked for; else None.
+        top_logprobs: alternatives at the new tokens, as asked for; else None.
+        finish_reason: stop, length, abort or deadline in a sample's last delta; None before.
+    """
+
+    index: int
+    token_ids: tuple[int, ...]
+    text: str = ""
+    raw_logprobs: tuple[float, ...] | None = None
+    processed_logprobs: tuple[float, ...] | None = None
+    top_logprobs: tuple[TopLogprobs | None, ...] | None = None
+    finish_reason: str | None = None
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """One sample of a request, whole, or so far where it was aborted or failed.
+
+    Attributes:
+        token_ids: sampled tokens, with the EOS or stop id that ended them.
+        text: decoded, cut before a matched stop string; "" without a tokenizer.
+        raw_logprobs: float32 [len(token_ids)] log-softmax of the model's logits, or None.
+        processed_logprobs: the same after penalties, temperature and filters, or None.
+        top_logprobs: alternatives at each token, or None.
+        finish_reason: stop, length, abort, deadline; "failed" in `EngineFailed.partial`.
+        cached_tokens: prompt tokens that came from the prefix cache.
+        weight_version: spans of output tokens by weight version.
+        routing: expert routing, or None where it was not captured or not asked for.
+        aux: rows of every other aux spec, by name, [n, *shape], positions as in `routing`.
+    """
+
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    raw_logprobs: NDArray[np.float32] | None
+    processed_logprobs: NDArray[np.float32] | None
+    top_logprobs: tuple[TopLogprobs | None, ...] | None
+    finish_reason: str
+    cached_tokens: int
+    weight_version: tuple[WeightSpan, ...]
+    routing: Routing | None
+    aux: dict[str, NDArray[np.generic]]
+
+    @property
+    def logprobs(self) -> NDArray[np.float32] | None:
+        """The log-probs asked for: raw ones, or where only those were wanted the processed ones."""
+        return self.processed_logprobs if self.raw_logprobs is None else self.raw_logprobs
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of a request. Attributes of a sample can be read off the result: they are those of sample 0.
+
+    Attributes:
+        request_id: as given or drawn.
+        prompt_token_ids: what was forwarded as the prompt.
+        samples: one for each of `n`, by index.
+        ttft_s: from the call to the first token of any sample, in seconds; None where none came, or where tokens
+            were only counted at the end (`complete` without log-probs or stop strings).
+        total_s: from the call to the end, in seconds.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    samples: tuple[Sample, ...]
+    ttft_s: float | None = None
+    total_s: float = 0.0
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.samples[0].token_ids
+
+    @property
+    def text(self) -> str:
+        return self.samples[0].text
+
+    @property
+    def logprobs(self) -> NDArray[np.float32] | None:
+        return self.samples[0].logprobs
+
+    @property
+    def raw_logprobs(self) -> NDArray[np.float32] | None:
+        return self.samples[0].raw_logprobs
+
+    @property
+    def processed_logprobs(self) -> NDArray[np.float32] | None:
+        return self.samples[0].processed_logprobs
+
+    @property
+    def top_logprobs(self) -> tuple[TopLogprobs | None, ...] | None:
+        return self.samples[0].top_logprobs
+
+    @property
+    def finish_reason(self) -> str:
+        return self.samples[0].finish_reason
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.samples[0].cached_tokens
+
+    @property
+    def weight_version(self) -> tuple[WeightSpan, ...]:
+        return self.samples[0].weight_version
+
+    @property
+    def routing(self) -> Routing | None:
+        return self.samples[0].routing
+
+    @property
+    def aux(self) -> dict[str, NDArray[np.generic]]:
+        return self.samples[0].aux

@@ -1,0 +1,137 @@
+"""The synthetic model in closed form: what it answers, from tokens and weights alone, without blocks.
+
+The KV of a token is 64 bits of (token, position, weights). The next token and the routing row at a
+position are a function of the sum of *all* KV words up to that position, and of the weights. Tests hold the
+engine against this; `synthetic.py` computes the same through paged KV.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+U64 = np.uint64
+_MIX = (U64(0x9E3779B97F4A7C15), U64(0xBF58476D1CE4E5B9), U64(0x94D049BB133111EB))
+
+
+class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Shape of the pretended model, and what a step costs.
+
+    Attributes:
+        num_moe_layers, top_k, num_experts: of the routing; 0 layers is a dense model.
+        weights_id: seed of the weights.
+        eos_id: sampled like any other token; -1: none.
+        values_spec: also write the second aux spec, "values", float16 [4] per token.
+        pass_stamp: KV and a third aux spec, "stamp", uint32 [1], carry the number of the pass (step) that wrote
+            them; stamps never influence tokens or rows (DECISIONS 25).
+        step_s, token_s: seconds of a step, fixed and per token; 0 completes in the next loop turn.
+        jitter: relative spread of a step's time, drawn from `seed`.
+        free: steady decode steps cost next to nothing and compute nothing (benchmarks): tokens repeat the
+            last one plus 1, rows are constant.
+        fail_step: this step fails; -1: none. hang_step: this step never completes; -1: none.
+    """
+
+    num_moe_layers: int = 4
+    top_k: int = 2
+    num_experts: int = 16
+    vocab_size: int = 1000
+    eos_id: int = -1
+    max_context_tokens: int = 4096
+    block_tokens: int = 16
+    num_blocks: int = 256
+    weights_id: int = 1
+    values_spec: bool = False
+    pass_stamp: bool = False
+    step_s: float = 0.0
+    token_s: float = 0.0
+    jitter: float = 0.0
+    seed: int = 0
+    free: bool = False
+    fail_step: int = -1
+    hang_step: int = -1
+
+
+def mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """SplitMix64's finaliser, element-wise: every input bit reaches every output bit."""
+    with np.errstate(over="ignore"):
+        words = words + _MIX[0]
+        words = (words ^ (words >> U64(30))) * _MIX[1]
+        words = (words ^ (words >> U64(27))) * _MIX[2]
+        return words ^ (words >> U64(31))
+
+
+class Oracle:
+    """The closed form: what the synthetic model answers, from tokens and weights alone."""
+
+    def __init__(self, config: SyntheticConfig) -> None:
+        self.config = config
+        self.row_dtype = np.uint8 if config.num_experts <= 256 else np.uint16
+
+    def kv(self, tokens: NDArray[np.int64], positions: NDArray[np.int64], weights_id: int) -> NDArray[np.uint64]:
+        """KV words [T] of tokens [T] at positions [T]."""
+        weights = mix(np.array([weights_id], U64))
+        return mix(tokens.astype(U64) ^ (positions.astype(U64) << U64(32)) ^ weights)
+
+    def rows(self, digests: NDArray[np.uint64]) -> NDArray[np.generic]:
+        """Routing rows [T, L, K] from the digest of all KV up to each position [T]."""
+        config = self.config
+        layers = np.arange(config.num_moe_layers, dtype=U64)
+        first = mix(digests[:, None] ^ (layers << U64(40))) % U64(config.num_experts)
+        ranks = np.arange(config.top_k, dtype=U64)
+        ids = (first[:, :, None] + ranks) % U64(config.num_experts)
+        return ids.astype(self.row_dtype)
+
+    def values(self, digests: NDArray[np.uint64]) -> NDArray[np.generic]:
+        """Rows [T, 4] float16 of the second spec."""
+        words = mix(digests[:, None] ^ (np.arange(4, dtype=U64) << U64(48)))
+        return (words % U64(1024)).astype(np.float16)
+
+    def sample(self, digests: NDArray[np.uint64], noise: NDArray[np.uint64], weights_id: int) -> NDArray[np.int64]:
+        """Tokens [N]; `noise` is 0 for greedy ones."""
+        words = mix(digests ^ noise ^ mix(np.array([weights_id + 1], U64)))
+        return (words % U64(self.config.vocab_size)).astype(np.int64)
+
+    @staticmethod
+    def noise(seed: int, index: int, position: int) -> int:
+        """Noise of one token: a function of seed, sample index and position alone."""
+        text = f"{seed},{index},{position}".encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+    def digests(self, tokens: Sequence[int], weights_id: int | Sequence[int] | None = None) -> NDArray[np.uint64]:
+        """Digest up to each position; `weights_id` may differ by position (KV written under other weights)."""
+        ids = self.config.weights_id if weights_id is None else weights_id
+        every = np.broadcast_to(np.asarray(ids, np.int64), (len(tokens),))
+        positions = np.arange(len(tokens))
+        words = np.zeros(len(tokens), U64)
+        array = np.asarray(tokens, np.int64)
+        for value in np.unique(every):
+            chosen = every == value
+            words[chosen] = self.kv(array[chosen], positions[chosen], int(value))
+        with np.errstate(over="ignore"):
+            return np.cumsum(words, dtype=U64)
+
+    def generate(
+        self, prompt: Sequence[int], max_tokens: int, *, temperature: float = 0.0, seed: int = 0, index: int = 0,
+        stop_ids: frozenset[int] = frozenset(),
+    ) -> list[int]:  # fmt: skip
+        """Output tokens of a request that nothing interrupts."""
+        tokens = list(prompt)
+        digest = self.digests(tokens)[-1:]
+        for _ in range(max_tokens):
+            noise = self.noise(seed, index, len(tokens)) if temperature > 0 else 0
+            token = int(self.sample(digest, np.array([noise], U64), self.config.weights_id)[0])
+            tokens.append(token)
+            if token in stop_ids:
+                break
+            word = self.kv(np.array([token]), np.array([len(tokens) - 1]), self.config.weights_id)
+            with np.errstate(over="ignore"):
+                digest = digest + word
+        return tokens[len(prompt) :]

@@ -1,0 +1,247 @@
+"""A runner without a model: numpy arithmetic with a closed-form answer, for tests and benchmarks.
+
+Tokens and rows are a function of *all* KV words that the block table points at (`oracle.py`): one stale,
+missing or misplaced block changes what comes out.
+
+"Device" work is done at launch, in order, as on a stream; rows stay in a transient buffer and are
+scattered when the step completes, which the cost model decides. Knows no requests and never blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import deque
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import msgspec
+import numpy as np
+
+from fdasync.cache.aux import AuxSpec
+from fdasync.errors import BadInput, InvariantBroken, RunnerError
+from fdasync.runner.base import Capacity, Runner, RunnerLimits, StepOutput
+from fdasync.runner.lanes import Batch, LaneTable
+from fdasync.runner.oracle import U64, Oracle, SyntheticConfig
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from fdasync.actions import RunStep
+    from fdasync.cache.arena import AuxArena
+
+
+class SyntheticRunner(Runner):
+    """See the module."""
+
+    config_type: ClassVar[type[msgspec.Struct]] = SyntheticConfig
+
+    def __init__(self, config: SyntheticConfig, limits: RunnerLimits) -> None:
+        super().__init__(config, limits)
+        self.config: SyntheticConfig = config
+        self.oracle = Oracle(config)
+        self.weights_id = config.weights_id
+        self._rng = np.random.default_rng(config.seed)
+        self._arena: AuxArena | None = None
+        self._flights: deque[_Flight] = deque()
+        self._busy_until = 0.0
+        self._closed = False
+
+    async def open(self) -> Capacity:
+        config, limits = self.config, self.limits
+        capture = config.num_moe_layers > 0 if limits.capture == "auto" else limits.capture
+        if capture and not config.num_moe_layers:
+            raise BadInput("routing", "was asked for, but the model has no MoE layers", hint="set routing=False")
+        self._block_tokens = limits.block_tokens or config.block_tokens
+        context = min(config.max_context_tokens, limits.max_context_tokens or config.max_context_tokens)
+        self._context = context
+        shape = (config.num_moe_layers, config.top_k)
+        specs = [AuxSpec("routing", shape, self.oracle.row_dtype.__name__)] if capture else []
+        if capture and config.values_spec:
+            specs.append(AuxSpec("values", (4,), "float16"))
+        if capture and config.pass_stamp:
+            specs.append(AuxSpec("stamp", (1,), "uint32"))
+        plain = msgspec.structs.replace(config, weights_id=0, step_s=0.0, token_s=0.0, jitter=0.0, seed=0)
+        return Capacity(
+            model="synthetic",
+            fingerprint=hashlib.blake2b(msgspec.msgpack.encode(plain), digest_size=16).hexdigest(),
+            weights_id=f"{config.weights_id:032x}",
+            vocab_size=config.vocab_size,
+            eos_ids=(config.eos_id,) if config.eos_id >= 0 else (),
+            max_context_tokens=context,
+            block_tokens=self._block_tokens,
+            num_blocks=limits.num_blocks or config.num_blocks,
+            block_nbytes=8 * self._block_tokens,
+            kv_layout="synthetic",
+            kv_dtype="uint64",
+            aux_specs=tuple(specs),
+            moe_layer_ids=tuple(range(config.num_moe_layers)) if capture else (),
+            num_experts=config.num_experts if capture else 0,
+            top_k=config.top_k if capture else 0,
+        )
+
+    async def bind(self, num_blocks: int, arena: AuxArena | None) -> None:
+        size = self._block_tokens
+        self.lanes = LaneTable(self.limits.max_running, self._context, size, num_blocks)
+        self._kv = np.zeros(num_blocks * size, U64)
+        self._kv_stamps = np.zeros(num_blocks * size, np.uint32)
+        self._last_token = np.zeros(self.limits.max_running, np.int64)
+        self._arena = arena
+        self._constant: dict[str, NDArray[np.generic]] = {}
+
+    def launch(self, step: RunStep) -> asyncio.Future[StepOutput]:
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[StepOutput] = loop.create_future()
+        if self.config.fail_step == step.step_id:
+            done.set_exception(RunnerError("the step was told to fail", step.step_id))
+            return done
+        try:
+            self._check_writers(step)
+            batch = self.lanes.plan(step)
+            tokens, rows = self._free_step(batch) if self._is_free(batch) else self._compute(batch)
+        except (InvariantBroken, IndexError, KeyError, ValueError) as error:
+            done.set_exception(RunnerError(f"{type(error).__name__}: {error}", step.step_id))
+            return done
+        flight = _Flight(step, batch, tokens, rows, done)
+        self._flights.append(flight)
+        if self.config.hang_step == step.step_id:
+            return done
+        cost = self._cost_s(batch)
+        if cost <= 0.0:
+            loop.call_soon(self._complete, flight)
+        else:
+            self._busy_until = max(self._busy_until, loop.time()) + cost
+            loop.call_at(self._busy_until, self._complete, flight)
+        return done
+
+    async def aclose(self) -> None:
+        self._closed = True
+        for flight in self._flights:
+            flight.done.cancel()
+        self._flights.clear()
+        self._arena = None
+
+    def _cost_s(self, batch: Batch) -> float:
+        cost = self.config.step_s + self.config.token_s * len(batch.positions)
+        if cost and self.config.jitter:
+            cost *= 1.0 + self.config.jitter * float(self._rng.uniform(-1.0, 1.0))
+        return cost
+
+    def _check_writers(self, step: RunStep) -> None:
+        """No block named by a step in flight may get another writer (DESIGN section 5)."""
+        if not self._flights or not (step.starts or step.appends):
+            return
+        fresh = {append.block for append in step.appends}
+        for start in step.starts:
+            fresh.update(start.blocks[start.num_cached // self._block_tokens :])
+        for flight in self._flights:
+            named = set((flight.batch.kv_index // self._block_tokens).tolist())
+            if fresh & named:
+                raise InvariantBroken(f"blocks {sorted(fresh & named)} have a writer in flight")
+
+    def _complete(self, flight: _Flight) -> None:
+        if self._closed:
+            return
+        if self._flights[0] is not flight:
+            # an earlier step hangs: steps complete in order, so this one waits for ever too
+            return
+        self._flights.popleft()
+        if self._arena is not None:
+            self._arena.scatter(flight.batch.aux_index, flight.batch.generations, flight.rows)
+        if not flight.done.done():
+            flight.done.set_result(StepOutput(flight.step.step_id, tuple(flight.tokens.tolist())))
+
+    # -- arithmetic -------------------------------------------------------------------------------
+
+    def _compute(self, batch: Batch) -> tuple[NDArray[np.int64], dict[str, NDArray[np.generic]]]:
+        """Write the KV of the step's tokens, read the KV of everything before, sample."""
+        inputs = self._inputs(batch)
+        self._kv[batch.kv_index] = self.oracle.kv(inputs, batch.positions, self.weights_id)
+        self._kv_stamps[batch.kv_index] = batch.step_id
+        digests = np.empty(len(inputs), U64)
+        ends = np.cumsum(batch.counts)
+        size = self._block_tokens
+        offsets = np.arange(size)
+        with np.errstate(over="ignore"):
+            for lane, start, count, end in zip(batch.lanes, batch.starts, batch.counts, ends, strict=True):
+                table = self.lanes.block_table(int(lane), int(start + count)).astype(np.int64)
+                index = (table[:, None] * size + offsets).ravel()[: start + count]
+                if self.config.pass_stamp:
+                    self._check_stamps(table, index, int(start))
+                sums = np.cumsum(self._kv[index], dtype=U64)
+                digests[end - count : end] = sums[start:]
+        rows: dict[str, NDArray[np.generic]] = {}
+        if self._arena is not None:
+            rows["routing"] = self.oracle.rows(digests)
+            if self.config.values_spec:
+                rows["values"] = self.oracle.values(digests)
+            if self.config.pass_stamp:
+                rows["stamp"] = np.full((len(inputs), 1), batch.step_id, np.uint32)
+        last = ends[batch.sampled] - 1
+        tokens = self.oracle.sample(digests[last], self._noise(batch, last), self.weights_id)
+        self._last_token[batch.lanes[batch.sampled]] = tokens
+        return tokens, rows
+
+    def _inputs(self, batch: Batch) -> NDArray[np.int64]:
+        inputs = np.empty(len(batch.positions), np.int64)
+        inputs[: batch.num_decodes] = self._last_token[batch.lanes[: batch.num_decodes]]
+        at = batch.num_decodes
+        for number in range(batch.num_decodes, len(batch.lanes)):
+            lane, start, count = int(batch.lanes[number]), int(batch.starts[number]), int(batch.counts[number])
+            inputs[at : at + count] = self.lanes.tokens[lane, start : start + count]
+            at += count
+        return inputs
+
+    def _noise(self, batch: Batch, last: NDArray[np.int64]) -> NDArray[np.uint64]:
+        noise = np.zeros(len(last), U64)
+        for number, (lane, position) in enumerate(zip(batch.lanes[batch.sampled], batch.positions[last], strict=True)):
+            sampler = self.lanes.samplers[lane]
+            if sampler is not None and sampler.temperature > 0:
+                noise[number] = self.oracle.noise(sampler.seed, sampler.index, int(position) + 1)
+        return noise
+
+    def _check_stamps(self, table: NDArray[np.int64], index: NDArray[np.int64], start: int) -> None:
+        """Rows in a slot must carry the stamp of the KV in use (DECISIONS 25)."""
+        if self._arena is None or "stamp" not in self._arena.rows:
+            return
+        size = self._block_tokens
+        slots, _generations = self.lanes.slots_of(table)
+        # rows of steps in flight are not scattered yet
+        flying = {flight.step.step_id for flight in self._flights}
+        stamps = self._kv_stamps[index[:start]]
+        where = (slots[:, None] * size + np.arange(size)).ravel()[:start]
+        settled = ~np.isin(stamps, list(flying)) if flying else np.ones(start, bool)
+        rows: NDArray[Any] = self._arena.rows["stamp"][where, 0]
+        if (rows[settled] != stamps[settled]).any():
+            raise InvariantBroken("rows in a slot do not belong to the KV in use")
+
+    def _is_free(self, batch: Batch) -> bool:
+        return self.config.free and batch.num_decodes == len(batch.lanes)
+
+    def _free_step(self, batch: Batch) -> tuple[NDArray[np.int64], dict[str, NDArray[np.generic]]]:
+        tokens = (self._last_token[batch.lanes] + 1) % self.config.vocab_size
+        self._last_token[batch.lanes] = tokens
+        if self._arena is None:
+            return tokens, {}
+        count = len(tokens)
+        for name, rows in self._arena.rows.items():
+            if name not in self._constant or len(self._constant[name]) < count:
+                ramp = np.arange(int(np.prod(rows.shape[1:]))) % self.config.num_experts
+                shaped = ramp.astype(rows.dtype).reshape(rows.shape[1:])
+                self._constant[name] = np.broadcast_to(shaped, (max(count, 256), *rows.shape[1:])).copy()
+        return tokens, {name: self._constant[name][:count] for name in self._arena.rows}
+
+
+class _Flight:
+    """A step launched and not completed: its transient rows."""
+
+    __slots__ = ("batch", "done", "rows", "step", "tokens")
+
+    def __init__(
+        self, step: RunStep, batch: Batch, tokens: NDArray[np.int64], rows: dict[str, NDArray[np.generic]],
+        done: asyncio.Future[StepOutput],
+    ) -> None:  # fmt: skip
+        self.step = step
+        self.batch = batch
+        self.tokens = tokens
+        self.rows = rows
+        self.done = done

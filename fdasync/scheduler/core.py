@@ -1,0 +1,353 @@
+"""The pure scheduler: `handle(events) -> actions`. Every decision of the engine is made here.
+
+No await, no torch, no I/O, no text, no clock but the time stamped on events, no iteration over sets: the
+same events give the same actions, so every decision can be tested with plain calls and replayed from a
+trace. This file: what events mean and how a request ends. `planner.py`: what the next step computes.
+
+Called by `driver.py` once per loop turn.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+
+import msgspec
+
+from fdasync.actions import Action, CopyRows, EmitTokens, FinishRequest, RowSpan, WakeAt
+from fdasync.cache.aux import SlotPool
+from fdasync.cache.blocks import BlockPool
+from fdasync.cache.prefix import PrefixIndex, block_key
+from fdasync.errors import InvariantBroken
+from fdasync.events.catalog import (
+    AbortRequested,
+    Event,
+    RequestPrepared,
+    StepDone,
+    StepFailed,
+    StopChecked,
+    StopMatched,
+    TimerFired,
+)
+from fdasync.scheduler.planner import Planner, StepPlan
+from fdasync.scheduler.sequence import Sequence, State
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the scheduler needs to know, all resolved.
+
+    Attributes:
+        block_tokens: a power of two.
+        num_blocks: of the device.
+        max_running: sequences at a time, at most max_step_tokens.
+        max_step_tokens: token budget of a step.
+        pipeline_depth: steps in flight, 1 or 2.
+        prefix_cache: share sealed and pending blocks by identity.
+        capture: every block has an aux slot.
+        decode_reserve_blocks: free blocks that admission leaves for each decoding sequence, a quarter of all
+            blocks at most.
+        weight_version: label of the weights in use.
+    """
+
+    block_tokens: int
+    num_blocks: int
+    max_running: int
+    max_step_tokens: int
+    pipeline_depth: int = 1
+    prefix_cache: bool = True
+    capture: bool = True
+    decode_reserve_blocks: int = 1
+    weight_version: int = 0
+
+
+class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters since the start, and gauges of now.
+
+    Attributes:
+        dropped_tokens: sampled for requests that had ended already (overrun).
+        late_aborts: aborts of requests that were unknown or had ended.
+        prompt_tokens, hit_tokens: of admitted requests, first admission only.
+    """
+
+    waiting: int
+    running: int
+    steps: int
+    free_blocks: int
+    idle_blocks: int
+    num_blocks: int
+    preemptions: int
+    evictions: int
+    finished: int
+    generated_tokens: int
+    dropped_tokens: int
+    late_aborts: int
+    prompt_tokens: int
+    hit_tokens: int
+
+
+class Scheduler:
+    """See the module. Not thread-safe, not re-entrant."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        slots = SlotPool(config.num_blocks) if config.capture else None
+        self.index = PrefixIndex(BlockPool(config.num_blocks, slots), enabled=config.prefix_cache)
+        self._spans: list[RowSpan] = []
+        self.planner = Planner(config, self.index, self._spans)
+        self._mask = config.block_tokens - 1
+        self._sequences: dict[int, Sequence] = {}
+        self._inflight: deque[StepPlan] = deque()
+        self._deadlines: list[tuple[float, int]] = []
+        self._wake_at = float("inf")
+        self._emits: list[EmitTokens] = []
+        self._finishes: list[FinishRequest] = []
+        self._arrivals = 0
+        self._finished = self._generated = self._dropped = self._late_aborts = 0
+        self._prompt_tokens = self._hit_tokens = 0
+
+    # -- the one entry ----------------------------------------------------------------------------
+
+    def handle(self, events: list[Event]) -> list[Action]:
+        """Take the events of one turn, in order; return what is to be done, in order.
+
+        Raises InvariantBroken when events contradict the protocol; the engine then fails.
+        """
+        now = 0.0
+        for event in events:
+            now = event.at
+            if isinstance(event, StepDone):
+                self._on_step_done(event)
+            elif isinstance(event, RequestPrepared):
+                self._on_prepared(event)
+            elif isinstance(event, AbortRequested):
+                self._on_abort(event)
+            elif isinstance(event, StopChecked):
+                self._on_stop_checked(event)
+            elif isinstance(event, StopMatched):
+                self._on_stop_matched(event)
+            elif isinstance(event, StepFailed):
+                raise InvariantBroken(f"step {event.step_id} failed and the engine went on: {event.problem}")
+            elif not isinstance(event, TimerFired):
+                raise InvariantBroken(f"the scheduler knows no event {type(event).__name__}")
+        self._expire(now)
+        steps: list[Action] = []
+        while len(self._inflight) < self.config.pipeline_depth:
+            planned = self.planner.plan()
+            if planned is None:
+                break
+            steps.append(planned[0])
+            self._inflight.append(planned[1])
+        return self._gather(steps)
+
+    def _gather(self, steps: list[Action]) -> list[Action]:
+        actions: list[Action] = [*self._emits]
+        # rows are read before anything that is planned now may write their slots again
+        if self._spans:
+            actions.append(CopyRows(tuple(self._spans)))
+        actions += self._finishes
+        actions += steps
+        self._emits.clear()
+        self._spans.clear()
+        self._finishes.clear()
+        if self._deadlines and self._deadlines[0][0] != self._wake_at:
+            self._wake_at = self._deadlines[0][0]
+            actions.append(WakeAt(self._wake_at))
+        return actions
+
+    # -- arrivals and ends ------------------------------------------------------------------------
+
+    def _on_prepared(self, event: RequestPrepared) -> None:
+        if event.key in self._sequences:
+            raise InvariantBroken(f"sequence {event.key} was prepared twice")
+        seq = Sequence(event, self._arrivals)
+        self._arrivals += 1
+        self._sequences[seq.key] = seq
+        if seq.deadline != float("inf"):
+            heapq.heappush(self._deadlines, (seq.deadline, seq.key))
+        self.planner.enqueue(seq)
+
+    def _on_abort(self, event: AbortRequested) -> None:
+        for key in event.keys:
+            seq = self._sequences.get(key)
+            if seq is None:
+                self._late_aborts += 1
+            else:
+                self._end(seq, "abort", seq.num_output)
+
+    def _expire(self, now: float) -> None:
+        while self._deadlines:
+            deadline, key = self._deadlines[0]
+            seq = self._sequences.get(key)
+            if seq is not None:
+                if deadline > now:
+                    return
+                self._end(seq, "deadline", seq.num_output)
+            heapq.heappop(self._deadlines)
+
+    def _on_stop_checked(self, event: StopChecked) -> None:
+        seq = self._sequences.get(event.key)
+        if seq is None:
+            return
+        seq.checked = event.num_tokens
+        if seq.ending is not None and seq.checked >= seq.ending[1]:
+            self._end(seq, *seq.ending)
+
+    def _on_stop_matched(self, event: StopMatched) -> None:
+        seq = self._sequences.get(event.key)
+        if seq is not None:
+            self._end(seq, "stop", event.keep_tokens)
+
+    def _complete(self, seq: Sequence, reason: str, matched: int = -1) -> None:
+        """The tokens so far are all that it will have; a stop string may still cut them (DECISIONS 14)."""
+        if seq.ending is not None:
+            return
+        if not seq.checks_stops or seq.checked >= seq.num_output:
+            self._end(seq, reason, seq.num_output, matched)
+            return
+        seq.ending = (reason, seq.num_output, matched)
+        seq.stop_ids = frozenset()
+        seq.emits = False
+        self.planner.await_answer(seq)
+
+    def _end(self, seq: Sequence, reason: str, keep: int, matched: int = -1) -> None:
+        """The one place where a sequence ends."""
+        seq.take_rows(seq.computed, self.config.block_tokens, self._spans)
+        output = tuple(seq.tokens[seq.prompt_len : seq.prompt_len + keep])
+        num_rows = 0
+        if seq.start >= 0:
+            last = seq.prompt_len + keep - 1 if keep else seq.rows_have
+            num_rows = max(min(last, seq.rows_have) - seq.start, 0)
+        cached = max(seq.cached_tokens, 0)
+        spans = ((0, self.config.weight_version),) if output else ()
+        self._finishes.append(FinishRequest(seq.key, reason, output, num_rows, cached, spans, matched))
+        self._finished += 1
+        self._generated += keep
+        self._dropped += seq.num_output - keep
+        if seq.cached_tokens >= 0:
+            self._prompt_tokens += seq.prompt_len
+            self._hit_tokens += cached
+        del self._sequences[seq.key]
+        seq.stop_ids = frozenset()
+        seq.emits = False
+        self.planner.end(seq)
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    def _on_step_done(self, event: StepDone) -> None:
+        plan = self._inflight.popleft() if self._inflight else None
+        if plan is None or plan.step_id != event.step_id:
+            raise InvariantBroken(f"step {event.step_id} is done, but {plan and plan.step_id} was in flight first")
+        tokens = event.tokens
+        samplers = [chunk for chunk in plan.chunks if chunk.last]
+        if len(tokens) != len(plan.decodes) + len(samplers):
+            raise InvariantBroken(
+                f"step {event.step_id} returned {len(tokens)} tokens for {len(plan.decodes) + len(samplers)} sequences"
+            )
+        # the hot loop: what a token costs when nothing happens
+        mask = self._mask
+        attention: list[tuple[Sequence, int]] = []
+        for seq, token in zip(plan.decodes, tokens, strict=False):
+            known = seq.tokens
+            known.append(token)
+            if token in seq.stop_ids or len(known) & mask == 1:
+                attention.append((seq, token))
+        first = len(plan.decodes)
+        for chunk in plan.chunks:
+            self._chunk_done(chunk.seq, chunk.start, chunk.stop)
+        for chunk, token in zip(samplers, tokens[first:], strict=True):
+            chunk.seq.tokens.append(token)
+            chunk.seq.decoding = True
+        self._emit(plan, tokens, [chunk.seq for chunk in samplers])
+        for seq, token in attention:
+            if len(seq.tokens) & mask == 1:
+                self._seal_decoded(seq)
+            self._check_stop(seq, token)
+        for chunk, token in zip(samplers, tokens[first:], strict=True):
+            self._check_stop(chunk.seq, token)
+        for seq in plan.lasts:
+            if seq.state is not State.ENDED:
+                self._complete(seq, "length")
+        self.planner.step_done(plan.step_id)
+
+    def _check_stop(self, seq: Sequence, token: int) -> None:
+        if token in seq.stop_ids and len(seq.tokens) >= seq.min_len:
+            self._complete(seq, "stop", token)
+
+    def _emit(self, plan: StepPlan, tokens: tuple[int, ...], samplers: list[Sequence]) -> None:
+        first = len(plan.decodes)
+        rows = [pair for pair in plan.emitters if pair[1].emits]
+        rows += [(first + number, seq) for number, seq in enumerate(samplers) if seq.emits]
+        if rows:
+            self._emits.append(
+                EmitTokens(
+                    plan.step_id,
+                    tuple([seq.key for _, seq in rows]),
+                    tuple([tokens[row] for row, _ in rows]),
+                    tuple([row for row, _ in rows]),
+                )
+            )
+        if self.planner.is_draining:
+            self._dropped += sum(1 for seq in (*plan.decodes, *samplers) if seq.state is State.ENDED)
+
+    def _chunk_done(self, seq: Sequence, start: int, stop: int) -> None:
+        size = self.config.block_tokens
+        for number in range(start // size, stop // size):
+            self.index.seal(seq.blocks[number])
+        seq.computed_prefill = stop
+        if seq.state is not State.ENDED:
+            # sealed blocks, and the hits that this step was the first to read
+            seq.take_rows(stop // size * size, size, self._spans)
+
+    def _seal_decoded(self, seq: Sequence) -> None:
+        """The last step filled a block with tokens that were not known when it was planned."""
+        size = self.config.block_tokens
+        stop = len(seq.tokens) - 1
+        number = stop // size - 1
+        key = None
+        if self.index.enabled:
+            parent = seq.keys[number - 1] if number else seq.root
+            key = block_key(parent, seq.tokens[stop - size : stop])
+            seq.keys.append(key)
+        self.index.seal(seq.blocks[number], key)
+        if seq.state is not State.ENDED:
+            seq.take_rows(stop, size, self._spans)
+
+    # -- looking in -------------------------------------------------------------------------------
+
+    def stats(self) -> SchedulerStats:
+        planner = self.planner
+        pool = self.index.pool
+        return SchedulerStats(
+            waiting=len(planner.waiting),
+            running=len(planner.prefilling) + len(planner.decoding) + len(planner.tail),
+            steps=planner.done_step + 1,
+            free_blocks=pool.num_free,
+            idle_blocks=self.index.num_available - pool.num_free,
+            num_blocks=pool.num_blocks,
+            preemptions=planner.preemptions,
+            evictions=self.index.evictions,
+            finished=self._finished,
+            generated_tokens=self._generated,
+            dropped_tokens=self._dropped,
+            late_aborts=self._late_aborts,
+            prompt_tokens=self._prompt_tokens,
+            hit_tokens=self._hit_tokens,
+        )
+
+    def check(self) -> None:
+        """Raise InvariantBroken unless blocks, slots, pins and queues agree. For tests and idle time."""
+        self.index.check()
+        pins: dict[int, int] = {}
+        holders = {id(seq): seq for seq in self._sequences.values()}
+        holders |= {id(seq): seq for seq in self.planner.draining()}
+        for seq in holders.values():
+            for block in seq.blocks:
+                pins[block.id] = pins.get(block.id, 0) + 1
+        for block in self.index.pool.live():
+            if block.pins != pins.get(block.id, 0):
+                raise InvariantBroken(f"{block} has {block.pins} pins, {pins.get(block.id, 0)} sequences use it")
+        if not self._inflight and self.planner.is_draining:
+            raise InvariantBroken("sequences drain, but no step is in flight")
+        awaited = self._inflight or self.planner.tail
+        if self._sequences and not awaited:
+            raise InvariantBroken(f"{len(self._sequences)} sequences wait for nothing: the scheduler stalled")

@@ -1,0 +1,142 @@
+"""One sample of one request, as the scheduler sees it: tokens, blocks, and how far it got. Pure."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from fdasync.actions import RowSpan
+
+if TYPE_CHECKING:
+    from fdasync.cache.blocks import Block
+    from fdasync.events.catalog import RequestPrepared
+
+
+class State(Enum):
+    """Forward only, but for preemption: PREFILL or DECODE -> LEAVING -> WAITING."""
+
+    WAITING = "waiting"  # holds nothing
+    PREFILL = "prefill"  # holds blocks for every known token; chunks are being planned
+    DECODE = "decode"  # one token a step
+    TAIL = "tail"  # nothing left to plan; results or a stop answer are awaited
+    LEAVING = "leaving"  # preempted; its last step in flight is awaited
+    ENDED = "ended"  # its caller has the result; steps in flight may still name it
+
+
+class Sequence:
+    """Mutable state of one sample.
+
+    Token lengths, always `rows_have`, `computed` <= `planned`, `computed` < `len(tokens)`:
+        computed: positions whose step completed since the last (re)start.
+        planned: positions planned while in prefill; from then on the decode tick tells (`planner.py`).
+        rows_have: one past the last position whose aux rows the request owns; never goes back.
+
+    Attributes:
+        order: place in every queue: higher priority first, then older.
+        tokens: prompt and output known so far; internal, grows with overrun after the end too.
+        keys: identities of the leading full blocks, as far as known.
+        root: identity before the first block.
+        base, stamp: decode position = base + tick; `stamp` tells stale calendar entries from live ones.
+        last_step: the last step that names it, once it is out of the decode set.
+        ending: (reason, output tokens to keep, matched id) while a stop answer is awaited.
+        checked: output tokens that are known to hold no stop string.
+    """
+
+    __slots__ = (
+        "base",
+        "blocks",
+        "cached_tokens",
+        "checked",
+        "checks_stops",
+        "computed_prefill",
+        "deadline",
+        "decoding",
+        "emits",
+        "ending",
+        "group",
+        "key",
+        "keys",
+        "last_step",
+        "max_len",
+        "min_len",
+        "order",
+        "planned",
+        "priority",
+        "prompt_len",
+        "root",
+        "rows_have",
+        "sampler",
+        "stamp",
+        "start",
+        "state",
+        "stop_ids",
+        "tokens",
+        "waits_for",
+    )
+
+    def __init__(self, event: RequestPrepared, arrival: int) -> None:
+        self.key = event.key
+        self.group = event.group
+        self.priority = event.priority
+        self.order = (-event.priority, arrival)
+        self.tokens = list(event.tokens)
+        self.prompt_len = len(self.tokens)
+        self.max_len = self.prompt_len + event.max_tokens
+        self.min_len = self.prompt_len + event.min_tokens
+        self.stop_ids = event.stop_ids
+        self.emits = event.emits
+        self.checks_stops = event.checks_stops
+        self.start = event.start
+        self.sampler = event.sampler
+        self.deadline = event.deadline
+        self.keys = list(event.block_keys)
+        self.root = event.namespace
+        self.state = State.WAITING
+        self.blocks: list[Block] = []
+        self.decoding = False
+        self.computed_prefill = 0
+        self.planned = 0
+        self.base = 0
+        self.stamp = 0
+        self.last_step = -1
+        self.rows_have = max(event.start, 0)
+        self.cached_tokens = -1
+        self.ending: tuple[str, int, int] | None = None
+        self.checked = 0
+        self.waits_for: bytes | None = None
+
+    @property
+    def computed(self) -> int:
+        """Positions whose step completed since the last (re)start."""
+        # a decode step's token arrives with the step, so all but the last known token were forwarded
+        return len(self.tokens) - 1 if self.decoding else self.computed_prefill
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    def take_rows(self, upto: int, block_tokens: int, spans: list[RowSpan]) -> None:
+        """Ask for copies of the aux rows up to position `upto` that the request does not have yet.
+
+        The first completed pass wins: rows that it has stay, whatever is computed again later.
+        """
+        if self.start < 0:
+            return
+        position = self.rows_have
+        while position < upto:
+            index, offset = divmod(position, block_tokens)
+            count = min(block_tokens - offset, upto - position)
+            slot = self.blocks[index].slot
+            assert slot is not None
+            spans.append(RowSpan(self.key, slot.id, slot.generation, offset, count))
+            position += count
+        self.rows_have = max(position, self.rows_have)
+
+    def restart(self) -> None:
+        """Back to the start, holding nothing; tokens and rows that it has stay."""
+        self.state = State.WAITING
+        self.decoding = False
+        self.computed_prefill = 0
+        self.planned = 0
+        self.last_step = -1
+        self.waits_for = None

@@ -1,0 +1,144 @@
+"""Tokenising long texts in a child process, so that the loop never waits for it.
+
+`TokenizerProcess` starts its child at the first use and again after a death; `main` is the child.
+Called by `prepare.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from array import array
+
+import msgspec
+
+from fdasync.channel import Channel
+from fdasync.errors import CheckpointError, DeadlineExceeded, ProtocolError, WorkerDied
+from fdasync.process import ChildProcess, die_with_parent
+from fdasync.registry import Registry
+
+
+class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
+    """Use this tokenizer for the texts that follow."""
+
+    name: str
+    model: str
+
+
+class Encode(msgspec.Struct, frozen=True, array_like=True, tag="encode"):
+    """Tokenise."""
+
+    number: int
+    text: str
+
+
+class Encoded(msgspec.Struct, frozen=True, array_like=True, tag="encoded"):
+    """Token ids, int32 little-endian; or in words why there are none."""
+
+    number: int
+    tokens: bytes
+    problem: str = ""
+
+
+class TokenizerProcess:
+    """One child for one tokenizer.
+
+    Args:
+        name: entry-point name in `fdasync.tokenizers`.
+        model: folder given to its factory.
+    """
+
+    def __init__(self, name: str, model: str) -> None:
+        self._name = name
+        self._model = model
+        self._child: ChildProcess | None = None
+        self._waiting: dict[int, asyncio.Future[list[int]]] = {}
+        self._number = 0
+        self._decoder = msgspec.msgpack.Decoder(Encoded)
+
+    async def encode(self, text: str, deadline_s: float) -> list[int]:
+        """Token ids. Cancelling stops the waiting; the child finishes and its answer is dropped.
+
+        Raises DeadlineExceeded, WorkerDied, or CheckpointError where the tokenizer cannot be used.
+        """
+        loop = asyncio.get_running_loop()
+        if self._child is None:
+            self._child = ChildProcess(loop, "tokenizer", __name__, self._on_frame, self._on_death)
+            self._child.send(msgspec.msgpack.encode(Load(self._name, self._model)))
+        number = self._number = self._number + 1
+        answer: asyncio.Future[list[int]] = loop.create_future()
+        self._waiting[number] = answer
+        self._child.send(msgspec.msgpack.encode(Encode(number, text)))
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await answer
+        except TimeoutError:
+            raise DeadlineExceeded("tokenising", deadline_s) from None
+        finally:
+            self._waiting.pop(number, None)
+
+    async def aclose(self) -> None:
+        """Kill the child (it holds nothing) and fail who still waits; idempotent."""
+        if self._child is not None:
+            await self._child.kill()
+            self._on_death(WorkerDied("tokenizer", self._child.pid, None))
+
+    def _on_frame(self, payload: bytes, fds: list[int]) -> None:
+        for fd in fds:
+            os.close(fd)
+        try:
+            message = self._decoder.decode(payload)
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(f"the tokenizer process sent what cannot be decoded: {error}") from None
+        answer = self._waiting.get(message.number)
+        if answer is None or answer.done():
+            return
+        if message.problem:
+            answer.set_exception(CheckpointError(self._model, message.problem))
+        else:
+            answer.set_result(array("i", message.tokens).tolist())
+
+    def _on_death(self, error: Exception) -> None:
+        self._child = None
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(error)
+
+
+def main() -> None:
+    """The child: its end of the channel is the fd in argv[1]; serve until the other end closes."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sock = socket.socket(fileno=int(sys.argv[1]))
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+        decoder: msgspec.msgpack.Decoder[Load | Encode] = msgspec.msgpack.Decoder(Load | Encode)
+        tokenizer = None
+        broken = ""
+
+        def on_frame(payload: bytes, _fds: list[int]) -> None:
+            nonlocal tokenizer, broken
+            message = decoder.decode(payload)
+            if isinstance(message, Load):
+                try:
+                    tokenizer = Registry().load_tokenizer(message.name)(message.model)
+                except Exception as error:
+                    broken = f"{type(error).__name__}: {error}"
+                return
+            reply = Encoded(message.number, b"", broken)
+            if tokenizer is not None:
+                try:
+                    reply = Encoded(message.number, array("i", tokenizer.encode(message.text)).tobytes())
+                except Exception as error:
+                    reply = Encoded(message.number, b"", f"{type(error).__name__}: {error}")
+            channel.send(msgspec.msgpack.encode(reply))
+
+        channel = Channel(loop, sock, on_frame, lambda _error: ended.set_result(None))
+        await ended
+
+    asyncio.run(run())
