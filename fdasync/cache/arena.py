@@ -10,6 +10,7 @@ The runner writes (`scatter`), the engine reads (`copy_rows`); the receipt of `S
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from typing import TYPE_CHECKING
@@ -103,12 +104,13 @@ class AuxArena:
             into[name][at : at + count] = rows[first:last]
 
     def close(self) -> None:
-        """Drop the mapping and the fd; idempotent. No view handed out may be alive: copies are."""
+        """Drop the mapping and the fd; idempotent. The bytes live on while somebody holds a view of `rows`."""
         if self.fd < 0:
             return
         self._tags = np.empty(0, np.uint32)
         self.rows.clear()
-        self._map.close()
+        with contextlib.suppress(BufferError):
+            self._map.close()
         os.close(self.fd)
         self.fd = -1
 

@@ -34,8 +34,8 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             them; stamps never influence tokens or rows (DECISIONS 25).
         step_s, token_s: seconds of a step, fixed and per token; 0 completes in the next loop turn.
         jitter: relative spread of a step's time, drawn from `seed`.
-        free: steady decode steps cost next to nothing and compute nothing (benchmarks): tokens repeat the
-            last one plus 1, rows are constant.
+        free: steady decode steps cost next to nothing and compute nothing (benchmarks): a token is
+            the last one plus 1, never among the topmost 16 ids; rows are constant.
         fail_step: this step fails; -1: none. hang_step: this step never completes; -1: none.
     """
 

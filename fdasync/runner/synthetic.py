@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from fdasync.cache.arena import AuxArena
 
 
+# free mode never samples the topmost ids: a benchmark can use them as stop ids
+_FREE_MARGIN = 16
+
+
 class SyntheticRunner(Runner):
     """See the module."""
 
@@ -218,7 +222,7 @@ class SyntheticRunner(Runner):
         return self.config.free and batch.num_decodes == len(batch.lanes)
 
     def _free_step(self, batch: Batch) -> tuple[NDArray[np.int64], dict[str, NDArray[np.generic]]]:
-        tokens = (self._last_token[batch.lanes] + 1) % self.config.vocab_size
+        tokens = (self._last_token[batch.lanes] + 1) % (self.config.vocab_size - _FREE_MARGIN)
         self._last_token[batch.lanes] = tokens
         if self._arena is None:
             return tokens, {}

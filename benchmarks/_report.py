@@ -1,0 +1,70 @@
+"""What every benchmark shares: `--json`, a table, and one object {"figures": ..., "conditions": ...}."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Report:
+    """Figures as they come; medians with their spread."""
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self.figures: dict[str, float] = {}
+        self.conditions: dict[str, Any] = {
+            "python": platform.python_version(),
+            "cpus": len(os.sched_getaffinity(0)),
+            "machine": platform.machine(),
+        }
+        self._aims: dict[str, float] = {}
+
+    def add(self, name: str, values: Sequence[float], *, aim: float | None = None) -> float:
+        """The median of these values under a name; the spread goes to the conditions."""
+        figure = statistics.median(values)
+        self.figures[name] = round(figure, 4)
+        self.conditions[f"{name}_spread"] = [round(min(values), 4), round(max(values), 4), len(values)]
+        if aim is not None:
+            self._aims[name] = aim
+        print(f"  {name} = {figure:.4g}", file=sys.stderr, flush=True)
+        return figure
+
+    def finish(self, json_path: str | None) -> None:
+        """Print the table; write the object."""
+        table = Table(title=self.title)
+        for column in ("figure", "median", "min", "max", "runs", "aim"):
+            table.add_column(column, justify="left" if column == "figure" else "right")
+        for name, value in self.figures.items():
+            low, high, runs = self.conditions.get(f"{name}_spread", [value, value, 1])
+            aim = self._aims.get(name)
+            table.add_row(name, f"{value:g}", f"{low:g}", f"{high:g}", str(runs), "" if aim is None else f"{aim:g}")
+        Console().print(table)
+        if json_path:
+            text = json.dumps({"figures": self.figures, "conditions": self.conditions}, indent=2)
+            Path(json_path).write_text(text + "\n")
+
+
+def calibrate_us() -> float:
+    """CPU microseconds of a fixed pure-Python loop: how fast this machine is right now."""
+    best = []
+    for _ in range(5):
+        started = time.process_time()
+        total = 0
+        box = {}
+        for number in range(20_000):
+            total += number & 7
+            box[number & 255] = total
+        best.append((time.process_time() - started) * 1e6)
+    return statistics.median(best)
