@@ -1,0 +1,52 @@
+# Two commands: `make demo` and `make test`. Both make .venv first, once.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+WORKERS ?= 2
+export HF_HUB_OFFLINE := 1
+
+.PHONY: demo test test-all lint types bench clean venv help
+
+help:
+	@echo "make demo      set up, serve a small real checkpoint, check every token and routing row"
+	@echo "make test      set up, run the CPU tests, the linter and the type checker"
+	@echo "make test-all  the same with the long tests and coverage"
+	@echo "make bench     measure the engine's CPU per decode step"
+	@echo "make clean     remove what was made here"
+
+venv: $(STAMP)
+
+# torch first and alone: anything else could pull another build of it
+$(STAMP): pyproject.toml constraints.txt $(wildcard plugins/*/pyproject.toml)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' || { echo "the venv module is missing (Debian: python3-venv)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev]' -e plugins/fdasync-transformers
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/fdasync demo $(DEMO_ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
+	$(MAKE) --no-print-directory lint types
+
+test-all: $(STAMP)
+	$(BIN)/python -m pytest -n $(WORKERS) --seeds 2000 --cov --cov-report=term
+	$(MAKE) --no-print-directory lint types
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/python -m mypy
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks.engine_step
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage* htmlcov

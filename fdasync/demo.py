@@ -1,0 +1,319 @@
+"""`fdasync demo`: serve a real checkpoint, check every token and row, show the figures.
+
+An embedder like any other: everything it does goes through the public API of the engine and of the
+transformers plugin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import uvloop
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from fdasync.config import EngineConfig
+from fdasync.engine import Engine, EngineStats
+from fdasync.errors import BadInput, PluginError
+from fdasync.request import SamplingParams
+from fdasync.result import Result
+from fdasync.runner.base import Capacity
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
+
+_MIN_PROMPT_TOKENS = 4
+_GROUP_SAMPLES = 4
+# one in this many requests is a group of samples of one prompt
+_GROUP_EVERY = 8
+_REFRESH_S = 0.1
+_COLUMNS = (
+    SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+)  # fmt: skip
+
+
+class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """As on the command line."""
+
+    model: Path | None = None
+    requests: int = 64
+    concurrency: int = 32
+    max_tokens: int = 64
+    depth: int = 2
+    seed: int = 0
+    inline: bool = False
+    json_path: Path | None = None
+
+
+class Job(msgspec.Struct, frozen=True):
+    """One request of the workload."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+
+
+class Served(msgspec.Struct, frozen=True, kw_only=True):
+    """What serving gave: results by job, and how long things took."""
+
+    jobs: list[Job]
+    results: list[Result]
+    capacity: Capacity
+    stats: EngineStats
+    serve_s: float
+    start_s: float
+
+
+def run_demo(options: DemoOptions, console: Console) -> int:
+    """Do it all; returns the exit code. Raises FdasyncError where it cannot run."""
+    plugin = _plugin()
+    _silence_library()
+    if options.model is None:
+        model = cache_folder() / "demo-qwen3-moe-v1"
+        made = not model.exists()
+        console.print(f"{'making' if made else 'using'} a small random Qwen3-MoE checkpoint in {model}")
+        if made:
+            plugin.make_random_checkpoint(model, "qwen3_moe")
+    else:
+        model = options.model
+    served = uvloop.run(_serve(options, model, console))
+    report = _verify(plugin, model, served, console)
+    missing = missing_rows(served.results, served.capacity)
+    figures = _figures(served, report, missing)
+    _print(figures, served, console)
+    for difference in report.differences[:10]:
+        console.print(f"  {difference.verdict}: {difference}", style="red", highlight=False)
+    if options.json_path is not None:
+        options.json_path.write_text(json.dumps(figures, indent=2) + "\n")
+    good = report.ok and not missing and figures["requests"]["finished"] == figures["requests"]["total"]
+    console.print("[green]everything equals the reference[/]" if good else "[red]something differs[/]")
+    return 0 if good else 1
+
+
+def cache_folder() -> Path:
+    """Where the demo keeps its checkpoint: `$XDG_CACHE_HOME/fdasync`, or `~/.cache/fdasync`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fdasync"
+
+
+def make_jobs(options: DemoOptions, capacity: Capacity) -> list[Job]:
+    """Mixed lengths; every second request begins with one of four shared prefixes; some are groups of samples."""
+    rng = random.Random(options.seed)
+    room = min(capacity.max_context_tokens, capacity.num_blocks * capacity.block_tokens)
+    output = min(options.max_tokens, room // 4)
+    longest = min(4 * options.max_tokens, room - output - 1)
+    if output < 1 or longest <= _MIN_PROMPT_TOKENS:
+        raise BadInput("model", f"a context of {room} tokens is too short for the demo")
+    low, high = min(16, capacity.vocab_size - 1), min(capacity.vocab_size, 256)
+
+    def text(count: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(low, high) for _ in range(count))
+
+    prefixes = [text(rng.randint(longest // 4, longest // 2)) for _ in range(4)]
+    jobs = []
+    for number in range(options.requests):
+        own = rng.randint(_MIN_PROMPT_TOKENS, max(longest // 2, _MIN_PROMPT_TOKENS))
+        prompt = (prefixes[number // 2 % 4] if number % 2 else ()) + text(own)
+        count = rng.randint(max(1, output // 4), output)
+        if number % _GROUP_EVERY == _GROUP_EVERY - 1:
+            params = SamplingParams(max_tokens=count, temperature=0.8, top_p=0.95, seed=number, n=_GROUP_SAMPLES)
+        else:
+            params = SamplingParams(max_tokens=count, temperature=0.0, logprobs="raw")
+        jobs.append(Job(prompt, params))
+    return jobs
+
+
+def missing_rows(results: Sequence[Result], capacity: Capacity) -> int:
+    """Rows that finished samples should have and do not: short arrays must never pass for right ones."""
+    missing = 0
+    for result in results:
+        for sample in result.samples:
+            want = len(result.prompt_token_ids) + len(sample.token_ids) - 1
+            have = 0 if sample.routing is None else len(sample.routing.array)
+            missing += abs(want - have) * len(capacity.moe_layer_ids)
+    return missing
+
+
+async def _serve(options: DemoOptions, model: Path, console: Console) -> Served:
+    config = EngineConfig(
+        model=str(model),
+        runner_config={"dtype": "float32"},
+        process="inline" if options.inline else "worker",
+        routing=True,
+        pipeline_depth=options.depth,
+        max_running=max(options.concurrency * _GROUP_SAMPLES, 64),
+        max_requests=max(options.concurrency * _GROUP_SAMPLES, 4096),
+    )
+    started = time.perf_counter()
+    note = TextColumn("{task.fields[note]}")
+    # auto_refresh would start a thread, and this is an engine's process
+    with Progress(*_COLUMNS, note, console=console, auto_refresh=False) as progress:
+        loading = progress.add_task("loading", total=1, note="")
+        async with Engine(config) as engine:
+            progress.update(loading, completed=1, note=f"{engine.capacity.num_blocks} KV blocks")
+            progress.refresh()
+            start_s = time.perf_counter() - started
+            jobs = make_jobs(options, engine.capacity)
+            serving = progress.add_task("serving", total=len(jobs), note="")
+            results: list[Result | None] = [None] * len(jobs)
+            places = asyncio.Semaphore(options.concurrency)
+            tokens = 0
+            begun = time.perf_counter()
+
+            async def serve(number: int, job: Job) -> None:
+                nonlocal tokens
+                async with places, engine.generate(job.prompt, job.params) as stream:
+                    async for delta in stream:
+                        tokens += len(delta.token_ids)
+                results[number] = stream.result
+                rate = tokens / (time.perf_counter() - begun)
+                progress.update(serving, advance=1, note=f"{rate:.0f} tokens/s")
+
+            async def refresh() -> None:
+                while not progress.finished:
+                    progress.refresh()
+                    await asyncio.sleep(_REFRESH_S)
+
+            async with asyncio.TaskGroup() as group:
+                for number, job in enumerate(jobs):
+                    group.create_task(serve(number, job))
+                group.create_task(refresh())
+            serve_s = time.perf_counter() - begun
+            return Served(
+                jobs=jobs,
+                results=[result for result in results if result is not None],
+                capacity=engine.capacity,
+                stats=engine.stats(),
+                serve_s=serve_s,
+                start_s=start_s,
+            )
+
+
+def _verify(plugin: Any, model: Path, served: Served, console: Console) -> Any:
+    from importlib import import_module
+
+    _v = import_module("fdasync_transformers.verify")
+    records = [
+        _v.Served(result.prompt_token_ids, sample.token_ids, job.params.temperature == 0, sample.routing)
+        for job, result in zip(served.jobs, served.results, strict=True)
+        for sample in result.samples
+    ]
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("checking against the library's plain forward pass", total=len(records))
+        return _v.verify(model, records, progress=lambda done, _total: progress.update(task, completed=done))
+
+
+def _figures(served: Served, report: Any, missing: int) -> dict[str, Any]:
+    samples = [sample for result in served.results for sample in result.samples]
+    tokens = sum(len(sample.token_ids) for sample in samples)
+    ttft = [result.ttft_s * 1e3 for result in served.results if result.ttft_s is not None]
+    tpot = [
+        (result.total_s - result.ttft_s) * 1e3 / (longest - 1)
+        for result in served.results
+        if result.ttft_s is not None and (longest := max(len(sample.token_ids) for sample in result.samples)) > 1
+    ]
+    scheduler = served.stats.scheduler
+    finished = sum(
+        all(sample.finish_reason in ("stop", "length") for sample in result.samples) for result in served.results
+    )
+    greedy = [
+        sample.token_ids
+        for job, result in zip(served.jobs, served.results, strict=True)
+        if job.params.temperature == 0
+        for sample in result.samples
+    ]
+    return {
+        "requests": {"total": len(served.jobs), "finished": finished, "samples": len(samples)},
+        "tokens": {
+            "generated": tokens,
+            "checked": report.tokens_checked,
+            "equal": report.tokens_equal,
+            "tied": report.tokens_tied,
+            "wrong": report.tokens_wrong,
+            "distinct_greedy": len({token for output in greedy for token in output}),
+        },
+        "routing": {
+            "rows_checked": report.rows_checked + missing,
+            "rows_exact": report.rows_exact,
+            "rows_tied": report.rows_tied,
+            "rows_wrong": report.rows_wrong,
+            "rows_missing": missing,
+            "nbytes": sum(sample.routing.array.nbytes for sample in samples if sample.routing is not None),
+        },
+        "throughput": {
+            "start_s": round(served.start_s, 3),
+            "serve_s": round(served.serve_s, 3),
+            "requests_per_s": round(len(served.results) / served.serve_s, 2),
+            "tokens_per_s": round(tokens / served.serve_s, 1),
+            "ttft_ms_p50": round(_percentile(ttft, 50), 2),
+            "ttft_ms_p99": round(_percentile(ttft, 99), 2),
+            "tpot_ms_p50": round(_percentile(tpot, 50), 2),
+            "tpot_ms_p99": round(_percentile(tpot, 99), 2),
+            "prefix_hit_rate": round(scheduler.hit_tokens / max(scheduler.prompt_tokens, 1), 4),
+            "steps": scheduler.steps,
+            "preemptions": scheduler.preemptions,
+        },
+    }
+
+
+def _percentile(values: list[float], percent: int) -> float:
+    if len(values) < 2:
+        return values[0] if values else 0.0
+    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
+
+
+def _print(figures: dict[str, Any], served: Served, console: Console) -> None:
+    throughput, tokens, routing = figures["throughput"], figures["tokens"], figures["routing"]
+    table = Table(title=f"fdasync demo: {served.capacity.model}", show_header=False)
+    rows = [
+        ("requests", f"{figures['requests']['finished']} of {figures['requests']['total']} finished"
+                     f" ({figures['requests']['samples']} samples)"),
+        ("requests/s", f"{throughput['requests_per_s']:g}"),
+        ("tokens/s", f"{throughput['tokens_per_s']:g}"),
+        ("TTFT p50 / p99", f"{throughput['ttft_ms_p50']:g} / {throughput['ttft_ms_p99']:g} ms"),
+        ("TPOT p50 / p99", f"{throughput['tpot_ms_p50']:g} / {throughput['tpot_ms_p99']:g} ms"),
+        ("prefix-cache hit rate", f"{throughput['prefix_hit_rate']:.1%} of prompt tokens"),
+        ("distinct greedy tokens", f"{tokens['distinct_greedy']}"),
+        ("greedy tokens", f"{tokens['checked']} checked, {tokens['equal']} equal, {tokens['tied']} tied,"
+                          f" {tokens['wrong']} wrong"),
+        ("routing rows", f"{routing['rows_checked']} checked, {routing['rows_exact']} exact,"
+                         f" {routing['rows_tied']} tied, {routing['rows_wrong']} wrong,"
+                         f" {routing['rows_missing']} missing"),
+        ("routing bytes", f"{routing['nbytes']:,}"),
+    ]  # fmt: skip
+    for name, value in rows:
+        table.add_row(name, value)
+    console.print(table)
+
+
+def _silence_library() -> None:
+    """The library's own progress bars would run across ours."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+def _plugin() -> Any:
+    try:
+        import fdasync_transformers
+    except ImportError as error:
+        raise PluginError(
+            "fdasync.runners", "transformers", "", f"cannot be imported ({error}); pip install fdasync-transformers"
+        ) from error
+    return fdasync_transformers

@@ -1,0 +1,94 @@
+"""How many KV blocks fit: what memory is free, and what a step needs besides. Called by `runner.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from fdasync.actions import Chunk, RunStep, SeqStart
+from fdasync.errors import ConfigError
+from fdasync.request import SamplerSpec
+from fdasync.runner.lanes import LaneTable
+from fdasync_transformers.kv import KVPool
+
+if TYPE_CHECKING:
+    from fdasync.runner.base import RunnerLimits
+    from fdasync_transformers.step import StepModel
+
+# of what is free; a CPU shares its memory with everyone else on the machine
+_CPU_SHARE = 0.5
+_GPU_SHARE = 0.92
+
+_GREEDY = SamplerSpec(0, 0, 0, 0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, (), False, False, 0)
+
+
+def choose_num_blocks(
+    step_model: StepModel, limits: RunnerLimits, max_context_tokens: int, block_tokens: int, nbytes: int | None
+) -> int:
+    """Blocks that `nbytes` (None: a share of the free memory) hold, no more than all lanes can use.
+
+    Raises ConfigError when not even one fits.
+    """
+    useful = limits.max_running * -(-max_context_tokens // block_tokens)
+    block_nbytes = block_tokens * step_model.layout.token_nbytes
+    if nbytes is None:
+        nbytes = _free_nbytes(step_model, limits, max_context_tokens, block_tokens)
+    if nbytes < block_nbytes:
+        raise ConfigError(
+            "kv_cache_nbytes", f"{nbytes} bytes hold no block of {block_nbytes}", hint="give more, or a smaller model"
+        )
+    return min(useful, nbytes // block_nbytes)
+
+
+def _free_nbytes(step_model: StepModel, limits: RunnerLimits, max_context_tokens: int, block_tokens: int) -> int:
+    device = step_model.model.device
+    if device.type != "cuda":
+        return int(_free_host_nbytes() * _CPU_SHARE)
+    peak = _step_peak_nbytes(step_model, limits, max_context_tokens, block_tokens)
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free * _GPU_SHARE) - peak
+
+
+def _step_peak_nbytes(step_model: StepModel, limits: RunnerLimits, max_context_tokens: int, block_tokens: int) -> int:
+    """Device memory that the largest step takes beyond what is held, by running one."""
+    left = limits.max_step_tokens
+    counts: list[int] = []
+    while left and len(counts) < limits.max_running:
+        counts.append(min(left, max_context_tokens))
+        left -= counts[-1]
+    needed = [-(-count // block_tokens) for count in counts]
+    device = step_model.model.device
+    pool = KVPool(step_model.layout, sum(needed), block_tokens, device)
+    table = LaneTable(len(counts), max(counts), block_tokens, sum(needed))
+    starts = []
+    for key, count in enumerate(counts):
+        blocks = tuple(range(sum(needed[:key]), sum(needed[: key + 1])))
+        starts.append(SeqStart(key, bytes(4 * count), 0, blocks, (), (), _GREEDY))
+    chunks = tuple(Chunk(key, count, False) for key, count in enumerate(counts))
+    batch = table.plan(RunStep(0, starts=tuple(starts), chunks=chunks))
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    # logits in float32 of as many rows as may sample
+    step_model.run(batch, table, pool, np.arange(min(limits.max_running, sum(counts)))).float()
+    torch.cuda.synchronize(device)
+    return int(torch.cuda.max_memory_allocated(device)) - before
+
+
+def _free_host_nbytes() -> int:
+    """Free memory of this machine, or of its control group where that is less."""
+    available = 0
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = int((group / "memory.max").read_text())
+        available = min(available, limit - int((group / "memory.current").read_text()))
+    except (OSError, ValueError):
+        pass  # no control group, or one without a limit
+    return max(0, available)

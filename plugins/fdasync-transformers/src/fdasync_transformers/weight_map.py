@@ -1,0 +1,132 @@
+"""Which tensor on disk goes where in the model: names, rows of fused expert weights, shapes.
+
+Uses the library's own conversion table (`transformers.conversion_mapping`), but copies into parameters
+that exist instead of replacing them, so that a later weight update keeps every address. Reads no tensor
+data: everything is checked on names and shapes first. Called by `loading.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, NamedTuple
+
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from fdasync.errors import CheckpointError, UnsupportedModel
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    import torch
+    from transformers import PreTrainedModel
+
+    from fdasync_transformers.shards import StoredTensor
+
+
+class Placement(NamedTuple):
+    """Where one stored tensor goes: all of `target`, or part `part` of `parts` of its row `row` (an expert)."""
+
+    target: str
+    row: int = -1
+    part: int = 0
+    parts: int = 1
+
+
+def place(model: PreTrainedModel, table: Mapping[str, StoredTensor], folder: Path) -> dict[str, Placement]:
+    """Placement of every stored tensor that the model uses, in the order to read them.
+
+    `model` may be on the meta device. Raises CheckpointError for missing, unexpected and misshapen
+    tensors, UnsupportedModel for a conversion that this loader does not know.
+    """
+    state = model.state_dict()
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    of_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    placements: dict[str, Placement] = {}
+    unexpected: list[str] = []
+    # some renamings expect the library's order
+    for key in sorted(table, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        if name not in state and key in state:
+            name, pattern = key, None
+        if name not in state:
+            unexpected.append(key)
+        elif pattern is None:
+            placements[key] = Placement(name)
+        else:
+            placements[key] = _expert_placement(model, key, name, pattern, of_pattern[pattern])
+    for key, placement in placements.items():
+        _check_shape(key, table[key], placement, state[placement.target])
+    _check_complete(model, state, placements, folder)
+    unexpected = _not_ignored(unexpected, [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"])
+    if unexpected:
+        raise CheckpointError(
+            str(table[unexpected[0]].file),
+            f"holds {len(unexpected)} tensors that the model has no place for: {', '.join(unexpected[:3])}",
+        )
+    return placements
+
+
+def destination(placement: Placement, parameter: torch.Tensor) -> torch.Tensor:
+    """The view of the model's tensor that a stored tensor is copied into."""
+    if placement.row < 0:
+        return parameter
+    return parameter[placement.row].chunk(placement.parts, 0)[placement.part]
+
+
+def _expert_placement(model: PreTrainedModel, key: str, target: str, pattern: str, rule: WeightConverter) -> Placement:
+    kinds = [type(operation) for operation in rule.operations]
+    dims = [operation.dim for operation in rule.operations if hasattr(operation, "dim")]
+    merged = kinds == [MergeModulelist] and dims == [0]
+    joined = kinds == [MergeModulelist, Concatenate] and dims == [0, 1]
+    found = re.search(re.escape(pattern).replace(r"\*", r"(\d+)"), key) if merged or joined else None
+    if found is None:
+        raise UnsupportedModel(
+            str(model.config.model_type), f"{key} needs a conversion that this loader does not know ({rule.operations})"
+        )
+    parts = len(rule.source_patterns) if joined else 1
+    return Placement(target, int(found.group(1)), rule.source_patterns.index(pattern) if joined else 0, parts)
+
+
+def _check_shape(key: str, stored: StoredTensor, placement: Placement, target: torch.Tensor) -> None:
+    shape = tuple(target.shape)
+    if placement.row >= 0:
+        if placement.row >= shape[0]:
+            raise CheckpointError(str(stored.file), f"{key} is expert {placement.row}, the config has {shape[0]}")
+        shape = (shape[1] // placement.parts, *shape[2:])
+    if stored.shape != shape:
+        raise CheckpointError(str(stored.file), f"{key} has shape {stored.shape}, the config asks for {shape}")
+
+
+def _check_complete(
+    model: PreTrainedModel, state: Mapping[str, torch.Tensor], placements: Mapping[str, Placement], folder: Path
+) -> None:
+    pieces: dict[str, int] = {}
+    whole: dict[str, int] = {}
+    for placement in placements.values():
+        pieces[placement.target] = pieces.get(placement.target, 0) + 1
+        target = state[placement.target]
+        whole[placement.target] = 1 if placement.row < 0 else int(target.shape[0]) * placement.parts
+    tied = dict(model.all_tied_weights_keys)
+    given = pieces.keys() | {name for name, source in tied.items() if source in pieces}
+    given |= {source for name, source in tied.items() if name in pieces}
+    missing = _not_ignored(sorted(state.keys() - given), list(model._keys_to_ignore_on_load_missing or ()))
+    if missing:
+        raise CheckpointError(str(folder), f"{len(missing)} tensors are missing: {', '.join(missing[:3])}")
+    for name, count in pieces.items():
+        if count != whole[name]:
+            raise CheckpointError(str(folder), f"{name} has {count} of {whole[name]} pieces: some experts are missing")
+
+
+def _not_ignored(names: list[str], patterns: list[str]) -> list[str]:
+    return [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
