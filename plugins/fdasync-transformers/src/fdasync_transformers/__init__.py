@@ -12,18 +12,18 @@ if TYPE_CHECKING:
     from fdasync_transformers.replay import forced_routing
     from fdasync_transformers.runner import TransformersConfig, TransformersRunner
     from fdasync_transformers.tokenizer import load_tokenizer
-    from fdasync_transformers.verify import Difference, Report, Served, verify
+    from fdasync_transformers.verification import Difference, Report, Served, verify
 
 _HOME = {
-    "Difference": "verify",
-    "Report": "verify",
-    "Served": "verify",
+    "Difference": "verification",
+    "Report": "verification",
+    "Served": "verification",
     "TransformersConfig": "runner",
     "TransformersRunner": "runner",
     "forced_routing": "replay",
     "load_tokenizer": "tokenizer",
     "make_random_checkpoint": "checkpoints",
-    "verify": "verify",
+    "verify": "verification",
 }
 
 __all__ = [

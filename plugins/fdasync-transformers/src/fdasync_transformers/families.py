@@ -98,7 +98,7 @@ def expected_moe_layers(config: PreTrainedConfig) -> tuple[int, ...]:
 
 
 def expected_top_k(config: PreTrainedConfig, layers: tuple[int, ...]) -> tuple[int, ...]:
-    """Experts per token of each MoE layer. Raises UnsupportedModel where the config does not say (some leave it None)."""
+    """Experts per token of each MoE layer. Raises UnsupportedModel where the config does not say."""
     for field in ("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token"):
         value: Any = getattr(config, field, None)
         if isinstance(value, list | tuple):

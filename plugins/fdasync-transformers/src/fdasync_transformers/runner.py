@@ -9,6 +9,7 @@ and slots by number; knows nothing of requests or text. Created by the registry 
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import msgspec
@@ -40,7 +41,8 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         dtype: of weights and KV; "auto" is the checkpoint's own.
         device: "auto" is the first GPU, else the CPU; or any torch device name.
         logits_dtype: the dtype that sampling and log-probs work in.
-        num_threads: of torch in the runner's process; None leaves it as it is.
+        num_threads: of torch in the runner's process. None: on a CPU device one core fewer than there are (the
+            engine's loop needs one, and torch's threads wait for the slowest of them); else as it is.
         experts: the library's implementation of the experts; "auto" is its default.
         kv_cache_nbytes: memory for KV when `num_blocks` is None; None takes a share of what is free.
         latent_mla: page the latents of MLA layers instead of the expanded keys and values.
@@ -85,6 +87,8 @@ class TransformersRunner(Runner):
         device = _device(config.device)
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
+        elif device.type == "cpu":
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
         checkpoint = loading.read_checkpoint(limits.model)
         families.refuse_unservable(checkpoint.config)
         if limits.capture is True and not families.expected_moe_layers(checkpoint.config):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fdasync_transformers.attention import NAME, LatentCatcher, StepContext, register
 from fdasync_transformers.ragged import RaggedPlan
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from fdasync.runner.lanes import Batch, LaneTable
     from fdasync_transformers.capture import RoutingCapture
     from fdasync_transformers.kv import KVLayout, KVPool
+
+# cuDNN's attention plans anew, for most of a millisecond of CPU, whenever a length changes: every prefill
+_ATTENTION_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class StepModel:
@@ -69,7 +73,7 @@ class StepModel:
         )
         if self.capture is not None:
             self.capture.begin()
-        with torch.inference_mode():
+        with torch.inference_mode(), sdpa_kernel(_ATTENTION_BACKENDS):
             output = self.model(
                 input_ids=_send(input_ids, device)[None],
                 position_ids=positions[None],

@@ -47,17 +47,24 @@ class Served(msgspec.Struct, frozen=True):
             are taken as given and only rows are checked.
         routing: None, or an object with `array` (integers [n, L, K] for positions start to start+n),
             `start`, `layer_ids` (L hidden-layer numbers) and `num_experts`.
+        wants_rows: the request finished with routing on, so every row from `start` to the last forwarded position
+            must be there; lacking ones are counted as missing. False for requests that were cut short.
     """
 
     prompt_token_ids: Sequence[int]
     token_ids: Sequence[int]
     greedy: bool = True
     routing: Any = None
+    wants_rows: bool = False
 
     @classmethod
     def from_result(cls, result: Any, *, greedy: bool = True) -> Served:
-        """From anything with prompt_token_ids, token_ids and routing; keeps references, copies nothing."""
-        return cls(result.prompt_token_ids, result.token_ids, greedy, result.routing)
+        """From an engine's result (its first sample); keeps references, copies nothing.
+
+        Rows are wanted in full where the result has routing and finished by itself.
+        """
+        whole = result.routing is not None and result.finish_reason in ("stop", "length")
+        return cls(result.prompt_token_ids, result.token_ids, greedy, result.routing, whole)
 
 
 class Difference(msgspec.Struct, frozen=True):
@@ -86,6 +93,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """What `verify` found. Counts add up: checked = equal (exact) + tied + wrong.
 
     Attributes:
+        rows_missing: rows that finished requests should have and do not; not among the checked ones.
         forced_runs: requests that needed a second run.
         differences: the first wrong ones, then the first tied ones; bounded.
     """
@@ -99,14 +107,15 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     rows_exact: int
     rows_tied: int
     rows_wrong: int
+    rows_missing: int
     forced_runs: int
     differences: tuple[Difference, ...]
 
     @property
     def ok(self) -> bool:
-        """Nothing wrong, and at most 0.1 % of the rows, and of the tokens, tied."""
+        """Nothing wrong or missing, and at most 0.1 % of the rows, and of the tokens, tied."""
         return (
-            self.tokens_wrong == self.rows_wrong == 0
+            self.tokens_wrong == self.rows_wrong == self.rows_missing == 0
             and self.rows_tied <= MAX_TIED_SHARE * self.rows_checked
             and self.tokens_tied <= MAX_TIED_SHARE * self.tokens_checked
         )
@@ -175,6 +184,7 @@ class _Record:
         self.greedy = request.greedy
         self.start = 0
         self.rows: Ints | None = None
+        self.wants_rows = request.wants_rows
         if request.routing is not None:
             self._read_routing(request.routing, f"{field}.routing", sites)
 
@@ -222,6 +232,7 @@ class _Tally:
         }
         self._listed: dict[str, list[Difference]] = {"wrong": [], "tied": []}
         self.forced_runs = 0
+        self.rows_missing = 0
 
     def checked(self, kind: Literal["token", "row"], count: int) -> None:
         self._counts[kind]["checked"] += count
@@ -247,6 +258,7 @@ class _Tally:
             rows_exact=rows["checked"] - rows["tied"] - rows["wrong"],
             rows_tied=rows["tied"],
             rows_wrong=rows["wrong"],
+            rows_missing=self.rows_missing,
             forced_runs=self.forced_runs,
             differences=(*self._listed["wrong"], *self._listed["tied"]),
         )
@@ -257,6 +269,10 @@ def _check(model: Any, sites: dict[int, RouterSite], number: int, record: _Recor
     with observed_routing(model, chosen):
         logits = _forward(model, record)
     outputs = record.tokens[record.prompt_len :]
+    if record.wants_rows:
+        # the last token was never forwarded
+        have = 0 if record.rows is None else len(record.rows)
+        tally.rows_missing += max(len(record.tokens) - 1 - record.start - have, 0) * len(sites)
     if record.greedy:
         tally.checked("token", len(outputs))
     same = not record.greedy or bool((logits.argmax(dim=-1).cpu().numpy() == outputs).all())

@@ -1,0 +1,18 @@
+"""Lets the test modules of this folder import their helpers (`families_zoo`, `step_driver`)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread_and_no_bars() -> None:
+    torch.set_num_threads(1)
+    transformers.logging.disable_progress_bar()
