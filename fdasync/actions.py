@@ -107,7 +107,7 @@ class FinishRequest(msgspec.Struct, frozen=True, array_like=True, tag="finish"):
     """End one sequence. The only action that does, and given once for each.
 
     Attributes:
-        reason: stop, length, abort, deadline.
+        reason: stop, length, abort, deadline; "failed" from `Scheduler.salvage` alone.
         token_ids: the returned output tokens.
         num_rows: contiguous aux rows from the request's start that belong to them.
         cached_tokens: prompt tokens that came from the prefix cache at first admission.

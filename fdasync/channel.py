@@ -1,9 +1,10 @@
 """Framed messages over a Unix socket pair, without threads and without streams.
 
-A frame is a little-endian uint32 length and that many bytes; file descriptors may ride on the first
-byte of a frame (SCM_RIGHTS). Writes never wait: what the kernel does not take at once is kept, in order,
-and sent when the socket is writable. The end of the stream is the peer's death. Knows no message types;
-used by both sides of a child process (`process.py`, `runner/worker.py`, `tokenise.py`).
+A frame is a little-endian uint32 length, a byte that says how many file descriptors ride on it, and the
+payload. The fds go with the frame's first byte (SCM_RIGHTS), but one read may bring them together with the
+frames before it: hence the count. Writes never wait: what the kernel does not take at once is kept, in
+order, and sent when the socket is writable. The end of the stream is the peer's death. Knows no message
+types; used by both sides of a child process (`process.py`, `runner/worker.py`, `tokenise.py`).
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ if TYPE_CHECKING:
 MAX_FRAME_NBYTES = 256 << 20
 _RECV_NBYTES = 1 << 18
 _MAX_FDS = 8
+_HEADER_NBYTES = 5
 
 
 class Channel:
     """One end. `on_frame(payload, fds)` and `on_end(error | None)` are called from the loop; on_end once.
 
-    Fds handed to `on_frame` belong to the callee. Owns `sock` and closes it.
+    Fds handed to `on_frame` belong to the callee; a ProtocolError that it raises ends the channel. Owns `sock`
+    and closes it.
     """
 
     def __init__(
@@ -61,9 +64,10 @@ class Channel:
         """
         if self._closed:
             return
-        if len(payload) > MAX_FRAME_NBYTES:
-            raise ProtocolError(f"a frame of {len(payload)} bytes is above the limit of {MAX_FRAME_NBYTES}")
-        frame = len(payload).to_bytes(4, "little") + payload
+        if len(payload) > MAX_FRAME_NBYTES or len(fds) > _MAX_FDS:
+            limit = f"{MAX_FRAME_NBYTES} bytes or {_MAX_FDS} fds"
+            raise ProtocolError(f"a frame of {len(payload)} bytes with {len(fds)} fds is above the limit of {limit}")
+        frame = len(payload).to_bytes(4, "little") + bytes([len(fds)]) + payload
         self._unsent.append((memoryview(frame), list(fds)))
         if len(self._unsent) == 1 and not self._write_some():
             self._loop.add_writer(self._sock.fileno(), self._write)
@@ -111,7 +115,9 @@ class Channel:
     def _read(self) -> bool:
         """Take what is there, up to a limit; True if there may be more."""
         try:
-            data, ancillary, _flags, _address = self._sock.recvmsg(_RECV_NBYTES, socket.CMSG_LEN(4 * _MAX_FDS))
+            data, ancillary, _flags, _address = self._sock.recvmsg(
+                _RECV_NBYTES, socket.CMSG_LEN(4 * _MAX_FDS), socket.MSG_CMSG_CLOEXEC
+            )
         except (BlockingIOError, InterruptedError):
             return False
         except OSError as error:
@@ -129,17 +135,23 @@ class Channel:
 
     def _deliver(self) -> None:
         at = 0
-        while not self._closed and len(self._unread) - at >= 4:
-            size = int.from_bytes(self._unread[at : at + 4], "little")
-            if size > MAX_FRAME_NBYTES:
-                self._end(ProtocolError(f"a frame of {size} bytes is above the limit of {MAX_FRAME_NBYTES}"))
+        while not self._closed and len(self._unread) - at >= _HEADER_NBYTES:
+            size, count = int.from_bytes(self._unread[at : at + 4], "little"), self._unread[at + 4]
+            if size > MAX_FRAME_NBYTES or count > len(self._fds):
+                self._end(
+                    ProtocolError(f"a frame of {size} bytes is above {MAX_FRAME_NBYTES}, or lacks its {count} fds")
+                )
                 return
-            if len(self._unread) - at - 4 < size:
+            start = at + _HEADER_NBYTES
+            if len(self._unread) - start < size:
                 break
-            payload = bytes(memoryview(self._unread)[at + 4 : at + 4 + size])
-            at += 4 + size
-            fds, self._fds = self._fds, []
-            self._on_frame(payload, fds)
+            payload = bytes(memoryview(self._unread)[start : start + size])
+            at = start + size
+            fds, self._fds = self._fds[:count], self._fds[count:]
+            try:
+                self._on_frame(payload, fds)
+            except ProtocolError as error:
+                self._end(error)
         if not self._closed:
             del self._unread[:at]
 

@@ -48,6 +48,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         request_deadline_s: of requests that name none.
         prepare_deadline_s: tokenising in the child process.
         close_deadline_s: steps in flight, and the worker's own end, at `aclose`.
+        seed: of what the engine draws itself (missing sampling seeds, request ids); None: from the system.
         trace_turns: keep this many of the latest turns for `Engine.trace`; 0: none.
     """
 
@@ -72,6 +73,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     request_deadline_s: float = 3600.0
     prepare_deadline_s: float = 60.0
     close_deadline_s: float = 10.0
+    seed: int | None = None
     trace_turns: int = 0
 
     @classmethod

@@ -30,6 +30,9 @@ class Driver:
 
     Args:
         on_failure: called once, with the error that ends the engine; no turn follows.
+
+    Attributes:
+        broken: a turn ended half done, so the scheduler's books and the results may disagree.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Driver:
         self._step_deadline_s = step_deadline_s
         self._trace = trace
         self._on_failure = on_failure
+        self.broken = False
         self._stopped = False
         self._steps: deque[tuple[int, float]] = deque()
         self._outputs: dict[int, StepOutput] = {}
@@ -59,7 +63,8 @@ class Driver:
 
     @property
     def steps_in_flight(self) -> int:
-        return len(self._steps)
+        """Launched, and the turn that takes their results not over."""
+        return len(self._steps) + len(self._outputs)
 
     def stop(self) -> None:
         """No more turns; idempotent. Steps in flight go on in the runner."""
@@ -70,7 +75,7 @@ class Driver:
 
     async def wait_idle(self) -> None:
         """Until no step is in flight. The caller sets the deadline."""
-        while self._steps and not self._stopped:
+        while self.steps_in_flight and not self._stopped:
             self._idle = self._loop.create_future()
             await self._idle
 
@@ -90,13 +95,15 @@ class Driver:
             for action in actions:
                 self._perform(action)
         except Exception as error:
+            self.broken = True
+            self.bus.feed_taps(events)
             self._fail(error)
             return
         for event in events:
             if type(event) is StepDone:
                 del self._outputs[event.step_id]
         self.bus.feed_taps(events)
-        if not self._steps and self._idle is not None and not self._idle.done():
+        if not self.steps_in_flight and self._idle is not None and not self._idle.done():
             self._idle.set_result(None)
 
     def _perform(self, action: Action) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import secrets
+import random
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -93,6 +93,7 @@ class Engine:
         self._intake = Intake(config.max_requests)
         self._ids: dict[str, RequestOutput] = {}
         self._keys = itertools.count()
+        self._rng = random.Random(config.seed)
         self._late_max_s = 0.0
 
     def _make_runner(self) -> Runner:
@@ -196,7 +197,9 @@ class Engine:
             inline_chars=config.inline_tokenise_chars,
             prepare_deadline_s=config.prepare_deadline_s,
             intake_limit=config.max_requests,
+            rng=self._rng,
         )
+        self._runner.on_failure = self._fail
 
     def _load_tokenizer(self, capacity: Capacity) -> None:
         if self._tokenizer is not None or self.config.tokenizer == "none":
@@ -270,7 +273,7 @@ class Engine:
         self.state = "failed"
         self._driver.stop()
         self._failure_seen = bool(self._ids)
-        self._hub.fail(cause)
+        self._hub.fail(cause, [] if self._driver.broken else self._driver.scheduler.salvage())
         self._stop.set()
 
     async def _watch_lateness(self) -> None:
@@ -357,7 +360,10 @@ class Engine:
         if keys and self._failure is None:
             self._driver.bus.publish(AbortRequested(keys=tuple(keys)))
         elif not request.samples:
-            request.cut("abort")
+            self._hub.cut(request, "abort")
+            if request.limit is not None and not request.limit.expired():
+                # whatever it waits for at the door, it waits no longer
+                request.limit.reschedule(0.0)
 
     async def submit(
         self, prompt: Prompt, params: SamplingParams, *, streams: bool, request_id: str | None, priority: int,
@@ -369,39 +375,46 @@ class Engine:
         self._preparer.check(
             prompt, params, routing=routing, start=start, priority=priority, deadline_s=limit_s, cache_salt=cache_salt
         )
-        name = secrets.token_hex(8) if request_id is None else request_id
+        name = f"{self._rng.getrandbits(64):016x}" if request_id is None else request_id
         if name in self._ids:
             raise DuplicateRequestId(name)
         now = asyncio.get_running_loop().time()
         request = RequestOutput(name, params, streams=streams, start=start, now=now)
         self._ids[name] = request
-        rows = self.capacity.aux_specs != () and routing is not False
+        rows = request.wants_rows = self.capacity.aux_specs != () and routing is not False
         entered = False
         try:
-            async with asyncio.timeout_at(now + limit_s):
+            async with asyncio.timeout_at(now + limit_s) as request.limit:
                 await self._intake.enter(params.n)
                 entered = True
+                self._check_open(draining_is_fine=True)
                 keys = [next(self._keys) for _ in range(params.n)]
                 events = await self._preparer.prepare(
                     prompt, params, keys, streams=streams, rows=rows, start=start, priority=priority,
                     deadline=now + limit_s, cache_salt=cache_salt,
                 )  # fmt: skip
         except TimeoutError as error:
+            aborted = request.done.done()
+            if not aborted and not isinstance(error, DeadlineExceeded):
+                self._hub.cut(request, "deadline")
             self._forget(request, entered)
-            if isinstance(error, DeadlineExceeded):
+            if not aborted and isinstance(error, DeadlineExceeded):
                 raise
-            request.cut("deadline")
             return request
         except BaseException:
             self._forget(request, entered)
             raise
+        finally:
+            request.limit = None
         if request.done.done():
             # aborted, or the engine closed, while it was being prepared
             self._forget(request, entered)
             return request
-        if self._failure is not None or self.state not in ("running", "draining"):
+        try:
+            self._check_open(draining_is_fine=True)
+        except BaseException:
             self._forget(request, entered)
-            self._check_open()
+            raise
         request.prompt = events[0].tokens
         self._hub.add(request, keys, self._tokenizer, rows=rows)
         for event in events:
@@ -413,6 +426,9 @@ class Engine:
 
     def _forget(self, request: RequestOutput, entered: bool) -> None:
         self._ids.pop(request.request_id, None)
+        if not request.done.done():
+            # its caller has an error instead of a result; `drain` must not wait for it
+            request.done.cancel()
         if entered:
             self._intake.leave(request.params.n)
 

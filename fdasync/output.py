@@ -11,8 +11,9 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec.structs import replace
 
-from fdasync.actions import FinishRequest
+from fdasync.actions import CopyRows, FinishRequest
 from fdasync.events.catalog import StopChecked, StopMatched
 from fdasync.result import Delta, Result, Routing, Sample, WeightSpan
 from fdasync.tokenizer import IncrementalDecoder
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fdasync.actions import EmitTokens, RowSpan
+    from fdasync.actions import Action, EmitTokens, RowSpan
     from fdasync.cache.arena import AuxArena
     from fdasync.cache.aux import AuxSpec
     from fdasync.events.bus import EventBus
@@ -135,7 +136,7 @@ class SampleOutput:
         finish = self.finish
         tokens = self.tokens if finish is None else finish.token_ids
         first, last = self.sent_tokens, len(tokens)
-        if self.sent_last or (first >= last and finish is None):
+        if self.sent_last or (first >= last and (finish is None or finish.reason == "failed")):
             return None
         if self.decoder is not None and not self.stops:
             self.feed(tokens[self.fed_tokens :])
@@ -152,7 +153,8 @@ class SampleOutput:
             raw_logprobs=None if self.raw is None else tuple(self.raw[first:last]),
             processed_logprobs=None if self.processed is None else tuple(self.processed[first:last]),
             top_logprobs=None if self.top is None else tuple(self.top[first:last]),
-            finish_reason=None if finish is None else finish.reason,
+            # a failure is told by what the stream raises
+            finish_reason=None if finish is None or finish.reason == "failed" else finish.reason,
         )
 
     def sample(self, hub: OutputHub) -> Sample:
@@ -194,6 +196,7 @@ class RequestOutput:
     Attributes:
         done: set when every sample ended, or the engine failed.
         streams: a reader takes deltas.
+        limit: of the wait at the door and of its preparation; an abort ends those too.
     """
 
     __slots__ = (
@@ -201,6 +204,7 @@ class RequestOutput:
         "ended_at",
         "failure",
         "first_token_at",
+        "limit",
         "open",
         "params",
         "prompt",
@@ -225,6 +229,7 @@ class RequestOutput:
         self.started_at = now
         self.first_token_at: float | None = None
         self.ended_at = now
+        self.limit: asyncio.Timeout | None = None
         self.failure: BaseException | None = None
         self.done = asyncio.get_running_loop().create_future()
         self.waiter: asyncio.Future[None] | None = None
@@ -234,14 +239,6 @@ class RequestOutput:
         waiter = self.waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
-
-    def cut(self, reason: str) -> None:
-        """End it before any sample was published: the result is empty."""
-        finish = FinishRequest(-1, reason, (), 0, 0, ())
-        self.samples = [SampleOutput(-1, index, self, None) for index in range(self.params.n)]
-        for sample in self.samples:
-            sample.finish = finish
-        self.done.set_result(None)
 
     def result(self, hub: OutputHub) -> Result:
         """Whole, or so far."""
@@ -330,17 +327,35 @@ class OutputHub:
             arena.copy_rows(span.slot, span.generation, span.offset, span.count, sample.rows, sample.num_rows)
             sample.num_rows += span.count
 
+    def cut(self, request: RequestOutput, reason: str) -> None:
+        """End a request before any of its samples was published: the result is empty."""
+        request.samples = [SampleOutput(-1, index, request, None) for index in range(request.params.n)]
+        for sample in request.samples:
+            sample.finish = FinishRequest(-1, reason, (), 0, 0, ())
+            self._give_rows(sample)
+        request.ended_at = self._clock()
+        request.done.set_result(None)
+
     def finish(self, action: FinishRequest) -> None:
         sample = self._samples.pop(action.key)
-        sample.finish = action
         request = sample.request
-        if not sample.rows and self._arena is not None and request.wants_rows:
-            sample.rows = {spec.name: _empty(spec, 0) for spec in self._arena.specs}
+        keep = len(sample.tokens)
+        if sample.matched and keep < len(action.token_ids):
+            # it was ended before the scheduler read of the match: what follows the match is overrun all the same
+            rows = min(action.num_rows, max(len(request.prompt) + keep - 1 - request.start, 0))
+            action = replace(action, token_ids=action.token_ids[:keep], num_rows=rows)
+        sample.finish = action
+        self._give_rows(sample)
         request.open -= 1
         if not request.open:
             self.end(request)
         else:
             request.wake()
+
+    def _give_rows(self, sample: SampleOutput) -> None:
+        """Who wants rows and has none gets none of each kind, not nothing."""
+        if not sample.rows and self._arena is not None and sample.request.wants_rows:
+            sample.rows = {spec.name: _empty(spec, 0) for spec in self._arena.specs}
 
     def end(self, request: RequestOutput) -> None:
         """Every sample ended, or there will be none."""
@@ -350,13 +365,20 @@ class OutputHub:
         request.wake()
         self._on_end(request)
 
-    def fail(self, cause: BaseException) -> None:
-        """The engine failed: end every live request with what it has."""
+    def fail(self, cause: BaseException, last: list[Action]) -> None:
+        """The engine failed: end every live request with what it has; `last` brings what only the scheduler knows."""
         requests = self.requests()
-        self._samples.clear()
         for request in requests:
             request.failure = cause
-            self.end(request)
+        for action in last:
+            if isinstance(action, CopyRows):
+                self.copy_rows(action.spans)
+            elif isinstance(action, FinishRequest):
+                self.finish(action)
+        self._samples.clear()
+        for request in requests:
+            if not request.done.done():
+                self.end(request)
 
     def routing(self, rows: NDArray[np.generic], start: int) -> Routing:
         capacity = self._capacity

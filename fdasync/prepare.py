@@ -8,7 +8,6 @@ process; hashing of long prompts yields to the loop. Knows no blocks and no sche
 from __future__ import annotations
 
 import asyncio
-import secrets
 from array import array
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from fdasync.request import SamplerSpec, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from random import Random
 
     from fdasync.runner.base import Capacity
     from fdasync.tokenise import TokenizerProcess
@@ -70,7 +70,9 @@ class Intake:
             if place.done() and not place.cancelled():
                 self.leave(count)
             else:
-                self._waiting.remove((count, place))
+                # gone already where somebody left between the cancelling and now
+                if (count, place) in self._waiting:
+                    self._waiting.remove((count, place))
                 self._grant()
             raise
 
@@ -105,6 +107,7 @@ class Preparer:
         inline_chars: int,
         prepare_deadline_s: float,
         intake_limit: int,
+        rng: Random,
     ) -> None:
         self.capacity = capacity
         self.namespace = namespace_of(capacity)
@@ -114,6 +117,7 @@ class Preparer:
         self._inline_chars = inline_chars
         self._deadline_s = prepare_deadline_s
         self._intake_limit = intake_limit
+        self._rng = rng
 
     # -- validation, before anything is waited for --------------------------------------------------
 
@@ -214,7 +218,7 @@ class Preparer:
         hashes = await self._hash(root, tokens) if self._prefix_cache else ()
         eos = () if params.ignore_eos else self.capacity.eos_ids
         stop_ids = frozenset((*eos, *params.stop_token_ids))
-        seed = secrets.randbits(63) if params.seed is None else params.seed
+        seed = self._rng.getrandbits(63) if params.seed is None else params.seed
         wants_logprobs = params.logprobs != "none"
         return [
             RequestPrepared(

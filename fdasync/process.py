@@ -92,10 +92,12 @@ class ChildProcess:
             self._on_death(self._error or WorkerDied(self.name, self.pid, status))
 
     def _channel_ended(self, error: Exception | None) -> None:
-        # without its channel it is of no use, and what broke the protocol must not go on
-        self._error = error
-        if isinstance(error, ProtocolError) and not self.exited.done():
-            self._process.kill()
+        # without its channel it is of no use, and what broke the protocol must not go on; a reset is its death,
+        # which the pidfd tells with the status
+        if isinstance(error, ProtocolError):
+            self._error = error
+            if not self.exited.done():
+                self._process.kill()
 
 
 def die_with_parent() -> None:

@@ -90,7 +90,8 @@ class Registry:
         if group == RUNNERS:
             if not (isinstance(loaded, type) and issubclass(loaded, Runner)):
                 raise PluginError(group, point.name, distribution, f"{point.value} is not a Runner class")
-            if not issubclass(getattr(loaded, "config_type", type(None)), msgspec.Struct):
+            own = getattr(loaded, "config_type", None)
+            if not (isinstance(own, type) and issubclass(own, msgspec.Struct)):
                 raise PluginError(group, point.name, distribution, f"{point.value} has no config_type")
         elif not callable(loaded):
             raise PluginError(group, point.name, distribution, f"{point.value} cannot be called")

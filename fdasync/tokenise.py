@@ -16,7 +16,7 @@ from array import array
 import msgspec
 
 from fdasync.channel import Channel
-from fdasync.errors import CheckpointError, DeadlineExceeded, ProtocolError, WorkerDied
+from fdasync.errors import CheckpointError, DeadlineExceeded, EngineClosed, ProtocolError
 from fdasync.process import ChildProcess, die_with_parent
 from fdasync.registry import Registry
 
@@ -57,14 +57,17 @@ class TokenizerProcess:
         self._child: ChildProcess | None = None
         self._waiting: dict[int, asyncio.Future[list[int]]] = {}
         self._number = 0
+        self._closed = False
         self._decoder = msgspec.msgpack.Decoder(Encoded)
 
     async def encode(self, text: str, deadline_s: float) -> list[int]:
         """Token ids. Cancelling stops the waiting; the child finishes and its answer is dropped.
 
-        Raises DeadlineExceeded, WorkerDied, or CheckpointError where the tokenizer cannot be used.
+        Raises DeadlineExceeded, WorkerDied, EngineClosed, or CheckpointError where the tokenizer cannot be used.
         """
         loop = asyncio.get_running_loop()
+        if self._closed:
+            raise EngineClosed("closed")
         if self._child is None:
             self._child = ChildProcess(loop, "tokenizer", __name__, self._on_frame, self._on_death)
             self._child.send(msgspec.msgpack.encode(Load(self._name, self._model)))
@@ -82,9 +85,10 @@ class TokenizerProcess:
 
     async def aclose(self) -> None:
         """Kill the child (it holds nothing) and fail who still waits; idempotent."""
+        self._closed = True
         if self._child is not None:
             await self._child.kill()
-            self._on_death(WorkerDied("tokenizer", self._child.pid, None))
+            self._on_death(EngineClosed("closed"))
 
     def _on_frame(self, payload: bytes, fds: list[int]) -> None:
         for fd in fds:

@@ -95,7 +95,8 @@ class AuxArena:
         """
         first = slot * self.block_tokens + offset
         last = first + count
-        if not (self._tags[first:last] == generation).all():
+        # 0 is what memory holds that nobody wrote; no use of a slot has it
+        if not generation or not (self._tags[first:last] == generation).all():
             raise InvariantBroken(
                 f"aux rows {offset} to {offset + count - 1} of slot {slot} were not written for generation "
                 f"{generation}: the runner's capture missed them"

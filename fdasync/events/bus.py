@@ -71,6 +71,8 @@ class Subscription:
         while not self._events:
             if self._closed:
                 raise StopAsyncIteration
+            if self._waiter is not None and not self._waiter.done():
+                raise RuntimeError("a tap has one reader at a time")
             self._waiter = asyncio.get_running_loop().create_future()
             # a tap may wait as long as the engine lives: its close is the deadline
             await self._waiter

@@ -13,8 +13,8 @@ import msgspec
 from fdasync.request import SamplerSpec
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Base of all events.
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """Base of all events. Defaults are left out of traces: JSON has no word for a deadline that is infinite.
 
     Attributes:
         at: engine time in seconds, stamped at publish.

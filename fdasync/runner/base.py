@@ -17,6 +17,7 @@ from fdasync.errors import DeadlineExceeded, FdasyncError
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Callable
 
     from fdasync.actions import RunStep
     from fdasync.cache.arena import AuxArena
@@ -121,6 +122,8 @@ class Runner(ABC):
     def __init__(self, config: Any, limits: RunnerLimits) -> None:
         self.config = config
         self.limits = limits
+        #: set by the engine: tells it of an end that no step in flight would show (a worker that died idle)
+        self.on_failure: Callable[[Exception], None] | None = None
 
     @abstractmethod
     async def open(self) -> Capacity:

@@ -96,15 +96,13 @@ class SyntheticRunner(Runner):
         loop = asyncio.get_running_loop()
         done: asyncio.Future[StepOutput] = loop.create_future()
         if self.config.fail_step == step.step_id:
-            done.set_exception(RunnerError("the step was told to fail", step.step_id))
-            return done
+            return self._refuse(done, RunnerError("the step was told to fail", step.step_id))
         try:
             self._check_writers(step)
             batch = self.lanes.plan(step)
             tokens, rows = self._free_step(batch) if self._is_free(batch) else self._compute(batch)
         except (InvariantBroken, IndexError, KeyError, ValueError) as error:
-            done.set_exception(RunnerError(f"{type(error).__name__}: {error}", step.step_id))
-            return done
+            return self._refuse(done, RunnerError(f"{type(error).__name__}: {error}", step.step_id))
         flight = _Flight(step, batch, tokens, rows, done)
         self._flights.append(flight)
         if self.config.hang_step == step.step_id:
@@ -115,6 +113,19 @@ class SyntheticRunner(Runner):
         else:
             self._busy_until = max(self._busy_until, loop.time()) + cost
             loop.call_at(self._busy_until, self._complete, flight)
+        return done
+
+    def _refuse(self, done: asyncio.Future[StepOutput], error: RunnerError) -> asyncio.Future[StepOutput]:
+        """Fail a step, but not before those that were launched before it ended."""
+
+        def fail(_: object) -> None:
+            if not done.done():
+                done.set_exception(error)
+
+        if self._flights:
+            self._flights[-1].done.add_done_callback(fail)
+        else:
+            fail(None)
         return done
 
     async def aclose(self) -> None:

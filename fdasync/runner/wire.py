@@ -95,7 +95,5 @@ def unpack_error(failed: Failed) -> errors.FdasyncError:
     """The error again. Only classes of the table are made, whatever the wire says."""
     for kind, fields in _SENT_WHOLE.items():
         if kind.__name__ == failed.kind and set(failed.fields) == set(fields):
-            values = dict(failed.fields)
-            keywords = {name: values.pop(name) for name in ("limit", "hint", "step_id") if name in values}
-            return kind(*values.values(), **keywords)
+            return kind(**failed.fields)
     return errors.ProtocolError(f"the worker failed in a way that has no name here: {failed.kind}")

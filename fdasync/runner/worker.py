@@ -105,6 +105,7 @@ class WorkerRunner(Runner):
             await self._child.kill()
         else:
             await self._child.close(_ENCODE(Close()), self._close_deadline_s)
+        self.on_failure = None
         self._on_death(RunnerError("the worker is closed"))
         self._child = None
 
@@ -161,6 +162,8 @@ class WorkerRunner(Runner):
             _, done = self._steps.popleft()
             if not done.done():
                 done.set_exception(error)
+        if self.on_failure is not None:
+            self.on_failure(error)
 
 
 # -- the child's side -------------------------------------------------------------------------------

@@ -127,7 +127,10 @@ class Scheduler:
                 self._on_stop_matched(event)
             elif isinstance(event, StepFailed):
                 raise InvariantBroken(f"step {event.step_id} failed and the engine went on: {event.problem}")
-            elif not isinstance(event, TimerFired):
+            elif isinstance(event, TimerFired):
+                # loops ring a little early (their clocks are coarse): set it again if there is still time left
+                self._wake_at = float("inf")
+            else:
                 raise InvariantBroken(f"the scheduler knows no event {type(event).__name__}")
         self._expire(now)
         steps: list[Action] = []
@@ -164,6 +167,10 @@ class Scheduler:
         self._sequences[seq.key] = seq
         if seq.deadline != float("inf"):
             heapq.heappush(self._deadlines, (seq.deadline, seq.key))
+            if len(self._deadlines) > 2 * len(self._sequences) + 64:
+                # most belong to requests that ended long before their deadline
+                self._deadlines = [entry for entry in self._deadlines if entry[1] in self._sequences]
+                heapq.heapify(self._deadlines)
         self.planner.enqueue(seq)
 
     def _on_abort(self, event: AbortRequested) -> None:
@@ -194,8 +201,11 @@ class Scheduler:
 
     def _on_stop_matched(self, event: StopMatched) -> None:
         seq = self._sequences.get(event.key)
-        if seq is not None:
-            self._end(seq, "stop", event.keep_tokens)
+        if seq is None:
+            return
+        if not 0 < event.keep_tokens <= seq.num_output:
+            raise InvariantBroken(f"a stop matched at token {event.keep_tokens} of {seq.num_output} of {seq.key}")
+        self._end(seq, "stop", event.keep_tokens)
 
     def _complete(self, seq: Sequence, reason: str, matched: int = -1) -> None:
         """The tokens so far are all that it will have; a stop string may still cut them (DECISIONS 14)."""
@@ -211,6 +221,9 @@ class Scheduler:
 
     def _end(self, seq: Sequence, reason: str, keep: int, matched: int = -1) -> None:
         """The one place where a sequence ends."""
+        if seq.ending is not None:
+            # what came while a stop answer was awaited is overrun, whoever ends it now
+            keep = min(keep, seq.ending[1])
         seq.take_rows(seq.computed, self.config.block_tokens, self._spans)
         output = tuple(seq.tokens[seq.prompt_len : seq.prompt_len + keep])
         num_rows = 0
@@ -230,6 +243,15 @@ class Scheduler:
         seq.stop_ids = frozenset()
         seq.emits = False
         self.planner.end(seq)
+
+    def salvage(self) -> list[Action]:
+        """End every live sequence with reason "failed" and what it has; for an engine that cannot go on.
+
+        Plans nothing, and is no turn: it stands in no trace. Not to be called after `handle` raised.
+        """
+        for seq in list(self._sequences.values()):
+            self._end(seq, "failed", seq.num_output)
+        return self._gather([])
 
     # -- steps ------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ Knows no engine. Used by simulations; give it to `Engine(config, runner=...)`.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import msgspec
@@ -75,36 +76,75 @@ class EdgeRunner(Runner):
         self._fault = fault
         self._on_launch = on_launch
         self._broken: Exception | None = None
-        self._reported_at = 0.0
-        self._waiting: dict[int, asyncio.Future[StepOutput]] = {}
+        self._held = False
+        self._futures: dict[int, asyncio.Future[StepOutput]] = {}
+        self._order: deque[int] = deque()
+        self._outcomes: dict[int, StepOutput | BaseException] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}
+        self._reported_at = 0.0
+        self._worked = -1
+        self._reached: list[tuple[int, asyncio.Future[None]]] = []
 
     @property
     def broken(self) -> bool:
         """The fault has struck."""
         return self._broken is not None
 
+    # -- by hand --------------------------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """From now on steps that complete are not reported until `release`."""
+        self._held = True
+
+    def release(self, count: int | None = None) -> None:
+        """Report the next `count` completed steps and stay held; None: all of them, and hold no longer."""
+        self._held = count is not None
+        self._report_next(len(self._order) if count is None else count)
+
+    async def reached(self, step_id: int, deadline_s: float = 10.0) -> None:
+        """Until this step was launched and the runner has done its work; then it is held, if `hold` is on."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._reached.append((step_id, done))
+        self._tell()
+        async with asyncio.timeout(deadline_s):
+            await done
+
+    def die(self) -> None:
+        """The runner's process is gone: every step in flight fails, and the engine is told."""
+        self._broken = error = WorkerDied("simulated runner", -1, -9)
+        for step_id in list(self._futures):
+            self._report(step_id, error)
+        self._order.clear()
+        if self.on_failure is not None:
+            self.on_failure(error)
+
+    # -- a runner -------------------------------------------------------------------------------------
+
     async def open(self) -> Capacity:
         return await self.inner.open()
 
     async def bind(self, num_blocks: int, arena: AuxArena | None) -> None:
+        self.inner.on_failure = self._inner_failed
         await self.inner.bind(num_blocks, arena)
 
     def launch(self, step: RunStep) -> asyncio.Future[StepOutput]:
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[StepOutput] = loop.create_future()
+        done: asyncio.Future[StepOutput] = asyncio.get_running_loop().create_future()
         self.launched.append(step.step_id)
         if self._on_launch is not None:
             self._on_launch(step)
-        if self._broken is None and self._fault is not None and self._fault.step_id == step.step_id:
-            self._break(self._fault)
-        self._waiting[step.step_id] = done
-        if self._broken is not None:
-            # a runner that hangs answers nothing, one that failed or died answers everything with that
-            if self._fault is None or self._fault.kind != "hang":
-                self._report(step.step_id, self._broken)
-            return done
-        self.inner.launch(step).add_done_callback(lambda inner: self._inner_done(step.step_id, inner))
+        self._futures[step.step_id] = done
+        self._order.append(step.step_id)
+        fault = self._fault
+        if self._broken is None and fault is not None and fault.step_id == step.step_id:
+            if fault.kind == "die":
+                self.die()
+            else:
+                self._broken = RunnerError("the simulated step failed", fault.step_id)
+        if self._broken is None:
+            self.inner.launch(step).add_done_callback(lambda inner: self._inner_done(step.step_id, inner))
+        elif fault is None or fault.kind != "hang":
+            # who hangs answers nothing; who failed or died answers everything with that, in order
+            self._settle(step.step_id, self._broken)
         return done
 
     def overdue(self, step_id: int, deadline_s: float) -> FdasyncError:
@@ -115,40 +155,58 @@ class EdgeRunner(Runner):
     async def aclose(self) -> None:
         for timer in self._timers.values():
             timer.cancel()
-        self._timers.clear()
-        for done in self._waiting.values():
+        for done in self._futures.values():
             done.cancel()
-        self._waiting.clear()
+        self._timers.clear()
+        self._futures.clear()
+        self._order.clear()
         await self.inner.aclose()
 
-    def _break(self, fault: Fault) -> None:
-        if fault.kind == "fail":
-            self._broken = RunnerError("the simulated step failed", fault.step_id)
-        else:
-            self._broken = WorkerDied("simulated runner", -1, -9)
-        if fault.kind == "die":
-            for step_id in list(self._waiting):
-                self._report(step_id, self._broken)
+    def _inner_failed(self, error: Exception) -> None:
+        if self.on_failure is not None:
+            self.on_failure(error)
+
+    # -- reports, in the order of launch --------------------------------------------------------------
 
     def _inner_done(self, step_id: int, inner: asyncio.Future[StepOutput]) -> None:
-        if inner.cancelled() or step_id not in self._waiting:
+        if inner.cancelled():
             return
         error = inner.exception()
+        self._worked = step_id
+        self._settle(step_id, inner.result() if error is None else error)
+        self._tell()
+
+    def _tell(self) -> None:
+        for step_id, done in self._reached:
+            if step_id <= self._worked and not done.done():
+                done.set_result(None)
+
+    def _settle(self, step_id: int, outcome: StepOutput | BaseException) -> None:
+        if step_id not in self._futures:
+            return
+        self._outcomes[step_id] = outcome
+        if not self._held:
+            self._report_next(len(self._order))
+
+    def _report_next(self, count: int) -> None:
         loop = asyncio.get_running_loop()
-        delay_s = self._random.uniform(0.0, self._max_delay_s) if self._max_delay_s else 0.0
-        # in order, whatever was drawn
-        self._reported_at = max(self._reported_at, loop.time() + delay_s)
-        outcome = inner.result() if error is None else error
-        if self._max_delay_s:
+        while count and self._order and self._order[0] in self._outcomes:
+            count -= 1
+            step_id = self._order.popleft()
+            outcome = self._outcomes.pop(step_id)
+            if not self._max_delay_s:
+                self._report(step_id, outcome)
+                continue
+            # in order, whatever is drawn
+            due = loop.time() + self._random.uniform(0.0, self._max_delay_s)
+            self._reported_at = max(self._reported_at, due)
             self._timers[step_id] = loop.call_at(self._reported_at, self._report, step_id, outcome)
-        else:
-            self._report(step_id, outcome)
 
     def _report(self, step_id: int, outcome: StepOutput | BaseException) -> None:
         timer = self._timers.pop(step_id, None)
         if timer is not None:
             timer.cancel()
-        done = self._waiting.pop(step_id, None)
+        done = self._futures.pop(step_id, None)
         if done is None or done.done():
             return
         if isinstance(outcome, BaseException):

@@ -14,12 +14,14 @@ from __future__ import annotations
 import asyncio
 import math
 import selectors
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, Unpack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
+    from contextvars import Context
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 _NS = 1_000_000_000
 _MAX_TURNS_PER_MOMENT = 200_000
@@ -92,7 +94,9 @@ class SimLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._now_ns / _NS
 
-    def call_at(self, when: float, callback: Callable[..., object], *args: Any, **options: Any) -> asyncio.TimerHandle:
+    def call_at(
+        self, when: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
         """As in asyncio, but no two timers share a moment: the later set one fires a nanosecond later."""
         # up, never down: a timer must not fire before its time
         moment = max(math.ceil(round(when * _NS, 3)), self._now_ns)
@@ -101,7 +105,7 @@ class SimLoop(asyncio.SelectorEventLoop):
         self._taken.add(moment)
         if len(self._taken) > 4096:
             self._taken = {taken for taken in self._taken if taken >= self._now_ns}
-        return super().call_at(moment / _NS, callback, *args, **options)
+        return super().call_at(moment / _NS, callback, *args, context=context)
 
     def nothing_ready(self, timeout: float | None) -> None:
         """Called by the selector when the loop would wait this long (None: for ever; 0: it would not)."""

@@ -29,12 +29,14 @@ class PassModel:
     Attributes:
         stamps: (seed, sample index) -> the stamp of each position that any pass covered, in order. Give every
             request a seed of its own.
+        read: (seed, sample index) -> whose KV it took over instead of computing it.
     """
 
     def __init__(self, block_tokens: int) -> None:
         self.stamps: dict[tuple[int, int], list[int]] = {}
+        self.read: dict[tuple[int, int], set[tuple[int, int]]] = {}
         self._size = block_tokens
-        self._kv: dict[int, int] = {}
+        self._kv: dict[int, tuple[int, tuple[int, int]]] = {}
         self._lanes: dict[int, _Lane] = {}
         self._decoding: dict[int, _Lane] = {}
 
@@ -47,8 +49,12 @@ class PassModel:
             owner = (start.sampler.seed, start.sampler.index)
             lane = self._lanes[start.key] = _Lane(owner, list(start.blocks), start.num_cached)
             have = self.stamps.setdefault(owner, [])
-            for position in range(len(have), start.num_cached):
-                have.append(self._kv[self._place(lane, position)])
+            sources = self.read.setdefault(owner, set())
+            for position in range(start.num_cached):
+                step_id, source = self._kv[self._place(lane, position)]
+                sources.add(source)
+                if position == len(have):
+                    have.append(step_id)
         for append in step.appends:
             self._lanes[append.key].blocks.append(append.block)
         skips = frozenset(step.skips)
@@ -63,7 +69,7 @@ class PassModel:
     def _forward(self, lane: _Lane, count: int, step_id: int) -> None:
         have = self.stamps[lane.owner]
         for position in range(lane.length, lane.length + count):
-            self._kv[self._place(lane, position)] = step_id
+            self._kv[self._place(lane, position)] = (step_id, lane.owner)
             if position == len(have):
                 have.append(step_id)
         lane.length += count

@@ -1,0 +1,185 @@
+"""A runner on a bench: steps written by hand, blocks and slots chosen by hand, no scheduler.
+
+`Bench` numbers steps, builds their parts and reads rows out of the arena. It decides nothing and checks
+nothing. Used by `runners.py` and by tests of runners that need more.
+"""
+
+from __future__ import annotations
+
+from array import array
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from fdasync.actions import BlockAppend, Chunk, RunStep, SeqStart
+from fdasync.cache.arena import AuxArena
+from fdasync.request import SamplerSpec
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import AsyncIterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from fdasync.runner.base import Capacity, Runner, StepOutput
+
+GREEDY = SamplerSpec(
+    prompt_len=0,
+    seed=0,
+    index=0,
+    temperature=0.0,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    repetition_penalty=1.0,
+    presence_penalty=0.0,
+    frequency_penalty=0.0,
+    min_tokens=0,
+    stop_ids=(),
+    raw=False,
+    processed=False,
+    top=0,
+)
+
+
+def noisy(seed: int, index: int = 0) -> SamplerSpec:
+    """A sampler at temperature 1."""
+    return msgspec.structs.replace(GREEDY, seed=seed, index=index, temperature=1.0)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a sequence sampled, and its rows by spec name."""
+
+    tokens: list[int]
+    rows: dict[str, NDArray[Any]]
+
+
+class Bench:
+    """One runner, open and bound.
+
+    Slots are not the blocks' numbers (block b has slot num_blocks-1-b), so that a runner that takes one for
+    the other is found out.
+    """
+
+    def __init__(self, runner: Runner, capacity: Capacity, arena: AuxArena | None) -> None:
+        self.runner = runner
+        self.capacity = capacity
+        self.arena = arena
+        self._step_id = -1
+        self._generation: dict[int, int] = {}
+
+    @property
+    def size(self) -> int:
+        return self.capacity.block_tokens
+
+    def prompt(self, length: int, salt: int = 0) -> list[int]:
+        """Token ids inside the vocabulary, other ones for another salt."""
+        random = np.random.default_rng([length, salt])
+        return [int(token) for token in random.integers(0, self.capacity.vocab_size, length)]
+
+    def slot(self, block: int) -> int:
+        return self.capacity.num_blocks - 1 - block
+
+    def generation(self, block: int) -> int:
+        """Of the block's present use; 0 before the first."""
+        return self._generation.get(block, 0)
+
+    # -- parts of a step ----------------------------------------------------------------------------
+
+    def start(
+        self, key: int, tokens: Sequence[int], blocks: Sequence[int], *, cached: int = 0, prompt_len: int | None = None,
+        sampler: SamplerSpec = GREEDY,
+    ) -> SeqStart:  # fmt: skip
+        """A sequence that enters; its blocks past the cached ones get a new generation."""
+        used = blocks[: -(-len(tokens) // self.size)]
+        fresh = used[cached // self.size :]
+        pairs = [self._use(block) for block in fresh]
+        sampler = msgspec.structs.replace(sampler, prompt_len=len(tokens) if prompt_len is None else prompt_len)
+        return SeqStart(
+            key,
+            array("i", tokens).tobytes(),
+            cached,
+            tuple(used),
+            tuple([slot for slot, _ in pairs if slot >= 0]),
+            tuple([generation for slot, generation in pairs if slot >= 0]),
+            sampler,
+        )
+
+    def append(self, key: int, block: int) -> BlockAppend:
+        return BlockAppend(key, block, *self._use(block))
+
+    def _use(self, block: int) -> tuple[int, int]:
+        if self.arena is None:
+            return -1, 0
+        self._generation[block] = generation = self.generation(block) + 1
+        return self.slot(block), generation
+
+    # -- steps --------------------------------------------------------------------------------------
+
+    def launch(self, **parts: Any) -> asyncio.Future[StepOutput]:
+        """Launch the next step with these parts of `RunStep`."""
+        self._step_id += 1
+        return self.runner.launch(RunStep(self._step_id, **{name: tuple(part) for name, part in parts.items()}))
+
+    async def step(self, **parts: Any) -> tuple[int, ...]:
+        """Launch the next step and wait for its tokens."""
+        return (await self.launch(**parts)).tokens
+
+    def launch_prefill(self, *starts: SeqStart) -> asyncio.Future[StepOutput]:
+        """One step that starts these sequences and forwards all their tokens."""
+        chunks = [Chunk(start.key, len(start.tokens) // 4 - start.num_cached, True) for start in starts]
+        return self.launch(starts=starts, chunks=chunks)
+
+    async def decode(self, key: int, length: int, blocks: Sequence[int], count: int) -> list[int]:
+        """`count` steps of the one decoding sequence whose next token is at position `length`."""
+        tokens: list[int] = []
+        for position in range(length, length + count):
+            appends = [self.append(key, blocks[position // self.size])] if position % self.size == 0 else []
+            tokens += await self.step(appends=appends)
+        return tokens
+
+    async def answer(
+        self, key: int, prompt: Sequence[int], count: int, blocks: Sequence[int], *, cached: int = 0,
+        sampler: SamplerSpec = GREEDY,
+    ) -> Answer:  # fmt: skip
+        """Run one sequence alone: prefill in one step, then decode; it leaves. Gives `count` tokens and all rows."""
+        start = self.start(key, prompt, blocks, cached=cached, sampler=sampler)
+        tokens = list((await self.launch_prefill(start)).tokens)
+        tokens += await self.decode(key, len(prompt), blocks, count - 1)
+        rows = self.rows(blocks, 0, len(prompt) + count - 1)
+        await self.leave(key)
+        return Answer(tokens, rows)
+
+    async def leave(self, *keys: int) -> None:
+        """A step in which sequences only leave."""
+        await self.step(leaves=keys)
+
+    def rows(self, blocks: Sequence[int], first: int, last: int) -> dict[str, NDArray[Any]]:
+        """Copies of the rows of positions [first, last); raises InvariantBroken where one was never written."""
+        if self.arena is None:
+            return {}
+        into = {spec.name: np.empty((last - first, *spec.shape), spec.dtype) for spec in self.arena.specs}
+        for position in range(first, last):
+            block, offset = blocks[position // self.size], position % self.size
+            self.arena.copy_rows(self.slot(block), self.generation(block), offset, 1, into, position - first)
+        return into
+
+
+@asynccontextmanager
+async def on_bench(runner: Runner, *, capture: bool = True) -> AsyncIterator[Bench]:
+    """Open and bind a runner; close it, and the arena after it, whatever happens."""
+    arena = None
+    try:
+        capacity = await runner.open()
+        if capture and capacity.aux_specs:
+            arena = AuxArena.create(capacity.num_blocks, capacity.block_tokens, capacity.aux_specs)
+        await runner.bind(capacity.num_blocks, arena)
+        yield Bench(runner, capacity, arena)
+    finally:
+        await runner.aclose()
+        if arena is not None:
+            arena.close()

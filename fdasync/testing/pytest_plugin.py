@@ -1,0 +1,156 @@
+"""The pytest plugin: virtual time, leak and blocking checks as fixtures, and the options of simulations.
+
+It offers and imposes nothing: no hook of it changes how a project's tests run. The package is imported
+when a fixture is used.
+
+Fixtures:
+    run_sim: `run_sim(coroutine)` runs it in virtual time and returns its result.
+    no_leaks: fails the test if it leaves fds, threads, children, shared segments or tasks behind.
+    no_blocking: fails the test if anything blocks a loop (needs blockbuster).
+    sim_seeds: the seeds to simulate; the summary of the run says which they were.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Iterator
+
+_MIN_SEEDS = 40
+_MIN_S = 15.0
+
+# what blocks on purpose and says so: (file, function)
+_MAY_BLOCK = (
+    ("fdasync/process.py", "__init__"),
+    ("fdasync/process.py", "_reap"),
+    ("fdasync/registry.py", "find"),
+    ("fdasync/registry.py", "_check"),
+    ("fdasync/engine.py", "_load_tokenizer"),
+)
+# the harness itself: it runs between tests and inside them, never in an engine
+_HARNESS = (
+    ("fdasync/testing/leaks.py", "now"),
+    ("fdasync/testing/leaks.py", "children"),
+    ("fdasync/testing/leaks.py", "native_threads"),
+    ("_pytest/assertion/rewrite.py", "exec_module"),
+    ("_pytest/assertion/rewrite.py", "find_spec"),
+    ("_pytest/warnings.py", "catch_warnings_for_item"),
+    ("_pytest/_code/code.py", "getfuncargnames"),
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("fdasync", "simulations of fdasync")
+    group.addoption(
+        "--seeds",
+        type=int,
+        default=None,
+        metavar="N",
+        help=f"simulate seeds 0 to N-1 (default: for {_MIN_S:g} s, and at least {_MIN_SEEDS})",
+    )
+    group.addoption("--sim-seed", type=int, default=None, metavar="S", help="simulate this one seed")
+
+
+@pytest.fixture
+def run_sim() -> Callable[[Coroutine[Any, Any, Any]], Any]:
+    """Run a coroutine in virtual time; see `fdasync.testing.run_sim`."""
+    from fdasync.testing.loop import run_sim
+
+    return run_sim
+
+
+@pytest.fixture(scope="session")
+def first_uvloop() -> None:
+    """libuv opens a pipe for signals at a process's first loop and keeps it: that is nobody's leak."""
+    import uvloop
+
+    uvloop.new_event_loop().close()
+
+
+@pytest.fixture
+def no_leaks(first_uvloop: None) -> Iterator[None]:  # noqa: ARG001
+    """Fail the test if it leaves anything behind; see `fdasync.testing.no_leaks`."""
+    from fdasync.testing.leaks import no_leaks
+
+    with no_leaks():
+        yield
+
+
+@pytest.fixture
+def no_blocking() -> Iterator[None]:
+    """Fail the test if anything blocks a running loop."""
+    with forbid_blocking():
+        yield
+
+
+@contextmanager
+def forbid_blocking() -> Iterator[None]:
+    """Make blocking calls raise on a running loop, but for the few that say `# blocking:` in fdasync."""
+    from blockbuster import blockbuster_ctx
+
+    with blockbuster_ctx() as blockbuster:
+        for function in blockbuster.functions.values():
+            for file, name in (*_MAY_BLOCK, *_HARNESS):
+                function.can_block_in(file, name)
+        yield
+
+
+class SimSeeds:
+    """The seeds to simulate, in order, and what is to be said of them at the end of the run.
+
+    Attributes:
+        tried: how many were handed out.
+        notes: lines for the summary.
+    """
+
+    def __init__(self, only: int | None, count: int | None) -> None:
+        self.tried = 0
+        self.notes: list[str] = []
+        self._only = only
+        self._count = count
+
+    def __iter__(self) -> Iterator[int]:
+        if self._only is not None:
+            self.tried = 1
+            yield self._only
+            return
+        started = time.monotonic()
+        seed = 0
+        while self._wants(seed, time.monotonic() - started):
+            self.tried = seed + 1
+            yield seed
+            seed += 1
+
+    def _wants(self, seed: int, spent_s: float) -> bool:
+        if self._count is not None:
+            return seed < self._count
+        return seed < _MIN_SEEDS or spent_s < _MIN_S
+
+    def summary(self) -> list[str]:
+        which = f"seed {self._only}" if self._only is not None else f"{self.tried} seeds, 0 to {self.tried - 1}"
+        return [f"simulated {which}", *self.notes]
+
+
+_SIM_SEEDS = pytest.StashKey[SimSeeds]()
+
+
+@pytest.fixture
+def sim_seeds(request: pytest.FixtureRequest) -> SimSeeds:
+    """Seeds to simulate, as the options say; the summary of the run names them."""
+    seeds = SimSeeds(request.config.getoption("--sim-seed"), request.config.getoption("--seeds"))
+    request.config.stash[_SIM_SEEDS] = seeds
+    return seeds
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say which seeds were simulated, where any were."""
+    seeds = config.stash.get(_SIM_SEEDS, None)
+    if seeds is not None and seeds.tried:
+        terminalreporter.section("simulation")
+        for line in seeds.summary():
+            terminalreporter.write_line(line)

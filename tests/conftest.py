@@ -1,0 +1,40 @@
+"""What holds for every test here: uvloop unless marked, nothing blocks a loop, nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from typing import TYPE_CHECKING
+
+import pytest
+import uvloop
+
+from fdasync.testing.leaks import LeakFound, Resources
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """uvloop for every test, the stdlib's too where a test is marked `both_loops`."""
+    if item.get_closest_marker("both_loops"):
+        return {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.SelectorEventLoop}
+    return {"uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(request: pytest.FixtureRequest, no_leaks: None, no_blocking: None) -> Iterator[None]:
+    """Leaks of the process, and of the test's loop, and blocking calls fail the test that made them."""
+    if inspect.iscoroutinefunction(request.function):
+        request.getfixturevalue("no_tasks_left")
+    return
+
+
+@pytest.fixture
+async def no_tasks_left() -> AsyncIterator[None]:
+    yield
+    left = Resources.now().tasks
+    if left:
+        raise LeakFound([f"task {name}" for name in sorted(left)])

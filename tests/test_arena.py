@@ -1,0 +1,180 @@
+"""The bytes of aux slots in shared memory: `cache/arena.py`."""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fdasync.cache.arena import AuxArena, arena_nbytes
+from fdasync.cache.aux import AuxSpec
+from fdasync.errors import InvariantBroken
+from tests.helpers import SPECS, case_settings
+
+
+@pytest.fixture
+def arena():
+    arena = AuxArena.create(4, 8, SPECS)
+    yield arena
+    arena.close()
+
+
+def blank(count, specs=SPECS, fill=0xAB):
+    return {
+        spec.name: np.frombuffer(bytes([fill]) * (count * spec.token_nbytes), spec.dtype)
+        .reshape(count, *spec.shape)
+        .copy()
+        for spec in specs
+    }
+
+
+def write(arena, slot, generation, offset, count, seed=0):
+    rng = np.random.default_rng(seed)
+    values = {
+        "routing": rng.integers(0, 255, (count, 3, 2), np.uint8),
+        # every bit pattern, not-a-numbers included
+        "values": rng.integers(0, 1 << 16, (count, 4), np.uint16).view(np.float16),
+    }
+    index = slot * arena.block_tokens + offset + np.arange(count)
+    arena.scatter(index, np.full(count, generation, np.uint32), values)
+    return values
+
+
+def same_bits(got, want):
+    return all(got[name].tobytes() == want[name].tobytes() for name in want)
+
+
+def test_rows_of_both_specs_come_back_bit_for_bit(arena):
+    want = write(arena, 2, 5, 3, 4)
+    got = blank(6)
+    arena.copy_rows(2, 5, 3, 4, got, 1)
+    assert same_bits({name: rows[1:5] for name, rows in got.items()}, want)
+    untouched = blank(6)
+    for name, rows in got.items():
+        assert rows[0].tobytes() == untouched[name][0].tobytes()
+        assert rows[5].tobytes() == untouched[name][5].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("slot", "generation", "offset", "count"),
+    [
+        (1, 7, 0, 8),  # one row short
+        (1, 7, 7, 1),  # never written
+        (1, 6, 0, 1),  # an earlier use of the slot
+        (1, 8, 0, 1),  # a later use
+        (1, 0, 7, 1),  # generation 0 is what fresh memory holds
+        (0, 7, 0, 1),  # another slot
+    ],
+)
+def test_rows_of_another_use_or_never_written_are_refused_and_nothing_is_copied(arena, slot, generation, offset, count):
+    write(arena, 1, 7, 0, 7)
+    got = blank(8)
+    with pytest.raises(InvariantBroken, match="were not written for generation"):
+        arena.copy_rows(slot, generation, offset, count, got, 0)
+    assert same_bits(got, blank(8))
+
+
+def test_a_slots_next_use_hides_the_rows_of_the_last_one(arena):
+    write(arena, 0, 1, 0, 8)
+    write(arena, 0, 2, 0, 3, seed=1)
+    with pytest.raises(InvariantBroken):
+        arena.copy_rows(0, 1, 0, 1, blank(1), 0)
+    with pytest.raises(InvariantBroken):
+        arena.copy_rows(0, 2, 3, 1, blank(1), 0)
+    arena.copy_rows(0, 2, 0, 3, blank(3), 0)
+
+
+def test_copies_are_copies(arena):
+    want = write(arena, 0, 1, 0, 8)
+    got = blank(8)
+    arena.copy_rows(0, 1, 0, 8, got, 0)
+    write(arena, 0, 2, 0, 8, seed=9)
+    assert same_bits(got, want)
+
+
+def test_the_other_side_sees_the_same_rows_through_the_fd(arena):
+    peer = AuxArena(os.dup(arena.fd), arena.num_slots, arena.block_tokens, arena.specs)
+    want = write(peer, 3, 9, 0, 8)
+    got = blank(8)
+    arena.copy_rows(3, 9, 0, 8, got, 0)
+    assert same_bits(got, want)
+    peer.close()
+    arena.copy_rows(3, 9, 0, 8, got, 0)
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_nobody_can_shrink_or_grow_the_shared_file(arena, change):
+    size = os.fstat(arena.fd).st_size
+    with pytest.raises(PermissionError):
+        os.ftruncate(arena.fd, size + change * mmap.PAGESIZE)
+
+
+def test_the_seals_cannot_be_changed(arena):
+    import fcntl
+
+    seals = fcntl.fcntl(arena.fd, fcntl.F_GET_SEALS)
+    assert seals == fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(arena.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+
+
+def test_a_file_that_is_too_small_is_refused():
+    fd = os.memfd_create("small")
+    try:
+        with pytest.raises(InvariantBroken, match="are needed"):
+            AuxArena(fd, 4, 8, SPECS)
+    finally:
+        os.close(fd)
+
+
+def test_close_gives_the_fd_back_and_may_be_called_again():
+    arena = AuxArena.create(1, 4, SPECS)
+    fd = arena.fd
+    write(arena, 0, 1, 0, 4)
+    arena.close()
+    arena.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+def test_creating_without_room_leaves_no_fd_behind():
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match=r"File too large|Cannot allocate memory|No space"):
+        AuxArena.create(1 << 54, 8, ())
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_size_is_known_before_anything_is_allocated():
+    assert arena_nbytes(4, 8, ()) == 4096
+    assert arena_nbytes(4, 8, SPECS) == 3 * 4096
+    one = AuxSpec("routing", (48, 8), "uint8")
+    assert arena_nbytes(1024, 16, (one,)) == 1024 * 16 * 4 + 1024 * 16 * 384
+
+
+@case_settings(40)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 7), st.integers(1, 8), st.booleans()), max_size=12))
+def test_what_may_be_read_is_what_was_last_written_for_that_generation(writes):
+    arena = AuxArena.create(4, 8, SPECS)
+    generations = [1, 1, 1, 1]
+    model: dict[tuple[int, int], tuple[int, bytes]] = {}
+    for number, (slot, offset, count, new_use) in enumerate(writes):
+        count = min(count, 8 - offset)
+        generations[slot] += new_use
+        values = write(arena, slot, generations[slot], offset, count, seed=number)
+        for row in range(count):
+            model[slot, offset + row] = (generations[slot], values["values"][row].tobytes())
+    for slot in range(4):
+        for offset in range(8):
+            got = blank(1)
+            generation, want = model.get((slot, offset), (0, b""))
+            if generation == generations[slot]:
+                arena.copy_rows(slot, generation, offset, 1, got, 0)
+                assert got["values"].tobytes() == want
+            else:
+                with pytest.raises(InvariantBroken):
+                    arena.copy_rows(slot, generations[slot], offset, 1, got, 0)
+    arena.close()

@@ -1,0 +1,179 @@
+"""The command line as a user meets it: exit codes, JSON, Ctrl-C, errors in one line."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import uvloop
+from fdasync_transformers import make_random_checkpoint
+from rich.console import Console
+
+from fdasync import demo
+from fdasync.demo import DemoOptions, Served, run_demo
+
+COMMAND = [sys.executable, "-c", "from fdasync.cli import main; main()"]
+
+
+def command(*arguments: str, cache: Path | None = None) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "COLUMNS": "160"}
+    if cache is not None:
+        env["XDG_CACHE_HOME"] = str(cache)
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=120, env=env, check=False)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_random_checkpoint(tmp_path_factory.mktemp("cli") / "model", size="tiny")
+
+
+def test_demo_makes_its_checkpoint_and_every_row_is_exact(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    done = command("demo", "--requests", "16", "--concurrency", "8", "--json", str(figures), cache=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert str(tmp_path / "fdasync") in done.stdout.replace("\n", "")
+    values = json.loads(figures.read_text())
+    assert values["requests"]["total"] == values["requests"]["finished"] == 16
+    assert values["tokens"]["checked"] == values["tokens"]["equal"] + values["tokens"]["tied"] > 100
+    assert values["tokens"]["distinct_greedy"] > 50
+    assert values["routing"]["rows_checked"] == values["routing"]["rows_exact"] + values["routing"]["rows_tied"] > 1000
+    assert values["throughput"]["prefix_hit_rate"] > 0.1
+    assert values["throughput"]["ttft_ms_p50"] > 0
+
+
+OPTIONS = DemoOptions(requests=4, concurrency=4, max_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def served(model: Path) -> Served:
+    """What the demo serves from the tiny model, once."""
+    return uvloop.run(demo._serve(OPTIONS, model, Console(file=io.StringIO())))
+
+
+def judge(served: Served, model: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The demo's exit code, had it served this."""
+
+    async def serve(*_arguments: Any) -> Served:
+        return served
+
+    monkeypatch.setattr(demo, "_serve", serve)
+    return run_demo(msgspec.structs.replace(OPTIONS, model=model), Console(file=io.StringIO()))
+
+
+def wrong_token(sample: Any) -> Any:
+    tokens = (*sample.token_ids[:-1], (sample.token_ids[-1] + 1) % 200)
+    return msgspec.structs.replace(sample, token_ids=tokens)
+
+
+def wrong_row(sample: Any) -> Any:
+    array = sample.routing.array.copy()
+    missing = next(expert for expert in range(8) if expert not in array[3, 1])
+    array[3, 1, 0] = missing
+    return msgspec.structs.replace(sample, routing=msgspec.structs.replace(sample.routing, array=array))
+
+
+def short_rows(sample: Any) -> Any:
+    routing = msgspec.structs.replace(sample.routing, array=sample.routing.array[:-1])
+    return msgspec.structs.replace(sample, routing=routing)
+
+
+def no_rows(sample: Any) -> Any:
+    return msgspec.structs.replace(sample, routing=None)
+
+
+def test_demo_ends_with_0_when_all_is_equal(served: Served, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert judge(served, model, monkeypatch) == 0
+
+
+@pytest.mark.parametrize("change", [wrong_token, wrong_row, short_rows, no_rows])
+def test_demo_ends_with_1_when_anything_differs(
+    change: Any, served: Served, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = served.results[0]
+    samples = (change(first.samples[0]), *first.samples[1:])
+    results = [msgspec.structs.replace(first, samples=samples), *served.results[1:]]
+    assert judge(msgspec.structs.replace(served, results=results), model, monkeypatch) == 1
+
+
+def test_demo_names_what_is_wrong_with_a_checkpoint(model: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for path in model.iterdir():
+        data = path.read_bytes()
+        (broken / path.name).write_bytes(data[:-100] if path.suffix == ".safetensors" else data)
+    done = command("demo", "--model", str(broken), "--requests", "1")
+    assert done.returncode == 2
+    assert "CheckpointError" in done.stderr
+    assert ".safetensors" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("demo", "--requests", "0"), ("demo", "--model", "/no/such/folder"), ("nonsense",), ("demo", "--what")],
+)
+def test_bad_arguments_end_with_2(arguments: tuple[str, ...]) -> None:
+    done = command(*arguments)
+    assert done.returncode == 2
+    assert "Error" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_ends_the_demo_and_its_worker(model: Path) -> None:
+    arguments = [*COMMAND, "demo", "--model", str(model), "--requests", "5000", "--max-tokens", "64"]
+    with subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    ) as running:
+        worker = wait_for_child(running.pid)
+        os.killpg(running.pid, signal.SIGINT)
+        out, _ = running.communicate(timeout=60)
+        assert running.returncode == 130, out
+        assert b"interrupted" in out
+        assert not Path(f"/proc/{worker}").exists()
+
+
+def wait_for_child(pid: int) -> int:
+    """The worker of a demo that has begun to serve: it has mapped the arena."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        for child in children:
+            if "fdasync-aux" in Path(f"/proc/{child}/maps").read_text():
+                return int(child)
+        time.sleep(0.02)
+    raise AssertionError("no worker came up")
+
+
+def test_doctor_and_plugins() -> None:
+    done = command("doctor", "--json")
+    assert done.returncode == 0, done.stderr
+    findings = {finding["what"]: finding for finding in json.loads(done.stdout)}
+    assert findings["Python"]["state"] == "ok"
+    assert findings["torch"]["found"]
+    assert findings["plugin transformers (fdasync.runners)"]["state"] == "ok"
+    done = command("plugins", "--no-load", "--json")
+    assert done.returncode == 0
+    listed = {(info["group"], info["name"]): info for info in json.loads(done.stdout)}
+    assert listed["fdasync.runners", "synthetic"]["problem"] is None
+
+
+def test_a_broken_plugin_is_listed_with_the_reason(tmp_path: Path) -> None:
+    info = tmp_path / "bad-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bad\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[fdasync.runners]\nbad = no_such_module:Runner\n")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([*COMMAND, "plugins", "--json"], capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 1
+    listed = {entry["name"]: entry for entry in json.loads(done.stdout)}
+    assert "no_such_module" in listed["bad"]["problem"]
+    assert listed["bad"]["distribution"] == "bad"

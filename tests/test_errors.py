@@ -1,0 +1,138 @@
+"""Errors: their fields, their tree, and their way through a worker's socket (`errors.py`, `runner/wire.py`)."""
+
+from __future__ import annotations
+
+import inspect
+
+import msgspec
+import pytest
+
+from fdasync import errors
+from fdasync.errors import (
+    BadInput,
+    CheckpointError,
+    ConfigError,
+    DeadlineExceeded,
+    DuplicateRequestId,
+    EngineClosed,
+    EngineFailed,
+    FdasyncError,
+    InvariantBroken,
+    PermanentError,
+    PluginError,
+    ProtocolError,
+    RunnerError,
+    TransientError,
+    UnsupportedModel,
+    WorkerDied,
+    WorkerStuck,
+)
+from fdasync.runner.wire import Failed, ToEngine, pack_error, unpack_error
+
+EXAMPLES = [
+    (BadInput("top_p", "is odd", limit=3, hint="try less"), "top_p: is odd (limit: 3); try less"),
+    (BadInput("top_p", "is odd"), "top_p: is odd"),
+    (ConfigError("config.x", "is odd", limit=0), "config.x: is odd (limit: 0)"),
+    (DuplicateRequestId("r1"), "'r1' names a request that is still live"),
+    (CheckpointError("/m", "no weights"), "/m: no weights"),
+    (UnsupportedModel("llama", "dense"), "llama: dense"),
+    (PluginError("g", "n", "d", "broken"), "plugin 'n' of g (from d): broken"),
+    (PluginError("g", "n", "", "broken"), "plugin 'n' of g: broken"),
+    (EngineClosed("draining"), "the engine is draining"),
+    (EngineFailed(OSError("disk")), "the engine failed: OSError: disk"),
+    (InvariantBroken("rule", ["a", "b"]), "rule\n  a\n  b"),
+    (DeadlineExceeded("step 3", 0.5), "step 3 did not end within 0.5 s"),
+    (RunnerError("smoke", 7), "step 7: smoke"),
+    (RunnerError("smoke"), "smoke"),
+    (WorkerDied("w", 5, -9), "the w process 5 ended by signal 9"),
+    (WorkerDied("w", 5, 3), "the w process 5 ended with status 3"),
+    (WorkerDied("w", 5, None), "the w process 5 ended with an unknown status"),
+    (WorkerStuck("w", 5, "step 3", 2.0), "the w process 5 did not finish step 3 within 2 s"),
+    (ProtocolError("too large"), "too large"),
+]
+
+
+@pytest.mark.parametrize(("error", "text"), EXAMPLES, ids=[type(error).__name__ for error, _ in EXAMPLES])
+def test_errors_say_what_their_fields_say(error, text):
+    assert text in str(error)
+    names = [name for name in inspect.signature(type(error).__init__).parameters if name != "self"]
+    assert all(hasattr(error, name) for name in names), names
+
+
+def test_every_error_has_an_example():
+    classes = {value for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, FdasyncError)}
+    assert classes - {FdasyncError, TransientError, PermanentError} == {type(error) for error, _ in EXAMPLES}
+
+
+def test_each_error_is_either_transient_or_permanent():
+    for error, _ in EXAMPLES:
+        assert isinstance(error, TransientError) != isinstance(error, PermanentError)
+
+
+def test_types_that_callers_know():
+    assert issubclass(BadInput, ValueError)
+    assert issubclass(DeadlineExceeded, TimeoutError)
+    cause = OSError("disk")
+    error = EngineFailed(cause, partial=3)
+    assert error.__cause__ is cause
+    assert error.partial == 3
+
+
+# -- the wire
+
+
+WHOLE = [
+    BadInput("a", "b", limit="0 to 3", hint="d"),
+    BadInput("a", "b"),
+    ConfigError("runner_config.x", "is odd", limit="3"),
+    CheckpointError("/m", "no weights"),
+    UnsupportedModel("llama", "dense"),
+    PluginError("g", "n", "d", "broken"),
+    RunnerError("smoke", 7),
+]
+
+
+@pytest.mark.parametrize("error", WHOLE, ids=[type(error).__name__ for error in WHOLE])
+def test_errors_that_a_worker_may_raise_arrive_whole(error):
+    sent = msgspec.msgpack.encode(pack_error(error))
+    got = unpack_error(msgspec.msgpack.decode(sent, type=ToEngine))
+    assert type(got) is type(error)
+    assert vars(got) == vars(error)
+    assert str(got) == str(error)
+
+
+def test_fields_are_taken_by_name_not_by_place():
+    got = unpack_error(Failed("PluginError", {"problem": "p", "distribution": "d", "name": "n", "group": "g"}))
+    assert (got.group, got.name, got.distribution, got.problem) == ("g", "n", "d", "p")
+
+
+def test_a_limit_crosses_in_words():
+    got = unpack_error(pack_error(BadInput("a", "b", limit=range(3))))
+    assert got.limit == "range(0, 3)"
+
+
+@pytest.mark.parametrize("error", [OSError("disk"), WorkerDied("w", 1, 2), DuplicateRequestId("x"), KeyError("k")])
+def test_other_errors_arrive_as_words(error):
+    got = unpack_error(pack_error(error))
+    assert type(got) is RunnerError
+    assert got.problem == f"{type(error).__name__}: {error}"
+    assert got.step_id == -1
+
+
+@pytest.mark.parametrize(
+    "failed",
+    [
+        Failed("OSError", {"problem": "x"}),
+        Failed("SystemExit", {}),
+        Failed("eval", {"problem": "x", "step_id": 1}),
+        Failed("EngineClosed", {"state": "x"}),
+        Failed("WorkerDied", {"name": "a", "pid": 1, "exit_status": 0}),
+        Failed("RunnerError", {"problem": "x"}),
+        Failed("RunnerError", {"problem": "x", "step_id": 1, "more": 2}),
+        Failed("BadInput", {"problem": "x", "step_id": 1}),
+    ],
+)
+def test_nothing_else_can_be_made_from_the_wire(failed):
+    got = unpack_error(failed)
+    assert type(got) is ProtocolError
+    assert failed.kind in got.problem

@@ -1,0 +1,256 @@
+"""The rules of the house: who imports whom, no module state, no threads, several engines in one process."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import fdasync
+from fdasync import Engine, SamplingParams
+from fdasync.testing import check_sample, oracle_of, synthetic_config
+
+HOME = Path(fdasync.__file__).parent
+MODULES = {
+    ".".join(("fdasync", *path.relative_to(HOME).with_suffix("").parts)).removesuffix(".__init__"): path
+    for path in sorted(HOME.rglob("*.py"))
+}
+
+
+def imports_of(path: Path) -> dict[str, int]:
+    """Modules that a file imports when it runs, at any depth, and the line; what is for type checkers is not."""
+    found: dict[str, int] = {}
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            for child in node.orelse:
+                visit(child)
+            return
+        if isinstance(node, ast.Import):
+            found.update((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: a relative import"
+            base = node.module or ""
+            for alias in node.names:
+                inner = f"{base}.{alias.name}"
+                found[inner if inner in MODULES else base] = node.lineno
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(ast.parse(path.read_text()))
+    return found
+
+
+BASE = ("fdasync.events", "fdasync.actions", "fdasync.request", "fdasync.errors")
+PURE = ("fdasync.scheduler", "fdasync.cache.aux", "fdasync.cache.blocks", "fdasync.cache.prefix", "fdasync.cache.tiers")
+CONTRACTS = (
+    "fdasync.cache.aux", "fdasync.cache.arena", "fdasync.cache.store", "fdasync.cache.block_format",
+    "fdasync.gpu.completion", "fdasync.runner.base", "fdasync.pd.messages", "fdasync.pd.transport",
+)  # fmt: skip
+ROOMS = ("fdasync.cache", "fdasync.gpu", "fdasync.runner", "fdasync.pd")
+JOINERS = ("fdasync.engine", "fdasync.driver")
+# what knows more than its room, and why
+EXCEPTIONS = {
+    ("fdasync.events.trace", "fdasync.scheduler"): "replay feeds a fresh scheduler, and imports it when it is called",
+    ("fdasync.runner.worker", "fdasync.channel"): "hosts a runner in a child process: it is shell",
+    ("fdasync.runner.worker", "fdasync.process"): "the same",
+    ("fdasync.runner.worker", "fdasync.registry"): "finds the runner in the child",
+    ("fdasync.runner.worker", "fdasync.config"): "decodes the runner's own configuration in the child",
+}
+
+
+def within(name: str, rooms: tuple[str, ...]) -> bool:
+    return any(name == room or name.startswith(f"{room}.") for room in rooms)
+
+
+def broken_rules(module: str, imported: str) -> str:
+    """Which rule forbids this import; "" if none does."""
+    if (module, imported) in EXCEPTIONS or not within(imported, ("fdasync",)):
+        return ""
+    if within(module, BASE):
+        return "" if within(imported, BASE) else "events, actions, request and errors know each other only"
+    if within(module, PURE):
+        return "" if within(imported, BASE + PURE) else "the pure core adds only itself to those"
+    for room in ROOMS:
+        if within(module, (room,)):
+            fine = within(imported, (*BASE, *CONTRACTS, room))
+            return "" if fine else "rooms import each other's contracts only"
+    if within(imported, JOINERS) and not within(module, (*JOINERS, "fdasync.testing", "fdasync.cli", "fdasync.demo")):
+        return "" if module == "fdasync" else "nobody knows those who join the rooms"
+    if within(imported, ("fdasync.testing",)) and not within(module, ("fdasync.testing",)):
+        return "the package does not need its tests"
+    return ""
+
+
+def test_the_import_rule():
+    broken = [
+        f"{module}:{line} imports {imported}: {rule}"
+        for module, path in MODULES.items()
+        for imported, line in imports_of(path).items()
+        if (rule := broken_rules(module, imported))
+    ]
+    assert not broken, "\n".join(broken)
+    used = {(module, imported) for module, path in MODULES.items() for imported in imports_of(path)}
+    assert EXCEPTIONS.keys() <= used, "an exception that nobody needs any more"
+
+
+@pytest.mark.parametrize(
+    ("module", "imported"),
+    [
+        ("fdasync.events.catalog", "fdasync.config"),
+        ("fdasync.scheduler.core", "fdasync.runner.base"),
+        ("fdasync.scheduler.core", "fdasync.cache.arena"),
+        ("fdasync.cache.prefix", "fdasync.driver"),
+        ("fdasync.runner.synthetic", "fdasync.scheduler"),
+        ("fdasync.output", "fdasync.engine"),
+        ("fdasync.engine", "fdasync.testing"),
+    ],
+)
+def test_the_import_rule_forbids(module, imported):
+    assert broken_rules(module, imported)
+
+
+def test_the_pure_core_reaches_for_nothing_outside():
+    allowed = {
+        "__future__", "array", "bisect", "collections", "enum", "hashlib", "heapq", "math", "msgspec", "typing",
+    }  # fmt: skip
+    for module, path in MODULES.items():
+        if within(module, PURE):
+            outside = {name.split(".")[0] for name in imports_of(path) if not within(name, ("fdasync",))}
+            assert outside <= allowed, f"{module} imports {sorted(outside - allowed)}"
+            tree = ast.parse(path.read_text())
+            assert not [node for node in ast.walk(tree) if isinstance(node, ast.AsyncFunctionDef | ast.Await)], module
+
+
+def test_torch_is_imported_in_gpu_rooms_and_runners_only():
+    for module, path in MODULES.items():
+        # the demo loads a real model through the plugin, and says when it is not there
+        if not within(module, ("fdasync.gpu", "fdasync.runner", "fdasync.demo")):
+            heavy = {"torch", "transformers", "tokenizers", "safetensors"}
+            assert not {name.split(".")[0] for name in imports_of(path)} & heavy, module
+
+
+def test_nothing_is_global():
+    for module, path in MODULES.items():
+        tree = ast.parse(path.read_text())
+        stated = [node for node in ast.walk(tree) if isinstance(node, ast.Global)]
+        assert not stated, f"{module}:{stated and stated[0].lineno} writes a global"
+
+
+def run_python(script: str, *arguments: str, **environment: str) -> str:
+    import os
+
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **environment},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+_TWO_ENGINES = """
+    import asyncio, sys, uvloop
+    from fdasync import Engine, SamplingParams
+    from fdasync.testing import synthetic_config
+
+    async def play(process):
+        params = SamplingParams(max_tokens=20)
+        async with Engine(synthetic_config(process=process)) as one, Engine(synthetic_config(process=process)) as two:
+            await asyncio.gather(*[engine.complete([1, 2, 3, number], params) for number in range(9)
+                                   for engine in (one, two)])
+"""
+
+
+def test_no_module_keeps_state():
+    script = (
+        _TWO_ENGINES
+        + """
+    def held():
+        kinds = (list, dict, set, bytearray)
+        return {
+            f"{name}.{key}": repr(value)
+            for name, module in sorted(sys.modules.items()) if name.split(".")[0] == "fdasync"
+            for key, value in vars(module).items() if isinstance(value, kinds) and not key.startswith("__")
+        }
+
+    uvloop.run(play("inline"))
+    before = held()
+    uvloop.run(play("inline"))
+    changed = {name for name in before.keys() | held().keys() if before.get(name) != held().get(name)}
+    assert not changed, changed
+    print(len(before))
+    """
+    )
+    assert int(run_python(script)) > 0
+
+
+@pytest.mark.parametrize("process", ["inline", "worker"])
+def test_an_engine_process_has_no_threads(process):
+    script = (
+        _TWO_ENGINES
+        + """
+    import threading
+    from fdasync.testing.leaks import native_threads
+
+    most = 0
+
+    async def watched():
+        global most
+        task = asyncio.ensure_future(play(sys.argv[1]))
+        while not task.done():
+            most = max(most, threading.active_count())
+            await asyncio.sleep(0.001)
+        await task
+
+    before = native_threads()
+    uvloop.run(watched())
+    assert most == 1, [thread.name for thread in threading.enumerate()]
+    assert "torch" not in sys.modules and "transformers" not in sys.modules
+    print(before, native_threads(), sep="\\n")
+    """
+    )
+    # numpy's linear algebra starts native threads of its own when it is imported, if it may
+    before, after = run_python(script, process, OPENBLAS_NUM_THREADS="1").splitlines()
+    assert len(ast.literal_eval(before)) == 1, f"native threads: {before}"
+    assert after == before
+    before, after = run_python(script, process, OPENBLAS_NUM_THREADS="2").splitlines()
+    assert after == before, "an engine started native threads that numpy did not"
+
+
+def test_importing_the_plugin_is_light():
+    out = run_python("""
+        import sys
+        import fdasync
+        before = set(sys.modules)
+        import fdasync.testing.pytest_plugin
+        print(sorted(name for name in set(sys.modules) - before if "fdasync" in name))
+    """)
+    assert ast.literal_eval(out) == ["fdasync.testing", "fdasync.testing.pytest_plugin"]
+
+
+@pytest.mark.both_loops
+async def test_two_engines_in_one_process_do_not_meet():
+    configs = [synthetic_config({"weights_id": number, "num_experts": 8 + number}) for number in (1, 2)]
+    params = SamplingParams(max_tokens=30, seed=4)
+    async with Engine(configs[0]) as one, Engine(configs[1]) as two:
+
+        async def ask(engine: Engine, number: int):
+            prompt = [1, 2, 3, 4, 5, 6, 7, 8, number]
+            result = await engine.complete(prompt, params, request_id=f"same-{number}")
+            check_sample(result.samples[0], prompt, params, oracle_of(engine.config))
+
+        await asyncio.gather(*[ask(engine, number) for number in range(10) for engine in (one, two)])
+        await one.aclose()
+        # the other one goes on
+        await ask(two, 3)
+        assert two.stats().state == "running"
+        assert one.state == "closed"

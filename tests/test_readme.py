@@ -1,0 +1,61 @@
+"""What README shows runs as it stands there, and so do the examples."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fdasync_transformers import make_random_checkpoint
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(arguments: list[str], cwd: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_ten_lines_run_as_written(tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(blocks) == 1
+    make_random_checkpoint(tmp_path / "checkpoint", size="tiny")
+    (tmp_path / "ten_lines.py").write_text(blocks[0])
+    out = run(["ten_lines.py"], tmp_path)
+    shapes = re.findall(r"\((\d+), 2, 2\)$", out, re.MULTILINE)
+    assert len(shapes) == 4, out
+    assert all(0 < int(rows) <= 3 + 16 - 1 for rows in shapes)
+
+
+def test_the_embedders_example_runs(tmp_path: Path) -> None:
+    make_random_checkpoint(tmp_path / "model", size="tiny")
+    out = run([str(ROOT / "examples" / "embed.py"), "model"], tmp_path)
+    assert out.count("advantage") == 12
+    assert out.count("next turn") == 3
+
+
+@pytest.mark.parametrize("name", ["README.md", "ARCHITECTURE.md", "CHANGELOG.md"])
+def test_documents_name_only_files_that_exist(name: str) -> None:
+    text = (ROOT / name).read_text()
+    linked = re.findall(r"\]\(([\w./-]+)\)", text)
+    listed = re.findall(r"^\| (`[^|]+) \|", text, re.MULTILINE) if name == "ARCHITECTURE.md" else []
+    paths = [path for cell in listed for path in re.findall(r"`([\w./-]+)`", cell)]
+    assert linked or paths or name == "CHANGELOG.md"
+    for path in linked:
+        assert (ROOT / path).exists(), path
+    for path in paths:
+        assert (ROOT / path).exists() or (ROOT / "fdasync" / path).exists(), path
+
+
+def test_architecture_has_a_line_for_every_module() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    for path in (ROOT / "fdasync").rglob("*.py"):
+        relative = path.relative_to(ROOT / "fdasync")
+        if relative.name == "__init__.py" or relative.parts[0] == "testing":
+            continue
+        assert f"`{relative}`" in text, f"{relative} is not in ARCHITECTURE.md"

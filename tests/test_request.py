@@ -1,0 +1,127 @@
+"""Sampling parameters: every value that makes no sense is refused by name and limit (`request.py`)."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+
+from fdasync.errors import BadInput
+from fdasync.request import MAX_STOP_CHARS, MAX_STOP_STRINGS, SamplingParams
+
+VOCAB = 100
+
+
+def test_the_defaults_are_fine():
+    SamplingParams().validate(vocab_size=VOCAB)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"max_tokens": 1, "min_tokens": 1},
+        {"temperature": 0.0, "top_p": 1e-9, "min_p": 1.0, "top_k": VOCAB},
+        {"temperature": 100, "repetition_penalty": 1e-3},
+        {"presence_penalty": -2, "frequency_penalty": 2.0},
+        {"seed": 0, "n": 1024},
+        {"seed": 2**63 - 1},
+        {"stop": ("x" * MAX_STOP_CHARS,) * MAX_STOP_STRINGS},
+        {"stop_token_ids": (0, VOCAB - 1)},
+        {"logprobs": "raw", "top_logprobs": 64},
+    ],
+)
+def test_the_bounds_belong_to_what_is_allowed(values):
+    SamplingParams(**values).validate(vocab_size=VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "limit"),
+    [
+        ("max_tokens", 0, "at least 1"),
+        ("max_tokens", -5, "at least 1"),
+        ("min_tokens", -1, "0 to 256"),
+        ("min_tokens", 257, "0 to 256"),
+        ("temperature", -0.1, "0.0 to 100.0"),
+        ("temperature", math.nan, "0.0 to 100.0"),
+        ("temperature", math.inf, "0.0 to 100.0"),
+        ("top_k", -1, "0 to 100"),
+        ("top_k", VOCAB + 1, "0 to 100"),
+        ("top_p", 0.0, "(0, 1]"),
+        ("top_p", 1.01, "0.0 to 1.0"),
+        ("top_p", math.nan, "0.0 to 1.0"),
+        ("min_p", -0.01, "0.0 to 1.0"),
+        ("min_p", 1.5, "0.0 to 1.0"),
+        ("repetition_penalty", 0.0, "0.001 to 1000.0"),
+        ("repetition_penalty", -1.0, "0.001 to 1000.0"),
+        ("repetition_penalty", math.inf, "0.001 to 1000.0"),
+        ("presence_penalty", 2.1, "-2.0 to 2.0"),
+        ("presence_penalty", math.nan, "-2.0 to 2.0"),
+        ("frequency_penalty", -2.1, "-2.0 to 2.0"),
+        ("n", 0, "1 to 1024"),
+        ("n", 1025, "1 to 1024"),
+        ("seed", -1, "0 to 9223372036854775807"),
+        ("seed", 2**63, "0 to 9223372036854775807"),
+        ("top_logprobs", -1, "0 to 64"),
+        ("top_logprobs", 65, "0 to 64"),
+        ("stop", ("",), "1 to 256"),
+        ("stop", ("x" * 257,), "1 to 256"),
+        ("stop", ("x",) * 17, 16),
+        ("stop_token_ids", (VOCAB,), "0 to 99"),
+        ("stop_token_ids", (3, -1), "0 to 99"),
+    ],
+)
+def test_what_is_out_of_range_is_refused(field, value, limit):
+    with pytest.raises(BadInput) as caught:
+        SamplingParams(**{field: value}).validate(vocab_size=VOCAB)
+    assert (caught.value.field, caught.value.limit) == (field, limit)
+    assert str(limit) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"max_tokens": "many"}, "max_tokens"),
+        ({"max_tokens": 2.5}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"max_tokens": None}, "max_tokens"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": None}, "temperature"),
+        ({"temperature": object()}, "temperature"),
+        ({"seed": 1.5}, "seed"),
+        ({"seed": "1"}, "seed"),
+        ({"n": [1]}, "n"),
+        ({"stop": "text"}, "stop"),
+        ({"stop": (1,)}, "stop[0]"),
+        ({"stop_token_ids": ("a",)}, "stop_token_ids[0]"),
+        ({"stop_token_ids": 3}, "stop_token_ids"),
+        ({"ignore_eos": 1}, "ignore_eos"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": "most"}, "logprobs"),
+        ({"top_logprobs": "5"}, "top_logprobs"),
+    ],
+)
+def test_what_has_the_wrong_type_is_refused(values, field):
+    with pytest.raises(BadInput) as caught:
+        SamplingParams(**values).validate(vocab_size=VOCAB)
+    assert caught.value.field == field
+
+
+def test_top_logprobs_need_logprobs():
+    with pytest.raises(BadInput, match="needs logprobs") as caught:
+        SamplingParams(top_logprobs=1).validate(vocab_size=VOCAB)
+    assert caught.value.field == "top_logprobs"
+    assert "raw" in caught.value.hint
+
+
+def test_unknown_parameters_are_refused_by_name():
+    with pytest.raises(TypeError, match="temprature"):
+        SamplingParams(temprature=1.0)
+    with pytest.raises(msgspec.ValidationError, match="temprature"):
+        msgspec.convert({"temprature": 1.0}, SamplingParams)
+
+
+def test_parameters_cannot_be_changed():
+    params = SamplingParams()
+    with pytest.raises(AttributeError):
+        params.n = 3

@@ -1,0 +1,140 @@
+"""Long texts in a child process of their own: `tokenise.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from fdasync.errors import CheckpointError, DeadlineExceeded, EngineClosed, ProtocolError, WorkerDied
+from fdasync.tokenise import TokenizerProcess
+
+MODULE = """
+import os, signal, sys, time
+
+
+class Bytes:
+    def __init__(self, model):
+        if model == "broken":
+            raise OSError("no such folder")
+        self.model = model
+
+    def encode(self, text):
+        if text == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if text == "exit":
+            os._exit(3)
+        if text == "fail":
+            raise ValueError("cannot say that")
+        if text == "huge":
+            return [1 << 40]
+        if text == "hang":
+            time.sleep(600)
+        if text == "pid":
+            return [os.getpid()]
+        if text == "garbage":
+            # what a child that lost its wits might write
+            os.write(int(sys.argv[1]), (3).to_bytes(4, "little") + bytes(1) + b"xyz")
+        return list(text.encode())
+"""
+
+
+@pytest.fixture(autouse=True)
+def plugin(tmp_path, monkeypatch):
+    """A distribution with a tokenizer, where the child looks for modules."""
+    (tmp_path / "bytetok.py").write_text(MODULE)
+    info = tmp_path / "fdasync_bytetok-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fdasync-bytetok\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[fdasync.tokenizers]\nbytetok = bytetok:Bytes\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]).rstrip(":"))
+
+
+@pytest.fixture
+async def tokens():
+    process = TokenizerProcess("bytetok", "folder")
+    yield process
+    await process.aclose()
+
+
+async def test_texts_are_tokenised_in_one_child_in_any_order(tokens):
+    long = "aé€" * 100_000
+    texts = [long, "", "short", long[:7]]
+    answers = await asyncio.gather(*(tokens.encode(text, 30.0) for text in texts))
+    assert answers == [list(text.encode()) for text in texts]
+    (pid,) = await tokens.encode("pid", 30.0)
+    assert pid != os.getpid()
+    assert [pid] == await tokens.encode("pid", 30.0)
+
+
+async def test_a_text_that_cannot_be_tokenised_is_an_error_of_its_own(tokens):
+    with pytest.raises(CheckpointError, match="ValueError: cannot say that"):
+        await tokens.encode("fail", 30.0)
+    with pytest.raises(CheckpointError, match="OverflowError"):
+        await tokens.encode("huge", 30.0)
+    assert await tokens.encode("ok", 30.0) == [111, 107]
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "problem"),
+    [("bytetok", "broken", "OSError: no such folder"), ("nobody", "folder", "PluginError: plugin 'nobody'")],
+)
+async def test_a_tokenizer_that_cannot_be_loaded_is_told_to_who_asks(name, model, problem):
+    process = TokenizerProcess(name, model)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=problem) as caught:
+            await process.encode("x", 30.0)
+        assert caught.value.path == model
+    await process.aclose()
+
+
+@pytest.mark.parametrize(("text", "status"), [("die", -signal.SIGKILL), ("exit", 3)])
+async def test_a_death_fails_who_waits_and_the_next_text_gets_a_new_child(tokens, text, status):
+    (before,) = await tokens.encode("pid", 30.0)
+    results = await asyncio.gather(tokens.encode(text, 30.0), tokens.encode("after", 30.0), return_exceptions=True)
+    assert [type(result) for result in results] == [WorkerDied, WorkerDied]
+    assert (results[0].name, results[0].pid, results[0].exit_status) == ("tokenizer", before, status)
+    (after,) = await tokens.encode("pid", 30.0)
+    assert after != before
+
+
+async def test_a_deadline_ends_the_wait(tokens):
+    await tokens.encode("warm", 30.0)
+    with pytest.raises(DeadlineExceeded) as caught:
+        await tokens.encode("hang", 0.05)
+    assert (caught.value.what, caught.value.deadline_s) == ("tokenising", 0.05)
+
+
+async def test_a_late_answer_is_dropped(tokens):
+    await tokens.encode("warm", 30.0)
+    waiting = asyncio.ensure_future(tokens.encode("first", 30.0))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    assert await tokens.encode("second", 30.0) == list(b"second")
+    assert waiting.cancelled()
+
+
+async def test_a_child_that_breaks_the_protocol_is_killed_and_its_waiters_are_told(tokens):
+    with pytest.raises(ProtocolError, match="cannot be decoded"):
+        await tokens.encode("garbage", 30.0)
+    assert await tokens.encode("ok", 30.0) == [111, 107]
+
+
+async def test_closing_fails_who_waits_and_kills_the_child(tokens):
+    (pid,) = await tokens.encode("pid", 30.0)
+    waiting = asyncio.ensure_future(tokens.encode("hang", 30.0))
+    await asyncio.sleep(0)
+    await tokens.aclose()
+    with pytest.raises(EngineClosed):
+        await waiting
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    with pytest.raises(EngineClosed):
+        await tokens.encode("x", 30.0)
+    await tokens.aclose()
+
+
+async def test_closing_before_the_first_text_is_fine():
+    await TokenizerProcess("bytetok", "folder").aclose()

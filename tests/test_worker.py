@@ -1,0 +1,314 @@
+"""A runner in a process of its own: the same answers, and every way for that process to end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from typing import TYPE_CHECKING
+
+import pytest
+
+from fdasync import (
+    BadInput,
+    CheckpointError,
+    ConfigError,
+    DeadlineExceeded,
+    Engine,
+    EngineFailed,
+    PluginError,
+    RunnerError,
+    SamplingParams,
+    UnsupportedModel,
+    WorkerDied,
+    WorkerStuck,
+)
+from fdasync.testing import check_idle, check_sample, oracle_of, synthetic_config
+from fdasync.testing.leaks import children
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PROMPT = list(range(1, 11))
+LONG = SamplingParams(max_tokens=200, temperature=0.0)
+# steps that take real time: requests are in the middle when something happens
+SLOW = {"step_s": 0.005}
+
+
+def config_of(runner=None, **values):
+    return synthetic_config(runner, process="worker", **values)
+
+
+@pytest.mark.both_loops
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_a_worker_answers_as_an_inline_runner_does(depth):
+    async def play(process):
+        config = synthetic_config({"num_blocks": 24, "max_context_tokens": 96}, process=process, pipeline_depth=depth)
+        params = SamplingParams(max_tokens=25, seed=5, n=2)
+        async with Engine(config) as engine:
+            prompts = [[token % 9 for token in range(number, number + 4 + number)] for number in range(12)]
+            results = await asyncio.gather(*[engine.complete(prompt, params) for prompt in prompts])
+            for prompt, result in zip(prompts, results, strict=True):
+                for sample in result.samples:
+                    check_sample(sample, prompt, params, oracle_of(config))
+            check_idle(engine)
+        return [sample.token_ids for result in results for sample in result.samples]
+
+    assert await play("worker") == await play("inline")
+
+
+async def test_without_capture_no_arena_is_shared():
+    async with Engine(config_of({"num_moe_layers": 0})) as engine:
+        result = await engine.complete(PROMPT, LONG)
+        check_sample(result.samples[0], PROMPT, LONG, oracle_of(engine.config), rows=False)
+
+
+async def _watch_it_fail(engine: Engine, strike, cause: type[Exception]) -> list[EngineFailed]:
+    """Strike in the middle of two streams and two completes; everyone must be told."""
+    errors = []
+
+    async def read(ready: asyncio.Event) -> None:
+        async with engine.generate(PROMPT, LONG) as stream:
+            async for _ in stream:
+                ready.set()
+
+    async def stream(ready: asyncio.Event) -> None:
+        with pytest.raises(EngineFailed) as caught:
+            await read(ready)
+        errors.append(caught.value)
+
+    async def complete() -> None:
+        with pytest.raises(EngineFailed) as caught:
+            await engine.complete(PROMPT, LONG)
+        errors.append(caught.value)
+
+    ready = [asyncio.Event(), asyncio.Event()]
+    async with asyncio.timeout(20.0), asyncio.TaskGroup() as group:
+        for event in ready:
+            group.create_task(stream(event))
+            group.create_task(complete())
+        for event in ready:
+            await event.wait()
+        strike()
+    for error in errors:
+        assert isinstance(error.cause, cause)
+        for sample in error.partial.samples:
+            assert sample.finish_reason == "failed"
+            assert sample.token_ids
+            check_sample(sample, PROMPT, LONG, oracle_of(engine.config))
+    return errors
+
+
+@pytest.mark.both_loops
+async def test_a_killed_worker_fails_everyone_with_what_there_is():
+    async with Engine(config_of(SLOW)) as engine:
+        [pid] = children()
+        errors = await _watch_it_fail(engine, lambda: os.kill(pid, signal.SIGKILL), WorkerDied)
+        assert len(errors) == 4
+        assert {(error.cause.pid, error.cause.exit_status) for error in errors} == {(pid, -signal.SIGKILL)}
+        with pytest.raises(EngineFailed):
+            await engine.complete(PROMPT, LONG)
+    assert engine.state == "failed"
+    assert children() == []
+
+
+async def test_a_stopped_worker_is_stuck_at_the_step_deadline_and_is_killed():
+    async with Engine(config_of(SLOW, step_deadline_s=0.3)) as engine:
+        [pid] = children()
+        errors = await _watch_it_fail(engine, lambda: os.kill(pid, signal.SIGSTOP), WorkerStuck)
+        assert errors[0].cause.pid == pid
+        assert errors[0].cause.deadline_s == 0.3
+    assert children() == []
+
+
+async def test_a_worker_that_dies_idle_is_not_waited_for():
+    async with Engine(config_of()) as engine:
+        [pid] = children()
+        os.kill(pid, signal.SIGKILL)
+        async with asyncio.timeout(10.0):
+            with pytest.raises(EngineFailed) as caught:  # noqa: PT012
+                while True:
+                    await engine.complete(PROMPT, SamplingParams(max_tokens=1))
+        assert isinstance(caught.value.cause, WorkerDied)
+    assert children() == []
+
+
+async def test_a_step_that_fails_in_the_worker_is_told_in_its_words():
+    engine = Engine(config_of({"fail_step": 3}))
+    async with engine:
+        with pytest.raises(EngineFailed) as caught:
+            await engine.complete(PROMPT, LONG)
+        cause = caught.value.cause
+        assert isinstance(cause, RunnerError)
+        assert (cause.step_id, cause.problem) == (3, "the step was told to fail")
+    assert children() == []
+
+
+async def test_a_hung_step_does_not_outlive_aclose():
+    engine = Engine(config_of({"hang_step": 2}, close_deadline_s=0.3))
+    await engine.start()
+    task = asyncio.create_task(engine.complete(PROMPT, LONG))
+    async with asyncio.timeout(10.0):
+        while engine.stats().scheduler.steps < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        await engine.aclose()
+    assert (await task).finish_reason == "abort"
+    assert children() == []
+
+
+# -- starts that fail -----------------------------------------------------------------------------------
+
+
+async def test_an_unknown_key_of_the_runners_config_is_named():
+    with pytest.raises(ConfigError) as caught:
+        await Engine(config_of({"bogus_key": 1})).start()
+    assert caught.value.field == "runner_config.bogus_key"
+    assert children() == []
+
+
+async def test_a_value_of_the_wrong_type_is_named():
+    with pytest.raises(ConfigError) as caught:
+        await Engine(config_of({"num_experts": "many"})).start()
+    assert caught.value.field == "runner_config.num_experts"
+
+
+async def test_bad_input_to_the_runner_crosses_the_wire():
+    with pytest.raises(BadInput) as caught:
+        await Engine(config_of({"num_moe_layers": 0}, routing=True)).start()
+    assert caught.value.field == "routing"
+    assert caught.value.hint
+
+
+def test_a_runner_that_is_not_installed_is_refused_at_once():
+    with pytest.raises(PluginError) as caught:
+        Engine({"runner": "nobody"})
+    assert caught.value.name == "nobody"
+    assert "synthetic" in str(caught.value)
+
+
+_PLUGIN = """
+    import asyncio, os, threading
+    import msgspec
+    from fdasync.errors import CheckpointError, UnsupportedModel
+    from fdasync.runner.base import Runner
+
+    class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+        way: str
+
+    class Bad(Runner):
+        config_type = Config
+
+        async def open(self):
+            way = self.config.way
+            if way == "checkpoint":
+                raise CheckpointError("/models/x", "shard 2 is missing")
+            if way == "model":
+                raise UnsupportedModel("x", "no such attention")
+            if way == "other":
+                raise ZeroDivisionError("by zero")
+            if way == "exit":
+                os._exit(3)
+            await asyncio.Event().wait()
+
+        async def bind(self, num_blocks, arena): ...
+        def launch(self, step): ...
+        async def aclose(self): ...
+"""
+
+
+@pytest.fixture
+def bad_plugin(tmp_path: Path, monkeypatch):
+    """A distribution with a runner that fails as it is told, and one that cannot be imported."""
+    (tmp_path / "fdasync_bad.py").write_text(textwrap.dedent(_PLUGIN))
+    (tmp_path / "fdasync_broken.py").write_text("import there_is_no_such_module\n")
+    info = tmp_path / "fdasync_bad-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fdasync-bad\nVersion: 1.0\n")
+    points = "[fdasync.runners]\nbad = fdasync_bad:Bad\nbroken = fdasync_broken:Bad\nnothing = fdasync_bad:Config\n"
+    (info / "entry_points.txt").write_text(points)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+def _bad_engine(way: str, runner: str = "bad", **values) -> Engine:
+    return Engine({"runner": runner, "runner_config": {"way": way}, **values})
+
+
+@pytest.mark.parametrize(
+    ("way", "error", "fields"),
+    [
+        ("checkpoint", CheckpointError, {"path": "/models/x", "problem": "shard 2 is missing"}),
+        ("model", UnsupportedModel, {"model": "x", "reason": "no such attention"}),
+        ("other", RunnerError, {"problem": "ZeroDivisionError: by zero"}),
+        ("exit", WorkerDied, {"exit_status": 3}),
+    ],
+)
+async def test_a_runner_that_cannot_load_says_why(bad_plugin, way, error, fields):
+    engine = _bad_engine(way)
+    with pytest.raises(error) as caught:
+        await engine.start()
+    assert type(caught.value) is error
+    assert {name: getattr(caught.value, name) for name in fields} == fields
+    assert engine.state == "failed"
+    assert children() == []
+    await engine.aclose()
+
+
+@pytest.mark.parametrize("runner", ["broken", "nothing"])
+async def test_a_plugin_that_is_broken_is_named_with_its_distribution(bad_plugin, runner):
+    with pytest.raises(PluginError) as caught:
+        await _bad_engine("x", runner).start()
+    assert (caught.value.name, caught.value.distribution) == (runner, "fdasync-bad")
+    assert children() == []
+
+
+async def test_a_runner_that_loads_for_ever_is_killed_at_the_deadline(bad_plugin):
+    with pytest.raises(DeadlineExceeded, match="starting the runner"):
+        await _bad_engine("hang", start_deadline_s=1.0).start()
+    assert children() == []
+
+
+async def test_a_cancelled_start_kills_the_worker(bad_plugin):
+    engine = _bad_engine("hang")
+    starting = asyncio.create_task(engine.start())
+    while not children():  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert children() == []
+
+
+# -- the engine's own end -------------------------------------------------------------------------------
+
+_ENGINE = """
+    import asyncio, sys
+    from fdasync import Engine
+    from fdasync.testing import synthetic_config
+    from fdasync.testing.leaks import children
+
+    async def main():
+        async with Engine(synthetic_config(process="worker")):
+            print(*children(), flush=True)
+            await asyncio.Event().wait()
+
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_worker_dies_with_its_engine(how):
+    engine = subprocess.Popen([sys.executable, "-c", textwrap.dedent(_ENGINE)], stdout=subprocess.PIPE)
+    with engine:
+        worker = int(engine.stdout.readline())
+        pidfd = os.pidfd_open(worker)
+        engine.send_signal(how)
+        engine.wait(10)
+    import select
+
+    ended, _, _ = select.select([pidfd], [], [], 10.0)
+    os.close(pidfd)
+    assert ended, "the worker lives on"
