@@ -96,17 +96,20 @@ async def _count(engine: Engine, running: int, steps: int) -> float:
             if len(event.tokens) == running:
                 first = event.step_id
                 break
-    # no tap while counting: poll the step counter rarely
     stats = engine.stats
-    while stats().scheduler.steps < first + WARM_STEPS:
-        await asyncio.sleep(0.002)
+    await _reach(engine, first + WARM_STEPS)
     begin_step, begin = stats().scheduler.steps, time.process_time()
-    while stats().scheduler.steps < begin_step + steps:
-        await asyncio.sleep(0.002)
+    await _reach(engine, begin_step + steps)
     spent, end_step = time.process_time() - begin, stats().scheduler.steps
     if stats().scheduler.running != running:
         raise RuntimeError("requests ended while steps were counted")
     return spent / (end_step - begin_step) * 1e6
+
+
+async def _reach(engine: Engine, step: int) -> None:
+    # polled, and rarely: a tap that is told of every step would be in the figure
+    while engine.stats().scheduler.steps < step:  # noqa: ASYNC110
+        await asyncio.sleep(0.002)
 
 
 async def runner_alone(running: int, steps: int) -> float:

@@ -75,7 +75,6 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
 def run_demo(options: DemoOptions, console: Console) -> int:
     """Do it all; returns the exit code. Raises FdasyncError where it cannot run."""
     plugin = _plugin()
-    _silence_library()
     if options.model is None:
         model = cache_folder() / "demo-qwen3-moe-v1"
         made = not model.exists()
@@ -289,13 +288,6 @@ def _print(figures: dict[str, Any], served: Served, console: Console) -> None:
     for name, value in rows:
         table.add_row(name, value)
     console.print(table)
-
-
-def _silence_library() -> None:
-    """The library's own progress bars would run across ours."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _plugin() -> Any:

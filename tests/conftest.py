@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +14,9 @@ from fdasync.testing.leaks import LeakFound, Resources
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
+
+# torch in the processes that tests start: on few cores two threads each are many times slower than one
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_asyncio_loop_factories(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from fdasync.actions import CopyRows, EmitTokens, FinishRequest, RunStep, WakeAt
 from fdasync.cache.arena import AuxArena
@@ -27,12 +27,14 @@ ROOT = root_key(b"tests")
 SPECS = (AuxSpec("routing", (3, 2), "uint8"), AuxSpec("values", (4,), "float16"))
 
 
+def case_settings(max_examples: int, **options: Any) -> settings:
+    # a busy machine must not fail a test: no deadlines, no complaint of slowness
+    slow = [HealthCheck.too_slow]
+    return settings(max_examples=max_examples, deadline=None, print_blob=True, suppress_health_check=slow, **options)
+
+
 def machine_settings(max_examples: int, steps: int) -> settings:
-    return settings(max_examples=max_examples, stateful_step_count=steps, deadline=None, print_blob=True)
-
-
-def case_settings(max_examples: int) -> settings:
-    return settings(max_examples=max_examples, deadline=None, print_blob=True)
+    return case_settings(max_examples, stateful_step_count=steps)
 
 
 def make_sampler(prompt_len: int = 1, **changes: Any) -> SamplerSpec:

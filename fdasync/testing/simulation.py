@@ -219,6 +219,7 @@ class _Simulation:
         # what ended before it was prepared has no prompt
         assert result.prompt_token_ids in (plan.prompt, ())
         assert [sample.index for sample in result.samples] == list(range(plan.params.n))
+        assert result.total_s < plan.deadline_s + 1e-6, f"it ended at {result.total_s} s, its deadline was before"
         for sample in result.samples:
             self._check_sample(plan, sample)
 

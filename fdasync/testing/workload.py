@@ -85,7 +85,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             jitter=1.0,
             seed=seed,
         )
-        max_step_tokens = max_running + random.randint(0, 24)
+        max_step_tokens = max_running + random.choice((0, 1, 6, 24))
         config = EngineConfig(
             runner="synthetic",
             process="inline",
@@ -135,7 +135,9 @@ class _Draw:
     def request(self, number: int) -> RequestPlan:
         random = self._random
         prefix = random.choice(self._prefixes)
-        prompt = prefix[: random.randint(0, len(prefix))] + self._tokens(random.randint(1, 6))
+        # half of them share a whole prefix: one leads, the others wait for it
+        shared = len(prefix) if random.random() < 0.5 else random.randint(0, len(prefix))
+        prompt = prefix[:shared] + self._tokens(random.randint(1, 6))
         prompt = prompt[: self._room - 1]
         room = self._room - len(prompt)
         max_tokens = random.randint(1, room) if random.random() < 0.3 else random.randint(1, min(room, 12))

@@ -19,6 +19,7 @@ import msgspec
 import torch
 
 from fdasync.errors import BadInput
+from fdasync_transformers.quiet import no_progress_bars
 
 if TYPE_CHECKING:
     import os
@@ -91,7 +92,8 @@ def make_random_checkpoint(
     partial.mkdir()
     try:
         model = _random_model(family, SIZES[size], seed, std)
-        model.save_pretrained(partial, max_shard_size=MAX_SHARD_BYTES[size])
+        with no_progress_bars():
+            model.save_pretrained(partial, max_shard_size=MAX_SHARD_BYTES[size])
         _write_tokenizer(partial)
         partial.rename(target)  # replaces an empty folder, fails on any other
     except BaseException:

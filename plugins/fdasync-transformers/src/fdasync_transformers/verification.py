@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from fdasync.errors import BadInput, CheckpointError
+from fdasync_transformers.quiet import no_progress_bars
 from fdasync_transformers.replay import RouterSite, Selection, find_routers, forced_routing, observed_routing
 from fdasync_transformers.verdict import TOLERANCE, choice_distance, grouped_distance, token_distance
 
@@ -354,7 +355,8 @@ def _reference(model: Any) -> Any:
         return model
     auto: Any = import_module("transformers").AutoModelForCausalLM
     try:
-        return auto.from_pretrained(str(model), dtype=torch.float32, local_files_only=True).eval()
+        with no_progress_bars():
+            return auto.from_pretrained(str(model), dtype=torch.float32, local_files_only=True).eval()
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise CheckpointError(str(model), f"does not load in transformers: {error}") from error
 
