@@ -15,8 +15,8 @@ from msgspec.structs import replace
 
 from fdasync.actions import CopyRows, FinishRequest
 from fdasync.events.catalog import StopChecked, StopMatched
-from fdasync.result import Delta, Result, Routing, Sample, WeightSpan
-from fdasync.tokenizer import IncrementalDecoder
+from fdasync.result import Result
+from fdasync.sample_output import SampleOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,162 +32,6 @@ if TYPE_CHECKING:
     from fdasync.tokenizer import Tokenizer
 
 _DECODE_SLICE_TOKENS = 256
-
-
-class SampleOutput:
-    """What has come of one sample so far.
-
-    Attributes:
-        tokens, raw, processed, top: emitted so far, unless the sample is final-only.
-        matched: a stop string was found; whatever is emitted later is overrun.
-        text: final text so far; `released` characters of it may be given out (a suffix that could begin a
-            stop string may not).
-        rows: per spec, an array for every row it can ever have; `num_rows` are filled. Untouched pages cost nothing.
-        sent_tokens, sent_chars: already in deltas.
-        finish: the action that ended it.
-    """
-
-    __slots__ = (
-        "decoder",
-        "fed_tokens",
-        "finish",
-        "index",
-        "key",
-        "matched",
-        "num_rows",
-        "processed",
-        "raw",
-        "released",
-        "request",
-        "rows",
-        "sent_chars",
-        "sent_last",
-        "sent_tokens",
-        "stops",
-        "text",
-        "tokens",
-        "top",
-    )  # fmt: skip
-
-    def __init__(self, key: int, index: int, request: RequestOutput, tokenizer: Tokenizer | None) -> None:
-        params = request.params
-        self.key = key
-        self.index = index
-        self.request = request
-        self.tokens: list[int] = []
-        self.raw: list[float] | None = [] if params.logprobs in ("raw", "both") else None
-        self.processed: list[float] | None = [] if params.logprobs in ("processed", "both") else None
-        self.top: list[TopLogprobs | None] | None = [] if params.top_logprobs else None
-        self.decoder = IncrementalDecoder(tokenizer) if tokenizer is not None else None
-        self.stops = params.stop
-        self.matched = False
-        self.text = ""
-        self.released = 0
-        self.fed_tokens = 0
-        self.rows: dict[str, NDArray[np.generic]] = {}
-        self.num_rows = 0
-        self.sent_tokens = 0
-        self.sent_chars = 0
-        self.sent_last = False
-        self.finish: FinishRequest | None = None
-
-    # -- text -------------------------------------------------------------------------------------
-
-    def feed(self, token_ids: list[int] | tuple[int, ...]) -> None:
-        """Decode further tokens, no stop strings looked for."""
-        self.fed_tokens += len(token_ids)
-        if self.decoder is not None:
-            self.text += self.decoder.feed(token_ids)
-            self.released = len(self.text)
-
-    def find_stop(self, token: int) -> bool:
-        """Decode one token and look for stop strings; a match cuts the text."""
-        before = len(self.text)
-        self.fed_tokens += 1
-        if self.decoder is not None:
-            self.text += self.decoder.feed((token,))
-        longest = max(map(len, self.stops))
-        found = [at for stop in self.stops if (at := self.text.find(stop, max(0, before - longest + 1))) >= 0]
-        if found:
-            self.text = self.text[: min(found)]
-            self.released = len(self.text)
-            self.decoder = None
-            return True
-        held = 0
-        for stop in self.stops:
-            for size in range(min(len(stop) - 1, len(self.text)), held, -1):
-                if self.text.endswith(stop[:size]):
-                    held = size
-                    break
-        self.released = len(self.text) - held
-        return False
-
-    def end_text(self) -> None:
-        """No token will follow: what was held back is final now."""
-        if self.decoder is not None:
-            self.text += self.decoder.flush()
-            self.decoder = None
-        self.released = len(self.text)
-
-    # -- deltas and results -----------------------------------------------------------------------
-
-    def delta(self) -> Delta | None:
-        """Everything new since the last delta; None if there is nothing."""
-        finish = self.finish
-        tokens = self.tokens if finish is None else finish.token_ids
-        first, last = self.sent_tokens, len(tokens)
-        if self.sent_last or (first >= last and (finish is None or finish.reason == "failed")):
-            return None
-        if self.decoder is not None and not self.stops:
-            self.feed(tokens[self.fed_tokens :])
-        if finish is not None:
-            self.end_text()
-            self.sent_last = True
-        text = self.text[self.sent_chars : self.released]
-        self.sent_tokens = last
-        self.sent_chars = max(self.released, self.sent_chars)
-        return Delta(
-            index=self.index,
-            token_ids=tuple(tokens[first:last]),
-            text=text,
-            raw_logprobs=None if self.raw is None else tuple(self.raw[first:last]),
-            processed_logprobs=None if self.processed is None else tuple(self.processed[first:last]),
-            top_logprobs=None if self.top is None else tuple(self.top[first:last]),
-            # a failure is told by what the stream raises
-            finish_reason=None if finish is None or finish.reason == "failed" else finish.reason,
-        )
-
-    def sample(self, hub: OutputHub) -> Sample:
-        """The result so far; whole once `finish` is there."""
-        finish = self.finish
-        tokens = tuple(self.tokens) if finish is None else finish.token_ids
-        count = len(tokens)
-        if not self.stops:
-            self.feed(tokens[self.fed_tokens :])
-        if finish is not None:
-            self.end_text()
-        rows = self.num_rows if finish is None else min(finish.num_rows, self.num_rows)
-        versions = () if finish is None else finish.spans
-        stops = [start for start, _ in versions[1:]] + [count]
-        aux = {name: array[:rows] for name, array in self.rows.items()}
-        routing = aux.pop("routing", None)
-        return Sample(
-            index=self.index,
-            token_ids=tokens,
-            text=self.text,
-            raw_logprobs=None if self.raw is None else np.array(self.raw[:count], np.float32),
-            processed_logprobs=None if self.processed is None else np.array(self.processed[:count], np.float32),
-            top_logprobs=None if self.top is None else tuple(self.top[:count]),
-            finish_reason="failed" if finish is None else finish.reason,
-            cached_tokens=0 if finish is None else finish.cached_tokens,
-            weight_version=tuple(
-                WeightSpan(start, stop, version) for (start, version), stop in zip(versions, stops, strict=True)
-            )
-            if versions
-            else (),
-            routing=None if routing is None else hub.routing(routing, self.request.start),
-            aux=aux,
-        )
 
 
 class RequestOutput:
@@ -240,13 +84,13 @@ class RequestOutput:
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
-    def result(self, hub: OutputHub) -> Result:
+    def result(self, capacity: Capacity) -> Result:
         """Whole, or so far."""
         ttft_s = None if self.first_token_at is None else self.first_token_at - self.started_at
         return Result(
             request_id=self.request_id,
             prompt_token_ids=self.prompt,
-            samples=tuple([sample.sample(hub) for sample in self.samples]),
+            samples=tuple([sample.sample(capacity) for sample in self.samples]),
             ttft_s=ttft_s,
             total_s=self.ended_at - self.started_at,
         )
@@ -379,16 +223,6 @@ class OutputHub:
         for request in requests:
             if not request.done.done():
                 self.end(request)
-
-    def routing(self, rows: NDArray[np.generic], start: int) -> Routing:
-        capacity = self._capacity
-        return Routing(
-            array=rows,
-            start=start,
-            layer_ids=capacity.moe_layer_ids,
-            num_experts=capacity.num_experts,
-            top_k_by_layer=capacity.top_k_by_layer,
-        )
 
 
 def _empty(spec: AuxSpec, count: int) -> NDArray[Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -43,49 +42,6 @@ def namespace_of(capacity: Capacity) -> bytes:
         [(spec.name, spec.shape, spec.dtype) for spec in capacity.aux_specs],
     )
     return root_key(msgspec.msgpack.encode(parts))
-
-
-class Intake:
-    """A bounded number of live samples; who finds no place waits in order of arrival."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.used = 0
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    async def enter(self, count: int) -> None:
-        """Take `count` places. The caller's deadline bounds the wait; cancelling gives the place up."""
-        if not self._waiting and self.used + count <= self.limit:
-            self.used += count
-            return
-        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((count, place))
-        try:
-            await place
-        except asyncio.CancelledError:
-            if place.done() and not place.cancelled():
-                self.leave(count)
-            else:
-                # gone already where somebody left between the cancelling and now
-                if (count, place) in self._waiting:
-                    self._waiting.remove((count, place))
-                self._grant()
-            raise
-
-    def leave(self, count: int) -> None:
-        self.used -= count
-        self._grant()
-
-    def _grant(self) -> None:
-        while self._waiting and self.used + self._waiting[0][0] <= self.limit:
-            count, place = self._waiting.popleft()
-            if not place.done():
-                self.used += count
-                place.set_result(None)
 
 
 class Preparer:

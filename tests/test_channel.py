@@ -124,6 +124,7 @@ async def test_frames_larger_than_the_sockets_buffers_arrive_whole(pair):
     assert await right.have(4) == [*big, b"last"]
     assert left.channel.unsent_nbytes == 0
     # and the writer is gone: an empty queue does not spin the loop
+    assert not asyncio.get_running_loop().remove_writer(left.channel._sock.fileno())
     left.channel.send(b"more")
     assert (await right.have(5))[-1] == b"more"
 
@@ -184,6 +185,8 @@ async def test_a_large_frame_carries_its_fds_too(pair):
     await right.have(2)
     os.close(fd)
     assert [len(got) for _, got in right.frames] == [0, 1]
+    # once, with its first bytes
+    assert right.channel._fds == []
 
 
 async def test_fds_of_a_frame_that_never_came_whole_are_closed(raw):

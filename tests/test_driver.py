@@ -184,9 +184,11 @@ async def test_the_timer_publishes_an_event_and_a_later_one_replaces_it():
     stage = Stage(Script([WakeAt(now + 3600)], [WakeAt(now)]))
     stage.bus.publish(StopChecked(key=1, num_tokens=1))
     await stage.turns()
+    earlier = stage.driver._timer
     stage.bus.publish(StopChecked(key=1, num_tokens=1))
     async with stage.bus.subscribe(TimerFired) as tap:
         assert isinstance(await anext(tap), TimerFired)
+    assert earlier.cancelled()
     assert len(stage.scheduler.seen) == 3
     stage.driver.stop()
 
@@ -279,6 +281,7 @@ async def test_what_ends_after_stop_is_ignored():
     await stage.turns()
     assert stage.failures == []
     assert stage.log == [("launch", 0)]
+    assert stage.bus.drain() == []
 
 
 async def test_stop_takes_the_timers_with_it():

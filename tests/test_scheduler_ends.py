@@ -319,10 +319,14 @@ def test_a_timer_that_rings_a_little_early_is_set_again():
 
 def test_deadlines_of_who_has_ended_do_not_pile_up():
     table = Table()
-    for key in range(500):
-        table.run(table.request(key, [1], 1, deadline=1e6 - key))
+    # the earliest deadline is that of somebody who stays
+    table.turn(table.request(0, [1], 100, deadline=10.0))
+    for key in range(1, 500):
+        table.turn(table.request(key, [1], 1, deadline=1e6 - key), table.abort(key))
     assert len(table.scheduler._deadlines) < 100
-    assert [wake.time for wake in table.turn(table.request(501, [1], 9, deadline=5.0)).wakes] == [5.0]
+    table.turn(table.request(500, [1], 100, deadline=20.0))
+    turned = table.turn(table.timer(10.0))
+    assert (turned.finish.key, [wake.time for wake in turned.wakes]) == (0, [20.0])
 
 
 def test_without_a_deadline_no_timer():

@@ -152,7 +152,7 @@ class PagedRunner:
 
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
-        depth=st.integers(1, 2), num_blocks=st.integers(5, 16), max_running=st.integers(1, 6), extra=st.integers(0, 8),
+        depth=st.integers(1, 2), num_blocks=st.integers(2, 16), max_running=st.integers(1, 6), extra=st.integers(0, 8),
         prefix_cache=st.sampled_from([True, True, False]), capture=st.sampled_from([True, True, True, False]),
         reserve=st.integers(0, 1), size=st.sampled_from([2, 4]),
     )  # fmt: skip
@@ -384,4 +384,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = machine_settings(250, 60)
+TestSchedulerMachine.settings = machine_settings(160, 50)

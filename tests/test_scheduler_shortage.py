@@ -83,6 +83,18 @@ def test_at_depth_2_the_needy_waits_for_the_blocks_of_the_victim():
     assert [len(table.finished[key].token_ids) for key in (1, 2)] == [9, 9]
 
 
+def test_a_victim_asks_for_nothing_any_more():
+    # both want a second block in the same plan; the first takes the place of the other
+    table = Table(num_blocks=2, pipeline_depth=2, prefix_cache=False, decode_reserve_blocks=0)
+    turned = fill(table, table.request(1, range(4), 5), table.request(2, range(50, 54), 5))
+    assert len(turned.steps) == 1
+    assert table.scheduler.stats().preemptions == 1
+    turned = table.turn(table.done())
+    assert [append.key for step in turned.steps for append in step.appends] == [1]
+    table.run()
+    assert [table.finished[key].num_rows for key in (1, 2)] == [8, 8]
+
+
 def test_nobody_is_preempted_twice_for_one_need():
     table = Table(num_blocks=6, pipeline_depth=2, decode_reserve_blocks=0)
     # 1 will need a block at position 4, when all six are taken

@@ -29,11 +29,13 @@ class PassModel:
     Attributes:
         stamps: (seed, sample index) -> the stamp of each position that any pass covered, in order. Give every
             request a seed of its own.
+        cached: (seed, sample index) -> tokens that were cached when it first came in.
         read: (seed, sample index) -> whose KV it took over instead of computing it.
     """
 
     def __init__(self, block_tokens: int) -> None:
         self.stamps: dict[tuple[int, int], list[int]] = {}
+        self.cached: dict[tuple[int, int], int] = {}
         self.read: dict[tuple[int, int], set[tuple[int, int]]] = {}
         self._size = block_tokens
         self._kv: dict[int, tuple[int, tuple[int, int]]] = {}
@@ -49,6 +51,7 @@ class PassModel:
             owner = (start.sampler.seed, start.sampler.index)
             lane = self._lanes[start.key] = _Lane(owner, list(start.blocks), start.num_cached)
             have = self.stamps.setdefault(owner, [])
+            self.cached.setdefault(owner, start.num_cached)
             sources = self.read.setdefault(owner, set())
             for position in range(start.num_cached):
                 step_id, source = self._kv[self._place(lane, position)]

@@ -235,10 +235,13 @@ class _Simulation:
                 "deadline": plan.deadline_s < 3600,
             }
             assert caused[sample.finish_reason], f"{sample.finish_reason}, and nobody asked for it"
+        owner = (plan.params.seed or 0, sample.index)
+        cached = self.passes.cached.get(owner, 0)
+        assert sample.cached_tokens == cached, f"{sample.cached_tokens} cached tokens told, there were {cached}"
         if sample.routing is not None:
             count = len(sample.routing.array)
             self.rows += count
-            passes = self.passes.stamps.get((plan.params.seed or 0, sample.index), [])
+            passes = self.passes.stamps.get(owner, [])
             first = passes[plan.start : plan.start + count]
             assert len(first) == count, "rows of positions that no pass covered"
             if "stamp" in sample.aux:

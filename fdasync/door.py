@@ -1,0 +1,204 @@
+"""The door: every request from the call until it is the scheduler's, and the names of those that are inside.
+
+A bounded number of samples is live; who finds no place waits in order of arrival, within the request's own
+deadline. An abort, the engine's end or its failure end a wait at the door as they end anything else. Knows
+no schedule and no text. Called by `engine.py` and `stream.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from fdasync.errors import DeadlineExceeded, DuplicateRequestId, EngineFailed
+from fdasync.events.catalog import AbortRequested
+from fdasync.output import RequestOutput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from random import Random
+
+    from fdasync.config import EngineConfig
+    from fdasync.prepare import Preparer
+    from fdasync.request import SamplingParams
+    from fdasync.result import Result
+    from fdasync.runtime import Runtime
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
+    """What a caller asked for; see `Engine.generate`. `streams`: deltas are wanted, not the end only."""
+
+    prompt: Any
+    params: SamplingParams
+    streams: bool
+    request_id: str | None
+    priority: int
+    deadline_s: float | None
+    routing: bool | None
+    start: int
+    cache_salt: str
+
+
+class Intake:
+    """A bounded number of live samples; who finds no place waits in order of arrival."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    async def enter(self, count: int) -> None:
+        """Take `count` places. The caller's deadline bounds the wait; cancelling gives the place up."""
+        if not self._waiting and self.used + count <= self.limit:
+            self.used += count
+            return
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((count, place))
+        try:
+            await place
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled():
+                self.leave(count)
+            else:
+                # gone already where somebody left between the cancelling and now
+                if (count, place) in self._waiting:
+                    self._waiting.remove((count, place))
+                self._grant()
+            raise
+
+    def leave(self, count: int) -> None:
+        self.used -= count
+        self._grant()
+
+    def _grant(self) -> None:
+        while self._waiting and self.used + self._waiting[0][0] <= self.limit:
+            count, place = self._waiting.popleft()
+            if not place.done():
+                self.used += count
+                place.set_result(None)
+
+
+class Door:
+    """Takes requests in and keeps their names.
+
+    Args:
+        check_open: raises unless the engine takes requests; True lets those finish that came before a drain.
+
+    Attributes:
+        failure_seen: some caller was told of the engine's failure.
+    """
+
+    def __init__(
+        self, config: EngineConfig, runtime: Runtime, preparer: Preparer, rng: Random, check_open: Callable[[bool], None]
+    ) -> None:
+        self.failure_seen = False
+        self._config = config
+        self._runtime = runtime
+        self._preparer = preparer
+        self._rng = rng
+        self._check_open = check_open
+        self._intake = Intake(config.max_requests)
+        self._live: dict[str, RequestOutput] = {}
+        self._keys = itertools.count()
+
+    @property
+    def num_live(self) -> int:
+        """Samples inside."""
+        return self._intake.used
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait to come in."""
+        return self._intake.num_waiting
+
+    def find(self, request_id: str) -> RequestOutput | None:
+        return self._live.get(request_id)
+
+    def requests(self) -> list[RequestOutput]:
+        """All requests that have not ended, at the door or inside."""
+        return list(self._live.values())
+
+    async def submit(self, ask: Ask) -> RequestOutput:
+        """Check, wait for a place, prepare, publish. Raises as `Engine.generate` says."""
+        self._check_open(False)
+        limit_s = self._config.request_deadline_s if ask.deadline_s is None else ask.deadline_s
+        self._preparer.check(ask, limit_s)
+        name = f"{self._rng.getrandbits(64):016x}" if ask.request_id is None else ask.request_id
+        if name in self._live:
+            raise DuplicateRequestId(name)
+        now = asyncio.get_running_loop().time()
+        request = RequestOutput(name, ask.params, streams=ask.streams, start=ask.start, now=now)
+        self._live[name] = request
+        request.wants_rows = self._runtime.capacity.aux_specs != () and ask.routing is not False
+        entered = False
+        try:
+            async with asyncio.timeout_at(now + limit_s) as request.limit:
+                await self._intake.enter(ask.params.n)
+                entered = True
+                self._check_open(True)
+                keys = [next(self._keys) for _ in range(ask.params.n)]
+                events = await self._preparer.prepare(ask, keys, rows=request.wants_rows, deadline=now + limit_s)
+            if request.done.done():
+                # aborted, or the engine closed, while it was being prepared
+                self._forget(request, entered)
+                return request
+            self._check_open(True)
+        except TimeoutError as error:
+            aborted = request.done.done()
+            if not aborted and not isinstance(error, DeadlineExceeded):
+                self._runtime.hub.cut(request, "deadline")
+            self._forget(request, entered)
+            if not aborted and isinstance(error, DeadlineExceeded):
+                raise
+            return request
+        except BaseException:
+            self._forget(request, entered)
+            raise
+        finally:
+            request.limit = None
+        request.prompt = events[0].tokens
+        self._runtime.hub.add(request, keys, self._runtime.tokenizer)
+        for event in events:
+            self._runtime.bus.publish(event)
+        return request
+
+    def abort(self, request: RequestOutput) -> None:
+        """End it with what it has; where it is still at the door, with nothing. Ended ones stay as they are."""
+        if request.done.done():
+            return
+        keys = [sample.key for sample in request.samples if sample.finish is None]
+        if keys:
+            self._runtime.bus.publish(AbortRequested(keys=tuple(keys)))
+        elif not request.samples:
+            self._runtime.hub.cut(request, "abort")
+            if request.limit is not None and not request.limit.expired():
+                # whatever it waits for at the door, it waits no longer
+                request.limit.reschedule(0.0)
+
+    def ended(self, request: RequestOutput) -> None:
+        """Told by the output hub: the request has its result."""
+        self._forget(request, entered=True)
+
+    def result(self, request: RequestOutput) -> Result:
+        """Of an ended request. Raises EngineFailed, with what there is, if the engine's failure ended it."""
+        result = request.result(self._runtime.capacity)
+        if request.failure is not None:
+            self.failure_seen = True
+            raise EngineFailed(request.failure, result)
+        return result
+
+    def _forget(self, request: RequestOutput, entered: bool) -> None:
+        self._live.pop(request.request_id, None)
+        if not request.done.done():
+            # its caller has an error instead of a result; `drain` must not wait for it
+            request.done.cancel()
+        if entered:
+            self._intake.leave(request.params.n)

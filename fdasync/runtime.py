@@ -1,0 +1,141 @@
+"""What a running engine is made of: runner, arena, scheduler, driver, output, tokenizer; opened and released.
+
+Built by `engine.py`, which decides when; nothing here decides anything. `open` either gives a whole runtime
+or leaves what `release` frees.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from fdasync.cache.arena import AuxArena
+from fdasync.config import decode_plugin_config, resolve
+from fdasync.driver import Driver
+from fdasync.errors import DeadlineExceeded
+from fdasync.events.catalog import AbortRequested
+from fdasync.events.trace import TraceRing
+from fdasync.output import OutputHub
+from fdasync.registry import RUNNERS, Registry
+from fdasync.runner.worker import WorkerRunner
+from fdasync.scheduler import Scheduler
+from fdasync.tokenise import TokenizerProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fdasync.config import EngineConfig
+    from fdasync.events.bus import EventBus
+    from fdasync.output import RequestOutput
+    from fdasync.runner.base import Capacity, Runner
+    from fdasync.tokenizer import Tokenizer
+
+
+class Runtime:
+    """The parts of one engine.
+
+    Attributes:
+        capacity, driver, hub, bus, trace: there once `open` returned.
+        tokenizer, long_texts: None means tokens in, tokens out.
+    """
+
+    capacity: Capacity
+    hub: OutputHub
+    trace: TraceRing | None = None
+
+    def __init__(self, config: EngineConfig, runner: Runner | None, tokenizer: Tokenizer | None) -> None:
+        self.tokenizer = tokenizer
+        self.long_texts: TokenizerProcess | None = None
+        self.driver: Driver | None = None
+        self._config = config
+        self._registry = Registry()
+        self._runner = runner or self._make_runner()
+        self._arena: AuxArena | None = None
+
+    def _make_runner(self) -> Runner:
+        config = self._config
+        limits = config.runner_limits()
+        if config.process == "worker":
+            # found, not imported: what a runner imports belongs in its own process
+            self._registry.find(RUNNERS, config.runner)
+            return WorkerRunner(config.runner, config.runner_config, limits, close_deadline_s=config.close_deadline_s)
+        runner_type = self._registry.load_runner(config.runner)
+        own = decode_plugin_config(runner_type.config_type, config.runner_config, "runner_config")
+        return runner_type(own, limits)
+
+    @property
+    def bus(self) -> EventBus:
+        assert self.driver is not None
+        return self.driver.bus
+
+    async def open(
+        self, on_failure: Callable[[BaseException], None], on_end: Callable[[RequestOutput], None]
+    ) -> None:
+        """Load, profile, allocate, check. Raises what the runner raises, DeadlineExceeded, CheckpointError."""
+        config = self._config
+        try:
+            async with asyncio.timeout(config.start_deadline_s):
+                self.capacity = capacity = await self._runner.open()
+                scheduler = Scheduler(resolve(config, capacity))
+                if capacity.aux_specs:
+                    self._arena = AuxArena.create(capacity.num_blocks, capacity.block_tokens, capacity.aux_specs)
+                await self._runner.bind(capacity.num_blocks, self._arena)
+        except TimeoutError as error:
+            if isinstance(error, DeadlineExceeded):
+                raise
+            raise DeadlineExceeded("starting the runner", config.start_deadline_s) from None
+        self._load_tokenizer()
+        if config.trace_turns:
+            self.trace = TraceRing(scheduler, config.trace_turns)
+        loop = asyncio.get_running_loop()
+        self.driver = Driver(
+            loop,
+            scheduler,
+            self._runner,
+            step_deadline_s=config.step_deadline_s,
+            trace=self.trace,
+            on_failure=on_failure,
+        )
+        self.hub = self.driver.output = OutputHub(self.bus, loop.time, self._arena, on_end)
+        self._runner.on_failure = on_failure
+
+    def _load_tokenizer(self) -> None:
+        name = self.capacity.tokenizer if self._config.tokenizer == "auto" else self._config.tokenizer
+        if self.tokenizer is None and name not in ("", "none"):
+            self.tokenizer = self._registry.load_tokenizer(name)(self._config.model)  # blocking: once, at start
+            self.long_texts = TokenizerProcess(name, self._config.model)
+
+    async def wind_down(self) -> None:
+        """Abort what is live and let steps in flight end.
+
+        Raises the runner's word for being overdue when that takes longer than the config's close_deadline_s.
+        """
+        assert self.driver is not None
+        deadline_s = self._config.close_deadline_s
+        try:
+            async with asyncio.timeout(deadline_s):
+                requests = self.hub.requests()
+                keys = [sample.key for request in requests for sample in request.samples]
+                if keys:
+                    self.bus.publish(AbortRequested(keys=tuple(keys)))
+                    await asyncio.wait([request.done for request in requests])
+                await self.driver.wait_idle()
+        except TimeoutError:
+            raise self._runner.overdue(-1, deadline_s) from None
+
+    def fail(self, cause: BaseException) -> None:
+        """No more turns; every live request ends with what it has."""
+        assert self.driver is not None
+        self.driver.stop()
+        self.hub.fail(cause, [] if self.driver.broken else self.driver.scheduler.salvage())
+
+    async def release(self) -> None:
+        """Free everything, whatever `open` got to; idempotent."""
+        if self.driver is not None:
+            self.driver.stop()
+            self.bus.close()
+        await self._runner.aclose()
+        if self.long_texts is not None:
+            await self.long_texts.aclose()
+        if self._arena is not None:
+            self._arena.close()
