@@ -82,7 +82,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         try:
             config = msgspec.convert(dict(values), cls)
         except msgspec.ValidationError as error:
-            raise ConfigError(*_name_field(error, "config")) from None
+            raise ConfigError.of_validation(error, "config") from None
         config.validate()
         return config
 
@@ -91,7 +91,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         try:
             msgspec.convert(msgspec.structs.asdict(self), EngineConfig)
         except msgspec.ValidationError as error:
-            raise ConfigError(*_name_field(error, "config")) from None
+            raise ConfigError.of_validation(error, "config") from None
         for name in ("max_running", "max_step_tokens", "max_requests"):
             _bounds(name, getattr(self, name), 1, 1 << 24)
         for name in ("max_context_tokens", "num_blocks"):
@@ -147,25 +147,6 @@ def resolve(config: EngineConfig, capacity: Capacity) -> SchedulerConfig:
         capture=bool(capacity.aux_specs),
         decode_reserve_blocks=config.decode_reserve_blocks,
     )
-
-
-def decode_plugin_config(config_type: type[msgspec.Struct], values: Mapping[str, Any], field: str) -> Any:
-    """A plugin's own config from plain values. Raises ConfigError naming `field` and the key."""
-    try:
-        return msgspec.convert(dict(values), config_type)
-    except msgspec.ValidationError as error:
-        raise ConfigError(*_name_field(error, field)) from None
-
-
-def _name_field(error: msgspec.ValidationError, root: str) -> tuple[str, str]:
-    """(field, problem) from msgspec's message, which ends in the path of the value."""
-    text, _, path = str(error).partition(" - at `$")
-    inner = path.rstrip("`").lstrip(".")
-    if "unknown field" in text:
-        name = text.rpartition("unknown field ")[2].strip("`")
-        inner = f"{inner}.{name}".lstrip(".")
-        text = "is not a key that exists"
-    return (f"{root}.{inner}" if inner else root), text
 
 
 def _bounds(field: str, value: float, low: float, high: float) -> None:

@@ -17,6 +17,7 @@ import msgspec
 from fdasync.errors import DeadlineExceeded, DuplicateRequestId, EngineFailed
 from fdasync.events.catalog import AbortRequested
 from fdasync.output import RequestOutput
+from fdasync.request import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
     from fdasync.config import EngineConfig
     from fdasync.prepare import Preparer
-    from fdasync.request import SamplingParams
     from fdasync.result import Result
     from fdasync.runtime import Runtime
 
@@ -97,7 +97,12 @@ class Door:
     """
 
     def __init__(
-        self, config: EngineConfig, runtime: Runtime, preparer: Preparer, rng: Random, check_open: Callable[[bool], None]
+        self,
+        config: EngineConfig,
+        runtime: Runtime,
+        preparer: Preparer,
+        rng: Random,
+        check_open: Callable[[bool], None],
     ) -> None:
         self.failure_seen = False
         self._config = config

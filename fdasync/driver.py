@@ -97,6 +97,8 @@ class Driver:
         except Exception as error:
             self.broken = True
             self.bus.feed_taps(events)
+            if self._trace is not None:
+                error.add_note("\n".join(["the latest events, oldest first:", *self._trace.story()]))
             self._fail(error)
             return
         for event in events:

@@ -54,6 +54,17 @@ class BadInput(PermanentError, ValueError):
 class ConfigError(BadInput):
     """A configuration value or key is wrong."""
 
+    @classmethod
+    def of_validation(cls, error: Exception, root: str) -> ConfigError:
+        """From msgspec's error, whose message ends in the path of the value below `root`."""
+        text, _, path = str(error).partition(" - at `$")
+        inner = path.rstrip("`").lstrip(".")
+        if "unknown field" in text:
+            name = text.rpartition("unknown field ")[2].strip("`")
+            inner = f"{inner}.{name}".lstrip(".")
+            text = "is not a key that exists"
+        return cls(f"{root}.{inner}" if inner else root, text)
+
 
 class DuplicateRequestId(BadInput):
     """A live request already has this id."""

@@ -8,12 +8,13 @@ it did not take merges into one longer delta. Knows no blocks and no scheduling.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from msgspec.structs import replace
 
 from fdasync.actions import CopyRows, FinishRequest
+from fdasync.errors import InvariantBroken
 from fdasync.events.catalog import StopChecked, StopMatched
 from fdasync.result import Result
 from fdasync.sample_output import SampleOutput
@@ -28,8 +29,10 @@ if TYPE_CHECKING:
     from fdasync.cache.aux import AuxSpec
     from fdasync.events.bus import EventBus
     from fdasync.request import SamplingParams
-    from fdasync.runner.base import Capacity, StepOutput, TopLogprobs
+    from fdasync.runner.base import Capacity, StepOutput
     from fdasync.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 _DECODE_SLICE_TOKENS = 256
 
@@ -110,22 +113,23 @@ class OutputHub:
     """All live samples by key. Called by the driver, in the order of the actions."""
 
     def __init__(
-        self, bus: EventBus, clock: Callable[[], float], arena: AuxArena | None, capacity: Capacity,
+        self,
+        bus: EventBus,
+        clock: Callable[[], float],
+        arena: AuxArena | None,
         on_end: Callable[[RequestOutput], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._bus = bus
         self._clock = clock
         self._arena = arena
-        self._capacity = capacity
         self._on_end = on_end
         self._samples: dict[int, SampleOutput] = {}
 
     def __len__(self) -> int:
         return len(self._samples)
 
-    def add(self, request: RequestOutput, keys: list[int], tokenizer: Tokenizer | None, *, rows: bool) -> None:
-        """Take on a request whose samples are about to be published under these keys; `rows`: it wants aux rows."""
-        request.wants_rows = rows
+    def add(self, request: RequestOutput, keys: list[int], tokenizer: Tokenizer | None) -> None:
+        """Take on a request whose samples are about to be published under these keys."""
         request.samples = [SampleOutput(key, index, request, tokenizer) for index, key in enumerate(keys)]
         request.open = len(keys)
         self._samples.update((sample.key, sample) for sample in request.samples)
@@ -145,12 +149,12 @@ class OutputHub:
             request = sample.request
             if request.first_token_at is None:
                 request.first_token_at = now
-            if sample.raw is not None and output.raw is not None:
-                sample.raw.append(output.raw[row])
-            if sample.processed is not None and output.processed is not None:
-                sample.processed.append(output.processed[row])
-            if sample.top is not None and output.top is not None:
-                sample.top.append(output.top[row])
+            if sample.raw is not None:
+                sample.raw.append(_given(output.raw, "raw log-probs")[row])
+            if sample.processed is not None:
+                sample.processed.append(_given(output.processed, "processed log-probs")[row])
+            if sample.top is not None:
+                sample.top.append(_given(output.top, "top log-probs")[row])
             if sample.stops:
                 if sample.find_stop(token):
                     self._bus.publish(StopMatched(key=key, keep_tokens=len(sample.tokens)))
@@ -223,6 +227,13 @@ class OutputHub:
         for request in requests:
             if not request.done.done():
                 self.end(request)
+
+
+def _given(values: tuple[T, ...] | None, what: str) -> tuple[T, ...]:
+    """What a request asked for must come: a short array would pass for a right one."""
+    if values is None:
+        raise InvariantBroken(f"the runner returned no {what} for a request that asked for them")
+    return values
 
 
 def _empty(spec: AuxSpec, count: int) -> NDArray[Any]:

@@ -22,12 +22,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from random import Random
 
+    from fdasync.config import EngineConfig
+    from fdasync.door import Ask
     from fdasync.runner.base import Capacity
     from fdasync.tokenise import TokenizerProcess
     from fdasync.tokenizer import Tokenizer
 
 _HASH_SLICE_BLOCKS = 256
 _MAX_PROMPT_CHARS = 1 << 26
+_MAX_ID_CHARS = 256
 
 
 def namespace_of(capacity: Capacity) -> bytes:
@@ -48,64 +51,65 @@ class Preparer:
     """Prepares requests for one engine.
 
     Args:
-        num_blocks: of the device; no request may need more.
+        capacity: of the runner; no request may need more.
         tokenizer: None means tokens in, tokens out.
-        long_texts: tokenises what is longer than `inline_chars`.
+        long_texts: tokenises texts beyond the config's inline_tokenise_chars.
+        rng: draws seeds for requests that name none.
     """
 
     def __init__(
         self,
+        config: EngineConfig,
         capacity: Capacity,
-        *,
-        prefix_cache: bool,
         tokenizer: Tokenizer | None,
         long_texts: TokenizerProcess | None,
-        inline_chars: int,
-        prepare_deadline_s: float,
-        intake_limit: int,
         rng: Random,
     ) -> None:
         self.capacity = capacity
         self.namespace = namespace_of(capacity)
-        self._prefix_cache = prefix_cache
+        self._config = config
         self._tokenizer = tokenizer
         self._long_texts = long_texts
-        self._inline_chars = inline_chars
-        self._deadline_s = prepare_deadline_s
-        self._intake_limit = intake_limit
         self._rng = rng
 
     # -- validation, before anything is waited for --------------------------------------------------
 
-    def check(
-        self, prompt: Any, params: SamplingParams, *, routing: bool | None, start: Any, priority: Any,
-        deadline_s: Any, cache_salt: Any,
-    ) -> None:  # fmt: skip
+    def check(self, ask: Ask, deadline_s: float) -> None:
         """Raise BadInput for everything that can be told without tokenising."""
+        params: Any = ask.params
         if not isinstance(params, SamplingParams):
             raise BadInput("params", f"a SamplingParams is needed, not {type(params).__name__}")
         params.validate(vocab_size=self.capacity.vocab_size)
-        if params.n > self._intake_limit:
-            raise BadInput("n", f"{params.n} samples are more than the engine takes", limit=self._intake_limit)
+        most = self._config.max_requests
+        if params.n > most:
+            raise BadInput("n", f"{params.n} samples are more than the engine takes", limit=most)
         if params.stop and self._tokenizer is None:
             raise BadInput("stop", "stop strings need a tokenizer", hint="use stop_token_ids")
-        if not _is_int(priority) or not -(2**31) <= priority < 2**31:
-            raise BadInput("priority", f"{priority!r} is not an integer of 32 bits")
+        self._check_options(ask, deadline_s)
+        if isinstance(ask.prompt, str):
+            self._check_text(ask.prompt)
+        else:
+            self._check_length(self._check_tokens(ask.prompt), params, ask.start)
+
+    def _check_options(self, ask: Ask, deadline_s: Any) -> None:
+        request_id: Any = ask.request_id
+        if request_id is not None and not (isinstance(request_id, str) and 0 < len(request_id) <= _MAX_ID_CHARS):
+            raise BadInput("request_id", f"{request_id!r} is no name", limit=f"1 to {_MAX_ID_CHARS} characters")
+        if not _is_int(ask.priority) or not -(2**31) <= ask.priority < 2**31:
+            raise BadInput("priority", f"{ask.priority!r} is not an integer of 32 bits")
         if not isinstance(deadline_s, int | float) or not 0 < deadline_s <= 1e9:
             raise BadInput("deadline_s", f"{deadline_s!r} is out of range", limit="above 0, up to 1e9")
-        if not _is_int(start) or start < 0:
-            raise BadInput("start", f"{start!r} is not a position", limit="0 up to the prompt's length")
-        if not isinstance(cache_salt, str):
+        if not _is_int(ask.start) or ask.start < 0:
+            raise BadInput("start", f"{ask.start!r} is not a position", limit="0 up to the prompt's length")
+        salt: Any = ask.cache_salt
+        if not isinstance(salt, str):
             raise BadInput("cache_salt", "is not a string")
-        if routing and not self.capacity.aux_specs:
+        if ask.routing and not self.capacity.aux_specs:
             raise BadInput(
-                "routing", "was asked for, but this engine captures none",
+                "routing",
+                "was asked for, but this engine captures none",
                 hint="the model has no MoE layers, or the engine was configured with routing=False",
-            )  # fmt: skip
-        if isinstance(prompt, str):
-            self._check_text(prompt)
-        else:
-            self._check_length(self._check_tokens(prompt), params, start)
+            )
 
     def _check_text(self, text: str) -> None:
         if self._tokenizer is None:
@@ -162,20 +166,23 @@ class Preparer:
 
     # -- the work -----------------------------------------------------------------------------------
 
-    async def prepare(
-        self, prompt: Any, params: SamplingParams, keys: list[int], *, streams: bool, rows: bool, start: int,
-        priority: int, deadline: float, cache_salt: str,
-    ) -> list[RequestPrepared]:  # fmt: skip
-        """One event for each sample, to be published. Raises BadInput, DeadlineExceeded, WorkerDied."""
-        tokens = tuple(await self._tokenise(prompt))
-        if isinstance(prompt, str):
-            self._check_length(self._check_tokens(tokens), params, start)
-        root = root_key(self.namespace, cache_salt.encode(errors="surrogatepass"))
-        hashes = await self._hash(root, tokens) if self._prefix_cache else ()
+    async def prepare(self, ask: Ask, keys: list[int], *, rows: bool, deadline: float) -> list[RequestPrepared]:
+        """One event for each sample, to be published. Raises BadInput, DeadlineExceeded, WorkerDied.
+
+        Args:
+            keys: internal numbers of the samples.
+            rows: aux rows are wanted.
+            deadline: engine time at which the request ends.
+        """
+        params = ask.params
+        tokens = tuple(await self._tokenise(ask.prompt))
+        if isinstance(ask.prompt, str):
+            self._check_length(self._check_tokens(tokens), params, ask.start)
+        root = root_key(self.namespace, ask.cache_salt.encode(errors="surrogatepass"))
+        hashes = await self._hash(root, tokens) if self._config.prefix_cache else ()
         eos = () if params.ignore_eos else self.capacity.eos_ids
         stop_ids = frozenset((*eos, *params.stop_token_ids))
         seed = self._rng.getrandbits(63) if params.seed is None else params.seed
-        wants_logprobs = params.logprobs != "none"
         return [
             RequestPrepared(
                 key=key,
@@ -185,11 +192,11 @@ class Preparer:
                 max_tokens=params.max_tokens,
                 min_tokens=params.min_tokens,
                 stop_ids=stop_ids,
-                priority=priority,
+                priority=ask.priority,
                 deadline=deadline,
-                emits=streams or wants_logprobs or bool(params.stop),
+                emits=ask.streams or params.logprobs != "none" or bool(params.stop),
                 checks_stops=bool(params.stop),
-                start=start if rows else -1,
+                start=ask.start if rows else -1,
                 namespace=root,
                 sampler=SamplerSpec(
                     prompt_len=len(tokens),
@@ -216,9 +223,9 @@ class Preparer:
         if not isinstance(prompt, str):
             return self._check_tokens(prompt)
         assert self._tokenizer is not None
-        if len(prompt) <= self._inline_chars or self._long_texts is None:
+        if len(prompt) <= self._config.inline_tokenise_chars or self._long_texts is None:
             return self._tokenizer.encode(prompt)
-        return await self._long_texts.encode(prompt, self._deadline_s)
+        return await self._long_texts.encode(prompt, self._config.prepare_deadline_s)
 
     async def _hash(self, root: bytes, tokens: tuple[int, ...]) -> tuple[bytes, ...]:
         size = self.capacity.block_tokens

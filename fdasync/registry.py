@@ -7,12 +7,15 @@ logged and skipped. One registry per engine; no module state.
 from __future__ import annotations
 
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fdasync.errors import PluginError
-from fdasync.runner.base import Runner
+from fdasync.errors import ConfigError, PluginError
+from fdasync.runner.base import Runner, RunnerLimits
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 RUNNERS = "fdasync.runners"
 TOKENIZERS = "fdasync.tokenizers"
@@ -75,6 +78,15 @@ class Registry:
         runner = self._check(RUNNERS, self.find(RUNNERS, name))
         assert isinstance(runner, type)
         return runner
+
+    def make_runner(self, name: str, config: Mapping[str, Any], limits: RunnerLimits) -> Runner:
+        """A runner with its own configuration decoded. Raises PluginError; ConfigError naming the key."""
+        runner = self.load_runner(name)
+        try:
+            own = msgspec.convert(dict(config), runner.config_type)
+        except msgspec.ValidationError as error:
+            raise ConfigError.of_validation(error, "runner_config") from None
+        return runner(own, limits)
 
     def load_tokenizer(self, name: str) -> Any:
         """The tokenizer factory: a callable that takes a model folder. Raises PluginError."""

@@ -10,7 +10,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from fdasync.cache.arena import AuxArena
-from fdasync.config import decode_plugin_config, resolve
+from fdasync.config import resolve
 from fdasync.driver import Driver
 from fdasync.errors import DeadlineExceeded
 from fdasync.events.catalog import AbortRequested
@@ -59,18 +59,14 @@ class Runtime:
             # found, not imported: what a runner imports belongs in its own process
             self._registry.find(RUNNERS, config.runner)
             return WorkerRunner(config.runner, config.runner_config, limits, close_deadline_s=config.close_deadline_s)
-        runner_type = self._registry.load_runner(config.runner)
-        own = decode_plugin_config(runner_type.config_type, config.runner_config, "runner_config")
-        return runner_type(own, limits)
+        return self._registry.make_runner(config.runner, config.runner_config, limits)
 
     @property
     def bus(self) -> EventBus:
         assert self.driver is not None
         return self.driver.bus
 
-    async def open(
-        self, on_failure: Callable[[BaseException], None], on_end: Callable[[RequestOutput], None]
-    ) -> None:
+    async def open(self, on_failure: Callable[[BaseException], None], on_end: Callable[[RequestOutput], None]) -> None:
         """Load, profile, allocate, check. Raises what the runner raises, DeadlineExceeded, CheckpointError."""
         config = self._config
         try:
@@ -86,7 +82,7 @@ class Runtime:
             raise DeadlineExceeded("starting the runner", config.start_deadline_s) from None
         self._load_tokenizer()
         if config.trace_turns:
-            self.trace = TraceRing(scheduler, config.trace_turns)
+            self.trace = TraceRing(scheduler.config, config.trace_turns)
         loop = asyncio.get_running_loop()
         self.driver = Driver(
             loop,

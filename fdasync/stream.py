@@ -1,17 +1,16 @@
 """What `Engine.generate` gives: an async context manager around a stream of deltas.
 
-Knows the request's output and the engine's front door; nothing of scheduling.
+Knows the request's output and the door; nothing of scheduling.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fdasync.engine import Engine
+    from fdasync.door import Ask, Door
     from fdasync.output import RequestOutput
-    from fdasync.request import SamplingParams
     from fdasync.result import Delta, Result
 
 
@@ -21,8 +20,8 @@ class TokenStream:
     One reader at a time. A slow reader gets longer deltas; the request never waits for it.
     """
 
-    def __init__(self, engine: Engine, request: RequestOutput) -> None:
-        self._engine = engine
+    def __init__(self, door: Door, request: RequestOutput) -> None:
+        self._door = door
         self._request = request
         self._next = 0
 
@@ -35,13 +34,11 @@ class TokenStream:
         """The whole result; once the iteration has ended, or the block was left. Raises RuntimeError before."""
         if not self._request.done.done():
             raise RuntimeError("the request is still running: read the stream to its end first")
-        if self._request.failure is not None:
-            raise self._engine.failed(self._request)
-        return self._engine.result_of(self._request)
+        return self._door.result(self._request)
 
     def abort(self) -> None:
         """End it now; the stream then ends normally, with finish_reason "abort"."""
-        self._engine.abort_request(self._request)
+        self._door.abort(self._request)
 
     def __aiter__(self) -> TokenStream:
         return self
@@ -58,7 +55,7 @@ class TokenStream:
                     return delta
             if request.done.done():
                 if request.failure is not None:
-                    raise self._engine.failed(request)
+                    self._door.result(request)  # raises what the stream ends with
                 raise StopAsyncIteration
             if request.waiter is not None:
                 raise RuntimeError("a stream has one reader at a time")
@@ -79,26 +76,21 @@ class TokenStream:
 class Generation:
     """`async with` around a request: entering submits it, leaving early aborts it."""
 
-    def __init__(
-        self, engine: Engine, prompt: Any, params: SamplingParams, *, streams: bool, options: dict[str, Any]
-    ) -> None:
-        self._engine = engine
-        self._prompt = prompt
-        self._params = params
-        self._streams = streams
-        self._options = options
+    def __init__(self, door: Door, ask: Ask) -> None:
+        self._door = door
+        self._ask = ask
         self._request: RequestOutput | None = None
 
     async def __aenter__(self) -> TokenStream:
         if self._request is not None:
             raise RuntimeError("a generation is entered once")
-        self._request = await self._engine.submit(self._prompt, self._params, streams=self._streams, **self._options)
-        return TokenStream(self._engine, self._request)
+        self._request = await self._door.submit(self._ask)
+        return TokenStream(self._door, self._request)
 
     async def __aexit__(self, *exc: object) -> None:
         request = self._request
         assert request is not None
         if not request.done.done():
-            self._engine.abort_request(request)
+            self._door.abort(request)
             # one turn of the driver; an engine that fails or closes ends it as well
             await asyncio.shield(request.done)

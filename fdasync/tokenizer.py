@@ -25,12 +25,16 @@ class Tokenizer(Protocol):
         ...
 
 
+# an incomplete character has at most 3 bytes; what is still no text after this many tokens never will be
+_MAX_INCOMPLETE_TOKENS = 8
+
+
 class IncrementalDecoder:
     """Text of a growing token list, without decoding it from the start each time.
 
     Text is given out once it cannot change any more: a trailing incomplete character is held back until
-    the tokens that complete it arrive (or `flush`). The two offsets are those of the Hugging Face
-    streamer: decode from a little before the new tokens, so that merges and spaces come out right.
+    the tokens that complete it arrive (or `flush`); what stands before it is not. Decoding starts a little before
+    the new tokens, so that merges and spaces come out right (the offsets are those of the Hugging Face streamer).
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -38,6 +42,8 @@ class IncrementalDecoder:
         self._tokens: list[int] = []
         self._prefix = 0
         self._read = 0
+        # characters of the window behind `_read` that were given out already
+        self._given = 0
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """Text that has become final with these tokens; may be ""."""
@@ -49,9 +55,14 @@ class IncrementalDecoder:
         return self._take(final=True)
 
     def _take(self, *, final: bool) -> str:
-        before = self._tokenizer.decode(self._tokens[self._prefix : self._read])
-        after = self._tokenizer.decode(self._tokens[self._prefix :])
-        if len(after) <= len(before) or (after.endswith("\ufffd") and not final):
-            return ""
-        self._prefix, self._read = self._read, len(self._tokens)
-        return after[len(before) :]
+        before = len(self._tokenizer.decode(self._tokens[self._prefix : self._read]))
+        window = self._tokenizer.decode(self._tokens[self._prefix :])[before:]
+        stable = window.rstrip("\ufffd")
+        if len(stable) == len(window) or final or len(self._tokens) - self._read > _MAX_INCOMPLETE_TOKENS:
+            stable = window
+        text = stable[self._given :]
+        if stable is window and window:
+            self._prefix, self._read, self._given = self._read, len(self._tokens), 0
+        else:
+            self._given = max(self._given, len(stable))
+        return text

@@ -226,10 +226,11 @@ class OutputStage:
         self.arena = AuxArena.create(8, 4, SPECS) if rows else None
         self.bus = EventBus(lambda: 5.0, lambda: None)
         self.ended = []
-        self.hub = OutputHub(self.bus, lambda: 5.0, self.arena, make_capacity(), self.ended.append)
+        self.hub = OutputHub(self.bus, lambda: 5.0, self.arena, self.ended.append)
         self.request = RequestOutput("r", self.params, streams=streams, start=start, now=1.0)
         self.request.prompt = prompt
-        self.hub.add(self.request, list(range(n)), tokenizer, rows=rows)
+        self.request.wants_rows = rows
+        self.hub.add(self.request, list(range(n)), tokenizer)
         self.step = 0
 
     def emit(self, *tokens, keys=None, **logprobs):
@@ -257,7 +258,7 @@ class OutputStage:
 
     @property
     def sample(self):
-        return self.request.result(self.hub).samples[0]
+        return self.request.result(make_capacity()).samples[0]
 
 
 def letters(text):

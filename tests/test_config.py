@@ -7,10 +7,15 @@ import math
 import msgspec
 import pytest
 
-from fdasync.config import EngineConfig, decode_plugin_config, resolve
+from fdasync.config import EngineConfig, resolve
 from fdasync.errors import BadInput, ConfigError
+from fdasync.registry import Registry
+from fdasync.runner.base import RunnerLimits
 from fdasync.runner.oracle import SyntheticConfig
+from fdasync.runner.synthetic import SyntheticRunner
 from tests.helpers import make_capacity
+
+LIMITS = RunnerLimits(max_running=4, max_step_tokens=8)
 
 
 def test_the_defaults_are_fine():
@@ -118,7 +123,10 @@ def test_a_runner_without_memory_for_blocks_is_refused():
 
 
 def test_a_plugins_config_is_decoded_by_its_own_type():
-    assert decode_plugin_config(SyntheticConfig, {"top_k": 3}, "runner_config") == SyntheticConfig(top_k=3)
+    runner = Registry().make_runner("synthetic", {"top_k": 3}, LIMITS)
+    assert isinstance(runner, SyntheticRunner)
+    assert runner.config == SyntheticConfig(top_k=3)
+    assert runner.limits == LIMITS
 
 
 @pytest.mark.parametrize(
@@ -131,7 +139,7 @@ def test_a_plugins_config_is_decoded_by_its_own_type():
 )
 def test_a_plugins_keys_are_named(values, field):
     with pytest.raises(ConfigError) as caught:
-        decode_plugin_config(SyntheticConfig, values, "runner_config")
+        Registry().make_runner("synthetic", values, LIMITS)
     assert caught.value.field == field
 
 
@@ -148,6 +156,6 @@ class Nested(msgspec.Struct, forbid_unknown_fields=True):
     [({"inner": {"deep": 1}}, "r.inner.deep"), ({"inner": {"depth": "x"}}, "r.inner.depth"), ({"inner": 3}, "r.inner")],
 )
 def test_nested_keys_are_named_with_their_path(values, field):
-    with pytest.raises(ConfigError) as caught:
-        decode_plugin_config(Nested, values, "r")
-    assert caught.value.field == field
+    with pytest.raises(msgspec.ValidationError) as caught:
+        msgspec.convert(values, Nested)
+    assert ConfigError.of_validation(caught.value, "r").field == field

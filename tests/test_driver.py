@@ -171,7 +171,7 @@ async def test_taps_are_fed_after_the_turn_and_in_order():
 
 async def test_turns_are_recorded():
     scheduler = Scheduler(Script.config)
-    ring = TraceRing(scheduler, 10)
+    ring = TraceRing(scheduler.config, 10)
     stage = Stage(scheduler, trace=ring)
     stage.bus.publish(make_request(1, range(5), 1, 4))
     await stage.turns()

@@ -16,7 +16,7 @@ from fdasync import (
     SamplingParams,
 )
 from fdasync.events.catalog import StepDone
-from fdasync.events.trace import replay
+from fdasync.scheduler.replay import replay
 from fdasync.testing import (
     check_idle,
     check_sample,

@@ -12,7 +12,8 @@ from fdasync.actions import FinishRequest, WakeAt
 from fdasync.errors import InvariantBroken
 from fdasync.events.bus import EventBus
 from fdasync.events.catalog import AbortRequested, AnyEvent, Event, StepDone, StopChecked, TimerFired
-from fdasync.events.trace import TraceRing, replay
+from fdasync.events.trace import TraceRing
+from fdasync.scheduler.replay import replay
 from tests.helpers import Table, make_request
 
 
@@ -163,7 +164,7 @@ async def test_a_second_reader_is_refused_and_the_first_still_served(bus):
 def played():
     """A trace with every kind of event and action, and what there was to record."""
     table = Table(pipeline_depth=2, num_blocks=8)
-    ring = TraceRing(table.scheduler, 1000)
+    ring = TraceRing(table.scheduler.config, 1000)
 
     def turn(*events):
         ring.add(list(events), table.turn(*events).actions)
@@ -255,7 +256,7 @@ def test_a_broken_line_is_named(played):
 
 def test_a_full_ring_keeps_the_latest_and_says_that_it_is_not_complete():
     table = Table()
-    ring = TraceRing(table.scheduler, 2)
+    ring = TraceRing(table.scheduler.config, 2)
     for number in range(4):
         ring.add([StepDone(step_id=number, tokens=())], [WakeAt(1.0)])
     lines = ring.encode().splitlines()
@@ -266,7 +267,7 @@ def test_a_full_ring_keeps_the_latest_and_says_that_it_is_not_complete():
 
 
 def test_the_story_is_the_latest_events_in_words():
-    ring = TraceRing(Table().scheduler, 100)
+    ring = TraceRing(Table().scheduler.config, 100)
     for number in range(30):
         ring.add([StepDone(step_id=number, tokens=()), TimerFired()], [])
     story = ring.story(3)

@@ -1,4 +1,4 @@
-"""The door: a bounded number of samples inside, and a fair queue before it (`prepare.Intake`)."""
+"""The door: a bounded number of samples inside, and a fair queue before it (`door.Intake`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from fdasync.prepare import Intake
+from fdasync.door import Intake
 
 pytestmark = pytest.mark.both_loops
 

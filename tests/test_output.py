@@ -12,7 +12,7 @@ from fdasync.errors import InvariantBroken
 from fdasync.output import RequestOutput
 from fdasync.request import SamplingParams
 from fdasync.runner.base import StepOutput, TopLogprobs
-from tests.helpers import ByteTokenizer, OutputStage, letters
+from tests.helpers import ByteTokenizer, OutputStage, letters, make_capacity
 
 # -- the hub
 
@@ -78,7 +78,7 @@ async def test_final_only_equals_streamed(text):
         await stage.request.decode()
     assert streamed.sample.text == final.sample.text == text
     assert streamed.sample.token_ids == final.sample.token_ids == tuple(tokens)
-    assert final.request.result(final.hub).ttft_s is None
+    assert final.request.result(make_capacity()).ttft_s is None
 
 
 async def test_long_outputs_are_decoded_in_slices():
@@ -228,7 +228,7 @@ async def test_a_request_ends_with_its_last_sample():
     assert (stage.request.done.done(), len(stage.hub), stage.ended) == (False, 1, [])
     stage.finish([2], key=1)
     assert (stage.request.done.done(), len(stage.hub), stage.ended) == (True, 0, [stage.request])
-    result = stage.request.result(stage.hub)
+    result = stage.request.result(make_capacity())
     assert [(sample.index, sample.token_ids, sample.finish_reason) for sample in result.samples] == [
         (0, (1,), "abort"), (1, (2,), "length"), (2, (3,), "length"),
     ]  # fmt: skip
@@ -273,7 +273,7 @@ async def test_a_request_cut_at_the_door_has_an_empty_result(rows):
     request = RequestOutput("r", SamplingParams(n=2), streams=False, start=0, now=1.0)
     request.wants_rows = rows
     stage.hub.cut(request, "deadline")
-    result = request.result(stage.hub)
+    result = request.result(make_capacity())
     assert [(sample.token_ids, sample.finish_reason) for sample in result.samples] == [((), "deadline")] * 2
     assert [sample.routing is not None for sample in result.samples] == [rows] * 2
     assert (request.done.done(), result.ttft_s, result.total_s) == (True, None, 4.0)

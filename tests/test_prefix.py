@@ -124,22 +124,6 @@ def test_disabled_shares_nothing():
     index.check()
 
 
-# -- claims
-
-
-def test_claims_stay_with_who_came_first_and_end_with_begin_or_unclaim():
-    index = make_index()
-    index.claim(KEYS[:2], 1)
-    index.claim(KEYS[:3], 2)
-    index.unclaim(KEYS[:1], 2)
-    assert [index.is_coming(key, 0) for key in KEYS[:4]] == [True, True, True, False]
-    index.unclaim(KEYS, 1)
-    assert [index.is_coming(key, 0) for key in KEYS[:4]] == [False, False, True, False]
-    block = index.allocate()
-    index.begin(block, KEYS[2], 3)
-    assert not index.is_coming(KEYS[2], 4)
-
-
 # -- eviction
 
 

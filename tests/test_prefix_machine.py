@@ -42,7 +42,6 @@ class IndexMachine(RuleBasedStateMachine):
         self.free = num_blocks
         self.indexed: dict[bytes, ModelBlock] = {}
         self.idle: list[bytes] = []  # in the order of eviction
-        self.claims: dict[bytes, int] = {}
         self.users: list[User] = []
         self.step = 0
         self.done = -1
@@ -90,8 +89,8 @@ class IndexMachine(RuleBasedStateMachine):
             else:
                 self.idle.append(entry.key)
 
-    @rule(tokens=PROMPTS, claim=st.booleans())
-    def enter(self, tokens, claim):
+    @rule(tokens=PROMPTS)
+    def enter(self, tokens):
         """Match, pin, reserve; a plan that does not fit takes nothing."""
         keys = block_keys(ROOT, tokens, SIZE)
         self.keys_seen |= set(keys)
@@ -108,14 +107,8 @@ class IndexMachine(RuleBasedStateMachine):
             entry.pins += 1
         fresh = [self.allocate() for _ in range(needed)]
         assert None not in fresh
-        user = User(self.numbers, keys, run + fresh, len(run))
+        self.users.append(User(self.numbers, keys, run + fresh, len(run)))
         self.numbers += 1
-        self.users.append(user)
-        if claim:
-            mine = keys[len(run) :]
-            self.index.claim(mine, user.number)
-            for key in mine:
-                self.claims.setdefault(key, user.number)
 
     @precondition(lambda self: self.users)
     @rule(data=st.data())
@@ -127,7 +120,6 @@ class IndexMachine(RuleBasedStateMachine):
             for number in range(user.planned, stop):
                 entry, key = user.chain[number], user.keys[number]
                 self.index.begin(entry.block, key, self.step)
-                self.claims.pop(key, None)
                 if self.index.enabled and key not in self.indexed:
                     entry.key, entry.step = key, self.step
                     self.indexed[key] = entry
@@ -163,8 +155,6 @@ class IndexMachine(RuleBasedStateMachine):
     def leave(self, data):
         user = data.draw(st.sampled_from([user for user in self.users if user.step <= self.done]))
         self.users.remove(user)
-        self.index.unclaim(user.keys, user.number)
-        self.claims = {key: owner for key, owner in self.claims.items() if owner != user.number}
         self.release(user.chain)
 
     @rule()
@@ -190,7 +180,7 @@ class IndexMachine(RuleBasedStateMachine):
                 want = self.model_match([key], 1, before)
                 assert self.index.match([key], 1, before) == [entry.block for entry in want]
                 entry = self.indexed.get(key)
-                coming = key in self.claims or (entry is not None and entry.step >= before)
+                coming = entry is not None and entry.step >= before
                 assert self.index.is_coming(key, before) == coming
 
 

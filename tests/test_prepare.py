@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from fdasync.cache.prefix import block_keys, root_key
+from fdasync.config import EngineConfig
+from fdasync.door import Ask
 from fdasync.errors import BadInput
 from fdasync.prepare import Preparer, namespace_of
 from fdasync.request import SamplingParams
@@ -29,23 +31,29 @@ class LongTexts:
 
 def make_preparer(tokenizer=None, **options):
     capacity = options.pop("capacity", None) or make_capacity()
+    long_texts = options.pop("long_texts", None)
+    values = {"inline_tokenise_chars": 50, "prepare_deadline_s": 9.0, "max_requests": 8, "max_running": 8}
+    return Preparer(EngineConfig(**{**values, **options}), capacity, tokenizer, long_texts, Random(5))
+
+
+def make_ask(prompt, params, **options):
     values = {
-        "prefix_cache": True, "tokenizer": tokenizer, "long_texts": None, "inline_chars": 50,
-        "prepare_deadline_s": 9.0, "intake_limit": 8, "rng": Random(5),
+        "streams": False, "request_id": None, "priority": 0, "deadline_s": None, "routing": None, "start": 0,
+        "cache_salt": "",
     }  # fmt: skip
-    return Preparer(capacity, **{**values, **options})
+    return Ask(prompt=prompt, params=params, **{**values, **options})
 
 
 def check(prompt=(1, 2, 3), params=None, tokenizer=None, preparer=None, **options):
-    values = {"routing": None, "start": 0, "priority": 0, "deadline_s": 10.0, "cache_salt": ""}
+    deadline_s = options.pop("deadline_s", 10.0)
     params = SamplingParams(max_tokens=4) if params is None else params
-    (preparer or make_preparer(tokenizer)).check(prompt, params, **{**values, **options})
+    (preparer or make_preparer(tokenizer)).check(make_ask(prompt, params, **options), deadline_s)
 
 
 async def prepare(preparer, prompt, params=None, keys=(0,), **options):
-    values = {"streams": False, "rows": True, "start": 0, "priority": 0, "deadline": 50.0, "cache_salt": ""}
+    given = {name: options.pop(name, value) for name, value in (("rows", True), ("deadline", 50.0))}
     params = SamplingParams(max_tokens=4) if params is None else params
-    return await preparer.prepare(prompt, params, list(keys), **{**values, **options})
+    return await preparer.prepare(make_ask(prompt, params, **options), list(keys), **given)
 
 
 # -- bad input, told before anything is started

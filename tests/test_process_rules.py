@@ -53,14 +53,12 @@ CONTRACTS = (
     "fdasync.gpu.completion", "fdasync.runner.base", "fdasync.pd.messages", "fdasync.pd.transport",
 )  # fmt: skip
 ROOMS = ("fdasync.cache", "fdasync.gpu", "fdasync.runner", "fdasync.pd")
-JOINERS = ("fdasync.engine", "fdasync.driver")
+JOINERS = ("fdasync.engine", "fdasync.runtime", "fdasync.driver")
 # what knows more than its room, and why
 EXCEPTIONS = {
-    ("fdasync.events.trace", "fdasync.scheduler"): "replay feeds a fresh scheduler, and imports it when it is called",
     ("fdasync.runner.worker", "fdasync.channel"): "hosts a runner in a child process: it is shell",
     ("fdasync.runner.worker", "fdasync.process"): "the same",
     ("fdasync.runner.worker", "fdasync.registry"): "finds the runner in the child",
-    ("fdasync.runner.worker", "fdasync.config"): "decodes the runner's own configuration in the child",
 }
 
 

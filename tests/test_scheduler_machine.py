@@ -17,9 +17,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from fdasync.actions import CopyRows, EmitTokens, FinishRequest, RunStep, WakeAt
 from fdasync.events.catalog import AbortRequested, RequestPrepared, StepDone, StopChecked, StopMatched, TimerFired
-from fdasync.events.trace import TraceRing, replay
+from fdasync.events.trace import TraceRing
 from fdasync.runner.oracle import U64, Oracle, SyntheticConfig
 from fdasync.scheduler import Scheduler, SchedulerConfig
+from fdasync.scheduler.replay import replay
 from tests.helpers import machine_settings, make_request
 
 VOCAB = 6
@@ -163,7 +164,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )  # fmt: skip
         self.scheduler = Scheduler(self.config)
         self.runner = PagedRunner(self.config)
-        self.trace = TraceRing(self.scheduler, 100_000)
+        self.trace = TraceRing(self.scheduler.config, 100_000)
         self.requests: dict[int, object] = {}
         self.finished: dict[int, FinishRequest] = {}
         self.rows: dict[int, list[tuple[int, ...]]] = {}

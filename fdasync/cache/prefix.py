@@ -3,7 +3,6 @@
 Identity is a chained BLAKE2b-128 over namespace, parent and token ids (`block_key`). An identity has one
 indexed computation; a second one stays private. A block is *pending* from the plan of the step that
 fills it and *sealed* when that step completed; a pending block may be shared by later steps only.
-*Claims* name the running sequence that will compute an identity (the leader, DECISIONS 4).
 
 Used by the scheduler. Knows no requests and no bytes.
 """
@@ -49,7 +48,7 @@ def block_keys(root: bytes, token_ids: Sequence[int], block_tokens: int, start: 
 
 
 class PrefixIndex:
-    """Identities of device blocks, idle blocks in the order of eviction, and claims.
+    """Identities of device blocks, and idle blocks in the order of eviction.
 
     Args:
         pool: the blocks.
@@ -63,7 +62,6 @@ class PrefixIndex:
         self._by_key: dict[bytes, Block] = {}
         # insertion order = order of eviction; release() puts leaves before their parents
         self._idle: dict[bytes, Block] = {}
-        self._claims: dict[bytes, int] = {}
 
     @property
     def num_available(self) -> int:
@@ -112,8 +110,7 @@ class PrefixIndex:
 
     def begin(self, block: Block, key: bytes, step: int) -> None:
         """`step` was planned to fill `block` with what `key` names: index it as pending, or keep it private
-        where the identity has a computation already. The claim on `key` ends."""
-        self._claims.pop(key, None)
+        where the identity has a computation already."""
         if self.enabled and key not in self._by_key:
             block.key, block.step = key, step
             self._by_key[key] = block
@@ -126,20 +123,8 @@ class PrefixIndex:
             block.key = key
             self._by_key[key] = block
 
-    def claim(self, keys: Iterable[bytes], owner: int) -> None:
-        """`owner` will compute these identities; claims that others hold stay theirs."""
-        for key in keys:
-            self._claims.setdefault(key, owner)
-
-    def unclaim(self, keys: Iterable[bytes], owner: int) -> None:
-        for key in keys:
-            if self._claims.get(key) == owner:
-                del self._claims[key]
-
     def is_coming(self, key: bytes, before_step: int) -> bool:
-        """Is the identity claimed, or pending in a step that `before_step` cannot read from?"""
-        if key in self._claims:
-            return True
+        """Is the identity pending in a step that `before_step` cannot read from?"""
         block = self._by_key.get(key)
         return block is not None and not block.sealed and block.step >= before_step
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from fdasync.runner.base import TopLogprobs
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -35,7 +37,7 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         step_s, token_s: seconds of a step, fixed and per token; 0 completes in the next loop turn.
         jitter: relative spread of a step's time, drawn from `seed`.
         free: steady decode steps cost next to nothing and compute nothing (benchmarks): a token is
-            the last one plus 1, never among the topmost 16 ids; rows are constant.
+            the last one plus 1, never among the topmost 16 ids; rows are constant, and there are no log-probs.
         fail_step: this step fails; -1: none. hang_step: this step never completes; -1: none.
     """
 
@@ -98,6 +100,17 @@ class Oracle:
         """Tokens [N]; `noise` is 0 for greedy ones."""
         words = mix(digests ^ noise ^ mix(np.array([weights_id + 1], U64)))
         return (words % U64(self.config.vocab_size)).astype(np.int64)
+
+    def logprobs(self, digests: NDArray[np.uint64], tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Pretended raw log-probs [N] of these tokens, in (-10, 0); the processed ones are half of them."""
+        return -(mix(digests ^ (tokens.astype(U64) << U64(24))) % U64(9999) + U64(1)).astype(np.float64) / 1000.0
+
+    def top(self, digest: np.uint64, count: int) -> TopLogprobs:
+        """Pretended alternatives: the best `count` of the lowest 64 ids."""
+        ids = np.arange(min(64, self.config.vocab_size))
+        values = self.logprobs(np.full(len(ids), digest), ids)
+        best = np.argsort(-values, kind="stable")[:count]
+        return TopLogprobs(tuple(best.tolist()), tuple(values[best].tolist()))
 
     @staticmethod
     def noise(seed: int, index: int, position: int) -> int:

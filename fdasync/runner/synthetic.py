@@ -100,10 +100,10 @@ class SyntheticRunner(Runner):
         try:
             self._check_writers(step)
             batch = self.lanes.plan(step)
-            tokens, rows = self._free_step(batch) if self._is_free(batch) else self._compute(batch)
+            output, rows = self._free_step(batch) if self._is_free(batch) else self._compute(batch)
         except (InvariantBroken, IndexError, KeyError, ValueError) as error:
             return self._refuse(done, RunnerError(f"{type(error).__name__}: {error}", step.step_id))
-        flight = _Flight(step, batch, tokens, rows, done)
+        flight = _Flight(batch, output, rows, done)
         self._flights.append(flight)
         if self.config.hang_step == step.step_id:
             return done
@@ -163,11 +163,11 @@ class SyntheticRunner(Runner):
         if self._arena is not None:
             self._arena.scatter(flight.batch.aux_index, flight.batch.generations, flight.rows)
         if not flight.done.done():
-            flight.done.set_result(StepOutput(flight.step.step_id, tuple(flight.tokens.tolist())))
+            flight.done.set_result(flight.output)
 
     # -- arithmetic -------------------------------------------------------------------------------
 
-    def _compute(self, batch: Batch) -> tuple[NDArray[np.int64], dict[str, NDArray[np.generic]]]:
+    def _compute(self, batch: Batch) -> tuple[StepOutput, dict[str, NDArray[np.generic]]]:
         """Write the KV of the step's tokens, read the KV of everything before, sample."""
         inputs = self._inputs(batch)
         self._kv[batch.kv_index] = self.oracle.kv(inputs, batch.positions, self.weights_id)
@@ -194,7 +194,20 @@ class SyntheticRunner(Runner):
         last = ends[batch.sampled] - 1
         tokens = self.oracle.sample(digests[last], self._noise(batch, last), self.weights_id)
         self._last_token[batch.lanes[batch.sampled]] = tokens
-        return tokens, rows
+        return self._logprobs(batch, tokens, digests[last]), rows
+
+    def _logprobs(self, batch: Batch, tokens: NDArray[np.int64], digests: NDArray[np.uint64]) -> StepOutput:
+        samplers = [self.lanes.samplers[lane] for lane in batch.lanes[batch.sampled]]
+        raw = processed = top = None
+        if any(sampler is not None and (sampler.raw or sampler.processed) for sampler in samplers):
+            values = self.oracle.logprobs(digests, tokens)
+            raw, processed = tuple(values.tolist()), tuple((values / 2).tolist())
+            if any(sampler is not None and sampler.top for sampler in samplers):
+                top = tuple(
+                    None if sampler is None else self.oracle.top(digest, sampler.top)
+                    for sampler, digest in zip(samplers, digests, strict=True)
+                )
+        return StepOutput(batch.step_id, tuple(tokens.tolist()), raw, processed, top)
 
     def _inputs(self, batch: Batch) -> NDArray[np.int64]:
         inputs = np.empty(len(batch.positions), np.int64)
@@ -221,7 +234,7 @@ class SyntheticRunner(Runner):
         size = self._block_tokens
         slots, _generations = self.lanes.slots_of(table)
         # rows of steps in flight are not scattered yet
-        flying = {flight.step.step_id for flight in self._flights}
+        flying = {flight.batch.step_id for flight in self._flights}
         stamps = self._kv_stamps[index[:start]]
         where = (slots[:, None] * size + np.arange(size)).ravel()[:start]
         settled = ~np.isin(stamps, list(flying)) if flying else np.ones(start, bool)
@@ -232,31 +245,30 @@ class SyntheticRunner(Runner):
     def _is_free(self, batch: Batch) -> bool:
         return self.config.free and batch.num_decodes == len(batch.lanes)
 
-    def _free_step(self, batch: Batch) -> tuple[NDArray[np.int64], dict[str, NDArray[np.generic]]]:
+    def _free_step(self, batch: Batch) -> tuple[StepOutput, dict[str, NDArray[np.generic]]]:
         tokens = (self._last_token[batch.lanes] + 1) % (self.config.vocab_size - _FREE_MARGIN)
         self._last_token[batch.lanes] = tokens
+        output = StepOutput(batch.step_id, tuple(tokens.tolist()))
         if self._arena is None:
-            return tokens, {}
+            return output, {}
         count = len(tokens)
         for name, rows in self._arena.rows.items():
             if name not in self._constant or len(self._constant[name]) < count:
                 ramp = np.arange(int(np.prod(rows.shape[1:]))) % self.config.num_experts
                 shaped = ramp.astype(rows.dtype).reshape(rows.shape[1:])
                 self._constant[name] = np.broadcast_to(shaped, (max(count, 256), *rows.shape[1:])).copy()
-        return tokens, {name: self._constant[name][:count] for name in self._arena.rows}
+        return output, {name: self._constant[name][:count] for name in self._arena.rows}
 
 
 class _Flight:
     """A step launched and not completed: its transient rows."""
 
-    __slots__ = ("batch", "done", "rows", "step", "tokens")
+    __slots__ = ("batch", "done", "output", "rows")
 
     def __init__(
-        self, step: RunStep, batch: Batch, tokens: NDArray[np.int64], rows: dict[str, NDArray[np.generic]],
-        done: asyncio.Future[StepOutput],
-    ) -> None:  # fmt: skip
-        self.step = step
+        self, batch: Batch, output: StepOutput, rows: dict[str, NDArray[np.generic]], done: asyncio.Future[StepOutput]
+    ) -> None:
         self.batch = batch
-        self.tokens = tokens
+        self.output = output
         self.rows = rows
         self.done = done

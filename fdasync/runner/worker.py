@@ -19,7 +19,6 @@ import msgspec
 
 from fdasync.cache.arena import AuxArena
 from fdasync.channel import Channel
-from fdasync.config import decode_plugin_config
 from fdasync.errors import FdasyncError, ProtocolError, RunnerError, WorkerStuck
 from fdasync.process import ChildProcess, die_with_parent
 from fdasync.registry import Registry
@@ -228,9 +227,7 @@ class _Host:
         try:
             message, _ = await self._inbox.get()
             assert isinstance(message, Open)
-            runner_type = Registry().load_runner(message.runner)
-            config = decode_plugin_config(runner_type.config_type, message.config, "runner_config")
-            self._runner = runner_type(config, message.limits)
+            self._runner = Registry().make_runner(message.runner, message.config, message.limits)
             self._send(Hello(await self._runner.open()))
             bind, fds = await self._inbox.get()
             assert isinstance(bind, Bind)

@@ -4,6 +4,10 @@ Decodes come first, then chunks of prefills under way, then admissions, under on
 costs nothing to plan while its block has room: a *calendar* by step tick holds the sequences that need
 attention (a new block, or their last token), so a steady step looks at about one sixteenth of them.
 
+A prefill under way takes what is left of the budget, so when a newcomer is admitted every running prefill is
+planned to its end: the identities that running sequences will still compute are pending, in this step or an
+earlier one. That makes the leader rule (DECISIONS 4) a look at pending blocks.
+
 Called by `core.py`, which tells it what completed; it decides matching, pinning, chunking, preemption.
 """
 
@@ -93,7 +97,6 @@ class Planner:
         elif seq.state is State.PREFILL:
             del self.prefilling[seq.key]
             self._leaves.append(seq.key)
-            self.index.unclaim(seq.keys, seq.key)
         elif seq.state is State.DECODE:
             self._leave_decode(seq)
         elif seq.state is State.TAIL:
@@ -325,7 +328,6 @@ class Planner:
             assert block is not None
             fresh.append(block)
         seq.blocks = hits + fresh
-        self.index.claim(seq.keys[len(hits) : length // size], seq.key)
         seq.state = State.PREFILL
         seq.planned = len(hits) * size
         if seq.cached_tokens < 0:

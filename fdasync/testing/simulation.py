@@ -20,8 +20,9 @@ from fdasync.actions import FinishRequest
 from fdasync.engine import Engine
 from fdasync.errors import EngineClosed, EngineFailed
 from fdasync.events.catalog import RequestPrepared
-from fdasync.events.trace import Turn, replay
+from fdasync.events.trace import Turn
 from fdasync.runner.synthetic import SyntheticRunner
+from fdasync.scheduler.replay import replay
 from fdasync.testing.edges import EdgeRunner
 from fdasync.testing.engines import LetterTokenizer, check_sample, expected
 from fdasync.testing.leaks import check_idle, no_leaks
