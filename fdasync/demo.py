@@ -152,15 +152,16 @@ async def _serve(options: DemoOptions, model: Path, console: Console) -> Served:
             results: list[Result | None] = [None] * len(jobs)
             places = asyncio.Semaphore(options.concurrency)
             tokens = 0
-            begun = time.perf_counter()
+            begun = ended = time.perf_counter()
 
             async def serve(number: int, job: Job) -> None:
-                nonlocal tokens
+                nonlocal tokens, ended
                 async with places, engine.generate(job.prompt, job.params) as stream:
                     async for delta in stream:
                         tokens += len(delta.token_ids)
                 results[number] = stream.result
-                rate = tokens / (time.perf_counter() - begun)
+                ended = time.perf_counter()
+                rate = tokens / (ended - begun)
                 progress.update(serving, advance=1, note=f"{rate:.0f} tokens/s")
 
             async def refresh() -> None:
@@ -172,7 +173,7 @@ async def _serve(options: DemoOptions, model: Path, console: Console) -> Served:
                 for number, job in enumerate(jobs):
                     group.create_task(serve(number, job))
                 group.create_task(refresh())
-            serve_s = time.perf_counter() - begun
+            serve_s = ended - begun
             return Served(
                 jobs=jobs,
                 results=[result for result in results if result is not None],
@@ -195,16 +196,18 @@ def _verify(plugin: Any, model: Path, served: Served, console: Console) -> Any:
         for job, result in zip(served.jobs, served.results, strict=True)
         for sample in result.samples
     ]
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
+    shown = 0.0
+    with Progress(*_COLUMNS, console=console, auto_refresh=False) as progress:
         task = progress.add_task("checking against the library's plain forward pass", total=len(records))
-        return plugin.verify(model, records, progress=lambda done, _total: progress.update(task, completed=done))
+
+        def show(done: int, total: int) -> None:
+            nonlocal shown
+            progress.update(task, completed=done)
+            if done == total or time.monotonic() > shown + _REFRESH_S:
+                shown = time.monotonic()
+                progress.refresh()
+
+        return plugin.verify(model, records, progress=show)
 
 
 def _figures(served: Served, report: Any) -> dict[str, Any]:
