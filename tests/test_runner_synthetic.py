@@ -17,7 +17,6 @@ from fdasync.testing import EdgeRunner, RunnerTests
 
 
 class TestSynthetic(RunnerTests):
-    logprobs = False
     config: dict[str, Any] = {"pass_stamp": True, "values_spec": True}  # noqa: RUF012
 
     def make(self, limits):

@@ -101,16 +101,25 @@ class Oracle:
         words = mix(digests ^ noise ^ mix(np.array([weights_id + 1], U64)))
         return (words % U64(self.config.vocab_size)).astype(np.int64)
 
-    def logprobs(self, digests: NDArray[np.uint64], tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Pretended raw log-probs [N] of these tokens, in (-10, 0); the processed ones are half of them."""
-        return -(mix(digests ^ (tokens.astype(U64) << U64(24))) % U64(9999) + U64(1)).astype(np.float64) / 1000.0
+    def logprobs(self, digests: NDArray[np.uint64], tokens: NDArray[np.int64], weights_id: int) -> NDArray[np.float64]:
+        """Pretended raw log-probs [N] of these tokens; the greedy one's is above -1, all others' are below.
 
-    def top(self, digest: np.uint64, count: int) -> TopLogprobs:
-        """Pretended alternatives: the best `count` of the lowest 64 ids."""
-        ids = np.arange(min(64, self.config.vocab_size))
-        values = self.logprobs(np.full(len(ids), digest), ids)
+        The processed ones are half of them.
+        """
+        words = mix(digests ^ (tokens.astype(U64) << U64(24))) % U64(999) + U64(1)
+        best = self.sample(digests, np.zeros(len(digests), U64), weights_id)
+        return -(words.astype(np.float64) / 1000.0) * np.where(tokens == best, 1.0, 9.0) - np.where(
+            tokens == best, 0, 1
+        )
+
+    def top(self, digest: np.uint64, count: int, weights_id: int) -> TopLogprobs:
+        """Pretended alternatives: the greedy token and the best of the lowest 64 ids."""
+        digests = np.array([digest], U64)
+        greedy = self.sample(digests, np.zeros(1, U64), weights_id)
+        ids = np.union1d(greedy, np.arange(min(64, self.config.vocab_size)))
+        values = self.logprobs(np.full(len(ids), digest), ids, weights_id)
         best = np.argsort(-values, kind="stable")[:count]
-        return TopLogprobs(tuple(best.tolist()), tuple(values[best].tolist()))
+        return TopLogprobs(tuple(ids[best].tolist()), tuple(values[best].tolist()))
 
     @staticmethod
     def noise(seed: int, index: int, position: int) -> int:

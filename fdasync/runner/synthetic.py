@@ -200,11 +200,11 @@ class SyntheticRunner(Runner):
         samplers = [self.lanes.samplers[lane] for lane in batch.lanes[batch.sampled]]
         raw = processed = top = None
         if any(sampler is not None and (sampler.raw or sampler.processed) for sampler in samplers):
-            values = self.oracle.logprobs(digests, tokens)
+            values = self.oracle.logprobs(digests, tokens, self.weights_id)
             raw, processed = tuple(values.tolist()), tuple((values / 2).tolist())
             if any(sampler is not None and sampler.top for sampler in samplers):
                 top = tuple(
-                    None if sampler is None else self.oracle.top(digest, sampler.top)
+                    None if sampler is None else self.oracle.top(digest, sampler.top, self.weights_id)
                     for sampler, digest in zip(samplers, digests, strict=True)
                 )
         return StepOutput(batch.step_id, tuple(tokens.tolist()), raw, processed, top)

@@ -137,6 +137,8 @@ class SimSeeds:
 
 
 _SIM_SEEDS = pytest.StashKey[SimSeeds]()
+_SIM_LINES = pytest.StashKey[list[str]]()
+_XDIST_KEY = "fdasync_simulation"
 
 
 @pytest.fixture
@@ -147,10 +149,27 @@ def sim_seeds(request: pytest.FixtureRequest) -> SimSeeds:
     return seeds
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """In a process of pytest-xdist: hand the summary to the one that prints."""
+    seeds = session.config.stash.get(_SIM_SEEDS, None)
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None and seeds is not None and seeds.tried:
+        output[_XDIST_KEY] = seeds.summary()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """In the process of pytest-xdist that prints: take the summary."""
+    lines = getattr(node, "workeroutput", {}).get(_XDIST_KEY)
+    if lines:
+        node.config.stash[_SIM_LINES] = lines
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Say which seeds were simulated, where any were."""
     seeds = config.stash.get(_SIM_SEEDS, None)
-    if seeds is not None and seeds.tried:
+    lines = seeds.summary() if seeds is not None and seeds.tried else config.stash.get(_SIM_LINES, [])
+    if lines:
         terminalreporter.section("simulation")
-        for line in seeds.summary():
+        for line in lines:
             terminalreporter.write_line(line)
