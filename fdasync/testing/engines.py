@@ -144,6 +144,7 @@ def check_sample(
         assert sample.finish_reason == want.reason, f"ended by {sample.finish_reason}, oracle {want.reason}"
     else:
         assert sample.token_ids == want.token_ids[:count], f"tokens {sample.token_ids}, oracle {want.token_ids}"
+    _check_logprobs(sample, prompt, params, oracle)
     if not rows:
         assert sample.routing is None
         assert not sample.aux
@@ -164,3 +165,16 @@ def check_sample(
         assert np.array_equal(sample.aux["values"], oracle.values(digests)), "values are not the oracle's"
     assert ("stamp" in sample.aux) == oracle.config.pass_stamp
     assert all(len(values) == len(routing) for values in sample.aux.values())
+
+
+def _check_logprobs(sample: Sample, prompt: Sequence[int], params: SamplingParams, oracle: Oracle) -> None:
+    assert (sample.raw_logprobs is not None) == (params.logprobs in ("raw", "both"))
+    assert (sample.processed_logprobs is not None) == (params.logprobs in ("processed", "both"))
+    if params.logprobs == "none":
+        return
+    tokens = np.array(sample.token_ids, np.int64)
+    digests = oracle.digests([*prompt, *sample.token_ids])[len(prompt) - 1 : len(prompt) - 1 + len(tokens)]
+    want = oracle.logprobs(digests, tokens, oracle.config.weights_id)
+    for have, factor in ((sample.raw_logprobs, 1.0), (sample.processed_logprobs, 0.5)):
+        if have is not None:
+            assert np.allclose(have, want * factor, atol=1e-6), "log-probs are not the oracle's"

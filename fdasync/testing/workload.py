@@ -12,12 +12,13 @@ from typing import Any, Literal
 import msgspec
 
 from fdasync.config import EngineConfig
-from fdasync.request import SamplingParams
+from fdasync.request import LogprobKind, SamplingParams
 from fdasync.runner.oracle import SyntheticConfig
 from fdasync.testing.edges import Fault, FaultKind
 
 Way = Literal["complete", "stream", "slow", "leave", "abort", "cancel"]
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
+_LOGPROBS: tuple[LogprobKind, ...] = ("none", "none", "none", "raw", "processed", "both")
 
 
 class RequestPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,6 +158,7 @@ class _Draw:
                 stop=stops,
                 stop_token_ids=self._tokens(random.randint(0, 2)),
                 ignore_eos=random.random() < 0.2,
+                logprobs=random.choice(_LOGPROBS),
             ),
             arrives_s=random.uniform(0.0, self.span_s),
             way=way,
