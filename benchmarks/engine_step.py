@@ -63,8 +63,8 @@ async def measure(running: int, steps: int, *, streams: bool, depth: int, proces
     )
     params = SamplingParams(max_tokens=new_tokens, temperature=0.0, stop_token_ids=(149_998, 149_997))
     async with Engine(config) as engine:
-        if engine._arena is not None:
-            for rows in engine._arena.rows.values():
+        if engine._runtime._arena is not None:
+            for rows in engine._runtime._arena.rows.values():
                 rows.fill(0)
         taken = 0
 
