@@ -238,11 +238,9 @@ class Planner:
         return decodes, [(row, seq) for row, seq in enumerate(decodes) if seq.emits]
 
     def _chunk(self, seq: Sequence, budget: int, plan: StepPlan) -> int:
-        """Plan the next chunk of a prefill within `budget`; returns its tokens."""
+        """Plan the next chunk of a prefill within `budget`, at least 1; returns its tokens."""
         start = seq.planned
         stop = min(start + budget, len(seq.tokens))
-        if stop <= start:
-            return 0
         if self.index.enabled:
             size = self.config.block_tokens
             for number in range(start // size, stop // size):
@@ -290,31 +288,32 @@ class Planner:
             if len(self.decoding) + len(self.prefilling) >= self.config.max_running:
                 break
             seq = self.waiting[position]
-            start = self._start(seq, plan.step_id)
-            if start is None:
-                if seq.waits_for is None:
-                    # no room: those behind it must not overtake, or it would starve
-                    break
+            hits = self._match(seq, plan.step_id)
+            if hits is None:
                 position += 1
                 continue
+            start = self._start(seq, hits)
+            if start is None:
+                # no room: those behind it must not overtake, or it would starve
+                break
             del self.waiting[position]
             starts.append(start)
             budget -= self._chunk(seq, budget, plan)
         return starts
 
-    def _start(self, seq: Sequence, step_id: int) -> SeqStart | None:
-        """Match, pin and reserve in one go; None if it must wait (`waits_for` names a leader's block)."""
-        if seq.waits_for is not None and self.index.is_coming(seq.waits_for, step_id):
-            return None
-        seq.waits_for = None
-        size = self.config.block_tokens
-        length = len(seq.tokens)
+    def _match(self, seq: Sequence, step_id: int) -> list[Block] | None:
+        """The blocks that it need not compute; None while a leader computes the next one in this very step."""
         # the last token is always forwarded: its logits are what the first sample needs
-        limit = (length - 1) // size if self.index.enabled else 0
+        limit = (len(seq.tokens) - 1) // self.config.block_tokens if self.index.enabled else 0
         hits = self.index.match(seq.keys, limit, step_id)
         if len(hits) < limit and self.index.is_coming(seq.keys[len(hits)], step_id):
-            seq.waits_for = seq.keys[len(hits)]
             return None
+        return hits
+
+    def _start(self, seq: Sequence, hits: list[Block]) -> SeqStart | None:
+        """Pin the hits and reserve the rest in one go; None if there is no room."""
+        size = self.config.block_tokens
+        length = len(seq.tokens)
         needed = -(-length // size) - len(hits)
         idle_hits = sum(1 for block in hits if not block.pins)
         reserve = min(len(self.decoding) * self.config.decode_reserve_blocks, self.index.pool.num_blocks // 4)

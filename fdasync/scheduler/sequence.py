@@ -71,7 +71,6 @@ class Sequence:
         "state",
         "stop_ids",
         "tokens",
-        "waits_for",
     )
 
     def __init__(self, event: RequestPrepared, arrival: int) -> None:
@@ -103,7 +102,6 @@ class Sequence:
         self.cached_tokens = -1
         self.ending: tuple[str, int, int] | None = None
         self.checked = 0
-        self.waits_for: bytes | None = None
 
     @property
     def computed(self) -> int:
@@ -139,4 +137,3 @@ class Sequence:
         self.computed_prefill = 0
         self.planned = 0
         self.last_step = -1
-        self.waits_for = None
