@@ -310,7 +310,7 @@ def test_the_same_events_give_the_same_actions():
 def test_check_finds_a_lost_pin_and_a_stall():
     table = Table()
     fly(table)
-    (seq,) = table.scheduler.planner.decoding.values()
+    (seq,) = table.scheduler.roster.decoding.values()
     seq.blocks[0].pins += 1
     with pytest.raises(InvariantBroken, match="2 pins, 1 sequences use it"):
         table.scheduler.check()
@@ -318,7 +318,7 @@ def test_check_finds_a_lost_pin_and_a_stall():
     table.scheduler._inflight.clear()
     with pytest.raises(InvariantBroken, match="wait for nothing"):
         table.scheduler.check()
-    table.scheduler.planner._draining[0] = [seq]
+    table.scheduler.roster._draining[0] = [seq]
     with pytest.raises(InvariantBroken, match="no step is in flight"):
         table.scheduler.check()
 

@@ -2,7 +2,8 @@
 
 No await, no torch, no I/O, no text, no clock but the time stamped on events, no iteration over sets: the
 same events give the same actions, so every decision can be tested with plain calls and replayed from a
-trace. This file: what events mean and how a request ends. `planner.py`: what the next step computes.
+trace. This file: what events mean, how a request ends. `planner.py`: what the next step computes. `roster.py`: where
+every sequence stands.
 
 Called by `driver.py` once per loop turn.
 """
@@ -11,8 +12,6 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-
-import msgspec
 
 from fdasync.actions import Action, CopyRows, EmitTokens, FinishRequest, RowSpan, WakeAt
 from fdasync.cache.aux import SlotPool
@@ -29,60 +28,10 @@ from fdasync.events.catalog import (
     StopMatched,
     TimerFired,
 )
+from fdasync.scheduler.config import SchedulerConfig, SchedulerStats
 from fdasync.scheduler.planner import Planner, StepPlan
+from fdasync.scheduler.roster import Roster
 from fdasync.scheduler.sequence import Sequence, State
-
-
-class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the scheduler needs to know, all resolved.
-
-    Attributes:
-        block_tokens: a power of two.
-        num_blocks: of the device.
-        max_running: sequences at a time, at most max_step_tokens.
-        max_step_tokens: token budget of a step.
-        pipeline_depth: steps in flight, 1 or 2.
-        prefix_cache: share sealed and pending blocks by identity.
-        capture: every block has an aux slot.
-        decode_reserve_blocks: free blocks that admission leaves for each decoding sequence, a quarter of all
-            blocks at most.
-        weight_version: label of the weights in use.
-    """
-
-    block_tokens: int
-    num_blocks: int
-    max_running: int
-    max_step_tokens: int
-    pipeline_depth: int = 1
-    prefix_cache: bool = True
-    capture: bool = True
-    decode_reserve_blocks: int = 1
-    weight_version: int = 0
-
-
-class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters since the start, and gauges of now.
-
-    Attributes:
-        dropped_tokens: sampled for requests that had ended already (overrun).
-        late_aborts: aborts of requests that were unknown or had ended.
-        prompt_tokens, hit_tokens: of admitted requests, first admission only.
-    """
-
-    waiting: int
-    running: int
-    steps: int
-    free_blocks: int
-    idle_blocks: int
-    num_blocks: int
-    preemptions: int
-    evictions: int
-    finished: int
-    generated_tokens: int
-    dropped_tokens: int
-    late_aborts: int
-    prompt_tokens: int
-    hit_tokens: int
 
 
 class Scheduler:
@@ -93,7 +42,8 @@ class Scheduler:
         slots = SlotPool(config.num_blocks) if config.capture else None
         self.index = PrefixIndex(BlockPool(config.num_blocks, slots), enabled=config.prefix_cache)
         self._spans: list[RowSpan] = []
-        self.planner = Planner(config, self.index, self._spans)
+        self.roster = Roster(config.block_tokens, self.index, self._spans)
+        self._planner = Planner(config, self.index, self.roster)
         self._mask = config.block_tokens - 1
         self._sequences: dict[int, Sequence] = {}
         self._inflight: deque[StepPlan] = deque()
@@ -135,7 +85,7 @@ class Scheduler:
         self._expire(now)
         steps: list[Action] = []
         while len(self._inflight) < self.config.pipeline_depth:
-            planned = self.planner.plan()
+            planned = self._planner.plan()
             if planned is None:
                 break
             steps.append(planned[0])
@@ -171,7 +121,7 @@ class Scheduler:
                 # most belong to requests that ended long before their deadline
                 self._deadlines = [entry for entry in self._deadlines if entry[1] in self._sequences]
                 heapq.heapify(self._deadlines)
-        self.planner.enqueue(seq)
+        self.roster.enqueue(seq)
 
     def _on_abort(self, event: AbortRequested) -> None:
         for key in event.keys:
@@ -217,7 +167,7 @@ class Scheduler:
         seq.ending = (reason, seq.num_output, matched)
         seq.stop_ids = frozenset()
         seq.emits = False
-        self.planner.await_answer(seq)
+        self.roster.to_tail(seq)
 
     def _end(self, seq: Sequence, reason: str, keep: int, matched: int = -1) -> None:
         """The one place where a sequence ends."""
@@ -242,7 +192,7 @@ class Scheduler:
         del self._sequences[seq.key]
         seq.stop_ids = frozenset()
         seq.emits = False
-        self.planner.end(seq)
+        self.roster.end(seq)
 
     def salvage(self) -> list[Action]:
         """End every live sequence with reason "failed" and what it has; for an engine that cannot go on.
@@ -289,7 +239,7 @@ class Scheduler:
         for seq in plan.lasts:
             if seq.state is not State.ENDED:
                 self._complete(seq, "length")
-        self.planner.step_done(plan.step_id)
+        self.roster.step_done(plan.step_id)
 
     def _check_stop(self, seq: Sequence, token: int) -> None:
         if token in seq.stop_ids and len(seq.tokens) >= seq.min_len:
@@ -308,7 +258,7 @@ class Scheduler:
                     tuple([row for row, _ in rows]),
                 )
             )
-        if self.planner.is_draining:
+        if self.roster.is_draining:
             self._dropped += sum(1 for seq in (*plan.decodes, *samplers) if seq.state is State.ENDED)
 
     def _chunk_done(self, seq: Sequence, start: int, stop: int) -> None:
@@ -337,16 +287,16 @@ class Scheduler:
     # -- looking in -------------------------------------------------------------------------------
 
     def stats(self) -> SchedulerStats:
-        planner = self.planner
+        roster = self.roster
         pool = self.index.pool
         return SchedulerStats(
-            waiting=len(planner.waiting),
-            running=len(planner.prefilling) + len(planner.decoding) + len(planner.tail),
-            steps=planner.done_step + 1,
+            waiting=len(roster.waiting),
+            running=len(roster.prefilling) + len(roster.decoding) + len(roster.tail),
+            steps=roster.done_step + 1,
             free_blocks=pool.num_free,
             idle_blocks=self.index.num_available - pool.num_free,
             num_blocks=pool.num_blocks,
-            preemptions=planner.preemptions,
+            preemptions=roster.preemptions,
             evictions=self.index.evictions,
             finished=self._finished,
             generated_tokens=self._generated,
@@ -361,15 +311,15 @@ class Scheduler:
         self.index.check()
         pins: dict[int, int] = {}
         holders = {id(seq): seq for seq in self._sequences.values()}
-        holders |= {id(seq): seq for seq in self.planner.draining()}
+        holders |= {id(seq): seq for seq in self.roster.draining()}
         for seq in holders.values():
             for block in seq.blocks:
                 pins[block.id] = pins.get(block.id, 0) + 1
         for block in self.index.pool.live():
             if block.pins != pins.get(block.id, 0):
                 raise InvariantBroken(f"{block} has {block.pins} pins, {pins.get(block.id, 0)} sequences use it")
-        if not self._inflight and self.planner.is_draining:
+        if not self._inflight and self.roster.is_draining:
             raise InvariantBroken("sequences drain, but no step is in flight")
-        awaited = self._inflight or self.planner.tail
+        awaited = self._inflight or self.roster.tail
         if self._sequences and not awaited:
             raise InvariantBroken(f"{len(self._sequences)} sequences wait for nothing: the scheduler stalled")

@@ -8,7 +8,8 @@ import msgspec
 
 from fdasync.errors import InvariantBroken
 from fdasync.events.trace import FORMAT, TraceHeader, Turn
-from fdasync.scheduler.core import Scheduler, SchedulerConfig
+from fdasync.scheduler.config import SchedulerConfig
+from fdasync.scheduler.core import Scheduler
 
 if TYPE_CHECKING:
     from fdasync.actions import Action
