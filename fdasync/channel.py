@@ -30,7 +30,7 @@ _HEADER_NBYTES = 5
 class Channel:
     """One end. `on_frame(payload, fds)` and `on_end(error | None)` are called from the loop; on_end once.
 
-    Fds handed to `on_frame` belong to the callee; a ProtocolError that it raises ends the channel. Owns `sock`
+    Fds handed to `on_frame` belong to the callee; what it raises ends the channel. Owns `sock`
     and closes it.
     """
 
@@ -135,25 +135,35 @@ class Channel:
 
     def _deliver(self) -> None:
         at = 0
+        frames: list[tuple[bytes, list[int]]] = []
+        broken: ProtocolError | None = None
         while not self._closed and len(self._unread) - at >= _HEADER_NBYTES:
             size, count = int.from_bytes(self._unread[at : at + 4], "little"), self._unread[at + 4]
             if size > MAX_FRAME_NBYTES or count > len(self._fds):
-                self._end(
-                    ProtocolError(f"a frame of {size} bytes is above {MAX_FRAME_NBYTES}, or lacks its {count} fds")
-                )
-                return
+                broken = ProtocolError(f"a frame of {size} bytes is above {MAX_FRAME_NBYTES}, or lacks its {count} fds")
+                break
             start = at + _HEADER_NBYTES
             if len(self._unread) - start < size:
                 break
             payload = bytes(memoryview(self._unread)[start : start + size])
             at = start + size
             fds, self._fds = self._fds[:count], self._fds[count:]
-            try:
-                self._on_frame(payload, fds)
-            except ProtocolError as error:
-                self._end(error)
+            frames.append((payload, fds))
+        # taken off before anybody sees them: whatever a callee raises, no frame is delivered twice
         if not self._closed:
             del self._unread[:at]
+        for number, (payload, fds) in enumerate(frames):
+            if self._closed:
+                for _, left in frames[number:]:
+                    for fd in left:
+                        os.close(fd)
+                return
+            try:
+                self._on_frame(payload, fds)
+            except Exception as error:
+                self._end(error)
+        if broken is not None:
+            self._end(broken)
 
     def _end(self, error: Exception | None) -> None:
         if not self._closed:

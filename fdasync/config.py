@@ -44,7 +44,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         decode_reserve_blocks: see `SchedulerConfig`.
         inline_tokenise_chars: longer texts are tokenised in a child process.
         start_deadline_s: loading and profiling.
-        step_deadline_s: one step, from launch to completion; the first one of a runner may compile.
+        step_deadline_s: one step, from launch to completion. A runner warms up and compiles before it says hello,
+            under the start deadline.
         request_deadline_s: of requests that name none.
         prepare_deadline_s: tokenising in the child process.
         close_deadline_s: steps in flight, and the worker's own end, at `aclose`.

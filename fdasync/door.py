@@ -1,6 +1,6 @@
 """The door: every request from the call until it is the scheduler's, and the names of those that are inside.
 
-A bounded number of samples is live; who finds no place waits in order of arrival, within the request's own
+A bounded number of samples is live; who finds no place waits, higher priority first, within the request's own
 deadline. An abort, the engine's end or its failure end a wait at the door as they end anything else. Knows
 no schedule and no text. Called by `engine.py` and `stream.py`.
 """
@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import deque
+from bisect import insort
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fdasync.errors import DeadlineExceeded, DuplicateRequestId, EngineFailed
+from fdasync.errors import DeadlineExceeded, DecodeFailed, DuplicateRequestId, EngineClosed, EngineFailed
 from fdasync.events.catalog import AbortRequested
 from fdasync.output import RequestOutput
 from fdasync.request import SamplingParams
@@ -44,24 +44,29 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Intake:
-    """A bounded number of live samples; who finds no place waits in order of arrival."""
+    """A bounded number of live samples; who finds no place waits: higher priority first, then older."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.used = 0
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._arrivals = 0
+        self._waiting: list[tuple[int, int, int, asyncio.Future[None]]] = []
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    async def enter(self, count: int) -> None:
+    async def enter(self, count: int, priority: int = 0) -> None:
         """Take `count` places. The caller's deadline bounds the wait; cancelling gives the place up."""
-        if not self._waiting and self.used + count <= self.limit:
+        first = not self._waiting or -priority < self._waiting[0][0]
+        if first and self.used + count <= self.limit:
             self.used += count
             return
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((count, place))
+        # arrivals differ, so futures are never compared
+        entry = (-priority, self._arrivals, count, place)
+        self._arrivals += 1
+        insort(self._waiting, entry)
         try:
             await place
         except asyncio.CancelledError:
@@ -69,8 +74,8 @@ class Intake:
                 self.leave(count)
             else:
                 # gone already where somebody left between the cancelling and now
-                if (count, place) in self._waiting:
-                    self._waiting.remove((count, place))
+                if entry in self._waiting:
+                    self._waiting.remove(entry)
                 self._grant()
             raise
 
@@ -79,8 +84,8 @@ class Intake:
         self._grant()
 
     def _grant(self) -> None:
-        while self._waiting and self.used + self._waiting[0][0] <= self.limit:
-            count, place = self._waiting.popleft()
+        while self._waiting and self.used + self._waiting[0][2] <= self.limit:
+            _, _, count, place = self._waiting.pop(0)
             if not place.done():
                 self.used += count
                 place.set_result(None)
@@ -135,18 +140,19 @@ class Door:
         """Check, wait for a place, prepare, publish. Raises as `Engine.generate` says."""
         self._check_open(False)
         limit_s = self._config.request_deadline_s if ask.deadline_s is None else ask.deadline_s
-        self._preparer.check(ask, limit_s)
+        # what the caller may still change is copied here: it is checked once
+        ask = self._preparer.check(ask, limit_s)
         name = f"{self._rng.getrandbits(64):016x}" if ask.request_id is None else ask.request_id
         if name in self._live:
             raise DuplicateRequestId(name)
         now = asyncio.get_running_loop().time()
-        request = RequestOutput(name, ask.params, streams=ask.streams, start=ask.start, now=now)
+        request = RequestOutput(name, ask.params, start=ask.start, now=now)
         self._live[name] = request
         request.wants_rows = self._runtime.capacity.aux_specs != () and ask.routing is not False
         entered = False
         try:
             async with asyncio.timeout_at(now + limit_s) as request.limit:
-                await self._intake.enter(ask.params.n)
+                await self._intake.enter(ask.params.n, ask.priority)
                 entered = True
                 self._check_open(True)
                 keys = [next(self._keys) for _ in range(ask.params.n)]
@@ -164,8 +170,11 @@ class Door:
             if not aborted and isinstance(error, DeadlineExceeded):
                 raise
             return request
-        except BaseException:
+        except BaseException as error:
             self._forget(request, entered)
+            if isinstance(error, EngineClosed):
+                # the tokenizer's process closes when the engine does, and when it fails
+                self._check_open(False)
             raise
         finally:
             request.limit = None
@@ -192,12 +201,25 @@ class Door:
         """Told by the output hub: the request has its result."""
         self._forget(request, entered=True)
 
+    async def leave(self, request: RequestOutput) -> None:
+        """Abort it if it has not ended, and wait until it has: one turn of the driver."""
+        if request.done.done():
+            return
+        self.abort(request)
+        limit_s = self._config.close_deadline_s
+        done, _ = await asyncio.wait([request.done], timeout=limit_s)
+        if not done:
+            raise DeadlineExceeded(f"aborting request {request.request_id}", limit_s)
+
     def result(self, request: RequestOutput) -> Result:
-        """Of an ended request. Raises EngineFailed, with what there is, if the engine's failure ended it."""
+        """Of an ended request. Raises EngineFailed if the engine's failure ended it, DecodeFailed if its text could
+        not be made; both carry what there is."""
         result = request.result(self._runtime.capacity)
         if request.failure is not None:
             self.failure_seen = True
             raise EngineFailed(request.failure, result)
+        if request.spoiled is not None:
+            raise DecodeFailed(request.spoiled, result)
         return result
 
     def _forget(self, request: RequestOutput, entered: bool) -> None:

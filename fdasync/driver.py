@@ -11,6 +11,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from fdasync.actions import CopyRows, EmitTokens, FinishRequest, RunStep, WakeAt
+from fdasync.errors import InvariantBroken
 from fdasync.events.bus import EventBus
 from fdasync.events.catalog import StepDone, StepFailed, TimerFired
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from fdasync.output import OutputHub
     from fdasync.runner.base import Runner, StepOutput
     from fdasync.scheduler import Scheduler
+
+# an overdue step fails the engine only after the loop has been attentive for this long
+_GRACE_S = 0.05
 
 
 class Driver:
@@ -60,6 +64,8 @@ class Driver:
         self._timer: asyncio.TimerHandle | None = None
         self._watchdog: asyncio.TimerHandle | None = None
         self._idle: asyncio.Future[None] | None = None
+        self._last_look = -1
+        self._look_at = 0.0
 
     @property
     def steps_in_flight(self) -> int:
@@ -72,6 +78,8 @@ class Driver:
         for timer in (self._timer, self._watchdog):
             if timer is not None:
                 timer.cancel()
+        if self._idle is not None and not self._idle.done():
+            self._idle.set_result(None)
 
     async def wait_idle(self) -> None:
         """Until no step is in flight. The caller sets the deadline."""
@@ -144,6 +152,8 @@ class Driver:
         step_id, _ = self._steps.popleft()
         try:
             output = done.result()
+            if output.step_id != step_id:
+                raise InvariantBroken(f"the runner completed step {output.step_id} before step {step_id}")
         except BaseException as error:
             # a cancelled future too: whoever cancelled it, the engine cannot go on without the step
             self.bus.publish(StepFailed(step_id=step_id, problem=str(error)))
@@ -158,11 +168,16 @@ class Driver:
         if not self._steps:
             return
         step_id, launched = self._steps[0]
-        left = launched + self._step_deadline_s - self._loop.time()
-        if left <= 0:
-            self._fail(self._runner.overdue(step_id, self._step_deadline_s))
+        now = self._loop.time()
+        left_s = launched + self._step_deadline_s - now
+        if left_s > 0:
+            self._watchdog = self._loop.call_later(left_s, self._watch)
+        elif self._last_look == step_id and now < self._look_at + _GRACE_S:
+            self._fail(self._runner.overdue(f"step {step_id}", self._step_deadline_s))
         else:
-            self._watchdog = self._loop.call_later(left, self._watch)
+            # a loop that its user blocked may not have read yet what has come: look again when it has
+            self._last_look, self._look_at = step_id, now + _GRACE_S
+            self._watchdog = self._loop.call_later(_GRACE_S, self._watch)
 
     def _fail(self, error: BaseException) -> None:
         if self._stopped:
@@ -170,6 +185,4 @@ class Driver:
         self.stop()
         # taps see what happened up to the end, the failure included
         self.bus.feed_taps(self.bus.drain())
-        if self._idle is not None and not self._idle.done():
-            self._idle.set_result(None)
         self._on_failure(error)

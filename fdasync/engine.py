@@ -107,12 +107,15 @@ class Engine:
         loop = asyncio.get_running_loop()
         self._stop: asyncio.Event = asyncio.Event()
         started: asyncio.Future[None] = loop.create_future()
+        # where nobody waits any more, its error is nobody's
+        started.add_done_callback(lambda future: future.cancelled() or future.exception())
         self._supervisor = loop.create_task(self._supervise(started), name="fdasync-engine")
         try:
             await asyncio.shield(started)
         except BaseException:
             self._stop.set()
-            await self._supervisor
+            # who is cancelled once more leaves it to end by itself
+            await asyncio.shield(self._supervisor)
             raise
 
     async def _supervise(self, started: asyncio.Future[None]) -> None:
@@ -180,10 +183,17 @@ class Engine:
         if self.state in ("running", "draining"):
             self.state = "closing"
         self._stop.set()
-        # a caller that is cancelled here must not leave a half-closed engine behind
-        await asyncio.shield(self._supervisor)
-        if self.state != "failed":
-            self.state = "closed"
+        told = self._supervisor.done()
+        try:
+            # a caller that is cancelled here must not leave a half-closed engine behind
+            await asyncio.shield(self._supervisor)
+        except Exception:
+            # what closing raised is raised once: a second call has nothing to add
+            if not told:
+                raise
+        finally:
+            if self._supervisor.done() and self.state != "failed":
+                self.state = "closed"
 
     def _fail(self, cause: BaseException) -> None:
         """The engine cannot go on: everyone who waits is told, then the supervisor frees what there is."""
@@ -232,7 +242,7 @@ class Engine:
         """A stream of deltas: `async with engine.generate(...) as stream: async for delta in stream: ...`.
 
         Args:
-            prompt: text, or token ids (any sequence, or an array with `tolist`); never changed or kept.
+            prompt: text, or token ids (a sequence of ints, or an array with `tolist`); copied, never changed.
             params: how to sample; default SamplingParams().
             request_id: one's own name for it, unique among live requests; drawn when None.
             priority: higher is admitted first and preempted last; equal ones in order of arrival.
@@ -242,8 +252,9 @@ class Engine:
             cache_salt: requests share prefixes only with those of the same salt.
 
         Entering waits for a place (`max_requests`) and for tokenising. It raises BadInput, DuplicateRequestId,
-        EngineClosed, EngineFailed, and DeadlineExceeded or WorkerDied of the tokenizer's process. Leaving early
-        aborts the request.
+        EngineClosed, EngineFailed, CheckpointError of a tokenizer that fails, and DeadlineExceeded, WorkerDied or
+        WorkerStuck of the process that tokenises long texts. Reading raises EngineFailed or DecodeFailed. Leaving
+        early aborts the request.
         """
         ask = Ask(
             prompt=prompt,
@@ -272,7 +283,8 @@ class Engine:
     ) -> Result:
         """The end only; see `generate` for arguments and errors. Cancelling it aborts the request.
 
-        Raises EngineFailed with `.partial` if the engine fails meanwhile.
+        Raises EngineFailed with `.partial` if the engine fails meanwhile, DecodeFailed likewise if its text cannot be
+        made.
         """
         ask = Ask(
             prompt=prompt,

@@ -153,6 +153,21 @@ class EngineFailed(PermanentError):
         self.__cause__ = cause
 
 
+class DecodeFailed(PermanentError):
+    """The tokenizer could not make text of a request's tokens; the request was ended, others go on.
+
+    Attributes:
+        cause: what the tokenizer raised.
+        partial: the result so far; its text ends before the tokens that could not be decoded.
+    """
+
+    def __init__(self, cause: BaseException, partial: Any = None) -> None:
+        self.cause = cause
+        self.partial = partial
+        super().__init__(f"the tokenizer could not decode: {type(cause).__name__}: {cause}")
+        self.__cause__ = cause
+
+
 class InvariantBroken(PermanentError):
     """A rule that fdasync itself must keep did not hold: a defect here or in a plugin.
 

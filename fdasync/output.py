@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from fdasync.actions import CopyRows, FinishRequest
 from fdasync.errors import InvariantBroken
-from fdasync.events.catalog import StopChecked, StopMatched
+from fdasync.events.catalog import AbortRequested, StopChecked, StopMatched
 from fdasync.result import Result
 from fdasync.sample_output import SampleOutput
 
@@ -42,7 +42,8 @@ class RequestOutput:
 
     Attributes:
         done: set when every sample ended, or the engine failed.
-        streams: a reader takes deltas.
+        failure: what ended the engine, and with it the request.
+        spoiled: what the tokenizer raised over its tokens.
         limit: of the wait at the door and of its preparation; an abort ends those too.
     """
 
@@ -57,18 +58,17 @@ class RequestOutput:
         "prompt",
         "request_id",
         "samples",
+        "spoiled",
         "start",
         "started_at",
-        "streams",
         "waiter",
         "wants_rows",
     )  # fmt: skip
 
-    def __init__(self, request_id: str, params: SamplingParams, *, streams: bool, start: int, now: float) -> None:
+    def __init__(self, request_id: str, params: SamplingParams, *, start: int, now: float) -> None:
         self.request_id = request_id
         self.params = params
         self.prompt: tuple[int, ...] = ()
-        self.streams = streams
         self.start = start
         self.wants_rows = False
         self.samples: list[SampleOutput] = []
@@ -78,6 +78,7 @@ class RequestOutput:
         self.ended_at = now
         self.limit: asyncio.Timeout | None = None
         self.failure: BaseException | None = None
+        self.spoiled: Exception | None = None
         self.done = asyncio.get_running_loop().create_future()
         self.waiter: asyncio.Future[None] | None = None
 
@@ -156,7 +157,11 @@ class OutputHub:
             if sample.top is not None:
                 sample.top.append(_given(output.top, "top log-probs")[row])
             if sample.stops:
-                if sample.find_stop(token):
+                found = sample.find_stop(token)
+                if request.spoiled is not None:
+                    self._bus.publish(AbortRequested(keys=tuple([other.key for other in request.samples])))
+                    sample.matched = True
+                elif found:
                     self._bus.publish(StopMatched(key=key, keep_tokens=len(sample.tokens)))
                     sample.matched = True
                 else:
@@ -220,13 +225,25 @@ class OutputHub:
             request.failure = cause
         for action in last:
             if isinstance(action, CopyRows):
-                self.copy_rows(action.spans)
+                self._rescue_rows(action.spans, cause)
             elif isinstance(action, FinishRequest):
                 self.finish(action)
         self._samples.clear()
         for request in requests:
             if not request.done.done():
                 self.end(request)
+
+    def _rescue_rows(self, spans: tuple[RowSpan, ...], cause: BaseException) -> None:
+        """Copy what is there; a sample's rows end where one is missing (they stay contiguous)."""
+        spoiled: set[int] = set()
+        for span in spans:
+            if span.key in spoiled:
+                continue
+            try:
+                self.copy_rows((span,))
+            except InvariantBroken as error:
+                spoiled.add(span.key)
+                cause.add_note(f"while the rows so far were taken: {error}")
 
 
 def _given(values: tuple[T, ...] | None, what: str) -> tuple[T, ...]:

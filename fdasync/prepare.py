@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from collections.abc import Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec.structs import replace
 
 from fdasync.cache.prefix import block_keys, root_key
-from fdasync.errors import BadInput
+from fdasync.errors import BadInput, CheckpointError
 from fdasync.events.catalog import RequestPrepared
 from fdasync.request import SamplerSpec, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from random import Random
 
     from fdasync.config import EngineConfig
@@ -74,8 +75,11 @@ class Preparer:
 
     # -- validation, before anything is waited for --------------------------------------------------
 
-    def check(self, ask: Ask, deadline_s: float) -> None:
-        """Raise BadInput for everything that can be told without tokenising."""
+    def check(self, ask: Ask, deadline_s: float) -> Ask:
+        """Raise BadInput for everything that can be told without tokenising.
+
+        Returns what was asked with token ids copied, so that the caller's list may change meanwhile.
+        """
         params: Any = ask.params
         if not isinstance(params, SamplingParams):
             raise BadInput("params", f"a SamplingParams is needed, not {type(params).__name__}")
@@ -88,8 +92,10 @@ class Preparer:
         self._check_options(ask, deadline_s)
         if isinstance(ask.prompt, str):
             self._check_text(ask.prompt)
-        else:
-            self._check_length(self._check_tokens(ask.prompt), params, ask.start)
+            return ask
+        tokens = self._check_tokens(ask.prompt)
+        self._check_length(tokens, params, ask.start)
+        return replace(ask, prompt=tokens)
 
     def _check_options(self, ask: Ask, deadline_s: Any) -> None:
         request_id: Any = ask.request_id
@@ -125,24 +131,31 @@ class Preparer:
                 "prompt", f"has a lone surrogate at character {error.start}", hint="it is not valid Unicode text"
             ) from None
 
-    def _check_tokens(self, prompt: Any) -> Sequence[int]:
+    def _check_tokens(self, prompt: Any) -> tuple[int, ...]:
+        """A copy of the token ids."""
+        most = self.capacity.max_context_tokens
+        if isinstance(prompt, Sized) and getattr(prompt, "ndim", 1) == 1 and len(prompt) > most:
+            # before anything is read of it
+            raise BadInput("prompt", f"{len(prompt)} tokens leave no room to answer", limit=most)
         tolist = getattr(prompt, "tolist", None)
         values = tolist() if callable(tolist) else prompt
-        if not isinstance(values, list | tuple):
+        if not isinstance(values, Sequence) or isinstance(values, str | bytes | bytearray):
             raise BadInput("prompt", f"{type(prompt).__name__} is neither text nor a sequence of token ids")
-        if not values:
-            raise BadInput("prompt", "is empty", limit="at least one token")
         try:
-            array("q", values)
+            tokens = tuple(array("q", values))
         except (TypeError, OverflowError) as error:
             raise BadInput("prompt", f"holds something that is no token id: {error}") from None
+        if bool in set(map(type, values)):
+            raise BadInput("prompt", "holds a bool, which is no token id")
+        if not tokens:
+            raise BadInput("prompt", "is empty", limit="at least one token")
         vocab = self.capacity.vocab_size
-        low, high = min(values), max(values)
+        low, high = min(tokens), max(tokens)
         if low < 0 or high >= vocab:
             raise BadInput(
                 "prompt", f"token id {low if low < 0 else high} is outside the vocabulary", limit=f"0 to {vocab - 1}"
             )
-        return values
+        return tokens
 
     def _check_length(self, tokens: Sequence[int], params: SamplingParams, start: int) -> None:
         capacity = self.capacity
@@ -175,9 +188,10 @@ class Preparer:
             deadline: engine time at which the request ends.
         """
         params = ask.params
-        tokens = tuple(await self._tokenise(ask.prompt))
-        if isinstance(ask.prompt, str):
-            self._check_length(self._check_tokens(tokens), params, ask.start)
+        tokens = ask.prompt
+        if isinstance(tokens, str):
+            tokens = self._check_tokens(await self._tokenise(tokens))
+            self._check_length(tokens, params, ask.start)
         root = root_key(self.namespace, ask.cache_salt.encode(errors="surrogatepass"))
         hashes = await self._hash(root, tokens) if self._config.prefix_cache else ()
         eos = () if params.ignore_eos else self.capacity.eos_ids
@@ -219,13 +233,16 @@ class Preparer:
             for index, key in enumerate(keys)
         ]
 
-    async def _tokenise(self, prompt: Any) -> Sequence[int]:
-        if not isinstance(prompt, str):
-            return self._check_tokens(prompt)
+    async def _tokenise(self, text: str) -> list[int]:
         assert self._tokenizer is not None
-        if len(prompt) <= self._config.inline_tokenise_chars or self._long_texts is None:
-            return self._tokenizer.encode(prompt)
-        return await self._long_texts.encode(prompt, self._config.prepare_deadline_s)
+        if len(text) > self._config.inline_tokenise_chars and self._long_texts is not None:
+            return await self._long_texts.encode(text, self._config.prepare_deadline_s)
+        try:
+            return self._tokenizer.encode(text)
+        except Exception as error:
+            raise CheckpointError(
+                self._config.model, f"the tokenizer failed: {type(error).__name__}: {error}"
+            ) from error
 
     async def _hash(self, root: bytes, tokens: tuple[int, ...]) -> tuple[bytes, ...]:
         size = self.capacity.block_tokens

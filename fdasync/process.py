@@ -15,7 +15,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from fdasync.channel import Channel
-from fdasync.errors import DeadlineExceeded, ProtocolError, WorkerDied
+from fdasync.errors import DeadlineExceeded, WorkerDied
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -92,12 +92,12 @@ class ChildProcess:
             self._on_death(self._error or WorkerDied(self.name, self.pid, status))
 
     def _channel_ended(self, error: Exception | None) -> None:
-        # without its channel it is of no use, and what broke the protocol must not go on; a reset is its death,
-        # which the pidfd tells with the status
-        if isinstance(error, ProtocolError):
+        # the end of the stream is its death, and what broke the protocol must not go on; one that is dying already
+        # keeps the status that the pidfd will tell
+        if error is not None and not isinstance(error, OSError):
             self._error = error
-            if not self.exited.done():
-                self._process.kill()
+        if not self._silent and not self.exited.done():
+            self._process.kill()
 
 
 def die_with_parent() -> None:

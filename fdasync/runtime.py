@@ -24,11 +24,15 @@ from fdasync.tokenise import TokenizerProcess
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fdasync.actions import Action
     from fdasync.config import EngineConfig
     from fdasync.events.bus import EventBus
     from fdasync.output import RequestOutput
     from fdasync.runner.base import Capacity, Runner
     from fdasync.tokenizer import Tokenizer
+
+# beyond the close deadline itself: killing and reaping a worker
+_REAP_S = 15.0
 
 
 class Runtime:
@@ -117,21 +121,41 @@ class Runtime:
                     await asyncio.wait([request.done for request in requests])
                 await self.driver.wait_idle()
         except TimeoutError:
-            raise self._runner.overdue(-1, deadline_s) from None
+            raise self._runner.overdue("the steps in flight at the close", deadline_s) from None
 
     def fail(self, cause: BaseException) -> None:
         """No more turns; every live request ends with what it has."""
         assert self.driver is not None
         self.driver.stop()
-        self.hub.fail(cause, [] if self.driver.broken else self.driver.scheduler.salvage())
+        last: list[Action] = []
+        if not self.driver.broken:
+            try:
+                last = self.driver.scheduler.salvage()
+            except Exception as error:
+                # whatever is wrong with the books, the callers must be told
+                cause.add_note(f"while the requests so far were ended: {type(error).__name__}: {error}")
+        self.hub.fail(cause, last)
 
     async def release(self) -> None:
-        """Free everything, whatever `open` got to; idempotent."""
+        """Free everything, whatever `open` got to and whatever of it fails; idempotent.
+
+        Raises what closing the runner raises, DeadlineExceeded if that takes too long.
+        """
         if self.driver is not None:
             self.driver.stop()
             self.bus.close()
-        await self._runner.aclose()
-        if self.long_texts is not None:
-            await self.long_texts.aclose()
-        if self._arena is not None:
-            self._arena.close()
+        limit_s = 2 * self._config.close_deadline_s + _REAP_S
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._runner.aclose()
+        except TimeoutError as error:
+            if isinstance(error, DeadlineExceeded):
+                raise
+            raise DeadlineExceeded("closing the runner", limit_s) from None
+        finally:
+            try:
+                if self.long_texts is not None:
+                    await self.long_texts.aclose()
+            finally:
+                if self._arena is not None:
+                    self._arena.close()

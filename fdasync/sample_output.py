@@ -14,6 +14,8 @@ from fdasync.result import Delta, Routing, Sample, WeightSpan
 from fdasync.tokenizer import IncrementalDecoder
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from fdasync.actions import FinishRequest
@@ -85,15 +87,25 @@ class SampleOutput:
         """Decode further tokens, no stop strings looked for."""
         self.fed_tokens += len(token_ids)
         if self.decoder is not None:
-            self.text += self.decoder.feed(token_ids)
+            self._decode(token_ids)
             self.released = len(self.text)
+
+    def _decode(self, token_ids: Sequence[int] | None) -> None:
+        """Text of further tokens; None: of what was held back."""
+        if self.decoder is None:
+            return
+        try:
+            self.text += self.decoder.flush() if token_ids is None else self.decoder.feed(token_ids)
+        except Exception as error:
+            # a plugin's error, about this request's tokens: this request's alone
+            self.request.spoiled = error
+            self.decoder = None
 
     def find_stop(self, token: int) -> bool:
         """Decode one token and look for stop strings; a match cuts the text."""
         before = len(self.text)
         self.fed_tokens += 1
-        if self.decoder is not None:
-            self.text += self.decoder.feed((token,))
+        self._decode((token,))
         longest = max(map(len, self.stops))
         found = [at for stop in self.stops if (at := self.text.find(stop, max(0, before - longest + 1))) >= 0]
         if found:
@@ -101,20 +113,13 @@ class SampleOutput:
             self.released = len(self.text)
             self.decoder = None
             return True
-        held = 0
-        for stop in self.stops:
-            for size in range(min(len(stop) - 1, len(self.text)), held, -1):
-                if self.text.endswith(stop[:size]):
-                    held = size
-                    break
-        self.released = len(self.text) - held
+        self.released = len(self.text) - max(_held(self.text, stop) for stop in self.stops)
         return False
 
     def end_text(self) -> None:
         """No token will follow: what was held back is final now."""
-        if self.decoder is not None:
-            self.text += self.decoder.flush()
-            self.decoder = None
+        self._decode(None)
+        self.decoder = None
         self.released = len(self.text)
 
     # -- deltas and results -----------------------------------------------------------------------
@@ -184,3 +189,14 @@ class SampleOutput:
             ),
             aux=aux,
         )
+
+
+def _held(text: str, stop: str) -> int:
+    """How many characters at the end of `text` could begin `stop`."""
+    tail = text[-(len(stop) - 1) :] if len(stop) > 1 else ""
+    at = tail.find(stop[0])
+    while at >= 0:
+        if stop.startswith(tail[at:]):
+            return len(tail) - at
+        at = tail.find(stop[0], at + 1)
+    return 0

@@ -51,10 +51,12 @@ class TokenStream:
                 sample = samples[self._next]
                 self._next = (self._next + 1) % len(samples)
                 delta = sample.delta()
-                if delta is not None:
+                if request.spoiled is not None:
+                    self._door.abort(request)
+                elif delta is not None:
                     return delta
             if request.done.done():
-                if request.failure is not None:
+                if request.failure is not None or request.spoiled is not None:
                     self._door.result(request)  # raises what the stream ends with
                 raise StopAsyncIteration
             if request.waiter is not None:
@@ -88,9 +90,5 @@ class Generation:
         return TokenStream(self._door, self._request)
 
     async def __aexit__(self, *exc: object) -> None:
-        request = self._request
-        assert request is not None
-        if not request.done.done():
-            self._door.abort(request)
-            # one turn of the driver; an engine that fails or closes ends it as well
-            await asyncio.shield(request.done)
+        assert self._request is not None
+        await self._door.leave(self._request)

@@ -16,7 +16,7 @@ from array import array
 import msgspec
 
 from fdasync.channel import Channel
-from fdasync.errors import CheckpointError, DeadlineExceeded, EngineClosed, ProtocolError
+from fdasync.errors import CheckpointError, DeadlineExceeded, EngineClosed, ProtocolError, WorkerStuck
 from fdasync.process import ChildProcess, die_with_parent
 from fdasync.registry import Registry
 
@@ -63,7 +63,8 @@ class TokenizerProcess:
     async def encode(self, text: str, deadline_s: float) -> list[int]:
         """Token ids. Cancelling stops the waiting; the child finishes and its answer is dropped.
 
-        Raises DeadlineExceeded, WorkerDied, EngineClosed, or CheckpointError where the tokenizer cannot be used.
+        Raises DeadlineExceeded (the child is killed then: it works text by text), WorkerDied, WorkerStuck
+        if another text was stuck, EngineClosed, or CheckpointError where the tokenizer cannot be used.
         """
         loop = asyncio.get_running_loop()
         if self._closed:
@@ -71,6 +72,7 @@ class TokenizerProcess:
         if self._child is None:
             self._child = ChildProcess(loop, "tokenizer", __name__, self._on_frame, self._on_death)
             self._child.send(msgspec.msgpack.encode(Load(self._name, self._model)))
+        pid = self._child.pid
         number = self._number = self._number + 1
         answer: asyncio.Future[list[int]] = loop.create_future()
         self._waiting[number] = answer
@@ -79,16 +81,25 @@ class TokenizerProcess:
             async with asyncio.timeout(deadline_s):
                 return await answer
         except TimeoutError:
+            # what is stuck would hold up every later text
+            await self._replace(WorkerStuck("tokenizer", pid, "a text", deadline_s))
             raise DeadlineExceeded("tokenising", deadline_s) from None
         finally:
             self._waiting.pop(number, None)
 
+    async def _replace(self, error: Exception) -> None:
+        """Kill the child; the next text starts another. Who else waits is told to try again."""
+        child, self._child = self._child, None
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(error)
+        if child is not None:
+            await child.kill()
+
     async def aclose(self) -> None:
         """Kill the child (it holds nothing) and fail who still waits; idempotent."""
         self._closed = True
-        if self._child is not None:
-            await self._child.kill()
-            self._on_death(EngineClosed("closed"))
+        await self._replace(EngineClosed("closed"))
 
     def _on_frame(self, payload: bytes, fds: list[int]) -> None:
         for fd in fds:

@@ -25,8 +25,8 @@ class Tokenizer(Protocol):
         ...
 
 
-# an incomplete character has at most 3 bytes; what is still no text after this many tokens never will be
-_MAX_INCOMPLETE_TOKENS = 8
+_MAX_INCOMPLETE = 3
+_MAX_TEXTLESS_TOKENS = 8
 
 
 class IncrementalDecoder:
@@ -57,12 +57,17 @@ class IncrementalDecoder:
     def _take(self, *, final: bool) -> str:
         before = len(self._tokenizer.decode(self._tokens[self._prefix : self._read]))
         window = self._tokenizer.decode(self._tokens[self._prefix :])[before:]
-        stable = window.rstrip("\ufffd")
-        if len(stable) == len(window) or final or len(self._tokens) - self._read > _MAX_INCOMPLETE_TOKENS:
-            stable = window
+        stable = window
+        if not final:
+            # an incomplete character shows as one to three replacement characters at the end; more are no character
+            while len(window) - len(stable) < _MAX_INCOMPLETE and stable.endswith("\ufffd"):
+                stable = stable[:-1]
         text = stable[self._given :]
-        if stable is window and window:
+        if stable == window and window:
             self._prefix, self._read, self._given = self._read, len(self._tokens), 0
         else:
             self._given = max(self._given, len(stable))
+            if not window and len(self._tokens) - self._read > _MAX_TEXTLESS_TOKENS:
+                # special tokens have no text: do not decode them again and again
+                del self._tokens[self._read :]
         return text

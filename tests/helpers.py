@@ -227,7 +227,7 @@ class OutputStage:
         self.bus = EventBus(lambda: 5.0, lambda: None)
         self.ended = []
         self.hub = OutputHub(self.bus, lambda: 5.0, self.arena, self.ended.append)
-        self.request = RequestOutput("r", self.params, streams=streams, start=start, now=1.0)
+        self.request = RequestOutput("r", self.params, start=start, now=1.0)
         self.request.prompt = prompt
         self.request.wants_rows = rows
         self.hub.add(self.request, list(range(n)), tokenizer)

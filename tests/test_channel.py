@@ -294,3 +294,15 @@ async def test_closing_twice_is_fine(pair):
     left.channel.close()
     left.channel.close()
     assert left.ends == []
+
+
+@pytest.mark.parametrize("error", [ProtocolError("no"), KeyError("not ours")])
+async def test_what_a_reader_raises_ends_the_channel_and_no_frame_comes_twice(pair, error):
+    one, other = pair
+    other.raises = error
+    one.channel.send(b"first")
+    one.channel.send(b"second")
+    await asyncio.wait_for(other.ended, 10.0)
+    assert [payload for payload, _ in other.frames] == [b"first"]
+    assert other.ends == [error]
+    await asyncio.wait_for(one.ended, 10.0)

@@ -19,6 +19,8 @@ from fdasync import (
     WorkerStuck,
 )
 from fdasync.errors import DeadlineExceeded
+from fdasync.events.catalog import RequestPrepared
+from fdasync.prepare import Preparer
 from fdasync.testing import (
     Fault,
     check_idle,
@@ -217,6 +219,35 @@ async def test_drain_lets_the_live_ones_end_and_aclose_does_not():
         check_sample(result.samples[0], PROMPT, GREEDY, oracle_of(engine.config))
         assert engine.state == "closed"
         check_idle(engine)
+
+
+@pytest.mark.parametrize("when", ["closing", "closed"])
+async def test_who_is_being_prepared_when_the_engine_closes_is_told_and_not_published(monkeypatch, when):
+    honest, gate, reached = Preparer.prepare, asyncio.Event(), asyncio.Event()
+
+    async def held(self, *arguments, **options):
+        events = await honest(self, *arguments, **options)
+        reached.set()
+        await gate.wait()
+        return events
+
+    monkeypatch.setattr(Preparer, "prepare", held)
+    engine = synthetic_engine()
+    await engine.start()
+    arrivals = engine.bus.subscribe(RequestPrepared)
+    task = asyncio.create_task(engine.complete(PROMPT, GREEDY))
+    async with asyncio.timeout(10.0):
+        await reached.wait()
+        closing = asyncio.create_task(engine.aclose())
+        await until(lambda: engine.state != "running")
+        if when == "closed":
+            await closing
+        gate.set()
+        with pytest.raises(EngineClosed):
+            await task
+        await closing
+        assert [event async for event in arrivals] == []
+    assert engine.stats().live == 0
 
 
 async def test_drain_has_a_deadline_and_can_be_tried_again():

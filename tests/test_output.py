@@ -270,7 +270,7 @@ async def test_what_the_scheduler_salvaged_is_in_the_partial_result():
 @pytest.mark.parametrize("rows", [True, False])
 async def test_a_request_cut_at_the_door_has_an_empty_result(rows):
     stage = OutputStage(rows=rows)
-    request = RequestOutput("r", SamplingParams(n=2), streams=False, start=0, now=1.0)
+    request = RequestOutput("r", SamplingParams(n=2), start=0, now=1.0)
     request.wants_rows = rows
     stage.hub.cut(request, "deadline")
     result = request.result(make_capacity())

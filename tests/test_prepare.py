@@ -53,7 +53,8 @@ def check(prompt=(1, 2, 3), params=None, tokenizer=None, preparer=None, **option
 async def prepare(preparer, prompt, params=None, keys=(0,), **options):
     given = {name: options.pop(name, value) for name, value in (("rows", True), ("deadline", 50.0))}
     params = SamplingParams(max_tokens=4) if params is None else params
-    return await preparer.prepare(make_ask(prompt, params, **options), list(keys), **given)
+    ask = preparer.check(make_ask(prompt, params, **options), 10.0)
+    return await preparer.prepare(ask, list(keys), **given)
 
 
 # -- bad input, told before anything is started
@@ -75,7 +76,10 @@ async def prepare(preparer, prompt, params=None, keys=(0,), **options):
         ([math.nan], "no token id"),
         (np.array([[1, 2]]), "no token id"),
         (np.array([1.5]), "no token id"),
-        (np.int64(3), "neither text nor"),
+        (np.int64(3), "int64 is neither text nor"),
+        ([True, 2], "holds a bool"),
+        (iter([1]), "list_iterator is neither text nor"),
+        (range(10**9), "1000000000 tokens leave no room"),
         (None, "NoneType is neither text nor"),
         (b"bytes", "bytes is neither text nor"),
         ({1: 2}, "dict is neither text nor"),
@@ -106,7 +110,8 @@ def test_texts_that_cannot_be_used(text, problem):
 
 
 @pytest.mark.parametrize(
-    "prompt", [[0, 299], (5,), np.array([1, 2], np.uint8), np.array([1, 2]), __import__("array").array("i", [3])]
+    "prompt",
+    [[0, 299], (5,), range(3), np.array([1, 2], np.uint8), np.array([1, 2]), __import__("array").array("i", [3])],
 )
 async def test_sequences_of_ids_are_fine_and_stay_as_they_are(prompt):
     before = list(prompt)

@@ -16,19 +16,19 @@ def preempted(turned):
 
 
 def fill(table, *requests):
-    """Admit them all in the first step."""
+    """Admit them all in the first step; they arrive in the order given."""
     turned = table.turn(*requests)
-    assert turned.starts == [request.key for request in requests]
+    assert turned.starts == [request.key for request in sorted(requests, key=lambda one: -one.priority)]
     return turned
 
 
 def crowd(table, priorities, max_tokens=12):
-    """One request of one full block for each priority: every one of them wants a second block at once."""
+    """One request of one full block for each priority, oldest first: each of them wants a second block at once."""
     return fill(
         table,
         *(
             table.request(key, range(key * 10, key * 10 + 4), max_tokens, priority=priority)
-            for key, priority in sorted(enumerate(priorities), key=lambda pair: -pair[1])
+            for key, priority in enumerate(priorities)
         ),
     )
 
@@ -37,7 +37,8 @@ def crowd(table, priorities, max_tokens=12):
     ("priorities", "victims"),
     [
         ([0, 0, 0, 0], [3, 2]),  # newest first
-        ([0, 5, 5, 5], [0, 3]),  # lowest priority before age
+        ([0, 5, 5, 5], [0, 3]),  # lowest priority before age, though it is the oldest
+        ([5, 0, 5, 9], [1, 2]),  # the newest is the highest: an older one of the lowest goes
         ([1, 0, 1, 0], [3, 1]),
         ([0, 0, 0, 9], [2, 1]),  # never the oldest of the highest
     ],
@@ -114,6 +115,37 @@ def test_nobody_is_preempted_twice_for_one_need():
     assert [append.key for append in turned.step.appends if append.key == 1] == [1]
     table.run()
     assert [end.num_rows for _, end in sorted(table.finished.items())] == [11, 17, 21]
+
+
+def test_blocks_that_others_share_do_not_come_free_with_a_victim():
+    table = Table(num_blocks=5, pipeline_depth=2, decode_reserve_blocks=0)
+    shared = [90, 91, 92, 93]
+    # 1 computes the first block, the others read it; 1 and 2 both need a third block in the third step
+    tails = {1: range(3), 2: range(10, 14), 3: [20], 4: [30]}
+    turned = table.turn(*(table.request(key, [*shared, *tail], 9) for key, tail in tails.items()))
+    assert [start.num_cached for step in turned.steps for start in step.starts] == [0, 4, 4, 4]
+    assert table.turn(table.done()).steps == []
+    # each victim holds two blocks, of which the first is of all four: one comes back from each
+    assert table.scheduler.stats().preemptions == 2
+    turned = table.turn(table.done())
+    assert preempted(turned) == [4, 3]
+    assert [append.key for append in turned.steps[0].appends] == [1, 2]
+    table.run()
+    assert [len(table.finished[key].token_ids) for key in tails] == [9] * 4
+
+
+def test_who_was_preempted_by_its_own_need_has_none_any_more():
+    table = Table(num_blocks=3, pipeline_depth=2, decode_reserve_blocks=0)
+    table.turn(table.request(1, [1, 2], 9))
+    newer = [table.request(2, [10], 9, priority=1), table.request(3, range(20, 24), 9, priority=2)]
+    assert table.turn(table.done(), *newer).starts == [3, 2]
+    # 1 and 3 need a second block, and 1 is asked first: it gives its own one, which is what 3 waits for
+    turned = table.turn(table.done())
+    assert preempted(turned) == [1]
+    assert turned.step.skips == (3,)
+    assert table.scheduler.stats().preemptions == 1
+    table.run()
+    assert [len(table.finished[key].token_ids) for key in (1, 2, 3)] == [9, 9, 9]
 
 
 def test_who_sits_out_neither_computes_nor_samples_and_misses_no_token():

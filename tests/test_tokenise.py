@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from fdasync.errors import CheckpointError, DeadlineExceeded, EngineClosed, ProtocolError, WorkerDied
+from fdasync.errors import CheckpointError, DeadlineExceeded, EngineClosed, ProtocolError, WorkerDied, WorkerStuck
 from fdasync.tokenise import TokenizerProcess
 
 MODULE = """
@@ -37,6 +37,7 @@ class Bytes:
         if text == "garbage":
             # what a child that lost its wits might write
             os.write(int(sys.argv[1]), (3).to_bytes(4, "little") + bytes(1) + b"xyz")
+            time.sleep(600)
         return list(text.encode())
 """
 
@@ -105,6 +106,19 @@ async def test_a_deadline_ends_the_wait(tokens):
     with pytest.raises(DeadlineExceeded) as caught:
         await tokens.encode("hang", 0.05)
     assert (caught.value.what, caught.value.deadline_s) == ("tokenising", 0.05)
+    assert tokens._waiting == {}
+
+
+async def test_a_text_that_is_stuck_holds_up_no_later_one(tokens):
+    (pid,) = await tokens.encode("pid", 30.0)
+    stuck = asyncio.ensure_future(tokens.encode("hang", 0.1))
+    behind = asyncio.ensure_future(tokens.encode("behind", 30.0))
+    results = await asyncio.gather(stuck, behind, return_exceptions=True)
+    assert [type(result) for result in results] == [DeadlineExceeded, WorkerStuck]
+    assert (results[1].name, results[1].pid) == ("tokenizer", pid)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert await tokens.encode("ok", 30.0) == [111, 107]
 
 
 async def test_a_late_answer_is_dropped(tokens):
@@ -114,11 +128,16 @@ async def test_a_late_answer_is_dropped(tokens):
     waiting.cancel()
     assert await tokens.encode("second", 30.0) == list(b"second")
     assert waiting.cancelled()
+    assert tokens._waiting == {}
 
 
 async def test_a_child_that_breaks_the_protocol_is_killed_and_its_waiters_are_told(tokens):
+    (pid,) = await tokens.encode("pid", 30.0)
+    # it hangs after its garbage, so nothing but a kill ends it
     with pytest.raises(ProtocolError, match="cannot be decoded"):
-        await tokens.encode("garbage", 30.0)
+        await tokens.encode("garbage", 15.0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
     assert await tokens.encode("ok", 30.0) == [111, 107]
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 import subprocess
 import sys
 import textwrap
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 from fdasync import (
@@ -20,12 +22,16 @@ from fdasync import (
     Engine,
     EngineFailed,
     PluginError,
+    ProtocolError,
     RunnerError,
     SamplingParams,
     UnsupportedModel,
     WorkerDied,
     WorkerStuck,
 )
+from fdasync.actions import RunStep
+from fdasync.runner.base import RunnerLimits
+from fdasync.runner.worker import WorkerRunner
 from fdasync.testing import check_idle, check_sample, oracle_of, synthetic_config
 from fdasync.testing.leaks import children
 
@@ -124,15 +130,19 @@ async def test_a_stopped_worker_is_stuck_at_the_step_deadline_and_is_killed():
     assert children() == []
 
 
-async def test_a_worker_that_dies_idle_is_not_waited_for():
-    async with Engine(config_of()) as engine:
-        [pid] = children()
-        os.kill(pid, signal.SIGKILL)
-        async with asyncio.timeout(10.0):
-            with pytest.raises(EngineFailed) as caught:  # noqa: PT012
-                while True:
-                    await engine.complete(PROMPT, SamplingParams(max_tokens=1))
-        assert isinstance(caught.value.cause, WorkerDied)
+async def test_a_worker_that_dies_idle_fails_the_engine_before_anybody_asks():
+    engine = Engine(config_of())
+    with pytest.raises(EngineFailed) as caught:  # noqa: PT012
+        async with engine:
+            [pid] = children()
+            events = engine.bus.subscribe()
+            os.kill(pid, signal.SIGKILL)
+            # the engine ends its taps when it has ended; nothing is asked of it
+            async with asyncio.timeout(10.0):
+                assert [event async for event in events] == []
+            assert engine.state == "failed"
+    assert isinstance(caught.value.cause, WorkerDied)
+    assert (caught.value.cause.pid, caught.value.cause.exit_status) == (pid, -signal.SIGKILL)
     assert children() == []
 
 
@@ -190,10 +200,11 @@ def test_a_runner_that_is_not_installed_is_refused_at_once():
 
 
 _PLUGIN = """
-    import asyncio, os, threading
+    import asyncio, os, time
     import msgspec
     from fdasync.errors import CheckpointError, UnsupportedModel
-    from fdasync.runner.base import Runner
+    from fdasync.runner.base import Runner, StepOutput
+    from fdasync.runner.synthetic import SyntheticRunner
 
     class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         way: str
@@ -216,6 +227,19 @@ _PLUGIN = """
         async def bind(self, num_blocks, arena): ...
         def launch(self, step): ...
         async def aclose(self): ...
+
+    class Busy(SyntheticRunner):
+        # blocks its loop in the first step, as a forward pass does, and says on stdout when it does
+        def launch(self, step):
+            os.write(1, b"%d\\n" % os.getpid())
+            time.sleep(600)
+
+    class Disorderly(SyntheticRunner):
+        # answers for another step than the one that it was given
+        def launch(self, step):
+            done = asyncio.get_running_loop().create_future()
+            done.set_result(StepOutput(step.step_id + 1, (1,)))
+            return done
 """
 
 
@@ -227,8 +251,12 @@ def bad_plugin(tmp_path: Path, monkeypatch):
     info = tmp_path / "fdasync_bad-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fdasync-bad\nVersion: 1.0\n")
-    points = "[fdasync.runners]\nbad = fdasync_bad:Bad\nbroken = fdasync_broken:Bad\nnothing = fdasync_bad:Config\n"
-    (info / "entry_points.txt").write_text(points)
+    runners = {
+        "bad": "fdasync_bad:Bad", "broken": "fdasync_broken:Bad", "nothing": "fdasync_bad:Config",
+        "busy": "fdasync_bad:Busy", "disorderly": "fdasync_bad:Disorderly",
+    }  # fmt: skip
+    points = "".join(f"{name} = {where}\n" for name, where in runners.items())
+    (info / "entry_points.txt").write_text(f"[fdasync.runners]\n{points}")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
@@ -282,6 +310,33 @@ async def test_a_cancelled_start_kills_the_worker(bad_plugin):
     assert children() == []
 
 
+# -- steps that go wrong --------------------------------------------------------------------------------
+
+
+async def test_a_worker_that_answers_out_of_order_breaks_the_protocol(bad_plugin):
+    async with Engine(msgspec.structs.replace(config_of(), runner="disorderly")) as engine:
+        async with asyncio.timeout(10.0):
+            with pytest.raises(EngineFailed) as caught:
+                await engine.complete(PROMPT, SamplingParams(max_tokens=1))
+        assert isinstance(caught.value.cause, ProtocolError)
+        assert "out of order" in str(caught.value.cause)
+    assert children() == []
+
+
+async def test_closing_a_busy_worker_kills_it_without_asking(bad_plugin, capfd):
+    limits = RunnerLimits(max_running=4, max_step_tokens=64, num_blocks=8, block_tokens=16)
+    runner = WorkerRunner("busy", {"num_moe_layers": 0}, limits, close_deadline_s=600.0)
+    await runner.open()
+    await runner.bind(8, None)
+    step = runner.launch(RunStep(1))
+    # it is asked for nothing: it would not read the question
+    async with asyncio.timeout(10.0):
+        await runner.aclose()
+    with pytest.raises(RunnerError, match="closed"):
+        await step
+    assert children() == []
+
+
 # -- the engine's own end -------------------------------------------------------------------------------
 
 _ENGINE = """
@@ -299,16 +354,40 @@ _ENGINE = """
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_a_worker_dies_with_its_engine(how):
-    engine = subprocess.Popen([sys.executable, "-c", textwrap.dedent(_ENGINE)], stdout=subprocess.PIPE)
-    with engine:
-        worker = int(engine.stdout.readline())
-        pidfd = os.pidfd_open(worker)
-        engine.send_signal(how)
-        engine.wait(10)
-    import select
+_BUSY_ENGINE = """
+    import asyncio, msgspec
+    from fdasync import Engine, SamplingParams
+    from fdasync.testing import synthetic_config
 
+    async def main():
+        async with Engine(msgspec.structs.replace(synthetic_config(process="worker"), runner="busy")) as engine:
+            await engine.complete([1, 2, 3], SamplingParams(max_tokens=4))
+
+    asyncio.run(main())
+"""
+
+
+def _end_of_worker(script: str, how: signal.Signals) -> None:
+    """Run an engine that prints its worker's pid, end it, and wait for its worker to end."""
+    engine = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE)
+    with engine:
+        try:
+            worker = int(engine.stdout.readline())
+            pidfd = os.pidfd_open(worker)
+        finally:
+            engine.send_signal(how)
+            engine.wait(10)
     ended, _, _ = select.select([pidfd], [], [], 10.0)
+    if not ended:
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
     os.close(pidfd)
     assert ended, "the worker lives on"
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_worker_dies_with_its_engine(how):
+    _end_of_worker(_ENGINE, how)
+
+
+def test_a_worker_that_does_not_read_its_socket_dies_with_its_engine(bad_plugin):
+    _end_of_worker(_BUSY_ENGINE, signal.SIGKILL)

@@ -99,6 +99,7 @@ class EventBus:
         self._wake = wake
         self._queue: list[Event] = []
         self._taps: list[Subscription] = []
+        self._closed = False
         self._seq = 0
 
     def publish(self, event: Event) -> None:
@@ -124,7 +125,10 @@ class EventBus:
     def subscribe(self, *kinds: type[Event], limit: int = 1024) -> Subscription:
         """A tap on events of these kinds (all kinds when none is named), holding at most `limit`."""
         tap = Subscription(self, kinds, limit)
-        self._taps.append(tap)
+        if self._closed:
+            tap.close()
+        else:
+            self._taps.append(tap)
         return tap
 
     def unsubscribe(self, tap: Subscription) -> None:
@@ -132,6 +136,7 @@ class EventBus:
             self._taps.remove(tap)
 
     def close(self) -> None:
-        """End every tap."""
+        """End every tap; later ones end at once."""
+        self._closed = True
         for tap in list(self._taps):
             tap.close()

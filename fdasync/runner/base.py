@@ -148,9 +148,9 @@ class Runner(ABC):
         completion no block or slot named by the step may be given to another writer.
         """
 
-    def overdue(self, step_id: int, deadline_s: float) -> FdasyncError:
-        """The error to fail with when a step did not complete within its deadline."""
-        return DeadlineExceeded(f"step {step_id}", deadline_s)
+    def overdue(self, what: str, deadline_s: float) -> FdasyncError:
+        """The error to fail with when `what` (a step) did not complete within its deadline."""
+        return DeadlineExceeded(what, deadline_s)
 
     @abstractmethod
     async def aclose(self) -> None:

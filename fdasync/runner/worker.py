@@ -93,8 +93,8 @@ class WorkerRunner(Runner):
         self._steps.append((step.step_id, done))
         return done
 
-    def overdue(self, step_id: int, deadline_s: float) -> FdasyncError:
-        return WorkerStuck(f"{self._name} worker", self.pid, f"step {step_id}", deadline_s)
+    def overdue(self, what: str, deadline_s: float) -> FdasyncError:
+        return WorkerStuck(f"{self._name} worker", self.pid, what, deadline_s)
 
     async def aclose(self) -> None:
         if self._child is None:
@@ -198,7 +198,13 @@ class _Host:
 
     def _launch(self, step: Any) -> None:
         assert self._runner is not None
-        self._runner.launch(step).add_done_callback(lambda done: self._stepped(step.step_id, done))
+        try:
+            done = self._runner.launch(step)
+        except Exception as error:
+            # a runner's launch must not raise; what it raised is the engine's to know all the same
+            self._send(StepError(step.step_id, f"launch raised {type(error).__name__}: {error}"))
+            return
+        done.add_done_callback(lambda done: self._stepped(step.step_id, done))
 
     def _stepped(self, step_id: int, done: asyncio.Future[StepOutput]) -> None:
         if done.cancelled():

@@ -147,10 +147,10 @@ class EdgeRunner(Runner):
             self._settle(step.step_id, self._broken)
         return done
 
-    def overdue(self, step_id: int, deadline_s: float) -> FdasyncError:
+    def overdue(self, what: str, deadline_s: float) -> FdasyncError:
         if self._broken is not None:
-            return WorkerStuck("simulated runner", -1, f"step {step_id}", deadline_s)
-        return self.inner.overdue(step_id, deadline_s)
+            return WorkerStuck("simulated runner", -1, what, deadline_s)
+        return self.inner.overdue(what, deadline_s)
 
     async def aclose(self) -> None:
         for timer in self._timers.values():

@@ -30,7 +30,7 @@ _MAY_BLOCK = (
     ("fdasync/process.py", "_reap"),
     ("fdasync/registry.py", "find"),
     ("fdasync/registry.py", "_check"),
-    ("fdasync/engine.py", "_load_tokenizer"),
+    ("fdasync/runtime.py", "_load_tokenizer"),
 )
 # the harness itself: it runs between tests and inside them, never in an engine
 _HARNESS = (

@@ -1,0 +1,203 @@
+"""What a plugin or a caller does wrong stays with who did it, and whoever waits is told."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from fdasync import DecodeFailed, EngineFailed, InvariantBroken, SamplingParams, WorkerDied
+from fdasync.errors import DeadlineExceeded
+from fdasync.events.catalog import StepDone
+from fdasync.runner.base import StepOutput
+from fdasync.runner.synthetic import SyntheticRunner
+from fdasync.testing import (
+    LetterTokenizer,
+    check_sample,
+    held_engine,
+    oracle_of,
+    synthetic_config,
+    synthetic_engine,
+    until,
+)
+
+GREEDY = SamplingParams(max_tokens=10, temperature=0.0)
+PROMPT = list(range(1, 11))
+
+
+class Faulty(SyntheticRunner):
+    """Ways for a runner to be wrong inside an engine."""
+
+    way = ""
+
+    def launch(self, step):
+        done = super().launch(step)
+        if self.way == "misses rows":
+            # the capture misses decodes; the third step fails
+            self._flights[-1].rows.clear() if step.step_id else None
+            self._flights[-1].batch.generations = self._flights[-1].batch.generations * (step.step_id == 0)
+        return done
+
+    def _complete(self, flight):
+        if self.way == "names another step" and flight.batch.step_id == 2:
+            flight.output = StepOutput(1, flight.output.tokens)
+        super()._complete(flight)
+
+    async def aclose(self):
+        await super().aclose()
+        if self.way == "close raises":
+            raise OSError("the device is gone")
+        if self.way == "close hangs":
+            await asyncio.get_running_loop().create_future()
+
+
+def faulty_engine(way, runner=None, **values):
+    config = synthetic_config({"pass_stamp": False, "values_spec": False, **(runner or {})}, **values)
+    inner = Faulty(oracle_of(config).config, config.runner_limits())
+    inner.way = way
+    return synthetic_engine(config, runner=inner, tokenizer=LetterTokenizer())
+
+
+async def test_rows_that_were_never_written_do_not_keep_a_failure_from_the_callers():
+    async with faulty_engine("misses rows", {"fail_step": 3}) as engine:
+        calls = [asyncio.create_task(engine.complete([*PROMPT, key], GREEDY)) for key in range(2)]
+        done, _ = await asyncio.wait(calls, timeout=10)
+        assert len(done) == 2
+        for call in calls:
+            error = call.exception()
+            assert isinstance(error, EngineFailed)
+            (sample,) = error.partial.samples
+            # what the prefill wrote is there, and nothing that was not written
+            assert len(sample.routing.array) <= len(PROMPT) + 1
+            assert sample.finish_reason == "failed"
+        assert engine.state == "failed"
+
+
+async def test_a_callers_list_is_read_once():
+    config = synthetic_config(max_requests=8)
+    async with synthetic_engine(config) as engine:
+        blocker = engine.generate(PROMPT, SamplingParams(max_tokens=200, temperature=0.0, n=8))
+        async with blocker as stream:
+            prompt = list(PROMPT)
+            waiting = asyncio.create_task(engine.complete(prompt, GREEDY))
+            await until(lambda: engine.stats().at_the_door > 0)
+            prompt.extend(range(100))
+            prompt[0] = 10**6
+            stream.abort()
+            result = await waiting
+        assert result.prompt_token_ids == tuple(PROMPT)
+        check_sample(result.samples[0], PROMPT, GREEDY, oracle_of(config))
+
+
+@pytest.mark.both_loops
+async def test_a_blocked_loop_stalls_the_engine_and_does_not_fail_it():
+    config = synthetic_config({"step_s": 0.05}, step_deadline_s=0.2)
+    async with synthetic_engine(config) as engine:
+        async with engine.bus.subscribe(StepDone) as steps:
+            call = asyncio.create_task(engine.complete(PROMPT, GREEDY))
+            await anext(steps)
+        end = time.perf_counter() + 0.5
+        while time.perf_counter() < end:
+            pass
+        check_sample((await call).samples[0], PROMPT, GREEDY, oracle_of(config))
+        assert engine.stats().loop_late_max_s > 0.2
+
+
+class Picky(LetterTokenizer):
+    """Cannot decode one token."""
+
+    def __init__(self, token):
+        self.token = token
+
+    def decode(self, token_ids):
+        if self.token in token_ids:
+            raise IndexError(f"token {self.token} has no piece")
+        return super().decode(token_ids)
+
+
+@pytest.mark.parametrize("stop", [(), ("zzzz",)])
+@pytest.mark.parametrize("streams", [True, False])
+async def test_tokens_that_cannot_be_decoded_fail_their_own_request_only(streams, stop):
+    config = synthetic_config()
+    oracle = oracle_of(config)
+    outputs = oracle.generate(PROMPT, 10)
+    other = [5, 6, 7]
+    token = next(token for token in outputs[2:] if token not in oracle.generate(other, 10))
+    params = SamplingParams(max_tokens=10, temperature=0.0, stop=stop)
+
+    async def stream(engine):
+        async with engine.generate(PROMPT, params) as deltas:
+            return [delta async for delta in deltas]
+
+    async with synthetic_engine(config, tokenizer=Picky(token)) as engine:
+        fine = asyncio.create_task(engine.complete(other, params))
+        with pytest.raises(DecodeFailed, match="has no piece") as caught:
+            await (stream(engine) if streams else engine.complete(PROMPT, params))
+        assert isinstance(caught.value.cause, IndexError)
+        sample = caught.value.partial.samples[0]
+        assert sample.token_ids == tuple(outputs[: len(sample.token_ids)])
+        assert len(sample.routing.array) == max(len(PROMPT) + len(sample.token_ids) - 1, 0)
+        check_sample((await fine).samples[0], other, params, oracle)
+        assert engine.state == "running"
+
+
+async def test_a_runner_that_completes_another_step_fails_the_engine():
+    async with faulty_engine("names another step") as engine:
+        with pytest.raises(EngineFailed, match="completed step 1 before step 2") as caught:
+            await engine.complete(PROMPT, GREEDY)
+        assert isinstance(caught.value.cause, InvariantBroken)
+
+
+@pytest.mark.parametrize(("way", "error"), [("close raises", OSError), ("close hangs", DeadlineExceeded)])
+async def test_a_runner_that_does_not_close_is_told_once_and_the_rest_is_freed(way, error, monkeypatch):
+    monkeypatch.setattr("fdasync.runtime._REAP_S", 0.1)
+    engine = faulty_engine(way, close_deadline_s=0.05)
+    await engine.start()
+    await engine.complete(PROMPT, GREEDY)
+    arena = engine._runtime._arena
+    with pytest.raises(error):
+        await engine.aclose()
+    assert arena.fd < 0
+    assert engine.state == "closed"
+    await engine.aclose()
+
+
+async def test_a_runner_that_dies_while_the_engine_closes_is_not_waited_for():
+    engine, edge = held_engine(synthetic_config(close_deadline_s=30.0))
+    async with engine:
+        edge.hold()
+        call = asyncio.create_task(engine.complete(PROMPT, GREEDY))
+        await edge.reached(0)
+        started = asyncio.get_running_loop().time()
+        closing = asyncio.create_task(engine.aclose())
+        await asyncio.sleep(0)
+        edge.die()
+        await closing
+        assert asyncio.get_running_loop().time() - started < 10
+        try:
+            assert (await call).finish_reason == "abort"
+        except EngineFailed as failure:
+            assert isinstance(failure.cause, WorkerDied)  # noqa: PT017
+
+
+async def test_a_tap_on_an_engine_that_is_closed_ends_at_once():
+    async with synthetic_engine() as engine:
+        bus = engine.bus
+    async with asyncio.timeout(5), bus.subscribe() as tap:
+        assert [event async for event in tap] == []
+
+
+async def test_priority_holds_at_the_door_too():
+    config = synthetic_config(max_requests=8)
+    ended = []
+    async with synthetic_engine(config) as engine:
+
+        async def call(name, priority):
+            await engine.complete(PROMPT, SamplingParams(max_tokens=4, temperature=0.0, n=8), priority=priority)
+            ended.append(name)
+
+        async with asyncio.TaskGroup() as group:
+            for name, priority in (("first", 0), ("low", -1), ("middle", 0), ("high", 5), ("later", 0)):
+                group.create_task(call(name, priority))
+    assert ended == ["first", "high", "middle", "later", "low"]

@@ -1,0 +1,50 @@
+"""A child process over a channel: what it says last is heard before its end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import textwrap
+
+import pytest
+
+from fdasync.errors import WorkerDied
+from fdasync.process import ChildProcess
+
+# each frame carries an fd: one read of the socket brings no more than one of them
+_CHILD = """
+    import os, socket, sys
+
+    def main():
+        sock = socket.socket(fileno=int(sys.argv[1]))
+        for number in range(5):
+            frame = (1).to_bytes(4, "little") + bytes([1]) + bytes([number])
+            socket.send_fds(sock, [frame], [0])
+        os._exit(7)
+"""
+
+
+@pytest.mark.both_loops
+async def test_what_a_child_wrote_right_before_its_exit_comes_before_its_death(tmp_path, monkeypatch):
+    (tmp_path / "fdasync_last_words.py").write_text(textwrap.dedent(_CHILD))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    loop = asyncio.get_running_loop()
+    heard: list[bytes] = []
+    death: asyncio.Future[tuple[list[bytes], Exception]] = loop.create_future()
+
+    def on_frame(payload: bytes, fds: list[int]) -> None:
+        heard.append(payload)
+        for fd in fds:
+            os.close(fd)
+
+    child = ChildProcess(
+        loop, "child", "fdasync_last_words", on_frame, lambda error: death.set_result((list(heard), error))
+    )
+    # blocks the loop on purpose: it finds the frames and the end at once
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    async with asyncio.timeout(10.0):
+        before, error = await death
+    await child.kill()
+    assert before == heard == [bytes([number]) for number in range(5)]
+    assert isinstance(error, WorkerDied)
+    assert error.exit_status == 7
