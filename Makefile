@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
+SEEDS ?= 2000
 export HF_HUB_OFFLINE := 1
 
 .PHONY: demo test test-all lint types bench clean venv help
@@ -35,7 +36,7 @@ test: $(STAMP)
 	$(MAKE) --no-print-directory lint types
 
 test-all: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) --seeds 2000 --cov --cov-report=term
+	$(BIN)/python -m pytest -n $(WORKERS) -o faulthandler_timeout=3600 --seeds $(SEEDS) --cov --cov-report=term
 	$(MAKE) --no-print-directory lint types
 
 lint: $(STAMP)

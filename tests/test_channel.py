@@ -279,16 +279,6 @@ async def test_what_is_too_large_is_not_sent(pair, monkeypatch):
     assert await right.have(1) == [bytes(10)]
 
 
-async def test_a_frame_that_its_reader_refuses_ends_the_channel(pair):
-    left, right = pair
-    right.raises = ProtocolError("not a word I know")
-    left.channel.send(b"one")
-    left.channel.send(b"two")
-    await right.ended
-    assert right.ends == [right.raises]
-    assert len(right.frames) == 1
-
-
 async def test_closing_twice_is_fine(pair):
     left, _ = pair
     left.channel.close()
