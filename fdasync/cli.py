@@ -6,6 +6,7 @@ Parses, prints, sets exit codes; the work is in `demo.py`, `doctor.py` and the r
 from __future__ import annotations
 
 import json
+import os
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -115,6 +116,13 @@ def main() -> None:
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
         sys.exit(EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        # whoever read has enough; nothing more can be said, and Python must not try at its exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(EXIT_ERROR)
+    except OSError as error:
+        click.echo(f"fdasync: {error}", err=True)
+        sys.exit(EXIT_ERROR)
     except FdasyncError as error:
         kind = "bad input" if isinstance(error, BadInput) else type(error).__name__
         shown = error.cause if isinstance(error, EngineFailed) else error

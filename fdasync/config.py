@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 Auto = Literal["auto"]
 
+# the scheduler keeps books of every block: some hundred bytes each
+MAX_BLOCKS = 1 << 22
+
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What an engine is made of.
@@ -44,8 +47,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         decode_reserve_blocks: see `SchedulerConfig`.
         inline_tokenise_chars: longer texts are tokenised in a child process.
         start_deadline_s: loading and profiling.
-        step_deadline_s: one step, from launch to completion. A runner warms up and compiles before it says hello,
-            under the start deadline.
+        step_deadline_s: one step, from its launch or the end of the step before it, to its own end. A runner warms
+            up and compiles before it says hello, under the start deadline.
         request_deadline_s: of requests that name none.
         prepare_deadline_s: tokenising in the child process.
         close_deadline_s: steps in flight, and the worker's own end, at `aclose`.
@@ -95,13 +98,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError.of_validation(error, "config") from None
         for name in ("max_running", "max_step_tokens", "max_requests"):
             _bounds(name, getattr(self, name), 1, 1 << 24)
-        for name in ("max_context_tokens", "num_blocks"):
-            if getattr(self, name) != "auto":
-                _bounds(name, getattr(self, name), 1, 1 << 31)
+        if self.max_context_tokens != "auto":
+            _bounds("max_context_tokens", self.max_context_tokens, 2, 1 << 31)
+        if self.num_blocks != "auto":
+            _bounds("num_blocks", self.num_blocks, 1, MAX_BLOCKS)
         if self.block_tokens != "auto":
             _bounds("block_tokens", self.block_tokens, 2, 4096)
             if self.block_tokens & (self.block_tokens - 1):
                 raise ConfigError("config.block_tokens", f"{self.block_tokens} is not a power of two")
+        try:
+            self.model.encode()
+        except UnicodeEncodeError:
+            raise ConfigError("config.model", "has a lone surrogate: it is no path") from None
         _bounds("pipeline_depth", self.pipeline_depth, 1, 2)
         _bounds("decode_reserve_blocks", self.decode_reserve_blocks, 0, 1024)
         _bounds("inline_tokenise_chars", self.inline_tokenise_chars, 0, 1 << 24)
@@ -136,6 +144,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 def resolve(config: EngineConfig, capacity: Capacity) -> SchedulerConfig:
     """The scheduler's configuration for a runner of this capacity. Raises ConfigError."""
+    if capacity.num_blocks > MAX_BLOCKS:
+        raise ConfigError("config.num_blocks", f"the runner offers {capacity.num_blocks} blocks", limit=MAX_BLOCKS)
     if capacity.num_blocks < 1:
         raise ConfigError("config.num_blocks", "the runner found no memory for KV blocks", hint="give it less to hold")
     return SchedulerConfig(

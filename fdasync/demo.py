@@ -75,6 +75,8 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
 def run_demo(options: DemoOptions, console: Console) -> int:
     """Do it all; returns the exit code. Raises FdasyncError where it cannot run."""
     plugin = _plugin()
+    if options.json_path is not None:
+        options.json_path.open("a").close()  # before the work: a path that cannot be written to
     if options.model is None:
         model = cache_folder() / "demo-qwen3-moe-v1"
         made = not model.exists()
@@ -138,6 +140,7 @@ async def _serve(options: DemoOptions, model: Path, console: Console) -> Served:
         routing=True,
         pipeline_depth=options.depth,
         max_running=max(options.concurrency * _GROUP_SAMPLES, 64),
+        max_step_tokens=max(options.concurrency * _GROUP_SAMPLES, 2048),
         max_requests=max(options.concurrency * _GROUP_SAMPLES, 4096),
     )
     started = time.perf_counter()

@@ -64,6 +64,7 @@ class Driver:
         self._timer: asyncio.TimerHandle | None = None
         self._watchdog: asyncio.TimerHandle | None = None
         self._idle: asyncio.Future[None] | None = None
+        self._ended_at = 0.0
         self._last_look = -1
         self._look_at = 0.0
 
@@ -150,6 +151,7 @@ class Driver:
             _ = done.cancelled() or done.exception()
             return
         step_id, _ = self._steps.popleft()
+        self._ended_at = self._loop.time()
         try:
             output = done.result()
             if output.step_id != step_id:
@@ -169,7 +171,8 @@ class Driver:
             return
         step_id, launched = self._steps[0]
         now = self._loop.time()
-        left_s = launched + self._step_deadline_s - now
+        # a step that waited for the one before it has had its time only since then
+        left_s = max(launched, self._ended_at) + self._step_deadline_s - now
         if left_s > 0:
             self._watchdog = self._loop.call_later(left_s, self._watch)
         elif self._last_look == step_id and now < self._look_at + _GRACE_S:

@@ -8,6 +8,7 @@ engine, and every pending and later call raises `EngineFailed` - the caller's ow
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ import msgspec
 
 from fdasync.config import EngineConfig
 from fdasync.door import Ask, Door
-from fdasync.errors import ConfigError, DeadlineExceeded, EngineClosed, EngineFailed
+from fdasync.errors import BadInput, ConfigError, DeadlineExceeded, EngineClosed, EngineFailed
 from fdasync.prepare import Preparer
 from fdasync.request import SamplingParams
 from fdasync.runtime import Runtime
@@ -23,7 +24,7 @@ from fdasync.scheduler import SchedulerStats
 from fdasync.stream import Generation
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from fdasync.events.bus import EventBus
     from fdasync.events.trace import TraceRing
@@ -72,6 +73,8 @@ class Engine:
         tokenizer: Tokenizer | None = None,
     ) -> None:
         if not isinstance(config, EngineConfig):
+            if not isinstance(config, Mapping):
+                raise ConfigError("config", f"an EngineConfig or a mapping is needed, not {type(config).__name__}")
             config = EngineConfig.from_mapping(config)
         config.validate()
         self.config = config
@@ -160,9 +163,11 @@ class Engine:
         Raises DeadlineExceeded after `timeout_s` (default: the config's request_deadline_s), EngineFailed.
         """
         self._check_open(draining_is_fine=True)
-        self.state = "draining"
         door = self._inside()
-        limit_s = self.config.request_deadline_s if timeout_s is None else timeout_s
+        limit_s: Any = self.config.request_deadline_s if timeout_s is None else timeout_s
+        if not isinstance(limit_s, int | float) or not 0 <= limit_s <= 1e9:
+            raise BadInput("timeout_s", f"{limit_s!r} is out of range", limit="0 to 1e9")
+        self.state = "draining"
         try:
             async with asyncio.timeout(limit_s):
                 while live := door.requests():
@@ -176,7 +181,11 @@ class Engine:
             raise EngineFailed(self._failure)
 
     async def aclose(self) -> None:
-        """Abort what is live (its callers get what there is), let steps in flight end, free everything; idempotent."""
+        """Abort what is live, let steps in flight end, free everything; idempotent.
+
+        Callers get what there is; those still at the door get EngineClosed. Raises, once, what closing the runner
+        raises.
+        """
         if self._supervisor is None:
             self.state = "closed"
             return
@@ -258,7 +267,7 @@ class Engine:
         """
         ask = Ask(
             prompt=prompt,
-            params=params or SamplingParams(),
+            params=SamplingParams() if params is None else params,
             streams=True,
             request_id=request_id,
             priority=priority,
@@ -288,7 +297,7 @@ class Engine:
         """
         ask = Ask(
             prompt=prompt,
-            params=params or SamplingParams(),
+            params=SamplingParams() if params is None else params,
             streams=False,
             request_id=request_id,
             priority=priority,
@@ -309,6 +318,8 @@ class Engine:
 
         True if there is such a request; aborting twice, or one that just ended, does no harm.
         """
+        if not isinstance(request_id, str):
+            raise BadInput("request_id", f"{request_id!r} is no name")
         request = None if self._door is None else self._door.find(request_id)
         if request is None or self._door is None:
             return False

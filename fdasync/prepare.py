@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from fdasync.tokenizer import Tokenizer
 
 _HASH_SLICE_BLOCKS = 256
-_MAX_PROMPT_CHARS = 1 << 26
+# no tokenizer has longer tokens: a text beyond this many characters for each token of the context cannot fit
+_MAX_TOKEN_CHARS = 256
 _MAX_ID_CHARS = 256
 
 
@@ -78,12 +79,12 @@ class Preparer:
     def check(self, ask: Ask, deadline_s: float) -> Ask:
         """Raise BadInput for everything that can be told without tokenising.
 
-        Returns what was asked with token ids copied, so that the caller's list may change meanwhile.
+        Returns what was asked in copies, so that the caller's lists may change meanwhile.
         """
         params: Any = ask.params
         if not isinstance(params, SamplingParams):
             raise BadInput("params", f"a SamplingParams is needed, not {type(params).__name__}")
-        params.validate(vocab_size=self.capacity.vocab_size)
+        params = params.validated(vocab_size=self.capacity.vocab_size)
         most = self._config.max_requests
         if params.n > most:
             raise BadInput("n", f"{params.n} samples are more than the engine takes", limit=most)
@@ -92,10 +93,10 @@ class Preparer:
         self._check_options(ask, deadline_s)
         if isinstance(ask.prompt, str):
             self._check_text(ask.prompt)
-            return ask
+            return replace(ask, params=params)
         tokens = self._check_tokens(ask.prompt)
         self._check_length(tokens, params, ask.start)
-        return replace(ask, prompt=tokens)
+        return replace(ask, prompt=tokens, params=params)
 
     def _check_options(self, ask: Ask, deadline_s: Any) -> None:
         request_id: Any = ask.request_id
@@ -103,14 +104,17 @@ class Preparer:
             raise BadInput("request_id", f"{request_id!r} is no name", limit=f"1 to {_MAX_ID_CHARS} characters")
         if not _is_int(ask.priority) or not -(2**31) <= ask.priority < 2**31:
             raise BadInput("priority", f"{ask.priority!r} is not an integer of 32 bits")
-        if not isinstance(deadline_s, int | float) or not 0 < deadline_s <= 1e9:
+        if not isinstance(deadline_s, int | float) or isinstance(deadline_s, bool) or not 0 < deadline_s <= 1e9:
             raise BadInput("deadline_s", f"{deadline_s!r} is out of range", limit="above 0, up to 1e9")
         if not _is_int(ask.start) or ask.start < 0:
             raise BadInput("start", f"{ask.start!r} is not a position", limit="0 up to the prompt's length")
         salt: Any = ask.cache_salt
         if not isinstance(salt, str):
             raise BadInput("cache_salt", "is not a string")
-        if ask.routing and not self.capacity.aux_specs:
+        routing: Any = ask.routing
+        if routing is not None and not isinstance(routing, bool):
+            raise BadInput("routing", f"{routing!r} is neither True, False nor None")
+        if routing and not self.capacity.aux_specs:
             raise BadInput(
                 "routing",
                 "was asked for, but this engine captures none",
@@ -122,8 +126,9 @@ class Preparer:
             raise BadInput("prompt", "is text, but the engine has no tokenizer", hint="give token ids")
         if not text:
             raise BadInput("prompt", "is empty", limit="at least one token")
-        if len(text) > _MAX_PROMPT_CHARS:
-            raise BadInput("prompt", f"{len(text)} characters", limit=_MAX_PROMPT_CHARS)
+        most = _MAX_TOKEN_CHARS * self.capacity.max_context_tokens
+        if len(text) > most:
+            raise BadInput("prompt", f"{len(text)} characters cannot fit in the context", limit=most)
         try:
             text.encode()
         except UnicodeEncodeError as error:

@@ -51,6 +51,8 @@ class ChildProcess:
                 [sys.executable, "-P", "-c", f"from {module} import main; main()", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                # Ctrl-C at a terminal goes to the group of this process: what it means for the child is decided here
+                process_group=0,
             )
         self.pid = self._process.pid
         self._pidfd = os.pidfd_open(self.pid)

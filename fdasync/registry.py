@@ -96,7 +96,8 @@ class Registry:
         distribution = _origin(point)[0]
         try:
             loaded = point.load()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
+            # a module that exits must not end the program that looks at it
             problem = f"importing {point.value} failed: {type(error).__name__}: {error}"
             raise PluginError(group, point.name, distribution, problem) from error
         if group == RUNNERS:

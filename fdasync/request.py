@@ -62,13 +62,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logprobs: LogprobKind = "none"
     top_logprobs: int = 0
 
-    def validate(self, *, vocab_size: int) -> None:
-        """Raise BadInput naming the first field that makes no sense. Types are checked too."""
+    def validated(self, *, vocab_size: int) -> SamplingParams:
+        """A checked copy that shares nothing the caller could change (a list given for `stop`, say).
+
+        Raises BadInput naming the first field that makes no sense. Types are checked too.
+        """
         try:
-            msgspec.convert(msgspec.structs.asdict(self), SamplingParams)
+            copy = msgspec.convert(msgspec.structs.asdict(self), SamplingParams)
         except msgspec.ValidationError as error:
             field = str(error).rpartition("`$.")[2].rstrip("`") or "sampling"
             raise BadInput(field, str(error)) from None
+        copy._check(vocab_size)
+        return copy
+
+    def _check(self, vocab_size: int) -> None:
         _at_least("max_tokens", self.max_tokens, 1)
         _within("min_tokens", self.min_tokens, 0, self.max_tokens)
         _within("temperature", self.temperature, 0.0, 100.0)

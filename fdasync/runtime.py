@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 from fdasync.cache.arena import AuxArena
 from fdasync.config import resolve
 from fdasync.driver import Driver
-from fdasync.errors import DeadlineExceeded
+from fdasync.errors import DeadlineExceeded, FdasyncError, PluginError, RunnerError
 from fdasync.events.catalog import AbortRequested
 from fdasync.events.trace import TraceRing
 from fdasync.output import OutputHub
-from fdasync.registry import RUNNERS, Registry
+from fdasync.registry import RUNNERS, TOKENIZERS, Registry
 from fdasync.runner.worker import WorkerRunner
 from fdasync.scheduler import Scheduler
 from fdasync.tokenise import TokenizerProcess
@@ -54,6 +54,8 @@ class Runtime:
         self._config = config
         self._registry = Registry()
         self._runner = runner or self._make_runner()
+        if tokenizer is None and config.tokenizer not in ("auto", "none"):
+            self._registry.find(TOKENIZERS, config.tokenizer)
         self._arena: AuxArena | None = None
 
     def _make_runner(self) -> Runner:
@@ -84,6 +86,10 @@ class Runtime:
             if isinstance(error, DeadlineExceeded):
                 raise
             raise DeadlineExceeded("starting the runner", config.start_deadline_s) from None
+        except FdasyncError:
+            raise
+        except Exception as error:
+            raise RunnerError(f"starting failed: {type(error).__name__}: {error}") from error
         self._load_tokenizer()
         if config.trace_turns:
             self.trace = TraceRing(scheduler.config, config.trace_turns)
@@ -102,7 +108,14 @@ class Runtime:
     def _load_tokenizer(self) -> None:
         name = self.capacity.tokenizer if self._config.tokenizer == "auto" else self._config.tokenizer
         if self.tokenizer is None and name not in ("", "none"):
-            self.tokenizer = self._registry.load_tokenizer(name)(self._config.model)  # blocking: once, at start
+            factory = self._registry.load_tokenizer(name)
+            try:
+                self.tokenizer = factory(self._config.model)  # blocking: once, at start
+            except FdasyncError:
+                raise
+            except Exception as error:
+                problem = f"loading it failed: {type(error).__name__}: {error}"
+                raise PluginError(TOKENIZERS, name, "", problem) from error
             self.long_texts = TokenizerProcess(name, self._config.model)
 
     async def wind_down(self) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
 import sys
 from array import array
@@ -126,7 +125,6 @@ class TokenizerProcess:
 def main() -> None:
     """The child: its end of the channel is the fd in argv[1]; serve until the other end closes."""
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     sock = socket.socket(fileno=int(sys.argv[1]))
 
     async def run() -> None:

@@ -24,10 +24,16 @@ _CHILD = """
 """
 
 
-@pytest.mark.both_loops
-async def test_what_a_child_wrote_right_before_its_exit_comes_before_its_death(tmp_path, monkeypatch):
+@pytest.fixture
+def last_words(tmp_path, monkeypatch) -> str:
+    """The name of a module whose `main` is the child."""
     (tmp_path / "fdasync_last_words.py").write_text(textwrap.dedent(_CHILD))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    return "fdasync_last_words"
+
+
+@pytest.mark.both_loops
+async def test_what_a_child_wrote_right_before_its_exit_comes_before_its_death(last_words):
     loop = asyncio.get_running_loop()
     heard: list[bytes] = []
     death: asyncio.Future[tuple[list[bytes], Exception]] = loop.create_future()
@@ -37,11 +43,9 @@ async def test_what_a_child_wrote_right_before_its_exit_comes_before_its_death(t
         for fd in fds:
             os.close(fd)
 
-    child = ChildProcess(
-        loop, "child", "fdasync_last_words", on_frame, lambda error: death.set_result((list(heard), error))
-    )
+    child = ChildProcess(loop, "child", last_words, on_frame, lambda error: death.set_result((list(heard), error)))
     # blocks the loop on purpose: it finds the frames and the end at once
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222
     async with asyncio.timeout(10.0):
         before, error = await death
     await child.kill()

@@ -14,7 +14,7 @@ VOCAB = 100
 
 
 def test_the_defaults_are_fine():
-    SamplingParams().validate(vocab_size=VOCAB)
+    SamplingParams().validated(vocab_size=VOCAB)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_the_defaults_are_fine():
     ],
 )
 def test_the_bounds_belong_to_what_is_allowed(values):
-    SamplingParams(**values).validate(vocab_size=VOCAB)
+    SamplingParams(**values).validated(vocab_size=VOCAB)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_the_bounds_belong_to_what_is_allowed(values):
 )
 def test_what_is_out_of_range_is_refused(field, value, limit):
     with pytest.raises(BadInput) as caught:
-        SamplingParams(**{field: value}).validate(vocab_size=VOCAB)
+        SamplingParams(**{field: value}).validated(vocab_size=VOCAB)
     assert (caught.value.field, caught.value.limit) == (field, limit)
     assert str(limit) in str(caught.value)
 
@@ -103,13 +103,13 @@ def test_what_is_out_of_range_is_refused(field, value, limit):
 )
 def test_what_has_the_wrong_type_is_refused(values, field):
     with pytest.raises(BadInput) as caught:
-        SamplingParams(**values).validate(vocab_size=VOCAB)
+        SamplingParams(**values).validated(vocab_size=VOCAB)
     assert caught.value.field == field
 
 
 def test_top_logprobs_need_logprobs():
     with pytest.raises(BadInput, match="needs logprobs") as caught:
-        SamplingParams(top_logprobs=1).validate(vocab_size=VOCAB)
+        SamplingParams(top_logprobs=1).validated(vocab_size=VOCAB)
     assert caught.value.field == "top_logprobs"
     assert "raw" in caught.value.hint
 

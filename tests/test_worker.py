@@ -258,7 +258,7 @@ def bad_plugin(tmp_path: Path, monkeypatch):
     points = "".join(f"{name} = {where}\n" for name, where in runners.items())
     (info / "entry_points.txt").write_text(f"[fdasync.runners]\n{points}")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
 
 
 def _bad_engine(way: str, runner: str = "bad", **values) -> Engine:

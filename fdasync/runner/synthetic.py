@@ -109,7 +109,9 @@ class SyntheticRunner(Runner):
             return done
         cost = self._cost_s(batch)
         if cost <= 0.0:
-            loop.call_soon(self._complete, flight)
+            # one after the other, a loop turn each
+            if len(self._flights) == 1:
+                loop.call_soon(self._complete, flight)
         else:
             self._busy_until = max(self._busy_until, loop.time()) + cost
             loop.call_at(self._busy_until, self._complete, flight)
@@ -164,6 +166,10 @@ class SyntheticRunner(Runner):
             self._arena.scatter(flight.batch.aux_index, flight.batch.generations, flight.rows)
         if not flight.done.done():
             flight.done.set_result(flight.output)
+        if self._flights and not (self.config.step_s or self.config.token_s):
+            following = self._flights[0]
+            if following.batch.step_id != self.config.hang_step:
+                asyncio.get_running_loop().call_soon(self._complete, following)
 
     # -- arithmetic -------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
 import sys
 from collections import deque
@@ -19,7 +18,7 @@ import msgspec
 
 from fdasync.cache.arena import AuxArena
 from fdasync.channel import Channel
-from fdasync.errors import FdasyncError, ProtocolError, RunnerError, WorkerStuck
+from fdasync.errors import ConfigError, FdasyncError, ProtocolError, RunnerError, WorkerStuck
 from fdasync.process import ChildProcess, die_with_parent
 from fdasync.registry import Registry
 from fdasync.runner.base import Capacity, Runner, RunnerLimits, StepOutput
@@ -115,8 +114,12 @@ class WorkerRunner(Runner):
         if self._dead is not None:
             raise self._dead
         assert self._child is not None
+        try:
+            payload = _ENCODE(message)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ConfigError("runner_config", f"cannot be sent to a worker: {error}") from None
         self._reply = self._loop.create_future()
-        self._child.send(_ENCODE(message), fds or [])
+        self._child.send(payload, fds or [])
         answer = await self._reply
         # only now: a wait that was cancelled leaves the worker busy, and `aclose` must know
         self._reply = None
@@ -248,8 +251,6 @@ class _Host:
 def main() -> None:
     """The child: its end of the channel is the fd in argv[1]; serve one engine, then exit."""
     die_with_parent()
-    # Ctrl-C reaches the whole process group; the engine decides what it means for the worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     sock = socket.socket(fileno=int(sys.argv[1]))
     import uvloop
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from families_zoo import FAMILIES, VOCAB, config_of, make_checkpoint
 from fdasync_transformers import attention, capture, families, loading, probe
-from fdasync_transformers.kv import Reach
+from fdasync_transformers.kv import KVPool, Reach
 from step_driver import Driver
 
 from fdasync.errors import ConfigError, UnsupportedModel
@@ -205,7 +205,7 @@ async def test_experts_that_cannot_be_exchanged_say_so(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama4_text")
     with pytest.raises(ConfigError) as caught:
         await Driver.open(tmp_path, config={"experts": "grouped_mm"})
-    assert caught.value.field == "experts"
+    assert caught.value.field == "runner_config.experts"
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe_swa", "qwen2_moe_swa", "mixtral", "gpt_oss", "phimoe", "llama4_text"])
@@ -237,6 +237,15 @@ async def test_self_check_refuses_ids_of_the_wrong_rows(tmp_path: Path, monkeypa
     honest = capture.RoutingCapture.rows
     monkeypatch.setattr(capture.RoutingCapture, "rows", lambda self, count: honest(self, count)[::-1])
     assert "routing equal at" in await refused(tmp_path)
+
+
+async def test_self_check_refuses_reading_what_a_past_owner_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path, "qwen3_moe")
+    # a block that is filled in part keeps the rest of what was in it
+    monkeypatch.setattr(KVPool, "clear", lambda *_: None)
+    assert "differs from separate sequences" in await refused(tmp_path)
 
 
 async def test_self_check_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

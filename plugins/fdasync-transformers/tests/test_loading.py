@@ -75,6 +75,24 @@ def test_weights_id_follows_bytes_not_files(tmp_path: Path) -> None:
     assert loading.weights_id(load(tmp_path / "one")) != first
 
 
+def test_weights_id_follows_names_dtypes_and_shapes() -> None:
+    def identity(**tensors: torch.Tensor) -> str:
+        model: Any = torch.nn.Module()
+        for name, tensor in tensors.items():
+            model.register_buffer(name, tensor)
+        return loading.weights_id(model)
+
+    zeros = torch.zeros(2, 3)
+    assert identity(a=zeros) == identity(a=zeros.clone())
+    # the same bytes each time
+    others = [identity(b=zeros), identity(a=zeros.reshape(3, 2)), identity(a=zeros.to(torch.int32))]
+    assert len({identity(a=zeros), *others}) == 4
+    one, two = torch.ones(3), torch.full((3,), 2.0)
+    assert identity(a=one, b=two) != identity(a=two, b=one)
+    # a tied tensor is not the same as two of equal bytes under another name
+    assert identity(a=one, b=one) != identity(a=one, c=one)
+
+
 def test_fingerprint_follows_what_kv_depends_on(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen3_moe")
     first = loading.fingerprint(load(tmp_path))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from families_zoo import VOCAB, make_checkpoint
 from fdasync_transformers import ragged
+from fdasync_transformers.attention import paged_attention
 from fdasync_transformers.kv import KVLayout, KVPool, LayerSpec, Reach
 from fdasync_transformers.runner import TransformersConfig, TransformersRunner
 from step_driver import Driver, Sequence
@@ -137,9 +138,22 @@ async def test_long_chunks_are_cut_without_changing_anything(
 ) -> None:
     monkeypatch.setattr(ragged, "_MASK_ELEMENTS", limit)
     driver = await Driver.open(saved[0])
+    honest, pieces = ragged._cut, []
+
+    def watched(counts: Any, starts: Any) -> Any:
+        cut = honest(counts, starts)
+        pieces.append((len(counts), cut))
+        return cut
+
+    monkeypatch.setattr(ragged, "_cut", watched)
     sequences = [driver.sequence(prompt_of(n, seed=n), 4) for n in (30, 41)]
     await driver.run(sequences, chunks=2)
     assert [s.tokens for s in sequences] == [generated(saved[1], s.prompt, 4) for s in sequences]
+    # the second halves of both prompts were cut, as finely as the limit says
+    assert max(cut.shape[1] for _, cut in pieces) >= (15 + 20 if limit == 1 else 3 + 5)
+    for _, cut in pieces:
+        for _, first, count, _ in cut.T.tolist():
+            assert first == 0 or count == 1 or count * (first + count) <= limit
     await driver.close()
 
 
@@ -218,6 +232,34 @@ async def test_raw_logprobs_are_those_of_the_plain_model(driver: Driver, saved: 
         logits = saved[1](torch.tensor([seq.prompt + seq.tokens])).logits[0, len(seq.prompt) - 1 : -1]
     wanted = logits.log_softmax(-1).gather(1, torch.tensor(seq.tokens)[:, None])[:, 0]
     assert np.allclose(seq.raw, wanted.numpy(), atol=1e-4)
+
+
+async def test_rows_of_a_padded_head_are_never_sampled(driver: Driver, saved: tuple[Path, Any]) -> None:
+    assert driver.runner._step_model is not None
+    model: Any = driver.runner._step_model.model
+    weight = model.lm_head.weight.detach()
+    padded = torch.nn.Linear(weight.shape[1], 2 * VOCAB, bias=False)
+    with torch.no_grad():
+        # whatever the best token is, a row of the padding beats it
+        padded.weight.copy_(torch.cat([weight, 10 * weight]))
+    model.lm_head = padded
+    seq = driver.sequence(prompt_of(11), 6, raw=True)
+    sampled = driver.sequence(prompt_of(7, seed=1), 6, temperature=1.0, raw=True)
+    await driver.run([seq, sampled])
+    assert seq.tokens == generated(saved[1], seq.prompt, 6)
+    assert max(sampled.tokens) < VOCAB
+    with torch.no_grad():
+        logits = saved[1](torch.tensor([seq.prompt + seq.tokens])).logits[0, len(seq.prompt) - 1 : -1]
+    wanted = logits.log_softmax(-1).gather(1, torch.tensor(seq.tokens)[:, None])[:, 0]
+    assert np.allclose(seq.raw, wanted.numpy(), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["softcap", "indices", "position_bias", "cu_seq_lens_q", "block_table"])
+def test_attention_of_a_kind_that_is_not_done_is_refused(name: str) -> None:
+    empty: Any = torch.zeros(1, 1, 1, 4)
+    nothing: Any = None
+    with pytest.raises(RunnerError, match=name):
+        paged_attention(torch.nn.Module(), empty, empty, empty, None, scaling=1.0, fd_ctx=nothing, **{name: 30.0})
 
 
 async def test_penalties_see_prompt_and_output(driver: Driver, saved: tuple[Path, Any]) -> None:
@@ -391,12 +433,18 @@ async def test_aclose_is_idempotent_and_follows_a_failed_open(saved: tuple[Path,
 
 @pytest.mark.parametrize(
     ("values", "field"),
-    [({"num_threads": 0}, "num_threads"), ({"device": "abacus"}, "device"), ({"device": "cuda:99"}, "device")],
+    [
+        ({"num_threads": 0}, "num_threads"),
+        ({"num_threads": 10**12}, "num_threads"),
+        ({"device": "abacus"}, "device"),
+        ({"device": "cuda:99"}, "device"),
+        ({"device": "meta"}, "device"),
+    ],
 )
 async def test_bad_settings_are_named(saved: tuple[Path, Any], values: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         await Driver.open(saved[0], config=values)
-    assert caught.value.field == field
+    assert caught.value.field == f"runner_config.{field}"
 
 
 def test_unknown_settings_are_refused() -> None:

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import torch
 
-from fdasync.errors import ConfigError, InvariantBroken, RunnerError, UnsupportedModel
+from fdasync.errors import CheckpointError, ConfigError, FdasyncError, InvariantBroken, RunnerError, UnsupportedModel
 from fdasync.runner.base import Capacity, Runner, RunnerLimits, StepOutput
 from fdasync.runner.lanes import LaneTable
 from fdasync_transformers import families, loading, probe, selfcheck
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from fdasync.actions import RunStep
     from fdasync.cache.arena import AuxArena
     from fdasync.runner.lanes import Batch
+
+
+_MAX_THREADS = 1024
 
 
 class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,6 +85,16 @@ class TransformersRunner(Runner):
         Raises CheckpointError, UnsupportedModel and ConfigError; nothing large is in memory before the folder
         and the config were found good.
         """
+        try:
+            return self._open()
+        except (FdasyncError, MemoryError):
+            raise
+        except Exception as error:
+            # the library trips over values that no checkpoint should have, in ways of its own
+            problem = f"the model cannot be built or run: {type(error).__name__}: {error}"
+            raise CheckpointError(self.limits.model, problem) from error
+
+    def _open(self) -> Capacity:
         config, limits = self.config, self.limits
         _check_config(config)
         device = _device(config.device)
@@ -236,8 +249,10 @@ class TransformersRunner(Runner):
 
 
 def _check_config(config: TransformersConfig) -> None:
-    if config.num_threads is not None and config.num_threads < 1:
-        raise ConfigError("num_threads", f"{config.num_threads} is too small", limit="at least 1")
+    if config.num_threads is not None and not 1 <= config.num_threads <= _MAX_THREADS:
+        raise ConfigError(
+            "runner_config.num_threads", f"{config.num_threads} is out of range", limit=f"1 to {_MAX_THREADS}"
+        )
 
 
 def _device(name: str) -> torch.device:
@@ -247,7 +262,9 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError("device", f"{name!r} cannot be used: {error}") from error
+        raise ConfigError("runner_config.device", f"{name!r} cannot be used: {error}") from error
+    if device.type == "meta":
+        raise ConfigError("runner_config.device", "'meta' holds no data")
     return device
 
 
@@ -257,7 +274,7 @@ def _set_experts(model: PreTrainedModel, experts: str) -> None:
     try:
         model.set_experts_implementation(experts)
     except ValueError as error:
-        raise ConfigError("experts", str(error), hint='use "auto"') from error
+        raise ConfigError("runner_config.experts", str(error), hint='use "auto"') from error
 
 
 def _max_context(model: PreTrainedModel, limits: RunnerLimits) -> int:

@@ -17,7 +17,9 @@ Knows nothing of engines: it reads a few fields of a result. Called by users, te
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence  # msgspec looks the annotations up
+from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,8 +33,7 @@ from fdasync_transformers.replay import RouterSite, Selection, find_routers, for
 from fdasync_transformers.verdict import TOLERANCE, choice_distance, grouped_distance, token_distance
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
 MAX_TIED_SHARE = 1e-3
 
@@ -156,7 +157,7 @@ def verify(
     vocab_size = int(reference.get_input_embeddings().weight.shape[0])
     records = [_Record(request, f"served[{i}]", sites, vocab_size) for i, request in enumerate(requests)]
     tally = _Tally(max_differences)
-    with torch.no_grad():
+    with torch.no_grad(), _spare_core():
         for number, record in enumerate(records):
             _check(reference, sites, number, record, tally)
             if progress is not None:
@@ -344,6 +345,17 @@ def _forward(model: Any, record: _Record) -> torch.Tensor:
     keep = outputs + 1 if record.greedy else 1
     logits: torch.Tensor = model(input_ids=ids, use_cache=False, logits_to_keep=keep).logits[0]
     return logits[:-1].float()
+
+
+@contextmanager
+def _spare_core() -> Iterator[None]:
+    """One core fewer than there are, as the runner does: torch's threads wait for the slowest of them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(1, min(before, len(os.sched_getaffinity(0)) - 1)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _reference(model: Any) -> Any:
