@@ -126,17 +126,16 @@ class WorkerRunner(Runner):
         return answer
 
     def _on_frame(self, payload: bytes, fds: list[int]) -> None:
+        """Raises ProtocolError for what the protocol does not allow: the channel ends then, and the worker is killed."""
         for fd in fds:
             os.close(fd)
         try:
             message = self._decoder.decode(payload)
         except msgspec.MsgspecError as error:
-            self._broken(f"the worker sent what cannot be decoded: {error}")
-            return
+            raise ProtocolError(f"the worker sent what cannot be decoded: {error}") from None
         if isinstance(message, (StepOutput, StepError)):
             if not self._steps or self._steps[0][0] != message.step_id:
-                self._broken(f"the worker answered step {message.step_id} out of order")
-                return
+                raise ProtocolError(f"the worker answered step {message.step_id} out of order")
             _, done = self._steps.popleft()
             if done.done():
                 return
@@ -145,14 +144,11 @@ class WorkerRunner(Runner):
             else:
                 done.set_exception(RunnerError(message.problem, message.step_id))
         elif self._reply is None or self._reply.done():
-            self._broken(f"the worker sent {type(message).__name__}, and nobody asked")
+            raise ProtocolError(f"the worker sent {type(message).__name__}, and nobody asked")
         elif isinstance(message, Failed):
             self._reply.set_exception(unpack_error(message))
         else:
             self._reply.set_result(message.capacity if isinstance(message, Hello) else None)
-
-    def _broken(self, problem: str) -> None:
-        self._on_death(ProtocolError(problem))
 
     def _on_death(self, error: Exception) -> None:
         if self._dead is None:
