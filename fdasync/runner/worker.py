@@ -126,7 +126,7 @@ class WorkerRunner(Runner):
         return answer
 
     def _on_frame(self, payload: bytes, fds: list[int]) -> None:
-        """Raises ProtocolError for what the protocol does not allow: the channel ends then, and the worker is killed."""
+        """Raises ProtocolError for what is not allowed: the channel ends then, and the worker is killed."""
         for fd in fds:
             os.close(fd)
         try:
