@@ -7,7 +7,19 @@ import time
 
 import pytest
 
-from fdasync import DecodeFailed, EngineFailed, InvariantBroken, SamplingParams, WorkerDied
+from fdasync import (
+    BadInput,
+    CheckpointError,
+    ConfigError,
+    DecodeFailed,
+    Engine,
+    EngineFailed,
+    InvariantBroken,
+    PluginError,
+    RunnerError,
+    SamplingParams,
+    WorkerDied,
+)
 from fdasync.errors import DeadlineExceeded
 from fdasync.events.catalog import StepDone
 from fdasync.runner.base import StepOutput
@@ -61,15 +73,21 @@ def faulty_engine(way, runner=None, **values):
 
 async def test_rows_that_were_never_written_do_not_keep_a_failure_from_the_callers():
     async with faulty_engine("misses rows", {"fail_step": 3}) as engine:
-        calls = [asyncio.create_task(engine.complete([*PROMPT, key], GREEDY)) for key in range(2)]
+        # no block fills before the failure: the rows that are missing are looked for only then
+        prompts = [[50 + key, *PROMPT, 1, 2] for key in range(2)]
+        calls = [asyncio.create_task(engine.complete(prompt, GREEDY)) for prompt in prompts]
         done, _ = await asyncio.wait(calls, timeout=10)
         assert len(done) == 2
         for call in calls:
             error = call.exception()
             assert isinstance(error, EngineFailed)
             (sample,) = error.partial.samples
-            # what the prefill wrote is there, and nothing that was not written
-            assert len(sample.routing.array) <= len(PROMPT) + 1
+            # whole blocks of the prefill are there, and nothing that was not written
+            rows = sample.routing.array
+            assert len(rows) == 12
+            oracle = oracle_of(engine.config)
+            assert (rows == oracle.rows(oracle.digests(error.partial.prompt_token_ids))[:12]).all()
+            assert any("were not written" in note for note in getattr(error.cause, "__notes__", [])), repr(error.cause)
             assert sample.finish_reason == "failed"
         assert engine.state == "failed"
 
@@ -201,3 +219,90 @@ async def test_priority_holds_at_the_door_too():
             for name, priority in (("first", 0), ("low", -1), ("middle", 0), ("high", 5), ("later", 0)):
                 group.create_task(call(name, priority))
     assert ended == ["first", "high", "middle", "later", "low"]
+
+
+async def test_books_that_cannot_be_closed_do_not_keep_a_failure_from_the_callers(monkeypatch):
+    async with faulty_engine("", {"fail_step": 3}) as engine:
+
+        def salvage():
+            raise KeyError("the books are wrong")
+
+        monkeypatch.setattr(engine._runtime.driver.scheduler, "salvage", salvage)
+        with pytest.raises(EngineFailed) as caught:
+            await engine.complete(PROMPT, GREEDY)
+        assert caught.value.partial.finish_reason == "failed"
+        assert any("the books are wrong" in note for note in caught.value.cause.__notes__)
+
+
+async def test_a_callers_stop_strings_are_read_once():
+    config = synthetic_config()
+    oracle = oracle_of(config)
+    text = LetterTokenizer().decode(oracle.generate(PROMPT, 10))
+    stops = [text[4:6]]
+    params = SamplingParams(max_tokens=10, temperature=0.0, stop=stops)
+    async with (
+        synthetic_engine(config, tokenizer=LetterTokenizer()) as engine,
+        engine.generate(PROMPT, params) as stream,
+    ):
+        stops.clear()
+        stops.append(5)
+        async for _ in stream:
+            pass
+        assert (stream.result.finish_reason, stream.result.text) == ("stop", text[: text.find(text[4:6])])
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_a_steps_deadline_does_not_count_the_step_before_it(depth):
+    config = synthetic_config({"step_s": 0.15}, step_deadline_s=0.25, pipeline_depth=depth)
+    async with synthetic_engine(config) as engine:
+        params = SamplingParams(max_tokens=4, temperature=0.0)
+        check_sample((await engine.complete(PROMPT, params)).samples[0], PROMPT, params, oracle_of(config))
+
+
+@pytest.mark.parametrize(
+    ("call", "field"),
+    [
+        (lambda engine: engine.drain(float("nan")), "timeout_s"),
+        (lambda engine: engine.drain("soon"), "timeout_s"),
+        (lambda engine: engine.drain(-1), "timeout_s"),
+        (lambda engine: engine.complete(PROMPT, {}), "params"),
+        (lambda engine: engine.complete(PROMPT, GREEDY, routing="yes"), "routing"),
+        (lambda engine: engine.complete(PROMPT, GREEDY, deadline_s=True), "deadline_s"),
+        (lambda engine: engine.complete(PROMPT, GREEDY, request_id=""), "request_id"),
+        (lambda engine: engine.complete("x" * 70_000, GREEDY), "prompt"),
+    ],
+)
+async def test_arguments_that_make_no_sense_are_named_and_cost_nobody_anything(call, field):
+    async with synthetic_engine(tokenizer=LetterTokenizer()) as engine:
+        with pytest.raises(BadInput) as caught:
+            await call(engine)
+        assert caught.value.field == field
+        with pytest.raises(BadInput, match="request_id"):
+            engine.abort([])
+        assert engine.state == "running"
+        check_sample((await engine.complete(PROMPT, GREEDY)).samples[0], PROMPT, GREEDY, oracle_of(engine.config))
+
+
+@pytest.mark.parametrize("config", [None, [1], 5])
+def test_what_is_no_configuration_is_refused(config):
+    with pytest.raises(ConfigError, match="mapping is needed"):
+        Engine(config)
+
+
+async def test_a_tokenizer_that_does_not_load_is_named(monkeypatch):
+    with pytest.raises(PluginError, match="not installed"):
+        synthetic_engine(synthetic_config(tokenizer="nope"))
+    # the transformers plugin's needs a folder with a tokenizer in it
+    engine = Engine(synthetic_config(tokenizer="transformers", model="no/such/folder"))
+    with pytest.raises(CheckpointError, match="no/such/folder"):
+        await engine.start()
+
+
+async def test_a_runner_whose_start_raises_is_named(monkeypatch):
+    async def broken(self):
+        raise ValueError("what is this")
+
+    monkeypatch.setattr(SyntheticRunner, "open", broken)
+    engine = synthetic_engine()
+    with pytest.raises(RunnerError, match="ValueError: what is this"):
+        await engine.start()
