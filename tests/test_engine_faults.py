@@ -45,7 +45,7 @@ class Faulty(SyntheticRunner):
 
     def launch(self, step):
         done = super().launch(step)
-        if self.way == "misses rows":
+        if self.way == "misses rows" and self._flights:
             # the capture misses decodes; the third step fails
             self._flights[-1].rows.clear() if step.step_id else None
             self._flights[-1].batch.generations = self._flights[-1].batch.generations * (step.step_id == 0)
