@@ -69,6 +69,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
         processed_logprobs: the same after penalties, temperature and filters, or None.
         top_logprobs: alternatives at each token, or None.
         finish_reason: stop, length, abort, deadline; "failed" in `EngineFailed.partial`.
+        stop_token_id: the EOS or stop id that ended it, or None.
         cached_tokens: prompt tokens that came from the prefix cache.
         weight_version: spans of output tokens by weight version.
         routing: expert routing, or None where it was not captured or not asked for.
@@ -86,6 +87,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     weight_version: tuple[WeightSpan, ...]
     routing: Routing | None
     aux: dict[str, NDArray[np.generic]]
+    stop_token_id: int | None = None
 
     @property
     def logprobs(self) -> NDArray[np.float32] | None:

@@ -188,6 +188,7 @@ class SampleOutput:
                 top_k_by_layer=capacity.top_k_by_layer,
             ),
             aux=aux,
+            stop_token_id=None if finish is None or finish.matched_stop < 0 else finish.matched_stop,
         )
 
 

@@ -306,3 +306,13 @@ async def test_a_runner_whose_start_raises_is_named(monkeypatch):
     engine = synthetic_engine()
     with pytest.raises(RunnerError, match="ValueError: what is this"):
         await engine.start()
+
+
+async def test_the_id_that_ended_a_request_is_named():
+    config = synthetic_config()
+    outputs = oracle_of(config).generate(PROMPT, 10)
+    params = SamplingParams(max_tokens=10, temperature=0.0, stop_token_ids=(outputs[5],))
+    async with synthetic_engine(config) as engine:
+        (sample,) = (await engine.complete(PROMPT, params)).samples
+        assert (sample.finish_reason, sample.stop_token_id) == ("stop", outputs[5])
+        assert (await engine.complete(PROMPT, GREEDY)).samples[0].stop_token_id is None

@@ -178,16 +178,6 @@ def test_a_pin_counts_once_for_each_who_uses_it():
     assert index.num_available == 2
 
 
-def test_clearing_frees_the_idle_and_keeps_the_pinned():
-    index = make_index(4)
-    blocks = fill(index, KEYS[:3])
-    index.release(blocks[1:])
-    assert index.clear_idle() == 2
-    assert index.match(KEYS, 3, 9) == blocks[:1]
-    assert index.pool.num_free == 3
-    index.check()
-
-
 def test_a_pending_block_cannot_lose_its_last_pin():
     index = make_index()
     block = index.allocate()

@@ -157,14 +157,6 @@ class IndexMachine(RuleBasedStateMachine):
         self.users.remove(user)
         self.release(user.chain)
 
-    @rule()
-    def clear(self):
-        assert self.index.clear_idle() == len(self.idle)
-        for key in self.idle:
-            del self.indexed[key]
-        self.free += len(self.idle)
-        self.idle.clear()
-
     @invariant()
     def agrees(self):
         self.index.check()

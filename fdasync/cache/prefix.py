@@ -128,14 +128,6 @@ class PrefixIndex:
         block = self._by_key.get(key)
         return block is not None and not block.sealed and block.step >= before_step
 
-    def clear_idle(self) -> int:
-        """Free every idle block; returns how many."""
-        count = len(self._idle)
-        for block in self._idle.values():
-            self._drop(block)
-        self._idle.clear()
-        return count
-
     def _drop(self, block: Block) -> None:
         assert block.key is not None
         del self._by_key[block.key]

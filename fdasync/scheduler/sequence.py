@@ -53,7 +53,6 @@ class Sequence:
         "decoding",
         "emits",
         "ending",
-        "group",
         "key",
         "keys",
         "last_step",
@@ -75,7 +74,6 @@ class Sequence:
 
     def __init__(self, event: RequestPrepared, arrival: int) -> None:
         self.key = event.key
-        self.group = event.group
         self.priority = event.priority
         self.order = (-event.priority, arrival)
         self.tokens = list(event.tokens)
