@@ -146,6 +146,19 @@ async def test_long_chunks_are_cut_without_changing_anything(
         return cut
 
     monkeypatch.setattr(ragged, "_cut", watched)
+    split = ragged._partition
+
+    def bounded(pieces: Any, block_tokens: int) -> Any:
+        groups = split(pieces, block_tokens)
+        assert sorted(np.concatenate(groups).tolist()) == list(range(pieces.shape[1]))
+        for members in groups:
+            _, first, count, _ = pieces[:, members]
+            keys = ((first + count - 1) // block_tokens + 1) * block_tokens
+            # whole prompts are causal and need no mask; one piece is never split
+            assert len(members) == 1 or len(members) * count.max() * keys.max() <= limit
+        return groups
+
+    monkeypatch.setattr(ragged, "_partition", bounded)
     sequences = [driver.sequence(prompt_of(n, seed=n), 4) for n in (30, 41)]
     await driver.run(sequences, chunks=2)
     assert [s.tokens for s in sequences] == [generated(saved[1], s.prompt, 4) for s in sequences]

@@ -179,4 +179,10 @@ def _partition(pieces: NDArray[np.int64], block_tokens: int) -> list[NDArray[np.
         own = index if queries >= _LONG_CHUNK else -1
         buckets.setdefault((own, queries.bit_length(), int(blocks[index]).bit_length()), []).append(index)
     groups.extend(np.array(members, np.int64) for members in buckets.values())
-    return groups
+    return [part for members in groups for part in _bounded(members, count, blocks * block_tokens)]
+
+
+def _bounded(members: NDArray[np.int64], count: NDArray[np.int64], keys: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """A group in parts whose masks stay within _MASK_ELEMENTS."""
+    most = max(1, _MASK_ELEMENTS // int(count[members].max() * keys[members].max()))
+    return [members[first : first + most] for first in range(0, len(members), most)]
