@@ -13,9 +13,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import cProfile
+import pstats
 import statistics
 import time
-from typing import Any
+from typing import Any, Literal
 
 import uvloop
 
@@ -27,6 +29,8 @@ from fdasync.request import SamplerSpec
 from fdasync.runner.base import RunnerLimits
 from fdasync.runner.oracle import SyntheticConfig
 from fdasync.runner.synthetic import SyntheticRunner
+
+Process = Literal["inline", "worker"]
 
 PROMPT_TOKENS = 1000
 WARM_STEPS = 60
@@ -50,13 +54,15 @@ def runner_config(running: int, new_tokens: int) -> dict[str, Any]:
     }
 
 
-async def measure(running: int, steps: int, *, streams: bool, depth: int, process: str) -> float:
+async def measure(
+    running: int, steps: int, *, streams: bool, depth: int, process: Process, profile: cProfile.Profile | None = None
+) -> float:
     """CPU microseconds per step of this process; the runner's own time not subtracted."""
     new_tokens = steps + 2 * WARM_STEPS + 64
     config = EngineConfig(
         runner="synthetic",
         runner_config=runner_config(running, new_tokens),
-        process=process,  # type: ignore[arg-type]
+        process=process,
         max_running=running,
         max_step_tokens=max(8192, running),
         max_requests=running,
@@ -83,14 +89,14 @@ async def measure(running: int, steps: int, *, streams: bool, depth: int, proces
 
         tasks = [asyncio.create_task((read if streams else complete)(i)) for i in range(running)]
         try:
-            return await _count(engine, running, steps)
+            return await _count(engine, running, steps, profile)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _count(engine: Engine, running: int, steps: int) -> float:
+async def _count(engine: Engine, running: int, steps: int, profile: cProfile.Profile | None) -> float:
     async with engine.bus.subscribe(StepDone, limit=1 << 20) as done:
         async for event in done:
             assert isinstance(event, StepDone)
@@ -100,7 +106,11 @@ async def _count(engine: Engine, running: int, steps: int) -> float:
     stats = engine.stats
     await _reach(engine, first + WARM_STEPS)
     begin_step, begin = stats().scheduler.steps, time.process_time()
+    if profile is not None:
+        profile.enable()
     await _reach(engine, begin_step + steps)
+    if profile is not None:
+        profile.disable()
     spent, end_step = time.process_time() - begin, stats().scheduler.steps
     if stats().scheduler.running != running:
         raise RuntimeError("requests ended while steps were counted")
@@ -145,8 +155,16 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="write the figures here")
     parser.add_argument("--steps", type=int, default=500, help="steady steps to count in each run (default 500)")
     parser.add_argument("--runs", type=int, default=3, help="runs of each case; medians are reported (default 3)")
+    parser.add_argument(
+        "--profile", action="store_true", help="profile 128 requests, final-only, by cumulative time; no figures"
+    )
     parser.add_argument("--only", metavar="TEXT", default="", help="only the cases whose name contains this")
     args = parser.parse_args()
+    if args.profile:
+        profile = cProfile.Profile()
+        uvloop.run(measure(128, args.steps, streams=False, depth=1, process="inline", profile=profile))
+        pstats.Stats(profile).sort_stats("cumulative").print_stats("fdasync")
+        return
     report = Report("Engine CPU per decode step, microseconds")
     report.conditions |= {"steps": args.steps, "prompt_tokens": PROMPT_TOKENS, "rows": "48 layers x top-8 uint8"}
     cases: list[tuple[str, int, dict[str, Any]]] = []

@@ -31,12 +31,14 @@ _PACKAGES = (
 )
 _MIN_FILES = 1024
 
+State = Literal["ok", "missing", "broken"]
+
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """One thing looked at. `essential`: no engine runs without it."""
 
     what: str
-    state: Literal["ok", "missing", "broken"]
+    state: State
     found: str
     needed_for: str = ""
     essential: bool = False
@@ -79,11 +81,12 @@ def _linux() -> Finding:
 def _packages() -> list[Finding]:
     findings = []
     for name, purpose, essential in _PACKAGES:
+        state: State = "ok"
         try:
-            found, state = version(name), "ok"
+            found = version(name)
         except PackageNotFoundError:
             found, state = "not installed", "missing"
-        findings.append(Finding(what=name, state=state, found=found, needed_for=purpose, essential=essential))  # type: ignore[arg-type]
+        findings.append(Finding(what=name, state=state, found=found, needed_for=purpose, essential=essential))
     return findings
 
 

@@ -153,7 +153,7 @@ class Driver:
         step_id, _ = self._steps.popleft()
         self._ended_at = self._loop.time()
         try:
-            output = done.result()
+            output = done.result()  # of a future that is done
             if output.step_id != step_id:
                 raise InvariantBroken(f"the runner completed step {output.step_id} before step {step_id}")
         except BaseException as error:

@@ -83,6 +83,7 @@ class Engine:
         self._door: Door | None = None
         self._failure: BaseException | None = None
         self._supervisor: asyncio.Task[None] | None = None
+        self._close_told = False
         self._late_max_s = 0.0
 
     # -- life ---------------------------------------------------------------------------------------
@@ -117,8 +118,8 @@ class Engine:
             await asyncio.shield(started)
         except BaseException:
             self._stop.set()
-            # who is cancelled once more leaves it to end by itself
-            await asyncio.shield(self._supervisor)
+            # who is cancelled once more leaves it to end by itself; what closing raises is `aclose`'s to tell
+            await asyncio.wait([self._supervisor])
             raise
 
     async def _supervise(self, started: asyncio.Future[None]) -> None:
@@ -192,17 +193,14 @@ class Engine:
         if self.state in ("running", "draining"):
             self.state = "closing"
         self._stop.set()
-        told = self._supervisor.done()
-        try:
-            # a caller that is cancelled here must not leave a half-closed engine behind
-            await asyncio.shield(self._supervisor)
-        except Exception:
-            # what closing raised is raised once: a second call has nothing to add
-            if not told:
-                raise
-        finally:
-            if self._supervisor.done() and self.state != "failed":
-                self.state = "closed"
+        # a caller that is cancelled here leaves the closing to go on
+        await asyncio.wait([self._supervisor])
+        if self.state != "failed":
+            self.state = "closed"
+        error = self._supervisor.exception()
+        if error is not None and not self._close_told:
+            self._close_told = True
+            raise error
 
     def _fail(self, cause: BaseException) -> None:
         """The engine cannot go on: everyone who waits is told, then the supervisor frees what there is."""
@@ -276,7 +274,7 @@ class Engine:
             start=start,
             cache_salt=cache_salt,
         )
-        return self._generation(ask)
+        return Generation(self._inside(), ask)
 
     async def complete(
         self,
@@ -306,12 +304,8 @@ class Engine:
             start=start,
             cache_salt=cache_salt,
         )
-        async with self._generation(ask) as stream:
+        async with Generation(self._inside(), ask) as stream:
             return await stream.finished()
-
-    def _generation(self, ask: Ask) -> Generation:
-        self._check_open()
-        return Generation(self._inside(), ask)
 
     def abort(self, request_id: str) -> bool:
         """End a live request now; it returns normally, with what it has and finish_reason "abort".

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 _HASH_SLICE_BLOCKS = 256
 # no tokenizer has longer tokens: a text beyond this many characters for each token of the context cannot fit
 _MAX_TOKEN_CHARS = 256
+# and text and tokens must fit in a frame of the tokenizer's process
+_MAX_PROMPT_CHARS = 1 << 25
 _MAX_ID_CHARS = 256
 
 
@@ -126,7 +128,7 @@ class Preparer:
             raise BadInput("prompt", "is text, but the engine has no tokenizer", hint="give token ids")
         if not text:
             raise BadInput("prompt", "is empty", limit="at least one token")
-        most = _MAX_TOKEN_CHARS * self.capacity.max_context_tokens
+        most = min(_MAX_TOKEN_CHARS * self.capacity.max_context_tokens, _MAX_PROMPT_CHARS)
         if len(text) > most:
             raise BadInput("prompt", f"{len(text)} characters cannot fit in the context", limit=most)
         try:

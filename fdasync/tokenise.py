@@ -71,17 +71,18 @@ class TokenizerProcess:
         if self._child is None:
             self._child = ChildProcess(loop, "tokenizer", __name__, self._on_frame, self._on_death)
             self._child.send(msgspec.msgpack.encode(Load(self._name, self._model)))
-        pid = self._child.pid
+        child = self._child
         number = self._number = self._number + 1
         answer: asyncio.Future[list[int]] = loop.create_future()
         self._waiting[number] = answer
-        self._child.send(msgspec.msgpack.encode(Encode(number, text)))
         try:
+            child.send(msgspec.msgpack.encode(Encode(number, text)))
             async with asyncio.timeout(deadline_s):
                 return await answer
         except TimeoutError:
-            # what is stuck would hold up every later text
-            await self._replace(WorkerStuck("tokenizer", pid, "a text", deadline_s))
+            # what is stuck would hold up every later text; somebody whose time ended as well may have replaced it
+            if self._child is child:
+                await self._replace(WorkerStuck("tokenizer", child.pid, "a text", deadline_s))
             raise DeadlineExceeded("tokenising", deadline_s) from None
         finally:
             self._waiting.pop(number, None)
@@ -151,7 +152,14 @@ def main() -> None:
                     reply = Encoded(message.number, b"", f"{type(error).__name__}: {error}")
             channel.send(msgspec.msgpack.encode(reply))
 
-        channel = Channel(loop, sock, on_frame, lambda _error: ended.set_result(None))
+        def on_end(error: Exception | None) -> None:
+            # an error goes to stderr and into the exit status, which the engine tells
+            if error is None:
+                ended.set_result(None)
+            else:
+                ended.set_exception(error)
+
+        channel = Channel(loop, sock, on_frame, on_end)
         await ended
 
     asyncio.run(run())

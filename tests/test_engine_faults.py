@@ -316,3 +316,28 @@ async def test_the_id_that_ended_a_request_is_named():
         (sample,) = (await engine.complete(PROMPT, params)).samples
         assert (sample.finish_reason, sample.stop_token_id) == ("stop", outputs[5])
         assert (await engine.complete(PROMPT, GREEDY)).samples[0].stop_token_id is None
+
+
+async def test_what_closing_raised_is_told_though_the_first_caller_was_cancelled():
+    engine = faulty_engine("close raises")
+    await engine.start()
+    closing = asyncio.create_task(engine.aclose())
+    await asyncio.sleep(0)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    with pytest.raises(OSError, match="the device is gone"):
+        await engine.aclose()
+    await engine.aclose()
+
+
+async def test_a_start_that_fails_is_told_before_a_close_that_fails(monkeypatch):
+    async def broken(self):
+        raise ValueError("what is this")
+
+    monkeypatch.setattr(Faulty, "open", broken)
+    engine = faulty_engine("close raises")
+    with pytest.raises(RunnerError, match="ValueError: what is this"):
+        await engine.start()
+    with pytest.raises(OSError, match="the device is gone"):
+        await engine.aclose()

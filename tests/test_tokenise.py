@@ -121,6 +121,17 @@ async def test_a_text_that_is_stuck_holds_up_no_later_one(tokens):
     assert await tokens.encode("ok", 30.0) == [111, 107]
 
 
+async def test_texts_that_run_out_of_time_together_do_not_kill_the_next_child(tokens):
+    await tokens.encode("warm", 30.0)
+
+    async def stuck_then_fine():
+        with pytest.raises((DeadlineExceeded, WorkerStuck)):
+            await tokens.encode("hang", 0.1)
+        return await tokens.encode("ok", 30.0)
+
+    assert await asyncio.gather(*(stuck_then_fine() for _ in range(5))) == [[111, 107]] * 5
+
+
 async def test_a_late_answer_is_dropped(tokens):
     await tokens.encode("warm", 30.0)
     waiting = asyncio.ensure_future(tokens.encode("first", 30.0))

@@ -3,8 +3,9 @@
 Tokens and rows are a function of *all* KV words that the block table points at (`oracle.py`): one stale,
 missing or misplaced block changes what comes out.
 
-"Device" work is done at launch, in order, as on a stream; rows stay in a transient buffer and are
-scattered when the step completes, which the cost model decides. Knows no requests and never blocks.
+All arrays are the host's: `tolist` copies and waits for nothing. "Device" work is done at launch, in order,
+as on a stream; rows stay in a transient buffer and are scattered when the step completes, which the cost
+model decides. Knows no requests and never blocks.
 """
 
 from __future__ import annotations

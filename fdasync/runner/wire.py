@@ -82,7 +82,7 @@ _SENT_WHOLE: dict[type[errors.FdasyncError], tuple[str, ...]] = {
 
 def pack_error(error: Exception) -> Failed:
     """An error for the wire; classes that are not known there become a RunnerError in words."""
-    fields = _SENT_WHOLE.get(type(error))  # type: ignore[arg-type]
+    fields = next((fields for kind, fields in _SENT_WHOLE.items() if kind is type(error)), None)
     if fields is None:
         return Failed("RunnerError", {"problem": f"{type(error).__name__}: {error}", "step_id": -1})
     values = {name: getattr(error, name) for name in fields}

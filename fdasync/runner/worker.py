@@ -174,7 +174,8 @@ class _Host:
         self.ended: asyncio.Future[None] = loop.create_future()
         self._decoder = msgspec.msgpack.Decoder(ToWorker)
         self._inbox: asyncio.Queue[tuple[ToWorker, list[int]]] = asyncio.Queue()
-        self._channel = Channel(loop, sock, self._on_frame, lambda _error: self._end())
+        self._channel = Channel(loop, sock, self._on_frame, self._end)
+        self._error: Exception | None = None
         self._runner: Runner | None = None
         self._arena: AuxArena | None = None
 
@@ -188,7 +189,8 @@ class _Host:
         else:
             self._inbox.put_nowait((message, fds))
 
-    def _end(self) -> None:
+    def _end(self, error: Exception | None = None) -> None:
+        self._error = error
         if not self.ended.done():
             self.ended.set_result(None)
 
@@ -210,13 +212,16 @@ class _Host:
             return
         error = done.exception()
         if error is None:
-            self._send(done.result())
+            self._send(done.result())  # of a future that is done
         else:
             problem = error.problem if isinstance(error, RunnerError) else f"{type(error).__name__}: {error}"
             self._send(StepError(step_id, problem))
 
     async def serve(self) -> None:
-        """Until the engine closes, dies, or loading fails."""
+        """Until the engine closes or dies.
+
+        Raises what broke the channel: it goes to stderr and into the exit status, which the engine tells.
+        """
         setup = asyncio.ensure_future(self._set_up())
         await asyncio.wait([setup, self.ended], return_when=asyncio.FIRST_COMPLETED)
         if not setup.done():
@@ -227,6 +232,8 @@ class _Host:
         if self._arena is not None:
             self._arena.close()
         self._channel.close()
+        if self._error is not None and not isinstance(self._error, OSError):
+            raise self._error
 
     async def _set_up(self) -> None:
         try:

@@ -173,7 +173,7 @@ class EdgeRunner(Runner):
             return
         error = inner.exception()
         self._worked = step_id
-        self._settle(step_id, inner.result() if error is None else error)
+        self._settle(step_id, inner.result() if error is None else error)  # of a future that is done
         self._tell()
 
     def _tell(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
+import threading  # threads: lists them, starts none
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
