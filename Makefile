@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PLUGINS := plugins/fdasync-transformers plugins/fdasync-example plugins/fdasync-mooncake
 WORKERS ?= 2
 SEEDS ?= 2000
 SPINE := fdasync/scheduler/*,fdasync/cache/*,fdasync/events/*,fdasync/driver.py,fdasync/output.py,fdasync/prepare.py,fdasync/door.py,fdasync/engine.py
@@ -14,7 +15,7 @@ help:
 	@echo "make demo      set up, serve a small real checkpoint, check every token and routing row"
 	@echo "make test      set up, run the CPU tests, the linter and the type checker"
 	@echo "make test-all  the same with the long tests and coverage"
-	@echo "make bench     measure the engine's CPU per decode step"
+	@echo "make bench     measure the engine's CPU per decode step, the stores and the tiers"
 	@echo "make clean     remove what was made here"
 
 venv: $(STAMP)
@@ -26,7 +27,9 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard plugins/*/pyproject.toml)
 	@$(PYTHON) -c 'import venv, ensurepip' || { echo "the venv module is missing (Debian: python3-venv)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev]' -e plugins/fdasync-transformers
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev]' $(addprefix -e ,$(PLUGINS))
+	@$(BIN)/pip install -q -c constraints.txt -e 'plugins/fdasync-mooncake[cpu]' || \
+		echo "no Mooncake client for this machine: its tests will skip"
 	@touch $@
 
 demo: $(STAMP)
@@ -53,6 +56,8 @@ types: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.engine_step
+	$(BIN)/python -m benchmarks.stores
+	$(BIN)/python -m benchmarks.tiers
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage* htmlcov

@@ -17,17 +17,22 @@ from fdasync.errors import (
     PluginError,
     ProtocolError,
     RunnerError,
+    StoreRejected,
+    StoreUnavailable,
     TransientError,
     UnsupportedModel,
+    WeightsBroken,
+    WeightsRejected,
     WorkerDied,
     WorkerStuck,
 )
 from fdasync.request import SamplingParams
-from fdasync.result import Delta, Result, Routing, Sample, WeightSpan
+from fdasync.result import CachedTokens, Delta, Result, Routing, Sample, WeightSpan
 from fdasync.stream import Generation, TokenStream
 
 __all__ = [
     "BadInput",
+    "CachedTokens",
     "CheckpointError",
     "ConfigError",
     "DeadlineExceeded",
@@ -50,10 +55,14 @@ __all__ = [
     "RunnerError",
     "Sample",
     "SamplingParams",
+    "StoreRejected",
+    "StoreUnavailable",
     "TokenStream",
     "TransientError",
     "UnsupportedModel",
     "WeightSpan",
+    "WeightsBroken",
+    "WeightsRejected",
     "WorkerDied",
     "WorkerStuck",
 ]

@@ -1,9 +1,11 @@
 """Every command the scheduler may give, on one page, in the imperative.
 
-Frozen, tagged structs without tensors, rows or text. Only `RunStep` is asynchronous: it ends in
-exactly one `StepDone` or `StepFailed`. `EmitTokens` for a request with stop strings is answered by one
-`StopMatched` or `StopChecked`. The driver performs actions in the order given: `CopyRows` stands before
-the `FinishRequest` that reads the rows and before the `RunStep` that may write those slots again.
+Frozen, tagged structs without tensors, rows or text. Each asynchronous one ends in exactly one event: `RunStep` in
+`StepDone` or `StepFailed`, `SwapOut` and `SwapIn` in `SwapDone`, `LookUp` in `LookedUp`, `FetchBlocks` in `FetchEnded`,
+`StoreBlocks` in `StoreEnded`, `HashAgain` in `Hashed`; a fetch or a write that ended before its work did is followed by
+one `LeaseReturned`. `EmitTokens` for a request with stop strings is answered by one `StopMatched` or `StopChecked`. The
+driver performs actions in the order given: `CopyRows` stands before the `FinishRequest` that reads the rows and before
+the `RunStep` that may write those slots again.
 """
 
 from __future__ import annotations
@@ -73,6 +75,30 @@ class RunStep(msgspec.Struct, frozen=True, array_like=True, tag="run_step"):
     chunks: tuple[Chunk, ...] = ()
 
 
+class SwapOut(msgspec.Struct, frozen=True, array_like=True, tag="swap_out"):
+    """Copy the KV of sealed device blocks to host blocks, `device[i]` to `host[i]`; their rows stay in their slots.
+
+    Ends in one `SwapDone`. The device blocks stay as they are.
+    """
+
+    copy_id: int
+    device: tuple[int, ...]
+    host: tuple[int, ...]
+
+
+class SwapIn(msgspec.Struct, frozen=True, array_like=True, tag="swap_in"):
+    """Copy the KV of host blocks to fresh device blocks, `host[i]` to `device[i]`. Ends in one `SwapDone`.
+
+    `slots` and `generations` name the slots that the blocks keep (both empty when capture is off).
+    """
+
+    copy_id: int
+    host: tuple[int, ...]
+    device: tuple[int, ...]
+    slots: tuple[int, ...] = ()
+    generations: tuple[int, ...] = ()
+
+
 class EmitTokens(msgspec.Struct, frozen=True, array_like=True, tag="emit"):
     """Hand sampled tokens of one step to their requests: three columns of equal length.
 
@@ -110,7 +136,7 @@ class FinishRequest(msgspec.Struct, frozen=True, array_like=True, tag="finish"):
         reason: stop, length, abort, deadline; "failed" from `Scheduler.salvage` alone.
         token_ids: the returned output tokens.
         num_rows: contiguous aux rows from the request's start that belong to them.
-        cached_tokens: prompt tokens that came from the prefix cache at first admission.
+        cached_tokens: tokens that were not computed at first admission, found on the device, on the host, in the store.
         spans: (first output token, weight version) where the version changed, in order.
         matched_stop: the stop id that ended it, else -1.
     """
@@ -119,9 +145,54 @@ class FinishRequest(msgspec.Struct, frozen=True, array_like=True, tag="finish"):
     reason: str
     token_ids: tuple[int, ...]
     num_rows: int
-    cached_tokens: int
+    cached_tokens: tuple[int, int, int]
     spans: tuple[tuple[int, int], ...]
     matched_stop: int = -1
+
+
+class LookUp(msgspec.Struct, frozen=True, array_like=True, tag="look_up"):
+    """How many leading blocks of these identities does the store have? Ends in one `LookedUp`, by the deadline."""
+
+    lookup_id: int
+    namespace: bytes
+    keys: tuple[bytes, ...]
+    deadline: float
+
+
+class FetchBlocks(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
+    """Read these blocks from the store: KV to host blocks, rows to slots. Ends in one `FetchEnded`, by the deadline.
+
+    `slots` and `generations` are empty when capture is off.
+    """
+
+    fetch_id: int
+    namespace: bytes
+    keys: tuple[bytes, ...]
+    host: tuple[int, ...]
+    slots: tuple[int, ...]
+    generations: tuple[int, ...]
+    deadline: float
+
+
+class StoreBlocks(msgspec.Struct, frozen=True, array_like=True, tag="store"):
+    """Write these host blocks and their rows to the store. Ends in one `StoreEnded`."""
+
+    put_id: int
+    namespace: bytes
+    keys: tuple[bytes, ...]
+    host: tuple[int, ...]
+    slots: tuple[int, ...]
+
+
+class HashAgain(msgspec.Struct, frozen=True, array_like=True, tag="hash_again"):
+    """Compute the identities of a sequence's full blocks under the present namespace. Ends in one `Hashed`.
+
+    `tokens` are int32 little-endian.
+    """
+
+    key: int
+    tokens: bytes
+    salt: str
 
 
 class WakeAt(msgspec.Struct, frozen=True, array_like=True, tag="wake_at"):
@@ -130,4 +201,16 @@ class WakeAt(msgspec.Struct, frozen=True, array_like=True, tag="wake_at"):
     time: float
 
 
-Action = RunStep | EmitTokens | CopyRows | FinishRequest | WakeAt
+Action = (
+    RunStep
+    | SwapOut
+    | SwapIn
+    | EmitTokens
+    | CopyRows
+    | FinishRequest
+    | LookUp
+    | FetchBlocks
+    | StoreBlocks
+    | HashAgain
+    | WakeAt
+)

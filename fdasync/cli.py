@@ -1,4 +1,4 @@
-"""The `fdasync` command: demo, doctor, plugins.
+"""The `fdasync` command: demo, doctor, plugins, store.
 
 Parses, prints, sets exit codes; the work is in `demo.py`, `doctor.py` and the registry.
 """
@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fdasync.errors import BadInput, EngineFailed, FdasyncError
+from fdasync.store_cli import store
 
 EXIT_DIFFERS = 1
 EXIT_ERROR = 2
@@ -42,6 +43,13 @@ def cli() -> None:
 @click.option("--max-tokens", default=64, show_default=True, type=click.IntRange(1, 100_000), help="Longest output.")
 @click.option("--depth", default=2, show_default=True, type=click.IntRange(1, 2), help="Steps in flight; 2 overlaps.")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Of the prompts and of sampling.")
+@click.option(
+    "--store",
+    default="",
+    metavar="STORE",
+    help="memory, file:DIR or mooncake:HOST:PORT (its pool needs a lender of memory that outlives the engine). Serve"
+    " everything twice: first fill the store, then start a fresh engine on it and show what came back.",
+)
 @click.option("--inline", is_flag=True, help="Run the model on the engine's own loop instead of in a worker process.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures here.")
 def demo(**options: Any) -> None:
@@ -104,6 +112,9 @@ def plugins(no_load: bool, as_json: bool) -> None:
             table.add_row(info.group, info.name, state, f"{info.distribution} {info.version}", info.target)
         Console().print(table)
     sys.exit(EXIT_DIFFERS if any(info.problem for info in found) else 0)
+
+
+cli.add_command(store)
 
 
 def main() -> None:

@@ -5,10 +5,12 @@ Units stand in names. "auto" becomes a value in `resolve`, which returns a new o
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from fdasync.cache.host import host_nbytes
 from fdasync.errors import ConfigError
 from fdasync.runner.base import RunnerLimits
 from fdasync.scheduler import SchedulerConfig
@@ -22,6 +24,10 @@ Auto = Literal["auto"]
 
 # the scheduler keeps books of every block: some hundred bytes each
 MAX_BLOCKS = 1 << 22
+# a guess on the slow side costs one request a tenth of it; one on the fast side costs the first hits after a restart
+_PREFILL_TOKENS_PER_S = 1000.0
+_AUTO_HOST_NBYTES = 1 << 30
+_AUTO_HOST_MIN_BLOCKS = 16
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,6 +51,20 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         pipeline_depth: steps in flight: 1 is plain, 2 overlaps.
         prefix_cache: share KV (and rows) between requests with equal prefixes.
         decode_reserve_blocks: see `SchedulerConfig`.
+        host_blocks: KV blocks of the host tier, behind the device: what is evicted there is copied here and back.
+            0: there is none; "auto": none without a store, else what 1 GiB holds.
+        store: entry-point name in `fdasync.stores` of the tier behind the host; "" for none.
+        store_config: the store's own keys, decoded by it; unknown ones are refused by name.
+        write_through: which blocks are written to the store as soon as they are complete: "all", those of "prompt"s, or
+            none ("off").
+        write_back: blocks of preempted requests go to the host at once, and to the store if there is one.
+        fetch_min_tokens: shorter runs are computed and not looked up in the store; whether a longer one is fetched,
+            the measured speeds of fetching and prefill say.
+        store_deadline_s: of one call to the store; then its circuit breaker opens.
+        store_retry_s: after this long a store that failed is tried again; doubles while it fails.
+        store_calls: calls to the store at a time.
+        weight_version: label of the weights that the engine starts with.
+        lease_kill_s: a call that still holds blocks this long after its wait ended has its process killed.
         inline_tokenise_chars: longer texts are tokenised in a child process.
         start_deadline_s: loading and profiling.
         step_deadline_s: one step, from its launch or the end of the step before it, to its own end. A runner warms
@@ -71,6 +91,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     pipeline_depth: int = 2
     prefix_cache: bool = True
     decode_reserve_blocks: int = 1
+    host_blocks: int | Auto = "auto"
+    store: str = ""
+    store_config: dict[str, Any] = msgspec.field(default_factory=dict)
+    write_through: Literal["off", "prompt", "all"] = "all"
+    write_back: bool = True
+    fetch_min_tokens: int = 0
+    store_deadline_s: float = 5.0
+    store_retry_s: float = 1.0
+    store_calls: int = 8
+    lease_kill_s: float = 30.0
+    weight_version: int = 0
     inline_tokenise_chars: int = 8000
     start_deadline_s: float = 900.0
     step_deadline_s: float = 120.0
@@ -110,6 +141,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             self.model.encode()
         except UnicodeEncodeError:
             raise ConfigError("config.model", "has a lone surrogate: it is no path") from None
+        self._validate_tiers()
         _bounds("pipeline_depth", self.pipeline_depth, 1, 2)
         _bounds("decode_reserve_blocks", self.decode_reserve_blocks, 0, 1024)
         _bounds("inline_tokenise_chars", self.inline_tokenise_chars, 0, 1 << 24)
@@ -128,6 +160,25 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 "config.max_requests", f"{self.max_requests} is below max_running", limit=self.max_running
             )
 
+    def _validate_tiers(self) -> None:
+        if self.host_blocks != "auto":
+            _bounds("host_blocks", self.host_blocks, 0, MAX_BLOCKS)
+        _bounds("fetch_min_tokens", self.fetch_min_tokens, 0, 1 << 31)
+        _bounds("weight_version", self.weight_version, 0, 1 << 62)
+        _bounds("store_calls", self.store_calls, 1, 1024)
+        _bounds("store_retry_s", self.store_retry_s, 1e-3, 1e9)
+        _bounds("lease_kill_s", self.lease_kill_s, 1e-3, 1e9)
+        if self.store and self.host_blocks == 0:
+            raise ConfigError(
+                "config.host_blocks", "is 0, and a store is set", hint="stores are read and written by way of the host"
+            )
+        if (self.store or self.host_blocks not in (0, "auto")) and not self.prefix_cache:
+            raise ConfigError(
+                "config.prefix_cache", "is off, and a host tier or a store is set", hint="tiers find blocks by prefix"
+            )
+        if self.store_config and not self.store:
+            raise ConfigError("config.store_config", "is set, but config.store names no store")
+
     def runner_limits(self) -> RunnerLimits:
         """What the runner is asked for."""
         return RunnerLimits(
@@ -142,7 +193,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         )
 
 
-def resolve(config: EngineConfig, capacity: Capacity) -> SchedulerConfig:
+def host_blocks(config: EngineConfig, capacity: Capacity) -> int:
+    """Blocks of the host tier. Raises ConfigError if they cannot fit into memory."""
+    stride = host_nbytes(1, capacity.block_nbytes) - host_nbytes(0, capacity.block_nbytes)
+    if config.host_blocks == "auto":
+        return max(_AUTO_HOST_NBYTES // stride, _AUTO_HOST_MIN_BLOCKS) if config.store else 0
+    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // stride
+    if config.host_blocks > most:
+        problem = f"{config.host_blocks} blocks of {stride} bytes are more than this machine's memory"
+        raise ConfigError("config.host_blocks", problem, limit=most)
+    return config.host_blocks
+
+
+def resolve(config: EngineConfig, capacity: Capacity, namespace: bytes = b"") -> SchedulerConfig:
     """The scheduler's configuration for a runner of this capacity. Raises ConfigError."""
     if capacity.num_blocks > MAX_BLOCKS:
         raise ConfigError("config.num_blocks", f"the runner offers {capacity.num_blocks} blocks", limit=MAX_BLOCKS)
@@ -157,6 +220,15 @@ def resolve(config: EngineConfig, capacity: Capacity) -> SchedulerConfig:
         prefix_cache=config.prefix_cache,
         capture=bool(capacity.aux_specs),
         decode_reserve_blocks=config.decode_reserve_blocks,
+        weight_version=config.weight_version,
+        namespace=namespace,
+        num_host_blocks=host_blocks(config, capacity),
+        block_nbytes=capacity.block_nbytes,
+        store=bool(config.store),
+        write_through=config.write_through,
+        write_back=config.write_back,
+        fetch_min_tokens=config.fetch_min_tokens,
+        prefill_tokens_per_s=capacity.prefill_tokens_per_s or _PREFILL_TOKENS_PER_S,
     )
 
 

@@ -1,5 +1,8 @@
 """`fdasync demo`: serve a real checkpoint, check every token and row, show the figures.
 
+With `--store` everything is served twice, the second time by a fresh engine on the same store: what comes back from
+there is checked like the rest.
+
 An embedder like any other: everything it does goes through the public API of the engine and of the
 transformers plugin.
 """
@@ -20,6 +23,8 @@ import uvloop
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from fdasync.cache.memory import MemoryConfig, MemoryStore
+from fdasync.cache.wrappers import Wrapper
 from fdasync.config import EngineConfig
 from fdasync.engine import Engine, EngineStats
 from fdasync.errors import BadInput, PluginError
@@ -30,12 +35,14 @@ from fdasync.runner.base import Capacity
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from fdasync.cache.store import Store
 
 _MIN_PROMPT_TOKENS = 4
 _GROUP_SAMPLES = 4
 # one in this many requests is a group of samples of one prompt
 _GROUP_EVERY = 8
 _REFRESH_S = 0.1
+_STORE_BLOCK_TOKENS = 16
 _COLUMNS = (
     SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
 )  # fmt: skip
@@ -51,6 +58,7 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     depth: int = 2
     seed: int = 0
     inline: bool = False
+    store: str = ""
     json_path: Path | None = None
 
 
@@ -62,7 +70,7 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):
-    """What serving gave: results by job, and how long things took."""
+    """What one engine's serving gave: results by job, and how long things took."""
 
     jobs: list[Job]
     results: list[Result]
@@ -77,23 +85,31 @@ def run_demo(options: DemoOptions, console: Console) -> int:
     plugin = _plugin()
     if options.json_path is not None:
         options.json_path.open("a").close()  # before the work: a path that cannot be written to
+    store = parse_store(options.store)
     if options.model is None:
-        model = cache_folder() / "demo-qwen3-moe-v1"
+        # a model whose prefill costs nothing never reads a store: computing is faster
+        size = "medium" if options.store else "small"
+        model = cache_folder() / f"demo-qwen3-moe-{size}-v1"
         made = not model.exists()
-        console.print(f"{'making' if made else 'using'} a small random Qwen3-MoE checkpoint in {model}")
+        console.print(f"{'making' if made else 'using'} a {size} random Qwen3-MoE checkpoint in {model}")
         if made:
-            plugin.make_random_checkpoint(model, "qwen3_moe")
+            plugin.make_random_checkpoint(model, "qwen3_moe", size=size)
     else:
         model = options.model
-    served = uvloop.run(_serve(options, model, console))
-    report = _verify(plugin, model, served, console)
+    lives = uvloop.run(_serve_all(options, model, store, console))
+    served = lives[0]
+    report = _verify(plugin, model, lives, console)
     figures = _figures(served, report)
+    if len(lives) > 1:
+        figures["store"] = _store_figures(options.store, *lives)
     _print(figures, served, console)
     for difference in report.differences[:10]:
         console.print(f"  {difference.verdict}: {difference}", style="red", highlight=False)
     if options.json_path is not None:
         options.json_path.write_text(json.dumps(figures, indent=2) + "\n")
-    good = report.ok and figures["requests"]["finished"] == figures["requests"]["total"]
+    good = report.ok and all(_finished(life) == len(life.jobs) for life in lives)
+    if len(lives) > 1 and not figures["store"]["hit_tokens_store"]:
+        console.print("[yellow]nothing came back from the store: computing was faster, or it was not there[/]")
     ties = report.rows_tied + report.tokens_tied
     equal = "everything equals the reference" + (f", but for {ties} within rounding of a tie" if ties else "")
     console.print(f"[green]{equal}[/]" if good else "[red]something differs[/]")
@@ -132,7 +148,44 @@ def make_jobs(options: DemoOptions, capacity: Capacity) -> list[Job]:
     return jobs
 
 
-async def _serve(options: DemoOptions, model: Path, console: Console) -> Served:
+class _Kept(Wrapper):
+    """A store that outlives the engines that open it."""
+
+    async def aclose(self) -> None:
+        """It stays as it is."""
+
+
+def parse_store(text: str) -> tuple[str, dict[str, Any]] | None:
+    """Entry-point name and configuration of `--store`; None for "". Raises BadInput."""
+    name, _, rest = text.partition(":")
+    if not text:
+        return None
+    if text == "memory":
+        return "memory", {}
+    if name == "file" and rest:
+        return "file", {"path": rest}
+    if name == "mooncake" and rest:
+        return "mooncake", {"master": rest.removeprefix("//")}
+    raise BadInput("store", f"{text!r} is no store", limit="memory, file:DIR or mooncake:HOST:PORT")
+
+
+async def _serve_all(
+    options: DemoOptions, model: Path, store: tuple[str, dict[str, Any]] | None, console: Console
+) -> list[Served]:
+    """One engine; with a store a second one, for the same work."""
+    if store is None:
+        return [await _serve(options, model, None, None, console)]
+    kept = _Kept(MemoryStore(MemoryConfig())) if store[0] == "memory" else None
+    return [await _serve(options, model, store, kept, console) for _ in range(2)]
+
+
+async def _serve(
+    options: DemoOptions,
+    model: Path,
+    store: tuple[str, dict[str, Any]] | None,
+    kept: Store | None,
+    console: Console,
+) -> Served:
     config = EngineConfig(
         model=str(model),
         runner_config={"dtype": "float32"},
@@ -142,13 +195,17 @@ async def _serve(options: DemoOptions, model: Path, console: Console) -> Served:
         max_running=max(options.concurrency * _GROUP_SAMPLES, 64),
         max_step_tokens=max(options.concurrency * _GROUP_SAMPLES, 2048),
         max_requests=max(options.concurrency * _GROUP_SAMPLES, 4096),
+        store="" if store is None else store[0],
+        store_config={} if store is None else store[1],
+        # short prompts have whole blocks too
+        block_tokens="auto" if store is None else _STORE_BLOCK_TOKENS,
     )
     started = time.perf_counter()
     note = TextColumn("{task.fields[note]}")
     # auto_refresh would start a thread, and this is an engine's process
     with Progress(*_COLUMNS, note, console=console, auto_refresh=False) as progress:
         loading = progress.add_task("loading", total=1, note="")
-        async with Engine(config) as engine:
+        async with Engine(config, store=kept) as engine:
             progress.update(loading, completed=1, note=f"{engine.capacity.num_blocks} KV blocks")
             progress.refresh()
             start_s = time.perf_counter() - started
@@ -189,7 +246,7 @@ async def _serve(options: DemoOptions, model: Path, console: Console) -> Served:
             )
 
 
-def _verify(plugin: Any, model: Path, served: Served, console: Console) -> Any:
+def _verify(plugin: Any, model: Path, lives: list[Served], console: Console) -> Any:
     records = [
         plugin.Served(
             result.prompt_token_ids,
@@ -198,6 +255,7 @@ def _verify(plugin: Any, model: Path, served: Served, console: Console) -> Any:
             routing=sample.routing,
             wants_rows=sample.finish_reason in ("stop", "length"),
         )
+        for served in lives
         for job, result in zip(served.jobs, served.results, strict=True)
         for sample in result.samples
     ]
@@ -225,9 +283,6 @@ def _figures(served: Served, report: Any) -> dict[str, Any]:
         if result.ttft_s is not None and (longest := max(len(sample.token_ids) for sample in result.samples)) > 1
     ]
     scheduler = served.stats.scheduler
-    finished = sum(
-        all(sample.finish_reason in ("stop", "length") for sample in result.samples) for result in served.results
-    )
     greedy = [
         sample.token_ids
         for job, result in zip(served.jobs, served.results, strict=True)
@@ -235,7 +290,7 @@ def _figures(served: Served, report: Any) -> dict[str, Any]:
         for sample in result.samples
     ]
     return {
-        "requests": {"total": len(served.jobs), "finished": finished, "samples": len(samples)},
+        "requests": {"total": len(served.jobs), "finished": _finished(served), "samples": len(samples)},
         "tokens": {
             "generated": tokens,
             "checked": report.tokens_checked,
@@ -268,6 +323,36 @@ def _figures(served: Served, report: Any) -> dict[str, Any]:
     }
 
 
+def _finished(served: Served) -> int:
+    return sum(
+        all(sample.finish_reason in ("stop", "length") for sample in result.samples) for result in served.results
+    )
+
+
+def _store_figures(name: str, first: Served, second: Served) -> dict[str, Any]:
+    """What the store gave back to the second engine, and what that was worth for those who got something."""
+    pairs = [
+        (one.ttft_s * 1e3, other.ttft_s * 1e3)
+        for one, other in zip(first.results, second.results, strict=True)
+        if other.cached.store and one.ttft_s is not None and other.ttft_s is not None
+    ]
+    books = second.stats.scheduler
+    return {
+        "name": name,
+        "written_blocks": first.stats.scheduler.written_blocks,
+        "fetched_blocks": books.fetched_blocks,
+        "prompt_tokens": books.prompt_tokens,
+        "hit_tokens_device": books.hit_tokens - books.hit_tokens_host - books.hit_tokens_store,
+        "hit_tokens_host": books.hit_tokens_host,
+        "hit_tokens_store": books.hit_tokens_store,
+        "requests_with_hits": len(pairs),
+        "ttft_ms_p50_first": round(_percentile([one for one, _ in pairs], 50), 2),
+        "ttft_ms_p50_second": round(_percentile([other for _, other in pairs], 50), 2),
+        "serve_s_first": round(first.serve_s, 3),
+        "serve_s_second": round(second.serve_s, 3),
+    }
+
+
 def _percentile(values: list[float], percent: int) -> float:
     if len(values) < 2:
         return values[0] if values else 0.0
@@ -293,6 +378,16 @@ def _print(figures: dict[str, Any], served: Served, console: Console) -> None:
                          f" {routing['rows_missing']} missing"),
         ("routing bytes", f"{routing['nbytes']:,}"),
     ]  # fmt: skip
+    if store := figures.get("store"):
+        rows += [
+            (f"store {store['name']}", f"{store['written_blocks']} blocks written,"
+                                       f" {store['fetched_blocks']} read back"),
+            ("second engine's hit tokens", f"{store['hit_tokens_store']} from the store, {store['hit_tokens_device']}"
+                                           f" from the device, of {store['prompt_tokens']} prompt tokens"),
+            ("TTFT p50 of the requests with store hits", f"{store['ttft_ms_p50_second']:g} ms; computed by the first"
+                                                         f" engine in {store['ttft_ms_p50_first']:g} ms"),
+            ("serving all", f"{store['serve_s_second']:g} s; the first engine {store['serve_s_first']:g} s"),
+        ]  # fmt: skip
     for name, value in rows:
         table.add_row(name, value)
     console.print(table)

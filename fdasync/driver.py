@@ -1,8 +1,8 @@
 """The shell around the pure scheduler: turns events into turns, and performs actions.
 
 Once per loop turn: drain the bus, call `handle` once, perform the actions in order, feed the taps. It
-decides nothing. Exactly one event answers each `RunStep`; a step that is overdue, or any exception
-here or in `handle`, fails the engine through `on_failure`.
+decides nothing. Exactly one event answers each asynchronous action; a step or a copy that is overdue, or any
+exception here or in `handle`, fails the engine through `on_failure`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,22 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from fdasync.actions import CopyRows, EmitTokens, FinishRequest, RunStep, WakeAt
+from fdasync.actions import (
+    CopyRows,
+    EmitTokens,
+    FetchBlocks,
+    FinishRequest,
+    HashAgain,
+    LookUp,
+    RunStep,
+    StoreBlocks,
+    SwapIn,
+    SwapOut,
+    WakeAt,
+)
 from fdasync.errors import InvariantBroken
 from fdasync.events.bus import EventBus
-from fdasync.events.catalog import StepDone, StepFailed, TimerFired
+from fdasync.events.catalog import StepDone, StepFailed, SwapDone, TimerFired
 
 if TYPE_CHECKING:
     import asyncio
@@ -21,8 +33,10 @@ if TYPE_CHECKING:
 
     from fdasync.actions import Action
     from fdasync.events.trace import TraceRing
+    from fdasync.keeper import Keeper
     from fdasync.output import OutputHub
-    from fdasync.runner.base import Runner, StepOutput
+    from fdasync.prepare import Rehasher
+    from fdasync.runner.base import CopyOutput, Runner, StepOutput
     from fdasync.scheduler import Scheduler
 
 # an overdue step fails the engine only after the loop has been attentive for this long
@@ -52,6 +66,8 @@ class Driver:
         self.bus = EventBus(loop.time, self._wake)
         self.scheduler = scheduler
         self.output: OutputHub | None = None
+        self.keeper: Keeper | None = None
+        self.rehasher: Rehasher | None = None
         self._loop = loop
         self._runner = runner
         self._step_deadline_s = step_deadline_s
@@ -61,9 +77,11 @@ class Driver:
         self._stopped = False
         self._steps: deque[tuple[int, float]] = deque()
         self._outputs: dict[int, StepOutput] = {}
+        self._copies: dict[int, float] = {}
+        self._copy_watches: dict[int, asyncio.TimerHandle] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._watchdog: asyncio.TimerHandle | None = None
-        self._idle: asyncio.Future[None] | None = None
+        self._waiters: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
         self._ended_at = 0.0
         self._last_look = -1
         self._look_at = 0.0
@@ -73,20 +91,38 @@ class Driver:
         """Launched, and the turn that takes their results not over."""
         return len(self._steps) + len(self._outputs)
 
+    @property
+    def is_idle(self) -> bool:
+        """No step and no copy is in flight."""
+        return not self.steps_in_flight and not self._copies
+
     def stop(self) -> None:
         """No more turns; idempotent. Steps in flight go on in the runner."""
         self._stopped = True
-        for timer in (self._timer, self._watchdog):
+        for timer in (self._timer, self._watchdog, *self._copy_watches.values()):
             if timer is not None:
                 timer.cancel()
-        if self._idle is not None and not self._idle.done():
-            self._idle.set_result(None)
+        self._copy_watches.clear()
+        self._tell()
+
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Until it holds after some turn, or there are no more turns. The caller sets the deadline."""
+        if not self._stopped and not condition():
+            waiter = self._loop.create_future()
+            self._waiters.append((condition, waiter))
+            try:
+                await waiter
+            finally:
+                self._waiters = [entry for entry in self._waiters if entry[1] is not waiter]
 
     async def wait_idle(self) -> None:
-        """Until no step is in flight. The caller sets the deadline."""
-        while self.steps_in_flight and not self._stopped:
-            self._idle = self._loop.create_future()
-            await self._idle
+        """Until no step and no copy is in flight. The caller sets the deadline."""
+        await self.wait_until(lambda: self.is_idle)
+
+    def _tell(self) -> None:
+        for condition, waiter in self._waiters:
+            if not waiter.done() and (self._stopped or condition()):
+                waiter.set_result(None)
 
     # -- a turn -----------------------------------------------------------------------------------
 
@@ -114,8 +150,8 @@ class Driver:
             if type(event) is StepDone:
                 del self._outputs[event.step_id]
         self.bus.feed_taps(events)
-        if not self.steps_in_flight and self._idle is not None and not self._idle.done():
-            self._idle.set_result(None)
+        if self._waiters:
+            self._tell()
 
     def _perform(self, action: Action) -> None:
         assert self.output is not None
@@ -131,11 +167,61 @@ class Driver:
             if self._timer is not None:
                 self._timer.cancel()
             self._timer = self._loop.call_at(action.time, self._ring)
+        elif type(action) is SwapOut or type(action) is SwapIn:
+            self._copy(action)
+        elif type(action) is HashAgain:
+            assert self.rehasher is not None
+            self.rehasher.add(action)
+        elif self.keeper is None:
+            raise InvariantBroken(f"{type(action).__name__} without a store")
+        elif type(action) is LookUp:
+            self.keeper.look_up(action)
+        elif type(action) is FetchBlocks:
+            self.keeper.fetch(action)
+        elif type(action) is StoreBlocks:
+            self.keeper.write(action)
         else:
             raise TypeError(f"the driver knows no action {type(action).__name__}")
 
     def _ring(self) -> None:
         self.bus.publish(TimerFired())
+
+    # -- copies of blocks -------------------------------------------------------------------------
+
+    def _copy(self, copy: SwapOut | SwapIn) -> None:
+        number = copy.copy_id
+        self._copies[number] = self._loop.time()
+        self._copy_watches[number] = self._loop.call_later(self._step_deadline_s, self._copy_overdue, number, False)
+        self._runner.copy(copy).add_done_callback(lambda done: self._copied(number, done))
+
+    def _copied(self, number: int, done: asyncio.Future[CopyOutput]) -> None:
+        if self._stopped:
+            _ = done.cancelled() or done.exception()
+            return
+        self._copy_watches.pop(number).cancel()
+        started = self._copies.pop(number)
+        try:
+            output = done.result()  # of a future that is done
+            if output.copy_id != number:
+                raise InvariantBroken(f"the runner completed copy {output.copy_id} as copy {number}")
+        except BaseException as error:
+            self._fail(error)
+            return
+        self.bus.publish(
+            SwapDone(
+                copy_id=number,
+                seconds=self._loop.time() - started,
+                kv_nbytes=output.kv_nbytes,
+                aux_nbytes=output.aux_nbytes,
+            )
+        )
+
+    def _copy_overdue(self, number: int, looked: bool) -> None:
+        if looked:
+            self._fail(self._runner.overdue(f"copy {number}", self._step_deadline_s))
+        else:
+            # as for steps: a blocked loop first looks at what has come
+            self._copy_watches[number] = self._loop.call_later(_GRACE_S, self._copy_overdue, number, True)
 
     # -- steps ------------------------------------------------------------------------------------
 

@@ -10,31 +10,37 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from fdasync.config import EngineConfig
 from fdasync.door import Ask, Door
 from fdasync.errors import BadInput, ConfigError, DeadlineExceeded, EngineClosed, EngineFailed
+from fdasync.events.catalog import EngineDied, LoopHeldUp
 from fdasync.prepare import Preparer
 from fdasync.request import SamplingParams
 from fdasync.runtime import Runtime
 from fdasync.scheduler import SchedulerStats
 from fdasync.stream import Generation
+from fdasync.weights import Weights, refuse_broken
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from fdasync.cache.store import Store
     from fdasync.events.bus import EventBus
     from fdasync.events.trace import TraceRing
     from fdasync.result import Result
     from fdasync.runner.base import Capacity, Runner
     from fdasync.tokenizer import Tokenizer
+    from fdasync.weights import WeightSource
 
     Prompt = str | Sequence[int]
 
 _LATENESS_PERIOD_S = 0.1
+# what taps are told of
+_HELD_UP_S = 0.05
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +67,7 @@ class Engine:
         config: an EngineConfig, or a mapping of its keys. Raises ConfigError or PluginError at once.
         runner: a runner object instead of the one that the config names, used in this process (tests).
         tokenizer: a tokenizer object instead of the one that the config names.
+        store: a store object instead of the one that the config names (which must name some), used in this process.
 
     `async with` starts it; it may be entered and left from different tasks through `start` and `aclose`.
     """
@@ -71,6 +78,7 @@ class Engine:
         *,
         runner: Runner | None = None,
         tokenizer: Tokenizer | None = None,
+        store: Store | None = None,
     ) -> None:
         if not isinstance(config, EngineConfig):
             if not isinstance(config, Mapping):
@@ -79,8 +87,9 @@ class Engine:
         config.validate()
         self.config = config
         self.state = "new"
-        self._runtime = Runtime(config, runner, tokenizer)
+        self._runtime = Runtime(config, runner, tokenizer, store)
         self._door: Door | None = None
+        self._weights: Weights | None = None
         self._failure: BaseException | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._close_told = False
@@ -149,6 +158,8 @@ class Engine:
                 except Exception as error:
                     self._fail(error)
         finally:
+            if self._weights is not None:
+                await self._weights.aclose()
             await self._runtime.release()
 
     async def _open(self) -> None:
@@ -156,7 +167,8 @@ class Engine:
         runtime = self._runtime
         await runtime.open(self._fail, lambda request: self._inside().ended(request))
         preparer = Preparer(self.config, runtime.capacity, runtime.tokenizer, runtime.long_texts, rng)
-        self._door = Door(self.config, runtime, preparer, rng, self._check_open)
+        self._weights = Weights(self.config, runtime, preparer, self._fail, lambda: self._check_open(True))
+        self._door = Door(self.config, runtime, preparer, rng, self._check_door)
 
     async def drain(self, timeout_s: float | None = None) -> None:
         """Take no new requests and wait until the live ones ended; the engine stays open for `stats` and `aclose`.
@@ -211,6 +223,10 @@ class Engine:
         door = self._inside()
         door.failure_seen = bool(door.requests())
         self._runtime.fail(cause)
+        # no turn follows that would feed the taps
+        bus = self._runtime.bus
+        bus.publish(EngineDied(problem=f"{type(cause).__name__}: {cause}"))
+        bus.feed_taps(bus.drain())
         self._stop.set()
 
     def _inside(self) -> Door:
@@ -225,12 +241,19 @@ class Engine:
         if self.state != "running" and not (draining_is_fine and self.state == "draining"):
             raise EngineClosed(self.state)
 
+    def _check_door(self, draining_is_fine: bool) -> None:
+        self._check_open(draining_is_fine)
+        refuse_broken(self._weights)
+
     async def _watch_lateness(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             before = loop.time()
             await asyncio.sleep(_LATENESS_PERIOD_S)
-            self._late_max_s = max(self._late_max_s, loop.time() - before - _LATENESS_PERIOD_S)
+            late_s = loop.time() - before - _LATENESS_PERIOD_S
+            self._late_max_s = max(self._late_max_s, late_s)
+            if late_s >= _HELD_UP_S:
+                self._runtime.bus.publish(LoopHeldUp(seconds=late_s))
 
     # -- requests -----------------------------------------------------------------------------------
 
@@ -320,6 +343,50 @@ class Engine:
         self._door.abort(request)
         return True
 
+    # -- weights --------------------------------------------------------------------------------------
+
+    async def pause(self) -> None:
+        """Plan no more steps; returns when none is in flight. Requests keep what they have, new ones wait.
+
+        Deadlines go on.
+
+        Idempotent. Raises EngineFailed if the steps in flight do not end by their deadline, EngineClosed.
+        """
+        await self._changing().pause()
+
+    async def resume(self) -> None:
+        """Go on after `pause`; during an update, at its end. Idempotent.
+
+        Raises WeightsBroken, EngineClosed, EngineFailed.
+        """
+        await self._changing().resume()
+
+    async def update_weights(
+        self, version: int, source: WeightSource, mode: Literal["abort", "keep"] = "abort"
+    ) -> None:
+        """Load new weights: pause, let steps end, load, forget every cached block, go on (unless it was paused before).
+
+        Args:
+            version: your label, never used before; results tell it for each span of their tokens. It starts at the
+                config's weight_version.
+            source: a checkpoint folder, or (name, dtype, shape, buffer) tuples: names as in the checkpoint or the
+                model's state dict, numpy's dtype name or "bfloat16", a C-contiguous buffer. Names left out keep their
+                values. Buffers are read until this returns.
+            mode: "abort": live requests end with what they have, and finish_reason "abort". "keep": they go on; those
+                with KV on the device use it to their end, the others start again from their tokens under the new
+                weights.
+
+        Raises BadInput; WeightsRejected when the source does not fit (nothing has changed, the engine goes on);
+        WeightsBroken when loading failed half-way (it stays paused and takes only this call or `aclose`);
+        EngineFailed, EngineClosed. Cancelling stops the waiting: the update goes on to its end.
+        """
+        await self._changing().update(version, source, mode)
+
+    def _changing(self) -> Weights:
+        self._inside()
+        assert self._weights is not None
+        return self._weights
+
     # -- looking in -----------------------------------------------------------------------------------
 
     @property
@@ -333,6 +400,12 @@ class Engine:
         """Subscribe to events: `async with engine.bus.subscribe(StepDone, limit=1024) as steps`."""
         self._inside()
         return self._runtime.bus
+
+    @property
+    def store_pid(self) -> int:
+        """Process id of the store's own process; -1 where it has none (no store, or one that never blocks)."""
+        self._inside()
+        return self._runtime.store_pid
 
     def stats(self) -> EngineStats:
         """What it is doing now. Raises EngineClosed before the start."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Sequence
 
 
@@ -260,3 +261,74 @@ class ProtocolError(PermanentError):
     def __init__(self, problem: str) -> None:
         self.problem = problem
         super().__init__(problem)
+
+
+# -- stores and weights -------------------------------------------------------------------------
+
+
+class StoreUnavailable(TransientError):
+    """A store cannot do what was asked now.
+
+    Attributes:
+        store: its name.
+        problem: in words.
+    """
+
+    def __init__(self, store: str, problem: str) -> None:
+        self.store = store
+        self.problem = problem
+        super().__init__(f"store {store}: {problem}")
+
+
+class StoreTimeout(StoreUnavailable, TimeoutError):
+    """A call to a store was not waited for any longer; it goes on.
+
+    Attributes:
+        deadline_s: how long it was waited for, in seconds.
+        ended: done, with whatever came of it, when the call has really ended: only then are its buffers free.
+    """
+
+    def __init__(self, store: str, what: str, deadline_s: float, ended: asyncio.Future[Any]) -> None:
+        self.deadline_s = deadline_s
+        self.ended = ended
+        super().__init__(store, f"{what} did not end within {deadline_s:g} s")
+
+
+class StoreRejected(PermanentError):
+    """A call, a configuration or a place that a store can never take.
+
+    Attributes:
+        store: its name.
+        problem: in words.
+        hint: the way out, or "".
+    """
+
+    def __init__(self, store: str, problem: str, hint: str = "") -> None:
+        self.store = store
+        self.problem = problem
+        self.hint = hint
+        super().__init__(f"store {store}: {problem}" + (f"; {hint}" if hint else ""))
+
+
+class WeightsRejected(PermanentError):
+    """New weights do not fit the model; nothing was changed, and the old ones are in use.
+
+    Attributes:
+        problem: which tensor or file, and what is wrong with it.
+    """
+
+    def __init__(self, problem: str) -> None:
+        self.problem = problem
+        super().__init__(f"the weights were not taken: {problem}")
+
+
+class WeightsBroken(PermanentError):
+    """Loading new weights failed half-way: the engine stays paused and takes only `update_weights` or `aclose`.
+
+    Attributes:
+        problem: what failed.
+    """
+
+    def __init__(self, problem: str) -> None:
+        self.problem = problem
+        super().__init__(f"loading new weights failed half-way, load them again: {problem}")

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from fdasync.actions import CopyRows, FinishRequest
 from fdasync.errors import InvariantBroken
-from fdasync.events.catalog import AbortRequested, StopChecked, StopMatched
+from fdasync.events.catalog import AbortRequested, RequestEnded, StopChecked, StopMatched
 from fdasync.result import Result
 from fdasync.sample_output import SampleOutput
 
@@ -97,6 +97,35 @@ class RequestOutput:
             samples=tuple([sample.sample(capacity) for sample in self.samples]),
             ttft_s=ttft_s,
             total_s=self.ended_at - self.started_at,
+        )
+
+    def ended(self) -> RequestEnded:
+        """What taps are told of its end."""
+        reasons = []
+        output_tokens = device = host = store = 0
+        for sample in self.samples:
+            end = sample.finish
+            if end is None:
+                reasons.append("failed")
+                output_tokens += len(sample.tokens)
+                continue
+            reasons.append(end.reason)
+            output_tokens += len(end.token_ids)
+            device += end.cached_tokens[0]
+            host += end.cached_tokens[1]
+            store += end.cached_tokens[2]
+        error = self.failure or self.spoiled
+        return RequestEnded(
+            # a trace is UTF-8, a name need not be
+            request_id=self.request_id.encode(errors="replace").decode(),
+            group=self.samples[0].key,
+            reasons=tuple(reasons),
+            prompt_tokens=len(self.prompt),
+            output_tokens=output_tokens,
+            cached=(device, host, store),
+            ttft_s=None if self.first_token_at is None else self.first_token_at - self.started_at,
+            total_s=self.ended_at - self.started_at,
+            error="" if error is None else type(error).__name__,
         )
 
     async def decode(self) -> None:
@@ -184,9 +213,10 @@ class OutputHub:
         """End a request before any of its samples was published: the result is empty."""
         request.samples = [SampleOutput(-1, index, request, None) for index in range(request.params.n)]
         for sample in request.samples:
-            sample.finish = FinishRequest(-1, reason, (), 0, 0, ())
+            sample.finish = FinishRequest(-1, reason, (), 0, (0, 0, 0), ())
             self._give_rows(sample)
         request.ended_at = self._clock()
+        self._bus.publish(request.ended())
         request.done.set_result(None)
 
     def finish(self, action: FinishRequest) -> None:
@@ -213,6 +243,7 @@ class OutputHub:
     def end(self, request: RequestOutput) -> None:
         """Every sample ended, or there will be none."""
         request.ended_at = self._clock()
+        self._bus.publish(request.ended())
         if not request.done.done():
             request.done.set_result(None)
         request.wake()
@@ -230,6 +261,10 @@ class OutputHub:
                 self.finish(action)
         self._samples.clear()
         for request in requests:
+            # those that the scheduler had not heard of yet
+            for sample in request.samples:
+                if sample.finish is None:
+                    self._give_rows(sample)
             if not request.done.done():
                 self.end(request)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from collections import deque
 from collections.abc import Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +18,17 @@ from msgspec.structs import replace
 
 from fdasync.cache.prefix import block_keys, root_key
 from fdasync.errors import BadInput, CheckpointError
-from fdasync.events.catalog import RequestPrepared
+from fdasync.events.catalog import Hashed, RequestPrepared
 from fdasync.request import SamplerSpec, SamplingParams
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from random import Random
 
+    from fdasync.actions import HashAgain
     from fdasync.config import EngineConfig
     from fdasync.door import Ask
+    from fdasync.events.bus import EventBus
     from fdasync.runner.base import Capacity
     from fdasync.tokenise import TokenizerProcess
     from fdasync.tokenizer import Tokenizer
@@ -199,8 +203,8 @@ class Preparer:
         if isinstance(tokens, str):
             tokens = self._check_tokens(await self._tokenise(tokens))
             self._check_length(tokens, params, ask.start)
-        root = root_key(self.namespace, ask.cache_salt.encode(errors="surrogatepass"))
-        hashes = await self._hash(root, tokens) if self._config.prefix_cache else ()
+        namespace, root = self.namespace, salted(self.namespace, ask.cache_salt)
+        hashes = await hash_blocks(root, tokens, self.capacity.block_tokens) if self._config.prefix_cache else ()
         eos = () if params.ignore_eos else self.capacity.eos_ids
         stop_ids = frozenset((*eos, *params.stop_token_ids))
         seed = self._rng.getrandbits(63) if params.seed is None else params.seed
@@ -218,7 +222,9 @@ class Preparer:
                 emits=ask.streams or params.logprobs != "none" or bool(params.stop),
                 checks_stops=bool(params.stop),
                 start=ask.start if rows else -1,
-                namespace=root,
+                namespace=namespace,
+                root=root,
+                salt=ask.cache_salt,
                 sampler=SamplerSpec(
                     prompt_len=len(tokens),
                     seed=seed,
@@ -251,15 +257,73 @@ class Preparer:
                 self._config.model, f"the tokenizer failed: {type(error).__name__}: {error}"
             ) from error
 
-    async def _hash(self, root: bytes, tokens: tuple[int, ...]) -> tuple[bytes, ...]:
-        size = self.capacity.block_tokens
-        step = size * _HASH_SLICE_BLOCKS
-        keys: list[bytes] = []
-        for first in range(0, len(tokens), step):
-            if first:
-                await asyncio.sleep(0)
-            keys += block_keys(keys[-1] if keys else root, tokens[first : first + step], size)
-        return tuple(keys)
+
+class Rehasher:
+    """Hashes waiting sequences again when the weights changed: one after the other, yielding to the loop.
+
+    Args:
+        namespace: returns the one in use.
+        on_error: told of what must not happen; it ends the engine.
+    """
+
+    def __init__(
+        self,
+        bus: EventBus,
+        block_tokens: int,
+        namespace: Callable[[], bytes],
+        on_error: Callable[[BaseException], None],
+    ) -> None:
+        self._bus = bus
+        self._block_tokens = block_tokens
+        self._namespace = namespace
+        self._on_error = on_error
+        self._queue: deque[HashAgain] = deque()
+        self._task: asyncio.Task[None] | None = None
+
+    def add(self, action: HashAgain) -> None:
+        """Do it soon; ends in `Hashed`."""
+        self._queue.append(action)
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._work(), name="fdasync-rehasher")
+            self._task.add_done_callback(self._ended)
+
+    async def _work(self) -> None:
+        while self._queue:
+            action = self._queue.popleft()
+            namespace = self._namespace()
+            root = salted(namespace, action.salt)
+            tokens = array("i", action.tokens)
+            keys = await hash_blocks(root, tokens, self._block_tokens)
+            self._bus.publish(Hashed(key=action.key, namespace=namespace, root=root, block_keys=keys))
+            await asyncio.sleep(0)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._task = None
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._on_error(error)
+
+    async def aclose(self) -> None:
+        """Stop; idempotent."""
+        if self._task is not None:
+            self._task.cancel()
+            # it only computes: a turn of the loop ends it
+            await asyncio.wait([self._task])
+
+
+def salted(namespace: bytes, salt: str) -> bytes:
+    """Root identity of every prefix under a namespace and a caller's salt."""
+    return root_key(namespace, salt.encode(errors="surrogatepass"))
+
+
+async def hash_blocks(root: bytes, tokens: Sequence[int], block_tokens: int) -> tuple[bytes, ...]:
+    """Identities of the full blocks of `tokens`, chained from `root`; long ones yield to the loop."""
+    step = block_tokens * _HASH_SLICE_BLOCKS
+    keys: list[bytes] = []
+    for first in range(0, len(tokens), step):
+        if first:
+            await asyncio.sleep(0)
+        keys += block_keys(keys[-1] if keys else root, tokens[first : first + step], block_tokens)
+    return tuple(keys)
 
 
 def _is_int(value: Any) -> bool:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from fdasync.cache.store import Store
 from fdasync.errors import ConfigError, PluginError
 from fdasync.runner.base import Runner, RunnerLimits
 
@@ -18,8 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 RUNNERS = "fdasync.runners"
+STORES = "fdasync.stores"
 TOKENIZERS = "fdasync.tokenizers"
-GROUPS = (RUNNERS, TOKENIZERS)
+GROUPS = (RUNNERS, STORES, TOKENIZERS)
+_BASES: dict[str, type[Runner] | type[Store]] = {RUNNERS: Runner, STORES: Store}
 
 
 class PluginInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,6 +91,21 @@ class Registry:
             raise ConfigError.of_validation(error, "runner_config") from None
         return runner(own, limits)
 
+    def load_store(self, name: str) -> type[Store]:
+        """The store class. Raises PluginError."""
+        store = self._check(STORES, self.find(STORES, name))
+        assert isinstance(store, type)
+        return store
+
+    def make_store(self, name: str, config: Mapping[str, Any]) -> Store:
+        """A store with its own configuration decoded. Raises PluginError; ConfigError naming the key."""
+        store = self.load_store(name)
+        try:
+            own = msgspec.convert(dict(config), store.config_type)
+        except msgspec.ValidationError as error:
+            raise ConfigError.of_validation(error, "store_config") from None
+        return store(own)
+
     def load_tokenizer(self, name: str) -> Any:
         """The tokenizer factory: a callable that takes a model folder. Raises PluginError."""
         return self._check(TOKENIZERS, self.find(TOKENIZERS, name))
@@ -100,9 +118,10 @@ class Registry:
             # a module that exits must not end the program that looks at it
             problem = f"importing {point.value} failed: {type(error).__name__}: {error}"
             raise PluginError(group, point.name, distribution, problem) from error
-        if group == RUNNERS:
-            if not (isinstance(loaded, type) and issubclass(loaded, Runner)):
-                raise PluginError(group, point.name, distribution, f"{point.value} is not a Runner class")
+        base = _BASES.get(group)
+        if base is not None:
+            if not (isinstance(loaded, type) and issubclass(loaded, base)):
+                raise PluginError(group, point.name, distribution, f"{point.value} is not a {base.__name__} class")
             own = getattr(loaded, "config_type", None)
             if not (isinstance(own, type) and issubclass(own, msgspec.Struct)):
                 raise PluginError(group, point.name, distribution, f"{point.value} has no config_type")

@@ -38,6 +38,18 @@ class WeightSpan(msgspec.Struct, frozen=True):
     version: int
 
 
+class CachedTokens(msgspec.Struct, frozen=True):
+    """Tokens that were not computed at a sample's first admission, by the tier that had them."""
+
+    device: int = 0
+    host: int = 0
+    store: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.device + self.host + self.store
+
+
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """What is new of one sample. A reader that is slow gets fewer, longer deltas; nothing is lost.
 
@@ -70,7 +82,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
         top_logprobs: alternatives at each token, or None.
         finish_reason: stop, length, abort, deadline; "failed" in `EngineFailed.partial`.
         stop_token_id: the EOS or stop id that ended it, or None.
-        cached_tokens: prompt tokens that came from the prefix cache.
+        cached: prompt tokens that were not computed for it, by the tier that had them.
         weight_version: spans of output tokens by weight version.
         routing: expert routing, or None where it was not captured or not asked for.
         aux: rows of every other aux spec, by name, [n, *shape], positions as in `routing`.
@@ -83,11 +95,16 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     processed_logprobs: NDArray[np.float32] | None
     top_logprobs: tuple[TopLogprobs | None, ...] | None
     finish_reason: str
-    cached_tokens: int
+    cached: CachedTokens
     weight_version: tuple[WeightSpan, ...]
     routing: Routing | None
     aux: dict[str, NDArray[np.generic]]
     stop_token_id: int | None = None
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that came from the prefix cache, whatever tier had them."""
+        return self.cached.total
 
     @property
     def logprobs(self) -> NDArray[np.float32] | None:
@@ -144,6 +161,10 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def cached_tokens(self) -> int:
         return self.samples[0].cached_tokens
+
+    @property
+    def cached(self) -> CachedTokens:
+        return self.samples[0].cached
 
     @property
     def weight_version(self) -> tuple[WeightSpan, ...]:

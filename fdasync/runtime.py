@@ -10,21 +10,26 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from fdasync.cache.arena import AuxArena
+from fdasync.cache.host import HostArena
 from fdasync.config import resolve
 from fdasync.driver import Driver
 from fdasync.errors import DeadlineExceeded, FdasyncError, PluginError, RunnerError
-from fdasync.events.catalog import AbortRequested
+from fdasync.events.catalog import AbortRequested, ResumeRequested
 from fdasync.events.trace import TraceRing
+from fdasync.keeper import Keeper
 from fdasync.output import OutputHub
-from fdasync.registry import RUNNERS, TOKENIZERS, Registry
+from fdasync.prepare import Rehasher, namespace_of
+from fdasync.registry import RUNNERS, STORES, TOKENIZERS, Registry
 from fdasync.runner.worker import WorkerRunner
 from fdasync.scheduler import Scheduler
+from fdasync.stores import StoreStack
 from fdasync.tokenise import TokenizerProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from fdasync.actions import Action
+    from fdasync.cache.store import Store
     from fdasync.config import EngineConfig
     from fdasync.events.bus import EventBus
     from fdasync.output import RequestOutput
@@ -40,23 +45,34 @@ class Runtime:
 
     Attributes:
         capacity, driver, hub, bus, trace: there once `open` returned.
+        namespace: of the weights in use.
         tokenizer, long_texts: None means tokens in, tokens out.
     """
 
     capacity: Capacity
+    namespace: bytes
     hub: OutputHub
     trace: TraceRing | None = None
 
-    def __init__(self, config: EngineConfig, runner: Runner | None, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, config: EngineConfig, runner: Runner | None, tokenizer: Tokenizer | None, store: Store | None = None
+    ) -> None:
         self.tokenizer = tokenizer
         self.long_texts: TokenizerProcess | None = None
         self.driver: Driver | None = None
         self._config = config
         self._registry = Registry()
-        self._runner = runner or self._make_runner()
+        self.runner = runner or self._make_runner()
+        self._stack: StoreStack | None = None
+        self._keeper: Keeper | None = None
+        self._given_store = store
+        if config.store and store is None:
+            # found, not imported: what a store imports may belong in a process of its own
+            self._registry.find(STORES, config.store)
         if tokenizer is None and config.tokenizer not in ("auto", "none"):
             self._registry.find(TOKENIZERS, config.tokenizer)
         self._arena: AuxArena | None = None
+        self._host: HostArena | None = None
 
     def _make_runner(self) -> Runner:
         config = self._config
@@ -77,11 +93,18 @@ class Runtime:
         config = self._config
         try:
             async with asyncio.timeout(config.start_deadline_s):
-                self.capacity = capacity = await self._runner.open()
-                scheduler = Scheduler(resolve(config, capacity))
+                self.capacity = capacity = await self.runner.open()
+                self.namespace = namespace_of(capacity)
+                scheduler = Scheduler(resolve(config, capacity, self.namespace))
+                num_host_blocks = scheduler.config.num_host_blocks
                 if capacity.aux_specs:
-                    self._arena = AuxArena.create(capacity.num_blocks, capacity.block_tokens, capacity.aux_specs)
-                await self._runner.bind(capacity.num_blocks, self._arena)
+                    num_slots = capacity.num_blocks + num_host_blocks
+                    self._arena = AuxArena.create(num_slots, capacity.block_tokens, capacity.aux_specs)
+                if num_host_blocks:
+                    self._host = HostArena.create(num_host_blocks, capacity.block_nbytes)
+                await self.runner.bind(capacity.num_blocks, self._arena, self._host)
+                if config.store:
+                    await self._open_store()
         except TimeoutError as error:
             if isinstance(error, DeadlineExceeded):
                 raise
@@ -94,16 +117,41 @@ class Runtime:
         if config.trace_turns:
             self.trace = TraceRing(scheduler.config, config.trace_turns)
         loop = asyncio.get_running_loop()
-        self.driver = Driver(
+        self.driver = driver = Driver(
             loop,
             scheduler,
-            self._runner,
+            self.runner,
             step_deadline_s=config.step_deadline_s,
             trace=self.trace,
             on_failure=on_failure,
         )
-        self.hub = self.driver.output = OutputHub(self.bus, loop.time, self._arena, on_end)
-        self._runner.on_failure = on_failure
+        self.hub = driver.output = OutputHub(self.bus, loop.time, self._arena, on_end)
+        driver.rehasher = Rehasher(self.bus, capacity.block_tokens, lambda: self.namespace, on_failure)
+        if self._stack is not None:
+            assert self._host is not None
+            self._stack.publish = self.bus.publish
+            driver.keeper = self._keeper = Keeper(
+                self.bus,
+                self._stack.store,
+                self._host,
+                self._arena,
+                lease_kill_s=config.lease_kill_s,
+                close_s=config.close_deadline_s,
+                on_error=on_failure,
+            )
+        self.runner.on_failure = on_failure
+
+    @property
+    def store_pid(self) -> int:
+        """Of the process that hosts the store; -1: there is none."""
+        hosted = None if self._stack is None else self._stack.hosted
+        return -1 if hosted is None else hosted.pid
+
+    async def _open_store(self) -> None:
+        assert self._host is not None
+        self._stack = StoreStack(self._config, self._registry, self.capacity, self._host, self._given_store)
+        regions = [self._host.region] + ([self._arena.region] if self._arena is not None else [])
+        await self._stack.open(regions)
 
     def _load_tokenizer(self) -> None:
         name = self.capacity.tokenizer if self._config.tokenizer == "auto" else self._config.tokenizer
@@ -129,12 +177,27 @@ class Runtime:
             async with asyncio.timeout(deadline_s):
                 requests = self.hub.requests()
                 keys = [sample.key for request in requests for sample in request.samples]
+                # in an engine that was paused, what is on its way to the store must go on
+                self.bus.publish(ResumeRequested())
                 if keys:
                     self.bus.publish(AbortRequested(keys=tuple(keys)))
                     await asyncio.wait([request.done for request in requests])
                 await self.driver.wait_idle()
         except TimeoutError:
-            raise self._runner.overdue("the steps in flight at the close", deadline_s) from None
+            raise self.runner.overdue("the steps in flight at the close", deadline_s) from None
+        await self._flush()
+
+    async def _flush(self) -> None:
+        """Let what is on its way to the store get there, within the close deadline; what does not is dropped."""
+        assert self.driver is not None
+        scheduler = self.driver.scheduler
+        if self._keeper is not None:
+            try:
+                async with asyncio.timeout(self._config.close_deadline_s):
+                    await self.driver.wait_until(lambda: not scheduler.is_writing)
+            except TimeoutError:
+                # blocks in flight go with the store; a cache may lose what it was not told to be sure of
+                return
 
     def fail(self, cause: BaseException) -> None:
         """No more turns; every live request ends with what it has."""
@@ -157,18 +220,39 @@ class Runtime:
         if self.driver is not None:
             self.driver.stop()
             self.bus.close()
-        limit_s = 2 * self._config.close_deadline_s + _REAP_S
+        closing: list[tuple[str, Callable[[], Awaitable[None]]]] = []
+        if self._keeper is not None:
+            closing.append(("letting go of blocks", self._keeper.aclose))
+        if self._stack is not None:
+            closing.append(("closing the store", self._stack.aclose))
+        closing.append(("closing the runner", self.runner.aclose))
+        if self.driver is not None and self.driver.rehasher is not None:
+            closing.append(("ending the hashing", self.driver.rehasher.aclose))
+        if self.long_texts is not None:
+            closing.append(("closing the tokenizer's process", self.long_texts.aclose))
+        first: BaseException | None = None
+        for what, close in closing:
+            try:
+                await self._bounded(what, close)
+            except BaseException as error:
+                # the rest must go all the same
+                if first is None:
+                    first = error
+                else:
+                    first.add_note(f"and then, {what}: {type(error).__name__}: {error}")
+        # nobody touches the arenas any more
+        for arena in (self._arena, self._host):
+            if arena is not None:
+                arena.close()
+        if first is not None:
+            raise first
+
+    async def _bounded(self, what: str, close: Callable[[], Awaitable[None]]) -> None:
+        limit_s = 3 * self._config.close_deadline_s + _REAP_S
         try:
             async with asyncio.timeout(limit_s):
-                await self._runner.aclose()
+                await close()
         except TimeoutError as error:
             if isinstance(error, DeadlineExceeded):
                 raise
-            raise DeadlineExceeded("closing the runner", limit_s) from None
-        finally:
-            try:
-                if self.long_texts is not None:
-                    await self.long_texts.aclose()
-            finally:
-                if self._arena is not None:
-                    self._arena.close()
+            raise DeadlineExceeded(what, limit_s) from None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fdasync.result import Delta, Routing, Sample, WeightSpan
+from fdasync.result import CachedTokens, Delta, Routing, Sample, WeightSpan
 from fdasync.tokenizer import IncrementalDecoder
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ class SampleOutput:
             processed_logprobs=None if self.processed is None else np.array(self.processed[:count], np.float32),
             top_logprobs=None if self.top is None else tuple(self.top[:count]),
             finish_reason="failed" if finish is None else finish.reason,
-            cached_tokens=0 if finish is None else finish.cached_tokens,
+            cached=CachedTokens() if finish is None else CachedTokens(*finish.cached_tokens),
             weight_version=tuple(
                 WeightSpan(start, stop, version) for (start, version), stop in zip(versions, stops, strict=True)
             )

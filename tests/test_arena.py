@@ -97,7 +97,7 @@ def test_copies_are_copies(arena):
 
 
 def test_the_other_side_sees_the_same_rows_through_the_fd(arena):
-    peer = AuxArena(os.dup(arena.fd), arena.num_slots, arena.block_tokens, arena.specs)
+    peer = AuxArena.attach(os.dup(arena.region.fd), arena.num_slots, arena.block_tokens, arena.specs)
     want = write(peer, 3, 9, 0, 8)
     got = blank(8)
     arena.copy_rows(3, 9, 0, 8, got, 0)
@@ -108,32 +108,32 @@ def test_the_other_side_sees_the_same_rows_through_the_fd(arena):
 
 @pytest.mark.parametrize("change", [-1, 1])
 def test_nobody_can_shrink_or_grow_the_shared_file(arena, change):
-    size = os.fstat(arena.fd).st_size
+    size = os.fstat(arena.region.fd).st_size
     with pytest.raises(PermissionError):
-        os.ftruncate(arena.fd, size + change * mmap.PAGESIZE)
+        os.ftruncate(arena.region.fd, size + change * mmap.PAGESIZE)
 
 
 def test_the_seals_cannot_be_changed(arena):
     import fcntl
 
-    seals = fcntl.fcntl(arena.fd, fcntl.F_GET_SEALS)
+    seals = fcntl.fcntl(arena.region.fd, fcntl.F_GET_SEALS)
     assert seals == fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     with pytest.raises(PermissionError):
-        fcntl.fcntl(arena.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+        fcntl.fcntl(arena.region.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
 
 
 def test_a_file_that_is_too_small_is_refused():
     fd = os.memfd_create("small")
     try:
         with pytest.raises(InvariantBroken, match="are needed"):
-            AuxArena(fd, 4, 8, SPECS)
+            AuxArena.attach(fd, 4, 8, SPECS)
     finally:
         os.close(fd)
 
 
 def test_close_gives_the_fd_back_and_may_be_called_again():
     arena = AuxArena.create(1, 4, SPECS)
-    fd = arena.fd
+    fd = arena.region.fd
     write(arena, 0, 1, 0, 4)
     arena.close()
     arena.close()

@@ -7,7 +7,7 @@ import math
 import msgspec
 import pytest
 
-from fdasync.config import EngineConfig, resolve
+from fdasync.config import EngineConfig, host_blocks, resolve
 from fdasync.errors import BadInput, ConfigError
 from fdasync.registry import Registry
 from fdasync.runner.base import RunnerLimits
@@ -34,6 +34,9 @@ def test_the_defaults_are_fine():
         ("inline_tokenise_chars", -1), ("trace_turns", -1),
         ("start_deadline_s", 0.0), ("step_deadline_s", -1.0), ("request_deadline_s", math.inf),
         ("prepare_deadline_s", math.nan), ("close_deadline_s", 1e10),
+        ("host_blocks", -1), ("host_blocks", (1 << 22) + 1), ("fetch_min_tokens", -1), ("store_calls", 0),
+        ("store_calls", 1025), ("store_deadline_s", 0.0), ("store_retry_s", 0.0), ("store_retry_s", math.inf),
+        ("lease_kill_s", 0.0), ("lease_kill_s", math.nan),
     ],
 )  # fmt: skip
 def test_what_is_out_of_range_is_refused_by_name(field, value):
@@ -50,7 +53,9 @@ def test_what_is_out_of_range_is_refused_by_name(field, value):
         ("max_running", "many"), ("max_running", 1.5), ("max_running", None), ("max_running", True),
         ("block_tokens", "auto!"), ("num_blocks", 2.0), ("process", "thread"), ("routing", "yes"), ("routing", 1),
         ("model", 7), ("runner", None), ("prefix_cache", 1), ("step_deadline_s", "soon"), ("runner_config", [1]),
-        ("seed", "x"),
+        ("seed", "x"), ("host_blocks", "all"), ("host_blocks", 1.5), ("store", None), ("store_config", "x"),
+        ("write_through", "some"), ("write_through", True), ("write_back", "yes"), ("fetch_min_tokens", 1.5),
+        ("store_calls", "8"), ("lease_kill_s", None),
     ],
 )  # fmt: skip
 def test_what_has_the_wrong_type_is_refused_by_name(field, value):
@@ -82,6 +87,34 @@ def test_limits_must_fit_each_other():
     assert (caught.value.field, caught.value.limit) == ("config.max_requests", 300)
 
 
+@pytest.mark.parametrize(
+    ("values", "field", "problem"),
+    [
+        ({"store": "memory", "host_blocks": 0}, "host_blocks", "is 0, and a store is set"),
+        ({"store": "memory", "prefix_cache": False}, "prefix_cache", "a store is set"),
+        ({"host_blocks": 8, "prefix_cache": False}, "prefix_cache", "a host tier"),
+        ({"store_config": {"path": "x"}}, "store_config", "names no store"),
+    ],
+)
+def test_tiers_that_cannot_work_together_are_refused(values, field, problem):
+    for make in (lambda: EngineConfig.from_mapping(values), lambda: EngineConfig(**values).validate()):
+        with pytest.raises(ConfigError, match=problem) as caught:
+            make()
+        assert caught.value.field == f"config.{field}"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"store": "memory"}, {"store": "memory", "host_blocks": 1, "store_config": {"x": 1}}, {"host_blocks": 0},
+        {"host_blocks": 0, "prefix_cache": False}, {"host_blocks": "auto", "prefix_cache": False},
+        {"write_through": "off"}, {"write_through": "prompt", "write_back": False}, {"store_calls": 1},
+    ],
+)  # fmt: skip
+def test_tiers_that_work_together_are_fine(values):
+    assert EngineConfig.from_mapping(values).host_blocks == values.get("host_blocks", "auto")
+
+
 def test_config_errors_are_bad_input_and_value_errors():
     with pytest.raises(BadInput):
         EngineConfig(max_running=0).validate()
@@ -111,6 +144,44 @@ def test_resolve_takes_sizes_from_the_runner_and_limits_from_the_config():
     assert (resolved.prefix_cache, resolved.decode_reserve_blocks) == (False, 4)
     assert resolve(config, make_capacity(aux_specs=())).capture is False
     assert msgspec.structs.asdict(config) == before
+
+
+def test_resolve_tells_the_scheduler_of_its_tiers():
+    config = EngineConfig(
+        store="memory", host_blocks=7, write_through="prompt", write_back=False, fetch_min_tokens=33, num_blocks=4
+    )
+    resolved = resolve(config, make_capacity(block_nbytes=1234), b"namespace")
+    assert (resolved.num_host_blocks, resolved.store, resolved.block_nbytes) == (7, True, 1234)
+    assert (resolved.write_through, resolved.write_back, resolved.fetch_min_tokens) == ("prompt", False, 33)
+    assert resolved.namespace == b"namespace"
+    assert resolve(EngineConfig(), make_capacity()).store is False
+
+
+@pytest.mark.parametrize(
+    ("store", "block_nbytes", "blocks"),
+    [("", 4096, 0), ("memory", 4096, (1 << 30) // 8192), ("memory", 1 << 20, 1020), ("memory", 1 << 30, 16)],
+)
+def test_the_host_tier_holds_a_gibibyte_where_a_store_is_set_and_nothing_else_is_said(store, block_nbytes, blocks):
+    # a page for the header goes with each block
+    assert host_blocks(EngineConfig(store=store), make_capacity(block_nbytes=block_nbytes)) == blocks
+
+
+def test_a_host_tier_beyond_this_machines_memory_is_refused():
+    with pytest.raises(ConfigError, match="more than this machine's memory") as caught:
+        resolve(EngineConfig(host_blocks=1 << 22), make_capacity(block_nbytes=1 << 30))
+    assert caught.value.field == "config.host_blocks"
+    assert 0 < caught.value.limit < 1 << 22
+
+
+@pytest.mark.parametrize(("num_blocks", "problem"), [((1 << 22) + 1, "the runner offers"), (1 << 22, None)])
+def test_a_runner_with_too_many_blocks_is_refused(num_blocks, problem):
+    capacity = make_capacity(num_blocks=num_blocks)
+    if problem is None:
+        assert resolve(EngineConfig(), capacity).num_blocks == num_blocks
+        return
+    with pytest.raises(ConfigError, match=problem) as caught:
+        resolve(EngineConfig(), capacity)
+    assert caught.value.field == "config.num_blocks"
 
 
 def test_a_runner_without_memory_for_blocks_is_refused():

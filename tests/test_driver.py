@@ -8,26 +8,43 @@ from typing import ClassVar
 import msgspec
 import pytest
 
-from fdasync.actions import CopyRows, EmitTokens, FinishRequest, RunStep, WakeAt
+from fdasync.actions import (
+    Action,
+    CopyRows,
+    EmitTokens,
+    FetchBlocks,
+    FinishRequest,
+    HashAgain,
+    LookUp,
+    RunStep,
+    StoreBlocks,
+    SwapIn,
+    SwapOut,
+    WakeAt,
+)
 from fdasync.driver import Driver
-from fdasync.errors import DeadlineExceeded, RunnerError
-from fdasync.events.catalog import AbortRequested, StepDone, StepFailed, StopChecked, TimerFired
+from fdasync.errors import DeadlineExceeded, InvariantBroken, RunnerError
+from fdasync.events.catalog import AbortRequested, StepDone, StepFailed, StopChecked, SwapDone, TimerFired
 from fdasync.events.trace import TraceRing
-from fdasync.runner.base import Runner, StepOutput
+from fdasync.runner.base import CopyOutput, Runner, StepOutput
 from fdasync.scheduler import Scheduler, SchedulerConfig
 from tests.helpers import make_request
 
 pytestmark = pytest.mark.both_loops
 
+NOTHING = (0, 0, 0)
+OUT, IN = SwapOut(0, (1, 2), (5, 6)), SwapIn(1, (7,), (3,), (3,), (9,))
+
 
 class HandRunner(Runner):
-    """Steps end when the test ends them."""
+    """Steps and copies end when the test ends them."""
 
     config_type: ClassVar[type[msgspec.Struct]] = msgspec.Struct
 
     def __init__(self, log):
         self.log = log
         self.flights: list[tuple[int, asyncio.Future[StepOutput]]] = []
+        self.copies: dict[int, asyncio.Future[CopyOutput]] = {}
 
     def launch(self, step):
         self.log.append(("launch", step.step_id))
@@ -39,10 +56,15 @@ class HandRunner(Runner):
         step_id, done = self.flights.pop(0)
         done.set_result(StepOutput(step_id, tokens))
 
+    def copy(self, copy):
+        self.log.append(("copy", copy.copy_id))
+        self.copies[copy.copy_id] = done = asyncio.get_running_loop().create_future()
+        return done
+
     async def open(self):
         raise NotImplementedError
 
-    async def bind(self, num_blocks, arena):
+    async def bind(self, num_blocks, arena, host=None):
         raise NotImplementedError
 
     async def aclose(self):
@@ -67,6 +89,14 @@ class Output:
         if self.broken:
             raise OSError("the disk is full")
         self.log.append(("finish", action.key, action.reason))
+
+
+class Told:
+    """Stands where the keeper and the rehasher stand: writes down what each verb was given."""
+
+    def __init__(self, log):
+        for verb in ("look_up", "fetch", "write", "add"):
+            setattr(self, verb, lambda action, verb=verb: log.append((verb, action)))
 
 
 class Script:
@@ -116,7 +146,7 @@ async def test_one_turn_for_all_events_of_a_loop_turn():
 
 
 async def test_what_an_action_publishes_belongs_to_the_next_turn():
-    finish = FinishRequest(1, "stop", (), 0, 0, ())
+    finish = FinishRequest(1, "stop", (), 0, NOTHING, ())
     stage = Stage(Script([finish], []))
     stage.output.finish = lambda _action: stage.bus.publish(StopChecked(key=1, num_tokens=1))
     stage.bus.publish(TimerFired())
@@ -199,9 +229,10 @@ async def test_the_timer_publishes_an_event_and_a_later_one_replaces_it():
 @pytest.mark.parametrize("where", ["handle", "action", "unknown action"])
 async def test_an_exception_in_a_turn_fails_the_engine_once(where):
     error = ValueError("no")
-    finish = FinishRequest(1, "stop", (), 0, 0, ())
+    finish = FinishRequest(1, "stop", (), 0, NOTHING, ())
     stage = Stage(Script({"handle": error, "action": [finish, finish]}.get(where, ["dance"])))
     stage.output.broken = True
+    stage.driver.keeper = Told(stage.log)
     stage.bus.publish(TimerFired())
     stage.bus.publish(TimerFired())
     await stage.turns()
@@ -311,15 +342,183 @@ async def test_an_event_that_nobody_asked_for_is_a_failure_not_a_silence():
     assert len(stage.failures) == 1
 
 
-def test_every_action_has_a_performer():
-    # the five that `Driver._perform` knows are all there are
-    from fdasync.actions import Action
+SAMPLES: dict[type, tuple[Action, str]] = {
+    RunStep: (RunStep(0), "launch"),
+    SwapOut: (OUT, "copy"),
+    SwapIn: (IN, "copy"),
+    EmitTokens: (EmitTokens(0, (1,), (7,), (0,)), "emit"),
+    CopyRows: (CopyRows(()), "rows"),
+    FinishRequest: (FinishRequest(1, "stop", (), 0, NOTHING, ()), "finish"),
+    LookUp: (LookUp(0, b"n", (b"k",), 9.0), "look_up"),
+    FetchBlocks: (FetchBlocks(0, b"n", (b"k",), (1,), (2,), (3,), 9.0), "fetch"),
+    StoreBlocks: (StoreBlocks(0, b"n", (b"k",), (1,), (2,)), "write"),
+    HashAgain: (HashAgain(1, b"", ""), "add"),
+    WakeAt: (WakeAt(1e9), ""),
+}
 
-    assert set(Action.__args__) == {RunStep, EmitTokens, CopyRows, FinishRequest, WakeAt}
+
+def test_every_action_has_a_sample():
+    assert set(Action.__args__) == set(SAMPLES)
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+async def test_every_action_has_a_performer(kind):
+    action, word = SAMPLES[kind]
+    stage = Stage(Script([action]))
+    stage.driver.keeper = stage.driver.rehasher = Told(stage.log)
+    if kind is EmitTokens:
+        stage.driver._outputs[0] = StepOutput(0, (7,))
+    stage.bus.publish(TimerFired())
+    await stage.turns()
+    assert stage.failures == []
+    assert [entry[0] for entry in stage.log] == ([word] if word else [])
+    if word in ("look_up", "fetch", "write", "add"):
+        assert stage.log[0][1] is action
+    stage.driver.stop()
+
+
+@pytest.mark.parametrize("kind", [LookUp, FetchBlocks, StoreBlocks])
+async def test_asking_for_a_store_where_there_is_none_is_a_defect(kind):
+    stage = Stage(Script([SAMPLES[kind][0]]))
+    stage.bus.publish(TimerFired())
+    await stage.turns()
+    assert [type(failure) for failure in stage.failures] == [InvariantBroken]
+    assert kind.__name__ in str(stage.failures[0])
+
+
+# -- copies of blocks
+
+
+async def test_each_copy_ends_in_one_event_that_tells_what_was_moved_in_any_order():
+    stage = Stage(Script([OUT, IN]))
+    async with stage.bus.subscribe(SwapDone) as tap:
+        stage.bus.publish(TimerFired())
+        await stage.turns()
+        assert stage.log == [("copy", 0), ("copy", 1)]
+        stage.runner.copies[1].set_result(CopyOutput(1, 100, 0))
+        await stage.turns()
+        stage.runner.copies[0].set_result(CopyOutput(0, 200, 7))
+        await stage.turns()
+        ended = [await anext(tap) for _ in range(tap.pending)]
+    assert [(end.copy_id, end.kv_nbytes, end.aux_nbytes) for end in ended] == [(1, 100, 0), (0, 200, 7)]
+    assert all(end.seconds >= 0 for end in ended)
+    assert [[type(event) for event in turn] for turn in stage.scheduler.seen] == [[TimerFired], [SwapDone], [SwapDone]]
+    assert stage.driver._copy_watches == {}
+    stage.driver.stop()
+
+
+@pytest.mark.parametrize("how", ["error", "cancelled", "another one"])
+async def test_a_copy_that_fails_fails_the_engine(how):
+    stage = Stage(Script([OUT]))
+    stage.bus.publish(TimerFired())
+    await stage.turns()
+    done = stage.runner.copies[0]
+    if how == "error":
+        done.set_exception(RunnerError("smoke", 0))
+    elif how == "cancelled":
+        done.cancel()
+    else:
+        done.set_result(CopyOutput(3, 0, 0))
+    await stage.turns()
+    want = {"error": RunnerError, "cancelled": asyncio.CancelledError, "another one": InvariantBroken}[how]
+    assert [type(failure) for failure in stage.failures] == [want]
+    assert len(stage.scheduler.seen) == 1
+    assert not stage.driver.broken
+
+
+async def test_a_copy_that_is_overdue_fails_the_engine_and_is_named():
+    stage = Stage(Script([OUT, IN]), step_deadline_s=0.01)
+    failed = stage.loop.create_future()
+    stage.driver._on_failure = failed.set_result
+    stage.bus.publish(TimerFired())
+    await stage.turns()
+    stage.runner.copies[0].set_result(CopyOutput(0, 0, 0))
+    error = await asyncio.wait_for(failed, 10.0)
+    assert isinstance(error, DeadlineExceeded)
+    assert (error.what, error.deadline_s) == ("copy 1", 0.01)
+
+
+async def test_a_copy_whose_watch_rang_on_a_blocked_loop_is_given_a_second_look():
+    stage = Stage(Script([OUT]))
+    stage.bus.publish(TimerFired())
+    await stage.turns()
+    stage.driver._copy_overdue(0, False)
+    assert stage.failures == []
+    stage.runner.copies[0].set_result(CopyOutput(0, 0, 0))
+    await stage.turns()
+    assert [type(event) for event in stage.scheduler.seen[1]] == [SwapDone]
+    assert stage.driver._copy_watches == {}
+    stage.driver.stop()
+
+
+@pytest.mark.parametrize("how", ["result", "error", "cancelled"])
+async def test_a_copy_that_ends_after_stop_is_ignored(how):
+    stage = Stage(Script([OUT]))
+    stage.bus.publish(TimerFired())
+    await stage.turns()
+    watch = stage.driver._copy_watches[0]
+    stage.driver.stop()
+    assert watch.cancelled()
+    done = stage.runner.copies[0]
+    if how == "result":
+        done.set_result(CopyOutput(0, 1, 1))
+    elif how == "error":
+        done.set_exception(RunnerError("late", 0))
+    else:
+        done.cancel()
+    await stage.turns()
+    assert (stage.failures, stage.bus.drain(), len(stage.scheduler.seen)) == ([], [], 1)
+
+
+# -- waiting for turns
+
+
+async def test_idle_means_that_no_copy_is_in_flight_either():
+    stage = Stage(Script([OUT]))
+    stage.bus.publish(TimerFired())
+    await stage.turns()
+    idle = asyncio.ensure_future(stage.driver.wait_idle())
+    await stage.turns()
+    assert not idle.done()
+    stage.runner.copies[0].set_result(CopyOutput(0, 0, 0))
+    await asyncio.wait_for(idle, 10.0)
+    # the turn that takes it is over
+    assert [type(event) for event in stage.scheduler.seen[-1]] == [SwapDone]
+    stage.driver.stop()
+
+
+async def test_a_condition_is_looked_at_after_each_turn():
+    stage = Stage(Script())
+    waits = [
+        asyncio.ensure_future(stage.driver.wait_until(lambda number=number: len(stage.scheduler.seen) >= number))
+        for number in (0, 1, 2)
+    ]
+    await stage.turns()
+    assert [wait.done() for wait in waits] == [True, False, False]
+    for want in ([True, True, False], [True, True, True]):
+        stage.bus.publish(TimerFired())
+        await stage.turns()
+        assert [wait.done() for wait in waits] == want
+    assert stage.driver._waiters == []
+    stage.driver.stop()
+
+
+async def test_who_waits_no_longer_is_forgotten_and_the_end_of_turns_wakes_the_rest():
+    stage = Stage(Script())
+    first, second = (asyncio.ensure_future(stage.driver.wait_until(lambda: False)) for _ in range(2))
+    await stage.turns()
+    first.cancel()
+    await stage.turns()
+    assert first.cancelled()
+    assert len(stage.driver._waiters) == 1
+    stage.driver.stop()
+    await asyncio.wait_for(second, 10.0)
+    await asyncio.wait_for(stage.driver.wait_until(lambda: False), 10.0)
+    assert stage.driver._waiters == []
 
 
 async def test_a_failure_after_stop_is_ignored():
-    stage = Stage(Script([FinishRequest(1, "stop", (), 0, 0, ())]))
+    stage = Stage(Script([FinishRequest(1, "stop", (), 0, NOTHING, ())]))
 
     def finish(action):
         stage.driver.stop()

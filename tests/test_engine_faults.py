@@ -176,7 +176,7 @@ async def test_a_runner_that_does_not_close_is_told_once_and_the_rest_is_freed(w
     arena = engine._runtime._arena
     with pytest.raises(error):
         await engine.aclose()
-    assert arena.fd < 0
+    assert arena.region.fd < 0
     assert engine.state == "closed"
     await engine.aclose()
 

@@ -11,7 +11,17 @@ import pytest
 from fdasync.actions import FinishRequest, WakeAt
 from fdasync.errors import InvariantBroken
 from fdasync.events.bus import EventBus
-from fdasync.events.catalog import AbortRequested, AnyEvent, Event, StepDone, StopChecked, TimerFired
+from fdasync.events.catalog import (
+    AbortRequested,
+    AnyEvent,
+    BlockDamaged,
+    BreakerChanged,
+    Event,
+    StepDone,
+    StopChecked,
+    StoreCalled,
+    TimerFired,
+)
 from fdasync.events.trace import TraceRing
 from fdasync.scheduler.replay import replay
 from tests.helpers import Table, make_request
@@ -203,6 +213,89 @@ def test_a_trace_is_saved_as_lines_of_json(played, tmp_path):
     assert replay(path.read_bytes()) == len(turns)
 
 
+@pytest.fixture
+def tiered():
+    """A trace with all that tiers, a store and new weights bring."""
+    table = Table(num_blocks=4, num_host_blocks=4, store=True, prefill_tokens_per_s=10.0, namespace=b"\x00\xff raw")
+    ring = TraceRing(table.scheduler.config, 1000)
+
+    def turn(*events):
+        ring.add(list(events), table.turn(*events).actions)
+
+    def settle():
+        while table.flying or table.in_flight:
+            turn(*([table.done()] if table.flying else []), *table.answers())
+
+    turn(table.request(1, range(9), 2))
+    settle()
+    turn(table.request(2, range(100, 113), 2))
+    settle()
+    turn(table.request(3, range(9), 2))
+    settle()
+    table.kept.update({(table.namespace, key): None for key in table.keys(range(200, 209))})
+    turn(table.request(4, range(200, 209), 2, salt=""))
+    turn(table.looked_up())
+    turn(table.fetched(arrived="+-", late=True))
+    turn(table.returned(min(table.late), "++"), StoreCalled(store="s", verb="put", items=1, nbytes=2, seconds=0.5))
+    stale = table.request(5, range(9), 2)
+    settle()
+    turn(table.pause())
+    turn(table.weights(2), table.resume(), stale)
+    turn(BlockDamaged(store="s", key="k", problem="p"), BreakerChanged(store="s", state="open", problem="p"))
+    settle()
+    return ring, table
+
+
+def test_a_trace_with_tiers_and_new_weights_replays(tiered):
+    ring, table = tiered
+    lines = [json.loads(line) for line in ring.encode().splitlines()]
+    assert {action[0] for turn in lines[1:] for action in turn["actions"]} >= {
+        "swap_out", "swap_in", "look_up", "fetch", "store", "hash_again",
+    }  # fmt: skip
+    assert {event["type"] for turn in lines[1:] for event in turn["events"]} >= {
+        "SwapDone", "LookedUp", "FetchEnded", "StoreEnded", "LeaseReturned", "Hashed", "PauseRequested",
+        "ResumeRequested", "WeightsChanged", "StoreCalled", "BlockDamaged", "BreakerChanged",
+    }  # fmt: skip
+    assert replay(ring.encode()) == len(lines) - 1
+    assert sorted(table.finished) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda lines: lines[0]["scheduler"].__setitem__("num_host_blocks", 3),
+        lambda lines: lines[0]["scheduler"].__setitem__("store", False),
+        lambda lines: lines[0]["scheduler"].__setitem__("write_through", "off"),
+        lambda lines: lines[0]["scheduler"].__setitem__("namespace", "AAAA"),
+        lambda lines: first_event(lines, "SwapDone").__setitem__("type", "TimerFired"),
+        lambda lines: first_event(lines, "LookedUp").__setitem__("seconds", 9.0),
+        lambda lines: first_event(lines, "FetchEnded", late=True).__setitem__("arrived", [True, True]),
+        lambda lines: first_event(lines, "WeightsChanged").__setitem__("version", 3),
+        lambda lines: first(lines, "swap_out")[2].__setitem__(0, 3),
+    ],
+)
+def test_a_trace_with_tiers_that_was_tampered_with_does_not_replay(tiered, change):
+    with pytest.raises(InvariantBroken):
+        replay(tamper(tiered[0].encode(), change))
+
+
+def first_event(lines, kind, **fields):
+    events = [event for turn in lines[1:] for event in turn["events"] if event["type"] == kind]
+    return next(event for event in events if fields.items() <= event.items())
+
+
+def test_what_is_told_to_taps_only_is_passed_over_by_the_scheduler():
+    table = Table()
+    told = [
+        StoreCalled(store="s", verb="put", items=1, nbytes=2, seconds=0.5),
+        BlockDamaged(store="s", key="k", problem="p"),
+        BreakerChanged(store="s", state="open", problem="p"),
+    ]
+    assert table.turn(*told).actions == []
+    with pytest.raises(InvariantBroken, match="knows no event"):
+        table.turn(Event())
+
+
 def tamper(trace, change):
     lines = [json.loads(line) for line in trace.splitlines()]
     change(lines)
@@ -280,6 +373,6 @@ def test_events_and_actions_survive_json():
     event = make_request(1, range(9), 3, 4, stop_ids=frozenset({1, 2}))
     text = msgspec.json.encode(event)
     assert msgspec.json.decode(text, type=AnyEvent) == event
-    action = FinishRequest(1, "stop", (1, 2), 3, 4, ((0, 0),), 2)
+    action = FinishRequest(1, "stop", (1, 2), 3, (4, 0, 8), ((0, 0),), 2)
     assert msgspec.json.decode(msgspec.json.encode(action), type=FinishRequest) == action
     assert issubclass(type(event), Event)

@@ -15,8 +15,8 @@ from fdasync.errors import InvariantBroken
 from tests.helpers import ROOT, case_settings
 
 
-def make_index(num_blocks=8, **options):
-    return PrefixIndex(BlockPool(num_blocks, SlotPool(num_blocks)), **options)
+def make_index(num_blocks=8, num_host=0, **options):
+    return PrefixIndex(BlockPool(num_blocks, SlotPool(num_blocks + num_host), num_host), **options)
 
 
 def fill(index, keys, step=0):
@@ -189,19 +189,277 @@ def test_a_pending_block_cannot_lose_its_last_pin():
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda at: setattr(at.blocks[0], "key", b"x"), "disagree"),
-        (lambda at: setattr(at.blocks[0], "pins", 0), "idle and pinned, or neither"),
-        (lambda at: setattr(at.blocks[1], "pins", 1), "idle and pinned, or neither"),
+        (lambda at: setattr(at.blocks[0], "key", b"x"), "index and pool disagree"),
+        (lambda at: at.index._by_key.pop(KEYS[0]), "identity that is another's"),
+        (lambda at: setattr(at.blocks[0], "pins", 0), "wrong list of the device"),
+        (lambda at: setattr(at.blocks[1], "pins", 1), "wrong list of the device"),
+        (lambda at: setattr(at.blocks[1], "pins", -1), "wrong list of the device"),
+        (lambda at: setattr(at.blocks[1], "device_moves", 1), "wrong list of the device"),
+        (lambda at: setattr(at.blocks[1], "on_host", True), "wrong list of the device"),
+        (lambda at: setattr(at.blocks[2], "on_host", False), "wrong list of the device"),
+        (lambda at: setattr(at.blocks[3], "host_moves", 1), "wrong list of the host"),
+        (lambda at: setattr(at.blocks[3], "on_host", False), "wrong list of the host"),
+        (lambda at: setattr(at.blocks[0], "on_host", True), "wrong list of the host"),
         (lambda at: setattr(at.blocks[0], "sealed", False), "neither pending nor sealed"),
-        (lambda at: at.index._idle.update({b"x": at.blocks[0]}), "idle block is not indexed"),
-        (lambda at: setattr(at.index.allocate(), "pins", 0), "pinned by nobody"),
+        (lambda at: at.index._dirty.update({at.blocks[0]: None}), "a list that it does not know"),
+        (lambda at: at.index._host_used.update({at.blocks[0]: None}), "a list that it does not know"),
+        (lambda at: setattr(at.index.allocate(), "pins", 0), "is used by nobody"),
+        (lambda at: at.index.pool.drop_host(at.blocks[3]), "index and pool disagree"),
     ],
 )
 def test_check_finds_broken_books(spoil, message):
-    index = make_index()
-    blocks = fill(index, KEYS[:2])
+    """One in use, one dirty, one clean, one on the host only."""
+    index = make_index(8, 4)
+    blocks = fill(index, KEYS[:3])
+    copy_out(index, blocks[2:])
     index.release(blocks[1:])
+    blocks.append(arrive(index, KEYS[3]))
     index.check()
     spoil(SimpleNamespace(index=index, blocks=blocks))
     with pytest.raises(InvariantBroken, match=message):
         index.check()
+
+
+# -- two tiers
+
+
+def copy_out(index, blocks):
+    """What the copier does to blocks whose copy to the host is done."""
+    for block in blocks:
+        assert index.make_host_room()
+        index.pool.add_host(block)
+        block.on_host = True
+        index.settle(block)
+
+
+def arrive(index, key):
+    """What the storer does to a block that was fetched."""
+    assert index.make_host_room(for_fetch=True)
+    block = index.pool.allocate_host()
+    block.sealed = block.on_host = True
+    assert index.adopt(block, key)
+    index.settle(block)
+    return block
+
+
+def places(index):
+    return {key: (block.id >= 0, block.host >= 0) for key in KEYS if (block := index.get(key)) is not None}
+
+
+def test_a_clean_block_goes_before_a_dirty_one_and_stays_on_the_host():
+    index = make_index(2, 2)
+    dirty, clean = fill(index, KEYS[:2])
+    copy_out(index, [clean])
+    index.release([dirty])
+    index.release([clean])
+    # the dirty one was used longer ago, and would be lost
+    assert index.allocate() is not None
+    assert places(index) == {KEYS[0]: (True, False), KEYS[1]: (False, True)}
+    assert index.match(KEYS, 2, 1) == [dirty, clean]
+    assert (index.evictions, index.host_evictions) == (1, 0)
+    index.check()
+
+
+def test_a_dirty_block_is_not_given_up_while_the_host_has_room_for_it():
+    index = make_index(1, 1)
+    index.release(fill(index, KEYS[:1]))
+    assert (index.num_available, index.num_idle, index.num_dirty) == (0, 1, 1)
+    assert index.has_host_room
+    assert index.allocate() is None
+    assert index.match(KEYS, 1, 1) != []
+
+
+@pytest.mark.parametrize("num_host", [0, 1])
+def test_a_dirty_block_is_dropped_only_where_the_host_has_no_room(num_host):
+    index = make_index(2, num_host)
+    if num_host:
+        # a transfer holds it
+        index.pool.allocate_host().host_moves = 1
+    index.release(fill(index, KEYS[:2]))
+    assert not index.has_host_room
+    assert (index.num_available, index.num_dirty) == (2, 2)
+    assert index.allocate() is not None
+    assert index.allocate() is not None
+    assert (index.evictions, index.num_dirty) == (2, 0)
+    assert places(index) == {}
+    index.check()
+
+
+def test_what_was_promised_is_given_though_giving_makes_room_on_the_host():
+    index = make_index(2, 1)
+    clean, dirty = fill(index, KEYS[:2])
+    copy_out(index, [clean])
+    index.release([clean])
+    index.release([dirty])
+    # all of the host is a copy of an unused block: nowhere to go for the dirty one
+    assert index.num_available == 2
+    index.take()
+    # now the host has a block that is nowhere else, which could make room
+    assert index.has_host_room
+    assert index.num_available == 0
+    index.take()
+    assert index.get(KEYS[1]) is None
+    with pytest.raises(InvariantBroken, match="more blocks were taken than were available"):
+        index.take()
+    with pytest.raises(InvariantBroken, match="more blocks were brought than were available"):
+        index.bring(clean)
+
+
+def test_bringing_a_block_pins_it_and_keeps_its_place_on_the_host():
+    index = make_index(2, 2)
+    block = arrive(index, KEYS[0])
+    assert block.pins == 0
+    index.bring(block)
+    assert (block.pins, block.id >= 0, block.host >= 0) == (1, True, True)
+    index.check()
+    index.release([block])
+    assert index.num_available == 2
+    assert places(index) == {KEYS[0]: (True, True)}
+
+
+@pytest.mark.parametrize(("hit", "left"), [("clean", 0), ("dirty", 1), ("host", 1), ("pinned", 1)])
+def test_what_is_about_to_be_pinned_is_no_room(hit, left):
+    index = make_index(3, 3)
+    clean, dirty, pinned = fill(index, KEYS[:3])
+    copy_out(index, [clean])
+    index.release([clean])
+    index.release([dirty])
+    host = arrive(index, KEYS[3])
+    chosen = {"clean": clean, "dirty": dirty, "host": host, "pinned": pinned}[hit]
+    # the host has room: the dirty one is not available anyway
+    assert index.num_available == 1
+    assert index.available_besides([chosen]) == left
+
+
+def test_what_is_about_to_be_pinned_is_no_room_where_dirty_blocks_are():
+    index = make_index(2)
+    blocks = fill(index, KEYS[:2])
+    index.release(blocks)
+    assert index.available_besides(blocks[:1]) == 1
+    assert index.available_besides(blocks) == 0
+
+
+def test_room_on_the_host_is_made_of_what_is_nowhere_else_then_of_copies_in_use_then_for_a_fetch_of_unused_ones():
+    index = make_index(3, 3)
+    unused, used, gone = fill(index, KEYS[:3])
+    copy_out(index, [unused, used, gone])
+    index.release([unused])
+    index.release([gone])
+    index._leave_device(gone)
+    assert index.pool.num_host_free == 0
+    for key in (KEYS[2], KEYS[1]):
+        assert index.has_host_room
+        assert index.make_host_room()
+        index.pool.allocate_host().host_moves = 1
+        assert index.get(key) is None or index.get(key).host < 0
+    # a copy outward would only change places with this one
+    assert not index.has_host_room
+    assert not index.make_host_room()
+    assert unused.device_list is index._clean
+    assert index.make_host_room(for_fetch=True)
+    assert unused.device_list is index._dirty
+    assert (index.host_evictions, index.get(KEYS[2])) == (3, None)
+    index.check()
+
+
+def test_the_host_gives_up_what_was_used_longest_ago():
+    index = make_index(1, 3)
+    blocks = [arrive(index, key) for key in KEYS[:3]]
+    index.bring(blocks[0])
+    index.release([blocks[0]])
+    index._leave_device(blocks[0])
+    for key in (KEYS[1], KEYS[2], KEYS[0]):
+        assert index.get(key) is not None
+        assert index.make_host_room()
+        assert index.get(key) is None
+        index.pool.allocate_host().host_moves = 1
+    assert not index.make_host_room(for_fetch=True)
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_a_transfer_pins_its_end(tier):
+    index = make_index(1, 1)
+    (block,) = fill(index, KEYS[:1])
+    copy_out(index, [block])
+    setattr(block, f"{tier}_moves", 1)
+    index.release([block])
+    index.check()
+    if tier == "device":
+        assert index.allocate() is None
+        assert index.num_idle == 0
+    else:
+        assert not index.make_host_room(for_fetch=True)
+    setattr(block, f"{tier}_moves", 0)
+    index.settle(block)
+    assert index.num_available == 1
+    assert index.make_host_room(for_fetch=True)
+
+
+def test_dirty_blocks_are_named_in_the_order_of_eviction():
+    index = make_index(4, 4)
+    older = fill(index, KEYS[:2])
+    newer = fill(index, KEYS[2:4])
+    index.release(newer)
+    index.release(older)
+    assert index.next_dirty(3) == [newer[1], newer[0], older[1]]
+    assert index.next_dirty(9) == [newer[1], newer[0], older[1], older[0]]
+
+
+def test_a_second_computation_that_arrives_is_dropped():
+    index = make_index(2, 2)
+    (block,) = fill(index, KEYS[:1])
+    late = index.pool.allocate_host()
+    late.sealed = late.on_host = True
+    assert not index.adopt(late, KEYS[0])
+    index.settle(late)
+    assert index.get(KEYS[0]) is block
+    assert index.pool.num_host_free == 2
+    index.check()
+
+
+def test_after_forget_nothing_matches_and_what_nobody_uses_is_free():
+    index = make_index(4, 4)
+    used, unused, copied = fill(index, KEYS[:3])
+    copy_out(index, [used, copied])
+    index.release([unused])
+    index.release([copied])
+    host = arrive(index, KEYS[3])
+    for block in (used, unused, copied, host):
+        block.wanted = True
+    index.forget()
+    index.check()
+    assert places(index) == {}
+    assert index.match(KEYS, 4, 9) == []
+    assert index.pool.live() == [used]
+    assert (used.key, used.host, used.pins, used.wanted) == (None, -1, 1, False)
+    assert (index.pool.num_free, index.pool.num_host_free) == (3, 4)
+    assert (index.num_idle, index.has_host_room) == (0, True)
+    # and the same tokens under a new root are other blocks
+    index.release([used])
+    assert index.pool.num_free == 4
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_what_a_transfer_uses_goes_with_its_end_after_forget(tier):
+    index = make_index(1, 1)
+    (block,) = fill(index, KEYS[:1])
+    copy_out(index, [block])
+    index.release([block])
+    setattr(block, f"{tier}_moves", 1)
+    index.settle(block)
+    index.forget()
+    index.check()
+    assert index.pool.live() == [block]
+    assert (block.id >= 0, block.host >= 0) == (tier == "device", tier == "host")
+    setattr(block, f"{tier}_moves", 0)
+    index.settle(block)
+    assert index.pool.live() == []
+    index.check()
+
+
+def test_the_weights_cannot_change_under_a_pending_block():
+    index = make_index()
+    block = index.allocate()
+    index.begin(block, KEYS[0], 0)
+    with pytest.raises(InvariantBroken, match="while the weights change"):
+        index.forget()

@@ -287,7 +287,7 @@ async def test_hashes_are_those_of_the_whole_prompt_however_they_are_sliced(leng
     tokens = [token % 300 for token in range(length)]
     (event,) = await prepare(preparer, tokens, cache_salt="s")
     root = root_key(preparer.namespace, b"s")
-    assert event.namespace == root
+    assert (event.namespace, event.root, event.salt) == (preparer.namespace, root, "s")
     assert event.block_keys == tuple(block_keys(root, tokens, 4))
 
 

@@ -21,11 +21,24 @@ def run(arguments: list[str], cwd: Path) -> str:
     return done.stdout
 
 
-def test_the_ten_lines_run_as_written(tmp_path: Path) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(blocks) == 1
+def snippets() -> tuple[str, str]:
+    first, second = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    return first, second
+
+
+def test_tiers_and_weights_run_as_written(tmp_path: Path) -> None:
     make_random_checkpoint(tmp_path / "checkpoint", size="tiny")
-    (tmp_path / "ten_lines.py").write_text(blocks[0])
+    call = "import asyncio\nasyncio.run(step(list(range(20, 90)), 17))\n"
+    (tmp_path / "tiers.py").write_text(snippets()[1] + call)
+    out = run(["tiers.py"], tmp_path)
+    assert out.startswith("0 0 0\n")
+    assert "fdasync_weight_version" in out
+    assert (tmp_path / "kv").is_dir()
+
+
+def test_the_ten_lines_run_as_written(tmp_path: Path) -> None:
+    make_random_checkpoint(tmp_path / "checkpoint", size="tiny")
+    (tmp_path / "ten_lines.py").write_text(snippets()[0])
     out = run(["ten_lines.py"], tmp_path)
     shapes = re.findall(r"\((\d+), 2, 2\)$", out, re.MULTILINE)
     assert len(shapes) == 4, out

@@ -177,7 +177,7 @@ def test_abort_while_waiting():
     table = Table(max_running=1)
     table.turn(table.request(1, [1], 9), table.request(2, range(9), 9))
     end = table.turn(table.abort(2)).finish
-    assert (end.reason, end.token_ids, end.num_rows, end.cached_tokens) == ("abort", (), 0, 0)
+    assert (end.reason, end.token_ids, end.num_rows, end.cached_tokens) == ("abort", (), 0, (0, 0, 0))
     assert table.scheduler.stats().waiting == 0
 
 

@@ -1,175 +1,94 @@
-"""The scheduler against a naive paged runner whose answers are the synthetic oracle's, in any order of events.
+"""The scheduler against a naive paged runner, host and store, in any order of events.
 
-The runner below computes through block tables, cell by cell: a block that is stale, missing, misplaced or
-written by two shows at once. Rows become visible when their step is done, as in the real arena.
+Requests of two tenants come and go, blocks move between device, host and a store that fails, forgets and is late;
+planning pauses, and the weights change under everybody. `tests/paged_runner.py` finds what is computed from wrong KV.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import deque
-from functools import lru_cache
 
 import msgspec
-import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from fdasync.actions import CopyRows, EmitTokens, FinishRequest, RunStep, WakeAt
-from fdasync.events.catalog import AbortRequested, RequestPrepared, StepDone, StopChecked, StopMatched, TimerFired
+from fdasync.actions import (
+    CopyRows,
+    EmitTokens,
+    FetchBlocks,
+    FinishRequest,
+    HashAgain,
+    LookUp,
+    RunStep,
+    StoreBlocks,
+    SwapIn,
+    SwapOut,
+    WakeAt,
+)
+from fdasync.cache.prefix import block_keys
+from fdasync.events.catalog import (
+    AbortRequested,
+    FetchEnded,
+    Hashed,
+    LeaseReturned,
+    LookedUp,
+    PauseRequested,
+    RequestPrepared,
+    ResumeRequested,
+    StepDone,
+    StopChecked,
+    StopMatched,
+    StoreEnded,
+    SwapDone,
+    TimerFired,
+    WeightsChanged,
+)
 from fdasync.events.trace import TraceRing
-from fdasync.runner.oracle import U64, Oracle, SyntheticConfig
+from fdasync.prepare import salted
 from fdasync.scheduler import Scheduler, SchedulerConfig
 from fdasync.scheduler.replay import replay
 from tests.helpers import machine_settings, make_request
+from tests.paged_runner import VOCAB, PagedRunner, namespace_of_version, whole_output
 
-VOCAB = 6
-ORACLE = Oracle(SyntheticConfig(vocab_size=VOCAB))
-
-
-@lru_cache(maxsize=100_000)
-def next_token(tokens: tuple[int, ...]) -> int:
-    digest = ORACLE.digests(tokens)[-1:]
-    return int(ORACLE.sample(digest, np.zeros(1, U64), ORACLE.config.weights_id)[0])
-
-
-def whole_output(prompt, max_tokens):
-    tokens = list(prompt)
-    for _ in range(max_tokens):
-        tokens.append(next_token(tuple(tokens)))
-    return tokens[len(prompt) :]
-
-
-class Lane:
-    def __init__(self, tokens, position, blocks):
-        self.tokens = tokens
-        self.position = position
-        self.blocks = blocks
-
-
-class PagedRunner:
-    def __init__(self, config: SchedulerConfig) -> None:
-        self.config = config
-        self.lanes: dict[int, Lane] = {}
-        self.decoding: list[int] = []
-        self.cells: dict[tuple[int, int], tuple[int, int]] = {}
-        self.slot_of_block: dict[int, tuple[int, int]] = {}
-        self.rows: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}
-        self.flights: deque[tuple[RunStep, tuple[int, ...], dict, set[int], set[int], list]] = deque()
-        self.passed: dict[int, list[tuple[int, int]]] = {}
-        self.next_step = 0
-
-    def launch(self, step: RunStep) -> None:
-        config = self.config
-        assert step.step_id == self.next_step
-        assert len(self.flights) < config.pipeline_depth
-        self.next_step += 1
-        for key in step.leaves:
-            del self.lanes[key]
-            self.decoding = [other for other in self.decoding if other != key]
-        fresh_blocks: list[int] = []
-        fresh_slots: list[int] = []
-        for start in step.starts:
-            assert start.key not in self.lanes
-            tokens = list(array("i", start.tokens))
-            cached, rest = divmod(start.num_cached, config.block_tokens)
-            assert rest == 0
-            assert start.num_cached < len(tokens)
-            assert len(start.blocks) == -(-len(tokens) // config.block_tokens) == len(set(start.blocks))
-            own = start.blocks[cached:]
-            fresh_blocks += own
-            if config.capture:
-                fresh_slots += start.slots
-                self.slot_of_block.update(zip(own, zip(start.slots, start.generations, strict=True), strict=True))
-            self.lanes[start.key] = Lane(tokens, start.num_cached, list(start.blocks))
-        for append in step.appends:
-            lane = self.lanes[append.key]
-            assert append.key in self.decoding
-            assert append.key not in step.skips
-            # just when it is needed
-            assert lane.position == len(lane.blocks) * config.block_tokens
-            lane.blocks.append(append.block)
-            fresh_blocks.append(append.block)
-            if config.capture:
-                fresh_slots.append(append.slot)
-                self.slot_of_block[append.block] = (append.slot, append.generation)
-        assert all(0 <= block < config.num_blocks for block in fresh_blocks)
-        assert len(set(fresh_blocks)) == len(fresh_blocks)
-        assert len(set(fresh_slots)) == len(fresh_slots)
-        for _, _, _, blocks, slots, _ in self.flights:
-            assert not blocks & set(fresh_blocks), "a block that a step in flight names got another writer"
-            assert not slots & set(fresh_slots), "a slot that a step in flight names got another writer"
-        decodes = [key for key in self.decoding if key not in step.skips]
-        assert set(step.skips) <= set(self.decoding)
-        assert len(self.lanes) <= config.max_running
-        assert 0 < len(decodes) + sum(chunk.count for chunk in step.chunks) <= config.max_step_tokens
-        assert len({chunk.key for chunk in step.chunks}) == len(step.chunks)
-        sampled: list[int] = []
-        rows: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}
-        named: set[int] = set()
-        work = [(key, 1, True) for key in decodes] + [(chunk.key, chunk.count, chunk.last) for chunk in step.chunks]
-        for key, count, _ in work:
-            assert count > 0
-            self._write(self.lanes[key], count, rows, named)
-        done = []
-        for key, _, samples in work:
-            lane = self.lanes[key]
-            self._read(lane)
-            done.append((key, lane.position))
-            if samples:
-                assert lane.position == len(lane.tokens)
-                sampled.append(next_token(tuple(lane.tokens)))
-                lane.tokens.append(sampled[-1])
-            else:
-                assert lane.position < len(lane.tokens)
-        self.decoding += [chunk.key for chunk in step.chunks if chunk.last]
-        slots = {self.slot_of_block[block][0] for block in named} if config.capture else set()
-        self.flights.append((step, tuple(sampled), rows, named, slots, done))
-
-    def _write(self, lane: Lane, count: int, rows: dict, named: set[int]) -> None:
-        size = self.config.block_tokens
-        for position in range(lane.position, lane.position + count):
-            block, offset = lane.blocks[position // size], position % size
-            self.cells[block, offset] = (lane.tokens[position], position)
-            if self.config.capture:
-                slot, generation = self.slot_of_block[block]
-                assert generation > 0
-                rows[slot, offset] = (generation, tuple(lane.tokens[: position + 1]))
-        lane.position += count
-        named.update(lane.blocks[: -(-lane.position // size)])
-
-    def _read(self, lane: Lane) -> None:
-        size = self.config.block_tokens
-        for position in range(lane.position):
-            cell = self.cells[lane.blocks[position // size], position % size]
-            assert cell == (lane.tokens[position], position), "KV of another token, or of another place"
-
-    def complete(self) -> StepDone:
-        step, tokens, rows, _, _, done = self.flights.popleft()
-        self.rows.update(rows)
-        self.passed[step.step_id] = done
-        return StepDone(step_id=step.step_id, tokens=tokens)
+SHARED = [1, 2, 3, 1, 5, 0] * 2
+SECONDS = st.sampled_from([0.0, 0.001, 0.3])
 
 
 class SchedulerMachine(RuleBasedStateMachine):
+    """See the module. `num_host`, `with_store`: None is either."""
+
     @initialize(
         depth=st.integers(1, 2), num_blocks=st.integers(2, 16), max_running=st.integers(1, 6), extra=st.integers(0, 8),
-        prefix_cache=st.sampled_from([True, True, False]), capture=st.sampled_from([True, True, True, False]),
-        reserve=st.integers(0, 1), size=st.sampled_from([2, 4]),
+        prefix_cache=st.sampled_from([True, True, True, False]), capture=st.sampled_from([True, True, True, False]),
+        reserve=st.integers(0, 1), size=st.sampled_from([2, 4]), num_host=st.sampled_from([0, 1, 2, 3, 5, 8, 20]),
+        store=st.sampled_from([True, True, False]), through=st.sampled_from(["off", "prompt", "all", "all"]),
+        back=st.booleans(), computed_per_s=st.sampled_from([0.1, 10.0, 1e4]), fetch_min=st.sampled_from([0, 0, 5]),
     )  # fmt: skip
-    def begin(self, depth, num_blocks, max_running, extra, prefix_cache, capture, reserve, size):
+    def begin(
+        self, depth, num_blocks, max_running, extra, prefix_cache, capture, reserve, size, num_host, store, through,
+        back, computed_per_s, fetch_min,
+    ):  # fmt: skip
+        num_host = num_host if prefix_cache else 0
         self.config = SchedulerConfig(
             block_tokens=size, num_blocks=num_blocks, max_running=max_running, max_step_tokens=max_running + extra,
             pipeline_depth=depth, prefix_cache=prefix_cache, capture=capture, decode_reserve_blocks=reserve,
+            namespace=namespace_of_version(0), num_host_blocks=num_host, block_nbytes=1000,
+            store=store and num_host > 0, write_through=through, write_back=back, fetch_min_tokens=fetch_min,
+            prefill_tokens_per_s=computed_per_s,
         )  # fmt: skip
         self.scheduler = Scheduler(self.config)
         self.runner = PagedRunner(self.config)
         self.trace = TraceRing(self.scheduler.config, 100_000)
-        self.requests: dict[int, object] = {}
+        self.requests: dict[int, RequestPrepared] = {}
         self.finished: dict[int, FinishRequest] = {}
-        self.rows: dict[int, list[tuple[int, ...]]] = {}
+        self.rows: dict[int, list[object]] = {}
         self.emitted: dict[int, list[int]] = {}
         self.answers: deque[tuple[int, int]] = deque()
+        self.lookups: dict[int, LookUp] = {}
+        self.hashes: list[HashAgain] = []
+        self.late_fetches: list[int] = []
+        self.late_puts: list[int] = []
         self.kept: dict[int, int] = {}
         self.aborted: set[int] = set()
         self.covered: dict[int, int] = {}
@@ -177,35 +96,40 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.queue: list[object] = []
         self.now = 1.0
         self.wake_at = float("inf")
+        self.version = 0
 
-    # -- rules
+    # -- requests
 
     @rule(
         shared=st.integers(0, 12), own=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4),
         max_tokens=st.integers(1, 14), stops=st.frozensets(st.integers(0, VOCAB - 1), max_size=1),
         min_tokens=st.integers(0, 4), priority=st.integers(0, 2), checks=st.booleans(), emits=st.booleans(),
         patience=st.sampled_from([1e9, None, 3.0, 0.0]), start=st.integers(-1, 6), copies=st.integers(1, 3),
-        hold=st.booleans(),
+        hold=st.booleans(), salt=st.sampled_from(["", "", "", "s"]), stale=st.sampled_from([False, False, False, True]),
     )  # fmt: skip
     def arrive(
-        self, shared, own, max_tokens, stops, min_tokens, priority, checks, emits, patience, start, copies, hold
-    ):
-        prompt = [*([1, 2, 3, 1, 5, 0] * 2)[:shared], *own]
+        self, shared, own, max_tokens, stops, min_tokens, priority, checks, emits, patience, start, copies, hold, salt,
+        stale,
+    ):  # fmt: skip
+        prompt = [*SHARED[:shared], *own]
         room = self.config.num_blocks * self.config.block_tokens - len(prompt) + 1
         if room < 1:
             return
         max_tokens = min(max_tokens, room)
+        namespace = namespace_of_version(max(self.version - 1, 0) if stale else self.version)
+        root = salted(namespace, salt)
+        keys = block_keys(root, prompt, self.config.block_tokens) if self.config.prefix_cache else []
         for _ in range(copies):
             key = len(self.requests)
-            fields = {} if self.config.prefix_cache else {"block_keys": ()}
-            if patience is not None:
-                fields["deadline"] = self.now + patience
+            fields = {} if patience is None else {"deadline": self.now + patience}
             request = make_request(
                 key, prompt, max_tokens, self.config.block_tokens, stop_ids=stops, priority=priority,
                 min_tokens=min(min_tokens, max_tokens), checks_stops=checks, emits=emits or checks,
-                start=min(start, len(prompt) - 1) if self.config.capture else -1, **fields,
+                start=min(start, len(prompt) - 1) if self.config.capture else -1, namespace=namespace, root=root,
+                salt=salt, block_keys=tuple(keys), **fields,
             )  # fmt: skip
             self.requests[key] = request
+            self.runner.salts[key] = salt
             self.queue.append(request)
         self.turn(hold)
 
@@ -238,7 +162,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.queue.append(StopChecked(key=key, num_tokens=number))
         self.turn(hold)
 
-    @rule(seconds=st.sampled_from([0.5, 4.0]))
+    @rule(seconds=st.sampled_from([0.01, 0.5, 4.0]))
     def time_passes(self, seconds):
         self.now += seconds
         if self.now >= self.wake_at:
@@ -247,6 +171,133 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def flush(self):
+        self.turn(False)
+
+    # -- tiers: everything ends in any order, and some of it badly
+
+    @precondition(lambda self: self.runner.copies)
+    @rule(data=st.data(), hold=st.booleans())
+    def copy_ends(self, data, hold):
+        number = data.draw(st.sampled_from(sorted(self.runner.copies)))
+        self.runner.end_copy(number)
+        self.queue.append(SwapDone(copy_id=number, seconds=0.001, kv_nbytes=0, aux_nbytes=0))
+        self.turn(hold)
+
+    @precondition(lambda self: self.lookups)
+    @rule(data=st.data(), answered=st.sampled_from([True, True, True, False]), seconds=SECONDS, hold=st.booleans())
+    def lookup_ends(self, data, answered, seconds, hold):
+        number = data.draw(st.sampled_from(sorted(self.lookups)))
+        lookup = self.lookups.pop(number)
+        count = self.runner.count(lookup.namespace, lookup.keys) if answered else 0
+        self.queue.append(LookedUp(lookup_id=number, count=count, seconds=seconds, answered=answered))
+        self.turn(hold)
+
+    def unreported(self, transfers, late):
+        return sorted(set(transfers) - set(late))
+
+    @precondition(lambda self: self.unreported(self.runner.fetches, self.late_fetches))
+    @rule(data=st.data(), fails=st.sampled_from([0, 0, 1, 9]), late=st.sampled_from([False, False, True]),
+          seconds=SECONDS, hold=st.booleans())  # fmt: skip
+    def fetch_ends(self, data, fails, late, seconds, hold):
+        number = data.draw(st.sampled_from(self.unreported(self.runner.fetches, self.late_fetches)))
+        arrived = self.some(data, self.runner.has(number), fails)
+        self.runner.end_fetch(number, arrived, late=late)
+        if late:
+            self.late_fetches.append(number)
+        self.queue.append(FetchEnded(fetch_id=number, arrived=tuple(arrived), late=late, seconds=seconds, nbytes=0))
+        self.turn(hold)
+
+    @precondition(lambda self: self.unreported(self.runner.puts, self.late_puts))
+    @rule(data=st.data(), fails=st.sampled_from([0, 0, 1, 9]), late=st.sampled_from([False, False, True]),
+          hold=st.booleans())  # fmt: skip
+    def put_ends(self, data, fails, late, hold):
+        number = data.draw(st.sampled_from(self.unreported(self.runner.puts, self.late_puts)))
+        stored = self.some(data, [True] * len(self.runner.puts[number][0].keys), fails)
+        self.runner.end_put(number, stored, late=late)
+        if late:
+            self.late_puts.append(number)
+        self.queue.append(StoreEnded(put_id=number, stored=tuple(stored), late=late, seconds=0.001, nbytes=0))
+        self.turn(hold)
+
+    @staticmethod
+    def some(data, can, fails):
+        """Which of them succeed: `fails` of those that can do not."""
+        bad = data.draw(st.lists(st.integers(0, len(can) - 1), max_size=fails)) if fails else []
+        return [ok and at not in bad for at, ok in enumerate(can)]
+
+    @precondition(lambda self: self.late_fetches or self.late_puts)
+    @rule(data=st.data(), fails=st.sampled_from([0, 1, 9]), hold=st.booleans())
+    def lease_returns(self, data, fails, hold):
+        number = data.draw(st.sampled_from(sorted(self.late_fetches + self.late_puts)))
+        if number in self.late_fetches:
+            self.late_fetches.remove(number)
+            held = self.runner.fetches[number][1]
+            can = self.runner.has(number)
+            end = self.runner.end_fetch
+        else:
+            self.late_puts.remove(number)
+            put, _, held = self.runner.puts[number]
+            can = [True] * len(put.keys)
+            end = self.runner.end_put
+        some = self.some(data, can, fails)
+        # what had arrived before has
+        arrived = [ok or at not in held for at, ok in enumerate(some)]
+        end(number, arrived, late=False)
+        self.queue.append(LeaseReturned(lease_id=number, arrived=tuple(arrived)))
+        self.turn(hold)
+
+    @precondition(lambda self: self.config.store)
+    @rule(salt=st.sampled_from(["", "s"]), more=st.lists(st.integers(0, VOCAB - 1), max_size=2))
+    def others_store(self, salt, more):
+        """Another engine with these weights wrote blocks of a prompt."""
+        self.runner.write_for_others([*SHARED, *more], salt)
+
+    @precondition(lambda self: self.runner.store)
+    @rule(data=st.data())
+    def store_forgets(self, data):
+        del self.runner.store[data.draw(st.sampled_from(list(self.runner.store)))]
+
+    # -- weights
+
+    @precondition(lambda self: self.hashes)
+    @rule(stale=st.sampled_from([False, False, True]), hold=st.booleans())
+    def hash_ends(self, stale, hold):
+        action = self.hashes.pop(0)
+        namespace = namespace_of_version(max(self.version - 1, 0) if stale else self.version)
+        root = salted(namespace, action.salt)
+        keys = tuple(block_keys(root, array("i", action.tokens), self.config.block_tokens))
+        self.queue.append(Hashed(key=action.key, namespace=namespace, root=root, block_keys=keys))
+        self.turn(hold)
+
+    @rule(hold=st.booleans())
+    def pause(self, hold):
+        self.queue.append(PauseRequested())
+        self.turn(hold)
+
+    @rule(hold=st.booleans())
+    def resume(self, hold):
+        self.queue.append(ResumeRequested())
+        self.turn(hold)
+
+    @rule(data=st.data(), how=st.sampled_from(["keep", "keep", "abort"]), resume=st.booleans(), copies=st.booleans())
+    def update(self, data, how, resume, copies):
+        """As the engine does it: pause, let steps (and most often copies) end, load, go on in the same turn."""
+        self.queue.append(PauseRequested())
+        self.turn(False)
+        while self.runner.flights:
+            self.complete(1, False)
+        while copies and self.runner.copies:
+            self.copy_ends(data, False)
+        live = [key for key in self.requests if key not in self.finished]
+        if how == "abort" and live:
+            self.aborted.update(live)
+            self.queue.append(AbortRequested(keys=tuple(live)))
+            self.turn(False)
+        self.version += 1
+        self.runner.load(self.version)
+        self.queue.append(WeightsChanged(version=self.version, namespace=namespace_of_version(self.version)))
+        if resume:
+            self.queue.append(ResumeRequested())
         self.turn(False)
 
     # -- a turn
@@ -270,9 +321,30 @@ class SchedulerMachine(RuleBasedStateMachine):
                     self.copy(span)
             elif isinstance(action, FinishRequest):
                 self.finish(action)
+            elif isinstance(action, SwapOut | SwapIn):
+                assert not self.paused(), "a copy was begun while paused"
+                self.runner.copy(action)
+            elif isinstance(action, LookUp):
+                assert action.lookup_id not in self.lookups
+                assert 0 < len(set(action.keys)) == len(action.keys)
+                assert action.deadline >= self.now
+                self.lookups[action.lookup_id] = action
+            elif isinstance(action, FetchBlocks):
+                assert action.deadline >= self.now
+                self.runner.fetch(action)
+            elif isinstance(action, StoreBlocks):
+                self.runner.put(action)
+            elif isinstance(action, HashAgain):
+                assert all(action.key != other.key for other in self.hashes), "it is being hashed already"
+                self.hashes.append(action)
             else:
                 assert isinstance(action, WakeAt)
                 self.wake_at = action.time
+        if self.paused():
+            assert not any(isinstance(action, RunStep) for action in actions)
+
+    def paused(self):
+        return self.scheduler.stats().paused
 
     def cover(self, events):
         """How far the first passes got, and had got when somebody was aborted."""
@@ -303,7 +375,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for offset in range(span.offset, span.offset + span.count):
             generation, row = self.runner.rows[span.slot, offset]
             assert generation == span.generation, "a row of another use of the slot"
-            rows.append(row)
+            assert row.salt == request.salt
+            rows.append(row.tokens)
 
     def finish(self, end):
         key = end.key
@@ -333,6 +406,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             assert end.reason == "deadline"
             assert self.now >= request.deadline
+        self.check_spans(end)
+        assert sum(end.cached_tokens) < len(request.tokens) + max(count, 1)
+        assert all(tokens >= 0 and tokens % self.config.block_tokens == 0 for tokens in end.cached_tokens)
         if request.emits:
             emitted = self.emitted.get(key, [])
             assert emitted == whole[: len(emitted)]
@@ -354,6 +430,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         for number, row in enumerate(rows[: end.num_rows]):
             assert row == tokens[: request.start + number + 1]
 
+    def check_spans(self, end):
+        """Where the weights changed under the returned tokens."""
+        versions = self.runner.sampled.get(end.key, [])[: len(end.token_ids)]
+        spans = [(at, version) for at, version in enumerate(versions) if at == 0 or versions[at - 1] != version]
+        assert list(end.spans) == spans
+
     @invariant()
     def timer_is_set(self):
         unseen = {event.key for event in self.queue if isinstance(event, RequestPrepared)}
@@ -365,24 +447,67 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "scheduler"):
             return
+        self.queue.append(ResumeRequested())
         for _ in range(3000):
-            while self.answers:
-                self.answer(1, False, True)
-            self.turn(False)
-            if self.runner.flights:
-                self.complete(1, False)
-            elif not self.answers and not self.queue:
+            self.finish_everything()
+            if self.runner.is_quiet() and not (self.answers or self.queue or self.lookups or self.hashes):
                 break
         assert sorted(self.finished) == sorted(self.requests)
         stats = self.scheduler.stats()
         assert (stats.running, stats.waiting, stats.finished) == (0, 0, len(self.requests))
         assert stats.free_blocks + stats.idle_blocks == self.config.num_blocks
+        assert (stats.moving, stats.writing, stats.waiting_for_store, stats.late_leases) == (0, 0, 0, 0)
+        # nothing is left in any tier but what may be evicted
+        index = self.scheduler.index
+        for block in index.pool.live():
+            assert block.key is not None
+            assert block.host < 0 or block.host_list is not None
+        while index.make_host_room(for_fetch=True) and index.pool.num_host_free < self.config.num_host_blocks:
+            index.pool.allocate_host().host_moves = 1
+            if sum(block.host_moves for block in index.pool.live()) == self.config.num_host_blocks:
+                break
         sampled = sum(
             len(event.tokens) for events, _ in self.trace._turns for event in events if type(event) is StepDone
         )
         assert stats.generated_tokens + stats.dropped_tokens == sampled
         assert replay(self.trace.encode()) == len(self.trace._turns)
 
+    def finish_everything(self):
+        """Everything in flight ends well, one after the other."""
+        runner = self.runner
+        while self.answers:
+            self.answer(1, False, True)
+        while self.hashes:
+            self.hash_ends(False, True)
+        for number, lookup in list(self.lookups.items()):
+            del self.lookups[number]
+            count = runner.count(lookup.namespace, lookup.keys)
+            self.queue.append(LookedUp(lookup_id=number, count=count, seconds=0.001, answered=True))
+        for number in list(runner.copies):
+            runner.end_copy(number)
+            self.queue.append(SwapDone(copy_id=number, seconds=0.001, kv_nbytes=0, aux_nbytes=0))
+        for number in list(runner.fetches):
+            arrived = runner.has(number)
+            runner.end_fetch(number, arrived, late=False)
+            if number in self.late_fetches:
+                self.queue.append(LeaseReturned(lease_id=number, arrived=tuple(arrived)))
+            else:
+                self.queue.append(
+                    FetchEnded(fetch_id=number, arrived=tuple(arrived), late=False, seconds=0.001, nbytes=0)
+                )
+        for number in list(runner.puts):
+            stored = (True,) * len(runner.puts[number][0].keys)
+            runner.end_put(number, list(stored), late=False)
+            if number in self.late_puts:
+                self.queue.append(LeaseReturned(lease_id=number, arrived=stored))
+            else:
+                self.queue.append(StoreEnded(put_id=number, stored=stored, late=False, seconds=0.001, nbytes=0))
+        self.late_fetches.clear()
+        self.late_puts.clear()
+        if runner.flights:
+            self.queue.append(runner.complete())
+        self.turn(False)
+
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = machine_settings(160, 50)
+TestSchedulerMachine.settings = machine_settings(200, 50)

@@ -26,7 +26,7 @@ def test_a_hit_never_covers_the_last_token(length, hit):
     assert cached(turned) == {2: hit}
     assert turned.chunks[0][:2] == (2, min(length - hit, 16))
     table.run()
-    assert table.finished[2].cached_tokens == hit
+    assert table.finished[2].cached_tokens == (hit, 0, 0)
     assert table.finished[2].num_rows == table.num_rows(2) == length
 
 
@@ -173,7 +173,7 @@ def test_when_the_leader_is_aborted_the_next_in_line_leads():
     assert turned.chunks == [(2, 8, False)]
     table.run()
     assert [table.finished[key].reason for key in (1, 2, 3)] == ["abort", "length", "length"]
-    assert table.finished[3].cached_tokens == 28
+    assert table.finished[3].cached_tokens == (28, 0, 0)
 
 
 def test_when_the_leader_is_aborted_in_flight_its_step_still_seals_for_the_others():

@@ -200,7 +200,7 @@ def test_a_victim_recomputes_only_what_was_evicted():
     assert start.key == 2
     # its three sealed blocks went idle, and the other one needed a block: the leaf was evicted
     assert start.num_cached == 8
-    assert table.finished[2].cached_tokens == 0
+    assert table.finished[2].cached_tokens == (0, 0, 0)
     assert table.finished[2].num_rows == 16
 
 

@@ -34,6 +34,7 @@ from fdasync.runner.base import RunnerLimits
 from fdasync.runner.worker import WorkerRunner
 from fdasync.testing import check_idle, check_sample, oracle_of, synthetic_config
 from fdasync.testing.leaks import children
+from tests.runner_plugin import install_runners
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -224,8 +225,9 @@ _PLUGIN = """
                 os._exit(3)
             await asyncio.Event().wait()
 
-        async def bind(self, num_blocks, arena): ...
+        async def bind(self, num_blocks, arena, host=None): ...
         def launch(self, step): ...
+        def copy(self, copy): ...
         async def aclose(self): ...
 
     class Busy(SyntheticRunner):
@@ -246,19 +248,12 @@ _PLUGIN = """
 @pytest.fixture
 def bad_plugin(tmp_path: Path, monkeypatch):
     """A distribution with a runner that fails as it is told, and one that cannot be imported."""
-    (tmp_path / "fdasync_bad.py").write_text(textwrap.dedent(_PLUGIN))
     (tmp_path / "fdasync_broken.py").write_text("import there_is_no_such_module\n")
-    info = tmp_path / "fdasync_bad-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fdasync-bad\nVersion: 1.0\n")
     runners = {
         "bad": "fdasync_bad:Bad", "broken": "fdasync_broken:Bad", "nothing": "fdasync_bad:Config",
         "busy": "fdasync_bad:Busy", "disorderly": "fdasync_bad:Disorderly",
     }  # fmt: skip
-    points = "".join(f"{name} = {where}\n" for name, where in runners.items())
-    (info / "entry_points.txt").write_text(f"[fdasync.runners]\n{points}")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    install_runners(tmp_path, monkeypatch, _PLUGIN, runners)
 
 
 def _bad_engine(way: str, runner: str = "bad", **values) -> Engine:

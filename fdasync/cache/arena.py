@@ -10,13 +10,12 @@ The runner writes (`scatter`), the engine reads (`copy_rows`); the receipt of `S
 
 from __future__ import annotations
 
-import contextlib
-import mmap
-import os
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fdasync.cache.region import SharedRegion, page_aligned
+from fdasync.cache.store import Part
 from fdasync.errors import InvariantBroken
 
 if TYPE_CHECKING:
@@ -26,56 +25,50 @@ if TYPE_CHECKING:
 
     from fdasync.cache.aux import AuxSpec
 
-_PAGE = 4096
-
-
-def _align(nbytes: int) -> int:
-    return (nbytes + _PAGE - 1) // _PAGE * _PAGE
-
 
 def arena_nbytes(num_slots: int, block_tokens: int, specs: Sequence[AuxSpec]) -> int:
     """Size of the arena in bytes, before anything is allocated."""
     rows = num_slots * block_tokens
-    return _align(rows * 4) + sum(_align(rows * spec.token_nbytes) for spec in specs)
+    return page_aligned(rows * 4) + sum(page_aligned(rows * spec.token_nbytes) for spec in specs)
 
 
 class AuxArena:
     """Shared rows of all slots.
 
     Attributes:
-        fd: the memfd; pass it to the worker. Owned by this object and closed by `close`.
+        region: owned by this object; pass `region.fd` to the worker and to store processes.
         rows: per spec name, an array [num_slots * block_tokens, *shape] over the shared bytes.
+        written_nbytes: of rows written through this object (`scatter`), counted where they are written.
     """
 
-    def __init__(self, fd: int, num_slots: int, block_tokens: int, specs: Sequence[AuxSpec]) -> None:
-        self.fd = fd
+    def __init__(self, region: SharedRegion, num_slots: int, block_tokens: int, specs: Sequence[AuxSpec]) -> None:
+        self.region = region
         self.num_slots = num_slots
         self.block_tokens = block_tokens
         self.specs = tuple(specs)
-        nbytes = arena_nbytes(num_slots, block_tokens, specs)
-        if os.fstat(fd).st_size < nbytes:
-            raise InvariantBroken(f"the arena has {os.fstat(fd).st_size} bytes, {nbytes} are needed")
-        self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        self.written_nbytes = 0
         count = num_slots * block_tokens
-        self._tags: NDArray[np.uint32] = np.frombuffer(self._map, np.uint32, count)
+        self._tags: NDArray[np.uint32] = np.frombuffer(region.map, np.uint32, count)
         self.rows: dict[str, NDArray[np.generic]] = {}
-        offset = _align(count * 4)
+        self._offsets: list[int] = []
+        offset = page_aligned(count * 4)
         for spec in self.specs:
-            flat = np.frombuffer(self._map, spec.dtype, count * int(np.prod(spec.shape)), offset)
+            flat = np.frombuffer(region.map, spec.dtype, count * int(np.prod(spec.shape)), offset)
             self.rows[spec.name] = flat.reshape(count, *spec.shape)
-            offset += _align(count * spec.token_nbytes)
+            self._offsets.append(offset)
+            offset += page_aligned(count * spec.token_nbytes)
 
     @classmethod
     def create(cls, num_slots: int, block_tokens: int, specs: Sequence[AuxSpec]) -> AuxArena:
         """A new arena. Pages are touched lazily, by the runner that writes them. Raises OSError."""
-        fd = os.memfd_create("fdasync-aux", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(fd, arena_nbytes(num_slots, block_tokens, specs))
-            _seal(fd)
-            return cls(fd, num_slots, block_tokens, specs)
-        except BaseException:
-            os.close(fd)
-            raise
+        region = SharedRegion.create("aux", arena_nbytes(num_slots, block_tokens, specs))
+        return cls(region, num_slots, block_tokens, specs)
+
+    @classmethod
+    def attach(cls, fd: int, num_slots: int, block_tokens: int, specs: Sequence[AuxSpec]) -> AuxArena:
+        """The arena behind a descriptor, which belongs to the result. Raises InvariantBroken if it is too small."""
+        region = SharedRegion(fd, arena_nbytes(num_slots, block_tokens, specs))
+        return cls(region, num_slots, block_tokens, specs)
 
     def scatter(
         self, index: NDArray[np.integer], generations: NDArray[np.integer], values: Mapping[str, NDArray[np.generic]]
@@ -84,6 +77,7 @@ class AuxArena:
         `values[name]` [n, *shape]. Tags are written last."""
         for name, rows in values.items():
             self.rows[name][index] = rows
+            self.written_nbytes += rows.nbytes
         self._tags[index] = generations
 
     def copy_rows(
@@ -104,20 +98,22 @@ class AuxArena:
         for name, rows in self.rows.items():
             into[name][at : at + count] = rows[first:last]
 
+    def parts(self, slot: int, region: int) -> tuple[Part, ...]:
+        """Where the rows of a slot lie, a part for each spec; `region` is this region's number for the store."""
+        size = self.block_tokens
+        return tuple(
+            [
+                Part(region, offset + slot * size * spec.token_nbytes, size * spec.token_nbytes)
+                for spec, offset in zip(self.specs, self._offsets, strict=True)
+            ]
+        )
+
+    def adopt(self, slot: int, generation: int) -> None:
+        """All rows of a slot came with their block, checked, for this use of the slot: from now on they count."""
+        self._tags[slot * self.block_tokens : (slot + 1) * self.block_tokens] = generation
+
     def close(self) -> None:
         """Drop the mapping and the fd; idempotent. The bytes live on while somebody holds a view of `rows`."""
-        if self.fd < 0:
-            return
         self._tags = np.empty(0, np.uint32)
         self.rows.clear()
-        with contextlib.suppress(BufferError):
-            self._map.close()
-        os.close(self.fd)
-        self.fd = -1
-
-
-def _seal(fd: int) -> None:
-    import fcntl
-
-    # a peer that could shrink the file could make the other side die of SIGBUS
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        self.region.close()

@@ -1,8 +1,7 @@
-"""Device blocks: ids, pins, free list. Pure; knows no identities (that is `prefix.py`) and no bytes.
+"""Blocks: where each computation of a block is, who uses it, its aux slot. Pure; no identities (`prefix.py`), no bytes.
 
-free list --allocate--> pinned (open, pending or sealed) --last unpin--> idle (indexed) --evict--+
-    ^                                     |                                                      |
-    +-------------------------------------+ last unpin, not indexed <---- allocate takes it <----+
+A `Block` is one computation. Its KV may sit on the device, on the host, or on both; its slot is one and goes with
+the last of its places. Ids of either tier are in exactly one place: a free list, or one `Block`.
 """
 
 from __future__ import annotations
@@ -16,74 +15,160 @@ if TYPE_CHECKING:
 
 
 class Block:
-    """One computation of a block: its place on the device, its aux slot, its identity.
+    """One computation of a block: its places, its aux slot, its identity.
 
     Attributes:
-        id: device block id.
+        id: device block id; -1 while it is not on the device.
+        host: host block id; -1 while it is not on the host.
         slot: aux slot of this computation; None when capture is off.
         key: identity under which it is indexed; None while private.
-        pins: sequences that use it.
+        pins: sequences that use it on the device.
         step: the step whose completion seals it, while pending; -1 otherwise.
         sealed: complete and immutable.
+        arriving: the copy that brings its KV to the device, while under way; else -1.
+        device_moves, host_moves: transfers in flight that read or write its KV there. A transfer pins both ends.
+        on_host: its KV on the host is whole: no transfer is still bringing it.
+        wanted: it shall be written to the store as soon as it is on the host.
+        stored: the store has it, as far as known.
+        device_list, host_list: the lists of `prefix.py` that it is in.
     """
 
-    __slots__ = ("id", "key", "pins", "sealed", "slot", "step")
+    __slots__ = (
+        "arriving",
+        "device_list",
+        "device_moves",
+        "host",
+        "host_list",
+        "host_moves",
+        "id",
+        "key",
+        "on_host",
+        "pins",
+        "sealed",
+        "slot",
+        "step",
+        "stored",
+        "wanted",
+    )
 
-    def __init__(self, block_id: int, slot: Slot | None) -> None:
+    def __init__(self, block_id: int, host: int, slot: Slot | None) -> None:
         self.id = block_id
+        self.host = host
         self.slot = slot
         self.key: bytes | None = None
-        self.pins = 1
+        self.pins = 0
         self.step = -1
         self.sealed = False
+        self.arriving = -1
+        self.device_moves = 0
+        self.host_moves = 0
+        self.on_host = False
+        self.wanted = False
+        self.stored = False
+        self.device_list: dict[Block, None] | None = None
+        self.host_list: dict[Block, None] | None = None
+
+    @property
+    def usable(self) -> bool:
+        """A step may read its KV on the device."""
+        return self.id >= 0 and self.arriving < 0
 
     def __repr__(self) -> str:
-        return f"Block({self.id}, slot={self.slot}, pins={self.pins}, sealed={self.sealed})"
+        return f"Block({self.id}, host={self.host}, slot={self.slot}, pins={self.pins}, sealed={self.sealed})"
 
 
 class BlockPool:
-    """All device blocks. Every block is in exactly one place: the free list, or one `Block`."""
+    """All ids of both tiers, and every block that has one.
 
-    def __init__(self, num_blocks: int, slots: SlotPool | None) -> None:
+    Args:
+        slots: None when capture is off; else as many as device and host blocks together.
+        num_host_blocks: 0: there is no host tier.
+    """
+
+    def __init__(self, num_blocks: int, slots: SlotPool | None, num_host_blocks: int = 0) -> None:
         self.num_blocks = num_blocks
+        self.num_host_blocks = num_host_blocks
         self._slots = slots
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._live: dict[int, Block] = {}
+        self._host_free = list(range(num_host_blocks - 1, -1, -1))
+        self._live: dict[Block, None] = {}
 
     @property
     def num_free(self) -> int:
+        """Device ids that nobody has."""
         return len(self._free)
 
+    @property
+    def num_host_free(self) -> int:
+        return len(self._host_free)
+
     def allocate(self) -> Block:
-        """A fresh block with one pin and, with capture on, a slot of its own. Raises when none is free."""
+        """A fresh block on the device with one pin and, with capture on, a slot of its own. Raises if none is free."""
         if not self._free:
             raise InvariantBroken("allocate was called with no free block")
-        block_id = self._free.pop()
-        block = Block(block_id, self._slots.acquire() if self._slots is not None else None)
-        self._live[block_id] = block
+        block = Block(self._free.pop(), -1, self._slots.acquire() if self._slots is not None else None)
+        block.pins = 1
+        self._live[block] = None
         return block
 
-    def free(self, block: Block) -> None:
-        """Give back a block that nobody pins and that is not indexed."""
-        if block.pins or block.key is not None or self._live.get(block.id) is not block:
-            raise InvariantBroken(f"{block} cannot be freed")
-        del self._live[block.id]
-        if block.slot is not None and self._slots is not None:
-            self._slots.release(block.slot)
+    def allocate_host(self) -> Block:
+        """A fresh block on the host, for what a fetch brings. Raises when none is free."""
+        if not self._host_free:
+            raise InvariantBroken("allocate_host was called with no free host block")
+        block = Block(-1, self._host_free.pop(), self._slots.acquire() if self._slots is not None else None)
+        self._live[block] = None
+        return block
+
+    def add_device(self, block: Block) -> None:
+        """Give a block of the host a place on the device too. Raises when none is free."""
+        if not self._free or block.id >= 0:
+            raise InvariantBroken(f"{block} cannot get a place on the device")
+        block.id = self._free.pop()
+
+    def add_host(self, block: Block) -> None:
+        """Give a block of the device a place on the host too. Raises when none is free."""
+        if not self._host_free or block.host >= 0:
+            raise InvariantBroken(f"{block} cannot get a place on the host")
+        block.host = self._host_free.pop()
+
+    def drop_device(self, block: Block) -> None:
+        """Take back its place on the device; the slot goes with the last place."""
+        if block.pins or block.device_moves or block.id < 0 or block not in self._live:
+            raise InvariantBroken(f"{block} cannot leave the device")
         self._free.append(block.id)
+        block.id = -1
+        self._release(block)
+
+    def drop_host(self, block: Block) -> None:
+        """Take back its place on the host; the slot goes with the last place."""
+        if block.host_moves or block.host < 0 or block not in self._live:
+            raise InvariantBroken(f"{block} cannot leave the host")
+        self._host_free.append(block.host)
+        block.host = -1
+        block.on_host = False
+        self._release(block)
+
+    def _release(self, block: Block) -> None:
+        if block.id < 0 and block.host < 0:
+            del self._live[block]
+            if block.slot is not None and self._slots is not None:
+                self._slots.release(block.slot)
 
     def live(self) -> list[Block]:
-        """Every block that is not free."""
-        return list(self._live.values())
+        """Every block that has a place."""
+        return list(self._live)
 
     def check(self) -> None:
-        """Raise InvariantBroken unless free and live blocks are all the blocks, once each."""
-        free = set(self._free)
-        if len(free) != len(self._free):
-            raise InvariantBroken("a block is free twice")
-        if free & self._live.keys() or len(free) + len(self._live) != self.num_blocks:
-            raise InvariantBroken("free and live blocks do not add up")
-        slots = [block.slot.id for block in self._live.values() if block.slot is not None]
+        """Raise InvariantBroken unless free ids and live blocks are all there is, once each."""
+        for name, free, total, held in (
+            ("device", self._free, self.num_blocks, [block.id for block in self._live if block.id >= 0]),
+            ("host", self._host_free, self.num_host_blocks, [block.host for block in self._live if block.host >= 0]),
+        ):
+            if len(set(free)) != len(free):
+                raise InvariantBroken(f"a {name} block is free twice")
+            if sorted(free + held) != list(range(total)):
+                raise InvariantBroken(f"free and live {name} blocks do not add up")
+        slots = [block.slot.id for block in self._live if block.slot is not None]
         if len(set(slots)) != len(slots):
             raise InvariantBroken("two blocks share a slot")
         if self._slots is not None:

@@ -1,16 +1,17 @@
 """The prefix index: which computation of a block carries which identity, and what may be evicted. Pure.
 
 Identity is a chained BLAKE2b-128 over namespace, parent and token ids (`block_key`). An identity has one
-indexed computation; a second one stays private. A block is *pending* from the plan of the step that
+indexed computation over all tiers; a second one stays private. A block is *pending* from the plan of the step that
 fills it and *sealed* when that step completed; a pending block may be shared by later steps only.
 
-Used by the scheduler. Knows no requests and no bytes.
+Used by the scheduler. Knows no requests, no transfers and no bytes.
 """
 
 from __future__ import annotations
 
 import hashlib
 from array import array
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from fdasync.errors import InvariantBroken
@@ -48,39 +49,120 @@ def block_keys(root: bytes, token_ids: Sequence[int], block_tokens: int, start: 
 
 
 class PrefixIndex:
-    """Identities of device blocks, and idle blocks in the order of eviction.
+    """Identities of blocks over all tiers, and what may be evicted, in order of last use.
+
+    A block of the device that nobody uses is *clean* if its KV is on the host too: it can go at once. Else it is
+    *dirty*: it goes at once only where the host has no room, and is copied out first where it has (DECISIONS 8).
 
     Args:
         pool: the blocks.
         enabled: False keeps nothing: every block is private and freed with its last pin.
+
+    Attributes:
+        evictions, host_evictions: blocks that left a tier to make room.
     """
 
     def __init__(self, pool: BlockPool, *, enabled: bool = True) -> None:
         self.pool = pool
         self.enabled = enabled
         self.evictions = 0
+        self.host_evictions = 0
         self._by_key: dict[bytes, Block] = {}
         # insertion order = order of eviction; release() puts leaves before their parents
-        self._idle: dict[bytes, Block] = {}
+        self._clean: dict[Block, None] = {}
+        self._dirty: dict[Block, None] = {}
+        # of the host: nowhere else; on the device and used there; on the device and unused
+        self._host_only: dict[Block, None] = {}
+        self._host_used: dict[Block, None] = {}
+        self._host_clean: dict[Block, None] = {}
+
+    # -- room ---------------------------------------------------------------------------------------
+
+    @property
+    def num_idle(self) -> int:
+        """Device blocks that hold something for nobody in particular."""
+        return len(self._clean) + len(self._dirty)
+
+    @property
+    def num_dirty(self) -> int:
+        return len(self._dirty)
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` could hand out now: free ones and idle ones."""
-        return self.pool.num_free + len(self._idle)
+        """Blocks that `allocate` could hand out now."""
+        return self.pool.num_free + len(self._clean) + (0 if self.has_host_room else len(self._dirty))
+
+    @property
+    def has_host_room(self) -> bool:
+        """A dirty block could be copied out, without another one becoming dirty for it."""
+        return bool(self.pool.num_host_free or self._host_only or self._host_used)
+
+    def available_besides(self, hits: Sequence[Block]) -> int:
+        """As `num_available`, when these are about to be pinned."""
+        taken = [block for block in hits if block.device_list is not None]
+        if self.has_host_room:
+            taken = [block for block in taken if block.device_list is self._clean]
+        return self.num_available - len(taken)
 
     def allocate(self) -> Block | None:
-        """A fresh pinned block, evicting the idle block used longest ago if need be; None when none is left."""
-        if not self.pool.num_free:
-            if not self._idle:
-                return None
-            key, victim = next(iter(self._idle.items()))
-            del self._idle[key]
-            self._drop(victim)
-            self.evictions += 1
+        """A fresh pinned block, evicting the idle block used longest ago if need be; None when none can be had now."""
+        return self.pool.allocate() if self._make_room() else None
+
+    def take(self) -> Block:
+        """As `allocate`, of what `num_available` promised: evicting one block must not withhold the next."""
+        if not self._make_room(promised=True):
+            raise InvariantBroken("more blocks were taken than were available")
         return self.pool.allocate()
 
+    def bring(self, block: Block) -> None:
+        """Give a block of the host a pinned place on the device, to be filled by a copy; of what `num_available`
+        promised."""
+        if not self._make_room(promised=True):
+            raise InvariantBroken("more blocks were brought than were available")
+        self.pool.add_device(block)
+        block.pins += 1
+        self.settle(block)
+
+    def _make_room(self, *, promised: bool = False) -> bool:
+        if self.pool.num_free:
+            return True
+        victims = self._clean or (self._dirty if promised or not self.has_host_room else None)
+        if not victims:
+            return False
+        victim = next(iter(victims))
+        self.evictions += 1
+        self._leave_device(victim)
+        return True
+
+    def next_dirty(self, count: int) -> list[Block]:
+        """The dirty blocks used longest ago."""
+        return list(islice(self._dirty, count))
+
+    def make_host_room(self, *, for_fetch: bool = False) -> bool:
+        """One free host block, evicting if need be; False: there is none.
+
+        Copies that blocks in use have on the device go before none; those of unused ones go only for a fetch: for a
+        copy outward they would only change places.
+        """
+        if self.pool.num_host_free:
+            return True
+        for victims in (self._host_only, self._host_used, self._host_clean if for_fetch else None):
+            if victims:
+                victim = next(iter(victims))
+                self.host_evictions += 1
+                self._leave_host(victim)
+                return True
+        return False
+
+    # -- lookups and pins -----------------------------------------------------------------------------
+
+    def get(self, key: bytes) -> Block | None:
+        """The one computation that is indexed under this identity."""
+        return self._by_key.get(key)
+
     def match(self, keys: Sequence[bytes], limit: int, before_step: int) -> list[Block]:
-        """The longest run of indexed blocks for `keys[:limit]` that a step `before_step` may read. Pins nothing."""
+        """The longest run of indexed blocks for `keys[:limit]` that a step `before_step` may read, in any tier. Pins
+        nothing."""
         blocks = []
         for key in keys[:limit]:
             block = self._by_key.get(key)
@@ -91,22 +173,20 @@ class PrefixIndex:
 
     def pin(self, blocks: Iterable[Block]) -> None:
         for block in blocks:
-            if not block.pins and block.key is not None:
-                del self._idle[block.key]
             block.pins += 1
+            if block.pins == 1:
+                self.settle(block)
 
     def release(self, blocks: Sequence[Block]) -> None:
         """Take one pin off each block of a chain; the last block goes idle first, so leaves go before parents."""
         for block in reversed(blocks):
             block.pins -= 1
-            if block.pins:
-                continue
-            if block.key is None:
-                self.pool.free(block)
-            elif block.sealed:
-                self._idle[block.key] = block
-            else:
-                raise InvariantBroken(f"{block} lost its last pin while pending")
+            if not block.pins:
+                if block.key is not None and not block.sealed:
+                    raise InvariantBroken(f"{block} lost its last pin while pending")
+                self.settle(block)
+
+    # -- identities -----------------------------------------------------------------------------------
 
     def begin(self, block: Block, key: bytes, step: int) -> None:
         """`step` was planned to fill `block` with what `key` names: index it as pending, or keep it private
@@ -119,34 +199,118 @@ class PrefixIndex:
         """The step that fills `block` is done. `key` indexes it now, if it was not pending before."""
         block.sealed = True
         block.step = -1
-        if self.enabled and key is not None and block.key is None and key not in self._by_key:
-            block.key = key
-            self._by_key[key] = block
+        if self.enabled and key is not None and block.key is None:
+            self.adopt(block, key)
+
+    def adopt(self, block: Block, key: bytes) -> bool:
+        """Index a sealed private block, unless the identity has a computation already (DECISIONS 7)."""
+        if key in self._by_key:
+            return False
+        block.key = key
+        self._by_key[key] = block
+        return True
 
     def is_coming(self, key: bytes, before_step: int) -> bool:
         """Is the identity pending in a step that `before_step` cannot read from?"""
         block = self._by_key.get(key)
         return block is not None and not block.sealed and block.step >= before_step
 
-    def _drop(self, block: Block) -> None:
+    def forget(self) -> None:
+        """The weights changed: no identity means anything any more. What nobody uses goes at once, in every tier; what
+        sequences use stays as their private blocks, what transfers use goes with their end."""
+        for block in list(self._by_key.values()):
+            if not block.sealed:
+                raise InvariantBroken(f"{block} is pending while the weights change")
+            block.key = None
+            block.wanted = False
+        self._by_key.clear()
+        for block in self.pool.live():
+            self.settle(block)
+
+    # -- places ---------------------------------------------------------------------------------------
+
+    def settle(self, block: Block) -> None:
+        """Something about its users, transfers or places changed: give up what nobody can use any more, and list it,
+        as the block used last, where it may be evicted."""
+        if block.device_list is not None:
+            del block.device_list[block]
+            block.device_list = None
+        if block.host_list is not None:
+            del block.host_list[block]
+            block.host_list = None
+        unused = block.id >= 0 and not block.pins and not block.device_moves
+        if block.key is None:
+            # private: nobody will ever find it again
+            if unused:
+                self.pool.drop_device(block)
+            if block.host >= 0 and not block.host_moves:
+                self.pool.drop_host(block)
+            return
+        whole = block.on_host
+        if unused:
+            block.device_list = self._clean if whole else self._dirty
+            block.device_list[block] = None
+        if whole and not block.host_moves:
+            if block.id < 0:
+                block.host_list = self._host_only
+            else:
+                block.host_list = self._host_clean if unused else self._host_used
+            block.host_list[block] = None
+
+    def _leave_device(self, block: Block) -> None:
+        if not block.on_host:
+            self._lose(block)
+        else:
+            self.settle_out(block)
+
+    def settle_out(self, block: Block) -> None:
+        """Drop its place on the device; the host has it."""
+        if block.device_list is not None:
+            del block.device_list[block]
+            block.device_list = None
+        self.pool.drop_device(block)
+        self.settle(block)
+
+    def _leave_host(self, block: Block) -> None:
+        if block.id < 0:
+            self._lose(block)
+            return
+        if block.host_list is not None:
+            del block.host_list[block]
+            block.host_list = None
+        self.pool.drop_host(block)
+        self.settle(block)
+
+    def _lose(self, block: Block) -> None:
         assert block.key is not None
         del self._by_key[block.key]
         block.key = None
-        self.pool.free(block)
+        self.settle(block)
 
     def check(self) -> None:
-        """Raise InvariantBroken unless index, idle list and pool agree."""
+        """Raise InvariantBroken unless index, lists and pool agree."""
         self.pool.check()
-        live = {block.id: block for block in self.pool.live()}
+        live = dict.fromkeys(self.pool.live())
         for key, block in self._by_key.items():
-            if block.key != key or live.get(block.id) is not block:
+            if block.key != key or block not in live:
                 raise InvariantBroken(f"index and pool disagree about {block}")
-            if block.pins < 0 or (block.pins == 0) != (key in self._idle):
-                raise InvariantBroken(f"{block} is idle and pinned, or neither")
             if not block.sealed and block.step < 0:
                 raise InvariantBroken(f"{block} is indexed but neither pending nor sealed")
-        if not self._idle.keys() <= self._by_key.keys():
-            raise InvariantBroken("an idle block is not indexed")
-        for block in live.values():
-            if block.key is None and block.pins < 1:
-                raise InvariantBroken(f"private {block} is pinned by nobody")
+        for block in live:
+            unused = block.id >= 0 and not block.pins and not block.device_moves
+            want = None
+            if unused and block.key is not None:
+                want = self._clean if block.on_host else self._dirty
+            if block.pins < 0 or block.device_list is not want:
+                raise InvariantBroken(f"{block} is in the wrong list of the device")
+            if block.key is None and not (block.pins or block.device_moves or block.host_moves):
+                raise InvariantBroken(f"private {block} is used by nobody")
+            if block.key is not None and self._by_key.get(block.key) is not block:
+                raise InvariantBroken(f"{block} bears an identity that is another's")
+            listed = block.host_list is not None
+            if listed != (block.on_host and not block.host_moves and block.key is not None):
+                raise InvariantBroken(f"{block} is in the wrong list of the host")
+        for held in (self._clean, self._dirty, self._host_only, self._host_used, self._host_clean):
+            for block in held:
+                if block.device_list is not held and block.host_list is not held:
+                    raise InvariantBroken(f"{block} is in a list that it does not know")

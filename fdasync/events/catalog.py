@@ -42,7 +42,9 @@ class RequestPrepared(Event, frozen=True, kw_only=True):
         checks_stops: it has stop strings; `output.py` answers every emit.
         start: first position whose aux rows are wanted; -1: none are.
         sampler: for the runner.
-        namespace: root key it was hashed under.
+        namespace: what it was hashed under; one that is not in use any more sends it back to be hashed again.
+        root: identity of an empty prefix under that namespace and this salt.
+        salt: the caller's, which sets prefixes apart.
     """
 
     key: int
@@ -59,6 +61,8 @@ class RequestPrepared(Event, frozen=True, kw_only=True):
     start: int = -1
     sampler: SamplerSpec
     namespace: bytes = b""
+    root: bytes = b""
+    salt: str = ""
 
 
 class AbortRequested(Event, frozen=True, kw_only=True):
@@ -86,6 +90,107 @@ class StepFailed(Event, frozen=True, kw_only=True):
     problem: str
 
 
+class SwapDone(Event, frozen=True, kw_only=True):
+    """A copy of blocks between device and host ended.
+
+    Attributes:
+        seconds: how long it took.
+        kv_nbytes, aux_nbytes: KV and rows that were moved, counted where they are copied.
+    """
+
+    copy_id: int
+    seconds: float
+    kv_nbytes: int
+    aux_nbytes: int
+
+
+class LookedUp(Event, frozen=True, kw_only=True):
+    """The store was asked for a run of blocks.
+
+    Attributes:
+        count: leading ones that it has; 0 also where it did not answer.
+        seconds: how long it was waited for.
+        answered: False: it failed, or the deadline passed first.
+    """
+
+    lookup_id: int
+    count: int
+    seconds: float
+    answered: bool
+
+
+class FetchEnded(Event, frozen=True, kw_only=True):
+    """Reading blocks from the store was waited for long enough, or ended.
+
+    Attributes:
+        arrived: for each block: it is there, checked, its rows too.
+        late: blocks that did not arrive are still being read; `LeaseReturned` follows.
+        nbytes: of what arrived.
+    """
+
+    fetch_id: int
+    arrived: tuple[bool, ...]
+    late: bool
+    seconds: float
+    nbytes: int
+
+
+class StoreEnded(Event, frozen=True, kw_only=True):
+    """Writing blocks to the store was waited for long enough, or ended.
+
+    Attributes:
+        stored: for each block: the store has it.
+        late: the others are still being written; `LeaseReturned` follows.
+    """
+
+    put_id: int
+    stored: tuple[bool, ...]
+    late: bool
+    seconds: float
+    nbytes: int
+
+
+class LeaseReturned(Event, frozen=True, kw_only=True):
+    """The late rest of a fetch or a write ended: nothing touches its blocks any more.
+
+    Attributes:
+        lease_id: the fetch's or the put's number.
+        arrived: for each of its blocks: it arrived, or was stored, after all (or had before).
+    """
+
+    lease_id: int
+    arrived: tuple[bool, ...]
+
+
+class Hashed(Event, frozen=True, kw_only=True):
+    """A sequence has identities under a namespace again."""
+
+    key: int
+    namespace: bytes
+    root: bytes
+    block_keys: tuple[bytes, ...]
+
+
+class PauseRequested(Event, frozen=True, kw_only=True):
+    """Plan no more steps."""
+
+
+class ResumeRequested(Event, frozen=True, kw_only=True):
+    """Plan steps again."""
+
+
+class WeightsChanged(Event, frozen=True, kw_only=True):
+    """The runner has new weights; no step was in flight. Nothing computed before may be matched any more.
+
+    Attributes:
+        version: the caller's label.
+        namespace: identities live under this one from now on.
+    """
+
+    version: int
+    namespace: bytes
+
+
 class StopMatched(Event, frozen=True, kw_only=True):
     """A stop string was found: the request keeps this many output tokens."""
 
@@ -104,4 +209,106 @@ class TimerFired(Event, frozen=True, kw_only=True):
     """The time of the last `WakeAt` has come."""
 
 
-AnyEvent = RequestPrepared | AbortRequested | StepDone | StepFailed | StopMatched | StopChecked | TimerFired
+class Told(Event, frozen=True, kw_only=True):
+    """Base of what is told to taps only: the scheduler passes it over."""
+
+
+class StoreCalled(Told, frozen=True, kw_only=True):
+    """One call to a store ended.
+
+    Attributes:
+        verb: exists_prefix, get_into, put, delete.
+        items, nbytes: of the call.
+        done, missed, damaged, failed: items by outcome.
+        error: class of the error that ended the call as a whole, or "".
+    """
+
+    store: str
+    verb: str
+    items: int
+    nbytes: int
+    seconds: float
+    done: int = 0
+    missed: int = 0
+    damaged: int = 0
+    failed: int = 0
+    error: str = ""
+
+
+class BlockDamaged(Told, frozen=True, kw_only=True):
+    """What came back from a store was not what was asked for, was not used, and was deleted there."""
+
+    store: str
+    key: str
+    problem: str
+
+
+class BreakerChanged(Told, frozen=True, kw_only=True):
+    """A store is left alone from now on (open), tried again (half_open), or used again (closed)."""
+
+    store: str
+    state: str
+    problem: str
+
+
+class RequestEnded(Told, frozen=True, kw_only=True):
+    """A request has its result, whole or so far.
+
+    Attributes:
+        request_id: the caller's name for it, or the drawn one.
+        group: key of its first sample; -1 where it ended before it was prepared.
+        reasons: finish reason of each sample, by index.
+        prompt_tokens, output_tokens: of its prompt, and of all its samples.
+        cached: prompt tokens not computed, summed over its samples: found on the device, on the host, in the store.
+        ttft_s: from the call to the first token; None where none came, or tokens were only counted at the end.
+        total_s: from the call to the end.
+        error: class of what ended it, where that was an error; else "".
+    """
+
+    request_id: str
+    group: int
+    reasons: tuple[str, ...]
+    prompt_tokens: int
+    output_tokens: int
+    cached: tuple[int, int, int]
+    ttft_s: float | None
+    total_s: float
+    error: str = ""
+
+
+class LoopHeldUp(Told, frozen=True, kw_only=True):
+    """Something kept the engine's loop from turning: a timer rang this much too late."""
+
+    seconds: float
+
+
+class EngineDied(Told, frozen=True, kw_only=True):
+    """The engine failed: the last event of all."""
+
+    problem: str
+
+
+AnyEvent = (
+    RequestPrepared
+    | AbortRequested
+    | StepDone
+    | StepFailed
+    | SwapDone
+    | LookedUp
+    | FetchEnded
+    | StoreEnded
+    | LeaseReturned
+    | Hashed
+    | PauseRequested
+    | ResumeRequested
+    | WeightsChanged
+    | StopMatched
+    | StopChecked
+    | TimerFired
+    | StoreCalled
+    | BlockDamaged
+    | BreakerChanged
+    | RequestEnded
+    | LoopHeldUp
+    | EngineDied
+)

@@ -8,7 +8,7 @@ then one line per turn. Knows no scheduler; filled by the driver.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -26,7 +26,7 @@ class TraceHeader(msgspec.Struct, frozen=True, kw_only=True):
 
     format: int
     complete: bool
-    scheduler: dict[str, int | bool]
+    scheduler: dict[str, Any]
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -62,7 +62,7 @@ class TraceRing:
         header = TraceHeader(
             format=FORMAT,
             complete=self._count == len(self._turns),
-            scheduler=msgspec.structs.asdict(self._config),
+            scheduler=msgspec.to_builtins(self._config),
         )
         encoder = msgspec.json.Encoder()
         lines = [encoder.encode(header)]

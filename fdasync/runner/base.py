@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import msgspec
 
 from fdasync.cache.aux import AuxSpec
-from fdasync.errors import DeadlineExceeded, FdasyncError
+from fdasync.errors import DeadlineExceeded, FdasyncError, InvariantBroken, WeightsRejected
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from fdasync.actions import RunStep
+    from fdasync.actions import RunStep, SwapIn, SwapOut
     from fdasync.cache.arena import AuxArena
+    from fdasync.cache.host import HostArena
 
 
 class RunnerLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +64,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
         num_experts, top_k: of the routing.
         top_k_by_layer: where layers differ (DECISIONS 3), else None.
         tokenizer: entry-point name in `fdasync.tokenizers` that fits, or "".
+        prefill_tokens_per_s: as measured at start; 0: it was not. What it costs to compute what a store has, until
+            steps say better.
         notes: things worth telling a person, such as special cases in force.
     """
 
@@ -83,6 +86,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int = 0
     top_k_by_layer: tuple[int, ...] | None = None
     tokenizer: str = ""
+    prefill_tokens_per_s: float = 0.0
     notes: tuple[str, ...] = ()
 
 
@@ -110,6 +114,32 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="output"):
     top: tuple[TopLogprobs | None, ...] | None = None
 
 
+class CopyOutput(msgspec.Struct, frozen=True, array_like=True, tag="copied"):
+    """A copy of blocks between device and host is done.
+
+    Attributes:
+        kv_nbytes: KV moved.
+        aux_nbytes: rows moved, by the arena's own count: slots stay with their KV, so none are.
+    """
+
+    copy_id: int
+    kv_nbytes: int
+    aux_nbytes: int
+
+
+class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor that a caller gives for a weight update.
+
+    Attributes:
+        name: as in the checkpoint or in the model's state dict.
+        dtype: numpy's name, or "bfloat16".
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
 class Runner(ABC):
     """One model and its KV cache.
 
@@ -133,10 +163,11 @@ class Runner(ABC):
         """
 
     @abstractmethod
-    async def bind(self, num_blocks: int, arena: AuxArena | None) -> None:
-        """Allocate `num_blocks` KV blocks and use `arena` for rows (None: capture is off).
+    async def bind(self, num_blocks: int, arena: AuxArena | None, host: HostArena | None = None) -> None:
+        """Allocate `num_blocks` KV blocks, use `arena` for rows (None: capture is off) and `host` for copies of
+        blocks (None: there is no host tier).
 
-        The caller owns the arena and keeps it open until after `aclose`.
+        The caller owns both and keeps them open until after `aclose`.
         """
 
     @abstractmethod
@@ -147,6 +178,37 @@ class Runner(ABC):
         the runner takes no more steps). Cancelling it stops the waiting, not the work. Between launch and
         completion no block or slot named by the step may be given to another writer.
         """
+
+    @abstractmethod
+    def copy(self, copy: SwapOut | SwapIn) -> asyncio.Future[CopyOutput]:
+        """Start copying the KV of whole blocks between device and host; return at once.
+
+        The future ends when every byte is there, or with RunnerError (then the runner takes no more work).
+        Copies and steps may complete in any order: until this one has, no step in flight or to come writes a block
+        that it reads, or touches one that it writes. Rows stay where they are. Cancelling stops the waiting only.
+        """
+
+    # -- new weights: no step is in flight, none is launched before the end ---------------------------
+
+    async def load_folder(self, path: str) -> str:
+        """Replace all weights by those of a checkpoint folder of the same architecture; returns their weights id.
+
+        Raises WeightsRejected before anything is changed, WeightsBroken after.
+        """
+        raise WeightsRejected(f"this runner cannot load {path!r}: it takes no new weights")
+
+    async def begin_tensors(self, tensors: Sequence[TensorMeta]) -> None:
+        """Check names, shapes and dtypes of what will be written; nothing is changed yet. Raises WeightsRejected."""
+        raise WeightsRejected(f"this runner takes no new weights ({len(tensors)} tensors were given)")
+
+    async def write_tensor(self, number: int, offset_nbytes: int, data: memoryview) -> None:
+        """Write the next bytes of tensor `number` of `begin_tensors`: each comes whole, in order, in pieces that hold
+        whole elements. `data` is the caller's again on return. Raises WeightsBroken."""
+        raise InvariantBroken(f"write_tensor({number}, {offset_nbytes}) of {len(data)} bytes without begin_tensors")
+
+    async def end_tensors(self) -> None:
+        """Every byte was written. Tensors that were not named keep their values. Raises WeightsBroken."""
+        raise InvariantBroken("end_tensors without begin_tensors")
 
     def overdue(self, what: str, deadline_s: float) -> FdasyncError:
         """The error to fail with when `what` (a step) did not complete within its deadline."""

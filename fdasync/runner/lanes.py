@@ -130,6 +130,13 @@ class LaneTable:
         """Slot and generation that each block was last written with (for tests that watch them)."""
         return self._slot_of_block[blocks], self._generation_of_block[blocks]
 
+    def place(self, blocks: tuple[int, ...], slots: tuple[int, ...], generations: tuple[int, ...]) -> None:
+        """These blocks were filled by a copy, and keep the slots that they were written with."""
+        if slots:
+            ids = list(blocks)
+            self._slot_of_block[ids] = slots
+            self._generation_of_block[ids] = generations
+
     def _decode_order(self, skips: tuple[int, ...]) -> NDArray[np.int64]:
         if self._decode_changed:
             self._decode_lanes = np.fromiter(self._decoding.values(), np.int64, len(self._decoding))
@@ -179,10 +186,7 @@ class LaneTable:
         first = int(self.num_blocks[lane])
         self.blocks[lane, first : first + len(blocks)] = blocks
         self.num_blocks[lane] = first + len(blocks)
-        if slots:
-            ids = list(blocks)
-            self._slot_of_block[ids] = slots
-            self._generation_of_block[ids] = generations
+        self.place(blocks, slots, generations)
 
     def _leave(self, key: int) -> None:
         lane = self._lane_of.pop(key, -1)

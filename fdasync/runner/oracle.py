@@ -35,6 +35,7 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         pass_stamp: KV and a third aux spec, "stamp", uint32 [1], carry the number of the pass (step) that wrote
             them; stamps never influence tokens or rows (DECISIONS 25).
         step_s, token_s: seconds of a step, fixed and per token; 0 completes in the next loop turn.
+        copy_s: seconds of a copy of blocks between device and host.
         jitter: relative spread of a step's time, drawn from `seed`.
         free: steady decode steps cost next to nothing and compute nothing (benchmarks): a token is
             the last one plus 1, never among the topmost 16 ids; rows are constant, and there are no log-probs.
@@ -54,6 +55,7 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     pass_stamp: bool = False
     step_s: float = 0.0
     token_s: float = 0.0
+    copy_s: float = 0.0
     jitter: float = 0.0
     seed: int = 0
     free: bool = False

@@ -13,23 +13,31 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import deque
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 import numpy as np
 
+from fdasync.actions import SwapOut
 from fdasync.cache.aux import AuxSpec
-from fdasync.errors import BadInput, InvariantBroken, RunnerError
-from fdasync.runner.base import Capacity, Runner, RunnerLimits, StepOutput
+from fdasync.errors import BadInput, InvariantBroken, RunnerError, WeightsRejected
+from fdasync.runner.base import Capacity, CopyOutput, Runner, RunnerLimits, StepOutput, TensorMeta
 from fdasync.runner.lanes import Batch, LaneTable
 from fdasync.runner.oracle import U64, Oracle, SyntheticConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
-    from fdasync.actions import RunStep
+    from fdasync.actions import RunStep, SwapIn
     from fdasync.cache.arena import AuxArena
+    from fdasync.cache.host import HostArena
 
+WEIGHTS_FILE = "weights.json"
+_WORD_NBYTES = 8
+_STAMP_NBYTES = 4
 
 # free mode never samples the topmost ids: a benchmark can use them as stop ids
 _FREE_MARGIN = 16
@@ -47,6 +55,9 @@ class SyntheticRunner(Runner):
         self.weights_id = config.weights_id
         self._rng = np.random.default_rng(config.seed)
         self._arena: AuxArena | None = None
+        self._host: HostArena | None = None
+        self._copies: list[tuple[SwapOut | SwapIn, asyncio.Future[CopyOutput]]] = []
+        self._incoming: bytearray | None = None
         self._flights: deque[_Flight] = deque()
         self._busy_until = 0.0
         self._closed = False
@@ -65,7 +76,8 @@ class SyntheticRunner(Runner):
             specs.append(AuxSpec("values", (4,), "float16"))
         if capture and config.pass_stamp:
             specs.append(AuxSpec("stamp", (1,), "uint32"))
-        plain = msgspec.structs.replace(config, weights_id=0, step_s=0.0, token_s=0.0, jitter=0.0, seed=0)
+        plain = msgspec.structs.replace(config, weights_id=0, step_s=0.0, token_s=0.0, copy_s=0.0, jitter=0.0, seed=0)
+        token_nbytes = _WORD_NBYTES + (_STAMP_NBYTES if config.pass_stamp else 0)
         return Capacity(
             model="synthetic",
             fingerprint=hashlib.blake2b(msgspec.msgpack.encode(plain), digest_size=16).hexdigest(),
@@ -75,7 +87,7 @@ class SyntheticRunner(Runner):
             max_context_tokens=context,
             block_tokens=self._block_tokens,
             num_blocks=limits.num_blocks or config.num_blocks,
-            block_nbytes=8 * self._block_tokens,
+            block_nbytes=token_nbytes * self._block_tokens,
             kv_layout="synthetic",
             kv_dtype="uint64",
             aux_specs=tuple(specs),
@@ -84,9 +96,10 @@ class SyntheticRunner(Runner):
             top_k=config.top_k if capture else 0,
         )
 
-    async def bind(self, num_blocks: int, arena: AuxArena | None) -> None:
+    async def bind(self, num_blocks: int, arena: AuxArena | None, host: HostArena | None = None) -> None:
         size = self._block_tokens
         self.lanes = LaneTable(self.limits.max_running, self._context, size, num_blocks)
+        self._host = host
         self._kv = np.zeros(num_blocks * size, U64)
         self._kv_stamps = np.zeros(num_blocks * size, np.uint32)
         self._last_token = np.zeros(self.limits.max_running, np.int64)
@@ -135,8 +148,111 @@ class SyntheticRunner(Runner):
         self._closed = True
         for flight in self._flights:
             flight.done.cancel()
+        for _, copied in self._copies:
+            copied.cancel()
         self._flights.clear()
-        self._arena = None
+        self._copies.clear()
+        self._arena = self._host = None
+
+    # -- copies -----------------------------------------------------------------------------------
+
+    def copy(self, copy: SwapOut | SwapIn) -> asyncio.Future[CopyOutput]:
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[CopyOutput] = loop.create_future()
+        if self._host is None:
+            done.set_exception(RunnerError(f"copy {copy.copy_id} without a host tier"))
+            return done
+        try:
+            self._check_copy(copy)
+        except InvariantBroken as error:
+            done.set_exception(RunnerError(str(error)))
+            return done
+        self._copies.append((copy, done))
+        # what it will write is in use from now on: whoever reads it before the end must not find anything
+        if isinstance(copy, SwapOut):
+            self._host.kv[list(copy.host)] = 0xEE
+        else:
+            self._kv.reshape(-1, self._block_tokens)[list(copy.device)] = U64(0xEEEE)
+        cost = self.config.copy_s
+        if cost and self.config.jitter:
+            cost *= 1.0 + self.config.jitter * float(self._rng.uniform(-1.0, 1.0))
+        if cost > 0:
+            loop.call_later(cost, self._copied, copy, done)
+        else:
+            loop.call_soon(self._copied, copy, done)
+        return done
+
+    def _check_copy(self, copy: SwapOut | SwapIn) -> None:
+        """Nobody may write what a copy reads, nor touch what it writes, while it runs."""
+        written: set[int] = set()
+        read: set[int] = set()
+        for flight in self._flights:
+            written |= set((flight.batch.kv_index // self._block_tokens).tolist())
+            for lane, length in zip(flight.batch.lanes, flight.ends, strict=True):
+                read |= set(self.lanes.block_table(int(lane), int(length)).tolist())
+        outward = isinstance(copy, SwapOut)
+        if set(copy.device) & (written if outward else written | read):
+            raise InvariantBroken(f"copy {copy.copy_id} and a step in flight meet in a device block")
+        for other, _ in self._copies:
+            both_out = outward and isinstance(other, SwapOut)
+            both_in = not outward and not isinstance(other, SwapOut)
+            if set(other.device) & set(copy.device) and not both_out:
+                raise InvariantBroken(f"copies {other.copy_id} and {copy.copy_id} meet in a device block")
+            if set(other.host) & set(copy.host) and not both_in:
+                raise InvariantBroken(f"copies {other.copy_id} and {copy.copy_id} meet in a host block")
+
+    def _copied(self, copy: SwapOut | SwapIn, done: asyncio.Future[CopyOutput]) -> None:
+        """The bytes move at the end: a source that was given away too early shows."""
+        host = self._host
+        if self._closed or host is None:
+            return
+        self._copies = [entry for entry in self._copies if entry[0] is not copy]
+        before = 0 if self._arena is None else self._arena.written_nbytes
+        size = self._block_tokens
+        words, stamps = self._kv.reshape(-1, size), self._kv_stamps.reshape(-1, size)
+        device, places = list(copy.device), list(copy.host)
+        split = size * _WORD_NBYTES
+        if isinstance(copy, SwapOut):
+            host.kv[places, :split] = words[device].view(np.uint8)
+            if self.config.pass_stamp:
+                host.kv[places, split:] = stamps[device].view(np.uint8)
+        else:
+            words[device] = np.ascontiguousarray(host.kv[places, :split]).view(U64)
+            if self.config.pass_stamp:
+                stamps[device] = np.ascontiguousarray(host.kv[places, split:]).view(np.uint32)
+            self.lanes.place(copy.device, copy.slots, copy.generations)
+        if not done.done():
+            moved = 0 if self._arena is None else self._arena.written_nbytes - before
+            done.set_result(CopyOutput(copy.copy_id, len(device) * host.block_nbytes, moved))
+
+    # -- weights ----------------------------------------------------------------------------------
+
+    async def load_folder(self, path: str) -> str:
+        """A folder with `weights.json`: {"weights_id": an integer of 64 bits}."""
+        try:
+            text = Path(path, WEIGHTS_FILE).read_bytes()  # noqa: ASYNC240 # blocking: some bytes, in tests
+            held = msgspec.json.decode(text, type=_Weights)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise WeightsRejected(f"{path}: {error}") from None
+        self.weights_id = held.weights_id
+        return f"{self.weights_id:032x}"
+
+    async def begin_tensors(self, tensors: Sequence[TensorMeta]) -> None:
+        """One tensor named "weights", uint64 [1]."""
+        if [tuple(msgspec.structs.astuple(meta)) for meta in tensors] != [("weights", "uint64", (1,))]:
+            raise WeightsRejected(f"one tensor 'weights', uint64 [1], is all that this model has; given: {tensors}")
+        self._incoming = bytearray(_WORD_NBYTES)
+
+    async def write_tensor(self, number: int, offset_nbytes: int, data: memoryview) -> None:
+        if self._incoming is None or number:
+            raise InvariantBroken("write_tensor without begin_tensors")
+        self._incoming[offset_nbytes : offset_nbytes + len(data)] = data
+
+    async def end_tensors(self) -> None:
+        if self._incoming is None:
+            raise InvariantBroken("end_tensors without begin_tensors")
+        self.weights_id = int.from_bytes(self._incoming, "little")
+        self._incoming = None
 
     def _cost_s(self, batch: Batch) -> float:
         cost = self.config.step_s + self.config.token_s * len(batch.positions)
@@ -267,15 +383,20 @@ class SyntheticRunner(Runner):
         return output, {name: self._constant[name][:count] for name in self._arena.rows}
 
 
+class _Weights(msgspec.Struct):
+    weights_id: int
+
+
 class _Flight:
     """A step launched and not completed: its transient rows."""
 
-    __slots__ = ("batch", "done", "output", "rows")
+    __slots__ = ("batch", "done", "ends", "output", "rows")
 
     def __init__(
         self, batch: Batch, output: StepOutput, rows: dict[str, NDArray[np.generic]], done: asyncio.Future[StepOutput]
     ) -> None:
         self.batch = batch
+        self.ends = batch.starts + batch.counts
         self.output = output
         self.rows = rows
         self.done = done

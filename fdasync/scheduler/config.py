@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 
@@ -19,6 +21,14 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         decode_reserve_blocks: free blocks that admission leaves for each decoding sequence, a quarter of all
             blocks at most.
         weight_version: label of the weights in use.
+        namespace: identities live under it, as long as these weights are in use.
+        num_host_blocks: of the host tier; 0: there is none.
+        block_nbytes: KV of a block.
+        store: there is a store behind the host tier.
+        write_through: which sealed blocks are written to the store.
+        write_back: the sealed blocks of preempted requests go to the host at once, and to the store if there is one.
+        fetch_min_tokens: shorter runs are computed, not looked up.
+        prefill_tokens_per_s, fetch_nbytes_per_s, lookup_s: what is believed before it was measured.
     """
 
     block_tokens: int
@@ -30,6 +40,16 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     capture: bool = True
     decode_reserve_blocks: int = 1
     weight_version: int = 0
+    namespace: bytes = b""
+    num_host_blocks: int = 0
+    block_nbytes: int = 1
+    store: bool = False
+    write_through: Literal["off", "prompt", "all"] = "all"
+    write_back: bool = True
+    fetch_min_tokens: int = 0
+    prefill_tokens_per_s: float = 1e3
+    fetch_nbytes_per_s: float = 1e9
+    lookup_s: float = 2e-3
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +59,13 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
         dropped_tokens: sampled for requests that had ended already (overrun).
         late_aborts: aborts of requests that were unknown or had ended.
         prompt_tokens, hit_tokens: of admitted requests, first admission only.
+        hit_tokens_host, hit_tokens_store: of hit_tokens, those found there.
+        swapped_in_blocks, swapped_out_blocks: copied between device and host.
+        fetched_blocks, late_fetched_blocks, written_blocks: read from and written to the store.
+        dropped_writes: blocks that should have been kept or written, and were not.
+        fetch_cut_offs: lookups and fetches that were not waited for any longer.
+        moving, writing, waiting_for_store, late_leases: copies in flight; blocks being written or queued; lookups and
+            fetches in flight; transfers whose wait ended before their work.
     """
 
     waiting: int
@@ -55,3 +82,21 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     late_aborts: int
     prompt_tokens: int
     hit_tokens: int
+    hit_tokens_host: int = 0
+    hit_tokens_store: int = 0
+    num_host_blocks: int = 0
+    free_host_blocks: int = 0
+    host_evictions: int = 0
+    swapped_in_blocks: int = 0
+    swapped_out_blocks: int = 0
+    fetched_blocks: int = 0
+    late_fetched_blocks: int = 0
+    written_blocks: int = 0
+    dropped_writes: int = 0
+    fetch_cut_offs: int = 0
+    moving: int = 0
+    writing: int = 0
+    waiting_for_store: int = 0
+    late_leases: int = 0
+    paused: bool = False
+    weight_version: int = 0

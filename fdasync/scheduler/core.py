@@ -11,9 +11,11 @@ Called by `driver.py` once per loop turn.
 from __future__ import annotations
 
 import heapq
+from array import array
 from collections import deque
+from typing import TYPE_CHECKING
 
-from fdasync.actions import Action, CopyRows, EmitTokens, FinishRequest, RowSpan, WakeAt
+from fdasync.actions import Action, CopyRows, EmitTokens, FinishRequest, HashAgain, RowSpan, WakeAt
 from fdasync.cache.aux import SlotPool
 from fdasync.cache.blocks import BlockPool
 from fdasync.cache.prefix import PrefixIndex, block_key
@@ -21,17 +23,34 @@ from fdasync.errors import InvariantBroken
 from fdasync.events.catalog import (
     AbortRequested,
     Event,
+    FetchEnded,
+    Hashed,
+    LeaseReturned,
+    LookedUp,
+    PauseRequested,
     RequestPrepared,
+    ResumeRequested,
     StepDone,
     StepFailed,
     StopChecked,
     StopMatched,
+    StoreEnded,
+    SwapDone,
     TimerFired,
+    Told,
+    WeightsChanged,
 )
 from fdasync.scheduler.config import SchedulerConfig, SchedulerStats
+from fdasync.scheduler.copier import Copier
 from fdasync.scheduler.planner import Planner, StepPlan
 from fdasync.scheduler.roster import Roster
-from fdasync.scheduler.sequence import Sequence, State
+from fdasync.scheduler.sequence import Sequence, State, StoreNotes
+from fdasync.scheduler.storer import Storer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from fdasync.cache.blocks import Block
 
 
 class Scheduler:
@@ -39,11 +58,20 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        slots = SlotPool(config.num_blocks) if config.capture else None
-        self.index = PrefixIndex(BlockPool(config.num_blocks, slots), enabled=config.prefix_cache)
+        slots = SlotPool(config.num_blocks + config.num_host_blocks) if config.capture else None
+        pool = BlockPool(config.num_blocks, slots, config.num_host_blocks)
+        self.index = PrefixIndex(pool, enabled=config.prefix_cache)
         self._spans: list[RowSpan] = []
-        self.roster = Roster(config.block_tokens, self.index, self._spans)
-        self._planner = Planner(config, self.index, self.roster)
+        self.storer = Storer(config, self.index)
+        self.copier = Copier(config, self.index, self.storer.on_host)
+        self.roster = Roster(config.block_tokens, self.index, self._spans, self.copier, self._write_back)
+        self._planner = Planner(config, self.index, self.roster, self.copier, self.storer)
+        self._paused = False
+        self._namespace = config.namespace
+        self._version = config.weight_version
+        self._hashes: list[HashAgain] = []
+        self._now = 0.0
+        self._step_ended_at = 0.0
         self._mask = config.block_tokens - 1
         self._sequences: dict[int, Sequence] = {}
         self._inflight: deque[StepPlan] = deque()
@@ -53,7 +81,26 @@ class Scheduler:
         self._finishes: list[FinishRequest] = []
         self._arrivals = 0
         self._finished = self._generated = self._dropped = self._late_aborts = 0
-        self._prompt_tokens = self._hit_tokens = 0
+        self._prompt_tokens = 0
+        self._hit_tokens = [0, 0, 0]
+        self._handlers: dict[type[Event], Callable[..., None]] = {
+            StepDone: self._on_step_done,
+            RequestPrepared: self._on_prepared,
+            AbortRequested: self._on_abort,
+            StopChecked: self._on_stop_checked,
+            StopMatched: self._on_stop_matched,
+            StepFailed: self._on_step_failed,
+            TimerFired: self._on_timer,
+            SwapDone: self._on_swap_done,
+            LookedUp: self._on_looked_up,
+            FetchEnded: self._on_fetch_ended,
+            StoreEnded: self.storer.store_ended,
+            LeaseReturned: self.storer.lease_returned,
+            Hashed: self._on_hashed,
+            PauseRequested: self._on_pause,
+            ResumeRequested: self._on_resume,
+            WeightsChanged: self._on_weights,
+        }
 
     # -- the one entry ----------------------------------------------------------------------------
 
@@ -62,35 +109,34 @@ class Scheduler:
 
         Raises InvariantBroken when events contradict the protocol; the engine then fails.
         """
-        now = 0.0
         for event in events:
-            now = event.at
-            if isinstance(event, StepDone):
-                self._on_step_done(event)
-            elif isinstance(event, RequestPrepared):
-                self._on_prepared(event)
-            elif isinstance(event, AbortRequested):
-                self._on_abort(event)
-            elif isinstance(event, StopChecked):
-                self._on_stop_checked(event)
-            elif isinstance(event, StopMatched):
-                self._on_stop_matched(event)
-            elif isinstance(event, StepFailed):
-                raise InvariantBroken(f"step {event.step_id} failed and the engine went on: {event.problem}")
-            elif isinstance(event, TimerFired):
-                # loops ring a little early (their clocks are coarse): set it again if there is still time left
-                self._wake_at = float("inf")
-            else:
+            self._now = event.at
+            handler = self._handlers.get(type(event))
+            if handler is not None:
+                handler(event)
+            elif not isinstance(event, Told):
                 raise InvariantBroken(f"the scheduler knows no event {type(event).__name__}")
-        self._expire(now)
+        self._expire(self._now)
         steps: list[Action] = []
-        while len(self._inflight) < self.config.pipeline_depth:
-            planned = self._planner.plan()
+        while len(self._inflight) < self.config.pipeline_depth and not self._paused:
+            planned = self._planner.plan(self._now)
             if planned is None:
                 break
             steps.append(planned[0])
             self._inflight.append(planned[1])
+        if self.roster.requeued:
+            self._take_requeued()
+        if not self._paused:
+            steps += self.copier.plan()
+        steps += self.storer.plan()
         return self._gather(steps)
+
+    def _on_step_failed(self, event: StepFailed) -> None:
+        raise InvariantBroken(f"step {event.step_id} failed and the engine went on: {event.problem}")
+
+    def _on_timer(self, _event: TimerFired) -> None:
+        # loops ring a little early (their clocks are coarse): set it again if there is still time left
+        self._wake_at = float("inf")
 
     def _gather(self, steps: list[Action]) -> list[Action]:
         actions: list[Action] = [*self._emits]
@@ -99,6 +145,8 @@ class Scheduler:
             actions.append(CopyRows(tuple(self._spans)))
         actions += self._finishes
         actions += steps
+        actions += self._hashes
+        self._hashes.clear()
         self._emits.clear()
         self._spans.clear()
         self._finishes.clear()
@@ -112,7 +160,7 @@ class Scheduler:
     def _on_prepared(self, event: RequestPrepared) -> None:
         if event.key in self._sequences:
             raise InvariantBroken(f"sequence {event.key} was prepared twice")
-        seq = Sequence(event, self._arrivals)
+        seq = Sequence(event, self._arrivals, self._version)
         self._arrivals += 1
         self._sequences[seq.key] = seq
         if seq.deadline != float("inf"):
@@ -122,6 +170,10 @@ class Scheduler:
                 self._deadlines = [entry for entry in self._deadlines if entry[1] in self._sequences]
                 heapq.heapify(self._deadlines)
         self.roster.enqueue(seq)
+        if event.namespace != self._namespace:
+            self._hash_again(seq)
+        elif self.index.enabled:
+            self.storer.consider(seq, event.at)
 
     def _on_abort(self, event: AbortRequested) -> None:
         for key in event.keys:
@@ -180,18 +232,20 @@ class Scheduler:
         if seq.start >= 0:
             last = seq.prompt_len + keep - 1 if keep else seq.rows_have
             num_rows = max(min(last, seq.rows_have) - seq.start, 0)
-        cached = max(seq.cached_tokens, 0)
-        spans = ((0, self.config.weight_version),) if output else ()
+        cached = seq.cached_tokens or (0, 0, 0)
+        spans = tuple([span for span in seq.spans if span[0] < keep])
         self._finishes.append(FinishRequest(seq.key, reason, output, num_rows, cached, spans, matched))
         self._finished += 1
         self._generated += keep
         self._dropped += seq.num_output - keep
-        if seq.cached_tokens >= 0:
+        if seq.cached_tokens is not None:
             self._prompt_tokens += seq.prompt_len
-            self._hit_tokens += cached
+            self._hit_tokens = [so_far + more for so_far, more in zip(self._hit_tokens, cached, strict=True)]
         del self._sequences[seq.key]
         seq.stop_ids = frozenset()
         seq.emits = False
+        seq.store.waits_for = None
+        self.storer.let_go(seq)
         self.roster.end(seq)
 
     def salvage(self) -> list[Action]:
@@ -215,6 +269,7 @@ class Scheduler:
             raise InvariantBroken(
                 f"step {event.step_id} returned {len(tokens)} tokens for {len(plan.decodes) + len(samplers)} sequences"
             )
+        self._measure(plan, event.at)
         # the hot loop: what a token costs when nothing happens
         mask = self._mask
         attention: list[tuple[Sequence, int]] = []
@@ -241,6 +296,13 @@ class Scheduler:
                 self._complete(seq, "length")
         self.roster.step_done(plan.step_id)
 
+    def _measure(self, plan: StepPlan, now: float) -> None:
+        """How fast prefill is, from steps that are mostly that."""
+        started, self._step_ended_at = max(plan.planned_at, self._step_ended_at), now
+        tokens = sum(chunk.stop - chunk.start for chunk in plan.chunks)
+        if tokens >= self.config.block_tokens and tokens > len(plan.decodes) and now > started:
+            self.storer.rates.prefilled(tokens, now - started)
+
     def _check_stop(self, seq: Sequence, token: int) -> None:
         if token in seq.stop_ids and len(seq.tokens) >= seq.min_len:
             self._complete(seq, "stop", token)
@@ -265,6 +327,7 @@ class Scheduler:
         size = self.config.block_tokens
         for number in range(start // size, stop // size):
             self.index.seal(seq.blocks[number])
+            self._write_through(seq, number)
         seq.computed_prefill = stop
         if seq.state is not State.ENDED:
             # sealed blocks, and the hits that this step was the first to read
@@ -276,13 +339,114 @@ class Scheduler:
         stop = len(seq.tokens) - 1
         number = stop // size - 1
         key = None
-        if self.index.enabled:
+        if self.index.enabled and seq.indexed:
             parent = seq.keys[number - 1] if number else seq.root
             key = block_key(parent, seq.tokens[stop - size : stop])
             seq.keys.append(key)
         self.index.seal(seq.blocks[number], key)
+        self._write_through(seq, number)
         if seq.state is not State.ENDED:
             seq.take_rows(stop, size, self._spans)
+
+    # -- tiers --------------------------------------------------------------------------------------
+
+    def _write_through(self, seq: Sequence, number: int) -> None:
+        """A block was sealed: shall the store have it?"""
+        config = self.config
+        if not config.store or config.write_through == "off":
+            return
+        block = seq.blocks[number]
+        prompt = (number + 1) * config.block_tokens <= seq.prompt_len
+        if block.key is not None and (prompt or config.write_through == "all"):
+            block.wanted = True
+            self.copier.keep(block)
+
+    def _write_back(self, blocks: Iterable[Block]) -> None:
+        """A preempted sequence gives these sealed blocks up: to the host, and from there to the store."""
+        if self.config.write_back:
+            for block in blocks:
+                if self.config.store and not block.stored and not block.wanted:
+                    block.wanted = True
+                    if block.on_host:
+                        self.storer.on_host(block)
+                self.copier.keep(block)
+
+    def _on_swap_done(self, event: SwapDone) -> None:
+        for seq in self.copier.done(event.copy_id):
+            self.roster.arrived(seq)
+
+    def _on_looked_up(self, event: LookedUp) -> None:
+        for seq in self.storer.looked_up(event):
+            self.storer.consider(seq, event.at)
+
+    def _on_fetch_ended(self, event: FetchEnded) -> None:
+        for seq in self.storer.fetch_ended(event):
+            self.storer.consider(seq, event.at)
+
+    def _take_requeued(self) -> None:
+        """Those who were preempted are matched again, under the namespace of now."""
+        for seq in self.roster.requeued:
+            if seq.state is State.WAITING:
+                if not seq.indexed:
+                    self._hash_again(seq)
+                elif self.index.enabled:
+                    self.storer.consider(seq, self._now)
+        self.roster.requeued.clear()
+
+    def _hash_again(self, seq: Sequence) -> None:
+        if self.index.enabled:
+            seq.hashing = True
+            seq.keys = []
+            self._hashes.append(HashAgain(seq.key, array("i", seq.tokens).tobytes(), seq.salt))
+
+    def _on_hashed(self, event: Hashed) -> None:
+        seq = self._sequences.get(event.key)
+        if seq is None or not seq.hashing:
+            return
+        if event.namespace != self._namespace:
+            self._hash_again(seq)
+            return
+        seq.hashing = False
+        seq.indexed = True
+        seq.root = event.root
+        seq.keys = list(event.block_keys)
+        self.storer.consider(seq, event.at)
+
+    # -- weights ------------------------------------------------------------------------------------
+
+    def _on_pause(self, _event: PauseRequested) -> None:
+        self._paused = True
+
+    def _on_resume(self, _event: ResumeRequested) -> None:
+        self._paused = False
+
+    def _on_weights(self, event: WeightsChanged) -> None:
+        """DECISIONS 10: who has KV on the device goes on with it, unshared; everyone else starts under the new root."""
+        if self._inflight:
+            raise InvariantBroken("the weights changed while a step was in flight")
+        self._namespace, self._version = event.namespace, event.version
+        self.storer.new_weights(event.namespace)
+        for seq in [*self.roster.loading.values(), *self.roster.loaded.values()]:
+            seq.indexed = False
+            self.roster.leave(seq)
+        for seq in self._sequences.values():
+            seq.new_weights(event.version)
+            self.storer.let_go(seq)
+            seq.store = StoreNotes()
+            seq.indexed = False
+            if seq.state is State.WAITING and not seq.hashing and seq not in self.roster.requeued:
+                self._hash_again(seq)
+        self.index.forget()
+
+    @property
+    def is_paused(self) -> bool:
+        """No steps are planned."""
+        return self._paused
+
+    @property
+    def is_writing(self) -> bool:
+        """Blocks are on their way to the host or the store, or wait for it."""
+        return bool(self.storer.num_writes or self.copier.num_queued or self.copier.num_in_flight)
 
     # -- looking in -------------------------------------------------------------------------------
 
@@ -291,10 +455,10 @@ class Scheduler:
         pool = self.index.pool
         return SchedulerStats(
             waiting=len(roster.waiting),
-            running=len(roster.prefilling) + len(roster.decoding) + len(roster.tail),
+            running=roster.num_running + len(roster.tail),
             steps=roster.done_step + 1,
             free_blocks=pool.num_free,
-            idle_blocks=self.index.num_available - pool.num_free,
+            idle_blocks=self.index.num_idle,
             num_blocks=pool.num_blocks,
             preemptions=roster.preemptions,
             evictions=self.index.evictions,
@@ -303,7 +467,25 @@ class Scheduler:
             dropped_tokens=self._dropped,
             late_aborts=self._late_aborts,
             prompt_tokens=self._prompt_tokens,
-            hit_tokens=self._hit_tokens,
+            hit_tokens=sum(self._hit_tokens),
+            hit_tokens_host=self._hit_tokens[1],
+            hit_tokens_store=self._hit_tokens[2],
+            num_host_blocks=pool.num_host_blocks,
+            free_host_blocks=pool.num_host_free,
+            host_evictions=self.index.host_evictions,
+            swapped_in_blocks=self.copier.in_blocks,
+            swapped_out_blocks=self.copier.out_blocks,
+            fetched_blocks=self.storer.fetched,
+            late_fetched_blocks=self.storer.late_fetched,
+            written_blocks=self.storer.written,
+            dropped_writes=self.storer.dropped + self.copier.dropped,
+            fetch_cut_offs=self.storer.cut_off,
+            moving=self.copier.num_in_flight,
+            writing=self.storer.num_writes + self.copier.num_queued,
+            waiting_for_store=self.storer.num_waits,
+            late_leases=self.storer.num_late,
+            paused=self._paused,
+            weight_version=self._version,
         )
 
     def check(self) -> None:
@@ -320,6 +502,10 @@ class Scheduler:
                 raise InvariantBroken(f"{block} has {block.pins} pins, {pins.get(block.id, 0)} sequences use it")
         if not self._inflight and self.roster.is_draining:
             raise InvariantBroken("sequences drain, but no step is in flight")
-        awaited = self._inflight or self.roster.tail
+        self.copier.check()
+        self.storer.check(sum(block.device_moves for block in self.index.pool.live()))
+        hashing = any(seq.hashing for seq in self._sequences.values())
+        moving = self.copier.num_in_flight or self.storer.num_waits
+        awaited = self._inflight or self.roster.tail or moving or hashing or self._paused
         if self._sequences and not awaited:
             raise InvariantBroken(f"{len(self._sequences)} sequences wait for nothing: the scheduler stalled")

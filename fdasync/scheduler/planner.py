@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from fdasync.cache.blocks import Block
     from fdasync.cache.prefix import PrefixIndex
     from fdasync.scheduler.config import SchedulerConfig
+    from fdasync.scheduler.copier import Copier
     from fdasync.scheduler.roster import Roster
+    from fdasync.scheduler.storer import Storer
 
 
 class ChunkPlan:
@@ -46,34 +48,42 @@ class StepPlan:
         decodes: sequences that decode, in the runner's order; shared between plans, never written.
         emitters: (row, sequence) of the decodes whose tokens are wanted as they come.
         lasts: sequences whose length limit this step reaches.
+        planned_at: engine time.
     """
 
-    __slots__ = ("chunks", "decodes", "emitters", "lasts", "step_id")
+    __slots__ = ("chunks", "decodes", "emitters", "lasts", "planned_at", "step_id")
 
-    def __init__(self, step_id: int, decodes: list[Sequence], emitters: list[tuple[int, Sequence]]) -> None:
+    def __init__(
+        self, step_id: int, decodes: list[Sequence], emitters: list[tuple[int, Sequence]], planned_at: float
+    ) -> None:
         self.step_id = step_id
         self.decodes = decodes
         self.emitters = emitters
         self.chunks: list[ChunkPlan] = []
         self.lasts: list[Sequence] = []
+        self.planned_at = planned_at
 
 
 class Planner:
     """The plan of the next step, over a roster of sequences."""
 
-    def __init__(self, config: SchedulerConfig, index: PrefixIndex, roster: Roster) -> None:
+    def __init__(
+        self, config: SchedulerConfig, index: PrefixIndex, roster: Roster, copier: Copier, storer: Storer
+    ) -> None:
         self._config = config
         self._index = index
         self._roster = roster
+        self._copier = copier
+        self._storer = storer
         self._calendar: dict[int, list[tuple[Sequence, int]]] = {}
         self._short = 0
 
     # -- one step ---------------------------------------------------------------------------------
 
-    def plan(self) -> tuple[RunStep, StepPlan] | None:
+    def plan(self, now: float) -> tuple[RunStep, StepPlan] | None:
         """The next step, or None when there is nothing to compute now."""
         roster = self._roster
-        if not (roster.decoding or roster.prefilling or roster.waiting):
+        if not (roster.decoding or roster.prefilling or roster.waiting or roster.loaded):
             return None
         step_id = roster.last_step + 1
         self._short = 0
@@ -82,13 +92,18 @@ class Planner:
         skips: list[Sequence] = []
         lasts = self._attend(step_id, appends, skips)
         decodes, emitters = roster.decodes(skips)
-        plan = StepPlan(step_id, decodes, emitters)
+        plan = StepPlan(step_id, decodes, emitters, now)
         plan.lasts += lasts
         budget = self._config.max_step_tokens - len(decodes)
         for seq in list(roster.prefilling.values()):
             budget -= self._chunk(seq, budget, plan)
+        starts: list[SeqStart] = []
+        budget = self._enter_loaded(budget, plan, starts)
         # who was preempted, or lacked a block, in this very plan has precedence over newcomers
-        starts = [] if self._short or roster.preemptions > preemptions else self._admit(budget, plan)
+        if self._short:
+            self._copier.need(self._short)
+        elif roster.preemptions == preemptions:
+            self._admit(budget, plan, starts)
         if not decodes and not plan.chunks:
             # nothing was planned: those who could not get a block look again at the same tick
             self._defer(skips, step_id)
@@ -149,7 +164,7 @@ class Planner:
         """Plan the next chunk of a prefill within `budget`, at least 1; returns its tokens."""
         start = seq.planned
         stop = min(start + budget, len(seq.tokens))
-        if self._index.enabled:
+        if self._index.enabled and seq.indexed:
             size = self._config.block_tokens
             for number in range(start // size, stop // size):
                 self._index.begin(seq.blocks[number], seq.keys[number], plan.step_id)
@@ -171,26 +186,59 @@ class Planner:
 
     # -- admission --------------------------------------------------------------------------------
 
-    def _admit(self, budget: int, plan: StepPlan) -> list[SeqStart]:
+    def _enter_loaded(self, budget: int, plan: StepPlan, starts: list[SeqStart]) -> int:
+        """Start those whose KV has arrived; returns what is left of the budget."""
+        for seq in list(self._roster.loaded.values()):
+            if budget <= 0:
+                break
+            if self._catch_up(seq, plan.step_id):
+                starts.append(self._enter(seq))
+                budget -= self._chunk(seq, budget, plan)
+        return budget
+
+    def _catch_up(self, seq: Sequence, step_id: int) -> bool:
+        """Take over what others computed while its blocks were on their way; False while a leader computes the next
+        one in this very step."""
+        size = self._config.block_tokens
+        limit = (len(seq.tokens) - 1) // size
+        number = seq.planned // size
+        while number < limit:
+            if self._index.is_coming(seq.keys[number], step_id):
+                return False
+            (block,) = self._index.match(seq.keys[number : number + 1], 1, step_id) or (None,)
+            if block is None or not block.usable:
+                break
+            self._index.pin((block,))
+            self._index.release((seq.blocks[number],))
+            seq.blocks[number] = block
+            number += 1
+        seq.planned = number * size
+        return True
+
+    def _admit(self, budget: int, plan: StepPlan, starts: list[SeqStart]) -> None:
+        now = plan.planned_at
         waiting = self._roster.waiting
-        starts: list[SeqStart] = []
         position = 0
         while position < len(waiting) and budget > 0:
             if self._roster.num_running >= self._config.max_running:
                 break
             seq = waiting[position]
-            hits = self._match(seq, plan.step_id)
+            # who waits for something else than room holds nobody up
+            waits = seq.hashing or self._storer.consider(seq, now)
+            hits = None if waits else self._match(seq, plan.step_id)
             if hits is None:
                 position += 1
                 continue
-            start = self._start(seq, hits)
-            if start is None:
+            if not self._reserve(seq, hits):
                 # no room: those behind it must not overtake, or it would starve
                 break
+            self._storer.let_go(seq)
             del waiting[position]
-            starts.append(start)
+            if seq.arrivals:
+                self._roster.to_loading(seq)
+                continue
+            starts.append(self._enter(seq))
             budget -= self._chunk(seq, budget, plan)
-        return starts
 
     def _match(self, seq: Sequence, step_id: int) -> list[Block] | None:
         """The blocks that it need not compute; None while a leader computes the next one in this very step."""
@@ -201,27 +249,41 @@ class Planner:
             return None
         return hits
 
-    def _start(self, seq: Sequence, hits: list[Block]) -> SeqStart | None:
-        """Pin the hits and reserve the rest in one go; None if there is no room."""
+    def _reserve(self, seq: Sequence, hits: list[Block]) -> bool:
+        """Pin the hits and reserve the rest, in one go, and send for what of them is on the host; False: no room."""
         size = self._config.block_tokens
-        length = len(seq.tokens)
-        needed = -(-length // size) - len(hits)
-        idle_hits = sum(1 for block in hits if not block.pins)
+        away = [block for block in hits if block.id < 0]
+        fresh = -(-len(seq.tokens) // size) - len(hits)
+        needed = fresh + len(away)
         reserve = min(len(self._roster.decoding) * self._config.decode_reserve_blocks, self._index.pool.num_blocks // 4)
         alone = not self._roster.num_running
-        if needed + (0 if alone else reserve) > self._index.num_available - idle_hits:
-            return None
-        self._index.pin(hits)
-        fresh = []
-        for _ in range(needed):
-            block = self._index.allocate()
-            assert block is not None
-            fresh.append(block)
-        seq.blocks = hits + fresh
+        if needed + (0 if alone else reserve) > self._index.available_besides(hits):
+            self._copier.need(needed + (0 if alone else reserve) + sum(1 for block in hits if not block.pins))
+            return False
+        seq.hit_blocks = self._hits_by_tier(seq, hits)
+        self._index.pin([block for block in hits if block.id >= 0])
+        for block in away:
+            self._index.bring(block)
+        seq.blocks = hits + [self._index.take() for _ in range(fresh)]
         seq.planned = len(hits) * size
-        if seq.cached_tokens < 0:
-            seq.cached_tokens = seq.planned
+        self._copier.load(seq, hits, away)
+        return True
+
+    @staticmethod
+    def _hits_by_tier(seq: Sequence, hits: list[Block]) -> tuple[int, int]:
+        """How many came from the host, and how many from the store for its sake."""
+        stored = sum(1 for block in hits if block.key in seq.store.brought)
+        host = sum(1 for block in hits if block.id < 0 and block.key not in seq.store.brought)
+        return host, stored
+
+    def _enter(self, seq: Sequence) -> SeqStart:
+        """Tell the runner of a sequence that has its blocks, and KV in those that are hits."""
         self._roster.to_prefill(seq)
+        size = self._config.block_tokens
+        if seq.cached_tokens is None:
+            host, stored = (count * size for count in seq.hit_blocks)
+            seq.cached_tokens = (seq.planned - host - stored, host, stored)
+        fresh = seq.blocks[seq.planned // size :]
         slots = [block.slot for block in fresh if block.slot is not None]
         return SeqStart(
             seq.key,

@@ -1,8 +1,8 @@
 """Where every sequence stands, and when its blocks go back. Pure.
 
-    waiting --start--> prefilling --last chunk planned--> decoding --last token planned--> tail --end-->
-       ^                    |                                 |
-       +---- released ---- leaving <------- preempt ----------+
+    waiting --start--> [loading] --> prefilling --last chunk planned--> decoding --last token planned--> tail --end-->
+       ^                   |             |                                 |
+       +---- released -----+--------- leaving <------- preempt ------------+
 
 Whoever leaves the runner keeps its blocks until the last step that names them completed. Filled by
 `planner.py`, asked by `core.py`; decides whom to preempt and nothing else.
@@ -17,7 +17,11 @@ from fdasync.cache.prefix import PrefixIndex, block_keys
 from fdasync.scheduler.sequence import Sequence, State
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from fdasync.actions import RowSpan
+    from fdasync.cache.blocks import Block
+    from fdasync.scheduler.copier import Copier
 
 
 class Roster:
@@ -25,16 +29,31 @@ class Roster:
 
     Args:
         spans: where rows are asked for that a released tail would take with it.
+        on_preempted: told of the sealed blocks of a sequence that is about to give them up for others.
 
     Attributes:
         waiting: in order; holds no blocks.
+        loading: by key; has its blocks, and waits for KV to arrive; `loaded` in the order of arrival.
+        requeued: those that came back to `waiting`; taken by `core.py`.
         prefilling, decoding, tail: by key; `decoding` in the runner's order.
         last_step, done_step: the last step planned, and the last that completed.
         preemptions: how many there were.
     """
 
-    def __init__(self, block_tokens: int, index: PrefixIndex, spans: list[RowSpan]) -> None:
+    def __init__(
+        self,
+        block_tokens: int,
+        index: PrefixIndex,
+        spans: list[RowSpan],
+        copier: Copier,
+        on_preempted: Callable[[list[Block]], None],
+    ) -> None:
         self.waiting: list[Sequence] = []
+        self.loading: dict[int, Sequence] = {}
+        self.loaded: dict[int, Sequence] = {}
+        self.requeued: list[Sequence] = []
+        self._copier = copier
+        self._on_preempted = on_preempted
         self.prefilling: dict[int, Sequence] = {}
         self.decoding: dict[int, Sequence] = {}
         self.tail: dict[int, Sequence] = {}
@@ -51,16 +70,27 @@ class Roster:
 
     @property
     def num_running(self) -> int:
-        """Sequences that the runner will know after the next step's leaves."""
-        return len(self.decoding) + len(self.prefilling)
+        """Sequences that the runner knows after the next step's leaves, or will know soon."""
+        return len(self.decoding) + len(self.prefilling) + len(self.loading) + len(self.loaded)
 
     # -- forward ------------------------------------------------------------------------------------
 
     def enqueue(self, seq: Sequence) -> None:
         insort(self.waiting, seq, key=lambda other: other.order)
 
+    def to_loading(self, seq: Sequence) -> None:
+        """It has its blocks, and waits for copies. The caller has taken it out of `waiting`."""
+        seq.state = State.LOADING
+        self.loading[seq.key] = seq
+
+    def arrived(self, seq: Sequence) -> None:
+        """All that it waited for is on the device."""
+        del self.loading[seq.key]
+        self.loaded[seq.key] = seq
+
     def to_prefill(self, seq: Sequence) -> None:
-        """It has its blocks. The caller has taken it out of `waiting`."""
+        """It has its blocks, and KV in those that are hits. The caller has taken it out of `waiting`."""
+        self.loaded.pop(seq.key, None)
         seq.state = State.PREFILL
         self.prefilling[seq.key] = seq
 
@@ -89,6 +119,11 @@ class Roster:
         """Plan no more tokens of `seq`, whatever it was doing; the runner forgets it at the next step."""
         if seq.state is State.WAITING:
             self.waiting.remove(seq)
+        elif seq.state is State.LOADING:
+            # the runner has not heard of it
+            self.loading.pop(seq.key, None)
+            self.loaded.pop(seq.key, None)
+            self._copier.forget(seq)
         elif seq.state is State.PREFILL:
             del self.prefilling[seq.key]
             self._leaves.append(seq.key)
@@ -139,22 +174,28 @@ class Roster:
     def pending_free(self) -> int:
         """Blocks that come back without anybody's doing."""
         leaving = {seq.key: seq for seq in self.draining()} | self.tail
-        return sum(1 for seq in leaving.values() for block in seq.blocks if block.pins == 1)
+        blocks = sum(1 for seq in leaving.values() for block in seq.blocks if block.pins == 1)
+        return blocks + self._copier.num_leaving
 
     def preempt(self) -> Sequence | None:
         """Preempt the lowest priority, then the newest; never the oldest of the highest (it must get through).
 
         Its blocks come back now, or when its last step in flight completes; then it waits again.
         """
-        running = sorted([*self.decoding.values(), *self.prefilling.values()], key=lambda seq: seq.order)
+        holders = (self.decoding, self.prefilling, self.loading, self.loaded)
+        running = sorted([seq for held in holders for seq in held.values()], key=lambda seq: seq.order)
         if len(running) < 2:
             return None
         seq = running[-1]
         self.preemptions += 1
+        self.leave(seq)
+        return seq
+
+    def leave(self, seq: Sequence) -> None:
+        """Back to the queue, as soon as no step in flight names its blocks."""
         self.remove(seq)
         seq.state = State.LEAVING
         self._retire(seq)
-        return seq
 
     def _retire(self, seq: Sequence) -> None:
         if seq.last_step > self.done_step:
@@ -167,11 +208,14 @@ class Roster:
         if seq.state is not State.ENDED and seq.blocks:
             # the open tail's slot goes with its block: last chance for its rows (DECISIONS 6)
             seq.take_rows(seq.computed, self._block_tokens, self._spans)
+        if preempted:
+            self._on_preempted([block for block in seq.blocks if block.sealed and block.key is not None])
         self._index.release(seq.blocks)
         seq.blocks = []
         if preempted:
             seq.restart()
-            if self._index.enabled:
+            if self._index.enabled and seq.indexed:
                 parent = seq.keys[-1] if seq.keys else seq.root
                 seq.keys += block_keys(parent, seq.tokens, self._block_tokens, len(seq.keys) * self._block_tokens)
             self.enqueue(seq)
+            self.requeued.append(seq)

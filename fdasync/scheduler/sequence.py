@@ -13,14 +13,36 @@ if TYPE_CHECKING:
 
 
 class State(Enum):
-    """Forward only, but for preemption: PREFILL or DECODE -> LEAVING -> WAITING."""
+    """Forward only, but for preemption: LOADING, PREFILL or DECODE -> LEAVING -> WAITING."""
 
     WAITING = "waiting"  # holds nothing
+    LOADING = "loading"  # holds blocks for every known token; some of them are on their way from the host
     PREFILL = "prefill"  # holds blocks for every known token; chunks are being planned
     DECODE = "decode"  # one token a step
     TAIL = "tail"  # nothing left to plan; results or a stop answer are awaited
     LEAVING = "leaving"  # preempted; its last step in flight is awaited
     ENDED = "ended"  # its caller has the result; steps in flight may still name it
+
+
+class StoreNotes:
+    """What one sequence has to do with the store.
+
+    Attributes:
+        waits_for: the lookup or fetch in flight that it waits for; it is not planned meanwhile.
+        absent_at: number of the block that is known to be missing there; -1: nothing is known.
+        regret_s: what waiting may still cost it beyond the estimates; None: it never asked.
+        brought: keys that were fetched for it.
+        held: blocks that came for it and stay on the host until it is admitted.
+    """
+
+    __slots__ = ("absent_at", "brought", "held", "regret_s", "waits_for")
+
+    def __init__(self) -> None:
+        self.waits_for: object = None
+        self.absent_at = -1
+        self.regret_s: float | None = None
+        self.brought: dict[bytes, None] = {}
+        self.held: list[Block] = []
 
 
 class Sequence:
@@ -35,7 +57,14 @@ class Sequence:
         order: place in every queue: higher priority first, then older.
         tokens: prompt and output known so far; internal, grows with overrun after the end too.
         keys: identities of the leading full blocks, as far as known.
-        root: identity before the first block.
+        root, salt: identity before the first block; what made it, with the namespace.
+        indexed: `keys` belong to the KV that it has, so that its blocks may be shared; not after a weight update.
+        hashing: its identities are being computed again; it cannot be matched.
+        arrivals: copies that its blocks wait for, while LOADING.
+        hit_blocks: of its blocks, those that came from the host and from the store.
+        cached_tokens: not computed at its first start: from the device, the host, the store.
+        store: its dealings with the store (`storer.py`).
+        spans: (first output token, weight version), in order.
         base, stamp: decode position = base + tick; `stamp` tells stale calendar entries from live ones.
         last_step: the last step that names it, once it is out of the decode set.
         ending: (reason, output tokens to keep, matched id) while a stop answer is awaited.
@@ -43,6 +72,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "arrivals",
         "base",
         "blocks",
         "cached_tokens",
@@ -53,6 +83,9 @@ class Sequence:
         "decoding",
         "emits",
         "ending",
+        "hashing",
+        "hit_blocks",
+        "indexed",
         "key",
         "keys",
         "last_step",
@@ -64,15 +97,18 @@ class Sequence:
         "prompt_len",
         "root",
         "rows_have",
+        "salt",
         "sampler",
+        "spans",
         "stamp",
         "start",
         "state",
         "stop_ids",
+        "store",
         "tokens",
     )
 
-    def __init__(self, event: RequestPrepared, arrival: int) -> None:
+    def __init__(self, event: RequestPrepared, arrival: int, version: int = 0) -> None:
         self.key = event.key
         self.priority = event.priority
         self.order = (-event.priority, arrival)
@@ -87,7 +123,13 @@ class Sequence:
         self.sampler = event.sampler
         self.deadline = event.deadline
         self.keys = list(event.block_keys)
-        self.root = event.namespace
+        self.root = event.root
+        self.salt = event.salt
+        self.indexed = True
+        self.hashing = False
+        self.arrivals = 0
+        self.store = StoreNotes()
+        self.spans = [(0, version)]
         self.state = State.WAITING
         self.blocks: list[Block] = []
         self.decoding = False
@@ -97,7 +139,8 @@ class Sequence:
         self.stamp = 0
         self.last_step = -1
         self.rows_have = max(event.start, 0)
-        self.cached_tokens = -1
+        self.hit_blocks = (0, 0)
+        self.cached_tokens: tuple[int, int, int] | None = None
         self.ending: tuple[str, int, int] | None = None
         self.checked = 0
 
@@ -127,6 +170,12 @@ class Sequence:
             spans.append(RowSpan(self.key, slot.id, slot.generation, offset, count))
             position += count
         self.rows_have = max(position, self.rows_have)
+
+    def new_weights(self, version: int) -> None:
+        """Tokens sampled from now on are of this version."""
+        if self.spans[-1][0] == self.num_output:
+            self.spans.pop()
+        self.spans.append((self.num_output, version))
 
     def restart(self) -> None:
         """Back to the start, holding nothing; tokens and rows that it has stay."""

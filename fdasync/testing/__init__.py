@@ -1,8 +1,9 @@
 """For tests of the engine, of plugins, and of systems that embed the engine.
 
 Virtual time (`run_sim`), disorder and faults from a seed (`EdgeRunner`), leak checks (`no_leaks`,
-`check_idle`), the conformance suite for runners (`RunnerTests`), whole simulations (`simulate`). The pytest
-plugin `fdasync.testing.pytest_plugin` hands these out as fixtures. Names are imported when first used.
+`check_idle`), the conformance suites for runners and stores (`RunnerTests`, `StoreTests`), whole simulations
+(`simulate`). The pytest plugin `fdasync.testing.pytest_plugin` hands these out as fixtures. Names are imported
+when first used.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from fdasync.testing.passes import PassModel
     from fdasync.testing.runners import RunnerTests
     from fdasync.testing.simulation import SimulationFailed, SimulationReport, simulate
+    from fdasync.testing.store_bench import StoreBench
+    from fdasync.testing.stores import StoreTests
     from fdasync.testing.workload import Workload
 
 _HOMES = {
@@ -48,6 +51,8 @@ _HOMES = {
     "passes": ("PassModel",),
     "runners": ("RunnerTests",),
     "simulation": ("SimulationFailed", "SimulationReport", "simulate"),
+    "store_bench": ("StoreBench",),
+    "stores": ("StoreTests",),
     "workload": ("Workload",),
 }
 
@@ -65,6 +70,8 @@ __all__ = [
     "SimLoop",
     "SimulationFailed",
     "SimulationReport",
+    "StoreBench",
+    "StoreTests",
     "Workload",
     "check_idle",
     "check_sample",

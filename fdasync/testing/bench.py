@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from fdasync.actions import BlockAppend, Chunk, RunStep, SeqStart
+from fdasync.actions import BlockAppend, Chunk, RunStep, SeqStart, SwapIn, SwapOut
 from fdasync.cache.arena import AuxArena
+from fdasync.cache.host import HostArena
 from fdasync.request import SamplerSpec
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fdasync.runner.base import Capacity, Runner, StepOutput
+    from fdasync.runner.base import Capacity, CopyOutput, Runner, StepOutput
 
 GREEDY = SamplerSpec(
     prompt_len=0,
@@ -61,8 +62,8 @@ class Answer:
 class Bench:
     """One runner, open and bound.
 
-    Slots are not the blocks' numbers (block b has slot num_blocks-1-b), so that a runner that takes one for
-    the other is found out.
+    Slots are not the blocks' numbers (block b starts with slot num_blocks-1-b), so that a runner that takes one
+    for the other is found out. A slot stays with its KV when that is swapped.
     """
 
     def __init__(self, runner: Runner, capacity: Capacity, arena: AuxArena | None) -> None:
@@ -70,7 +71,10 @@ class Bench:
         self.capacity = capacity
         self.arena = arena
         self._step_id = -1
+        self._copy_id = -1
         self._generation: dict[int, int] = {}
+        self._slot_of = {block: capacity.num_blocks - 1 - block for block in range(capacity.num_blocks)}
+        self._slot_on_host: dict[int, int] = {}
 
     @property
     def size(self) -> int:
@@ -82,11 +86,12 @@ class Bench:
         return [int(token) for token in random.integers(0, self.capacity.vocab_size, length)]
 
     def slot(self, block: int) -> int:
-        return self.capacity.num_blocks - 1 - block
+        """Of a device block."""
+        return self._slot_of[block]
 
     def generation(self, block: int) -> int:
-        """Of the block's present use; 0 before the first."""
-        return self._generation.get(block, 0)
+        """Of the present use of the block's slot; 0 before the first."""
+        return self._generation.get(self.slot(block), 0)
 
     # -- parts of a step ----------------------------------------------------------------------------
 
@@ -115,8 +120,32 @@ class Bench:
     def _use(self, block: int) -> tuple[int, int]:
         if self.arena is None:
             return -1, 0
-        self._generation[block] = generation = self.generation(block) + 1
-        return self.slot(block), generation
+        held = [*self._slot_of.values(), *self._slot_on_host.values()]
+        if held.count(self.slot(block)) > 1:
+            # its rows belong to KV that lives on elsewhere
+            self._slot_of[block] = next(slot for slot in range(self.arena.num_slots) if slot not in held)
+        slot = self.slot(block)
+        self._generation[slot] = generation = self._generation.get(slot, 0) + 1
+        return slot, generation
+
+    # -- copies -------------------------------------------------------------------------------------
+
+    def swap_out(self, device: Sequence[int], host: Sequence[int]) -> asyncio.Future[CopyOutput]:
+        """Start the next copy: device blocks to host blocks."""
+        self._copy_id += 1
+        self._slot_on_host.update((place, self.slot(block)) for block, place in zip(device, host, strict=True))
+        return self.runner.copy(SwapOut(self._copy_id, tuple(device), tuple(host)))
+
+    def swap_in(self, host: Sequence[int], device: Sequence[int]) -> asyncio.Future[CopyOutput]:
+        """Start the next copy: host blocks to device blocks, which take over the slots."""
+        self._copy_id += 1
+        self._slot_of.update((block, self._slot_on_host[place]) for place, block in zip(host, device, strict=True))
+        slots: tuple[int, ...] = ()
+        generations: tuple[int, ...] = ()
+        if self.arena is not None:
+            slots = tuple([self.slot(block) for block in device])
+            generations = tuple([self.generation(block) for block in device])
+        return self.runner.copy(SwapIn(self._copy_id, tuple(host), tuple(device), slots, generations))
 
     # -- steps --------------------------------------------------------------------------------------
 
@@ -170,16 +199,23 @@ class Bench:
 
 
 @asynccontextmanager
-async def on_bench(runner: Runner, *, capture: bool = True) -> AsyncIterator[Bench]:
-    """Open and bind a runner; close it, and the arena after it, whatever happens."""
-    arena = None
+async def on_bench(runner: Runner, *, capture: bool = True, host_blocks: int = 0) -> AsyncIterator[Bench]:
+    """Open and bind a runner; close it, and the arenas after it, whatever happens.
+
+    There are two slots more than device and host blocks, so that every block can be computed anew.
+    """
+    arena = host = None
     try:
         capacity = await runner.open()
         if capture and capacity.aux_specs:
-            arena = AuxArena.create(capacity.num_blocks, capacity.block_tokens, capacity.aux_specs)
-        await runner.bind(capacity.num_blocks, arena)
+            num_slots = capacity.num_blocks + host_blocks + 2
+            arena = AuxArena.create(num_slots, capacity.block_tokens, capacity.aux_specs)
+        if host_blocks:
+            host = HostArena.create(host_blocks, capacity.block_nbytes)
+        await runner.bind(capacity.num_blocks, arena, host)
         yield Bench(runner, capacity, arena)
     finally:
         await runner.aclose()
-        if arena is not None:
-            arena.close()
+        for memory in (arena, host):
+            if memory is not None:
+                memory.close()

@@ -19,11 +19,13 @@ from fdasync.errors import FdasyncError, RunnerError, WorkerDied, WorkerStuck
 from fdasync.runner.base import Capacity, Runner, StepOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from random import Random
 
-    from fdasync.actions import RunStep
+    from fdasync.actions import RunStep, SwapIn, SwapOut
     from fdasync.cache.arena import AuxArena
+    from fdasync.cache.host import HostArena
+    from fdasync.runner.base import CopyOutput, TensorMeta
 
 FaultKind = Literal["fail", "hang", "die"]
 
@@ -50,6 +52,8 @@ class EdgeRunner(Runner):
         max_delay_s: a completed step is reported up to this much later; 0 reports at once.
         fault: at most one: an engine does not outlive it.
         on_launch: called with each step, before it is launched.
+        on_copied: called with each copy of blocks when it is reported as done.
+        on_weights: called when the runner has new weights, before any step on them.
 
     Attributes:
         launched: ids of all steps, in order.
@@ -66,6 +70,8 @@ class EdgeRunner(Runner):
         max_delay_s: float = 0.0,
         fault: Fault | None = None,
         on_launch: Callable[[RunStep], None] | None = None,
+        on_copied: Callable[[SwapOut | SwapIn], None] | None = None,
+        on_weights: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(inner.config, inner.limits)
         self.inner = inner
@@ -75,6 +81,10 @@ class EdgeRunner(Runner):
         self._max_delay_s = max_delay_s
         self._fault = fault
         self._on_launch = on_launch
+        self._on_copied = on_copied
+        self._on_weights = on_weights
+        self._copies: dict[int, asyncio.Future[CopyOutput]] = {}
+        self._copy_timers: dict[int, asyncio.TimerHandle] = {}
         self._broken: Exception | None = None
         self._held = False
         self._futures: dict[int, asyncio.Future[StepOutput]] = {}
@@ -115,6 +125,9 @@ class EdgeRunner(Runner):
         for step_id in list(self._futures):
             self._report(step_id, error)
         self._order.clear()
+        for copied in self._copies.values():
+            copied.set_exception(error)
+        self._copies.clear()
         if self.on_failure is not None:
             self.on_failure(error)
 
@@ -123,9 +136,63 @@ class EdgeRunner(Runner):
     async def open(self) -> Capacity:
         return await self.inner.open()
 
-    async def bind(self, num_blocks: int, arena: AuxArena | None) -> None:
+    async def bind(self, num_blocks: int, arena: AuxArena | None, host: HostArena | None = None) -> None:
         self.inner.on_failure = self._inner_failed
-        await self.inner.bind(num_blocks, arena)
+        await self.inner.bind(num_blocks, arena, host)
+
+    async def load_folder(self, path: str) -> str:
+        weights_id = await self.inner.load_folder(path)
+        self._loaded()
+        return weights_id
+
+    async def begin_tensors(self, tensors: Sequence[TensorMeta]) -> None:
+        await self.inner.begin_tensors(tensors)
+
+    async def write_tensor(self, number: int, offset_nbytes: int, data: memoryview) -> None:
+        await self.inner.write_tensor(number, offset_nbytes, data)
+
+    async def end_tensors(self) -> None:
+        await self.inner.end_tensors()
+        self._loaded()
+
+    def _loaded(self) -> None:
+        if self._on_weights is not None:
+            self._on_weights()
+
+    def copy(self, copy: SwapOut | SwapIn) -> asyncio.Future[CopyOutput]:
+        done: asyncio.Future[CopyOutput] = asyncio.get_running_loop().create_future()
+        if self._broken is not None:
+            # who hangs answers nothing
+            if self._fault is None or self._fault.kind != "hang":
+                done.set_exception(self._broken)
+            return done
+        self._copies[copy.copy_id] = done
+        self.inner.copy(copy).add_done_callback(lambda inner: self._copy_done(copy, inner))
+        return done
+
+    def _copy_done(self, copy: SwapOut | SwapIn, inner: asyncio.Future[CopyOutput]) -> None:
+        if inner.cancelled():
+            return
+        if not self._max_delay_s:
+            self._report_copy(copy, inner)
+            return
+        # copies may end in any order
+        delay_s = self._random.uniform(0.0, self._max_delay_s)
+        loop = asyncio.get_running_loop()
+        self._copy_timers[copy.copy_id] = loop.call_later(delay_s, self._report_copy, copy, inner)
+
+    def _report_copy(self, copy: SwapOut | SwapIn, inner: asyncio.Future[CopyOutput]) -> None:
+        self._copy_timers.pop(copy.copy_id, None)
+        done = self._copies.pop(copy.copy_id, None)
+        error = inner.exception()
+        if done is None or done.done():
+            return
+        if error is not None:
+            done.set_exception(error)
+            return
+        if self._on_copied is not None:
+            self._on_copied(copy)
+        done.set_result(inner.result())  # of a future that is done
 
     def launch(self, step: RunStep) -> asyncio.Future[StepOutput]:
         done: asyncio.Future[StepOutput] = asyncio.get_running_loop().create_future()
@@ -155,8 +222,14 @@ class EdgeRunner(Runner):
     async def aclose(self) -> None:
         for timer in self._timers.values():
             timer.cancel()
+        for timer in self._copy_timers.values():
+            timer.cancel()
         for done in self._futures.values():
             done.cancel()
+        for copied in self._copies.values():
+            copied.cancel()
+        self._copy_timers.clear()
+        self._copies.clear()
         self._timers.clear()
         self._futures.clear()
         self._order.clear()

@@ -24,10 +24,13 @@ from fdasync.testing.edges import EdgeRunner
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from numpy.typing import NDArray
+
     from fdasync.request import SamplingParams
     from fdasync.result import Sample
     from fdasync.runner.base import Runner
     from fdasync.testing.edges import Fault
+    from fdasync.testing.passes import Read
     from fdasync.tokenizer import Tokenizer
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -80,11 +83,11 @@ def held_engine(config: EngineConfig | None = None, *, fault: Fault | None = Non
     return Held(Engine(config, runner=edge, tokenizer=LetterTokenizer()), edge)
 
 
-async def until(condition: Callable[[], bool], deadline_s: float = 10.0) -> None:
-    """Let the loop turn until the condition holds."""
+async def until(condition: Callable[[], bool], deadline_s: float = 10.0, every_s: float = 0.0) -> None:
+    """Let the loop turn until the condition holds; in virtual time, which stands still meanwhile, give `every_s`."""
     async with asyncio.timeout(deadline_s):
         while not condition():  # noqa: ASYNC110 - it is for what nobody announces
-            await asyncio.sleep(0)
+            await asyncio.sleep(every_s)
 
 
 def oracle_of(config: EngineConfig) -> Oracle:
@@ -107,12 +110,19 @@ class Ending(msgspec.Struct, frozen=True):
     text: str
 
 
-def expected(prompt: Sequence[int], params: SamplingParams, index: int, oracle: Oracle) -> Ending:
-    """How sample `index` of a request ends when nobody interrupts it. `params` needs a seed unless greedy."""
+def expected(
+    prompt: Sequence[int], params: SamplingParams, index: int, oracle: Oracle, seen: Sequence[Read] | None = None
+) -> Ending:
+    """How sample `index` of a request ends when nobody interrupts it. `params` needs a seed unless greedy.
+
+    `seen`: what its passes read (`PassModel.seen`), where weights changed; it ends where they end.
+    """
     assert params.seed is not None or params.temperature == 0, "without a seed nobody can say"
-    tokens = oracle.generate(
-        prompt, params.max_tokens, temperature=params.temperature, seed=params.seed or 0, index=index
-    )
+    seed = params.seed or 0
+    if seen is None:
+        tokens = oracle.generate(prompt, params.max_tokens, temperature=params.temperature, seed=seed, index=index)
+    else:
+        tokens = _generate_seen(prompt, params, index, oracle, seen)
     ends = set(params.stop_token_ids)
     if oracle.config.eos_id >= 0 and not params.ignore_eos:
         ends.add(oracle.config.eos_id)
@@ -129,22 +139,56 @@ def expected(prompt: Sequence[int], params: SamplingParams, index: int, oracle: 
     return Ending(tuple(tokens), "length", letters.decode(tokens))
 
 
+def _generate_seen(
+    prompt: Sequence[int], params: SamplingParams, index: int, oracle: Oracle, seen: Sequence[Read]
+) -> list[int]:
+    """Tokens of a request whose passes read KV of several weights."""
+    tokens = list(prompt)
+    for position in range(len(prompt) - 1, min(len(seen), len(prompt) + params.max_tokens - 1)):
+        noise = oracle.noise(params.seed or 0, index, position + 1) if params.temperature > 0 else 0
+        digest = _digest(tokens, position, oracle, seen)
+        tokens.append(int(oracle.sample(digest, np.array([noise], np.uint64), seen[position].weights_id)[0]))
+    return tokens[len(prompt) :]
+
+
+def _digest(tokens: Sequence[int], position: int, oracle: Oracle, seen: Sequence[Read]) -> NDArray[np.uint64]:
+    weights = seen[position].kv_weights
+    return oracle.digests(tokens[: position + 1], weights[0] if len(weights) == 1 else weights)[-1:]
+
+
 def check_sample(
-    sample: Sample, prompt: Sequence[int], params: SamplingParams, oracle: Oracle, *, start: int = 0, rows: bool = True
+    sample: Sample,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    oracle: Oracle,
+    *,
+    start: int = 0,
+    rows: bool = True,
+    seen: Sequence[Read] | None = None,
 ) -> None:
     """Raise AssertionError unless the sample is what the oracle says, as far as it went.
 
     Args:
         rows: aux rows must be there; False: must not.
+        seen: see `expected`.
     """
-    want = expected(prompt, params, sample.index, oracle)
+    want = expected(prompt, params, sample.index, oracle, seen)
     count = len(sample.token_ids)
     if sample.finish_reason in ("stop", "length"):
         assert sample.token_ids == want.token_ids, f"tokens {sample.token_ids}, oracle {want.token_ids}"
         assert sample.finish_reason == want.reason, f"ended by {sample.finish_reason}, oracle {want.reason}"
     else:
         assert sample.token_ids == want.token_ids[:count], f"tokens {sample.token_ids}, oracle {want.token_ids}"
-    _check_logprobs(sample, prompt, params, oracle)
+    tokens = [*prompt, *want.token_ids]
+    if seen is None:
+        digests = oracle.digests(tokens)
+        weights = [oracle.config.weights_id] * len(tokens)
+    else:
+        seen = seen[: len(tokens)]
+        parts = [_digest(tokens, position, oracle, seen) for position in range(len(seen))]
+        digests = np.concatenate([*parts, np.zeros(len(tokens) - len(seen), np.uint64)])
+        weights = [read.weights_id for read in seen]
+    _check_logprobs(sample, len(prompt), params, oracle, digests, weights)
     if not rows:
         assert sample.routing is None
         assert not sample.aux
@@ -156,7 +200,7 @@ def check_sample(
         whole = len(prompt) + count - 1 - start
         assert len(routing) == whole, f"{len(routing)} rows, {whole} positions were forwarded"
     stop = start + len(routing)
-    digests = oracle.digests([*prompt, *want.token_ids])[start:stop]
+    digests = digests[start:stop]
     assert routing.dtype == oracle.row_dtype
     assert np.array_equal(routing, oracle.rows(digests)), "routing rows are not the oracle's"
     assert ("values" in sample.aux) == oracle.config.values_spec
@@ -167,14 +211,25 @@ def check_sample(
     assert all(len(values) == len(routing) for values in sample.aux.values())
 
 
-def _check_logprobs(sample: Sample, prompt: Sequence[int], params: SamplingParams, oracle: Oracle) -> None:
+def _check_logprobs(
+    sample: Sample,
+    prompt_len: int,
+    params: SamplingParams,
+    oracle: Oracle,
+    digests: NDArray[np.uint64],
+    weights: Sequence[int],
+) -> None:
     assert (sample.raw_logprobs is not None) == (params.logprobs in ("raw", "both"))
     assert (sample.processed_logprobs is not None) == (params.logprobs in ("processed", "both"))
     if params.logprobs == "none":
         return
     tokens = np.array(sample.token_ids, np.int64)
-    digests = oracle.digests([*prompt, *sample.token_ids])[len(prompt) - 1 : len(prompt) - 1 + len(tokens)]
-    want = oracle.logprobs(digests, tokens, oracle.config.weights_id)
+    first = prompt_len - 1
+    want = np.zeros(len(tokens))
+    for weights_id in sorted(set(weights[first : first + len(tokens)])):
+        chosen = [at for at in range(len(tokens)) if weights[first + at] == weights_id]
+        places = [first + at for at in chosen]
+        want[chosen] = oracle.logprobs(digests[places], tokens[chosen], weights_id)
     for have, factor in ((sample.raw_logprobs, 1.0), (sample.processed_logprobs, 0.5)):
         if have is not None:
             assert np.allclose(have, want * factor, atol=1e-6), "log-probs are not the oracle's"

@@ -1,23 +1,43 @@
-"""Which pass wrote what: the stamps that a request's rows must carry, worked out from the steps alone.
+"""Which pass wrote what: the stamps that a request's rows must carry, worked out from steps and copies alone.
 
 With `pass_stamp` the synthetic runner stamps KV and rows with the number of the step that wrote them. A
 row in a result must carry the stamp of the request's first pass over that position, or, where that pass
 found the KV cached, the stamp of that KV (DECISIONS 6 and 25). `PassModel` replays the block tables of
-`RunStep`s and knows nothing of schedulers, slots and rows, so that it cannot share their mistakes.
+`RunStep`s, the copies between device and host and what a store took and gave, and knows nothing of schedulers, slots
+and rows, so that it cannot share their mistakes. It also tells under which weights the KV was written that a pass read.
 
-Fed by `EdgeRunner(on_launch=...)`; read by tests.
+Fed by `EdgeRunner(on_launch=..., on_copied=...)` and `WatchedStore`; read by tests.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+from fdasync.actions import SwapOut
 
 if TYPE_CHECKING:
-    from fdasync.actions import RunStep
+    from fdasync.actions import RunStep, SwapIn
+
+Owner = tuple[int, int]
+
+
+class Word(NamedTuple):
+    """The KV of one token: the step that wrote it, for whom, under which weights."""
+
+    step_id: int
+    owner: Owner
+    weights_id: int
+
+
+class Read(NamedTuple):
+    """What a first pass over a position saw: weights ids of the KV up to it, and its own."""
+
+    kv_weights: tuple[int, ...]
+    weights_id: int
 
 
 class _Lane:
-    def __init__(self, owner: tuple[int, int], blocks: list[int], length: int) -> None:
+    def __init__(self, owner: Owner, blocks: list[int], length: int) -> None:
         self.owner = owner
         self.blocks = blocks
         self.length = length
@@ -26,19 +46,29 @@ class _Lane:
 class PassModel:
     """Stamps by request.
 
+    Args:
+        weights_id: of the runner at its start.
+
     Attributes:
         stamps: (seed, sample index) -> the stamp of each position that any pass covered, in order. Give every
             request a seed of its own.
         cached: (seed, sample index) -> tokens that were cached when it first came in.
         read: (seed, sample index) -> whose KV it took over instead of computing it.
+        seen: (seed, sample index) -> what the first pass over each position read. A position that was cached tells what
+            the pass that wrote it saw.
     """
 
-    def __init__(self, block_tokens: int) -> None:
-        self.stamps: dict[tuple[int, int], list[int]] = {}
-        self.cached: dict[tuple[int, int], int] = {}
-        self.read: dict[tuple[int, int], set[tuple[int, int]]] = {}
+    def __init__(self, block_tokens: int, weights_id: int = 0) -> None:
+        self.stamps: dict[Owner, list[int]] = {}
+        self.cached: dict[Owner, int] = {}
+        self.read: dict[Owner, set[Owner]] = {}
+        self.seen: dict[Owner, list[Read]] = {}
+        self.weights_id = weights_id
+        self._mixed = False
         self._size = block_tokens
-        self._kv: dict[int, tuple[int, tuple[int, int]]] = {}
+        self._kv: dict[int, Word] = {}
+        self._host: dict[int, list[Word]] = {}
+        self._stored: dict[str, list[Word]] = {}
         self._lanes: dict[int, _Lane] = {}
         self._decoding: dict[int, _Lane] = {}
 
@@ -51,13 +81,20 @@ class PassModel:
             owner = (start.sampler.seed, start.sampler.index)
             lane = self._lanes[start.key] = _Lane(owner, list(start.blocks), start.num_cached)
             have = self.stamps.setdefault(owner, [])
+            seen = self.seen.setdefault(owner, [])
             self.cached.setdefault(owner, start.num_cached)
             sources = self.read.setdefault(owner, set())
             for position in range(start.num_cached):
-                step_id, source = self._kv[self._place(lane, position)]
-                sources.add(source)
+                word = self._kv[self._place(lane, position)]
+                if word.weights_id != self.weights_id:
+                    raise AssertionError(
+                        f"{owner} starts on KV of weights {word.weights_id}, in use are {self.weights_id}"
+                    )
+                sources.add(word.owner)
                 if position == len(have):
-                    have.append(step_id)
+                    have.append(word.step_id)
+                    # an identity is chained from one weights id: all KV before it was of the same
+                    seen.append(Read((word.weights_id,), word.weights_id))
         for append in step.appends:
             self._lanes[append.key].blocks.append(append.block)
         skips = frozenset(step.skips)
@@ -69,13 +106,50 @@ class PassModel:
             if chunk.last:
                 self._decoding[chunk.key] = self._lanes[chunk.key]
 
+    def next_life(self, weights_id: int) -> PassModel:
+        """Of another engine on the same store."""
+        model = PassModel(self._size, weights_id)
+        model._stored = self._stored
+        return model
+
+    def new_weights(self, weights_id: int) -> None:
+        """The runner has these from the next step on."""
+        self._mixed = self._mixed or weights_id != self.weights_id
+        self.weights_id = weights_id
+
+    def copied(self, copy: SwapOut | SwapIn) -> None:
+        """A copy between device and host is done."""
+        size = self._size
+        for device, host in zip(copy.device, copy.host, strict=True):
+            first = device * size
+            if isinstance(copy, SwapOut):
+                self._host[host] = [self._kv[first + offset] for offset in range(size)]
+            else:
+                self._kv.update({first + offset: word for offset, word in enumerate(self._host[host])})
+
+    def stored(self, key: str, host: int) -> None:
+        """The store took this host block."""
+        self._stored[key] = self._host[host]
+
+    def fetched(self, key: str, host: int) -> None:
+        """The store filled this host block."""
+        self._host[host] = self._stored[key]
+
     def _forward(self, lane: _Lane, count: int, step_id: int) -> None:
-        have = self.stamps[lane.owner]
+        have, seen = self.stamps[lane.owner], self.seen[lane.owner]
         for position in range(lane.length, lane.length + count):
-            self._kv[self._place(lane, position)] = (step_id, lane.owner)
+            self._kv[self._place(lane, position)] = Word(step_id, lane.owner, self.weights_id)
             if position == len(have):
                 have.append(step_id)
+                seen.append(Read(self._weights_up_to(lane, position), self.weights_id))
         lane.length += count
+
+    def _weights_up_to(self, lane: _Lane, position: int) -> tuple[int, ...]:
+        """One id where all are of one, else one for each position."""
+        if not self._mixed:
+            return (self.weights_id,)
+        ids = tuple([self._kv[self._place(lane, earlier)].weights_id for earlier in range(position + 1)])
+        return ids[:1] if len(set(ids)) == 1 else ids
 
     def _place(self, lane: _Lane, position: int) -> int:
         return lane.blocks[position // self._size] * self._size + position % self._size

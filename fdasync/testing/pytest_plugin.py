@@ -30,6 +30,7 @@ _MAY_BLOCK = (
     ("fdasync/process.py", "_reap"),
     ("fdasync/registry.py", "find"),
     ("fdasync/registry.py", "_check"),
+    ("fdasync/runner/synthetic.py", "load_folder"),
     ("fdasync/runtime.py", "_load_tokenizer"),
 )
 # the harness itself: it runs between tests and inside them, never in an engine

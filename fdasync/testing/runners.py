@@ -7,75 +7,31 @@ Adopt it with a class of a few lines in a test module of your own:
             return MyRunner(MyConfig(...), limits)
 
 The tests are plain functions that run a loop of their own, so they need no plugin and no settings. Knows
-nothing but the contract; numeric runners may loosen `assert_same`.
+nothing but the contract; numeric runners may loosen `assert_same`. Here are steps; copies of blocks and new
+weights are in `runner_copies.py` and `runner_weights.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 from fdasync.actions import Chunk
 from fdasync.errors import InvariantBroken, RunnerError
-from fdasync.runner.base import Runner, RunnerLimits
 from fdasync.testing.bench import GREEDY, Answer, noisy, on_bench
+from fdasync.testing.runner_copies import CopyTests
+from fdasync.testing.runner_suite import on_loop
+from fdasync.testing.runner_weights import WeightsTests
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
-
     from fdasync.runner.base import StepOutput
 
-_LIMIT_S = 60.0
 
-S = TypeVar("S", bound="RunnerTests")
-
-
-def on_loop(test: Callable[[S], Coroutine[Any, Any, None]]) -> Callable[[S], None]:
-    """An async test method as a plain one, on a new loop of `new_loop`."""
-
-    @functools.wraps(test)
-    def run(self: S) -> None:
-        with asyncio.Runner(loop_factory=self.new_loop) as runner:
-            runner.run(asyncio.wait_for(test(self), _LIMIT_S))
-
-    # pytest must see a plain function, whatever plugin looks for coroutines
-    del run.__wrapped__
-    return run
-
-
-class RunnerTests:
-    """Subclass it, name the subclass Test..., define `make`.
-
-    Attributes:
-        limits: given to `make`; needs room for 4 sequences, 12 blocks and steps of 4 blocks.
-        logprobs: the runner computes log-probs.
-        overlaps: the runner takes a step while one is in flight.
-    """
-
-    limits = RunnerLimits(max_running=4, max_step_tokens=256, block_tokens=16, num_blocks=24, pipeline_depth=2)
-    logprobs = True
-    overlaps = True
-
-    def make(self, limits: RunnerLimits) -> Runner:
-        """A new runner, not opened; two of them must answer alike."""
-        raise NotImplementedError
-
-    def new_loop(self) -> asyncio.AbstractEventLoop:
-        import uvloop
-
-        return uvloop.new_event_loop()
-
-    def assert_same(self, one: Answer, other: Answer) -> None:
-        """Two computations of the same thing. Exact, unless a runner's arithmetic depends on the batch."""
-        assert one.tokens == other.tokens
-        assert one.rows.keys() == other.rows.keys()
-        for name, rows in one.rows.items():
-            if name != "stamp":
-                assert np.array_equal(rows, other.rows[name]), f"rows of {name} differ"
+class RunnerTests(CopyTests, WeightsTests):
+    """Subclass it, name the subclass Test..., define `make`; more in `RunnerSuite`."""
 
     # -- what it is -----------------------------------------------------------------------------------
 

@@ -12,14 +12,17 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from fdasync.actions import FinishRequest
+from fdasync.cache.host import host_nbytes
+from fdasync.cache.memory import MemoryConfig, MemoryStore
+from fdasync.cache.wrappers import Faults
 from fdasync.engine import Engine
-from fdasync.errors import EngineClosed, EngineFailed
-from fdasync.events.catalog import RequestPrepared
+from fdasync.errors import BadInput, EngineClosed, EngineFailed, WeightsRejected
+from fdasync.events.catalog import BlockDamaged, RequestPrepared
 from fdasync.events.trace import Turn
 from fdasync.runner.synthetic import SyntheticRunner
 from fdasync.scheduler.replay import replay
@@ -28,10 +31,12 @@ from fdasync.testing.engines import LetterTokenizer, check_sample, expected
 from fdasync.testing.leaks import check_idle, no_leaks
 from fdasync.testing.loop import run_sim
 from fdasync.testing.passes import PassModel
-from fdasync.testing.workload import RequestPlan, Workload, arguments
+from fdasync.testing.watched import WatchedStore
+from fdasync.testing.workload import RequestPlan, UpdatePlan, Workload, arguments
 
 if TYPE_CHECKING:
     from fdasync.result import Delta, Result, Sample
+    from fdasync.testing.passes import Read
 
 
 class SimulationFailed(AssertionError):
@@ -60,6 +65,13 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
     hit_tokens: int
     dropped_tokens: int
     rows: int
+    swapped_in_blocks: int
+    fetched_blocks: int
+    late_blocks: int
+    written_blocks: int
+    store_faults: int
+    damaged_blocks: int
+    updates: int
     virtual_s: float
 
 
@@ -67,7 +79,13 @@ def simulate(seed: int) -> SimulationReport:
     """Draw the workload of this seed, play it, check it. Raises SimulationFailed."""
     try:
         with no_leaks():
-            return run_sim(_Simulation(Workload.draw(seed)).play())
+            work = Workload.draw(seed)
+            life = _Simulation(work, MemoryStore(MemoryConfig(max_nbytes=work.store_nbytes)))
+            report = run_sim(life.play())
+            second = work.second_life()
+            if second is not None:
+                report = _add(report, run_sim(_Simulation(second, life.memory, life.passes).play()))
+            return report
     except Exception as error:
         first: BaseException = error
         while isinstance(first, BaseExceptionGroup):
@@ -75,10 +93,21 @@ def simulate(seed: int) -> SimulationReport:
         raise SimulationFailed(seed, f"{type(first).__name__}: {first}") from first
 
 
+def _add(first: SimulationReport, second: SimulationReport) -> SimulationReport:
+    """What two lives were made of together."""
+    values: dict[str, Any] = {}
+    for name in SimulationReport.__struct_fields__:
+        one, other = getattr(first, name), getattr(second, name)
+        values[name] = dict(Counter(one) + Counter(other)) if isinstance(one, dict) else one + other
+    return SimulationReport(**values)
+
+
 class _Simulation:
-    def __init__(self, work: Workload) -> None:
+    def __init__(self, work: Workload, memory: MemoryStore, before: PassModel | None = None) -> None:
         self.work = work
-        self.passes = PassModel(work.runner.block_tokens)
+        self.memory = memory
+        weights_id = work.runner.weights_id
+        self.passes = before.next_life(weights_id) if before else PassModel(work.runner.block_tokens, weights_id)
         inner = SyntheticRunner(work.runner, work.config.runner_limits())
         self.oracle = inner.oracle
         self.runner = EdgeRunner(
@@ -87,8 +116,19 @@ class _Simulation:
             max_delay_s=work.max_delay_s,
             fault=work.fault,
             on_launch=self.passes.launched,
+            on_copied=self.passes.copied,
+            on_weights=lambda: self.passes.new_weights(inner.weights_id),
         )
-        self.engine = Engine(work.config, runner=self.runner, tokenizer=LetterTokenizer())
+        watched = WatchedStore(memory, self.passes)
+        words = 12 if work.runner.pass_stamp else 8
+        block_nbytes = words * work.runner.block_tokens
+        watched.stride_nbytes = host_nbytes(1, block_nbytes) - host_nbytes(0, block_nbytes)
+        self.faults = Faults(watched, work.faults)
+        store = self.faults if work.config.store else None
+        self.engine = Engine(work.config, runner=self.runner, tokenizer=LetterTokenizer(), store=store)
+        self.versions = {0: work.runner.weights_id}
+        self.damaged = 0
+        self.aborting = False
         self.outcomes: Counter[str] = Counter()
         self.rows = 0
         self.failed = False
@@ -98,6 +138,8 @@ class _Simulation:
         try:
             async with engine, asyncio.TaskGroup() as group:
                 audit = group.create_task(self._audit(), name="audit")
+                for number, update in enumerate(work.updates):
+                    group.create_task(self._update(number, update), name=f"update-{number}")
                 callers = [
                     group.create_task(self._call(number, plan), name=f"caller-{number}")
                     for number, plan in enumerate(work.requests)
@@ -125,15 +167,55 @@ class _Simulation:
             hit_tokens=stats.hit_tokens,
             dropped_tokens=stats.dropped_tokens,
             rows=self.rows,
+            swapped_in_blocks=stats.swapped_in_blocks,
+            fetched_blocks=stats.fetched_blocks,
+            late_blocks=stats.late_fetched_blocks,
+            written_blocks=stats.written_blocks,
+            store_faults=sum(self.faults.counts.values()),
+            damaged_blocks=self.damaged,
+            updates=len(self.versions) - 1,
             virtual_s=asyncio.get_running_loop().time(),
         )
 
     async def _audit(self) -> None:
         """The books must balance after every turn."""
         async with self.engine.bus.subscribe(limit=1 << 20) as events:
-            async for _ in events:
+            async for event in events:
+                self.damaged += isinstance(event, BlockDamaged)
                 if not events.pending and self.engine.state != "failed":
                     self.engine.check()
+
+    async def _update(self, number: int, plan: UpdatePlan) -> None:
+        await asyncio.sleep(plan.at_s)
+        engine = self.engine
+        version = number + 1
+        try:
+            if plan.pause_s or plan.kind == "pause":
+                await engine.pause()
+            if plan.kind == "refused":
+                try:
+                    await engine.update_weights(version, [("bias", "uint64", (1,), bytes(8))])
+                except WeightsRejected:
+                    pass
+                else:
+                    raise AssertionError("weights that do not fit were taken")
+            elif plan.kind != "pause":
+                self.aborting = self.aborting or plan.kind == "abort"
+                self.versions[version] = plan.weights_id
+                tensor = ("weights", "uint64", (1,), plan.weights_id.to_bytes(8, "little"))
+                await engine.update_weights(version, [tensor], plan.kind)
+            await asyncio.sleep(plan.pause_s)
+            if plan.pause_s or plan.kind == "pause":
+                await engine.resume()
+        except EngineFailed:
+            self.failed = True
+        except (EngineClosed, BadInput) as error:
+            # the engine went first, or another update is under way
+            busy = isinstance(error, BadInput) and error.field == "update_weights"
+            if not (busy or self.work.ends != "wait" or self.failed):
+                raise
+            if busy and plan.pause_s:
+                await engine.resume()
 
     async def _end_early(self) -> None:
         try:
@@ -226,17 +308,20 @@ class _Simulation:
 
     def _check_sample(self, plan: RequestPlan, sample: Sample) -> None:
         rows = bool(self.engine.capacity.aux_specs) and plan.routing is not False
-        check_sample(sample, plan.prompt, plan.params, self.oracle, start=plan.start, rows=rows)
+        owner = (plan.params.seed or 0, sample.index)
+        seen = self.passes.seen.get(owner, []) if len(self.versions) > 1 else None
+        check_sample(sample, plan.prompt, plan.params, self.oracle, start=plan.start, rows=rows, seen=seen)
+        if seen is not None:
+            self._check_versions(plan, sample, seen)
         if sample.finish_reason in ("stop", "length"):
-            want = expected(plan.prompt, plan.params, sample.index, self.oracle)
+            want = expected(plan.prompt, plan.params, sample.index, self.oracle, seen)
             assert sample.text == want.text, f"text {sample.text!r}, oracle {want.text!r}"
         elif sample.finish_reason != "failed":
             caused = {
-                "abort": plan.way in ("abort", "leave") or self.work.ends == "close",
+                "abort": plan.way in ("abort", "leave") or self.work.ends == "close" or self.aborting,
                 "deadline": plan.deadline_s < 3600,
             }
             assert caused[sample.finish_reason], f"{sample.finish_reason}, and nobody asked for it"
-        owner = (plan.params.seed or 0, sample.index)
         cached = self.passes.cached.get(owner, 0)
         assert sample.cached_tokens == cached, f"{sample.cached_tokens} cached tokens told, there were {cached}"
         if sample.routing is not None:
@@ -249,11 +334,22 @@ class _Simulation:
                 got = sample.aux["stamp"][:, 0].tolist()
                 assert got == first, f"rows carry the stamps {got}, first passes were {first}"
 
+    def _check_versions(self, plan: RequestPlan, sample: Sample, seen: list[Read]) -> None:
+        """Spans cover the output in order, and each token was sampled under its span's weights."""
+        stop = 0
+        for span in sample.weight_version:
+            assert span.start == stop < span.stop
+            stop = span.stop
+            first = len(plan.prompt) - 1
+            ids = {seen[first + number].weights_id for number in range(span.start, span.stop)}
+            assert ids == {self.versions[span.version]}, f"{span} was sampled under {ids}"
+        assert stop == len(sample.token_ids)
+
     def _check_salts(self) -> None:
-        salts = [plan.cache_salt for plan in self.work.requests]
+        # a request's seed is its number; those of an earlier engine are not known here
+        salts = {plan.params.seed: plan.cache_salt for plan in self.work.requests}
         for (reader, _), sources in self.passes.read.items():
-            # a request's seed is its number
-            strange = [source for source, _ in sources if salts[source] != salts[reader]]
+            strange = [source for source, _ in sources if salts.get(source, salts[reader]) != salts[reader]]
             assert not strange, f"request {reader} read the KV of {strange}, of another salt"
 
     def _check_trace(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from fdasync.cache.wrappers import FaultPlan
 from fdasync.config import EngineConfig
 from fdasync.request import LogprobKind, SamplingParams
 from fdasync.runner.oracle import SyntheticConfig
@@ -43,6 +44,21 @@ class RequestPlan(msgspec.Struct, frozen=True, kw_only=True):
     routing: bool | None
 
 
+class UpdatePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """A weight update, a pause, or both.
+
+    Attributes:
+        at_s: when.
+        kind: "abort" and "keep" are updates, "refused" is one that does not fit, "pause" only pauses.
+        pause_s: how long the engine is paused around it; 0: not but for the update itself.
+    """
+
+    at_s: float
+    kind: Literal["abort", "keep", "refused", "pause"]
+    weights_id: int
+    pause_s: float
+
+
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """See the module.
 
@@ -50,6 +66,10 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         fault: what the runner does wrong, or None.
         ends: "wait": every caller is waited for; "drain", "close": that is called at `ends_at_s`.
         max_delay_s: see `EdgeRunner`.
+        faults: of the store, where there is one.
+        store_nbytes: it holds no more.
+        updates: of the weights, in order of time.
+        again: requests for a second engine on the same store.
     """
 
     seed: int
@@ -60,6 +80,18 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     ends: Literal["wait", "drain", "close"]
     ends_at_s: float
     max_delay_s: float
+    faults: FaultPlan
+    store_nbytes: int
+    updates: tuple[UpdatePlan, ...]
+    again: tuple[RequestPlan, ...]
+
+    def second_life(self) -> Workload | None:
+        """What a second engine on the same store is asked for, if there is one."""
+        if not self.again:
+            return None
+        return msgspec.structs.replace(
+            self, requests=self.again, again=(), updates=(), fault=None, ends="wait", ends_at_s=0.0
+        )
 
     @classmethod
     def draw(cls, seed: int) -> Workload:
@@ -102,8 +134,12 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             close_deadline_s=60.0,
             trace_turns=1 << 20,
         )
+        # of its own stream, so that what was drawn before there were tiers stays what it was
+        tiers = _Tiers(Random(f"tiers {seed}"))
         draw = _Draw(random, runner, config)
         requests = tuple(draw.request(number) for number in range(random.randint(3, 24)))
+        config = tiers.config(config, num_blocks)
+        again = tiers.again(requests, config)
         fault = None
         if random.random() < 0.25:
             kinds: tuple[FaultKind, ...] = ("fail", "hang", "die")
@@ -111,13 +147,106 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             seed=seed,
             config=config,
-            runner=runner,
+            runner=tiers.runner(runner),
             requests=requests,
             fault=fault,
             ends=random.choice(("wait", "wait", "wait", "wait", "drain", "close")),
             ends_at_s=random.uniform(0.0, draw.span_s),
             max_delay_s=random.choice((0.0, 0.0, 0.005, 0.05)),
+            faults=tiers.faults(seed),
+            store_nbytes=tiers.store_nbytes(),
+            updates=tiers.updates(draw.span_s),
+            again=again,
         )
+
+
+class _Tiers:
+    """What is behind the device, and what befalls it."""
+
+    def __init__(self, random: Random) -> None:
+        self._random = random
+        self._slow = False
+
+    def config(self, config: EngineConfig, num_blocks: int) -> EngineConfig:
+        random = self._random
+        if not config.prefix_cache or random.random() < 0.3:
+            return config
+        return msgspec.structs.replace(
+            config,
+            # a small one gives way to the store
+            host_blocks=random.randint(1, random.choice((num_blocks // 2 + 1, 2 * num_blocks))),
+            store="memory" if random.random() < 0.75 else "",
+            write_through=random.choice(("all", "all", "prompt", "off")),
+            write_back=random.random() < 0.7,
+            fetch_min_tokens=random.choice((0, 0, 8)),
+            store_deadline_s=random.choice((0.02, 0.2, 5.0)),
+            store_retry_s=random.choice((0.01, 0.3)),
+            store_calls=random.randint(1, 4),
+            lease_kill_s=random.choice((0.05, 0.5)),
+        )
+
+    def again(self, requests: tuple[RequestPlan, ...], config: EngineConfig) -> tuple[RequestPlan, ...]:
+        """Prompts that come back when device and host have forgotten them: in another engine on the same store."""
+        random = self._random
+        if not config.store or random.random() < 0.2:
+            return ()
+        self._slow = True
+        return tuple(
+            msgspec.structs.replace(
+                plan,
+                params=msgspec.structs.replace(plan.params, seed=len(requests) + number),
+                arrives_s=random.uniform(0.0, 1.0),
+                way=random.choice(("complete", "complete", "stream", "abort")),
+                deadline_s=3600.0,
+            )
+            for number, plan in enumerate(random.choices(requests, k=random.randint(2, 10)))
+        )
+
+    def runner(self, runner: SyntheticConfig) -> SyntheticConfig:
+        copy_s = self._random.choice((0.0, 0.0001, 0.01))
+        # where computing costs nothing, nothing is fetched
+        token_s = self._random.choice((0.001, 0.01)) if self._slow else runner.token_s
+        return msgspec.structs.replace(runner, copy_s=copy_s, token_s=token_s)
+
+    def faults(self, seed: int) -> FaultPlan:
+        random = self._random
+
+        def rate(share: float = 0.5) -> float:
+            return random.choice((0.05, 0.2, 0.6)) if random.random() < share else 0.0
+
+        if random.random() < 0.4:
+            return FaultPlan(seed=seed)
+        return FaultPlan(
+            seed=seed,
+            fail_call=rate(),
+            lose_answer=rate(),
+            fail_item=rate(),
+            drop_put=rate(),
+            delay=rate(),
+            delay_s=random.choice((0.001, 0.05, 1.0)),
+            hang=rate(0.3),
+            truncate=rate(),
+            # most of a small object is padding, where a bit is nobody's
+            flip_bit=random.choice((0.0, 0.0, 0.3, 1.0)),
+        )
+
+    def store_nbytes(self) -> int:
+        # of some blocks, or of all there will ever be
+        return self._random.choice((1 << 16, 1 << 18, 1 << 26))
+
+    def updates(self, span_s: float) -> tuple[UpdatePlan, ...]:
+        random = self._random
+        count = random.choice((0, 0, 0, 0, 1, 1, 2, 3))
+        plans = [
+            UpdatePlan(
+                at_s=random.uniform(0.0, max(span_s, 0.3)),
+                kind=random.choice(("abort", "keep", "keep", "refused", "pause")),
+                weights_id=random.randint(1, 1 << 40),
+                pause_s=random.choice((0.0, 0.0, 0.1)),
+            )
+            for _ in range(count)
+        ]
+        return tuple(sorted(plans, key=lambda plan: plan.at_s))
 
 
 class _Draw:

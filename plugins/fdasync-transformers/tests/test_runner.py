@@ -417,7 +417,7 @@ async def test_launch_never_raises_and_stops_after_a_failure(driver: Driver, mon
         await future
     assert caught.value.step_id == 5
     monkeypatch.setattr(model, "forward", honest)
-    with pytest.raises(RunnerError, match="after a failed one"):
+    with pytest.raises(RunnerError, match="after a failure"):
         await driver.runner.launch(RunStep(6))
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fdasync_transformers.checkpoints import make_random_checkpoint
+    from fdasync_transformers.named import named_tensors
     from fdasync_transformers.replay import forced_routing
     from fdasync_transformers.runner import TransformersConfig, TransformersRunner
     from fdasync_transformers.tokenizer import load_tokenizer
@@ -23,6 +24,7 @@ _HOME = {
     "forced_routing": "replay",
     "load_tokenizer": "tokenizer",
     "make_random_checkpoint": "checkpoints",
+    "named_tensors": "named",
     "verify": "verification",
 }
 
@@ -35,6 +37,7 @@ __all__ = [
     "forced_routing",
     "load_tokenizer",
     "make_random_checkpoint",
+    "named_tensors",
     "verify",
 ]
 

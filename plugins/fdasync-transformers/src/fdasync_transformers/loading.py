@@ -148,9 +148,15 @@ def weights_id(model: PreTrainedModel) -> str:
 
 def fingerprint(model: PreTrainedModel) -> str:
     """Hex digest of what KV depends on besides the weights: the config, without keys that are known not to matter."""
-    facts = {key: value for key, value in model.config.to_dict().items() if key not in _NOT_IN_FINGERPRINT}
+    facts = config_facts(model.config)
     facts["compute_dtype"] = str(model.dtype)
     return xxhash.xxh3_128(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def config_facts(config: PreTrainedConfig) -> dict[str, Any]:
+    """What a config says, without the keys that KV does not depend on. Of a checkpoint, read it before it is loaded:
+    loading settles some of it."""
+    return {key: value for key, value in config.to_dict().items() if key not in _NOT_IN_FINGERPRINT}
 
 
 def eos_ids(checkpoint: Checkpoint) -> tuple[int, ...]:

@@ -16,8 +16,9 @@ import msgspec
 import numpy as np
 import torch
 
+from fdasync.actions import RunStep, SwapIn, SwapOut
 from fdasync.errors import CheckpointError, ConfigError, FdasyncError, InvariantBroken, RunnerError, UnsupportedModel
-from fdasync.runner.base import Capacity, Runner, RunnerLimits, StepOutput
+from fdasync.runner.base import Capacity, CopyOutput, Runner, RunnerLimits, StepOutput
 from fdasync.runner.lanes import LaneTable
 from fdasync_transformers import families, loading, probe, selfcheck
 from fdasync_transformers.capture import MoELayers, RoutingCapture, find_moe_layers
@@ -25,12 +26,17 @@ from fdasync_transformers.kv import KVLayout, KVPool
 from fdasync_transformers.profile import choose_num_blocks
 from fdasync_transformers.sampler import sample
 from fdasync_transformers.step import StepModel
+from fdasync_transformers.swap import BlockCopier
+from fdasync_transformers.weights import LiveWeights
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from transformers import PreTrainedModel
 
-    from fdasync.actions import RunStep
     from fdasync.cache.arena import AuxArena
+    from fdasync.cache.host import HostArena
+    from fdasync.runner.base import TensorMeta
     from fdasync.runner.lanes import Batch
 
 
@@ -77,6 +83,8 @@ class TransformersRunner(Runner):
         self._table: LaneTable | None = None
         self._arena: AuxArena | None = None
         self._capture: RoutingCapture | None = None
+        self._copier: BlockCopier | None = None
+        self._weights: LiveWeights | None = None
         self._failure = ""
 
     async def open(self) -> Capacity:
@@ -108,6 +116,7 @@ class TransformersRunner(Runner):
             raise ConfigError(
                 "routing", f"{checkpoint.model_type} has no MoE layers", hint='set capture to "auto" or False'
             )
+        facts = loading.config_facts(checkpoint.config)
         model = loading.load(checkpoint, config.dtype, device)
         families.refuse_stateful(model)
         _set_experts(model, config.experts)
@@ -125,10 +134,11 @@ class TransformersRunner(Runner):
         num_blocks = limits.num_blocks or choose_num_blocks(
             self._step_model, limits, max_context, block_tokens, config.kv_cache_nbytes
         )
+        self._weights = LiveWeights(model, facts)
         self._capacity = self._describe(checkpoint, max_context, block_tokens, num_blocks, tuple(notes))
         return self._capacity
 
-    async def bind(self, num_blocks: int, arena: AuxArena | None) -> None:
+    async def bind(self, num_blocks: int, arena: AuxArena | None, host: HostArena | None = None) -> None:
         """Allocate the pool and hook the experts. Raises ConfigError when the pool does not fit."""
         step_model, capacity = self._step_model, self._capacity
         if step_model is None or capacity is None:
@@ -141,6 +151,7 @@ class TransformersRunner(Runner):
             raise ConfigError("num_blocks", f"{num_blocks} KV blocks cannot be allocated: {error}") from error
         self._table = LaneTable(self.limits.max_running, capacity.max_context_tokens, capacity.block_tokens, num_blocks)
         self._arena = arena
+        self._copier = None if host is None else BlockCopier(self._pool, host)
         if self._moe is not None:
             self._capture = RoutingCapture(step_model.model, self._moe, self.limits.max_step_tokens)
         step_model.capture = self._capture
@@ -148,8 +159,9 @@ class TransformersRunner(Runner):
     def launch(self, step: RunStep) -> asyncio.Future[StepOutput]:
         """Perform a step; the future is done on return. Never raises: a failure ends the future, and the runner."""
         future: asyncio.Future[StepOutput] = asyncio.get_running_loop().create_future()
-        if self._failure:
-            future.set_exception(RunnerError(f"no steps after a failed one: {self._failure}", step.step_id))
+        if self._failure or self._half_loaded:
+            problem = f"no steps after a failure: {self._failure}" if self._failure else self._half_loaded
+            future.set_exception(RunnerError(problem, step.step_id))
             return future
         try:
             output = self._perform(step)  # blocking: a CPU forward pass; the runner lives in a worker process
@@ -162,6 +174,49 @@ class TransformersRunner(Runner):
             future.set_result(output)
         return future
 
+    def copy(self, copy: SwapOut | SwapIn) -> asyncio.Future[CopyOutput]:
+        """Move blocks; the future is done on return. Never raises: a failure ends the future, and the runner."""
+        future: asyncio.Future[CopyOutput] = asyncio.get_running_loop().create_future()
+        if self._failure:
+            future.set_exception(RunnerError(f"no copies after a failure: {self._failure}"))
+            return future
+        try:
+            output = self._move(copy)  # blocking: memory to memory; the runner lives in a worker process
+        except Exception as error:
+            self._failure = f"{type(error).__name__}: {error}"
+            failed = RunnerError(self._failure)
+            failed.__cause__ = error
+            future.set_exception(failed)
+        else:
+            future.set_result(output)
+        return future
+
+    # -- new weights; all of it blocks the loop of the worker process -------------------------------
+
+    async def load_folder(self, path: str) -> str:
+        return self._opened_weights.load_folder(path)
+
+    async def begin_tensors(self, tensors: Sequence[TensorMeta]) -> None:
+        self._opened_weights.begin(tensors)
+
+    async def write_tensor(self, number: int, offset_nbytes: int, data: memoryview) -> None:
+        self._opened_weights.write(number, offset_nbytes, data)
+
+    async def end_tensors(self) -> None:
+        self._opened_weights.end()
+
+    @property
+    def _opened_weights(self) -> LiveWeights:
+        if self._weights is None:
+            raise InvariantBroken("new weights before the first ones")
+        return self._weights
+
+    @property
+    def _half_loaded(self) -> str:
+        """Why no step may be computed with these weights, or ""."""
+        broken = self._weights is not None and self._weights.broken
+        return "no steps with weights of which only a part was replaced" if broken else ""
+
     async def aclose(self) -> None:
         """Free model, KV and hooks; idempotent. No step is ever under way between calls."""
         self._failure = self._failure or "the runner is closed"
@@ -169,6 +224,7 @@ class TransformersRunner(Runner):
             self._capture.close()
         on_gpu = self._step_model is not None and self._step_model.model.device.type == "cuda"
         self._capture = self._step_model = self._pool = self._table = self._arena = None
+        self._copier = self._weights = None
         if on_gpu:
             torch.cuda.empty_cache()
 
@@ -189,6 +245,19 @@ class TransformersRunner(Runner):
                 torch.cuda.synchronize(logits.device)  # the KV must be there when the step is done
             return StepOutput(step.step_id, ())
         return self._sample(batch, table, logits)
+
+    def _move(self, copy: SwapOut | SwapIn) -> CopyOutput:
+        copier, table = self._copier, self._table
+        if copier is None or table is None:
+            raise InvariantBroken("a copy, and there is no host tier")
+        rows_before = self._arena.written_nbytes if self._arena is not None else 0
+        if isinstance(copy, SwapOut):
+            moved = copier.out(copy.device, copy.host)
+        else:
+            moved = copier.back(copy.host, copy.device)
+            table.place(copy.device, copy.slots, copy.generations)
+        rows = self._arena.written_nbytes - rows_before if self._arena is not None else 0
+        return CopyOutput(copy.copy_id, moved, rows)
 
     def _sample(self, batch: Batch, table: LaneTable, logits: torch.Tensor) -> StepOutput:
         """Sample, and keep the tokens where the next step reads them."""

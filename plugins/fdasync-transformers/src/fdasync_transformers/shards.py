@@ -38,6 +38,7 @@ _DTYPE_NBYTES = {
     "I64": 8,
     "U64": 8,
 }
+FLOATS = frozenset(name for name in _DTYPE_NBYTES if name.startswith(("F", "BF")))
 
 
 class StoredTensor(NamedTuple):

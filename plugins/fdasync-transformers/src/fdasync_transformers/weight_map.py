@@ -1,8 +1,8 @@
 """Which tensor on disk goes where in the model: names, rows of fused expert weights, shapes.
 
 Uses the library's own conversion table (`transformers.conversion_mapping`), but copies into parameters
-that exist instead of replacing them, so that a later weight update keeps every address. Reads no tensor
-data: everything is checked on names and shapes first. Called by `loading.py`.
+that exist instead of replacing them, so that a weight update keeps every address. Reads no tensor
+data: everything is checked on names and shapes first. Called by `loading.py` and `weights.py`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from transformers.core_model_loading import (
 )
 
 from fdasync.errors import CheckpointError, UnsupportedModel
+from fdasync_transformers.shards import FLOATS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     import torch
@@ -41,11 +42,24 @@ class Placement(NamedTuple):
     parts: int = 1
 
 
-def place(model: PreTrainedModel, table: Mapping[str, StoredTensor], folder: Path) -> dict[str, Placement]:
-    """Placement of every stored tensor that the model uses, in the order to read them.
+class Located(NamedTuple):
+    """Where tensors go, by the names they were given under.
 
-    `model` may be on the meta device. Raises CheckpointError for missing, unexpected and misshapen
-    tensors, UnsupportedModel for a conversion that this loader does not know.
+    Attributes:
+        placements: in the order to read them.
+        ignored: names that the library says to leave out.
+        unknown: names that the model has no place for.
+    """
+
+    placements: dict[str, Placement]
+    ignored: list[str]
+    unknown: list[str]
+
+
+def locate(model: PreTrainedModel, names: Iterable[str]) -> Located:
+    """Find the place of each name: of a checkpoint, or of the model's own state dict.
+
+    `model` may be on the meta device. Raises UnsupportedModel for a conversion that this loader does not know.
     """
     state = model.state_dict()
     rules = get_model_conversion_mapping(model)
@@ -53,26 +67,40 @@ def place(model: PreTrainedModel, table: Mapping[str, StoredTensor], folder: Pat
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     of_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     placements: dict[str, Placement] = {}
-    unexpected: list[str] = []
+    homeless: list[str] = []
     # some renamings expect the library's order
-    for key in sorted(table, key=dot_natural_key):
+    for key in sorted(names, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
         if name not in state and key in state:
             name, pattern = key, None
         if name not in state:
-            unexpected.append(key)
+            homeless.append(key)
         elif pattern is None:
             placements[key] = Placement(name)
         else:
             placements[key] = _expert_placement(model, key, name, pattern, of_pattern[pattern])
+    unknown = _not_ignored(homeless, [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"])
+    return Located(placements, [key for key in homeless if key not in unknown], unknown)
+
+
+def place(model: PreTrainedModel, table: Mapping[str, StoredTensor], folder: Path) -> dict[str, Placement]:
+    """Placement of every stored tensor that the model uses, in the order to read them.
+
+    `model` may be on the meta device. Raises CheckpointError for missing, unexpected and misshapen
+    tensors, UnsupportedModel for a conversion that this loader does not know.
+    """
+    state = model.state_dict()
+    placements, _, unknown = locate(model, table)
     for key, placement in placements.items():
-        _check_shape(key, table[key], placement, state[placement.target])
+        stored = table[key]
+        problem = misfit(stored.shape, stored.dtype in FLOATS, placement, state[placement.target])
+        if problem:
+            raise CheckpointError(str(stored.file), f"{key} {problem}")
     _check_complete(model, state, placements, folder)
-    unexpected = _not_ignored(unexpected, [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"])
-    if unexpected:
+    if unknown:
         raise CheckpointError(
-            str(table[unexpected[0]].file),
-            f"holds {len(unexpected)} tensors that the model has no place for: {', '.join(unexpected[:3])}",
+            str(table[unknown[0]].file),
+            f"holds {len(unknown)} tensors that the model has no place for: {', '.join(unknown[:3])}",
         )
     return placements
 
@@ -82,6 +110,20 @@ def destination(placement: Placement, parameter: torch.Tensor) -> torch.Tensor:
     if placement.row < 0:
         return parameter
     return parameter[placement.row].chunk(placement.parts, 0)[placement.part]
+
+
+def misfit(shape: tuple[int, ...], is_float: bool, placement: Placement, target: torch.Tensor) -> str:
+    """Why a tensor cannot be copied to its place, for people; "" if it can."""
+    wanted = tuple(target.shape)
+    if placement.row >= 0:
+        if placement.row >= wanted[0]:
+            return f"is expert {placement.row}, the config has {wanted[0]}"
+        wanted = (wanted[1] // placement.parts, *wanted[2:])
+    if shape != wanted:
+        return f"has shape {shape}, the config asks for {wanted}"
+    if is_float != target.is_floating_point():
+        return f"is of another kind than the model's {str(target.dtype).removeprefix('torch.')}"
+    return ""
 
 
 def _expert_placement(model: PreTrainedModel, key: str, target: str, pattern: str, rule: WeightConverter) -> Placement:
@@ -96,16 +138,6 @@ def _expert_placement(model: PreTrainedModel, key: str, target: str, pattern: st
         )
     parts = len(rule.source_patterns) if joined else 1
     return Placement(target, int(found.group(1)), rule.source_patterns.index(pattern) if joined else 0, parts)
-
-
-def _check_shape(key: str, stored: StoredTensor, placement: Placement, target: torch.Tensor) -> None:
-    shape = tuple(target.shape)
-    if placement.row >= 0:
-        if placement.row >= shape[0]:
-            raise CheckpointError(str(stored.file), f"{key} is expert {placement.row}, the config has {shape[0]}")
-        shape = (shape[1] // placement.parts, *shape[2:])
-    if stored.shape != shape:
-        raise CheckpointError(str(stored.file), f"{key} has shape {stored.shape}, the config asks for {shape}")
 
 
 def _check_complete(

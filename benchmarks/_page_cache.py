@@ -1,0 +1,54 @@
+"""Bring files to the disk and out of the page cache, and see that they are: needs no root."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def settle(folder: Path) -> None:
+    """Everything in these segments is on the disk, so that no write of before disturbs what comes."""
+    for path in _segments(folder):
+        fd = os.open(path, os.O_RDONLY)
+        os.fdatasync(fd)
+        os.close(fd)
+
+
+def drop(folder: Path) -> None:
+    """Take all of a folder's segments out of the page cache. Raises SystemExit where that does not work."""
+    settle(folder)
+    held = total = 0
+    for path in _segments(folder):
+        fd = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        pages, of = _resident(fd)
+        held, total = held + pages, total + of
+        os.close(fd)
+    if held > total // 50:
+        raise SystemExit(f"{held} of {total} pages in {folder} stay in memory: no read is cold there (a tmpfs?)")
+
+
+def _segments(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.seg"))
+
+
+def _resident(fd: int) -> tuple[int, int]:
+    """Pages of a file in the page cache, and all of them."""
+    nbytes = os.fstat(fd).st_size
+    # private, because ctypes takes addresses of writable memory only; nothing is written
+    with mmap.mmap(fd, nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE) as mapped:
+        pages = -(-nbytes // mmap.PAGESIZE)
+        found = (ctypes.c_ubyte * pages)()
+        first = ctypes.c_char.from_buffer(mapped)
+        failed = ctypes.CDLL(None, use_errno=True).mincore(
+            ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(nbytes), found
+        )
+        del first
+        if failed:
+            raise OSError(ctypes.get_errno(), "mincore")
+        return sum(one & 1 for one in found), pages

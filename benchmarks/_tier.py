@@ -1,0 +1,223 @@
+"""A store with everything that an engine puts around it, moving blocks as an engine does; no engine.
+
+The store is found by name, hosted, sealed and wrapped by `StoreStack`, asked by a `Keeper`, told by an `EventBus`: the
+engine's own objects on the engine's own memory. Only the scheduler is missing: the caller says which blocks to move.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fdasync import EngineConfig
+from fdasync.actions import FetchBlocks, StoreBlocks
+from fdasync.cache.arena import AuxArena
+from fdasync.cache.aux import AuxSpec
+from fdasync.cache.block_format import object_key
+from fdasync.cache.host import HostArena
+from fdasync.cache.region import page_aligned
+from fdasync.events.bus import EventBus
+from fdasync.events.catalog import FetchEnded, StoreEnded
+from fdasync.keeper import AUX_REGION, HOST_REGION, Keeper
+from fdasync.registry import Registry
+from fdasync.runner.base import Capacity
+from fdasync.stores import StoreStack
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fdasync.cache.store import Part
+
+BLOCK_TOKENS = 16
+ROUTING = AuxSpec("routing", (48, 8), "uint8")
+# long: a slow machine is measured, not cut off
+_DEADLINE_S = 120.0
+_NAMESPACE = b"benchmarks.store"
+_EDGE_NBYTES = 64
+
+
+class Blocks:
+    """The memory of a number of blocks: KV in a host arena and rows in an aux arena, all pages touched, random bytes.
+
+    Args:
+        rows: with rows, as an engine has them that captures routing (48 layers x top-8, uint8).
+    """
+
+    def __init__(self, count: int, nbytes: int, *, rows: bool = True) -> None:
+        self.count = count
+        self.nbytes = nbytes
+        self.host = HostArena.create(count, nbytes)
+        self.arena = AuxArena.create(count, BLOCK_TOKENS, (ROUTING,)) if rows else None
+        random = np.random.default_rng(7)
+        self.host.region.view()[:] = bytes(self.host.region.nbytes)
+        for block in self.host.kv:
+            block[:] = np.frombuffer(random.bytes(nbytes), np.uint8)
+        if self.arena is not None:
+            for values in self.arena.rows.values():
+                values[:] = random.integers(0, 128, values.shape, np.uint8)
+        self._edges = [edge.copy() for edge in self._look()]
+
+    @property
+    def regions(self) -> list[Any]:
+        """What a store is opened with."""
+        return [self.host.region] + ([] if self.arena is None else [self.arena.region])
+
+    @property
+    def moved_nbytes(self) -> int:
+        """KV and rows of all blocks."""
+        rows = 0 if self.arena is None else BLOCK_TOKENS * ROUTING.token_nbytes
+        return self.count * (self.nbytes + rows)
+
+    def sections(self, number: int) -> list[Part]:
+        """KV and rows of a block."""
+        rows = () if self.arena is None else self.arena.parts(number, AUX_REGION)
+        return [self.host.payload(number, HOST_REGION), *rows]
+
+    def object_parts(self, number: int, padding: Part) -> list[Part]:
+        """The whole object as it lies in a store: header page, sections, and padding from (or to) a page."""
+        parts = [self.host.header(number, HOST_REGION)]
+        for part in self.sections(number):
+            parts.append(part)
+            rest = page_aligned(part.nbytes) - part.nbytes
+            if rest:
+                parts.append(type(part)(padding.region, padding.offset, rest))
+        return parts
+
+    def spoil(self) -> None:
+        """Change first and last bytes of everything, so that a read that brings nothing is seen."""
+        for edge in self._look():
+            edge ^= 0xFF
+
+    def check(self) -> None:
+        """Raise RuntimeError unless they are what they were at first."""
+        if not all(np.array_equal(now, then) for now, then in zip(self._look(), self._edges, strict=True)):
+            raise RuntimeError("a read did not bring back what was written")
+
+    def close(self) -> None:
+        self.host.close()
+        if self.arena is not None:
+            self.arena.close()
+
+    def _look(self) -> list[Any]:
+        kv = self.host.kv
+        edges = [kv[:, :_EDGE_NBYTES], kv[:, -_EDGE_NBYTES:]]
+        if self.arena is not None:
+            rows = self.arena.rows[ROUTING.name].reshape(self.count, BLOCK_TOKENS, -1)
+            edges += [rows[:, 0, :_EDGE_NBYTES], rows[:, -1, -_EDGE_NBYTES:]]
+        return edges
+
+
+class Tier:
+    """`async with` opens and closes it. Blocks have a name for each round: an object is written once.
+
+    Args:
+        name, config: of the store, as in `EngineConfig.store` and `.store_config`.
+        blocks: what is moved; owned by the caller.
+    """
+
+    def __init__(self, name: str, config: dict[str, Any], blocks: Blocks) -> None:
+        self._blocks = blocks
+        engine = EngineConfig(
+            runner="synthetic",
+            host_blocks=blocks.count,
+            store=name,
+            store_config=config,
+            store_deadline_s=_DEADLINE_S,
+            close_deadline_s=30.0,
+        )
+        capacity = Capacity(
+            model="benchmark",
+            fingerprint="",
+            weights_id="",
+            vocab_size=2,
+            eos_ids=(0,),
+            max_context_tokens=BLOCK_TOKENS,
+            block_tokens=BLOCK_TOKENS,
+            num_blocks=blocks.count,
+            block_nbytes=blocks.nbytes,
+            kv_layout="benchmark",
+            kv_dtype="uint8",
+            aux_specs=() if blocks.arena is None else (ROUTING,),
+        )
+        self.stack = StoreStack(engine, Registry(), capacity, blocks.host, None)
+        self._bus: EventBus
+        self._keeper: Keeper
+        self._ended: dict[int, asyncio.Future[StoreEnded | FetchEnded]] = {}
+        self._number = 0
+
+    async def __aenter__(self) -> Tier:
+        loop = asyncio.get_running_loop()
+        self._bus = EventBus(loop.time, lambda: loop.call_soon(self._turn))
+        self.stack.publish = self._bus.publish
+        try:
+            await self.stack.open(self._blocks.regions)
+        except BaseException:
+            await self.stack.aclose()
+            raise
+        host, arena = self._blocks.host, self._blocks.arena
+        self._keeper = Keeper(
+            self._bus,
+            self.stack.store,
+            host,
+            arena,
+            lease_kill_s=_DEADLINE_S,
+            close_s=_DEADLINE_S,
+            on_error=self._on_error,
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        try:
+            await self._keeper.aclose()
+        finally:
+            await self.stack.aclose()
+
+    async def write(self, round_: int, numbers: Sequence[int]) -> None:
+        """Until the store has them. Raises RuntimeError if it does not take all."""
+        number, ended = self._begin()
+        keys = tuple(_key(round_, block) for block in numbers)
+        places = tuple(numbers)
+        self._keeper.write(StoreBlocks(number, _NAMESPACE, keys, places, places))
+        event = await ended
+        assert isinstance(event, StoreEnded)
+        if not all(event.stored):
+            raise RuntimeError(f"the store took {sum(event.stored)} of {len(keys)} blocks")
+
+    async def read(self, round_: int, numbers: Sequence[int]) -> None:
+        """Until they are there and checked. Raises RuntimeError if one is not."""
+        number, ended = self._begin()
+        keys = tuple(_key(round_, block) for block in numbers)
+        places = tuple(numbers)
+        slots, generations = (places, (1,) * len(keys)) if self._blocks.arena is not None else ((), ())
+        deadline = asyncio.get_running_loop().time() + _DEADLINE_S
+        self._keeper.fetch(FetchBlocks(number, _NAMESPACE, keys, places, slots, generations, deadline))
+        event = await ended
+        assert isinstance(event, FetchEnded)
+        if not all(event.arrived):
+            raise RuntimeError(f"the store gave back {sum(event.arrived)} of {len(keys)} blocks")
+
+    async def forget(self, round_: int, numbers: Sequence[int]) -> None:
+        await self.stack.store.delete([object_key(_NAMESPACE, _key(round_, block)) for block in numbers])
+
+    def _begin(self) -> tuple[int, asyncio.Future[StoreEnded | FetchEnded]]:
+        self._number += 1
+        ended = self._ended[self._number] = asyncio.get_running_loop().create_future()
+        return self._number, ended
+
+    def _turn(self) -> None:
+        for event in self._bus.drain():
+            if isinstance(event, StoreEnded):
+                self._ended.pop(event.put_id).set_result(event)
+            elif isinstance(event, FetchEnded):
+                self._ended.pop(event.fetch_id).set_result(event)
+
+    def _on_error(self, error: BaseException) -> None:
+        for ended in self._ended.values():
+            ended.set_exception(error)
+        self._ended.clear()
+
+
+def _key(round_: int, block: int) -> bytes:
+    return round_.to_bytes(8, "big") + block.to_bytes(8, "big")

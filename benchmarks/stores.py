@@ -1,0 +1,262 @@
+"""What a store costs beyond the raw path: the file store and Mooncake, each against the same bytes moved without us.
+
+**File.** 256 blocks of 1.5 MiB of KV with their rows, moved by the engine's own objects (`_tier.py`: keeper, wrappers,
+hosted process, object format), against plain `pwritev` and `preadv` from as many threads in a process of its own
+(`_raw_file.py`). Both arms: the same shared memory, touched before; slots of the same segments, reused; no syncs; one
+XXH3 pass; timed by the asker. Written over what was used longest ago; read warm from the page cache; read cold, after
+both arms' files were synced and dropped from it.
+
+**Loop.** The longest callback on the engine's loop (uvloop) while 256 blocks move: written, read, and half of them
+written while the other half is read; in CPU time of its thread. Beside it, how late a 1 ms timer came.
+
+**Mooncake.** 64 blocks of 1 MiB put and got by the engine's objects, against the same client called directly.
+
+Arms take turns; the figure of a ratio is the ratio of the medians of MB/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import importlib.util
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import uvloop
+
+from benchmarks._page_cache import drop, settle
+from benchmarks._raw_file import RawFiles
+from benchmarks._report import Report, calibrate_us
+from benchmarks._tier import Blocks, Tier
+from benchmarks._timed_loop import Ticker, TimedLoop
+from fdasync.cache.file import FileConfig
+from fdasync.cache.file_layout import Shape, slots_within
+from fdasync.keeper import HOST_REGION
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+RATIO_AIM = 0.9
+LOOP_BLOCK_AIM_MS = 2.0
+# every slot has been written and all memory is mapped in both processes
+FILE_WARM_ROUNDS = 3
+# the pool's memory is touched
+MOONCAKE_WARM_ROUNDS = 3
+MOONCAKE_BLOCKS, MOONCAKE_NBYTES = 64, 1 << 20
+PHASES = ("write", "read_warm", "read_cold")
+
+
+class Times:
+    """Seconds of both arms, pair by pair, by what was done."""
+
+    def __init__(self) -> None:
+        self.ours: dict[str, list[float]] = {}
+        self.raw: dict[str, list[float]] = {}
+
+    def report(self, report: Report, store: str, nbytes: int) -> None:
+        """A ratio for each, and the rates behind it."""
+        for phase, ours_s in self.ours.items():
+            ours = [nbytes / 1e6 / seconds for seconds in ours_s]
+            raw = [nbytes / 1e6 / seconds for seconds in self.raw[phase]]
+            raw_rate = statistics.median(raw)
+            name = f"{store}_{phase}_ratio"
+            report.add(name, [rate / raw_rate for rate in ours], aim=RATIO_AIM)
+            report.conditions[f"{store}_{phase}_mb_s"] = {
+                "ours": [round(value) for value in (statistics.median(ours), min(ours), max(ours))],
+                "raw": [round(value) for value in (raw_rate, min(raw), max(raw))],
+            }
+
+
+class FileArms:
+    """The file store and the raw arm, side by side."""
+
+    def __init__(self, tier: Tier, raw: RawFiles, blocks: Blocks, ours: Path, theirs: Path) -> None:
+        self._tier = tier
+        self._raw = raw
+        self._blocks = blocks
+        self._folders = (ours, theirs)
+        self._all = range(blocks.count)
+
+    async def pair(self, round_: int, times: Times | None) -> None:
+        """Each phase once by both arms; the one that begins changes from round to round."""
+        for folder in self._folders:
+            settle(folder)
+        for phase in PHASES:
+            for ours in (True, False) if round_ % 2 else (False, True):
+                if phase != "write":
+                    self._blocks.spoil()
+                started = time.perf_counter()
+                await self._move(phase, round_, ours=ours)
+                spent = time.perf_counter() - started
+                if times is not None:
+                    (times.ours if ours else times.raw).setdefault(phase, []).append(spent)
+                if phase == "write":
+                    # the other arm's turn must not pay for what this one left to the kernel
+                    settle(self._folders[0 if ours else 1])
+                else:
+                    self._blocks.check()
+            if phase == "read_warm":
+                for folder in self._folders:
+                    drop(folder)
+
+    async def _move(self, phase: str, round_: int, *, ours: bool) -> None:
+        if phase == "write":
+            await self._tier.write(round_, self._all) if ours else self._raw.write()
+        else:
+            await self._tier.read(round_, self._all) if ours else self._raw.read()
+
+
+def file_config(folder: Path, blocks: Blocks) -> tuple[FileConfig, Shape, int]:
+    """A store with room for little more than all blocks: what is written displaces what was used longest ago."""
+    defaults = FileConfig(path=str(folder))
+    stride = sum(part.nbytes for part in blocks.object_parts(0, blocks.host.zeros(HOST_REGION)))
+    shape = Shape(stride, slots_within(stride, defaults.segment_nbytes), 0)
+    segments = -(-(blocks.count + 1) // shape.slots)
+    return FileConfig(path=str(folder), max_nbytes=segments * shape.nbytes), shape, segments
+
+
+async def measure_file(folder: Path, blocks: Blocks, pairs: int) -> Times:
+    ours, theirs = folder / "ours", folder / "raw"
+    theirs.mkdir()
+    config, shape, segments = file_config(ours, blocks)
+    times = Times()
+    with RawFiles(theirs, blocks, shape, segments, config.threads) as raw:
+        async with Tier("file", {"path": config.path, "max_nbytes": config.max_nbytes}, blocks) as tier:
+            arms = FileArms(tier, raw, blocks, ours, theirs)
+            for round_ in range(FILE_WARM_ROUNDS + pairs):
+                await arms.pair(round_, times if round_ >= FILE_WARM_ROUNDS else None)
+    return times
+
+
+async def measure_loop(folder: Path, blocks: Blocks, rounds: int) -> tuple[list[tuple[float, str]], list[float]]:
+    """The longest callback of each round and what it was; how late each tick was; in milliseconds."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, TimedLoop)
+    config, _, _ = file_config(folder / "loop", blocks)
+    half = blocks.count // 2
+    first, second = range(half), range(half, blocks.count)
+    longest: list[tuple[float, str]] = []
+    async with Tier("file", {"path": config.path, "max_nbytes": config.max_nbytes}, blocks) as tier:
+        await tier.write(0, range(blocks.count))
+        # what the start left is looked at now; collections that moving blocks brings about stay in the figure
+        gc.collect()
+        async with Ticker() as ticker:
+            for round_ in range(1, rounds + 1):
+                loop.reset()
+                # in the room of the last round's blocks: `second` is read before it is displaced
+                await asyncio.gather(tier.read(round_ - 1, second), tier.write(round_, first))
+                await tier.write(round_, second)
+                await tier.read(round_, range(blocks.count))
+                longest.append((loop.longest_s * 1e3, loop.longest))
+    return longest, [late * 1e3 for late in ticker.late_s]
+
+
+async def measure_mooncake(blocks: Blocks, pairs: int) -> Times:
+    from fdasync_mooncake.direct import DirectProcess
+    from fdasync_mooncake.testing import LenderProcess, MasterProcess
+
+    times = Times()
+    numbers = range(blocks.count)
+    zeros = blocks.host.zeros(HOST_REGION)
+    parts = [[(part.offset, part.nbytes) for part in blocks.object_parts(n, zeros)] for n in numbers]
+    with MasterProcess() as master, LenderProcess(master, 4 * blocks.host.region.nbytes + (64 << 20)):
+        direct = DirectProcess(master.address, blocks.host.region, parts, checksum=True)
+        with direct:
+            async with Tier("mooncake", {"master": master.address}, blocks) as tier:
+                for round_ in range(MOONCAKE_WARM_ROUNDS + pairs):
+
+                    async def ours(verb: Callable[..., Awaitable[None]], number: int = round_) -> float:
+                        started = time.perf_counter()
+                        await verb(number, numbers)
+                        return time.perf_counter() - started
+
+                    for phase in ("put", "get"):
+                        for hosted in (True, False) if round_ % 2 else (False, True):
+                            if phase == "get":
+                                blocks.spoil()
+                            if hosted:
+                                spent = await ours(tier.write if phase == "put" else tier.read)
+                            else:
+                                spent = (direct.put if phase == "put" else direct.get)(str(round_))
+                            if phase == "get":
+                                blocks.check()
+                            if round_ >= MOONCAKE_WARM_ROUNDS:
+                                (times.ours if hosted else times.raw).setdefault(phase, []).append(spent)
+                    await tier.forget(round_, numbers)
+                    direct.delete(str(round_))
+    return times
+
+
+def run_file(report: Report, folder: Path, count: int, nbytes: int, pairs: int) -> None:
+    blocks = Blocks(count, nbytes)
+    try:
+        times = uvloop.run(measure_file(folder, blocks, pairs))
+        times.report(report, "file", blocks.moved_nbytes)
+        with asyncio.Runner(loop_factory=TimedLoop) as runner:
+            longest, late = runner.run(measure_loop(folder, blocks, pairs))
+    finally:
+        blocks.close()
+    worst, what = max(longest)
+    report.add("file_loop_block_ms_max", [worst], aim=LOOP_BLOCK_AIM_MS)
+    report.conditions["file_loop_block_ms_by_round"] = [round(value, 3) for value, _ in longest]
+    report.conditions["file_loop_block_longest"] = what
+    report.conditions["file_loop"] = "uvloop, CPU time of each callback in its thread"
+    report.add("file_loop_late_ms_p99", [statistics.quantiles(late, n=100)[98]])
+
+
+def why_no_mooncake() -> str:
+    """Why no real pool can run here, or ""."""
+    if importlib.util.find_spec("fdasync_mooncake") is None:
+        return "fdasync-mooncake is not installed"
+    from fdasync_mooncake.testing import why_not
+
+    return why_not()
+
+
+def run_mooncake(report: Report, pairs: int) -> None:
+    why = why_no_mooncake()
+    if why:
+        report.conditions["mooncake_left_out"] = why
+        return
+    from fdasync_mooncake.testing import in_loopback_namespace
+
+    blocks = Blocks(MOONCAKE_BLOCKS, MOONCAKE_NBYTES, rows=False)
+    try:
+        with in_loopback_namespace():
+            times = uvloop.run(measure_mooncake(blocks, pairs))
+    finally:
+        blocks.close()
+    times.report(report, "mooncake", blocks.moved_nbytes)
+    report.conditions["mooncake"] = f"{MOONCAKE_BLOCKS} blocks of {MOONCAKE_NBYTES} bytes, tcp on loopback"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=int, default=256, help="blocks that move (default 256)")
+    parser.add_argument("--block-nbytes", type=int, default=3 << 19, help="KV of a block (default 1.5 MiB)")
+    parser.add_argument("--pairs", type=int, default=15, help="interleaved pairs of each figure (default 15)")
+    parser.add_argument("--folder", type=Path, help="where the files go (default: a temporary one)")
+    parser.add_argument("--only", choices=["file", "mooncake"], help="these figures only")
+    parser.add_argument("--json", metavar="FILE", dest="json_path", help="write the figures here")
+    options = parser.parse_args()
+    report = Report("Stores against the raw path")
+    report.conditions["calibration_us"] = round(calibrate_us(), 1)
+    report.conditions["pairs"] = options.pairs
+    if options.only != "mooncake":
+        report.conditions["file"] = (
+            f"{options.blocks} blocks of {options.block_nbytes} bytes and rows of 48 layers x top-8 x 16 tokens, "
+            f"{FileConfig(path='').threads} threads in both arms, sync none"
+        )
+        with tempfile.TemporaryDirectory(prefix="fdasync-stores-", dir=options.folder) as name:
+            run_file(report, Path(name), options.blocks, options.block_nbytes, options.pairs)
+    if options.only != "file":
+        run_mooncake(report, options.pairs)
+    report.finish(options.json_path)
+
+
+if __name__ == "__main__":
+    main()

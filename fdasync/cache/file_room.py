@@ -1,0 +1,203 @@
+"""Where the next object of a file store goes: free slots, new segments, evictions, within the cap and the disk.
+
+Joins the books (`file_index.py`) with the files that they speak of, which are made and dropped here, one at a time.
+Runs on the loop of `file.py`; syscalls go to its threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading  # threads: hosted in a process of its own, which is no engine
+from concurrent.futures import ThreadPoolExecutor  # threads: the same
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fdasync.cache.file_index import Drop, Grow, Place, Segment
+from fdasync.cache.file_io import FULL, Trouble, make_segment, mark_segment
+from fdasync.cache.file_layout import CLEAN, Shape, least_nbytes
+from fdasync.cache.region import page_aligned
+from fdasync.cache.store import Outcome, finish
+from fdasync.errors import InvariantBroken
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+    from fdasync.cache.file_index import FileIndex
+
+T = TypeVar("T")
+U = TypeVar("U")
+_FULL_DISK_S = 5.0  # so long a disk that was full is not asked for more
+
+
+class Threads:
+    """A few threads for what blocks. Use from one loop; `close` when nothing runs."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._running = 0
+        self._started: list[threading.Thread] = []
+        self._pool = ThreadPoolExecutor(count, "fdasync-file", lambda: self._started.append(threading.current_thread()))
+
+    async def run(self, work: Callable[..., T], *arguments: Any) -> T:
+        """`work(*arguments)`; a cancellation is raised after its end."""
+        self._running += 1
+        try:
+            return await finish(asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments))
+        finally:
+            self._running -= 1
+
+    async def spread(self, items: list[T], work: Callable[[list[T]], list[U]]) -> list[U]:
+        """`work` over all items, neighbours together, in as many jobs as there are idle threads, or in one.
+
+        Results in order, after the last job.
+        """
+        each = max(1, -(-len(items) // max(1, self._count - self._running)))
+        jobs = [self.run(work, items[first : first + each]) for first in range(0, len(items), each)]
+        if len(jobs) == 1:
+            return await jobs[0]
+        results: list[U] = []
+        for ended in await asyncio.gather(*jobs, return_exceptions=True):
+            if isinstance(ended, BaseException):
+                raise ended
+            results += ended
+        return results
+
+    async def close(self) -> None:
+        """Their end; nothing may run any more."""
+        self._pool.shutdown(wait=False)
+        # to join them would block; they have nothing to do but end
+        while any(thread.is_alive() for thread in self._started):  # noqa: ASYNC110 - the end of a thread tells nobody
+            await asyncio.sleep(0.0002)
+
+
+class Keys:
+    """Keys that somebody is at work on: putting or deleting them, or clearing what is left of them on disk.
+
+    A key is here or in the index, never in both.
+    """
+
+    def __init__(self) -> None:
+        self._busy: dict[str, asyncio.Future[None]] = {}
+
+    def claim(self, key: str) -> None:
+        if key in self._busy:
+            raise InvariantBroken(f"{key} is being worked on already")
+        self._busy[key] = asyncio.get_running_loop().create_future()
+
+    def release(self, key: str) -> None:
+        self._busy.pop(key).set_result(None)
+
+    def others(self, keys: Iterable[str]) -> list[asyncio.Future[None]]:
+        """What to wait for before anything is done to these keys."""
+        return [self._busy[key] for key in keys if key in self._busy]
+
+
+class FileRoom:
+    """Slots for objects.
+
+    Args:
+        index: the folder's, owned by the store.
+        keys: the same.
+        next_number: of the next segment.
+        boot: what marks a segment that is written to; `CLEAN` where every write is synced.
+    """
+
+    def __init__(
+        self, folder: Path, index: FileIndex, keys: Keys, threads: Threads, next_number: int, boot: bytes
+    ) -> None:
+        self._folder = folder
+        self._index = index
+        self._keys = keys
+        self._threads = threads
+        self._next_number = next_number
+        self._boot = boot
+        self._lock = asyncio.Lock()
+        self._full_until = 0.0
+        self._full_words = ""
+
+    async def place(self, nbytes: int) -> Place | Outcome:
+        """A claimed slot for an object of `nbytes`, or why there is none."""
+        least = least_nbytes(nbytes)
+        if least > self._index.max_nbytes:
+            return Outcome("full", f"it never fits: it takes {least} bytes and the cap is {self._index.max_nbytes}")
+        stride = page_aligned(nbytes)
+        step = self._find(stride)
+        while isinstance(step, Grow | Drop):
+            async with self._lock:
+                step = self._find(stride)  # somebody may have made room meanwhile
+                try:
+                    if isinstance(step, Grow):
+                        await self._grow(stride, step.slots)
+                    elif isinstance(step, Drop):
+                        await self.drop(step.segment)
+                except OSError as error:
+                    trouble = Trouble.of(error)
+                    if trouble.code not in FULL or isinstance(step, Drop):
+                        return trouble.outcome()
+                    # for a while what is there has to do
+                    self._full_until = asyncio.get_running_loop().time() + _FULL_DISK_S
+                    self._full_words = trouble.words
+                    self._index.limit_nbytes = self._index.total_nbytes
+            if not isinstance(step, Place):
+                step = self._find(stride)
+        return step if step is not None else Outcome("full", self._full_words or "all that it holds is in use")
+
+    async def enforce_cap(self) -> None:
+        """Drop what was used longest ago until the cap holds. Raises OSError."""
+        while self._index.total_nbytes > self._index.max_nbytes and (cold := self._index.coldest()) is not None:
+            await self.drop(cold)
+
+    async def drop(self, segment: Segment) -> None:
+        """Give a segment back to the disk, with what is in it. Raises OSError; then it is there and not believed."""
+        keys = [entry.key for entry in segment.entries.values()]
+        for key in keys:
+            self._keys.claim(key)
+        self._index.remove_segment(segment)
+        path = self._folder / segment.shape.name
+
+        def unlink() -> None:
+            path.unlink(missing_ok=True)
+            os.close(segment.fd)
+
+        try:
+            await self._threads.run(unlink)
+        except OSError:
+            segment.believed = False
+            segment.entries.clear()
+            segment.free.clear()
+            segment.stale.clear()
+            self._index.add_segment(segment)
+            raise
+        finally:
+            for key in keys:
+                self._keys.release(key)
+
+    async def mark(self, segments: Iterable[Segment]) -> None:
+        """Before the first write of this session to a segment: say in its head that the disk may lack some of them.
+
+        Raises OSError.
+        """
+        unmarked = [segment for segment in segments if segment.boot != self._boot]
+        if not unmarked:
+            return
+        async with self._lock:
+            for segment in unmarked:
+                if segment.boot != self._boot:
+                    await self._threads.run(mark_segment, segment.fd, segment.shape, self._boot)
+                    segment.boot = self._boot
+
+    async def _grow(self, stride: int, slots: int) -> None:
+        shape = Shape(stride, slots, self._next_number)
+        self._next_number += 1
+        synced = self._boot == CLEAN
+        fd = await self._threads.run(lambda: make_segment(self._folder, shape, self._boot, synced=synced))
+        segment = Segment(shape, fd, self._boot)
+        segment.free = list(reversed(range(slots)))
+        self._index.add_segment(segment)
+
+    def _find(self, stride: int) -> Place | Grow | Drop | None:
+        if self._full_words and asyncio.get_running_loop().time() >= self._full_until:
+            self._full_words = ""
+            self._index.limit_nbytes = self._index.max_nbytes
+        return self._index.find(stride)

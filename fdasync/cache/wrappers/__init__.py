@@ -1,0 +1,32 @@
+"""Stores around stores: one concern each, composed by whoever opens an engine's store.
+
+A good order, from the outside in: Trace, Breaker, Retry, Timeout, Limits, and for tests Latency or Faults next to
+the store. Each is a `Store` and passes the same suite as what it wraps. They use the running loop's time, so virtual
+time works; no threads, and no task outlives `aclose`.
+"""
+
+from __future__ import annotations
+
+from fdasync.cache.wrappers.base import Verb, Wrapper
+from fdasync.cache.wrappers.breaker import Breaker, BreakerState
+from fdasync.cache.wrappers.faults import FaultPlan, Faults
+from fdasync.cache.wrappers.latency import Latency
+from fdasync.cache.wrappers.limits import Limits
+from fdasync.cache.wrappers.retry import Retry
+from fdasync.cache.wrappers.timeout import Timeout
+from fdasync.cache.wrappers.trace import StoreCall, Trace
+
+__all__ = [
+    "Breaker",
+    "BreakerState",
+    "FaultPlan",
+    "Faults",
+    "Latency",
+    "Limits",
+    "Retry",
+    "StoreCall",
+    "Timeout",
+    "Trace",
+    "Verb",
+    "Wrapper",
+]

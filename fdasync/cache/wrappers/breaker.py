@@ -1,0 +1,173 @@
+"""A circuit breaker: a store that hangs or fails is not asked any more, until a probe says that it is back."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, Literal
+
+from fdasync.cache.wrappers.base import Verb, Wrapper
+from fdasync.errors import StoreTimeout, StoreUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from fdasync.cache.store import Store
+
+BreakerState = Literal["closed", "open", "half_open"]
+
+PROBE_KEY = "fdasync-probe"
+
+
+class Breaker(Wrapper):
+    """Closed: calls go through. Open: they raise StoreUnavailable at once, and the store is left alone.
+
+    It opens at the first StoreTimeout, or after so many calls in a row that failed for now (of a batch: all items).
+    After a cooldown a task of its own asks for one key (half open); an answer closes it, else the cooldown doubles.
+    There is one probe at a time: one that hangs is followed until it ends, and its end brings the next.
+
+    Args:
+        failures: calls in a row that open it.
+        cooldown_s: from opening to the first probe, in seconds; it doubles with each probe that fails.
+        max_cooldown_s: never longer than this, in seconds.
+        probe_s: how long a probe may take, in seconds.
+        on_state: called in the loop at each change, with the reason in words; it must not raise.
+
+    Attributes:
+        state: now.
+        refused: calls that it did not let through.
+        late: calls that came back after their timeout.
+    """
+
+    def __init__(
+        self,
+        inner: Store,
+        *,
+        failures: int = 5,
+        cooldown_s: float = 1.0,
+        max_cooldown_s: float = 60.0,
+        probe_s: float = 5.0,
+        on_state: Callable[[BreakerState, str], None] | None = None,
+    ) -> None:
+        super().__init__(inner)
+        self.state: BreakerState = "closed"
+        self.refused = 0
+        self.late = 0
+        self._why = ""
+        self._failures = failures
+        self._cooldown_s = cooldown_s
+        self._max_cooldown_s = max_cooldown_s
+        self._probe_s = probe_s
+        self._on_state = on_state
+        self._failed = 0  # in a row
+        self._round = 0  # of closed states; what began in an earlier one says nothing of this one
+        self._recovering: asyncio.Task[None] | None = None
+        self._probing: asyncio.Future[Any] | None = None
+
+    async def around(self, verb: Verb, argument: Sequence[Any]) -> Any:
+        if self.state != "closed":
+            self.refused += 1
+            raise StoreUnavailable(self.name, f"it is not asked for now: {self._why}")
+        era, round_ = self.era, self._round
+        try:
+            answer = await self.ask(verb, argument, era)
+        except StoreTimeout as error:
+            error.ended.add_done_callback(self._came_back)
+            if (era, round_) == (self.era, self._round):
+                self._open(error.problem)
+            raise
+        except StoreUnavailable as error:
+            if (era, round_) == (self.era, self._round):
+                self._count(error.problem)
+            raise
+        if (era, round_) == (self.era, self._round):
+            problem = _failed_wholly(verb, answer)
+            if problem:
+                self._count(problem)
+            else:
+                self._failed = 0
+        return answer
+
+    async def aclose(self) -> None:
+        """End the probe, close the store."""
+        self._closed = True
+        recovering, probing = self._recovering, self._probing
+        if recovering is not None:
+            recovering.cancel()
+            await asyncio.wait([recovering], timeout=self._probe_s)
+        if probing is not None:
+            probing.cancel()
+        await super().aclose()
+        if probing is not None and not probing.done():
+            # it ends with the store
+            await asyncio.wait([probing], timeout=self._probe_s)
+
+    # -- states ---------------------------------------------------------------------------------------
+
+    def _count(self, problem: str) -> None:
+        self._failed += 1
+        if self._failed >= self._failures:
+            self._open(f"{self._failed} calls in a row failed, the last one: {problem}")
+
+    def _open(self, why: str) -> None:
+        if self.state == "closed" and not self._closed:
+            self._round += 1
+            self._tell("open", why)
+            self._recovering = asyncio.get_running_loop().create_task(
+                self._recover(), name=f"recovery of store {self.name}"
+            )
+
+    def _tell(self, state: BreakerState, why: str) -> None:
+        self.state = state
+        self._why = why
+        if self._on_state is not None:
+            self._on_state(state, why)
+
+    def _came_back(self, ended: asyncio.Future[Any]) -> None:
+        # one that was ended never answered
+        if not ended.cancelled() and ended.exception() is None:
+            self.late += 1
+
+    # -- the probe ------------------------------------------------------------------------------------
+
+    async def _recover(self) -> None:
+        cooldown_s = self._cooldown_s
+        await asyncio.sleep(cooldown_s)
+        while True:
+            self._tell("half_open", "a probe is under way")
+            problem, hanging = await self._probe()
+            if not problem:
+                self._failed = 0
+                self._tell("closed", "the probe was answered")
+                return
+            self._tell("open", problem)
+            cooldown_s = min(2.0 * cooldown_s, self._max_cooldown_s)
+            if hanging is None:
+                await asyncio.sleep(cooldown_s)
+            while hanging is not None and not hanging.done():
+                await asyncio.wait([hanging], timeout=cooldown_s)
+            if hanging is not None and (hanging.cancelled() or hanging.exception() is not None):
+                await asyncio.sleep(cooldown_s)
+
+    async def _probe(self) -> tuple[str, asyncio.Future[Any] | None]:
+        """What is wrong, or ""; and what has to end before the next probe, if anything."""
+        loop = asyncio.get_running_loop()
+        probe = loop.create_task(self.ask("exists_prefix", [PROBE_KEY], self.era), name=f"probe of store {self.name}")
+        self._probing = probe
+        # retrieved, whoever is there when it ends
+        probe.add_done_callback(lambda probe: probe.cancelled() or probe.exception())
+        await asyncio.wait([probe], timeout=self._probe_s)
+        if not probe.done():
+            return f"a probe was not answered within {self._probe_s:g} s", probe
+        if probe.cancelled():
+            return "a probe was cancelled", None
+        error = probe.exception()
+        if isinstance(error, StoreTimeout):
+            return error.problem, error.ended
+        return ("" if error is None else str(error)), None
+
+
+def _failed_wholly(verb: Verb, answer: Any) -> str:
+    """Why, if every item of a call failed for now."""
+    if verb in ("get_into", "put") and answer and all(one.status == "failed" and one.transient for one in answer):
+        return str(answer[0].problem)
+    return ""

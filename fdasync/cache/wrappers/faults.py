@@ -1,0 +1,142 @@
+"""Everything that stores do wrong, on purpose and from a seed: for tests and simulations of what stands around them."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+import xxhash
+
+from fdasync.cache.store import DONE, Item, Outcome, finish
+from fdasync.cache.wrappers.base import Verb, Wrapper
+from fdasync.errors import StoreUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fdasync.cache.region import SharedRegion
+    from fdasync.cache.store import Store
+
+
+class FaultPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What goes wrong, and how often: rates from 0 (never) to 1 (always).
+
+    Attributes:
+        seed: of all decisions.
+        by: "random": decisions are drawn one after the other. "key": they are a function of seed, fault and key (of a
+            call: its first), so the same key has the same faults, in whatever order things happen.
+        fail_call: the call raises StoreUnavailable; nothing was done.
+        lose_answer: the call is done, then raises StoreUnavailable.
+        fail_item: the item is "failed" for now; nothing was done for it.
+        drop_put: the item is "done" and was never kept.
+        delay: the call waits up to `delay_s` first.
+        delay_s: in seconds.
+        hang: the call does not end, cancelled or not, before the store is killed or closed.
+        truncate: the item of a get is "done", and zeros from some byte on.
+        flip_bit: the item of a get is "done", with one bit wrong.
+    """
+
+    seed: int = 0
+    by: Literal["random", "key"] = "random"
+    fail_call: float = 0.0
+    lose_answer: float = 0.0
+    fail_item: float = 0.0
+    drop_put: float = 0.0
+    delay: float = 0.0
+    delay_s: float = 0.0
+    hang: float = 0.0
+    truncate: float = 0.0
+    flip_bit: float = 0.0
+
+
+Fault = Literal["fail_call", "lose_answer", "fail_item", "drop_put", "delay", "hang", "truncate", "flip_bit"]
+
+
+class Faults(Wrapper):
+    """A store that fails by a plan.
+
+    Attributes:
+        plan: in force; may be replaced at any time. The stream of draws goes on.
+        counts: faults so far, by name.
+        hanging: calls that hang now.
+    """
+
+    def __init__(self, inner: Store, plan: FaultPlan) -> None:
+        super().__init__(inner)
+        self.plan = plan
+        self.counts: dict[Fault, int] = {}
+        self.hanging = 0
+        self._random = Random(plan.seed)
+        self._regions: Sequence[SharedRegion] = ()
+
+    async def open(self, regions: Sequence[SharedRegion]) -> None:
+        self._regions = tuple(regions)
+        await super().open(regions)
+
+    async def around(self, verb: Verb, argument: Sequence[Any]) -> Any:
+        era = self.era
+        items: Sequence[Item] = argument if verb in ("get_into", "put") else ()
+        first = items[0].key if items else str(argument[0]) if argument else ""
+        if self._strikes("delay", first):
+            await self.naps.nap(self.plan.delay_s * self._draw("how long", first))
+        if self._strikes("hang", first):
+            await self._hang()
+        if self._strikes("fail_call", first):
+            raise StoreUnavailable(self.name, "a fault: the call failed")
+        answer = await (self._items(verb, items, era) if items else self.ask(verb, argument, era))
+        if self._strikes("lose_answer", first):
+            raise StoreUnavailable(self.name, "a fault: the answer was lost")
+        return answer
+
+    async def _hang(self) -> None:
+        self.hanging += 1
+        try:
+            # a cancellation is raised after the end of what hangs, as the contract says
+            await finish(self.naps.begin())
+        finally:
+            self.hanging -= 1
+
+    async def _items(self, verb: Verb, items: Sequence[Item], era: int) -> list[Outcome]:
+        outcomes: dict[int, Outcome] = {}
+        for place, item in enumerate(items):
+            if self._strikes("fail_item", item.key):
+                outcomes[place] = Outcome("failed", "a fault: the item failed", transient=True)
+            elif verb == "put" and self._strikes("drop_put", item.key):
+                outcomes[place] = DONE
+        left = [place for place in range(len(items)) if place not in outcomes]
+        answer = await self.ask(verb, [items[place] for place in left], era)
+        outcomes.update(zip(left, answer, strict=True))
+        if verb == "get_into":
+            for place in left:
+                if outcomes[place].status == "done":
+                    self._spoil(items[place])
+        return [outcomes[place] for place in range(len(items))]
+
+    def _spoil(self, item: Item) -> None:
+        if self._strikes("truncate", item.key):
+            cut = int(self._draw("where", item.key) * item.nbytes)
+            for part in item.parts:
+                kept = min(max(cut, 0), part.nbytes)
+                self._regions[part.region].view(part.offset + kept, part.nbytes - kept)[:] = bytes(part.nbytes - kept)
+                cut -= part.nbytes
+        if self._strikes("flip_bit", item.key):
+            place = int(self._draw("which", item.key) * item.nbytes * 8)
+            for part in item.parts:
+                if 0 <= place < part.nbytes * 8:
+                    self._regions[part.region].view(part.offset, part.nbytes)[place // 8] ^= 1 << place % 8
+                place -= part.nbytes * 8
+
+    def _strikes(self, fault: Fault, key: str) -> bool:
+        rate: float = getattr(self.plan, fault)
+        # nothing is drawn for what never happens, so a plan's faults do not change when another is added at rate 0
+        struck = rate > 0 and self._draw(fault, key) < rate
+        if struck:
+            self.counts[fault] = self.counts.get(fault, 0) + 1
+        return struck
+
+    def _draw(self, what: str, key: str) -> float:
+        """From 0 to below 1."""
+        if self.plan.by == "random":
+            return self._random.random()
+        return (xxhash.xxh3_64_intdigest(f"{self.plan.seed} {what} {key}".encode()) >> 11) / (1 << 53)

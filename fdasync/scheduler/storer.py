@@ -1,0 +1,399 @@
+"""Dealings with the store: what is looked up, fetched and written, and who waits for it how long. Pure.
+
+A request whose prefix ends on the device and the host may find more of it in the store. It is asked only where reading
+should be faster than computing, once for all who want the same (a hundred requests for one prefix read it once), and
+is waited for no longer than the estimate plus a tenth of the recompute time (`rates.py`). What arrives is a block of
+the host like any other, but that it stays until the first who waited for it is admitted; who waited is matched again.
+What is fetched ahead of admission is bounded by half of the host tier: a request beyond that asks in its turn.
+
+Blocks that shall be kept are written from the host, in the background, and nobody waits for that. A transfer whose
+wait ended before its work keeps its blocks until `LeaseReturned` (DECISIONS 5).
+
+Called by `core.py`; knows identities and blocks, no bytes and no clock but the time of events.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from fdasync.actions import FetchBlocks, LookUp, StoreBlocks
+from fdasync.errors import InvariantBroken
+from fdasync.scheduler.rates import REGRET_SHARE, Rates
+
+if TYPE_CHECKING:
+    from fdasync.cache.blocks import Block
+    from fdasync.cache.prefix import PrefixIndex
+    from fdasync.events.catalog import FetchEnded, LeaseReturned, LookedUp, StoreEnded
+    from fdasync.scheduler.config import SchedulerConfig
+    from fdasync.scheduler.sequence import Sequence
+
+_MAX_LOOKUP_KEYS = 4096
+_MAX_FETCH_BLOCKS = 512
+_MAX_PUT_BLOCKS = 16
+_MAX_PUTS = 4
+
+
+class _Lookup:
+    __slots__ = ("deadline", "keys", "waiting")
+
+    def __init__(self, keys: list[bytes], deadline: float) -> None:
+        self.keys = keys
+        self.deadline = deadline
+        self.waiting: list[Sequence] = []
+
+
+class _Transfer:
+    """A fetch or a write in flight, or its late rest.
+
+    Attributes:
+        held: numbers of the blocks that it still touches.
+        epoch: of the weights that the blocks belong to.
+    """
+
+    __slots__ = ("blocks", "epoch", "fetch", "held", "keys", "waiting")
+
+    def __init__(self, keys: list[bytes], blocks: list[Block], epoch: int, *, fetch: bool) -> None:
+        self.keys = keys
+        self.blocks = blocks
+        self.held = list(range(len(blocks)))
+        self.epoch = epoch
+        self.fetch = fetch
+        self.waiting: list[Sequence] = []
+
+
+class Storer:
+    """See the module.
+
+    Attributes:
+        written, dropped: blocks that the store took, and blocks that should have been written and were not.
+        fetched: blocks that came from the store in time; late_fetched: that came after all.
+        cut_off: fetches and lookups that ended at their deadline.
+        rates: what things cost.
+    """
+
+    def __init__(self, config: SchedulerConfig, index: PrefixIndex) -> None:
+        self._config = config
+        self._index = index
+        self.enabled = config.store
+        self.rates = Rates(config.prefill_tokens_per_s, config.fetch_nbytes_per_s, config.lookup_s)
+        self._lookups: dict[int, _Lookup] = {}
+        self._fetches: dict[int, _Transfer] = {}
+        self._puts: dict[int, _Transfer] = {}
+        self._late: dict[int, _Transfer] = {}
+        # who is on its way to whom: identities that a lookup or a fetch in flight will tell of
+        self._asked: dict[bytes, _Lookup | _Transfer] = {}
+        self._queue: deque[Block] = deque()
+        self._asks: list[LookUp | FetchBlocks] = []
+        self._next_id = 0
+        self._ahead_blocks = max(config.num_host_blocks // 2, 1)
+        self._held = 0
+        self._epoch = 0
+        self._namespace = config.namespace
+        self.written = self.dropped = self.fetched = self.late_fetched = self.cut_off = 0
+
+    @property
+    def num_writes(self) -> int:
+        """Blocks that are being written, or wait for it."""
+        return len(self._queue) + sum(len(put.blocks) for put in self._puts.values())
+
+    @property
+    def num_waits(self) -> int:
+        """Lookups and fetches that requests wait for."""
+        return len(self._lookups) + len(self._fetches)
+
+    @property
+    def num_late(self) -> int:
+        """Leases: transfers whose wait ended before their work."""
+        return len(self._late)
+
+    def plan(self) -> list[LookUp | FetchBlocks | StoreBlocks]:
+        """What to ask of the store now."""
+        actions: list[LookUp | FetchBlocks | StoreBlocks] = [*self._asks]
+        self._asks.clear()
+        # late writes count: a store that hangs gets no more than this
+        while self._queue and len(self._puts) + len(self._late) < _MAX_PUTS:
+            put = self._next_put()
+            if put is not None:
+                actions.append(put)
+        return actions
+
+    def new_weights(self, namespace: bytes) -> None:
+        """What is in flight belongs to weights that are gone: it ends as it ends, and is not used."""
+        self._epoch += 1
+        self._namespace = namespace
+        self._asked.clear()
+
+    # -- reading ------------------------------------------------------------------------------------
+
+    def consider(self, seq: Sequence, now: float) -> bool:
+        """`seq` is waiting to be admitted: does it wait for the store first? Asks where that is worth it."""
+        if self.enabled and not seq.hashing and seq.store.waits_for is None:
+            self._consider(seq, now)
+        return seq.store.waits_for is not None
+
+    def _consider(self, seq: Sequence, now: float) -> None:
+        notes = seq.store
+        size = self._config.block_tokens
+        limit = (len(seq.tokens) - 1) // size
+        first = next((at for at in range(limit) if self._index.get(seq.keys[at]) is None), limit)
+        if first == limit or first == notes.absent_at or seq.keys[first] in notes.brought:
+            return
+        if (limit - first) * size < self._config.fetch_min_tokens:
+            return
+        under_way = self._asked.get(seq.keys[first])
+        if under_way is not None:
+            under_way.waiting.append(seq)
+            notes.waits_for = under_way
+            return
+        if notes.regret_s is not None and notes.regret_s <= 0:
+            return
+        if self._held + sum(len(fetch.blocks) for fetch in self._fetches.values()) >= self._ahead_blocks:
+            return
+        keys = seq.keys[first : min(limit, first + _MAX_LOOKUP_KEYS)]
+        recompute_s = self.rates.recompute_s(len(keys) * size)
+        if self.rates.lookup_s + self.rates.fetch_s(len(keys) * self._config.block_nbytes) >= recompute_s:
+            return
+        if notes.regret_s is None:
+            notes.regret_s = REGRET_SHARE * recompute_s
+        deadline = now + self.rates.lookup_s + notes.regret_s
+        lookup = _Lookup(keys, deadline)
+        number = self._take_id()
+        self._lookups[number] = lookup
+        lookup.waiting.append(seq)
+        notes.waits_for = lookup
+        for key in keys:
+            self._asked.setdefault(key, lookup)
+        self._asks.append(LookUp(number, self._namespace, tuple(keys), deadline))
+
+    def looked_up(self, event: LookedUp) -> list[Sequence]:
+        """Returns who need not wait any longer, or must look again."""
+        lookup = self._lookups.pop(event.lookup_id, None)
+        if lookup is None or event.count > len(lookup.keys):
+            raise InvariantBroken(f"lookup {event.lookup_id} of {event.count} blocks was not in flight")
+        self._forget(lookup, lookup.keys)
+        over_s = event.seconds - self.rates.lookup_s
+        if event.answered:
+            self.rates.looked_up(event.seconds)
+        elif event.at >= lookup.deadline:
+            self.cut_off += 1
+        waiting = self._still_waiting(lookup)
+        for seq in waiting:
+            if seq.store.regret_s is not None:
+                seq.store.regret_s -= max(over_s, 0.0) if event.answered else seq.store.regret_s
+            self._note_absence(seq, lookup.keys, event.count)
+        if event.count and waiting:
+            fetch = self._fetch(lookup.keys[: event.count], waiting, event.at)
+            if fetch is not None:
+                for seq in waiting:
+                    if self._asked.get(self._next_key(seq)) is fetch:
+                        seq.store.waits_for = fetch
+                        fetch.waiting.append(seq)
+        return [seq for seq in waiting if seq.store.waits_for is None]
+
+    def _note_absence(self, seq: Sequence, keys: list[bytes], count: int) -> None:
+        """Remember where the store's run of this sequence's blocks ends, if this lookup tells."""
+        first = seq.keys.index(keys[0]) if keys[0] in seq.keys else -1
+        if first < 0 or count >= len(keys):
+            return
+        if len(seq.keys) > first + count and seq.keys[first + count] == keys[count]:
+            seq.store.absent_at = first + count
+
+    def _next_key(self, seq: Sequence) -> bytes:
+        """The first identity that is in no tier of ours; b"" where all are."""
+        limit = (len(seq.tokens) - 1) // self._config.block_tokens
+        return next((key for key in seq.keys[:limit] if self._index.get(key) is None), b"")
+
+    def _fetch(self, keys: list[bytes], waiting: list[Sequence], now: float) -> _Transfer | None:
+        """Reserve host blocks for the leading run that is missing here, and ask for it."""
+        index = self._index
+        known = next((at for at, key in enumerate(keys) if index.get(key) is None), len(keys))
+        wanted = keys[known : known + _MAX_FETCH_BLOCKS]
+        regrets = [seq.store.regret_s or 0.0 for seq in waiting]
+        budget_s = max(regrets[0], 0.0)
+        own_s = self._fetch_s(len(wanted))
+        if not wanted or own_s >= self.rates.recompute_s(len(wanted) * self._config.block_tokens):
+            self._give_up(waiting)
+            return None
+        blocks: list[Block] = []
+        for _ in wanted[: self._ahead_blocks]:
+            if not index.make_host_room(for_fetch=True):
+                break
+            block = index.pool.allocate_host()
+            block.host_moves += 1
+            blocks.append(block)
+        if not blocks:
+            self._give_up(waiting)
+            return None
+        wanted = wanted[: len(blocks)]
+        number = self._take_id()
+        fetch = _Transfer(wanted, blocks, self._epoch, fetch=True)
+        self._fetches[number] = fetch
+        for key in wanted:
+            self._asked[key] = fetch
+        slots = [block.slot for block in blocks if block.slot is not None]
+        self._asks.append(
+            FetchBlocks(
+                number,
+                self._namespace,
+                tuple(wanted),
+                tuple([block.host for block in blocks]),
+                tuple([slot.id for slot in slots]),
+                tuple([slot.generation for slot in slots]),
+                now + own_s + budget_s,
+            )
+        )
+        return fetch
+
+    def _fetch_s(self, count: int) -> float:
+        """Behind what is being read already."""
+        ahead = sum(len(fetch.blocks) for fetch in self._fetches.values())
+        return self.rates.fetch_s((count + ahead) * self._config.block_nbytes)
+
+    @staticmethod
+    def _give_up(waiting: list[Sequence]) -> None:
+        for seq in waiting:
+            seq.store.regret_s = 0.0
+
+    def fetch_ended(self, event: FetchEnded) -> list[Sequence]:
+        """Returns who is to be matched again."""
+        fetch = self._fetches.pop(event.fetch_id, None)
+        if fetch is None or len(event.arrived) != len(fetch.blocks):
+            raise InvariantBroken(f"fetch {event.fetch_id} ended, and was not in flight")
+        self._forget(fetch, fetch.keys)
+        came = sum(event.arrived)
+        if came and event.seconds > 0:
+            self.rates.fetched(came * self._config.block_nbytes, event.seconds)
+        self.fetched += came
+        waiting = self._still_waiting(fetch)
+        for seq in waiting:
+            seq.store.brought.update(dict.fromkeys(fetch.keys))
+        if waiting and fetch.epoch == self._epoch:
+            self._hold(waiting[0], [block for block, came in zip(fetch.blocks, event.arrived, strict=True) if came])
+        self._release(fetch, event.arrived, last=not event.late)
+        if event.late:
+            self.cut_off += 1
+            self._late[event.fetch_id] = fetch
+        if came < len(fetch.blocks):
+            self._give_up(waiting)
+        return waiting
+
+    def _hold(self, seq: Sequence, blocks: list[Block]) -> None:
+        for block in blocks:
+            block.host_moves += 1
+        seq.store.held += blocks
+        self._held += len(blocks)
+
+    def let_go(self, seq: Sequence) -> None:
+        """It was admitted, or ended: what came for it may be evicted like any other block."""
+        held, seq.store.held = seq.store.held, []
+        self._held -= len(held)
+        for block in held:
+            block.host_moves -= 1
+            self._index.settle(block)
+
+    def _release(self, transfer: _Transfer, arrived: tuple[bool, ...], *, last: bool) -> int:
+        """Give back the blocks that arrived, or were stored, and with the last word all others; returns how many did.
+
+        A late block that passed its checks is indexed like any other (DECISIONS 9).
+        """
+        came = 0
+        still = []
+        for number in transfer.held:
+            block = transfer.blocks[number]
+            if not arrived[number] and not last:
+                still.append(number)
+                continue
+            block.host_moves -= 1
+            if arrived[number]:
+                came += 1
+                block.stored = True
+                if transfer.fetch:
+                    block.sealed = block.on_host = True
+                    if transfer.epoch == self._epoch:
+                        self._index.adopt(block, transfer.keys[number])
+            self._index.settle(block)
+        transfer.held = still
+        return came
+
+    def _forget(self, asked: _Lookup | _Transfer, keys: list[bytes]) -> None:
+        for key in keys:
+            if self._asked.get(key) is asked:
+                del self._asked[key]
+
+    @staticmethod
+    def _still_waiting(asked: _Lookup | _Transfer) -> list[Sequence]:
+        """Those who have not ended meanwhile; they wait no longer."""
+        waiting = [seq for seq in asked.waiting if seq.store.waits_for is asked]
+        for seq in waiting:
+            seq.store.waits_for = None
+        return waiting
+
+    # -- writing ------------------------------------------------------------------------------------
+
+    def on_host(self, block: Block) -> None:
+        """A block's KV is whole on the host: write it, if it is wanted."""
+        if block.wanted and not block.stored:
+            self._queue.append(block)
+
+    def _next_put(self) -> StoreBlocks | None:
+        blocks: list[Block] = []
+        while self._queue and len(blocks) < _MAX_PUT_BLOCKS:
+            block = self._queue.popleft()
+            if block.key is None or not block.on_host:
+                # it had to make room before its turn came, or the weights changed and nobody wants it any more
+                self.dropped += block.wanted
+                block.wanted = False
+            elif block.wanted and not block.stored:
+                block.wanted = False
+                block.host_moves += 1
+                self._index.settle(block)
+                blocks.append(block)
+        if not blocks:
+            return None
+        number = self._take_id()
+        keys = [block.key for block in blocks if block.key is not None]
+        self._puts[number] = _Transfer(keys, blocks, self._epoch, fetch=False)
+        slots = tuple([block.slot.id for block in blocks if block.slot is not None])
+        return StoreBlocks(number, self._namespace, tuple(keys), tuple([block.host for block in blocks]), slots)
+
+    def store_ended(self, event: StoreEnded) -> None:
+        put = self._puts.pop(event.put_id, None)
+        if put is None or len(event.stored) != len(put.blocks):
+            raise InvariantBroken(f"write {event.put_id} ended, and was not in flight")
+        self._written(put, self._release(put, event.stored, last=not event.late))
+        if event.late:
+            self._late[event.put_id] = put
+
+    def _written(self, put: _Transfer, count: int) -> None:
+        self.written += count
+        if not put.held:
+            # the whole word is said: what was not stored by now was not
+            self.dropped += sum(1 for block in put.blocks if not block.stored)
+
+    def lease_returned(self, event: LeaseReturned) -> None:
+        """The late rest of a transfer ended."""
+        late = self._late.pop(event.lease_id, None)
+        if late is None or len(event.arrived) != len(late.blocks):
+            raise InvariantBroken(f"lease {event.lease_id} was returned, and was not out")
+        came = self._release(late, event.arrived, last=True)
+        if late.fetch:
+            self.late_fetched += came
+        else:
+            self._written(late, came)
+
+    def _take_id(self) -> int:
+        self._next_id += 1
+        return self._next_id - 1
+
+    def check(self, held: int) -> None:
+        """Raise InvariantBroken unless blocks in transfers know it; `held`: host moves that belong to copies."""
+        moves = sum(
+            len(transfer.held)
+            for transfers in (self._fetches, self._puts, self._late)
+            for transfer in transfers.values()
+        )
+        moves += self._held
+        total = sum(block.host_moves for block in self._index.pool.live())
+        if total != moves + held:
+            raise InvariantBroken(f"{total} moves on the host, {moves} of transfers and {held} of copies")

@@ -1,0 +1,123 @@
+"""From a configuration to the store that an engine uses: found by name, hosted if it blocks, checked, wrapped.
+
+From the inside out: the store itself; `Sealed`, which writes and checks the object format next to it; a process of
+their own if the store blocks; a timeout on every call; limits on calls and bytes at a time; the circuit breaker;
+the trace. What wrappers tell becomes events for taps. Called by `runtime.py`; decides nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fdasync.cache.block_format import BlockSchema, Section
+from fdasync.cache.hosted import HostedStore
+from fdasync.cache.sealed import Sealed
+from fdasync.cache.wrappers import Breaker, Limits, Timeout, Trace
+from fdasync.events.catalog import BreakerChanged, StoreCalled
+from fdasync.keeper import HOST_REGION
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from fdasync.cache.host import HostArena
+    from fdasync.cache.region import SharedRegion
+    from fdasync.cache.store import Store
+    from fdasync.cache.wrappers import BreakerState, StoreCall
+    from fdasync.config import EngineConfig
+    from fdasync.events.catalog import Event
+    from fdasync.registry import Registry
+    from fdasync.runner.base import Capacity
+
+# calls in a row that fail at once; one that does not answer is enough
+_BREAKER_FAILURES = 3
+_MAX_CALLS_NBYTES = 256 << 20
+
+
+class StoreStack:
+    """One engine's store with all that is around it.
+
+    Args:
+        given: a store object instead of the one that the config names; it is owned from now on.
+
+    Attributes:
+        store: the outermost.
+        hosted: the one that talks to the store's process; None where it has none.
+        publish: where what the wrappers tell goes; set by the owner once there is a bus.
+    """
+
+    def __init__(
+        self, config: EngineConfig, registry: Registry, capacity: Capacity, host: HostArena, given: Store | None
+    ) -> None:
+        """Raises PluginError; ConfigError naming the key."""
+        self.publish: Callable[[Event], None] = lambda _event: None
+        self.hosted: HostedStore | None = None
+        schema = schema_of(capacity, host)
+        store: Store
+        if given is None and registry.load_store(config.store).blocking:
+            store = self.hosted = HostedStore(
+                config.store, config.store_config, schema, close_deadline_s=config.close_deadline_s
+            )
+        else:
+            store = Sealed(given or registry.make_store(config.store, config.store_config), schema)
+        store = Timeout(
+            store,
+            call_s=config.store_deadline_s,
+            open_s=config.start_deadline_s,
+            close_s=config.close_deadline_s,
+        )
+        store = Limits(
+            store, max_calls=config.store_calls, max_nbytes=_MAX_CALLS_NBYTES, max_wait_s=config.store_deadline_s
+        )
+        store = Breaker(
+            store,
+            failures=_BREAKER_FAILURES,
+            cooldown_s=config.store_retry_s,
+            probe_s=config.store_deadline_s,
+            on_state=self._on_state,
+        )
+        self.store = Trace(store, self._on_call)
+
+    def _on_call(self, call: StoreCall) -> None:
+        counts = call.outcomes
+        self.publish(
+            StoreCalled(
+                store=call.store,
+                verb=call.verb,
+                items=call.items,
+                nbytes=call.done_nbytes,
+                seconds=call.seconds,
+                done=counts.get("done", 0) + counts.get("exists", 0),
+                missed=counts.get("miss", 0),
+                damaged=counts.get("damaged", 0),
+                failed=counts.get("failed", 0) + counts.get("full", 0),
+                error=call.error.partition(":")[0],
+            )
+        )
+
+    def _on_state(self, state: BreakerState, why: str) -> None:
+        self.publish(BreakerChanged(store=self.store.capabilities.name, state=state, problem=why))
+
+    async def open(self, regions: Sequence[SharedRegion]) -> None:
+        """Raises StoreUnavailable, StoreRejected."""
+        await self.store.open(regions)
+
+    async def aclose(self) -> None:
+        """Close them all; idempotent, right after a failed `open` too."""
+        await self.store.aclose()
+
+
+def schema_of(capacity: Capacity, host: HostArena) -> BlockSchema:
+    """What every stored block of this runner is."""
+    size = capacity.block_tokens
+    sections = [Section("kv", capacity.kv_dtype, (capacity.block_nbytes,), capacity.block_nbytes)]
+    sections += [
+        Section(spec.name, spec.dtype, (size, *spec.shape), size * spec.token_nbytes) for spec in capacity.aux_specs
+    ]
+    return BlockSchema(
+        layout=capacity.kv_layout,
+        kv_dtype=capacity.kv_dtype,
+        block_tokens=size,
+        sections=tuple(sections),
+        zeros=host.zeros(HOST_REGION),
+        trash=host.trash(HOST_REGION),
+    )

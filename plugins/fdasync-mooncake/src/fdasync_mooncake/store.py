@@ -1,0 +1,173 @@
+"""The store: the contract of `fdasync.cache.store` on a Mooncake pool.
+
+Hosted in a process of its own (`blocking`), because the client blocks, holds the GIL and starts threads. Verbs run in
+a few threads there (`client.py`), on the caller's memory, without a copy of ours. Knows keys, parts and regions; what
+the client's codes mean is `client.py`'s.
+
+The pool belongs to all who use its master: objects come and go, are evicted, and are lost with the machine that
+lent their memory, or with the master. So a miss says nothing of what was put before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+from concurrent.futures import Future, ThreadPoolExecutor  # threads: hosted, in no engine process
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fdasync.cache.checks import check_items, check_keys
+from fdasync.cache.store import Capabilities, Item, Outcome, Store, StoreUsage, finish
+from fdasync.errors import StoreUnavailable
+from fdasync_mooncake.client import Client, Value
+from fdasync_mooncake.config import NAME, MooncakeConfig, check_config, parse_address
+from fdasync_mooncake.gate import KeyGate
+from fdasync_mooncake.usage import PoolUsage, read_usage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from fdasync.cache.region import SharedRegion
+
+T = TypeVar("T")
+
+_MAX_BATCH = 256
+_MAX_KEY_CHARS = 400
+_MAX_PARTS = 128
+
+
+class MooncakeStore(Store):
+    """See the module. Never use it but hosted: a process that ends is all that stops a call (`kill`, `client.py`)."""
+
+    config_type = MooncakeConfig
+    blocking = True
+    config: MooncakeConfig
+
+    def __init__(self, config: MooncakeConfig) -> None:
+        super().__init__(config)
+        self.capabilities = self._capabilities(None)
+        self._client = Client(config)
+        self._opened = False
+        self._regions: tuple[SharedRegion, ...] = ()
+        self._bases: list[int] = []
+        self._gate = KeyGate()
+        self._threads: ThreadPoolExecutor | None = None
+        self._running: set[asyncio.Future[Any]] = set()
+        self._closing: asyncio.Future[None] | None = None
+
+    def _capabilities(self, capacity_nbytes: int | None) -> Capabilities:
+        return Capabilities(
+            name=NAME,
+            # what lies in memory that this process lent ends with it; who lends nothing puts into others' memory
+            durability="none" if self.config.segment_nbytes else "process",
+            shared=True,
+            max_batch=_MAX_BATCH,
+            max_key_chars=_MAX_KEY_CHARS,
+            max_parts=_MAX_PARTS,
+            capacity_nbytes=capacity_nbytes,
+        )
+
+    async def open(self, regions: Sequence[SharedRegion]) -> None:
+        check_config(self.config)
+        self._regions = tuple(regions)
+        # the regions stay mapped until `aclose` has returned, so their addresses stay too
+        self._bases = [ctypes.addressof(ctypes.c_char.from_buffer(region.map)) for region in regions]
+        self._threads = ThreadPoolExecutor(self.config.threads, NAME)  # threads: hosted
+        await self._run(self._join)
+        if self.config.metrics:
+            self.capabilities = self._capabilities((await self._pool_usage()).capacity_nbytes)
+        self._opened = True
+
+    async def exists_prefix(self, keys: Sequence[str]) -> int:
+        client = self._ready()
+        check_keys(keys, self.capabilities)
+        names = [self._name(key) for key in keys]
+        there = await self._run(lambda: client.exists(names)) if names else []
+        return [*there, False].index(False)
+
+    async def get_into(self, items: Sequence[Item]) -> list[Outcome]:
+        client = self._ready()
+        check_items(items, self.capabilities, self._regions)
+        values = [self._value(item) for item in items]
+        async with self._gate.reading(value.key for value in values):
+            return await self._run(lambda: client.get(values)) if values else []
+
+    async def put(self, items: Sequence[Item]) -> list[Outcome]:
+        client = self._ready()
+        check_items(items, self.capabilities, self._regions)
+        values = [self._value(item) for item in items]
+        async with self._gate.writing(value.key for value in values):
+            return await self._run(lambda: client.put(values)) if values else []
+
+    async def delete(self, keys: Sequence[str]) -> int:
+        client = self._ready()
+        check_keys(keys, self.capabilities)
+        names = [self._name(key) for key in dict.fromkeys(keys)]
+        async with self._gate.writing(names):
+            return await self._run(lambda: client.remove(names)) if names else 0
+
+    async def usage(self) -> StoreUsage:
+        self._ready()
+        if not self.config.metrics:
+            return StoreUsage()
+        pool = await self._pool_usage()
+        return StoreUsage(objects=pool.objects, nbytes=pool.nbytes)
+
+    async def aclose(self) -> None:
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._close())
+        await finish(self._closing)
+
+    async def _close(self) -> None:
+        while self._running:
+            await asyncio.wait(self._running)
+        threads, self._threads = self._threads, None
+        if threads is None:
+            return
+        try:
+            await asyncio.wrap_future(threads.submit(self._client.close))
+        finally:
+            threads.shutdown(wait=False)
+            self._regions = ()
+
+    def _join(self) -> None:
+        self._client.connect()
+        for base, region in zip(self._bases, self._regions, strict=True):
+            self._client.register(base, region.nbytes)
+
+    def _ready(self) -> Client:
+        if self._closing is not None or not self._opened:
+            raise StoreUnavailable(NAME, "it is closed" if self._closing is not None else "it was not opened")
+        return self._client
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        """In a thread. A cancelled call that has not begun never does; one that has is waited for (`finish`)."""
+        if self._threads is None or self._closing is not None:
+            raise StoreUnavailable(NAME, "it is closed")
+        submitted: Future[T] = self._threads.submit(work)
+        done = asyncio.wrap_future(submitted)
+        self._running.add(done)
+        done.add_done_callback(self._running.discard)
+        try:
+            return await asyncio.shield(done)
+        except asyncio.CancelledError:
+            if not submitted.cancel():
+                with contextlib.suppress(Exception):
+                    await finish(done)
+            raise
+
+    async def _pool_usage(self) -> PoolUsage:
+        host, port = parse_address("metrics", self.config.metrics)
+        return await self._run(lambda: read_usage(host, port, self.config.rpc_timeout_s))
+
+    def _name(self, key: str) -> str:
+        return f"{self.config.prefix}/{key}"
+
+    def _value(self, item: Item) -> Value:
+        parts = [part for part in item.parts if part.nbytes]
+        return Value(
+            key=self._name(item.key),
+            addresses=[self._bases[part.region] + part.offset for part in parts],
+            sizes=[part.nbytes for part in parts],
+            nbytes=item.nbytes,
+        )

@@ -1,0 +1,206 @@
+"""What breaks around a pool, on real processes: the master killed, hung, started again; lenders killed and hung.
+
+The engine's side is the same in all of them: a call ends with a typed error or an outcome, bounded, and the loop
+runs on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+from fdasync_mooncake.testing import LenderProcess, MasterProcess
+from mooncake_bench import Blocks, Lateness, get_one, hosted, put_one, until
+
+from fdasync.cache.hosted import HostedStore
+from fdasync.errors import StoreUnavailable
+
+pytestmark = pytest.mark.usefixtures("nothing_left", "network")
+
+_LATE_S = 3.0  # far above what two busy cores make of it, far below the stalls of the client
+
+
+@pytest.fixture
+def own_master(network):
+    with MasterProcess(client_ttl_s=2) as master:
+        yield master
+
+
+@pytest.fixture
+def lender(own_master):
+    with LenderProcess(own_master, 256 << 20) as lender:
+        yield lender
+
+
+@pytest.fixture
+def blocks():
+    blocks = Blocks(8)
+    yield blocks
+    blocks.region.close()
+
+
+async def refused(store, blocks):
+    """How long a get took to say that there is no master, in seconds."""
+    started = time.monotonic()
+    with pytest.raises(StoreUnavailable):
+        await get_one(store, blocks, "k")
+    return time.monotonic() - started
+
+
+async def test_no_master_is_told_at_once(network, blocks):
+    store = HostedStore("mooncake", {"master": "127.0.0.1:50051"}, close_deadline_s=15)
+    async with Lateness() as lateness:
+        with pytest.raises(StoreUnavailable, match=r"no master at 127\.0\.0\.1:50051"):
+            await store.open([blocks.region])
+        await store.aclose()
+    assert lateness.worst_s < _LATE_S
+
+
+async def test_a_master_that_hangs_is_not_waited_for_long(own_master, blocks):
+    # its port still takes connections; the client then waits with the GIL held, in its own process
+    own_master.signal(signal.SIGSTOP)
+    store = HostedStore("mooncake", {"master": own_master.address, "rpc_timeout_s": 0.5}, close_deadline_s=15)
+    async with Lateness() as lateness:
+        with pytest.raises(StoreUnavailable, match="could not join"):
+            await store.open([blocks.region])
+        await store.aclose()
+    assert lateness.worst_s < _LATE_S
+
+
+async def test_the_master_dies_and_comes_back(own_master, lender, blocks):
+    async with hosted(own_master, blocks, rpc_timeout_s=1) as store:
+        assert await put_one(store, blocks, "k") == "done"
+        own_master.kill()
+        async with Lateness() as lateness:
+            first_s = await refused(store, blocks)
+            # the client's own retries are spent once: then the port is asked first
+            later_s = [await refused(store, blocks) for _ in range(3)]
+            with pytest.raises(StoreUnavailable):
+                await store.put([blocks.filled("other", 2)])
+            with pytest.raises(StoreUnavailable):
+                await store.exists_prefix(["k"])
+            with pytest.raises(StoreUnavailable):
+                await store.delete(["k"])
+        assert lateness.worst_s < _LATE_S
+        assert first_s < 8
+        assert max(later_s) < 1
+        own_master.start()
+        # the master kept everything in its memory
+        assert await get_one(store, blocks, "k") == "miss"
+        await until("puts work again", 20, "done", lambda: put_one(store, blocks, "k"))
+        assert await get_one(store, blocks, "k") == "done"
+        assert store.spawned == 1
+
+
+async def test_the_master_hangs_and_goes_on(own_master, lender, blocks):
+    async with hosted(own_master, blocks, rpc_timeout_s=1) as store:
+        assert await put_one(store, blocks, "k") == "done"
+        own_master.signal(signal.SIGSTOP)
+        async with Lateness() as lateness:
+            assert await refused(store, blocks) < 4
+            with pytest.raises(StoreUnavailable):
+                await store.put([blocks.filled("other", 2)])
+        assert lateness.worst_s < _LATE_S
+        own_master.signal(signal.SIGCONT)
+        await until("the master answers", 20, "done", lambda: get_or_why(store, blocks, "k"))
+
+
+async def get_or_why(store, blocks, key):
+    try:
+        return await get_one(store, blocks, key)
+    except StoreUnavailable as error:
+        return str(error)
+
+
+async def test_a_lender_that_is_killed_takes_its_objects_with_it(own_master, lender, blocks):
+    async with hosted(own_master, blocks) as store:
+        assert await put_one(store, blocks, "k") == "done"
+        lender.kill()
+        (outcome,) = await store.get_into([blocks.blank("k", 1)])
+        # the master believes in it until the lender's time is over
+        assert (outcome.status, outcome.transient) == ("failed", True)
+        assert "does not answer" in outcome.problem
+        await until("the master forgets", 15, "miss", lambda: get_one(store, blocks, "k"))
+        (outcome,) = await store.put([blocks.filled("k", 0)])
+        assert outcome.status == "full"
+        lender.start()
+        await until("there is memory again", 15, "done", lambda: put_one(store, blocks, "k"))
+        assert await get_one(store, blocks, "k") == "done"
+
+
+async def test_a_lender_that_hangs_costs_one_timeout(own_master, lender, blocks):
+    async with hosted(own_master, blocks, transfer_timeout_s=1) as store:
+        assert await put_one(store, blocks, "k") == "done"
+        lender.signal(signal.SIGSTOP)
+        started = time.monotonic()
+        async with Lateness() as lateness:
+            (outcome,) = await store.get_into([blocks.blank("k", 1)])
+        assert outcome.status in ("failed", "miss")
+        assert time.monotonic() - started < 5
+        assert lateness.worst_s < _LATE_S
+        lender.signal(signal.SIGCONT)
+        await until("the lender answers", 15, True, lambda: comes_back(store, blocks))
+
+
+async def comes_back(store, blocks, key="k"):
+    """The object, or room for it, is there again."""
+    return await put_one(store, blocks, key) in ("done", "exists") and await get_one(store, blocks, key) == "done"
+
+
+async def test_a_process_that_dies_takes_what_it_lent(own_master, blocks):
+    async with hosted(own_master, blocks, segment_nbytes=64 << 20) as store:
+        assert store.capabilities.durability == "none"
+        assert await put_one(store, blocks, "k") == "done"
+        os.kill(store.pid, signal.SIGKILL)
+        with pytest.raises(StoreUnavailable):
+            await asyncio.gather(*[store.exists_prefix(["k"]) for _ in range(20)])
+        await until("another process serves", 15, True, lambda: serves(store, blocks))
+        assert store.spawned == 2
+
+
+async def serves(store, blocks):
+    try:
+        return await comes_back(store, blocks, "new")
+    except StoreUnavailable:
+        return False
+
+
+async def test_a_hung_call_is_killed_with_its_process(own_master, lender, blocks):
+    """What an engine does at the end of its patience: the parts are free again, and the next call works."""
+    async with hosted(own_master, blocks, rpc_timeout_s=30) as store:
+        assert await put_one(store, blocks, "k") == "done"
+        own_master.signal(signal.SIGSTOP)
+        getting = asyncio.ensure_future(store.get_into([blocks.blank("k", 1)]))
+        done, _ = await asyncio.wait([getting], timeout=0.5)
+        assert not done
+        assert await store.kill("it hangs")
+        with pytest.raises(StoreUnavailable, match="it hangs"):
+            await getting
+        own_master.signal(signal.SIGCONT)
+        await until("another process serves", 15, "done", lambda: get_or_why(store, blocks, "k"))
+
+
+@pytest.mark.slow
+async def test_nothing_is_written_after_a_get_that_the_client_gave_up(network):
+    """After 60 s the client says that transfers failed, and writes them when the lender goes on: it must end."""
+    blocks = Blocks(128)
+    keys = [f"k-{number}" for number in range(64)]
+    with MasterProcess(client_ttl_s=300) as master, LenderProcess(master, 256 << 20) as lender:
+        async with hosted(master, blocks, transfer_timeout_s=30) as store:
+            put = await store.put([blocks.filled(key, place) for place, key in enumerate(keys)])
+            assert all(outcome.ok for outcome in put)
+            lender.signal(signal.SIGSTOP)
+            with pytest.raises(StoreUnavailable, match=f"status {os.EX_TEMPFAIL}"):
+                await store.get_into([blocks.blank(key, 64 + place) for place, key in enumerate(keys)])
+            # the caller's again: what is written from now on is an error
+            marked = b"\xa5" * (64 << 20)
+            blocks.region.view(64 << 20)[:] = marked
+            lender.signal(signal.SIGCONT)
+            await until("another process serves", 15, "done", lambda: get_or_why(store, blocks, keys[0]))
+            blocks.blank(keys[0], 1)
+            await asyncio.sleep(2)  # time to write in: there is nothing to wait for
+            assert blocks.region.view(64 << 20) == marked
+    blocks.region.close()

@@ -1,0 +1,230 @@
+"""New weights for a model in use: from a folder, or tensor by tensor; always in place, so that addresses stay.
+
+Everything that can be checked is checked before the first byte changes (WeightsRejected); what fails later leaves
+weights that nobody may compute with (WeightsBroken), until an update that replaces them all has ended. Knows no KV
+and no steps. Owned by `runner.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from fdasync.errors import FdasyncError, InvariantBroken, WeightsBroken, WeightsRejected
+from fdasync_transformers import loading
+from fdasync_transformers.weight_map import Placement, destination, locate, misfit, place
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from transformers import PreTrainedModel
+
+    from fdasync.runner.base import TensorMeta
+
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "bool": torch.bool,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
+    "int16": torch.int16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+}
+
+
+class _Incoming(NamedTuple):
+    """A tensor of the update under way; `target` is None where the library says to leave it out."""
+
+    name: str
+    dtype: torch.dtype
+    nbytes: int
+    target: torch.Tensor | None
+
+
+class LiveWeights:
+    """The weights of one model.
+
+    Args:
+        model: in use between updates, never during one.
+        facts: what the config of its checkpoint said, `loading.config_facts`.
+
+    Attributes:
+        broken: places that an update which has not ended well may have left half-way; while there are any, the
+            model must not be used.
+    """
+
+    def __init__(self, model: PreTrainedModel, facts: Mapping[str, Any]) -> None:
+        self._model = model
+        self._facts = dict(facts)
+        self._names = _first_names(model.state_dict())
+        self.broken: frozenset[Placement] = frozenset()
+        self._incoming: list[_Incoming] | None = None
+        self._written: list[int] = []
+        self._replaced: frozenset[Placement] = frozenset()
+
+    def load_folder(self, path: str) -> str:
+        """Replace everything by a checkpoint folder; returns the weights id. Raises WeightsRejected, WeightsBroken."""
+        self._incoming = None
+        try:
+            checkpoint = loading.read_checkpoint(path)
+            self._check_config(checkpoint)
+            placements = place(self._model, checkpoint.tensors, checkpoint.folder)
+        except WeightsRejected:
+            raise
+        except Exception as error:  # the library trips over odd folders in ways of its own; nothing has changed
+            raise WeightsRejected(str(error) if isinstance(error, FdasyncError) else f"{path}: {error!r}") from error
+        self.broken = frozenset(Placement(name) for name in self._names.values())
+        try:
+            loading.stream(self._model, checkpoint, placements)
+        except Exception as error:
+            raise WeightsBroken(str(error) if isinstance(error, FdasyncError) else f"{path}: {error!r}") from error
+        self.broken = frozenset()
+        return loading.weights_id(self._model)
+
+    def begin(self, tensors: Sequence[TensorMeta]) -> None:
+        """Check what will be written. Raises WeightsRejected naming the tensor; nothing has changed then."""
+        self._incoming = None
+        names = [tensor.name for tensor in tensors]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise WeightsRejected(f"{twice} is given twice")
+        try:
+            located = locate(self._model, names)
+        except Exception as error:  # the library's own words about names; nothing has changed
+            raise WeightsRejected(str(error)) from error
+        if located.unknown:
+            some = ", ".join(located.unknown[:3])
+            raise WeightsRejected(f"the model has no place for {len(located.unknown)} of the tensors: {some}")
+        state = self._model.state_dict()
+        incoming = [_check(tensor, located.placements.get(tensor.name), state) for tensor in tensors]
+        replaced = self._check_overlap(located.placements)
+        self._check_covers_broken(replaced, state)
+        self._incoming = incoming
+        self._written = [0] * len(incoming)
+        self._replaced = frozenset(replaced)
+
+    def write(self, number: int, offset_nbytes: int, data: memoryview) -> None:
+        """Write the next bytes of a tensor, converted to the model's dtype. Raises WeightsBroken."""
+        if self._incoming is None:
+            raise InvariantBroken("a tensor was written before it was announced")
+        if not 0 <= number < len(self._incoming):
+            raise WeightsBroken(f"bytes came for tensor {number} of {len(self._incoming)}")
+        self.broken |= self._replaced
+        name, dtype, nbytes, target = self._incoming[number]
+        if offset_nbytes != self._written[number] or len(data) % dtype.itemsize:
+            raise WeightsBroken(f"{name}: {len(data)} bytes came for offset {offset_nbytes}, out of order or torn")
+        if offset_nbytes + len(data) > nbytes:
+            raise WeightsBroken(f"{name}: more than its {nbytes} bytes came")
+        self._written[number] += len(data)
+        if target is None or not len(data):
+            return
+        # torch takes no buffer that it must not write to
+        source = torch.frombuffer(bytearray(data) if data.readonly else data, dtype=dtype)
+        try:
+            _fill(target, offset_nbytes // dtype.itemsize, source)
+        except Exception as error:
+            raise WeightsBroken(f"{name}: {error}") from error
+
+    def end(self) -> None:
+        """All was written. Raises WeightsBroken if it was not."""
+        incoming, self._incoming = self._incoming, None
+        if incoming is None:
+            raise InvariantBroken("tensors were ended before they were announced")
+        for (name, _, nbytes, _), written in zip(incoming, self._written, strict=True):
+            if written != nbytes:
+                raise WeightsBroken(f"{name}: {written} of its {nbytes} bytes came")
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize(self._model.device)
+        # `begin` saw to it that this update replaces whatever an earlier one broke
+        self.broken = frozenset()
+
+    def _check_config(self, checkpoint: loading.Checkpoint) -> None:
+        facts = loading.config_facts(checkpoint.config)
+        for key in sorted(facts.keys() | self._facts.keys()):
+            new, old = (json.dumps(held.get(key), sort_keys=True, default=str) for held in (facts, self._facts))
+            if new != old:
+                raise WeightsRejected(
+                    f"{checkpoint.folder / 'config.json'}: {key} is {new}, the loaded model has {old}"
+                )
+
+    def _check_overlap(self, placements: Mapping[str, Placement]) -> set[Placement]:
+        """Every place, under one name for tied tensors. Raises WeightsRejected where two tensors meet in one."""
+        places: dict[Placement, str] = {}
+        in_parts: dict[str, str] = {}
+        for key, placement in placements.items():
+            target = self._names[placement.target]
+            where = placement._replace(target=target)
+            other = places.get(where) or places.get(Placement(target))
+            if other is None and placement.row < 0:
+                other = in_parts.get(target)
+            if other is not None:
+                raise WeightsRejected(f"{other} and {key} are the same memory of the model: give one of them")
+            places[where] = key
+            if placement.row >= 0:
+                in_parts[target] = key
+        return set(places)
+
+    def _check_covers_broken(self, replaced: set[Placement], state: Mapping[str, torch.Tensor]) -> None:
+        """Raise WeightsRejected unless the update replaces all that an earlier one may have broken."""
+        pieces: dict[str, int] = {}
+        for where in replaced:
+            pieces[where.target] = pieces.get(where.target, 0) + 1
+            if where.row < 0 or pieces[where.target] == state[where.target].shape[0] * where.parts:
+                pieces[where.target] = -1
+        left = sorted(where.target for where in self.broken - replaced if pieces.get(where.target) != -1)
+        if left:
+            raise WeightsRejected(
+                f"an update failed half-way, and this one leaves out {len(left)} tensors of it: {', '.join(left[:3])}"
+            )
+
+
+def _first_names(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """For every tensor the first name of its memory: tied ones share it."""
+    firsts: dict[tuple[int, tuple[int, ...]], str] = {}
+    names = {}
+    for name, tensor in state.items():
+        where = (tensor.data_ptr(), tuple(tensor.shape))
+        names[name] = firsts.setdefault(where, name) if tensor.numel() else name
+    return names
+
+
+def _check(tensor: TensorMeta, placement: Placement | None, state: Mapping[str, torch.Tensor]) -> _Incoming:
+    dtype = DTYPES.get(tensor.dtype)
+    if dtype is None:
+        raise WeightsRejected(f"{tensor.name} has dtype {tensor.dtype!r}, which is none of {', '.join(DTYPES)}")
+    nbytes = math.prod(tensor.shape) * dtype.itemsize
+    if placement is None:
+        return _Incoming(tensor.name, dtype, nbytes, None)
+    target = state[placement.target]
+    problem = misfit(tensor.shape, dtype.is_floating_point, placement, target)
+    if not problem and not dtype.is_floating_point and dtype != target.dtype:
+        problem = f"is {tensor.dtype}, the model has {str(target.dtype).removeprefix('torch.')}"
+    if problem:
+        raise WeightsRejected(f"{tensor.name} {problem}")
+    return _Incoming(tensor.name, dtype, nbytes, destination(placement, target))
+
+
+def _fill(target: torch.Tensor, first: int, source: torch.Tensor) -> None:
+    """Copy flat `source` to the elements of `target` from number `first` on, in the order of its shape."""
+    if target.is_contiguous():
+        target.view(-1)[first : first + len(source)].copy_(source)
+        return
+    inner = target[0].numel()
+    while len(source):
+        row, offset = divmod(first, inner)
+        rows = 0 if offset else len(source) // inner
+        count = rows * inner or min(inner - offset, len(source))
+        if rows:
+            target[row : row + rows].copy_(source[:count].view(rows, *target.shape[1:]))
+        else:
+            _fill(target[row], offset, source[:count])
+        first += count
+        source = source[count:]

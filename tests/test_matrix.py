@@ -1,0 +1,153 @@
+"""The routing matrix (DECISIONS 25, 26): every token and every row is the oracle's, whatever the engine is made of.
+
+`make test` plays every pair of values of all dimensions; `make test-all` every cell that runs in virtual time, and
+every three values where a real store is behind the engine. A cell's name tells its values, and names a test that plays
+it alone: `pytest 'tests/test_matrix.py::test_virtual_cell[cache=on,tier=host,...]'`.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from itertools import combinations
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from fdasync.cache.memory import MemoryConfig, MemoryStore
+from fdasync.cache.wrappers import Latency, Wrapper
+from fdasync.errors import ConfigError
+from fdasync.testing import run_sim, synthetic_config
+from tests.covering import combinations_of
+from tests.matrix import (
+    DIMENSIONS,
+    every_cell,
+    impossible,
+    name_of,
+    quick_cells,
+    real_cells,
+    virtual_cells,
+)
+from tests.matrix_play import Play
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.covering import Cell
+
+QUICK = {name_of(cell) for cell in quick_cells()}
+
+
+def marked(cells: list[Cell]) -> list[Any]:
+    """One parameter for each cell; those beyond `make test` are slow."""
+    return [
+        pytest.param(cell, id=name_of(cell), marks=() if name_of(cell) in QUICK else pytest.mark.slow) for cell in cells
+    ]
+
+
+@contextmanager
+def told_how_again(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What fails says how to play this cell alone."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"this cell alone: pytest '{request.node.nodeid}'")
+        raise
+
+
+class Outliving(Wrapper):
+    """A store that the second engine opens again."""
+
+    async def aclose(self) -> None:
+        """It stays open."""
+
+
+@pytest.mark.parametrize("cell", marked(virtual_cells()))
+def test_virtual_cell(cell: Cell, request: pytest.FixtureRequest):
+    store = None
+    if cell["tier"] == "memory":
+        store = Outliving(Latency(MemoryStore(MemoryConfig()), call_s=0.0005))
+    with told_how_again(request):
+        run_sim(Play(cell, store=store).run())
+
+
+@pytest.mark.parametrize("cell", marked(real_cells("file")))
+async def test_file_cell(cell: Cell, tmp_path: Path, request: pytest.FixtureRequest):
+    with told_how_again(request):
+        await Play(cell, store_config={"path": str(tmp_path / "blocks"), "max_nbytes": 64 << 20}).run()
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Any]:
+    """A network that has only loopback, and a real pool in it: its master, and who lends it memory."""
+    try:
+        from fdasync_mooncake import testing
+    except ImportError as error:
+        pytest.skip(f"plugins/fdasync-mooncake is not installed: {error}")
+    if reason := testing.why_not():
+        pytest.skip(reason)
+    with testing.in_loopback_namespace(), testing.MasterProcess() as master, testing.LenderProcess(master, 256 << 20):
+        yield master
+
+
+@pytest.mark.parametrize("cell", marked(real_cells("mooncake")))
+async def test_mooncake_cell(cell: Cell, network: Any, request: pytest.FixtureRequest):
+    # every cell is a fleet of its own
+    prefix = "".join(value[0] for value in cell.values())
+    with told_how_again(request):
+        await Play(cell, store_config={"master": network.address, "prefix": prefix}).run()
+
+
+# -- the matrix itself --------------------------------------------------------------------------------
+
+
+def test_every_pair_of_values_is_played_or_impossible():
+    played = set().union(*[combinations_of(cell, 2) for cell in quick_cells()])
+    there = set().union(*[combinations_of(cell, 2) for cell in every_cell()])
+    pairs = {
+        ((one, value), (other, its))
+        for one, other in combinations(DIMENSIONS, 2)
+        for value in DIMENSIONS[one]
+        for its in DIMENSIONS[other]
+    }
+    assert played == there
+    assert pairs - there == {
+        (("cache", "off"), ("tier", "host")),
+        (("cache", "off"), ("tier", "memory")),
+        (("cache", "off"), ("tier", "file")),
+        (("cache", "off"), ("tier", "mooncake")),
+        (("cache", "off"), ("preempt", "swap")),
+        (("cache", "off"), ("preempt", "writeback")),
+        (("tier", "device"), ("preempt", "swap")),
+        (("tier", "device"), ("preempt", "writeback")),
+        (("tier", "host"), ("preempt", "writeback")),
+        *((("tier", tier), ("preempt", "recompute")) for tier in ("host", "memory", "file", "mooncake")),
+    }
+
+
+def test_every_cell_that_is_not_played_has_a_reason():
+    cells = [
+        dict(zip(DIMENSIONS, ("off", tier, "none", "whole", "1", "no", "none", "one"), strict=True))
+        for tier in DIMENSIONS["tier"]
+    ]
+    assert [bool(impossible(cell)) for cell in cells] == [False, True, True, True, True]
+    names = {name_of(cell) for cell in every_cell()}
+    assert names >= QUICK
+    assert {name_of(cell) for tier in ("file", "mooncake") for cell in real_cells(tier)} <= names
+    assert len(names) == 720
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ({"prefix_cache": False, "host_blocks": 8}, "prefix_cache"),
+        ({"prefix_cache": False, "store": "memory"}, "prefix_cache"),
+        ({"prefix_cache": False, "store": "file", "host_blocks": 8}, "prefix_cache"),
+        ({"store": "memory", "host_blocks": 0}, "host_blocks"),
+        ({"store": "mooncake", "host_blocks": 0}, "host_blocks"),
+    ],
+)
+def test_config_refuses_what_cannot_be(values: dict[str, Any], key: str):
+    with pytest.raises(ConfigError) as caught:
+        synthetic_config(**values).validate()
+    assert caught.value.field == f"config.{key}"
