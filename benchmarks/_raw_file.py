@@ -112,8 +112,9 @@ class _Slots:
         self._threads: int = told["threads"]
         self._pool = ThreadPoolExecutor(self._threads)
         self._places: list[tuple[int, int]] = []
+        stride, slots = told["shape"]
         for number in range(told["segments"]):
-            shape = Shape(*told["shape"], number)
+            shape = Shape(stride, slots, number)
             fd = os.open(Path(told["folder"]) / shape.name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             os.posix_fallocate(fd, 0, shape.nbytes)
             self._places += [(fd, shape.value_at(slot)) for slot in range(shape.slots)]

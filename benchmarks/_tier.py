@@ -102,7 +102,7 @@ class Blocks:
 
     def _look(self) -> list[Any]:
         kv = self.host.kv
-        edges = [kv[:, :_EDGE_NBYTES], kv[:, -_EDGE_NBYTES:]]
+        edges: list[Any] = [kv[:, :_EDGE_NBYTES], kv[:, -_EDGE_NBYTES:]]
         if self.arena is not None:
             rows = self.arena.rows[ROUTING.name].reshape(self.count, BLOCK_TOKENS, -1)
             edges += [rows[:, 0, :_EDGE_NBYTES], rows[:, -1, -_EDGE_NBYTES:]]
@@ -149,7 +149,7 @@ class Tier:
 
     async def __aenter__(self) -> Tier:
         loop = asyncio.get_running_loop()
-        self._bus = EventBus(loop.time, lambda: loop.call_soon(self._turn))
+        self._bus = EventBus(loop.time, self._wake)
         self.stack.publish = self._bus.publish
         try:
             await self.stack.open(self._blocks.regions)
@@ -205,6 +205,9 @@ class Tier:
         self._number += 1
         ended = self._ended[self._number] = asyncio.get_running_loop().create_future()
         return self._number, ended
+
+    def _wake(self) -> None:
+        asyncio.get_running_loop().call_soon(self._turn)
 
     def _turn(self) -> None:
         for event in self._bus.drain():

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class TimedLoop(uvloop.Loop):  # type: ignore[misc, unused-ignore]
+class TimedLoop(uvloop.Loop):
     """Attributes:
     longest_s: of the callbacks since `reset`, in seconds of CPU time; what the stopwatch takes is in it.
     longest: which one that was.
@@ -30,18 +30,18 @@ class TimedLoop(uvloop.Loop):  # type: ignore[misc, unused-ignore]
     def reset(self) -> None:
         self.longest_s, self.longest, self.callbacks = 0.0, "", 0
 
-    def call_soon(self, callback: Callable[..., Any], *args: Any, context: Any = None) -> Any:
+    def call_soon(self, callback: Any, *args: Any, context: Any = None) -> Any:  # type: ignore[override]
         return super().call_soon(self._timed, callback, *args, context=context)
 
-    def call_later(self, delay: float, callback: Callable[..., Any], *args: Any, context: Any = None) -> Any:
+    def call_later(self, delay: float, callback: Any, *args: Any, context: Any = None) -> Any:  # type: ignore[override]
         # `call_at` comes this way too
         return super().call_later(delay, self._timed, callback, *args, context=context)
 
-    def add_reader(self, fileobj: Any, callback: Callable[..., Any], *args: Any) -> Any:
-        return super().add_reader(fileobj, self._timed, callback, *args)
+    def add_reader(self, fd: Any, callback: Any, *args: Any) -> Any:  # type: ignore[override]
+        return super().add_reader(fd, self._timed, callback, *args)
 
-    def add_writer(self, fileobj: Any, callback: Callable[..., Any], *args: Any) -> Any:
-        return super().add_writer(fileobj, self._timed, callback, *args)
+    def add_writer(self, fd: Any, callback: Any, *args: Any) -> Any:  # type: ignore[override]
+        return super().add_writer(fd, self._timed, callback, *args)
 
     def _timed(self, callback: Callable[..., Any], *args: Any) -> None:
         started = time.thread_time()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import os
 import platform
 import resource
@@ -21,6 +22,8 @@ _PACKAGES = (
     ("uvloop", "the engine's loop", True),
     ("msgspec", "events, messages, config", True),
     ("numpy", "routing rows", True),
+    ("xxhash", "checksums of stored blocks", True),
+    ("prometheus_client", "metrics", True),
     ("torch", "runners on real models", False),
     ("transformers", "the transformers runner", False),
     ("tokenizers", "text in and out", False),
@@ -59,7 +62,26 @@ def examine() -> list[Finding]:
         )
         for info in Registry().list(load=True)
     ]
+    findings.append(_mooncake())
     return findings
+
+
+def _mooncake() -> Finding:
+    """Found, not imported: its native parts belong into a store's process."""
+    for wheel in ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine"):
+        try:
+            found = f"{wheel} {version(wheel)}"
+        except PackageNotFoundError:
+            continue
+        library = ctypes.util.find_library("ibverbs")
+        return Finding(
+            what="mooncake", state="ok" if library else "broken",
+            found=found if library else f"{found}, but libibverbs is not there (Debian: libibverbs1)",
+            needed_for="the store of fdasync-mooncake",
+        )  # fmt: skip
+    return Finding(
+        what="mooncake", state="missing", found="not installed", needed_for="the store of fdasync-mooncake",
+    )  # fmt: skip
 
 
 def _python() -> Finding:
@@ -127,7 +149,7 @@ def _limits() -> list[Finding]:
         Finding(
             what="io_uring", state="ok" if uring == "0" else "missing",
             found={"0": "allowed", "1": "for root only", "2": "forbidden"}.get(uring, uring),
-            needed_for="faster file stores (not used yet)",
+            needed_for="nothing so far: the file store works where it is forbidden",
         ),
     ]  # fmt: skip
 

@@ -7,6 +7,7 @@ play do what it says and assert that it was done.
 
 from __future__ import annotations
 
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 from fdasync.testing import synthetic_config
@@ -41,6 +42,8 @@ NEW_WEIGHTS_ID = 2002
 MAX_RUNNING = 8
 # fewer than the requests of the play need at a time, and more than they ever do
 TIGHT_BLOCKS, ROOMY_BLOCKS = 26, 64
+# of the order in which cells are looked at: this one gives few cells, with most threes in them
+_SEED = 353
 _CHUNK_TOKENS, _WHOLE_TOKENS = 12, 512
 
 
@@ -66,9 +69,12 @@ def every_cell() -> list[Cell]:
     return all_cells(DIMENSIONS, possible)
 
 
-def quick_cells() -> list[Cell]:
+def quick_cells(seed: int = _SEED) -> list[Cell]:
     """For `make test`: every pair of values."""
-    return covering(every_cell(), 2)
+    cells = every_cell()
+    # where several are as good, not the one that resembles the last
+    Random(seed).shuffle(cells)
+    return covering(cells, 2)
 
 
 def virtual_cells() -> list[Cell]:
@@ -98,8 +104,8 @@ def host_blocks(cell: Cell) -> int:
     return 96 if cell["tier"] == "host" else num_blocks(cell) + 16
 
 
-def engine_config(cell: Cell, store_config: Mapping[str, Any] | None = None) -> EngineConfig:
-    """An engine of this cell; `store_config` says where its store is."""
+def engine_config(cell: Cell, store_config: Mapping[str, Any] | None = None, *, second: bool = False) -> EngineConfig:
+    """An engine of this cell; `store_config` says where its store is. `second`: the other engine on that store."""
     real = cell["tier"] in REAL
     values: dict[str, Any] = {}
     if cell["tier"] != "device":
@@ -108,6 +114,9 @@ def engine_config(cell: Cell, store_config: Mapping[str, Any] | None = None) -> 
     if cell["tier"] in STORES:
         values["store"] = cell["tier"]
         values["store_config"] = dict(store_config or {})
+        if real and not second:
+            # its store is empty, and how long it takes to say so would decide who is preempted
+            values["fetch_min_tokens"] = 1 << 20
         # what a write-back cell finds in its store came there that way
         values["write_through"] = "off" if cell["preempt"] == "writeback" else "all"
     runner = {

@@ -17,7 +17,7 @@ from fdasync import Engine, Result, SamplingParams
 from fdasync.actions import SwapIn
 from fdasync.cache.prefix import block_keys
 from fdasync.runner.synthetic import SyntheticRunner
-from fdasync.testing import EdgeRunner, check_idle, check_sample, oracle_of
+from fdasync.testing import EdgeRunner, check_idle, check_sample
 from tests.matrix import BLOCK_TOKENS, WEIGHTS_ID
 from tests.matrix_facts import Facts
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from fdasync.config import EngineConfig
     from fdasync.result import Sample
     from fdasync.runner.base import CopyOutput, Runner
+    from fdasync.runner.oracle import Oracle
     from fdasync.scheduler import SchedulerStats
     from fdasync.testing import PassModel
 
@@ -64,10 +65,9 @@ class Stage:
         seeds: one for each request: passes tell requests apart by it.
     """
 
-    def __init__(self, config: EngineConfig, store: Store | None) -> None:
-        self.config = config
+    def __init__(self, oracle: Oracle, store: Store | None) -> None:
+        self.oracle = oracle
         self.store = store
-        self.oracle = oracle_of(config)
         self.kept: set[str] = set()
         self.seeds = count(1)
 
@@ -101,10 +101,11 @@ class Life:
     engine: Engine
     stats: SchedulerStats
 
-    def __init__(self, stage: Stage, passes: PassModel) -> None:
+    def __init__(self, stage: Stage, config: EngineConfig, passes: PassModel) -> None:
         self.asked: dict[str, Asked] = {}
         self.weights = {0: WEIGHTS_ID}
         self._stage = stage
+        self._config = config
         self._passes = passes
         self.facts = Facts(passes, stage.kept, self.weights)
         self.resumed = self.recomputed = self.arriving = 0
@@ -116,9 +117,9 @@ class Life:
     async def running(self) -> AsyncIterator[None]:
         """The engine is there; its books are checked after every turn."""
         stage = self._stage
-        self._runner = SyntheticRunner(stage.oracle.config, stage.config.runner_limits())
+        self._runner = SyntheticRunner(stage.oracle.config, self._config.runner_limits())
         edge = _Watched(self._runner, self._launched, self._copying)
-        self.engine = engine = Engine(stage.config, runner=edge, store=stage.store)
+        self.engine = engine = Engine(self._config, runner=edge, store=stage.store)
         async with asyncio.timeout(_DEADLINE_S * 3), engine, asyncio.TaskGroup() as group:
             audit = group.create_task(self._audit(), name="audit")
             yield

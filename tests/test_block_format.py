@@ -596,7 +596,7 @@ class Slow(MemoryStore):
 
     def __init__(self) -> None:
         super().__init__(MemoryConfig())
-        self.calls = self.running = 0
+        self.calls = self.running = self.stopped = 0
         self.fail = ""
         self.on_call: Callable[[], None] = lambda: None
 
@@ -610,6 +610,9 @@ class Slow(MemoryStore):
                 raise StoreUnavailable("slow", "not this one")
             # ends late when it is cancelled, as the contract allows
             await finish(asyncio.ensure_future(asyncio.sleep(0.01)))
+        except asyncio.CancelledError:
+            self.stopped += 1
+            raise
         finally:
             self.running -= 1
 
@@ -674,12 +677,13 @@ async def test_a_large_batch_ends_as_one(verb):
 
 
 @pytest.mark.parametrize("verb", ["put", "get_into"])
+@pytest.mark.parametrize("calls", [1, 4])
 @pytest.mark.parametrize("fail", ["", NAMES_OF_MANY[59]])
-async def test_a_large_batch_that_is_cancelled_has_ended_when_it_says_so(verb, fail):
+async def test_a_large_batch_that_is_cancelled_has_ended_when_it_says_so(verb, calls, fail):
     async with many() as (inner, store, _, items):
         task = asyncio.ensure_future(getattr(store, verb)(items))
         started = asyncio.Event()
-        inner.on_call = lambda: started.set() if inner.calls == 4 else None
+        inner.on_call = lambda: started.set() if inner.calls == calls else None
         inner.fail = fail
         await started.wait()
         task.cancel()
@@ -689,6 +693,7 @@ async def test_a_large_batch_that_is_cancelled_has_ended_when_it_says_so(verb, f
         await asyncio.wait([task])
         assert task.cancelled()
         assert inner.running == 0
+        assert inner.stopped >= min(calls, 3)
 
 
 async def test_closing_closes_the_store_inside():

@@ -17,9 +17,10 @@ import pytest
 
 from fdasync.cache.block_format import BlockSchema, Section, object_key
 from fdasync.cache.hosted import HostedStore
+from fdasync.cache.hosted_wire import pack_error, unpack_error
 from fdasync.cache.region import PAGE_NBYTES, SharedRegion
 from fdasync.cache.store import DONE, EXISTS, MISS, Item, Outcome, Part, StoreUsage
-from fdasync.errors import ConfigError, PluginError, StoreRejected, StoreUnavailable
+from fdasync.errors import BadInput, ConfigError, PluginError, StoreRejected, StoreTimeout, StoreUnavailable
 from fdasync.testing import StoreTests
 from fdasync.testing.leaks import children, native_threads
 
@@ -64,6 +65,7 @@ class OddStore(MemoryStore):
         await super().open(regions)
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(8))
         self.capabilities = msgspec.structs.replace(self.capabilities, name="odd", max_batch=self.config.max_batch)
+        regions[0].view(regions[0].nbytes - 7, 1)[:] = b"o"
         match os.environ.get("ODD_OPEN", self.config.open):
             case "reject": raise StoreRejected("odd", "wrong place", "another")
             case "unavailable": raise StoreUnavailable("odd", "not now")
@@ -80,6 +82,8 @@ class OddStore(MemoryStore):
         await self._play(keys[0], ())
         if keys[0] == "odd/many":
             return 1 << 40
+        if keys[0] == "odd/negative":
+            return -1
         if keys[0] == "odd/junk":
             return object()
         return await super().exists_prefix(keys)
@@ -124,7 +128,9 @@ class OddStore(MemoryStore):
     async def _play(self, key, parts):
         views = [self._regions[part.region].view(part.offset, part.nbytes) for part in parts]
         match key:
-            case "odd/hang": time.sleep(600)
+            case "odd/hang":
+                views[0][:1] = b"h"
+                time.sleep(600)
             case "odd/exit": os._exit(3)
             case "odd/raise": raise ZeroDivisionError("by zero")
             case "odd/reject": raise StoreRejected("own", "not ever", "leave it")
@@ -154,9 +160,10 @@ class OddStore(MemoryStore):
                 await finish(asyncio.ensure_future(asyncio.to_thread(self._scribble, views, key == "odd/scribble")))
 
     def _scribble(self, views, for_ever):
-        end = time.monotonic() + 0.3
+        """Until somebody says go, at the end of the first region."""
         number = 0
-        while for_ever or time.monotonic() < end:
+        go = self._regions[0].view(self._regions[0].nbytes - 8, 1)
+        while for_ever or go[0] == 0:
             number = number % 250 + 1
             for view in views:
                 view[:] = bytes([number]) * len(view)
@@ -210,6 +217,10 @@ class Bench:
 
     def view(self, place: int = 0) -> memoryview:
         return self.region.view(place * PART_NBYTES, PART_NBYTES)
+
+    def go(self) -> None:
+        """Stubborn verbs may end."""
+        self.region.view(self.region.nbytes - 8, 1)[:] = b"g"
 
     async def until(self, there: Callable[[], bool]) -> None:
         """The child shows by what it writes how far it is."""
@@ -336,8 +347,11 @@ async def test_a_cancelled_verb_ends_when_its_work_has_ended():
         await bench.until(lambda: bench.view()[0] != 0)
         for _ in range(3):
             task.cancel()
-            await asyncio.sleep(0)
+            await asyncio.wait([task], timeout=0.01)
         assert not task.done()
+        # the other end goes on as if nothing was
+        await bench.works()
+        bench.go()
         await asyncio.wait([task], timeout=20.0)
         assert task.cancelled()
         bench.view()[:] = bytes(PART_NBYTES)
@@ -413,6 +427,18 @@ async def test_fields_of_errors_come_whole():
     assert missing.value.distribution == "fdasync-oddstore"
 
 
+async def test_errors_of_other_classes_are_told_in_words():
+    ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    told = [
+        (StoreTimeout("own", "put", 2.0, ended), StoreUnavailable("odd", "put did not end within 2 s")),
+        (KeyError("k"), StoreUnavailable("odd", "KeyError: 'k'")),
+        (BadInput("n", "is odd", limit=3, hint="even"), BadInput("n", "is odd", limit="3", hint="even")),
+    ]
+    for error, wanted in told:
+        found = unpack_error(pack_error(1, "odd", error))
+        assert (type(found), str(found)) == (type(wanted), str(wanted))
+
+
 @pytest.mark.parametrize("how", ["hang", "wait"])
 async def test_opening_has_a_deadline(how):
     store = hosted(config={"open": how}, open_deadline_s=1.0)
@@ -422,15 +448,32 @@ async def test_opening_has_a_deadline(how):
     assert children() == []
 
 
-@pytest.mark.parametrize("how", ["hang", "wait"])
-async def test_closing_while_it_opens(how):
-    bench = Bench(hosted(config={"open": how}, close_deadline_s=1.0))
+@pytest.mark.parametrize(("how", "deadline_s"), [("hang", 1.0), ("wait", 40.0)])
+async def test_closing_while_it_opens(how, deadline_s):
+    bench = Bench(hosted(config={"open": how}, close_deadline_s=deadline_s))
     opening = asyncio.ensure_future(bench.store.open([bench.region]))
-    await bench.until(lambda: bench.store.pid > 0)
-    await bench.store.aclose()
+    await bench.until(lambda: bench.region.view(bench.region.nbytes - 7)[0] == ord("o"))
+    async with asyncio.timeout(20.0):
+        await bench.store.aclose()
     await asyncio.wait([opening], timeout=20.0)
     assert isinstance(opening.exception(), StoreUnavailable)
     assert children() == []
+    if how == "wait":
+        assert bytes(bench.region.view(bench.region.nbytes - 6)) == b"closed"
+    bench.region.close()
+
+
+async def test_closing_before_its_process_is_there():
+    bench = Bench(hosted())
+    opening = asyncio.ensure_future(bench.store.open([bench.region]))
+    await asyncio.sleep(0)
+    assert bench.store.pid == -1
+    await bench.store.aclose()
+    assert asyncio.all_tasks() <= {opening, asyncio.current_task()}
+    await asyncio.wait([opening], timeout=20.0)
+    with pytest.raises(StoreUnavailable, match="it is closed"):
+        opening.result()
+    assert bench.store.spawned == 0
     bench.region.close()
 
 
@@ -481,7 +524,9 @@ class Flight:
 
     def __init__(self, bench: Bench, key: str = "odd/scribble") -> None:
         self.bench = bench
+        self.pid = bench.store.pid
         self.cleared: list[int] = []
+        self.early: list[int] = []
         verbs = [bench.store.put, bench.store.get_into]
         self.tasks = [asyncio.ensure_future(verbs[place % 2]([bench.item(key, place)])) for place in range(8)]
         for place, task in enumerate(self.tasks):
@@ -490,6 +535,8 @@ class Flight:
     def _clear(self, place: int, _: asyncio.Future[list[Outcome]]) -> None:
         self.bench.view(place)[:] = bytes(PART_NBYTES)
         self.cleared.append(place)
+        if not is_gone(self.pid):
+            self.early.append(place)
 
     async def is_busy(self) -> None:
         await self.bench.until(lambda: all(self.bench.view(place)[0] for place in range(8)))
@@ -500,6 +547,7 @@ class Flight:
         assert not late
         await asyncio.sleep(0)
         assert sorted(self.cleared) == list(range(8))
+        assert not self.early, "verbs ended before their process had"
         for task in self.tasks:
             with pytest.raises(StoreUnavailable, match=words):
                 task.result()
@@ -579,6 +627,7 @@ async def test_kill_ends_a_start_too():
         ("odd/kind", "answered a call with an odd Used"),
         ("odd/stopped", "answered a call with an odd Stopped"),
         ("odd/many", "answered a call with an odd Count"),
+        ("odd/negative", "answered a call with an odd Count"),
         ("odd/error", "no name here: SystemExit"),
         ("odd/fields", "no name here: StoreRejected"),
     ],
@@ -691,16 +740,19 @@ async def test_closing_waits_for_what_runs_and_closes_the_store():
         await bench.until(lambda: bench.view()[0] != 0)
         closing = [asyncio.ensure_future(bench.store.aclose()) for _ in range(3)]
         await asyncio.sleep(0)
-        with pytest.raises(StoreUnavailable, match="it is closed"):
+        with pytest.raises(StoreUnavailable, match=r"^store odd: it is closed"):
             await bench.store.exists_prefix(["a"])
+        await asyncio.wait(closing, timeout=0.05)
+        assert not any(task.done() for task in [running, *closing])
+        bench.go()
         await asyncio.gather(*closing)
-        assert running.done()
+        # the store had the last word
+        with pytest.raises(StoreUnavailable, match=r"^store memory: it is closed"):
+            running.result()
         assert children() == []
         assert bytes(bench.region.view(bench.region.nbytes - 6)) == b"closed"
-        with pytest.raises(StoreUnavailable, match="it is closed"):
+        with pytest.raises(StoreUnavailable, match=r"^store odd: it is closed"):
             await bench.store.usage()
-        with contextlib.suppress(StoreUnavailable):
-            await running
 
 
 async def test_closing_has_a_deadline():
@@ -715,7 +767,7 @@ async def test_closing_a_stopped_child_has_the_deadline_too():
         call = asyncio.ensure_future(bench.store.exists_prefix(["a"]))
         await asyncio.sleep(0)
         await bench.store.aclose()
-        with pytest.raises(StoreUnavailable, match="it is closed"):
+        with pytest.raises(StoreUnavailable, match=r"^store odd: it is closed"):
             await call
 
 
@@ -747,14 +799,19 @@ async def test_keys_at_the_terminal_are_not_for_the_child():
 
 def test_a_child_dies_with_its_engine(tmp_path):
     script = """
-        import asyncio, os, uvloop
+        import asyncio, uvloop
         from fdasync.cache.hosted import HostedStore
         from fdasync.cache.region import SharedRegion
+        from fdasync.cache.store import Item, Part
 
         async def main():
             region = SharedRegion.create("r", 4096)
             store = HostedStore("odd", {}, close_deadline_s=5.0)
             await store.open([region])
+            # it cannot see the end of its channel
+            call = asyncio.ensure_future(store.get_into([Item("odd/hang", (Part(0, 0, 1),))]))
+            while region.view()[0] != ord("h"):
+                await asyncio.sleep(0.001)
             print(store.pid, flush=True)
             await asyncio.sleep(600)
 

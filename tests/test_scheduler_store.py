@@ -7,6 +7,7 @@ import pytest
 from fdasync.errors import InvariantBroken
 from fdasync.events.catalog import FetchEnded, LeaseReturned, LookedUp, StoreEnded
 from tests.helpers import Table
+from tests.test_scheduler_tiers import leave_on_host
 
 A = range(13)  # three full blocks that a hit may cover
 LOOKUP_S = 0.002
@@ -52,6 +53,8 @@ def test_what_the_store_has_is_looked_up_fetched_brought_in_and_used():
     # the rows went to the slots that the blocks keep
     assert (into.slots, into.generations) == (fetch.slots, fetch.generations)
     assert table.turn(table.copied()).cached == {1: 12}
+    # it was admitted: what came for it is a block of the host like any other
+    assert len(table.scheduler.index._host_used) == 3
     table.run()
     end = table.finished[1]
     assert (end.cached_tokens, end.num_rows) == ((0, 0, 12), 14)
@@ -376,6 +379,52 @@ def test_what_arrives_in_time_and_is_there_already_is_dropped_too():
     assert table.is_empty()
 
 
+def test_what_a_lease_brings_while_its_request_is_loading_is_not_taken_for_kv_on_the_device():
+    table = make_table(A)
+    table.turn(table.request(1, A, 2))
+    table.turn(table.looked_up())
+    turned = table.turn(table.fetched(arrived="+--", late=True))
+    assert [len(into.host) for into in turned.ins] == [1]
+    table.turn(table.returned(fetch_id(table), "+++"))
+    assert table.places(A) == ["both", "host", "host"]
+    assert table.turn(table.copied()).cached == {1: 4}
+    table.run()
+    assert table.finished[1].cached_tokens == (0, 0, 4)
+    assert table.is_empty()
+
+
+def test_a_fetch_makes_room_of_copies_that_unused_blocks_have_on_the_device():
+    table = make_table(range(100, 113), num_host_blocks=3, num_blocks=16)
+    table.run(table.request(1, A, 1))
+    for block in table.scheduler.index.pool.live():
+        table.scheduler.copier.keep(block)
+    table.turn()
+    table.answer()
+    assert table.places(A) == ["both"] * 3
+    table.turn(table.request(2, range(100, 113), 1))
+    (fetch,) = table.turn(table.looked_up()).fetches
+    # a third of it is the half that may be fetched ahead
+    assert len(fetch.host) == 1
+    assert sorted(table.places(A)) == ["both", "both", "device"]
+    table.run()
+    assert table.finished[2].cached_tokens == (0, 0, 4)
+
+
+def test_a_fetch_does_not_push_out_the_blocks_that_it_continues():
+    prompt = range(25)
+    table = make_table(prompt, num_host_blocks=4, num_blocks=16)
+    table.scheduler.storer.enabled = False
+    # the host is full: two blocks of the prompt, used longest ago, and two of another one
+    leave_on_host(table, range(9))
+    leave_on_host(table, range(300, 309))
+    assert table.places(prompt) == ["host", "host", "", "", "", ""]
+    table.scheduler.storer.enabled = True
+    table.turn(table.request(1, prompt, 1))
+    table.run()
+    assert table.finished[1].cached_tokens == (0, 8, 8)
+    assert table.is_empty()
+
+
 # -- ends while waiting
 
 
@@ -488,11 +537,23 @@ def test_lookups_are_not_sent_ahead_of_what_half_of_the_host_holds():
     table.turn(table.request(99, [1], 20))
     for key, prompt in enumerate(prompts):
         table.turn(table.request(key, prompt, 1), *table.answers())
+        # what is asked for counts, before anybody knows how much of it is there
+        assert table.stats.free_host_blocks >= 4
     table.answer()
-    # three and one: the others ask when their turn has come
-    assert table.stats.free_host_blocks >= 2
+    assert table.stats.free_host_blocks >= 4
     table.run()
-    assert all(sum(table.finished[key].cached_tokens) > 0 for key in range(10))
+    assert {end.cached_tokens for end in table.finished.values()} <= {(0, 0, 0), (0, 0, 12)}
+    assert sum(end.cached_tokens == (0, 0, 12) for end in table.finished.values()) >= 3
+    assert table.is_empty()
+
+
+def test_a_request_that_needs_more_than_half_of_the_host_may_ask_if_nobody_else_does():
+    table = make_table(range(41), num_host_blocks=6)
+    table.turn(table.request(1, range(41), 1))
+    assert len(table.lookups) == 1
+    assert table.turn(table.request(2, A[1:], 1)).lookups == []
+    assert [len(fetch.keys) for fetch in table.turn(table.looked_up(0)).fetches] == [3]
+    table.run()
     assert table.is_empty()
 
 
@@ -670,6 +731,21 @@ def test_what_has_to_make_room_before_its_turn_is_dropped_and_counted():
     assert table.is_empty()
 
 
+def test_what_was_dropped_is_not_written_by_the_way_later():
+    table = writer(write_through="all", num_host_blocks=2, num_blocks=8, max_step_tokens=64)
+    table.turn(table.request(1, A, 1))
+    table.turn(table.done())
+    assert table.stats.dropped_writes == 1
+    table.run()
+    assert table.stats.written_blocks == 2
+    # under pressure it goes to the host after all
+    table.run(table.request(2, range(100, 129), 1))
+    assert table.stats.swapped_out_blocks > 2
+    written = [key for _, key in table.kept]
+    assert len(set(written) & set(table.keys(A))) == 2
+    assert table.is_empty()
+
+
 def test_a_block_evicted_from_the_host_before_it_is_written_is_dropped():
     table = writer(write_through="all", num_host_blocks=64, num_blocks=128, max_step_tokens=512)
     # four writes at a time, of sixteen blocks each at most; each prompt is one write
@@ -709,6 +785,28 @@ def test_a_write_holds_its_host_blocks_until_it_has_ended():
     table.turn(table.returned(fetch_id(table), "++-"))
     assert len(index._host_only) == 3
     assert (table.stats.written_blocks, table.stats.dropped_writes) == (2, 1)
+    table.run()
+    assert table.is_empty()
+
+
+def test_a_block_that_waits_twice_for_its_turn_is_written_once():
+    table = writer(write_through="all", num_blocks=128)
+    for key in range(4):
+        table.turn(table.request(key, range(key * 100, key * 100 + 5), 1))
+        table.turn(table.done())
+        table.turn(table.copied())
+    table.turn(table.request(5, range(500, 505), 1))
+    table.turn(table.done())
+    assert table.turn(table.copied()).puts == []
+    # it had to make room on the host, and is copied out once more before a write is possible
+    index = table.scheduler.index
+    block = index.get(table.keys(range(500, 505))[0])
+    index._leave_host(block)
+    table.scheduler.copier.keep(block)
+    table.turn()
+    assert table.turn(table.copied()).puts == []
+    puts = [table.turn(table.stored()).puts for _ in range(4)]
+    assert [key for batch in puts for put in batch for key in put.keys] == table.keys(range(500, 505))
     table.run()
     assert table.is_empty()
 

@@ -11,8 +11,8 @@ A, B = range(9), range(100, 109)
 
 def leave_on_host(table, *prompts, **fields):
     """Compute these prompts, and leave their full blocks on the host only."""
-    for number, prompt in enumerate(prompts):
-        table.run(table.request(900 + number, prompt, 1, **fields))
+    for prompt in prompts:
+        table.run(table.request(900 + len(table.finished), prompt, 1, **fields))
     index = table.scheduler.index
     for block in index.pool.live():
         table.scheduler.copier.keep(block)
@@ -189,6 +189,33 @@ def test_blocks_are_not_queued_again_and_again_while_copies_hang():
     for _ in range(50):
         table.turn(table.timer(1.0))
     assert table.stats.writing <= table.stats.idle_blocks + 4
+    table.run()
+    assert table.is_empty()
+
+
+def hang(table, count=4):
+    """As many copies outward as may be in flight, of blocks that are in use nowhere."""
+    for key in range(count):
+        table.turn(table.request(800 + key, range(8000 + key * 10, 8005 + key * 10), 1))
+        table.turn(table.done())
+        for block in table.scheduler.index.pool.live():
+            table.scheduler.copier.keep(block)
+        table.turn()
+    assert len(table.copies) == count
+
+
+def test_what_is_needed_now_goes_out_before_what_shall_only_be_kept():
+    table = Table(num_blocks=14, num_host_blocks=64)
+    hang(table)
+    (kept,) = table.turn(table.request(1, range(50, 55), 9)).step.starts
+    table.turn(table.done())
+    table.scheduler.copier.keep(table.scheduler._sequences[1].blocks[0])
+    (idle,) = table.turn(table.request(2, A, 1), table.done()).step.starts
+    table.turn(table.done())
+    table.turn(table.request(3, range(300, 325), 1))
+    (out,) = table.turn(table.copied()).outs
+    assert out.device[-1] == kept.blocks[0]
+    assert set(out.device[:-1]) <= set(idle.blocks)
     table.run()
     assert table.is_empty()
 

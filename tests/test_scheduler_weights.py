@@ -9,7 +9,7 @@ import pytest
 from fdasync.errors import InvariantBroken
 from tests.helpers import Table
 from tests.test_scheduler_store import make_table
-from tests.test_scheduler_tiers import leave_on_host
+from tests.test_scheduler_tiers import hang, leave_on_host
 
 A, B = range(9), range(100, 109)
 
@@ -241,6 +241,24 @@ def test_a_kept_one_that_is_preempted_is_neither_copied_nor_written():
     assert (turned.outs, turned.puts) == ([], [])
     assert table.stats.writing == 0
     table.run()
+    assert table.is_empty()
+
+
+def test_what_was_to_be_kept_of_a_kept_one_is_not_copied_any_more():
+    table = Table(num_blocks=32, num_host_blocks=64)
+    hang(table)
+    table.turn(table.request(1, A, 9))
+    table.turn(table.done())
+    for block in table.scheduler._sequences[1].blocks[:2]:
+        table.scheduler.copier.keep(block)
+    assert table.turn().outs == []
+    stop_steps(table)
+    # the slots of copies become free one after the other, and nothing takes them
+    assert update(table, 1).outs == []
+    while table.copies:
+        assert table.turn(table.copied()).outs == []
+    table.run()
+    assert table.stats.swapped_out_blocks == 4
     assert table.is_empty()
 
 

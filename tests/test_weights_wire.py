@@ -261,6 +261,8 @@ _PLUGIN = """
                 raise WeightsRejected("shard 2 is missing")
             if path == "broken":
                 raise WeightsBroken("shard 2 is damaged")
+            if path == "unsayable":
+                return object()
             if path == "hang":
                 await asyncio.Event().wait()
             return hashlib.sha256(b"|".join(self.held)).hexdigest()
@@ -361,6 +363,16 @@ async def test_a_worker_that_is_killed_while_it_loads_is_told(keeper):
         os.kill(worker.pid, signal.SIGKILL)
         with pytest.raises(WorkerDied):
             await loading
+
+
+def test_an_answer_that_cannot_be_sent_ends_the_worker_which_says_why(keeper, capfd):
+    async def test():
+        async with opened() as worker:
+            with pytest.raises(WorkerDied):
+                await worker.load_folder("unsayable")
+
+    run(test())
+    assert "TypeError: Encoding objects of type object" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("how", ["folder", "tensors"])

@@ -30,6 +30,7 @@ from fdasync import (
     WorkerStuck,
 )
 from fdasync.actions import RunStep
+from fdasync.events.catalog import EngineDied
 from fdasync.runner.base import RunnerLimits
 from fdasync.runner.worker import WorkerRunner
 from fdasync.testing import check_idle, check_sample, oracle_of, synthetic_config
@@ -140,7 +141,9 @@ async def test_a_worker_that_dies_idle_fails_the_engine_before_anybody_asks():
             os.kill(pid, signal.SIGKILL)
             # the engine ends its taps when it has ended; nothing is asked of it
             async with asyncio.timeout(10.0):
-                assert [event async for event in events] == []
+                [died] = [event async for event in events]
+            assert isinstance(died, EngineDied)
+            assert f"process {pid} ended by signal 9" in died.problem
             assert engine.state == "failed"
     assert isinstance(caught.value.cause, WorkerDied)
     assert (caught.value.cause.pid, caught.value.cause.exit_status) == (pid, -signal.SIGKILL)

@@ -55,7 +55,7 @@ class _Host:
         self._inbox: asyncio.Queue[tuple[ToWorker, list[int]]] = asyncio.Queue()
         self._busy = False
         self._channel = Channel(loop, sock, self._on_frame, self._end)
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._runner: Runner | None = None
         self._arena: AuxArena | None = None
         self._host: HostArena | None = None
@@ -71,7 +71,7 @@ class _Host:
         else:
             self._inbox.put_nowait((message, fds))
 
-    def _end(self, error: Exception | None = None) -> None:
+    def _end(self, error: BaseException | None = None) -> None:
         self._error = error
         if not self.ended.done():
             self.ended.set_result(None)
@@ -119,16 +119,20 @@ class _Host:
         """
         work = asyncio.ensure_future(self._work())
         await asyncio.wait([work, self.ended], return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            # it never ends by itself: the engine learns of what broke it by the end of this process
+            self._end(work.exception())  # of a task that is done
         work.cancel()
-        await asyncio.wait([work, self.ended])
+        await asyncio.wait([work])
         if self._runner is not None:
             await self._runner.aclose()
         for memory in (self._arena, self._host, self._receiver):
             if memory is not None:
                 memory.close()
-        self._channel.close()
         if self._error is not None and not isinstance(self._error, OSError):
+            # the channel ends with the process: an engine that saw it end before would kill us in mid-sentence
             raise self._error
+        self._channel.close()
 
     async def _work(self) -> None:
         """Everything that takes its time, one after the other; steps that came behind it keep their place."""
@@ -162,8 +166,13 @@ class _Host:
             return Loaded(await runner.load_folder(message.path))
         elif isinstance(message, BeginTensors):
             self._forget_tensors()
-            self._receiver = TensorReceiver(runner, fds, message.chunk_nbytes)
-            await runner.begin_tensors(message.tensors)
+            receiver = TensorReceiver(runner, fds, message.chunk_nbytes)
+            try:
+                await runner.begin_tensors(message.tensors)
+            except BaseException:
+                receiver.close()
+                raise
+            self._receiver = receiver
         elif self._receiver is None:
             raise InvariantBroken(f"{type(message).__name__} without BeginTensors")
         elif isinstance(message, WriteChunk):

@@ -1,7 +1,7 @@
 """The synthetic model in closed form: what it answers, from tokens and weights alone, without blocks.
 
 The KV of a token is 64 bits of (token, position, weights). The next token and the routing row at a
-position are a function of the sum of *all* KV words up to that position, and of the weights. Tests hold the
+position are a function of a weighted sum of *all* KV words up to that position, and of the weights. Tests hold the
 engine against this; `synthetic.py` computes the same through paged KV.
 """
 
@@ -72,6 +72,11 @@ def mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
         return words ^ (words >> U64(31))
 
 
+def _place(positions: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Odd, so that no bit of a word is lost; different at every position."""
+    return positions * U64(2) + U64(1)
+
+
 class Oracle:
     """The closed form: what the synthetic model answers, from tokens and weights alone."""
 
@@ -139,8 +144,13 @@ class Oracle:
         for value in np.unique(every):
             chosen = every == value
             words[chosen] = self.kv(array[chosen], positions[chosen], int(value))
+        return self.running_sums(words)
+
+    @staticmethod
+    def running_sums(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """Digest up to each position of KV words [T] in their order: exchanged words change it."""
         with np.errstate(over="ignore"):
-            return np.cumsum(words, dtype=U64)
+            return np.cumsum(words * _place(np.arange(len(words), dtype=U64)), dtype=U64)
 
     def generate(
         self, prompt: Sequence[int], max_tokens: int, *, temperature: float = 0.0, seed: int = 0, index: int = 0,
@@ -157,5 +167,5 @@ class Oracle:
                 break
             word = self.kv(np.array([token]), np.array([len(tokens) - 1]), self.config.weights_id)
             with np.errstate(over="ignore"):
-                digest = digest + word
+                digest = digest + word * _place(np.array([len(tokens) - 1], U64))
         return tokens[len(prompt) :]

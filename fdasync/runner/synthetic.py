@@ -184,6 +184,12 @@ class SyntheticRunner(Runner):
 
     def _check_copy(self, copy: SwapOut | SwapIn) -> None:
         """Nobody may write what a copy reads, nor touch what it writes, while it runs."""
+        assert self._host is not None
+        if len(copy.device) != len(copy.host) or not copy.device:
+            raise InvariantBroken(f"copy {copy.copy_id} has {len(copy.device)} device and {len(copy.host)} host blocks")
+        for ids, count in ((copy.device, len(self._kv) // self._block_tokens), (copy.host, self._host.num_blocks)):
+            if len(set(ids)) != len(ids) or min(ids) < 0 or max(ids) >= count:
+                raise InvariantBroken(f"copy {copy.copy_id} names blocks {ids}, there are {count}")
         written: set[int] = set()
         read: set[int] = set()
         for flight in self._flights:
@@ -305,7 +311,7 @@ class SyntheticRunner(Runner):
                 index = (table[:, None] * size + offsets).ravel()[: start + count]
                 if self.config.pass_stamp:
                     self._check_stamps(table, index, int(start))
-                sums = np.cumsum(self._kv[index], dtype=U64)
+                sums = self.oracle.running_sums(self._kv[index])
                 digests[end - count : end] = sums[start:]
         rows: dict[str, NDArray[np.generic]] = {}
         if self._arena is not None:

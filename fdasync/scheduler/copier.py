@@ -141,7 +141,7 @@ class Copier:
     def _demote(self) -> None:
         """Idle blocks that are nowhere else go out while there is time, oldest first."""
         index = self._index
-        if not index.num_dirty:
+        if not index.num_dirty or self._outward >= _MAX_OUTWARD:
             return
         lacking = max(self._needed, self._ahead) - index.num_available - self._on_their_way()
         if lacking > 0 and index.has_host_room:

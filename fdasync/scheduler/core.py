@@ -119,13 +119,18 @@ class Scheduler:
         self._expire(self._now)
         steps: list[Action] = []
         while len(self._inflight) < self.config.pipeline_depth and not self._paused:
+            # who was preempted, or sent back by new weights, must not be matched under what it was
+            self._take_requeued()
+            preemptions = self.roster.preemptions
             planned = self._planner.plan(self._now)
             if planned is None:
+                if self.roster.preemptions > preemptions:
+                    # somebody gave up what another one sat out for
+                    continue
                 break
             steps.append(planned[0])
             self._inflight.append(planned[1])
-        if self.roster.requeued:
-            self._take_requeued()
+        self._take_requeued()
         if not self._paused:
             steps += self.copier.plan()
         steps += self.storer.plan()

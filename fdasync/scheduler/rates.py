@@ -10,6 +10,7 @@ from __future__ import annotations
 # the share of the estimated recompute time that waiting in vain may cost
 REGRET_SHARE = 0.1
 _WEIGHT = 0.25
+_FADE = 0.99
 
 
 class Mean:
@@ -49,6 +50,11 @@ class Rates:
 
     def looked_up(self, seconds: float) -> None:
         self._lookup.add(seconds)
+
+    def passed_over(self) -> None:
+        """Computing was preferred: nothing is measured by that, so the store's bad name fades until it is tried again."""
+        self._fetch.value *= _FADE
+        self._lookup.value *= _FADE
 
     def recompute_s(self, num_tokens: int) -> float:
         return num_tokens * self._prefill.value

@@ -31,7 +31,7 @@ class StoreNotes:
         waits_for: the lookup or fetch in flight that it waits for; it is not planned meanwhile.
         absent_at: number of the block that is known to be missing there; -1: nothing is known.
         regret_s: what waiting may still cost it beyond the estimates; None: it never asked.
-        brought: keys that were fetched for it.
+        brought: keys that were fetched for it, and whether they came.
         held: blocks that came for it and stay on the host until it is admitted.
     """
 
@@ -41,7 +41,7 @@ class StoreNotes:
         self.waits_for: object = None
         self.absent_at = -1
         self.regret_s: float | None = None
-        self.brought: dict[bytes, None] = {}
+        self.brought: dict[bytes, bool] = {}
         self.held: list[Block] = []
 
 

@@ -84,6 +84,7 @@ class Storer:
         # who is on its way to whom: identities that a lookup or a fetch in flight will tell of
         self._asked: dict[bytes, _Lookup | _Transfer] = {}
         self._queue: deque[Block] = deque()
+        self._writing: dict[Block, None] = {}
         self._asks: list[LookUp | FetchBlocks] = []
         self._next_id = 0
         self._ahead_blocks = max(config.num_host_blocks // 2, 1)
@@ -148,11 +149,13 @@ class Storer:
             return
         if notes.regret_s is not None and notes.regret_s <= 0:
             return
-        if self._held + sum(len(fetch.blocks) for fetch in self._fetches.values()) >= self._ahead_blocks:
-            return
         keys = seq.keys[first : min(limit, first + _MAX_LOOKUP_KEYS)]
+        if self._ahead() >= self._ahead_blocks:
+            return
         recompute_s = self.rates.recompute_s(len(keys) * size)
         if self.rates.lookup_s + self.rates.fetch_s(len(keys) * self._config.block_nbytes) >= recompute_s:
+            self.rates.passed_over()
+            notes.regret_s = 0.0
             return
         if notes.regret_s is None:
             notes.regret_s = REGRET_SHARE * recompute_s
@@ -165,6 +168,11 @@ class Storer:
         for key in keys:
             self._asked.setdefault(key, lookup)
         self._asks.append(LookUp(number, self._namespace, tuple(keys), deadline))
+
+    def _ahead(self) -> int:
+        """Blocks that were, are, or may soon be fetched for requests that are not admitted yet."""
+        asked = sum(len(lookup.keys) for lookup in self._lookups.values())
+        return self._held + asked + sum(len(fetch.blocks) for fetch in self._fetches.values())
 
     def looked_up(self, event: LookedUp) -> list[Sequence]:
         """Returns who need not wait any longer, or must look again."""
@@ -216,7 +224,8 @@ class Storer:
             self._give_up(waiting)
             return None
         blocks: list[Block] = []
-        for _ in wanted[: self._ahead_blocks]:
+        room = self._ahead_blocks - self._held - sum(len(fetch.blocks) for fetch in self._fetches.values())
+        for _ in wanted[: max(room, 1)]:
             if not index.make_host_room(for_fetch=True):
                 break
             block = index.pool.allocate_host()
@@ -264,13 +273,17 @@ class Storer:
         came = sum(event.arrived)
         if came and event.seconds > 0:
             self.rates.fetched(came * self._config.block_nbytes, event.seconds)
+        elif event.late:
+            # it is at least this slow
+            self.rates.fetched(len(fetch.blocks) * self._config.block_nbytes, event.seconds)
         self.fetched += came
         waiting = self._still_waiting(fetch)
-        for seq in waiting:
-            seq.store.brought.update(dict.fromkeys(fetch.keys))
         if waiting and fetch.epoch == self._epoch:
             self._hold(waiting[0], [block for block, came in zip(fetch.blocks, event.arrived, strict=True) if came])
         self._release(fetch, event.arrived, last=not event.late)
+        brought = {key: block.key == key for key, block in zip(fetch.keys, fetch.blocks, strict=True)}
+        for seq in waiting:
+            seq.store.brought.update(brought)
         if event.late:
             self.cut_off += 1
             self._late[event.fetch_id] = fetch
@@ -344,8 +357,8 @@ class Storer:
                 # it had to make room before its turn came, or the weights changed and nobody wants it any more
                 self.dropped += block.wanted
                 block.wanted = False
-            elif block.wanted and not block.stored:
-                block.wanted = False
+            elif not block.stored and block not in self._writing:
+                self._writing[block] = None
                 block.host_moves += 1
                 self._index.settle(block)
                 blocks.append(block)
@@ -368,8 +381,11 @@ class Storer:
     def _written(self, put: _Transfer, count: int) -> None:
         self.written += count
         if not put.held:
-            # the whole word is said: what was not stored by now was not
+            # the last word is said: what was not stored by now was not
             self.dropped += sum(1 for block in put.blocks if not block.stored)
+            for block in put.blocks:
+                block.wanted = False
+                del self._writing[block]
 
     def lease_returned(self, event: LeaseReturned) -> None:
         """The late rest of a transfer ended."""

@@ -126,7 +126,8 @@ class EdgeRunner(Runner):
             self._report(step_id, error)
         self._order.clear()
         for copied in self._copies.values():
-            copied.set_exception(error)
+            if not copied.done():
+                copied.set_exception(error)
         self._copies.clear()
         if self.on_failure is not None:
             self.on_failure(error)
