@@ -811,6 +811,18 @@ def test_a_block_that_waits_twice_for_its_turn_is_written_once():
     assert table.is_empty()
 
 
+def test_a_lease_may_come_back_for_a_write_of_which_all_was_stored():
+    table = writer(write_through="all")
+    table.turn(table.request(1, A, 1))
+    table.turn(table.done())
+    table.turn(table.copied())
+    table.turn(table.stored(late=True))
+    assert (table.stats.written_blocks, table.stats.late_leases) == (3, 1)
+    table.turn(table.returned(fetch_id(table), "+++"))
+    assert (table.stats.written_blocks, table.stats.dropped_writes) == (3, 0)
+    assert table.is_empty()
+
+
 def test_late_writes_count_as_writes_in_flight():
     table = writer(write_through="all", num_blocks=128)
     for key in range(4):

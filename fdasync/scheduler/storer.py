@@ -385,7 +385,7 @@ class Storer:
             self.dropped += sum(1 for block in put.blocks if not block.stored)
             for block in put.blocks:
                 block.wanted = False
-                del self._writing[block]
+                self._writing.pop(block, None)
 
     def lease_returned(self, event: LeaseReturned) -> None:
         """The late rest of a transfer ended."""

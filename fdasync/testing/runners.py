@@ -53,7 +53,9 @@ class RunnerTests(CopyTests, WeightsTests):
     @on_loop
     async def test_two_of_them_answer_alike(self) -> None:
         async with on_bench(self.make(self.limits)) as one, on_bench(self.make(self.limits)) as other:
-            assert one.capacity == other.capacity
+            # what was measured differs from one start to the next
+            capacities = [msgspec.structs.replace(on.capacity, prefill_tokens_per_s=0.0) for on in (one, other)]
+            assert capacities[0] == capacities[1]
             prompt = one.prompt(one.size + 3)
             first = await one.answer(0, prompt, 4, [0, 1])
             self.assert_same(first, await other.answer(0, prompt, 4, [0, 1]))

@@ -1,7 +1,11 @@
-"""How many KV blocks fit: what memory is free, and what a step needs besides. Called by `runner.py`."""
+"""How many KV blocks fit, by what memory is free and what a step needs besides; and how fast prefill is.
+
+Called by `runner.py` at its start.
+"""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,11 +20,15 @@ from fdasync_transformers.kv import KVPool
 
 if TYPE_CHECKING:
     from fdasync.runner.base import RunnerLimits
+    from fdasync.runner.lanes import Batch
     from fdasync_transformers.step import StepModel
 
 # of what is free; a CPU shares its memory with everyone else on the machine
 _CPU_SHARE = 0.5
 _GPU_SHARE = 0.92
+
+# enough to tell what a token costs, not so many that a start takes long
+_SPEED_TOKENS = 256
 
 _GREEDY = SamplerSpec(0, 0, 0, 0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, (), False, False, 0)
 
@@ -60,16 +68,8 @@ def _step_peak_nbytes(step_model: StepModel, limits: RunnerLimits, max_context_t
     while left and len(counts) < limits.max_running:
         counts.append(min(left, max_context_tokens))
         left -= counts[-1]
-    needed = [-(-count // block_tokens) for count in counts]
     device = step_model.model.device
-    pool = KVPool(step_model.layout, sum(needed), block_tokens, device)
-    table = LaneTable(len(counts), max(counts), block_tokens, sum(needed))
-    starts = []
-    for key, count in enumerate(counts):
-        blocks = tuple(range(sum(needed[:key]), sum(needed[: key + 1])))
-        starts.append(SeqStart(key, bytes(4 * count), 0, blocks, (), (), _GREEDY))
-    chunks = tuple(Chunk(key, count, False) for key, count in enumerate(counts))
-    batch = table.plan(RunStep(0, starts=tuple(starts), chunks=chunks))
+    batch, table, pool = _fresh_prefills(step_model, counts, block_tokens)
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -77,6 +77,33 @@ def _step_peak_nbytes(step_model: StepModel, limits: RunnerLimits, max_context_t
     step_model.run(batch, table, pool, np.arange(min(limits.max_running, sum(counts)))).float()
     torch.cuda.synchronize(device)
     return int(torch.cuda.max_memory_allocated(device)) - before
+
+
+def prefill_tokens_per_s(
+    step_model: StepModel, limits: RunnerLimits, max_context_tokens: int, block_tokens: int
+) -> float:
+    """Speed of one prefill of some hundred tokens; the better of two, as the first warms up."""
+    count = min(_SPEED_TOKENS, limits.max_step_tokens, max_context_tokens)
+    took = []
+    for _ in range(2):
+        batch, table, pool = _fresh_prefills(step_model, [count], block_tokens)
+        started = time.perf_counter()
+        step_model.run(batch, table, pool, np.arange(1)).float().cpu()
+        took.append(time.perf_counter() - started)
+    return count / min(took)
+
+
+def _fresh_prefills(step_model: StepModel, counts: list[int], block_tokens: int) -> tuple[Batch, LaneTable, KVPool]:
+    """A step that prefills sequences of these lengths, and a pool of its own for it."""
+    needed = [-(-count // block_tokens) for count in counts]
+    pool = KVPool(step_model.layout, sum(needed), block_tokens, step_model.model.device)
+    table = LaneTable(len(counts), max(counts), block_tokens, sum(needed))
+    starts = []
+    for key, count in enumerate(counts):
+        blocks = tuple(range(sum(needed[:key]), sum(needed[: key + 1])))
+        starts.append(SeqStart(key, bytes(4 * count), 0, blocks, (), (), _GREEDY))
+    chunks = tuple(Chunk(key, count, False) for key, count in enumerate(counts))
+    return table.plan(RunStep(0, starts=tuple(starts), chunks=chunks)), table, pool
 
 
 def _free_host_nbytes() -> int:

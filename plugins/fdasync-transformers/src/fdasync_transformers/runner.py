@@ -23,7 +23,7 @@ from fdasync.runner.lanes import LaneTable
 from fdasync_transformers import families, loading, probe, selfcheck
 from fdasync_transformers.capture import MoELayers, RoutingCapture, find_moe_layers
 from fdasync_transformers.kv import KVLayout, KVPool
-from fdasync_transformers.profile import choose_num_blocks
+from fdasync_transformers.profile import choose_num_blocks, prefill_tokens_per_s
 from fdasync_transformers.sampler import sample
 from fdasync_transformers.step import StepModel
 from fdasync_transformers.swap import BlockCopier
@@ -313,6 +313,7 @@ class TransformersRunner(Runner):
             top_k=0 if moe is None else max(moe.top_k),
             top_k_by_layer=moe.top_k if moe is not None and uneven else None,
             tokenizer="transformers" if (checkpoint.folder / "tokenizer.json").exists() else "",
+            prefill_tokens_per_s=prefill_tokens_per_s(self._step_model, self.limits, max_context, block_tokens),
             notes=notes,
         )
 
