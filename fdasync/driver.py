@@ -172,16 +172,19 @@ class Driver:
         elif type(action) is HashAgain:
             assert self.rehasher is not None
             self.rehasher.add(action)
-        elif self.keeper is None:
-            raise InvariantBroken(f"{type(action).__name__} without a store")
         elif type(action) is LookUp:
-            self.keeper.look_up(action)
+            self._kept(action).look_up(action)
         elif type(action) is FetchBlocks:
-            self.keeper.fetch(action)
+            self._kept(action).fetch(action)
         elif type(action) is StoreBlocks:
-            self.keeper.write(action)
+            self._kept(action).write(action)
         else:
             raise TypeError(f"the driver knows no action {type(action).__name__}")
+
+    def _kept(self, action: Action) -> Keeper:
+        if self.keeper is None:
+            raise InvariantBroken(f"{type(action).__name__} without a store")
+        return self.keeper
 
     def _ring(self) -> None:
         self.bus.publish(TimerFired())

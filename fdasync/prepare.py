@@ -283,7 +283,10 @@ class Rehasher:
     def add(self, action: HashAgain) -> None:
         """Do it soon; ends in `Hashed`."""
         self._queue.append(action)
-        if self._task is None:
+        self._start()
+
+    def _start(self) -> None:
+        if self._task is None and self._queue:
             self._task = asyncio.get_running_loop().create_task(self._work(), name="fdasync-rehasher")
             self._task.add_done_callback(self._ended)
 
@@ -299,8 +302,13 @@ class Rehasher:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._task = None
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if task.cancelled():
+            return
+        if (error := task.exception()) is not None:
             self._on_error(error)
+        else:
+            # what was added after its last look
+            self._start()
 
     async def aclose(self) -> None:
         """Stop; idempotent."""

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.covering import all_cells, combinations_of, covering
+from tests.covering import Cell, Combination, all_cells, combinations_of, covering
 from tests.helpers import case_settings
 
 BITS = dict.fromkeys("abcdefgh", ("0", "1"))
 
 
-def union(cells, strength):
-    return set().union(*[combinations_of(cell, strength) for cell in cells])
+def union(cells: list[Cell], strength: int) -> set[Combination]:
+    return {held for cell in cells for held in combinations_of(cell, strength)}
 
 
 @given(
@@ -26,10 +26,12 @@ def union(cells, strength):
     ),
 )
 @case_settings(100)
-def test_it_holds_every_combination_that_a_possible_cell_holds(sizes, strength, forbidden):
+def test_it_holds_every_combination_that_a_possible_cell_holds(
+    sizes: list[int], strength: int, forbidden: list[tuple[int, int, int, int]]
+) -> None:
     dimensions = {f"d{number}": [str(value) for value in range(size)] for number, size in enumerate(sizes)}
 
-    def possible(cell):
+    def possible(cell: Cell) -> bool:
         return not any(
             cell.get(f"d{one}") == str(value) and cell.get(f"d{other}") == str(its)
             for one, value, other, its in forbidden
@@ -50,14 +52,14 @@ def test_it_holds_every_combination_that_a_possible_cell_holds(sizes, strength, 
 
 
 @pytest.mark.parametrize(("strength", "most"), [(1, 2), (2, 10), (3, 20), (8, 256)])
-def test_it_is_small(strength, most):
+def test_it_is_small(strength: int, most: int) -> None:
     cells = all_cells(BITS, bool)
     chosen = covering(cells, strength)
     assert len(chosen) <= most
     assert len(union(chosen, strength)) == len(union(cells, strength))
 
 
-def test_every_cell_is_listed_once():
+def test_every_cell_is_listed_once() -> None:
     cells = all_cells({"a": "12", "b": "xyz"}, lambda cell: cell != {"a": "2", "b": "y"})
     assert ["".join(cell.values()) for cell in cells] == ["1x", "1y", "1z", "2x", "2z"]
     assert covering([], 2) == []

@@ -65,7 +65,7 @@ class Outliving(Wrapper):
 
 
 @pytest.mark.parametrize("cell", marked(virtual_cells()))
-def test_virtual_cell(cell: Cell, request: pytest.FixtureRequest):
+def test_virtual_cell(cell: Cell, request: pytest.FixtureRequest) -> None:
     store = None
     if cell["tier"] == "memory":
         store = Outliving(Latency(MemoryStore(MemoryConfig()), call_s=0.0005))
@@ -74,7 +74,7 @@ def test_virtual_cell(cell: Cell, request: pytest.FixtureRequest):
 
 
 @pytest.mark.parametrize("cell", marked(real_cells("file")))
-async def test_file_cell(cell: Cell, tmp_path: Path, request: pytest.FixtureRequest):
+async def test_file_cell(cell: Cell, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     with told_how_again(request):
         await Play(cell, store_config={"path": str(tmp_path / "blocks"), "max_nbytes": 64 << 20}).run()
 
@@ -93,7 +93,7 @@ def network() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("cell", marked(real_cells("mooncake")))
-async def test_mooncake_cell(cell: Cell, network: Any, request: pytest.FixtureRequest):
+async def test_mooncake_cell(cell: Cell, network: Any, request: pytest.FixtureRequest) -> None:
     # every cell is a fleet of its own
     prefix = "".join(value[0] for value in cell.values())
     with told_how_again(request):
@@ -103,7 +103,7 @@ async def test_mooncake_cell(cell: Cell, network: Any, request: pytest.FixtureRe
 # -- the matrix itself --------------------------------------------------------------------------------
 
 
-def test_every_pair_of_values_is_played_or_impossible():
+def test_every_pair_of_values_is_played_or_impossible() -> None:
     played = set().union(*[combinations_of(cell, 2) for cell in quick_cells()])
     there = set().union(*[combinations_of(cell, 2) for cell in every_cell()])
     pairs = {
@@ -127,7 +127,7 @@ def test_every_pair_of_values_is_played_or_impossible():
     }
 
 
-def test_every_cell_that_cannot_be_has_a_reason():
+def test_every_cell_that_cannot_be_has_a_reason() -> None:
     every = all_cells(DIMENSIONS, bool)
     there = {name_of(cell) for cell in every_cell()}
     reasons = Counter(impossible(cell) for cell in every if name_of(cell) not in there)
@@ -154,7 +154,7 @@ def test_every_cell_that_cannot_be_has_a_reason():
         ({"store": "mooncake", "host_blocks": 0}, "host_blocks"),
     ],
 )
-def test_config_refuses_what_cannot_be(values: dict[str, Any], key: str):
+def test_config_refuses_what_cannot_be(values: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         synthetic_config(**values).validate()
     assert caught.value.field == f"config.{key}"

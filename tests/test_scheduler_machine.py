@@ -510,4 +510,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = machine_settings(200, 50)
+TestSchedulerMachine.settings = machine_settings(400, 50)

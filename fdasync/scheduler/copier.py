@@ -154,7 +154,11 @@ class Copier:
         while self._queue and len(batch) < _MAX_COPY_BLOCKS:
             block = self._queue.popleft()
             if block.key is None or block.host >= 0 or not block.usable:
-                continue  # it was evicted, replaced, or went out meanwhile
+                # it was evicted, replaced, or went out meanwhile
+                if block.wanted and block.host < 0:
+                    self.dropped += 1
+                    block.wanted = False
+                continue
             if not self._index.make_host_room():
                 self.dropped += 1
                 block.wanted = False

@@ -225,6 +225,7 @@ class Storer:
             return None
         blocks: list[Block] = []
         room = self._ahead_blocks - self._held - sum(len(fetch.blocks) for fetch in self._fetches.values())
+        self._hold_hits(waiting[0], wanted[0])
         for _ in wanted[: max(room, 1)]:
             if not index.make_host_room(for_fetch=True):
                 break
@@ -294,8 +295,16 @@ class Storer:
     def _hold(self, seq: Sequence, blocks: list[Block]) -> None:
         for block in blocks:
             block.host_moves += 1
+            self._index.settle(block)
         seq.store.held += blocks
         self._held += len(blocks)
+
+    def _hold_hits(self, seq: Sequence, first: bytes) -> None:
+        """What a fetch brings is worth nothing without the blocks before it: they do not make room for it."""
+        hits = seq.keys[: seq.keys.index(first)] if first in seq.keys else []
+        blocks = [block for key in hits if (block := self._index.get(key)) is not None]
+        held = dict.fromkeys(seq.store.held)
+        self._hold(seq, [block for block in blocks if block.id < 0 and block.on_host and block not in held])
 
     def let_go(self, seq: Sequence) -> None:
         """It was admitted, or ended: what came for it may be evicted like any other block."""
