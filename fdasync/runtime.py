@@ -194,7 +194,7 @@ class Runtime:
         if self._keeper is not None:
             try:
                 async with asyncio.timeout(self._config.close_deadline_s):
-                    await self.driver.wait_until(lambda: not scheduler.is_writing)
+                    await self.driver.wait_until(lambda: not scheduler.tiers.is_writing)
             except TimeoutError:
                 # blocks in flight go with the store; a cache may lose what it was not told to be sure of
                 return

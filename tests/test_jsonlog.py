@@ -217,6 +217,8 @@ async def test_what_is_asked_for():
             await engine.complete([1, 2, 3], GREEDY, request_id="ü\ud800\n")
         assert tap.lines == 2
         assert engine.bus._taps == []
+        # a trace holds it too, and is UTF-8
+        assert "ü?".encode() in engine.trace().encode()
     assert [line["event"] for line in parse(lines)] == ["BlockDamaged"]
     assert [(line["event"], line["level"]) for line in parse(names)] == [
         ("RequestPrepared", "debug"),
@@ -224,6 +226,21 @@ async def test_what_is_asked_for():
     ]
     assert parse(names)[1]["request_id"] == "ü?\n"
     assert {line["engine"] for line in parse(names)} == {"synthetic"}
+
+
+async def _late_lines(lines: bytearray) -> None:
+    async with synthetic_engine() as engine, JsonLogTap(engine, lines.extend, wall=lambda: 1e9) as tap:
+        await asyncio.sleep(10.0)
+        lines += tap._line(7.5, "info", "Late", {})
+
+
+def test_the_time_is_the_events_and_not_the_writers():
+    lines = bytearray()
+    run_sim(_late_lines(lines))
+    (line,) = [line for line in parse(lines) if line["event"] == "Late"]
+    assert datetime.fromisoformat("2001-09-09T01:46:40Z") - datetime.fromisoformat(line["time"]) == timedelta(
+        seconds=2.5
+    )
 
 
 async def test_an_engines_death_is_the_last_line():

@@ -175,6 +175,10 @@ async def _bad_days(results: dict[str, Scrape]) -> None:
             while Scrape(tap.exposition()).series("store_breaker_state") != {("memory",): 2}:  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
         results["open"] = Scrape(tap.exposition())
+        async with asyncio.timeout(60):
+            while not Scrape(tap.exposition())("store_late_leases"):  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        check_books(Scrape(tap.exposition()), engine)
         await ask(5)
         faults.plan = FaultPlan()
         await asyncio.sleep(10)
@@ -301,7 +305,7 @@ async def test_ends_of_requests():
             async for _ in stream:
                 pass
         results.append(stream.result)
-        results.append(await engine.complete([1, 2, 3, 4], SamplingParams(max_tokens=3, seed=1, n=3)))
+        results.append(await engine.complete([1, 2, 3] * 3, SamplingParams(max_tokens=3, seed=1, n=3)))
         edge.hold()
         call = asyncio.create_task(engine.complete([1, 2, 3, 4, 5], GREEDY, request_id="mine"))
         await until(lambda: engine.abort("mine"))
@@ -328,6 +332,7 @@ async def test_ends_of_requests():
         assert event.prompt_tokens == len(result.prompt_token_ids)
         assert event.output_tokens == sum(len(sample.token_ids) for sample in result.samples)
         assert event.cached[0] == sum(sample.cached.device for sample in result.samples)
+    assert told[1].cached == (16, 0, 0), "two of three found what the first computed"
     assert told[1].group == 1
     assert told[3].group == -1, "it never came in"
 

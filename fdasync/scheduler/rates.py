@@ -52,7 +52,7 @@ class Rates:
         self._lookup.add(seconds)
 
     def passed_over(self) -> None:
-        """Computing was preferred: nothing is measured by that, so the store's bad name fades until it is tried again."""
+        """Computing was preferred: nothing is measured by that, so a bad name fades until the store is tried again."""
         self._fetch.value *= _FADE
         self._lookup.value *= _FADE
 
