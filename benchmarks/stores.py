@@ -20,6 +20,7 @@ import argparse
 import asyncio
 import gc
 import importlib.util
+import os
 import statistics
 import tempfile
 import time
@@ -248,6 +249,7 @@ def main() -> None:
     report = Report("Stores against the raw path")
     report.conditions["calibration_us"] = round(calibrate_us(), 1)
     report.conditions["pairs"] = options.pairs
+    load = os.getloadavg()[0]
     if options.only != "mooncake":
         report.conditions["file"] = (
             f"{options.blocks} blocks of {options.block_nbytes} bytes and rows of 48 layers x top-8 x 16 tokens, "
@@ -257,6 +259,8 @@ def main() -> None:
             run_file(report, Path(name), options.blocks, options.block_nbytes, options.pairs)
     if options.only != "file":
         run_mooncake(report, options.pairs)
+    # whoever else was at work on this machine, before and after
+    report.conditions["load_1m"] = [round(load, 2), round(os.getloadavg()[0], 2)]
     report.finish(options.json_path)
 
 

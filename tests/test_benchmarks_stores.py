@@ -34,13 +34,24 @@ def run(out: Path, *arguments: str) -> dict[str, dict]:
 @pytest.fixture
 def disk(tmp_path: Path) -> Path:
     """A folder whose files can be taken out of memory."""
-    (tmp_path / "probe.seg").write_bytes(bytes(1 << 20))
-    try:
-        drop(tmp_path)
-    except SystemExit as error:
-        pytest.skip(str(error))
-    (tmp_path / "probe.seg").unlink()
+    path = tmp_path / "probe"
+    path.write_bytes(bytes(1 << 20))
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    cached = in_memory(fd)
+    os.close(fd)
+    path.unlink()
+    if cached:
+        pytest.skip(f"files in {tmp_path} stay in memory")
     return tmp_path
+
+
+def in_memory(fd: int) -> bool:
+    try:
+        return os.preadv(fd, [bytearray(4096)], 512 << 10, os.RWF_NOWAIT) > 0
+    except BlockingIOError:
+        return False
 
 
 def test_file_figures(disk: Path) -> None:
@@ -117,6 +128,24 @@ def test_the_raw_arm_moves_the_bytes(tmp_path: Path, blocks: Blocks) -> None:
     assert sorted(path.stat().st_size for path in tmp_path.glob("*.seg")) == [Shape(53248, 4, 0).nbytes] * 2
 
 
+def test_the_raw_arm_writes_to_the_slots_used_longest_ago(tmp_path: Path, blocks: Blocks) -> None:
+    with raw_arm(tmp_path, blocks) as raw:
+        raw.write()
+        assert sum(slots_in_use(tmp_path)) == 6
+        raw.write()
+        assert all(slots_in_use(tmp_path))
+
+
+def slots_in_use(folder: Path) -> list[bool]:
+    shape = Shape(53248, 4, 0)
+    contents = [path.read_bytes() for path in sorted(folder.glob("*.seg"))]
+    return [
+        any(content[shape.value_at(slot) : shape.value_at(slot) + shape.stride])
+        for content in contents
+        for slot in range(shape.slots)
+    ]
+
+
 def test_the_raw_arm_checks_what_it_reads(tmp_path: Path, blocks: Blocks, capfd: pytest.CaptureFixture[str]) -> None:
     with raw_arm(tmp_path, blocks) as raw:
         raw.write()
@@ -133,6 +162,8 @@ def test_the_raw_arm_checks_what_it_reads(tmp_path: Path, blocks: Blocks, capfd:
 def test_a_read_that_brings_nothing_is_seen(blocks: Blocks, name: str) -> None:
     blocks.check()
     blocks.spoil()
+    with pytest.raises(RuntimeError, match="did not bring back"):
+        blocks.check()
     blocks.spoil()  # twice is never
     blocks.check()
     assert blocks.arena is not None
@@ -150,13 +181,13 @@ def test_dropped_files_are_on_the_disk_only(disk: Path) -> None:
     path = disk / "one.seg"
     path.write_bytes(os.urandom(1 << 20))
     settle(disk)
+    fd = os.open(path, os.O_RDONLY)
+    assert in_memory(fd)
+    os.close(fd)
     drop(disk)
     fd = os.open(path, os.O_RDONLY)
-    try:
-        with pytest.raises(BlockingIOError):
-            os.preadv(fd, [bytearray(4096)], 512 << 10, os.RWF_NOWAIT)
-    finally:
-        os.close(fd)
+    assert not in_memory(fd)
+    os.close(fd)
 
 
 def test_where_files_stay_in_memory_nothing_is_measured() -> None:
