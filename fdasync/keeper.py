@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 HOST_REGION = 0
 AUX_REGION = 1
 # what one call reads or writes at most: small enough that leading blocks arrive before the rest
-_CALL_NBYTES = 8 << 20
+_CALL_NBYTES = 16 << 20
 
 
 class Keeper:

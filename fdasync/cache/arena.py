@@ -50,12 +50,13 @@ class AuxArena:
         count = num_slots * block_tokens
         self._tags: NDArray[np.uint32] = np.frombuffer(region.map, np.uint32, count)
         self.rows: dict[str, NDArray[np.generic]] = {}
-        self._offsets: list[int] = []
+        # of each spec: where its section begins, and what a slot takes there
+        self._runs: list[tuple[int, int]] = []
         offset = page_aligned(count * 4)
         for spec in self.specs:
             flat = np.frombuffer(region.map, spec.dtype, count * int(np.prod(spec.shape)), offset)
             self.rows[spec.name] = flat.reshape(count, *spec.shape)
-            self._offsets.append(offset)
+            self._runs.append((offset, block_tokens * spec.token_nbytes))
             offset += page_aligned(count * spec.token_nbytes)
 
     @classmethod
@@ -100,13 +101,7 @@ class AuxArena:
 
     def parts(self, slot: int, region: int) -> tuple[Part, ...]:
         """Where the rows of a slot lie, a part for each spec; `region` is this region's number for the store."""
-        size = self.block_tokens
-        return tuple(
-            [
-                Part(region, offset + slot * size * spec.token_nbytes, size * spec.token_nbytes)
-                for spec, offset in zip(self.specs, self._offsets, strict=True)
-            ]
-        )
+        return tuple([Part(region, offset + slot * nbytes, nbytes) for offset, nbytes in self._runs])
 
     def adopt(self, slot: int, generation: int) -> None:
         """All rows of a slot came with their block, checked, for this use of the slot: from now on they count."""

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -24,9 +25,10 @@ from fdasync.cache.file_io import (
     WriteSlot,
     Written,
     clear_slots,
-    read_slots,
+    read_slot,
     settle_segment,
     write_order,
+    write_slot,
     write_slots,
 )
 from fdasync.cache.file_layout import CLEAN, MAX_KEY_CHARS, ORDER_NAME, Order, Record
@@ -37,7 +39,7 @@ from fdasync.cache.store import DONE, EXISTS, MISS, Capabilities, Item, Outcome,
 from fdasync.errors import StoreUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Sequence
+    from collections.abc import Callable, Coroutine, Sequence
 
     from fdasync.cache.region import SharedRegion
 
@@ -96,6 +98,8 @@ class FileStore(Store):
         self._calls: dict[asyncio.Task[Any], _Call] = {}
         self._keys = Keys()
         self._order_at = 0.0
+        self._before_put: Callable[[Item], None] = _nothing
+        self._after_get: Callable[[Item], str] = _nothing_wrong
         self._opened = self._closed = False
         self.damaged = 0
         self.capabilities = Capabilities(
@@ -171,6 +175,10 @@ class FileStore(Store):
 
     # -- verbs
 
+    def beside(self, before_put: Callable[[Item], None], after_get: Callable[[Item], str]) -> bool:
+        self._before_put, self._after_get = before_put, after_get
+        return True
+
     async def exists_prefix(self, keys: Sequence[str]) -> int:
         self._check_open()
         check_keys(keys, self.capabilities)
@@ -220,8 +228,13 @@ class FileStore(Store):
             found.append((number, entry))
         found.sort(key=_by_place)
         try:
-            slots = [ReadSlot(e.segment.fd, e.segment.shape, e.slot, self._views(items[n])) for n, e in found]
-            troubles = await self._pool.spread(slots, lambda some: read_slots(some, call.is_stopped))
+            slots = [
+                ReadSlot(
+                    e.segment.fd, e.segment.shape, e.slot, self._views(items[n]), partial(self._after_get, items[n])
+                )
+                for n, e in found
+            ]
+            troubles = await self._pool.each(slots, lambda slot: read_slot(slot, call.is_stopped))
         finally:
             for _, entry in found:
                 self._unpin(entry)
@@ -292,15 +305,20 @@ class FileStore(Store):
         for number in numbers:
             place = places[number]
             fd, shape = place.segment.fd, place.segment.shape
-            slots.append(WriteSlot(fd, shape, place.slot, place.stale, records[number], self._views(items[number])))
+            views, before = self._views(items[number]), partial(self._before_put, items[number])
+            slots.append(WriteSlot(fd, shape, place.slot, place.stale, records[number], views, before))
         try:
             await self._room.mark(places[number].segment for number in numbers)
         except OSError as error:
             results = [Written(Trouble.of(error), slot.stale, kept=True) for slot in slots]
         else:
-            results = await self._pool.spread(
-                slots, lambda some: write_slots(some, synced=self._synced, stopped=call.is_stopped)
-            )
+            if self._synced:
+                # together, so that they share syncs
+                results = await self._pool.spread(
+                    slots, lambda some: write_slots(some, synced=True, stopped=call.is_stopped)
+                )
+            else:
+                results = await self._pool.each(slots, lambda slot: write_slot(slot, call.is_stopped))
         return {number: (records[number], result) for number, result in zip(numbers, results, strict=True)}
 
     def _settle(self, place: Place, item: Item, record: Record, written: Written) -> Outcome:
@@ -390,6 +408,14 @@ class FileStore(Store):
     def _unpin(self, entry: Entry) -> None:
         if self._index.unpin(entry):
             self._index.release(entry.segment, entry.slot, stale=False)
+
+
+def _nothing(_: Item) -> None:
+    pass
+
+
+def _nothing_wrong(_: Item) -> str:
+    return ""
 
 
 def _by_place(found: tuple[int, Entry]) -> tuple[int, int]:

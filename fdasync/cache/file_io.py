@@ -6,9 +6,9 @@ index. Bytes go straight between shared regions and files, without joining copie
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -26,7 +26,7 @@ from fdasync.cache.file_layout import (
 from fdasync.cache.store import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from fdasync.cache.file_layout import Order
@@ -61,7 +61,7 @@ class Trouble(msgspec.Struct, frozen=True):
 
 
 class WriteSlot(msgspec.Struct, frozen=True):
-    """One object on its way to a slot; `views` are its bytes, one after the other."""
+    """One object on its way to a slot; `views` are its bytes, one after the other, `before` completes them."""
 
     fd: int
     shape: Shape
@@ -69,15 +69,17 @@ class WriteSlot(msgspec.Struct, frozen=True):
     stale: bool
     record: Record
     views: list[memoryview]
+    before: Callable[[], None]
 
 
 class ReadSlot(msgspec.Struct, frozen=True):
-    """One object on its way from a slot."""
+    """One object on its way from a slot; `after` says what is wrong with it, or ""."""
 
     fd: int
     shape: Shape
     slot: int
     views: list[memoryview]
+    after: Callable[[], str]
 
 
 class Written(msgspec.Struct, frozen=True):
@@ -131,10 +133,11 @@ def write_slots(slots: Sequence[WriteSlot], *, synced: bool, stopped: Callable[[
     Clear what the slot held, write the bytes, then the record. `synced`: so that this also holds, and lasts, where the
     machine ends: each of the three is on the disk before the next. `stopped` is asked between objects.
     """
-    return _write_synced(slots, stopped) if synced else [_write_slot(slot, stopped) for slot in slots]
+    return _write_synced(slots, stopped) if synced else [write_slot(slot, stopped) for slot in slots]
 
 
-def _write_slot(slot: WriteSlot, stopped: Callable[[], bool]) -> Written:
+def write_slot(slot: WriteSlot, stopped: Callable[[], bool]) -> Written:
+    """One object, without syncs."""
     if stopped():
         return Written(stale=slot.stale, kept=True, skipped=True)
     stale, kept = slot.stale, True
@@ -142,7 +145,7 @@ def _write_slot(slot: WriteSlot, stopped: Callable[[], bool]) -> Written:
         if stale:
             clear_record(slot.fd, slot.shape, slot.slot)
         stale, kept = False, False
-        write_from(slot.fd, slot.shape.value_at(slot.slot), slot.views)
+        _write_value(slot)
         stale = True
         _write_record(slot)
     except OSError as error:
@@ -172,50 +175,25 @@ def _write_synced(slots: Sequence[WriteSlot], stopped: Callable[[], bool]) -> li
     stale = [number for number, slot in enumerate(slots) if slot.stale]
     each(stale, lambda slot: clear_record(slot.fd, slot.shape, slot.slot), stale=True, kept=True)
     left = [number for number in range(len(slots)) if number not in ended]
-    each(left, lambda slot: write_from(slot.fd, slot.shape.value_at(slot.slot), slot.views), stale=False)
+    each(left, _write_value, stale=False)
     each([number for number in left if number not in ended], _write_record, stale=True)
     return [ended.get(number, Written()) for number in range(len(slots))]
 
 
-def read_slots(slots: Sequence[ReadSlot], stopped: Callable[[], bool]) -> list[Trouble | None]:
-    """Fill the views of each; None: done.
+def read_slot(slot: ReadSlot, stopped: Callable[[], bool]) -> Trouble | None:
+    """Fill its views, and check what is in them; None: done.
 
-    What the page cache holds is read first. The disk is told of all the rest before the first of it is waited for.
+    Nothing is told to the kernel before: it reads ahead by itself, in large folios, and what `POSIX_FADV_WILLNEED`
+    reads lands in single pages, which costs every later copy more than the hint gains.
     """
-    outcomes: dict[int, Trouble | None] = {}
-    cold = []
-    for number, slot in enumerate(slots):
-        if stopped():
-            outcomes[number] = Trouble(errno.ECANCELED, "the caller went away")
-        elif _read_cached(slot):
-            outcomes[number] = None
-        else:
-            cold.append(number)
-    for number in cold:
-        slot = slots[number]
-        with contextlib.suppress(OSError):  # a hint
-            os.posix_fadvise(slot.fd, slot.shape.value_at(slot.slot), slot.shape.stride, os.POSIX_FADV_WILLNEED)
-    for number in cold:
-        slot = slots[number]
-        if stopped():
-            outcomes[number] = Trouble(errno.ECANCELED, "the caller went away")
-            continue
-        try:
-            whole = read_into(slot.fd, slot.shape.value_at(slot.slot), slot.views)
-        except OSError as error:
-            outcomes[number] = Trouble.of(error)
-        else:
-            outcomes[number] = None if whole else Trouble(0, "its segment is shorter than it was")
-    return [outcomes[number] for number in range(len(slots))]
-
-
-def _read_cached(slot: ReadSlot) -> bool:
-    """Fill the views if that needs no disk."""
-    nbytes = sum(view.nbytes for view in slot.views)
+    if stopped():
+        return Trouble(errno.ECANCELED, "the caller went away")
     try:
-        return os.preadv(slot.fd, slot.views, slot.shape.value_at(slot.slot), os.RWF_NOWAIT) == nbytes
-    except OSError:
-        return False  # not cached, not known to this file system, or a trouble that the read itself will tell
+        whole = read_into(slot.fd, slot.shape.value_at(slot.slot), slot.views)
+    except OSError as error:
+        return Trouble.of(error)
+    problem = slot.after() if whole else "its segment is shorter than it was"
+    return Trouble(0, problem) if problem else None
 
 
 def clear_record(fd: int, shape: Shape, slot: int) -> None:
@@ -237,6 +215,11 @@ def clear_slots(slots: Sequence[tuple[int, Shape, int]], *, synced: bool) -> lis
         except OSError as error:
             outcomes |= {number: Trouble.of(error) for number, slot in enumerate(slots) if slot[0] == fd}
     return [outcomes.get(number) for number in range(len(slots))]
+
+
+def _write_value(slot: WriteSlot) -> None:
+    slot.before()
+    write_from(slot.fd, slot.shape.value_at(slot.slot), slot.views)
 
 
 def _write_record(slot: WriteSlot) -> None:

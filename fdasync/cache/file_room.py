@@ -7,10 +7,13 @@ Runs on the loop of `file.py`; syscalls go to its threads.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import os
 import threading  # threads: hosted in a process of its own, which is no engine
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor  # threads: the same
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from fdasync.cache.file_index import Drop, Grow, Place, Segment
 from fdasync.cache.file_io import FULL, Trouble, make_segment, mark_segment
@@ -20,7 +23,7 @@ from fdasync.cache.store import Outcome, finish
 from fdasync.errors import InvariantBroken
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from fdasync.cache.file_index import FileIndex
@@ -30,22 +33,94 @@ U = TypeVar("U")
 _FULL_DISK_S = 5.0  # so long a disk that was full is not asked for more
 
 
+class _Batch(Generic[T, U]):
+    """One call of `Threads.each`. Threads take the numbers; its last item sets `ended`, on the loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, items: Sequence[T], work: Callable[[T], U]) -> None:
+        self.ended: asyncio.Future[None] = loop.create_future()
+        self.results: dict[int, U] = {}
+        self.error: BaseException | None = None
+        # both hand out each number once, whichever threads ask
+        self.numbers = iter(range(len(items)))
+        self._counts = itertools.count(1)
+        self._loop = loop
+        self._items = items
+        self._work = work
+
+    def perform(self, number: int) -> None:
+        """In a thread."""
+        try:
+            self.results[number] = self._work(self._items[number])
+        except BaseException as error:
+            self.error = error
+        if next(self._counts) == len(self._items):
+            self._loop.call_soon_threadsafe(self.ended.set_result, None)
+
+
 class Threads:
     """A few threads for what blocks. Use from one loop; `close` when nothing runs."""
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._running = 0
+        self._batches: deque[_Batch[Any, Any]] = deque()
+        self._takers = 0
+        self._jobs: deque[None] = deque()  # those of `run` that no thread has begun
         self._started: list[threading.Thread] = []
         self._pool = ThreadPoolExecutor(count, "fdasync-file", lambda: self._started.append(threading.current_thread()))
 
     async def run(self, work: Callable[..., T], *arguments: Any) -> T:
         """`work(*arguments)`; a cancellation is raised after its end."""
         self._running += 1
+        self._jobs.append(None)
         try:
-            return await finish(asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments))
+            return await finish(asyncio.get_running_loop().run_in_executor(self._pool, self._job, work, *arguments))
         finally:
             self._running -= 1
+
+    def _job(self, work: Callable[..., T], *arguments: Any) -> T:
+        self._jobs.pop()
+        return work(*arguments)
+
+    async def each(self, items: Sequence[T], work: Callable[[T], U]) -> list[U]:
+        """`work` of every item; results in order, after the last one. A cancellation is raised then too.
+
+        Threads take item after item, of the call that came first: none idles while there is one to take.
+        """
+        if not items:
+            return []
+        loop = asyncio.get_running_loop()
+        batch = _Batch(loop, items, work)
+        self._batches.append(batch)
+        for _ in range(min(self._count - self._takers, len(items))):
+            self._take(loop)
+        await finish(batch.ended)
+        if batch.error is not None:
+            raise batch.error
+        return [batch.results[number] for number in range(len(items))]
+
+    def _take(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._takers += 1
+        loop.run_in_executor(self._pool, self._take_items).add_done_callback(self._taken)
+
+    def _take_items(self) -> None:
+        """In a thread: until nothing is left, or a job waits for a thread."""
+        while not self._jobs:
+            try:
+                batch = self._batches[0]
+            except IndexError:
+                return
+            number = next(batch.numbers, None)
+            if number is not None:
+                batch.perform(number)
+            else:
+                with contextlib.suppress(ValueError):  # another thread was first
+                    self._batches.remove(batch)
+
+    def _taken(self, taken: asyncio.Future[None]) -> None:
+        self._takers -= 1
+        if self._batches:
+            self._take(taken.get_loop())
 
     async def spread(self, items: list[T], work: Callable[[list[T]], list[U]]) -> list[U]:
         """`work` over all items, neighbours together, in as many jobs as there are idle threads, or in one.

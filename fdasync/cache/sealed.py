@@ -67,6 +67,15 @@ class Sealed(Store):
         self._closed = False
         self._check_schema()
         self._sizes = [PAGE_NBYTES, *[section.nbytes for section in schema.sections]]
+        # where these parts are among those of the whole object, which has padding between them
+        self._places = []
+        place = 0
+        for nbytes in self._sizes:
+            self._places.append(place)
+            place += 1 if nbytes % PAGE_NBYTES == 0 else 2
+        self._damage: dict[int, DamagedBlock] = {}
+        # a store that moves bytes in threads hashes them there; for any other it is done on the loop, in slices
+        self._beside = inner.beside(self._seal_now, self._judge_now)
 
     def _check_schema(self) -> None:
         schema = self._schema
@@ -112,13 +121,15 @@ class Sealed(Store):
     async def get_into(self, items: Sequence[Item]) -> list[Outcome]:
         self._check_items(items)
         groups = _groups(items)
-        if len(groups) <= 1:
+        if len(groups) <= 1 or self._beside:
             return await self._get_group(items)
         # what has arrived is checked while the rest is read
         return await _all_of([asyncio.ensure_future(self._get_group(group)) for group in groups])
 
     async def put(self, items: Sequence[Item]) -> list[Outcome]:
         self._check_items(items)
+        if self._beside:
+            return await self._put_group([self._whole(item, self._schema.zeros) for item in items])
         groups = _groups(items)
         if len(groups) <= 1:
             return await self._put_group([await self._seal(item) for item in items])
@@ -149,9 +160,16 @@ class Sealed(Store):
     # -- a few items --------------------------------------------------------------------------------
 
     async def _get_group(self, items: Sequence[Item]) -> list[Outcome]:
-        inner = [Item(item.key, self._padded(item.parts, self._schema.trash)) for item in items]
-        found = self._all(await self._inner.get_into(inner), items)
-        outcomes = [await self._judge(item, outcome) for item, outcome in zip(items, found, strict=True)]
+        inner = [self._whole(item, self._schema.trash) for item in items]
+        try:
+            found = self._all(await self._inner.get_into(inner), items)
+            if self._beside:
+                outcomes = [self._told(item, outcome) for item, outcome in zip(inner, found, strict=True)]
+            else:
+                outcomes = [await self._judge(item, outcome) for item, outcome in zip(items, found, strict=True)]
+        finally:
+            for item in inner:
+                self._damage.pop(id(item), None)
         damaged = {item.key for item, outcome in zip(items, outcomes, strict=True) if outcome.status == "damaged"}
         if damaged:
             trouble = await self._delete(sorted(damaged))
@@ -204,6 +222,50 @@ class Sealed(Store):
                 padded.append(Part(page.region, page.offset, rest))
         return tuple(padded)
 
+    def _whole(self, item: Item, page: Part) -> Item:
+        return Item(item.key, self._padded(item.parts, page))
+
+    # -- one whole item, where its bytes move: in threads of the store inside ---------------------------
+
+    def _seal_now(self, item: Item) -> None:
+        sums = []
+        for place in self._places[1:]:
+            with self._view(item.parts[place]) as view:
+                sums.append(xxhash.xxh3_64_intdigest(view))
+        page = write_header(make_header(self._schema, item.key, sums))
+        with self._view(item.parts[0]) as view:
+            view[:] = page
+
+    def _judge_now(self, item: Item) -> str:
+        try:
+            with self._view(item.parts[0]) as view:
+                header = read_header(view, self._schema.object_nbytes)
+            check_key(header, item.key)
+            check_schema(header, self._schema)
+            for place, section in zip(self._places[1:], header.sections, strict=True):
+                with self._view(item.parts[place]) as view:
+                    checksum = xxhash.xxh3_64_intdigest(view)
+                if checksum != section.checksum:
+                    raise DamagedBlock("checksum", f"section {section.name!r} is not what was written")
+        except DamagedBlock as error:
+            # the items of a call live until it ends, and so do their ids
+            self._damage[id(item)] = error
+            return str(error)
+        return ""
+
+    def _told(self, item: Item, outcome: Outcome) -> Outcome:
+        """What came of a read that was judged there."""
+        if outcome.status in ("done", "miss", "failed"):
+            return outcome
+        if outcome.status != "damaged":
+            return Outcome("failed", f"the store answered a read with {outcome.status!r}")
+        error = self._damage.get(id(item)) or DamagedBlock("store", outcome.problem)
+        if self._on_damage is not None:
+            self._on_damage(item.key, error.reason)
+        return Outcome("damaged", str(error))
+
+    # -- one item, on the loop ----------------------------------------------------------------------
+
     async def _seal(self, item: Item) -> Item:
         """Write the header of what lies in the parts; the item with its padding."""
         sums = [await self._checksum(part) for part in item.parts[1:]]
@@ -212,7 +274,7 @@ class Sealed(Store):
             view[:] = page
         # one block is a callback long enough
         await asyncio.sleep(0)
-        return Item(item.key, self._padded(item.parts, self._schema.zeros))
+        return self._whole(item, self._schema.zeros)
 
     async def _judge(self, item: Item, outcome: Outcome) -> Outcome:
         """What came of a read, once its bytes are checked."""

@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from fdasync.cache.region import SharedRegion
 
@@ -182,6 +182,16 @@ class Store(ABC):
 
         Verbs called from now on raise StoreUnavailable.
         """
+
+    def beside(self, before_put: Callable[[Item], None], after_get: Callable[[Item], str]) -> bool:
+        """Run these where an item's bytes move, while the CPU's caches hold them; called before `open`, once.
+
+        `before_put` runs right before the parts of a put are read, if they are; `after_get` right after those of a get
+        were filled: unless it says "", the item is "damaged", with that problem. They may run in threads, several at a
+        time, and raise nothing. False, the default: this store does not run them.
+        """
+        del before_put, after_get
+        return False
 
     async def kill(self, why: str) -> bool:
         """End every running verb now, whatever it does; True: none touches a buffer any more. The store may be used

@@ -109,17 +109,18 @@ class Client:
                 raise StoreUnavailable(NAME, _in_words(code))
         return [code == 1 for code in codes]
 
-    def put(self, values: Sequence[Value]) -> list[Outcome]:
-        """Raises StoreUnavailable if no value was put for want of a master."""
+    def put(self, values: Sequence[Value], before: Callable[[int], None]) -> list[Outcome]:
+        """`before` completes the value at a place, if that is put. Raises StoreUnavailable if there is no master."""
         # an answer of 0 also means that the key was there: asked first, and of a key named twice the first counts
-        first = {value.key: value for value in reversed(values)}
-        there = dict(zip(first, self.exists(list(first)), strict=True))
-        fresh = [value for value in values if value is first[value.key] and not there[value.key]]
-        told = dict(zip((value.key for value in fresh), self._put(fresh), strict=True))
+        first = {value.key: place for place, value in reversed(list(enumerate(values)))}
+        fresh = [place for place, there in zip(first.values(), self.exists(list(first)), strict=True) if not there]
+        for place in fresh:
+            before(place)
+        told = dict(zip(fresh, self._put([values[place] for place in fresh]), strict=True))
         outcomes = []
-        for value in values:
-            outcome = told.get(value.key, EXISTS)
-            outcomes.append(EXISTS if outcome is DONE and value is not first[value.key] else outcome)
+        for place, value in enumerate(values):
+            outcome = told.get(first[value.key], EXISTS)
+            outcomes.append(EXISTS if outcome is DONE and place != first[value.key] else outcome)
         return outcomes
 
     def _put(self, values: list[Value]) -> list[Outcome]:
@@ -131,8 +132,8 @@ class Client:
         )
         return [_of_put(code) for code in codes]
 
-    def get(self, values: Sequence[Value]) -> list[Outcome]:
-        """Raises StoreUnavailable if no value was got for want of a master."""
+    def get(self, values: Sequence[Value], after: Callable[[int], str]) -> list[Outcome]:
+        """`after` says what is wrong with what came to a place, or "". Raises StoreUnavailable if there is no master."""
         outcomes: list[Outcome] = [MISS] * len(values)
         # of a key that a call names twice the client fills one place only, and says that it filled both
         left = dict(enumerate(values))
@@ -140,7 +141,8 @@ class Client:
             places = {value.key: place for place, value in reversed(left.items())}.values()
             wave = [left.pop(place) for place in places]
             for place, outcome in zip(places, self._get(wave), strict=True):
-                outcomes[place] = outcome
+                problem = after(place) if outcome is DONE else ""
+                outcomes[place] = Outcome("damaged", problem) if problem else outcome
         return outcomes
 
     def _get(self, values: list[Value]) -> list[Outcome]:

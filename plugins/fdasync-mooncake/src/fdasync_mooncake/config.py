@@ -32,7 +32,8 @@ class MooncakeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         probe_timeout_s: to reach the master's port, at start and after a failure.
         rpc_timeout_s: for an answer of the master.
         transfer_timeout_s: without a byte from or to another machine, in whole seconds (tcp only).
-        threads: calls that run at a time.
+        threads: gets and puts that run at a time; others wait for their turn. Several are slower together than one
+            after the other where machines are quick to answer (README). Lookups and deletes never wait for them.
     """
 
     master: str = "127.0.0.1:50051"
@@ -48,7 +49,7 @@ class MooncakeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     probe_timeout_s: float = 1.0
     rpc_timeout_s: float = 3.0
     transfer_timeout_s: int = 3
-    threads: int = 4
+    threads: int = 1
 
 
 def check_config(config: MooncakeConfig) -> None:

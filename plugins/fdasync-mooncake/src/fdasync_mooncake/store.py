@@ -1,8 +1,10 @@
 """The store: the contract of `fdasync.cache.store` on a Mooncake pool.
 
 Hosted in a process of its own (`blocking`), because the client blocks, holds the GIL and starts threads. Verbs run in
-a few threads there (`client.py`), on the caller's memory, without a copy of ours. Knows keys, parts and regions; what
-the client's codes mean is `client.py`'s.
+threads there (`client.py`), on the caller's memory, without a copy of ours: bytes move in one by default, because
+transfers that run at a time take turns on the client's sockets and CPUs and are slower together than one after the
+other; lookups have another, so that none waits for bytes. Knows keys, parts and regions; what the client's codes mean
+is `client.py`'s.
 
 The pool belongs to all who use its master: objects come and go, are evicted, and are lost with the machine that
 lent their memory, or with the master. So a miss says nothing of what was put before.
@@ -36,6 +38,14 @@ _MAX_KEY_CHARS = 400
 _MAX_PARTS = 128
 
 
+class _Threads:
+    """Where calls of the client block: those that move bytes, and those that only ask."""
+
+    def __init__(self, transfers: int) -> None:
+        self.transfers = ThreadPoolExecutor(transfers, f"{NAME}-transfers")  # threads: hosted
+        self.lookups = ThreadPoolExecutor(1, f"{NAME}-lookups")  # threads: hosted
+
+
 class MooncakeStore(Store):
     """See the module. Never use it but hosted: a process that ends is all that stops a call (`kill`, `client.py`)."""
 
@@ -51,7 +61,9 @@ class MooncakeStore(Store):
         self._regions: tuple[SharedRegion, ...] = ()
         self._bases: list[int] = []
         self._gate = KeyGate()
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads: _Threads | None = None
+        self._before_put: Callable[[Item], None] = _nothing
+        self._after_get: Callable[[Item], str] = _nothing_wrong
         self._running: set[asyncio.Future[Any]] = set()
         self._closing: asyncio.Future[None] | None = None
 
@@ -72,17 +84,21 @@ class MooncakeStore(Store):
         self._regions = tuple(regions)
         # the regions stay mapped until `aclose` has returned, so their addresses stay too
         self._bases = [ctypes.addressof(ctypes.c_char.from_buffer(region.map)) for region in regions]
-        self._threads = ThreadPoolExecutor(self.config.threads, NAME)  # threads: hosted
-        await self._run(self._join)
+        self._threads = _Threads(self.config.threads)
+        await self._look(self._join)
         if self.config.metrics:
             self.capabilities = self._capabilities((await self._pool_usage()).capacity_nbytes)
         self._opened = True
+
+    def beside(self, before_put: Callable[[Item], None], after_get: Callable[[Item], str]) -> bool:
+        self._before_put, self._after_get = before_put, after_get
+        return True
 
     async def exists_prefix(self, keys: Sequence[str]) -> int:
         client = self._ready()
         check_keys(keys, self.capabilities)
         names = [self._name(key) for key in keys]
-        there = await self._run(lambda: client.exists(names)) if names else []
+        there = await self._look(lambda: client.exists(names)) if names else []
         return [*there, False].index(False)
 
     async def get_into(self, items: Sequence[Item]) -> list[Outcome]:
@@ -90,21 +106,29 @@ class MooncakeStore(Store):
         check_items(items, self.capabilities, self._regions)
         values = [self._value(item) for item in items]
         async with self._gate.reading(value.key for value in values):
-            return await self._run(lambda: client.get(values)) if values else []
+            return (
+                await self._move(lambda: client.get(values, lambda place: self._after_get(items[place])))
+                if values
+                else []
+            )
 
     async def put(self, items: Sequence[Item]) -> list[Outcome]:
         client = self._ready()
         check_items(items, self.capabilities, self._regions)
         values = [self._value(item) for item in items]
         async with self._gate.writing(value.key for value in values):
-            return await self._run(lambda: client.put(values)) if values else []
+            return (
+                await self._move(lambda: client.put(values, lambda place: self._before_put(items[place])))
+                if values
+                else []
+            )
 
     async def delete(self, keys: Sequence[str]) -> int:
         client = self._ready()
         check_keys(keys, self.capabilities)
         names = [self._name(key) for key in dict.fromkeys(keys)]
         async with self._gate.writing(names):
-            return await self._run(lambda: client.remove(names)) if names else 0
+            return await self._look(lambda: client.remove(names)) if names else 0
 
     async def usage(self) -> StoreUsage:
         self._ready()
@@ -125,9 +149,10 @@ class MooncakeStore(Store):
         if threads is None:
             return
         try:
-            await asyncio.wrap_future(threads.submit(self._client.close))
+            await asyncio.wrap_future(threads.lookups.submit(self._client.close))
         finally:
-            threads.shutdown(wait=False)
+            threads.lookups.shutdown(wait=False)
+            threads.transfers.shutdown(wait=False)
             self._regions = ()
 
     def _join(self) -> None:
@@ -140,11 +165,21 @@ class MooncakeStore(Store):
             raise StoreUnavailable(NAME, "it is closed" if self._closing is not None else "it was not opened")
         return self._client
 
-    async def _run(self, work: Callable[[], T]) -> T:
-        """In a thread. A cancelled call that has not begun never does; one that has is waited for (`finish`)."""
+    async def _look(self, work: Callable[[], T]) -> T:
+        """What asks the master only, in a thread that moves no bytes."""
+        return await self._run(self._pools().lookups.submit(work))
+
+    async def _move(self, work: Callable[[], T]) -> T:
+        """What moves bytes, in a thread for that."""
+        return await self._run(self._pools().transfers.submit(work))
+
+    def _pools(self) -> _Threads:
         if self._threads is None or self._closing is not None:
             raise StoreUnavailable(NAME, "it is closed")
-        submitted: Future[T] = self._threads.submit(work)
+        return self._threads
+
+    async def _run(self, submitted: Future[T]) -> T:
+        """A cancelled call that has not begun never does; one that has is waited for (`finish`)."""
         done = asyncio.wrap_future(submitted)
         self._running.add(done)
         done.add_done_callback(self._running.discard)
@@ -158,7 +193,7 @@ class MooncakeStore(Store):
 
     async def _pool_usage(self) -> PoolUsage:
         host, port = parse_address("metrics", self.config.metrics)
-        return await self._run(lambda: read_usage(host, port, self.config.rpc_timeout_s))
+        return await self._look(lambda: read_usage(host, port, self.config.rpc_timeout_s))
 
     def _name(self, key: str) -> str:
         return f"{self.config.prefix}/{key}"
@@ -171,3 +206,11 @@ class MooncakeStore(Store):
             sizes=[part.nbytes for part in parts],
             nbytes=item.nbytes,
         )
+
+
+def _nothing(_: Item) -> None:
+    pass
+
+
+def _nothing_wrong(_: Item) -> str:
+    return ""
