@@ -287,7 +287,7 @@ class Table:
                 self.hashes.append(action)
             return
         assert number not in held, f"{action} bears a number that is in use"
-        assert number not in self.late
+        assert number not in self.late or isinstance(action, SwapOut | SwapIn | LookUp)
         held[number] = action
 
     def _check_places(self) -> None:

@@ -34,6 +34,7 @@ class ModelBlock(msgspec.Struct, eq=False):
     out: int = 0
     into: int = 0
     put: int = 0
+    used: int = 0
 
     @property
     def device_moves(self):
@@ -74,9 +75,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.num_blocks = num_blocks
         self.live: list[ModelBlock] = []
         self.indexed: dict[bytes, ModelBlock] = {}
-        #: in the order of last use, of either tier
-        self.device_order: list[ModelBlock] = []
-        self.host_order: list[ModelBlock] = []
+        self.clock = 0
         self.users: list[User] = []
         self.step = 0
         self.done = -1
@@ -98,6 +97,21 @@ class IndexMachine(RuleBasedStateMachine):
     def host_free(self):
         return self.num_host - sum(entry.host for entry in self.live)
 
+    @property
+    def device_order(self):
+        """What may leave the device, used longest ago first."""
+        return sorted([entry for entry in self.live if entry.unused and entry.key], key=lambda entry: entry.used)
+
+    @property
+    def host_order(self):
+        found = [entry for entry in self.live if entry.whole and not entry.host_moves and entry.key]
+        return sorted(found, key=lambda entry: entry.used)
+
+    def use(self, entry):
+        """It was used last."""
+        self.clock += 1
+        entry.used = self.clock
+
     def idle(self, *, clean):
         return [entry for entry in self.device_order if entry.whole == clean]
 
@@ -117,11 +131,8 @@ class IndexMachine(RuleBasedStateMachine):
     def available(self):
         return self.free + len(self.idle(clean=True)) + (0 if self.host_room else len(self.idle(clean=False)))
 
-    def touch(self, entry):
-        """It was used last; what nobody can find any more goes."""
-        for order in (self.device_order, self.host_order):
-            if entry in order:
-                order.remove(entry)
+    def settle(self, entry):
+        """What nobody can find any more goes."""
         if entry.key is None:
             if entry.unused:
                 entry.device = False
@@ -129,30 +140,25 @@ class IndexMachine(RuleBasedStateMachine):
                 entry.host = entry.whole = False
             if not entry.device and not entry.host and entry in self.live:
                 self.live.remove(entry)
-            return
-        if entry.unused:
-            self.device_order.append(entry)
-        if entry.whole and not entry.host_moves:
-            self.host_order.append(entry)
 
     def lose(self, entry):
         del self.indexed[entry.key]
         entry.key = None
-        self.touch(entry)
+        self.settle(entry)
 
     def leave_device(self, entry):
         if not entry.whole:
             self.lose(entry)
         else:
             entry.device = False
-            self.touch(entry)
+            self.settle(entry)
 
     def leave_host(self, entry):
         if not entry.device:
             self.lose(entry)
         else:
             entry.host = entry.whole = False
-            self.touch(entry)
+            self.settle(entry)
 
     def model_room(self, *, promised=False):
         """The block that has to leave the device, if any; False: there is none."""
@@ -196,7 +202,8 @@ class IndexMachine(RuleBasedStateMachine):
         for entry in reversed(chain):
             entry.pins -= 1
             if not entry.pins:
-                self.touch(entry)
+                self.use(entry)
+                self.settle(entry)
 
     # -- users
 
@@ -221,7 +228,7 @@ class IndexMachine(RuleBasedStateMachine):
         for entry in [entry for entry in run if entry.device]:
             entry.pins += 1
             if entry.pins == 1:
-                self.touch(entry)
+                self.settle(entry)
         for entry in away:
             victim = self.model_room(promised=True)
             self.index.bring(entry.block)
@@ -229,7 +236,7 @@ class IndexMachine(RuleBasedStateMachine):
                 self.leave_device(victim)
             entry.device = True
             entry.pins += 1
-            self.touch(entry)
+            self.settle(entry)
         for entry in away:
             # the copy inward starts in the same turn
             entry.into += 1
@@ -262,6 +269,7 @@ class IndexMachine(RuleBasedStateMachine):
                     if self.index.enabled and key not in self.indexed:
                         entry.key, entry.step = key, self.step
                         self.indexed[key] = entry
+                        self.use(entry)
                 flight.append(entry)
             user.planned = stop
             user.step = self.step
@@ -287,6 +295,7 @@ class IndexMachine(RuleBasedStateMachine):
         if self.index.enabled and key is not None and key not in self.indexed:
             entry.key = key
             self.indexed[key] = entry
+            self.use(entry)
         user.planned += 1
 
     @precondition(lambda self: any(user.step <= self.done for user in self.users))
@@ -302,7 +311,7 @@ class IndexMachine(RuleBasedStateMachine):
         entry.block.device_moves += device
         entry.block.host_moves += host
         self.index.settle(entry.block)
-        self.touch(entry)
+        self.settle(entry)
 
     def model_host_room(self, *, for_fetch):
         """Ask for room on the host; returns whether there is."""
@@ -390,8 +399,9 @@ class IndexMachine(RuleBasedStateMachine):
                 if key not in self.indexed:
                     entry.key = key
                     self.indexed[key] = entry
+                    self.use(entry)
         self.index.settle(entry.block)
-        self.touch(entry)
+        self.settle(entry)
 
     @precondition(lambda self: not self.flights and self.index.enabled)
     @rule()
@@ -406,7 +416,7 @@ class IndexMachine(RuleBasedStateMachine):
         for entry in list(self.live):
             entry.key = None
         for entry in list(self.live):
-            self.touch(entry)
+            self.settle(entry)
 
     # -- what must hold
 

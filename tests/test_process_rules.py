@@ -47,7 +47,7 @@ def imports_of(path: Path) -> dict[str, int]:
 
 
 BASE = ("fdasync.events", "fdasync.actions", "fdasync.request", "fdasync.errors")
-PURE = ("fdasync.scheduler", "fdasync.cache.aux", "fdasync.cache.blocks", "fdasync.cache.prefix", "fdasync.cache.tiers")
+PURE = ("fdasync.scheduler", "fdasync.cache.aux", "fdasync.cache.blocks", "fdasync.cache.lru", "fdasync.cache.prefix")
 CONTRACTS = (
     "fdasync.cache.aux", "fdasync.cache.arena", "fdasync.cache.host", "fdasync.cache.region", "fdasync.cache.store",
     "fdasync.cache.block_format",

@@ -862,3 +862,93 @@ def test_many_blocks_are_written_in_several_writes():
     assert [len(put.keys) for put in table.turn(table.stored()).puts] == [6]
     table.run()
     assert table.stats.written_blocks == 70
+
+
+# -- the order of eviction: by last use, leaves first, whatever transfers end when
+
+
+def in_order(table, held, tokens):
+    numbers = {key: number for number, key in enumerate(table.keys(tokens))}
+    return [numbers[block.key] for block in held if block.key in numbers]
+
+
+def play_to_the_writes(table, *requests):
+    table.turn(*requests)
+    for _ in range(40):
+        if table.flying:
+            table.turn(table.done())
+        elif table.copies:
+            table.turn(table.copied())
+        else:
+            return
+    raise AssertionError("it does not end")
+
+
+def test_a_write_that_ends_is_no_use_and_leaves_still_go_first():
+    table = make_table(write_through="all", fetch_min_tokens=1000, num_host_blocks=32, num_blocks=32)
+    old, new = range(17), range(100, 117)
+    play_to_the_writes(table, table.request(1, old, 1))
+    first = min(table.puts)
+    play_to_the_writes(table, table.request(2, new, 1))
+    while len(table.puts) > 1:
+        table.turn(table.stored(max(table.puts)))
+    table.turn(table.stored(first))
+    index = table.scheduler.index
+    for held in (index._clean, index._host_clean):
+        assert in_order(table, held, old) == [3, 2, 1, 0]
+        assert in_order(table, held, new) == [3, 2, 1, 0]
+        assert [block.key in table.keys(old) for block in held] == [True] * 4 + [False] * 4
+
+
+def test_what_a_fetch_brought_goes_leaves_first():
+    table = make_table(A)
+    table.turn(table.request(1, A, 1))
+    table.turn(table.looked_up())
+    table.turn(table.abort(1))
+    table.turn(table.fetched())
+    assert in_order(table, table.scheduler.index._host_only, A) == [2, 1, 0]
+
+
+def test_what_is_here_behind_a_gap_is_not_fetched_again():
+    table = make_table(range(33), num_blocks=16, num_host_blocks=32, max_step_tokens=64)
+    table.turn(table.request(1, range(33), 1))
+    table.turn(table.looked_up(count=0))
+    table.run()
+    index = table.scheduler.index
+    root = index.get(table.keys(range(33))[0])
+    # the first block of eight is gone from everywhere
+    index._unlist(root)
+    root.wanted = False
+    index._lose(root)
+    turned = table.turn(table.request(2, range(33), 1))
+    (lookup,) = turned.lookups
+    assert lookup.keys == tuple(table.keys(range(33))[:1])
+    turned = table.turn(table.looked_up())
+    assert [len(fetch.keys) for fetch in turned.fetches] == [1]
+    table.turn(table.fetched())
+    table.run()
+    assert sum(table.finished[2].cached_tokens) == 32
+
+
+def test_late_reads_hold_up_no_writes():
+    table = make_table(*[range(first, first + 13) for first in range(0, 600, 100)], write_through="all", max_running=1)
+    for key in range(6):
+        table.turn(table.request(key, range(key * 100, key * 100 + 13), 1))
+        table.turn(table.looked_up())
+        table.turn(table.fetched(arrived="---", late=True))
+        play_to_the_writes(table)
+    assert len(table.late) >= 4
+    assert table.puts, "writes wait behind reads that are late"
+    while table.puts:
+        table.turn(table.stored())
+    assert table.stats.written_blocks >= 12
+
+
+def test_the_queue_of_writes_is_bounded_while_a_store_hangs():
+    table = make_table(write_through="all", fetch_min_tokens=1000, num_host_blocks=8, num_blocks=8)
+    for key in range(40):
+        play_to_the_writes(table, table.request(key, range(key * 100, key * 100 + 13), 1))
+    assert table.stats.writing <= 2 * 8 + 4 * 16 + 1
+    assert len(table.scheduler.storer._queue) <= 17
+    table.run()
+    assert table.is_empty()

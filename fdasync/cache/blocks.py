@@ -12,6 +12,7 @@ from fdasync.errors import InvariantBroken
 
 if TYPE_CHECKING:
     from fdasync.cache.aux import Slot, SlotPool
+    from fdasync.cache.lru import Lru
 
 
 class Block:
@@ -30,6 +31,7 @@ class Block:
         on_host: its KV on the host is whole: no transfer is still bringing it.
         wanted: it shall be written to the store as soon as it is on the host.
         stored: the store has it, as far as known.
+        used: when it was used last, in the index's own count; leaves of a chain before their parents.
         device_list, host_list: the lists of `prefix.py` that it is in.
     """
 
@@ -48,6 +50,7 @@ class Block:
         "slot",
         "step",
         "stored",
+        "used",
         "wanted",
     )
 
@@ -65,8 +68,9 @@ class Block:
         self.on_host = False
         self.wanted = False
         self.stored = False
-        self.device_list: dict[Block, None] | None = None
-        self.host_list: dict[Block, None] | None = None
+        self.used = 0
+        self.device_list: Lru | None = None
+        self.host_list: Lru | None = None
 
     @property
     def usable(self) -> bool:

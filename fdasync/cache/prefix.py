@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from itertools import islice
 from typing import TYPE_CHECKING
 
+from fdasync.cache.lru import Lru
 from fdasync.errors import InvariantBroken
 
 if TYPE_CHECKING:
@@ -68,13 +68,13 @@ class PrefixIndex:
         self.evictions = 0
         self.host_evictions = 0
         self._by_key: dict[bytes, Block] = {}
-        # insertion order = order of eviction; release() puts leaves before their parents
-        self._clean: dict[Block, None] = {}
-        self._dirty: dict[Block, None] = {}
+        self._clock = 0
+        self._clean = Lru()
+        self._dirty = Lru()
         # of the host: nowhere else; on the device and used there; on the device and unused
-        self._host_only: dict[Block, None] = {}
-        self._host_used: dict[Block, None] = {}
-        self._host_clean: dict[Block, None] = {}
+        self._host_only = Lru()
+        self._host_used = Lru()
+        self._host_clean = Lru()
 
     # -- room ---------------------------------------------------------------------------------------
 
@@ -129,14 +129,14 @@ class PrefixIndex:
         victims = self._clean or (self._dirty if promised or not self.has_host_room else None)
         if not victims:
             return False
-        victim = next(iter(victims))
+        victim = victims.oldest()
         self.evictions += 1
         self._leave_device(victim)
         return True
 
     def next_dirty(self, count: int) -> list[Block]:
         """The dirty blocks used longest ago."""
-        return list(islice(self._dirty, count))
+        return self._dirty.first(count)
 
     def make_host_room(self, *, for_fetch: bool = False) -> bool:
         """One free host block, evicting if need be; False: there is none.
@@ -148,7 +148,7 @@ class PrefixIndex:
             return True
         for victims in (self._host_only, self._host_used, self._host_clean if for_fetch else None):
             if victims:
-                victim = next(iter(victims))
+                victim = victims.oldest()
                 self.host_evictions += 1
                 self._leave_host(victim)
                 return True
@@ -184,6 +184,7 @@ class PrefixIndex:
             if not block.pins:
                 if block.key is not None and not block.sealed:
                     raise InvariantBroken(f"{block} lost its last pin while pending")
+                self._use(block)
                 self.settle(block)
 
     # -- identities -----------------------------------------------------------------------------------
@@ -194,6 +195,7 @@ class PrefixIndex:
         if self.enabled and key not in self._by_key:
             block.key, block.step = key, step
             self._by_key[key] = block
+            self._use(block)
 
     def seal(self, block: Block, key: bytes | None = None) -> None:
         """The step that fills `block` is done. `key` indexes it now, if it was not pending before."""
@@ -208,7 +210,13 @@ class PrefixIndex:
             return False
         block.key = key
         self._by_key[key] = block
+        self._use(block)
         return True
+
+    def _use(self, block: Block) -> None:
+        """It is the block used last. Not while it is in a list."""
+        self._clock += 1
+        block.used = self._clock
 
     def is_coming(self, key: bytes, before_step: int) -> bool:
         """Is the identity pending in a step that `before_step` cannot read from?"""
@@ -230,14 +238,9 @@ class PrefixIndex:
     # -- places ---------------------------------------------------------------------------------------
 
     def settle(self, block: Block) -> None:
-        """Something about its users, transfers or places changed: give up what nobody can use any more, and list it,
-        as the block used last, where it may be evicted."""
-        if block.device_list is not None:
-            del block.device_list[block]
-            block.device_list = None
-        if block.host_list is not None:
-            del block.host_list[block]
-            block.host_list = None
+        """Something about its users, transfers or places changed: give up what nobody can use any more, and list it
+        where it may be evicted, by its last use."""
+        self._unlist(block)
         unused = block.id >= 0 and not block.pins and not block.device_moves
         if block.key is None:
             # private: nobody will ever find it again
@@ -249,25 +252,28 @@ class PrefixIndex:
         whole = block.on_host
         if unused:
             block.device_list = self._clean if whole else self._dirty
-            block.device_list[block] = None
+            block.device_list.add(block)
         if whole and not block.host_moves:
             if block.id < 0:
                 block.host_list = self._host_only
             else:
                 block.host_list = self._host_clean if unused else self._host_used
-            block.host_list[block] = None
+            block.host_list.add(block)
+
+    @staticmethod
+    def _unlist(block: Block) -> None:
+        if block.device_list is not None:
+            block.device_list.discard(block)
+            block.device_list = None
+        if block.host_list is not None:
+            block.host_list.discard(block)
+            block.host_list = None
 
     def _leave_device(self, block: Block) -> None:
         if not block.on_host:
             self._lose(block)
-        else:
-            self.settle_out(block)
-
-    def settle_out(self, block: Block) -> None:
-        """Drop its place on the device; the host has it."""
-        if block.device_list is not None:
-            del block.device_list[block]
-            block.device_list = None
+            return
+        self._unlist(block)
         self.pool.drop_device(block)
         self.settle(block)
 
@@ -275,9 +281,7 @@ class PrefixIndex:
         if block.id < 0:
             self._lose(block)
             return
-        if block.host_list is not None:
-            del block.host_list[block]
-            block.host_list = None
+        self._unlist(block)
         self.pool.drop_host(block)
         self.settle(block)
 

@@ -272,9 +272,13 @@ class Planner:
     @staticmethod
     def _hits_by_tier(seq: Sequence, hits: list[Block]) -> tuple[int, int]:
         """How many came from the host, and how many from the store for its sake."""
-        came = [block for block in hits if block.key is not None and seq.store.brought.get(block.key)]
-        host = sum(1 for block in hits if block.id < 0 and block not in came)
-        return host, len(came)
+        host = stored = 0
+        for block in hits:
+            if block.key is not None and seq.store.brought.get(block.key):
+                stored += 1
+            elif block.id < 0:
+                host += 1
+        return host, stored
 
     def _enter(self, seq: Sequence) -> SeqStart:
         """Tell the runner of a sequence that has its blocks, and KV in those that are hits."""

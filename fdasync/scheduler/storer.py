@@ -15,6 +15,7 @@ Called by `core.py`; knows identities and blocks, no bytes and no clock but the 
 from __future__ import annotations
 
 from collections import deque
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from fdasync.actions import FetchBlocks, LookUp, StoreBlocks
@@ -113,7 +114,8 @@ class Storer:
         actions: list[LookUp | FetchBlocks | StoreBlocks] = [*self._asks]
         self._asks.clear()
         # late writes count: a store that hangs gets no more than this
-        while self._queue and len(self._puts) + len(self._late) < _MAX_PUTS:
+        late = sum(not transfer.fetch for transfer in self._late.values())
+        while self._queue and len(self._puts) + late < _MAX_PUTS:
             put = self._next_put()
             if put is not None:
                 actions.append(put)
@@ -149,7 +151,7 @@ class Storer:
             return
         if notes.regret_s is not None and notes.regret_s <= 0:
             return
-        keys = seq.keys[first : min(limit, first + _MAX_LOOKUP_KEYS)]
+        keys = self._gap(seq.keys[first : min(limit, first + _MAX_LOOKUP_KEYS)])
         if self._ahead() >= self._ahead_blocks:
             return
         recompute_s = self.rates.recompute_s(len(keys) * size)
@@ -168,6 +170,10 @@ class Storer:
         for key in keys:
             self._asked.setdefault(key, lookup)
         self._asks.append(LookUp(number, self._namespace, tuple(keys), deadline))
+
+    def _gap(self, keys: list[bytes]) -> list[bytes]:
+        """Up to the first that is here: what is behind a gap need not come again."""
+        return list(takewhile(lambda key: self._index.get(key) is None, keys))
 
     def _ahead(self) -> int:
         """Blocks that were, are, or may soon be fetched for requests that are not admitted yet."""
@@ -216,7 +222,7 @@ class Storer:
         """Reserve host blocks for the leading run that is missing here, and ask for it."""
         index = self._index
         known = next((at for at, key in enumerate(keys) if index.get(key) is None), len(keys))
-        wanted = keys[known : known + _MAX_FETCH_BLOCKS]
+        wanted = self._gap(keys[known : known + _MAX_FETCH_BLOCKS])
         regrets = [seq.store.regret_s or 0.0 for seq in waiting]
         budget_s = max(regrets[0], 0.0)
         own_s = self._fetch_s(len(wanted))
@@ -321,7 +327,8 @@ class Storer:
         """
         came = 0
         still = []
-        for number in transfer.held:
+        # from the last one on, so that leaves are older than their parents
+        for number in reversed(transfer.held):
             block = transfer.blocks[number]
             if not arrived[number] and not last:
                 still.append(number)
@@ -335,7 +342,7 @@ class Storer:
                     if transfer.epoch == self._epoch:
                         self._index.adopt(block, transfer.keys[number])
             self._index.settle(block)
-        transfer.held = still
+        transfer.held = still[::-1]
         return came
 
     def _forget(self, asked: _Lookup | _Transfer, keys: list[bytes]) -> None:
@@ -357,6 +364,13 @@ class Storer:
         """A block's KV is whole on the host: write it, if it is wanted."""
         if block.wanted and not block.stored:
             self._queue.append(block)
+            if len(self._queue) > 2 * self._config.num_host_blocks:
+                # a store that hangs: most of them had to make room by now
+                gone = [block for block in self._queue if not block.on_host]
+                self.dropped += sum(block.wanted for block in gone)
+                for block in gone:
+                    block.wanted = False
+                self._queue = deque(dict.fromkeys(block for block in self._queue if block.on_host))
 
     def _next_put(self) -> StoreBlocks | None:
         blocks: list[Block] = []

@@ -145,6 +145,34 @@ async def test_a_lender_that_hangs_costs_one_timeout(own_master, lender, blocks)
         await until("the lender answers", 15, True, lambda: comes_back(store, blocks))
 
 
+async def test_lookups_and_deletes_do_not_wait_for_bytes(own_master, lender, blocks):
+    """One transfer at a time, and it hangs: what only asks the master is answered all the same."""
+    async with hosted(own_master, blocks, transfer_timeout_s=20) as store:
+        for place, key in enumerate(("k", "other")):
+            assert await put_one(store, blocks, key, place) == "done"
+        lender.signal(signal.SIGSTOP)
+        getting = asyncio.ensure_future(store.get_into([blocks.blank("k", 2)]))
+        waiting = asyncio.ensure_future(store.get_into([blocks.blank("other", 3)]))
+        done, _ = await asyncio.wait([getting, waiting], timeout=0.5)
+        assert not done
+        async with asyncio.timeout(5):
+            assert await store.exists_prefix(["k", "other", "nothing"]) == 2
+            assert await store.delete(["nothing"]) == 0
+            await store.usage()
+            # a get that has not begun never does
+            waiting.cancel()
+            await asyncio.wait([waiting])
+        assert waiting.cancelled()
+        assert not getting.done()
+        # what is being read is not deleted under its reader
+        deleting = asyncio.ensure_future(store.delete(["k"]))
+        lender.signal(signal.SIGCONT)
+        (outcome,) = await getting
+        assert outcome.status == "done"
+        assert blocks.holds("k", 2)
+        assert await deleting == 1
+
+
 async def comes_back(store, blocks, key="k"):
     """The object, or room for it, is there again."""
     return await put_one(store, blocks, key) in ("done", "exists") and await get_one(store, blocks, key) == "done"

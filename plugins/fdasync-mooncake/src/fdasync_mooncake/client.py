@@ -110,7 +110,7 @@ class Client:
         return [code == 1 for code in codes]
 
     def put(self, values: Sequence[Value], before: Callable[[int], None]) -> list[Outcome]:
-        """`before` completes the value at a place, if that is put. Raises StoreUnavailable if there is no master."""
+        """`before` completes the value at a place, if that is put. Raises StoreUnavailable without a master."""
         # an answer of 0 also means that the key was there: asked first, and of a key named twice the first counts
         first = {value.key: place for place, value in reversed(list(enumerate(values)))}
         fresh = [place for place, there in zip(first.values(), self.exists(list(first)), strict=True) if not there]
@@ -133,7 +133,7 @@ class Client:
         return [_of_put(code) for code in codes]
 
     def get(self, values: Sequence[Value], after: Callable[[int], str]) -> list[Outcome]:
-        """`after` says what is wrong with what came to a place, or "". Raises StoreUnavailable if there is no master."""
+        """`after` says what is wrong with what came to a place, or "". Raises StoreUnavailable without a master."""
         outcomes: list[Outcome] = [MISS] * len(values)
         # of a key that a call names twice the client fills one place only, and says that it filled both
         left = dict(enumerate(values))
