@@ -162,7 +162,6 @@ class Tier:
             self.stack.store,
             host,
             arena,
-            lease_kill_s=_DEADLINE_S,
             close_s=_DEADLINE_S,
             on_error=self._on_error,
         )

@@ -64,7 +64,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         store_retry_s: after this long a store that failed is tried again; doubles while it fails.
         store_calls: calls to the store at a time.
         weight_version: label of the weights that the engine starts with.
-        lease_kill_s: a call that still holds blocks this long after its wait ended has its process killed.
+        lease_kill_s: a call to the store that has not ended this long after it began, waited for or not, has the
+            store's process killed: blocks are lent out no longer. It includes starting that process anew where the
+            last one has ended.
         inline_tokenise_chars: longer texts are tokenised in a child process.
         start_deadline_s: loading and profiling.
         step_deadline_s: one step, from its launch or the end of the step before it, to its own end. A runner warms
@@ -176,6 +178,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(
                 "config.prefix_cache", "is off, and a host tier or a store is set", hint="tiers find blocks by prefix"
             )
+        try:
+            msgspec.msgpack.encode(self.store_config)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ConfigError("config.store_config", f"holds what cannot be sent to a process: {error}") from None
         if self.store_config and not self.store:
             raise ConfigError("config.store_config", "is set, but config.store names no store")
 

@@ -49,6 +49,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         live, at_the_door: samples inside, and requests that wait to come in.
         steps_in_flight: launched and not completed.
+        updating: a weight update is under way.
         loop_late_max_s: the longest that the engine's loop was held up since the last call of `stats`.
     """
 
@@ -56,6 +57,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     live: int
     at_the_door: int
     steps_in_flight: int
+    updating: bool
     loop_late_max_s: float
     scheduler: SchedulerStats
 
@@ -152,9 +154,10 @@ class Engine:
                 lateness = group.create_task(self._watch_lateness(), name="fdasync-lateness")
                 await self._stop.wait()
                 lateness.cancel()
-            if self._failure is None:
+            if self._failure is None and self._weights is not None:
                 try:
-                    await self._runtime.wind_down()
+                    interrupted = await self._weights.aclose()
+                    await self._runtime.wind_down(resume=not interrupted)
                 except Exception as error:
                     self._fail(error)
         finally:
@@ -348,7 +351,7 @@ class Engine:
     async def pause(self) -> None:
         """Plan no more steps; returns when none is in flight. Requests keep what they have, new ones wait.
 
-        Deadlines go on.
+        Deadlines go on. Cancelling takes the pause back, unless it was there before.
 
         Idempotent. Raises EngineFailed if the steps in flight do not end by their deadline, EngineClosed.
         """
@@ -372,13 +375,14 @@ class Engine:
             source: a checkpoint folder, or (name, dtype, shape, buffer) tuples: names as in the checkpoint or the
                 model's state dict, numpy's dtype name or "bfloat16", a C-contiguous buffer. Names left out keep their
                 values. Buffers are read until this returns.
-            mode: "abort": live requests end with what they have, and finish_reason "abort". "keep": they go on; those
-                with KV on the device use it to their end, the others start again from their tokens under the new
-                weights.
+            mode: "abort": requests that ran end with what they have, and finish_reason "abort"; those that still waited
+                run under the new weights. "keep": all go on; those with KV on the device use it to their end, the
+                others start again from their tokens under the new weights.
 
         Raises BadInput; WeightsRejected when the source does not fit (nothing has changed, the engine goes on);
         WeightsBroken when loading failed half-way (it stays paused and takes only this call or `aclose`);
-        EngineFailed, EngineClosed. Cancelling stops the waiting: the update goes on to its end.
+        EngineFailed, EngineClosed. Cancelling stops the waiting: the update goes on to its end, and reads the buffers
+        until `stats().updating` is False.
         """
         await self._changing().update(version, source, mode)
 
@@ -417,6 +421,7 @@ class Engine:
             live=door.num_live,
             at_the_door=door.num_waiting,
             steps_in_flight=driver.steps_in_flight,
+            updating=self._weights is not None and self._weights.is_updating,
             loop_late_max_s=late,
             scheduler=driver.scheduler.stats(),
         )

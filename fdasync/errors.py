@@ -294,6 +294,10 @@ class StoreTimeout(StoreUnavailable, TimeoutError):
         super().__init__(store, f"{what} did not end within {deadline_s:g} s")
 
 
+class StoreBusy(StoreUnavailable):
+    """A call waited its time in line and was never begun: that says nothing of whether the store works."""
+
+
 class StoreRejected(PermanentError):
     """A call, a configuration or a place that a store can never take.
 

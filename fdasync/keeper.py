@@ -1,9 +1,10 @@
 """Performs what the scheduler asks of the store: lookups, fetches, writes; one event answers each.
 
 Every operation is a task of its own, so that none waits for another. A deadline ends the waiting, not the work: what is
-late keeps its blocks until it has really ended, and `LeaseReturned` says so; a lease that is older than
-`lease_kill_s` has the store's process killed (DECISIONS 5). Rows of a block that arrived are made to count before
-anybody hears of it. Decides nothing; knows identities as names, blocks as places.
+late keeps its blocks until it has really ended, and `LeaseReturned` says so. That every call ends is the wrappers'
+doing: one older than `lease_kill_s` has the store's process killed (DECISIONS 5, `wrappers/timeout.py`). Rows of a
+block that arrived are made to count before anybody hears of it. Decides nothing; knows identities as names, blocks as
+places.
 
 Called by `driver.py`. The store is wrapped (timeouts, breaker) and usually lives in another process; see `stores.py`.
 """
@@ -16,7 +17,15 @@ from typing import TYPE_CHECKING
 from fdasync.cache.block_format import object_key
 from fdasync.cache.store import Item
 from fdasync.errors import DeadlineExceeded, FdasyncError, StoreTimeout
-from fdasync.events.catalog import BlockDamaged, FetchEnded, LeaseReturned, LookedUp, StoreEnded
+from fdasync.events.catalog import (
+    BlockDamaged,
+    FetchEnded,
+    LeaseReturned,
+    LookedUp,
+    LookupReturned,
+    StoreEnded,
+    WritesRefused,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -40,7 +49,6 @@ class Keeper:
     Args:
         store: open; owned by the caller.
         host, arena: where KV and rows are; `arena` is None when capture is off.
-        lease_kill_s: how long an operation may hold blocks after its wait ended.
         close_s: how long `aclose` waits, at each of its steps.
         on_error: told of what no store may raise; it ends the engine.
     """
@@ -52,7 +60,6 @@ class Keeper:
         host: HostArena,
         arena: AuxArena | None,
         *,
-        lease_kill_s: float,
         close_s: float,
         on_error: Callable[[BaseException], None],
     ) -> None:
@@ -60,7 +67,6 @@ class Keeper:
         self._store = store
         self._host = host
         self._arena = arena
-        self._lease_kill_s = lease_kill_s
         self._close_s = close_s
         self._on_error = on_error
         self._waits: dict[asyncio.Task[None], None] = {}
@@ -95,7 +101,7 @@ class Keeper:
             await asyncio.wait(waits, timeout=deadline_s)
         if self._calls:
             await asyncio.wait(list(self._calls), timeout=deadline_s)
-        if self._calls and await self._store.kill("the engine closes"):
+        if self._calls and await self._store.kill("the engine closes") and self._calls:
             await asyncio.wait(list(self._calls), timeout=deadline_s)
         if self._calls:
             names = ", ".join(sorted(self._calls.values()))
@@ -133,7 +139,13 @@ class Keeper:
         # a lookup that is late holds nothing: what comes of it is nobody's
         count = counts[0] if counts else 0
         seconds = loop.time() - started
-        self._bus.publish(LookedUp(lookup_id=action.lookup_id, count=count, seconds=seconds, answered=bool(counts)))
+        answered = bool(counts)
+        self._bus.publish(LookedUp(lookup_id=action.lookup_id, count=count, seconds=seconds, answered=answered))
+        if not answered and not asked.done():
+            # how slow it is must be known, or every lookup would be given up as early as this one
+            await asyncio.wait([asked])
+            if counts:
+                self._bus.publish(LookupReturned(seconds=loop.time() - started))
 
     async def _count(self, action: LookUp, counts: list[int]) -> None:
         """Appends the count, or nothing where the store did not answer."""
@@ -173,7 +185,7 @@ class Keeper:
             )
         )
         if late:
-            await self._lease(late, f"fetch {action.fetch_id}")
+            await self._lease(late)
             self._bus.publish(LeaseReturned(lease_id=action.fetch_id, arrived=tuple(arrived)))
 
     async def _get(self, action: FetchBlocks, batch: range, arrived: list[bool]) -> None:
@@ -217,7 +229,7 @@ class Keeper:
             )
         )
         if late:
-            await self._lease(late, f"write {action.put_id}")
+            await self._lease(late)
             self._bus.publish(LeaseReturned(lease_id=action.put_id, arrived=tuple(stored)))
 
     async def _put(
@@ -227,6 +239,10 @@ class Keeper:
         outcomes = await self._outcomes(self._store.put(items), timed_out)
         for number, outcome in zip(batch, outcomes, strict=False):
             stored[number] = outcome.ok
+        refused = [outcome for outcome in outcomes if not outcome.ok]
+        if refused:
+            name = self._store.capabilities.name
+            self._bus.publish(WritesRefused(store=name, items=len(refused), problem=refused[0].problem))
 
     async def _outcomes(
         self, call: Coroutine[None, None, list[Outcome]], timed_out: asyncio.Future[None] | None = None
@@ -238,7 +254,7 @@ class Keeper:
             if timed_out is not None and not timed_out.done():
                 timed_out.set_result(None)
             ended = error.ended
-            # as long as it takes: `lease_kill_s` bounds it
+            # as long as it takes: a call of a certain age is killed with its process
             await asyncio.wait([ended])
             outcomes: list[Outcome] = [] if ended.cancelled() or ended.exception() else ended.result()
             return outcomes
@@ -246,13 +262,12 @@ class Keeper:
             # trace and breaker have told of it
             return []
 
-    async def _lease(self, calls: set[asyncio.Task[None]], what: str) -> None:
-        """Until the store has let go; its process is killed if that takes too long."""
-        _, stuck = await asyncio.wait(calls, timeout=self._lease_kill_s)
-        if stuck:
-            await self._store.kill(f"{what} held its blocks for {self._lease_kill_s:g} s after its wait had ended")
-            # a store in this process cannot be killed: its blocks stay out, and `aclose` names them
-            await asyncio.wait(stuck)
+    async def _lease(self, calls: set[asyncio.Task[None]]) -> None:
+        """Until the store has let go, by itself or because a call grew too old and was killed with its process.
+
+        Where a store in this process cannot be killed, its blocks stay out, and `aclose` names them.
+        """
+        await asyncio.wait(calls)
 
     def _item(self, action: FetchBlocks | StoreBlocks, number: int) -> Item:
         host = action.host[number]

@@ -38,7 +38,10 @@ _REQUEST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0
 _TRANSFER_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _LATE_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
-_CALL_OUTCOMES = {"": "ok", "StoreTimeout": "timeout", "StoreUnavailable": "unavailable", "StoreRejected": "rejected"}
+_CALL_OUTCOMES = {
+    "": "ok", "StoreTimeout": "timeout", "StoreUnavailable": "unavailable", "StoreBusy": "unavailable",
+    "StoreRejected": "rejected",
+}  # fmt: skip
 # the checks of `DamagedBlock`; a store's own words must not become label values
 _DAMAGES = frozenset([
     "magic", "version", "length", "header", "namespace", "key", "rank", "layout", "kv_dtype", "block_tokens",

@@ -2,7 +2,7 @@
 
 No thread, no signal handler, no asyncio child watcher. The child gets one end of a socket pair; its
 death closes that end, and the kernel kills it should this process die first (it asks for that itself,
-`die_with_parent`). Used by the worker runner and by the tokeniser.
+`die_with_parent`). Used by the worker runner, by the tokeniser and by hosted stores (`cache/host_child.py`).
 """
 
 from __future__ import annotations
@@ -40,25 +40,45 @@ class ChildProcess:
         on_frame: Callable[[bytes, list[int]], None],
         on_death: Callable[[Exception], None],
     ) -> None:
+        """Raises OSError if no process can be started, or none can be watched; then nothing of it is left."""
         self.name = name
         self._loop = loop
         self._on_death = on_death
         self._error: Exception | None = None
         self._silent = False
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs:
-            self._process = subprocess.Popen(  # blocking: fork and exec, milliseconds, once
-                [sys.executable, "-P", "-c", f"from {module} import main; main()", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                # Ctrl-C at a terminal goes to the group of this process: what it means for the child is decided here
-                process_group=0,
-            )
-        self.pid = self._process.pid
-        self._pidfd = os.pidfd_open(self.pid)
         self.exited: asyncio.Future[int] = loop.create_future()
-        loop.add_reader(self._pidfd, self._reap)
-        self.channel = Channel(loop, ours, on_frame, self._channel_ended)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with theirs:
+                self._process = subprocess.Popen(  # blocking: fork and exec, milliseconds, once
+                    [sys.executable, "-P", "-c", f"from {module} import main; main()", str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    # Ctrl-C at a terminal goes to the group of this process: what it means for the child is decided
+                    # here
+                    process_group=0,
+                )
+            self.pid = self._process.pid
+            self._watch(ours, on_frame)
+        except BaseException:
+            # fds may have run out at any of these steps
+            ours.close()
+            raise
+
+    def _watch(self, ours: socket.socket, on_frame: Callable[[bytes, list[int]], None]) -> None:
+        """Be told of its end and of its frames; a child that cannot be watched is ended here."""
+        self._pidfd = -1
+        try:
+            self._pidfd = os.pidfd_open(self.pid)
+            self._loop.add_reader(self._pidfd, self._reap)
+            self.channel = Channel(self._loop, ours, on_frame, self._channel_ended)
+        except BaseException:
+            if self._pidfd >= 0:
+                self._loop.remove_reader(self._pidfd)
+                os.close(self._pidfd)
+            self._process.kill()
+            self._process.wait()  # blocking: it has done nothing yet, and was killed
+            raise
 
     def send(self, payload: bytes, fds: Sequence[int] = ()) -> None:
         self.channel.send(payload, fds)

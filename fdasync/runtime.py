@@ -13,7 +13,7 @@ from fdasync.cache.arena import AuxArena
 from fdasync.cache.host import HostArena
 from fdasync.config import resolve
 from fdasync.driver import Driver
-from fdasync.errors import DeadlineExceeded, FdasyncError, PluginError, RunnerError
+from fdasync.errors import ConfigError, DeadlineExceeded, FdasyncError, PluginError, RunnerError
 from fdasync.events.catalog import AbortRequested, ResumeRequested
 from fdasync.events.trace import TraceRing
 from fdasync.keeper import Keeper
@@ -66,8 +66,16 @@ class Runtime:
         self._stack: StoreStack | None = None
         self._keeper: Keeper | None = None
         self._given_store = store
+        if store is not None and not config.store:
+            raise ConfigError("config.store", "names no store, and a store object was given", hint="give it a name")
+        if store is not None and store.blocking:
+            raise ConfigError(
+                "store",
+                f"{type(store).__name__} may block, which no engine's loop can bear",
+                hint="name it in config.store: it is hosted in a process of its own then",
+            )
         if config.store and store is None:
-            # found, not imported: what a store imports may belong in a process of its own
+            # only found: the class is imported at the start, here, to see if it wants a process of its own
             self._registry.find(STORES, config.store)
         if tokenizer is None and config.tokenizer not in ("auto", "none"):
             self._registry.find(TOKENIZERS, config.tokenizer)
@@ -135,7 +143,6 @@ class Runtime:
                 self._stack.store,
                 self._host,
                 self._arena,
-                lease_kill_s=config.lease_kill_s,
                 close_s=config.close_deadline_s,
                 on_error=on_failure,
             )
@@ -166,8 +173,11 @@ class Runtime:
                 raise PluginError(TOKENIZERS, name, "", problem) from error
             self.long_texts = TokenizerProcess(name, self._config.model)
 
-    async def wind_down(self) -> None:
-        """Abort what is live and let steps in flight end.
+    async def wind_down(self, *, resume: bool = True) -> None:
+        """Abort what is live and let steps in flight end, and what is on its way to the store get there.
+
+        Args:
+            resume: an engine that was paused goes on with its copies; False: its runner takes nothing more.
 
         Raises the runner's word for being overdue when that takes longer than the config's close_deadline_s.
         """
@@ -177,15 +187,17 @@ class Runtime:
             async with asyncio.timeout(deadline_s):
                 requests = self.hub.requests()
                 keys = [sample.key for request in requests for sample in request.samples]
-                # in an engine that was paused, what is on its way to the store must go on
-                self.bus.publish(ResumeRequested())
+                if resume:
+                    # in an engine that was paused, what is on its way to the store must go on
+                    self.bus.publish(ResumeRequested())
                 if keys:
                     self.bus.publish(AbortRequested(keys=tuple(keys)))
                     await asyncio.wait([request.done for request in requests])
                 await self.driver.wait_idle()
         except TimeoutError:
             raise self.runner.overdue("the steps in flight at the close", deadline_s) from None
-        await self._flush()
+        if resume:
+            await self._flush()
 
     async def _flush(self) -> None:
         """Let what is on its way to the store get there, within the close deadline; what does not is dropped."""
@@ -252,7 +264,7 @@ class Runtime:
         try:
             async with asyncio.timeout(limit_s):
                 await close()
-        except TimeoutError as error:
-            if isinstance(error, DeadlineExceeded):
-                raise
+        except FdasyncError:
+            raise
+        except TimeoutError:
             raise DeadlineExceeded(what, limit_s) from None

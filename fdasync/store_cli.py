@@ -18,6 +18,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from fdasync.errors import BadInput
+
 if TYPE_CHECKING:
     from fdasync.cache.file_index import Entry
 
@@ -235,12 +237,21 @@ def gc(
     from fdasync.cache.file_admin import Folder, namespace_of
 
     keep = tuple(name.lower() for name in keep_namespace)
+    for name in keep:
+        if not name or set(name) - set("0123456789abcdef"):
+            raise BadInput("--keep-namespace", f"{name!r} is no beginning of a namespace", limit="hex digits")
 
     def unwanted(entry: Entry) -> bool:
         foreign = bool(keep) and not namespace_of(entry.key).startswith(keep)
         return foreign or (older_than is not None and _age_s(entry.written_ns) > older_than)
 
     with Folder(path) as folder:
+        there = {namespace_of(entry.key) for entry in folder.index.entries()}
+        for name in keep:
+            if not any(namespace.startswith(name) for namespace in there):
+                raise BadInput(
+                    "--keep-namespace", f"{name!r} is the beginning of none that is there", hint="see `stat`"
+                )
         total_nbytes = folder.index.total_nbytes
         waste = folder.find_waste(unwanted, max_nbytes)
         if not dry_run:

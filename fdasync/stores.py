@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 # calls in a row that fail at once; one that does not answer is enough
 _BREAKER_FAILURES = 3
 _MAX_CALLS_NBYTES = 256 << 20
+_KILL_S = 5.0
 
 
 class StoreStack:
@@ -62,8 +63,10 @@ class StoreStack:
         store = Timeout(
             store,
             call_s=config.store_deadline_s,
+            kill_s=config.lease_kill_s,
             open_s=config.start_deadline_s,
-            close_s=config.close_deadline_s,
+            # a hosted store kills its process at the close deadline itself
+            close_s=config.close_deadline_s + _KILL_S,
         )
         store = Limits(
             store, max_calls=config.store_calls, max_nbytes=_MAX_CALLS_NBYTES, max_wait_s=config.store_deadline_s

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from fdasync.errors import BadInput, DeadlineExceeded, WeightsBroken, WeightsRejected
+from fdasync.errors import BadInput, DeadlineExceeded, EngineClosed, WeightsBroken, WeightsRejected
 from fdasync.events.catalog import AbortRequested, PauseRequested, ResumeRequested, WeightsChanged
 from fdasync.prepare import namespace_of
 from fdasync.runner.base import TensorMeta
@@ -36,6 +36,15 @@ _PIECE_NBYTES = 8 << 20
 _ITEM_NBYTES = {
     "bool": 1, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "int16": 2, "uint16": 2, "float16": 2,
     "bfloat16": 2, "int32": 4, "uint32": 4, "float32": 4, "int64": 8, "uint64": 8, "float64": 8,
+}  # fmt: skip
+# formats of buffers, as `struct` names them: raw bytes hold anything; of the others, those of a dtype's kind and size
+_RAW_FORMATS = "Bbc"
+_SIGNED, _UNSIGNED, _FLOAT = "bhilqn", "BHILQN", "efd"
+_FORMATS = {
+    "bool": "?", "uint8": _UNSIGNED, "uint16": _UNSIGNED, "uint32": _UNSIGNED, "uint64": _UNSIGNED, "int8": _SIGNED,
+    "int16": _SIGNED, "int32": _SIGNED, "int64": _SIGNED, "float16": _FLOAT, "float32": _FLOAT, "float64": _FLOAT,
+    # no format names these: they come in integers of their size
+    "bfloat16": _SIGNED + _UNSIGNED, "float8_e4m3fn": _SIGNED + _UNSIGNED, "float8_e5m2": _SIGNED + _UNSIGNED,
 }  # fmt: skip
 
 
@@ -76,8 +85,15 @@ class Weights:
     async def pause(self) -> None:
         """See `Engine.pause`."""
         self._check()
-        self.held = True
-        await self._quiet()
+        held, self.held = self.held, True
+        try:
+            await self._quiet()
+        except asyncio.CancelledError:
+            # who gave up waiting for the pause does not want it any more
+            self.held = held
+            if not self._updating:
+                self._go_on()
+            raise
 
     async def resume(self) -> None:
         """See `Engine.resume`."""
@@ -125,19 +141,31 @@ class Weights:
         work = self._update(version, load, mode)
         self._task = task = asyncio.get_running_loop().create_task(work, name="fdasync-weights")
         task.add_done_callback(self._ended)
-        await asyncio.shield(task)
+        # a caller who is cancelled stops waiting; an update that the engine's end cut short cancels no caller
+        await asyncio.wait([task])
+        if task.cancelled():
+            self._check()
+            raise EngineClosed("closing")
+        task.result()  # of a task that is done
 
-    async def aclose(self) -> None:
-        """Stop an update that is under way; the runner is closed next, whatever it got to."""
+    async def aclose(self) -> bool:
+        """Stop an update that is under way; True: the runner may have no whole weights, and is good for closing only."""
+        interrupted = self._updating
         if self._task is not None:
             self._task.cancel()
             # what it waits for can be cancelled: a turn or two
             await asyncio.wait([self._task], timeout=self._config.close_deadline_s)
+        return interrupted or self.broken is not None
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._task = None
         # its error is the caller's; one who was cancelled does not ask
         _ = task.cancelled() or task.exception()
+
+    @property
+    def is_updating(self) -> bool:
+        """An update is under way; it may read its caller's buffers."""
+        return self._updating
 
     async def _update(self, version: int, load: Callable[[], Any], mode: str) -> None:
         try:
@@ -169,7 +197,7 @@ class Weights:
         self._check()
         if mode == "abort":
             # not before the weights are there: if they are refused, nothing has happened
-            await self._abort()
+            self._abort()
         self._used.add(version)
         self.version = version
         self.broken = None
@@ -183,17 +211,13 @@ class Weights:
             self._resumes += 1
             self._runtime.bus.publish(ResumeRequested())
 
-    async def _abort(self) -> None:
-        """End what is live with what it has; it takes a turn."""
-        requests = self._runtime.hub.requests()
-        keys = [sample.key for request in requests for sample in request.samples if sample.finish is None]
+    def _abort(self) -> None:
+        """End those that ran with what they have, in the turn that reads of the new weights."""
+        keys = [
+            sample.key for request in self._runtime.hub.requests() for sample in request.samples if not sample.finish
+        ]
         if keys:
-            self._runtime.bus.publish(AbortRequested(keys=tuple(keys)))
-            limit_s = self._config.close_deadline_s
-            _, left = await asyncio.wait([request.done for request in requests], timeout=limit_s)
-            if left:
-                self._fail(DeadlineExceeded("aborting requests before a weight update", limit_s))
-                self._check()
+            self._runtime.bus.publish(AbortRequested(keys=tuple(keys), begun_only=True))
 
     # -- sources --------------------------------------------------------------------------------------
 
@@ -201,7 +225,7 @@ class Weights:
         """Raises BadInput for what cannot be a source."""
         if isinstance(source, (str, os.PathLike)):
             path: Any = os.fspath(source)
-            if not isinstance(path, str) or not path:
+            if not isinstance(path, str) or not path or "\0" in path or not _is_text(path):
                 raise BadInput("source", f"{source!r} is no folder")
             return lambda: self._runtime.runner.load_folder(path)
         tensors: Any = source
@@ -231,23 +255,50 @@ def _checked(number: int, entry: Any) -> tuple[TensorMeta, memoryview]:
     if not isinstance(entry, tuple) or len(entry) != 4:
         raise BadInput(where, "is not a tuple (name, dtype, shape, buffer)")
     name, dtype, shape, buffer = entry
-    if not isinstance(name, str) or not name:
+    if not isinstance(name, str) or not name or not _is_text(name):
         raise BadInput(where, f"{name!r} is no name of a tensor")
     where = f"source[{number}] {name!r}"
-    if dtype not in _ITEM_NBYTES:
+    if not isinstance(dtype, str) or dtype not in _ITEM_NBYTES:
         raise BadInput(where, f"dtype {dtype!r} is not known", limit=", ".join(_ITEM_NBYTES))
-    if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in shape):
+    if not _is_shape(shape):
         raise BadInput(where, f"{shape!r} is no shape")
     try:
         data = memoryview(buffer)
-    except TypeError:
-        raise BadInput(where, f"{type(buffer).__name__} has no buffer") from None
+    except Exception as error:
+        # exporting is the buffer's own code: it may refuse in any way
+        raise BadInput(where, f"{type(buffer).__name__} gives no buffer: {error}") from None
     if not data.c_contiguous:
         raise BadInput(where, "is not contiguous", hint="copy it first")
+    if not _holds(data, dtype):
+        problem = f"its buffer holds items of {data.itemsize} bytes in format {data.format!r}, which is not {dtype}"
+        raise BadInput(where, problem, hint="give values of that dtype in this machine's byte order, or raw bytes")
     want = math.prod(shape) * _ITEM_NBYTES[dtype]
     if data.nbytes != want:
         raise BadInput(where, f"has {data.nbytes} bytes, {dtype} {tuple(shape)} has {want}")
     return TensorMeta(name, dtype, tuple(shape)), data.cast("B") if data.nbytes else memoryview(b"")
+
+
+def _is_shape(shape: Any) -> bool:
+    if not isinstance(shape, Sequence) or isinstance(shape, (str, bytes, bytearray, memoryview)):
+        return False
+    return all(isinstance(size, int) and not isinstance(size, bool) and 0 <= size < 1 << 63 for size in shape)
+
+
+def _holds(data: memoryview, dtype: str) -> bool:
+    """Whether items of a buffer may be this dtype's; other byte orders and structs never are."""
+    form = data.format.removeprefix("@")
+    if len(form) != 1:
+        return False
+    return form in _RAW_FORMATS or (form in _FORMATS[dtype] and data.itemsize == _ITEM_NBYTES[dtype])
+
+
+def _is_text(text: str) -> bool:
+    """False for lone surrogates: no file and no message can hold them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def refuse_broken(weights: Weights | None) -> None:

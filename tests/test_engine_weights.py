@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import array
 import asyncio
 import json
+from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from fdasync import Engine, EngineClosed, EngineFailed, SamplingParams
 from fdasync.cache.memory import MemoryConfig, MemoryStore
 from fdasync.cache.wrappers import FaultPlan, Faults
-from fdasync.errors import BadInput, DeadlineExceeded, WeightsBroken, WeightsRejected
+from fdasync.errors import BadInput, ConfigError, DeadlineExceeded, WeightsBroken, WeightsRejected
 from fdasync.events.catalog import StepDone
 from fdasync.runner.oracle import Oracle
 from fdasync.runner.synthetic import SyntheticRunner
@@ -258,6 +261,35 @@ async def test_an_engine_whose_weights_are_broken_can_be_closed():
         ((1, [("weights", "uint64", (-1,), bytes(8))]), "source[0] 'weights'"),
         ((1, [("weights", "uint64", (1,), [0] * 8)]), "source[0] 'weights'"),
         ((1, [("weights", "uint64", (1,), memoryview(bytes(16))[::2])]), "source[0] 'weights'"),
+        ((1, "a\0b"), "source"),
+        ((1, Path("a\0b")), "source"),
+        ((1, "a\ud800"), "source"),
+        ((1, [("\ud800", "uint64", (1,), bytes(8))]), "source[0]"),
+        *[
+            ((1, [*weights(1), ("more", *rest)]), "source[1] 'more'")
+            for rest in [
+                ("uint64", 3, bytes(8)),
+                ("uint64", None, bytes(8)),
+                ("uint8", "", bytes(1)),
+                ("uint8", b"\1", bytes(1)),
+                ("uint64", {1}, bytes(8)),
+                ("uint64", (0, 1 << 63), b""),
+                (["x"], (1,), bytes(8)),
+                (None, (1,), bytes(8)),
+                ("int64", (1,), np.zeros(1, "M8[s]")),
+                ("float64", (1,), np.zeros(1, ">f8")),
+                ("int64", (1,), np.zeros(1, ">i8")),
+                ("uint64", (1,), np.zeros(1, np.float64)),
+                ("float64", (1,), np.zeros(1, np.uint64)),
+                ("int64", (1,), np.zeros(1, np.uint64)),
+                ("float32", (2,), np.zeros(1, np.float64)),
+                ("float64", (1,), np.zeros(1, np.complex64)),
+                ("float64", (1,), np.zeros(1, [("a", "f4"), ("b", "f4")])),
+                ("bfloat16", (1,), np.zeros(1, np.float16)),
+                ("bfloat16", (2,), np.zeros(1, np.uint32)),
+                ("bool", (1,), np.zeros(1, np.float64)),
+            ]
+        ],
     ],
 )
 async def test_bad_arguments_are_named_before_anything_happens(arguments, field):
@@ -267,6 +299,52 @@ async def test_bad_arguments_are_named_before_anything_happens(arguments, field)
         assert caught.value.field == field
         assert not engine.stats().scheduler.paused
         await ask(engine, 1)
+
+
+class TakesAll(SyntheticRunner):
+    """Tensors of any name and dtype; it keeps what came."""
+
+    async def begin_tensors(self, tensors):
+        self.came = [(meta, bytearray()) for meta in tensors]
+
+    async def write_tensor(self, number, offset_nbytes, data):
+        assert len(self.came[number][1]) == offset_nbytes
+        self.came[number][1].extend(data)
+
+    async def end_tensors(self):
+        pass
+
+
+async def test_buffers_of_a_dtypes_own_format_and_raw_bytes_are_taken():
+    floats = np.arange(6, dtype=np.float64).reshape(2, 3)
+    taken = [
+        ("float64", floats),
+        ("float64", floats.view(np.uint8)),
+        ("float64", floats.tobytes()),
+        ("float64", memoryview(floats.tobytes()).cast("c")),
+        ("float64", memoryview(floats.tobytes()).cast("@d")),
+        ("int64", np.arange(6, dtype=np.int64)),
+        ("int64", np.arange(6, dtype=np.longlong)),
+        ("uint64", array.array("L", range(6))),
+        ("bfloat16", np.arange(6, dtype=np.uint16)),
+        ("bfloat16", np.arange(6, dtype=np.int16)),
+        ("float16", np.arange(6, dtype=np.float16)),
+        ("float8_e4m3fn", np.arange(6, dtype=np.uint8)),
+        ("float8_e5m2", np.arange(6, dtype=np.int8)),
+        ("bool", np.ones(6, dtype=bool)),
+        ("int8", bytes(6)),
+    ]
+    config = synthetic_config()
+    runner = TakesAll(oracle_of(config).config, config.runner_limits())
+    async with Engine(config, runner=runner) as engine:
+        source = [(f"t{number}", dtype, [2, 3], data) for number, (dtype, data) in enumerate(taken)]
+        source += [("scalar", "float32", (), np.array(2.5, np.float32)), ("empty", "int32", (0, 3), b"")]
+        await engine.update_weights(1, source)
+    assert [(meta.name, meta.dtype, meta.shape) for meta, _ in runner.came] == [
+        (name, dtype, tuple(shape)) for name, dtype, shape, _ in source
+    ]
+    for (meta, came), (*_, data) in zip(runner.came, source, strict=True):
+        assert came == memoryview(data).tobytes(), meta
 
 
 async def test_a_version_is_never_used_twice():
@@ -308,8 +386,77 @@ async def test_closing_during_an_update_ends_it(process):
     await engine.aclose()
     done, _ = await asyncio.wait([update], timeout=10)
     assert done
-    error = update.cancelled() or update.exception()
-    assert error in (None, True) or isinstance(error, (EngineClosed, WeightsBroken))
+    # who waits for it is told, never cancelled
+    assert not update.cancelled()
+    assert update.exception() is None or isinstance(update.exception(), EngineClosed)
+
+
+def test_closing_while_weights_load_is_quick_and_copies_nothing_into_the_runner():
+    async def work():
+        config = synthetic_config({**COSTS, "load_s": 100.0, "num_blocks": 12, "max_context_tokens": 48},
+                                  host_blocks=32, close_deadline_s=5.0)  # fmt: skip
+        engine = Engine(config)
+        await engine.start()
+        for number in range(4):
+            await ask(engine, 1, [number, *PROMPT])
+        waiting = asyncio.create_task(engine.complete([9, *PROMPT], PARAMS))
+        await asyncio.sleep(0.02)
+        update = asyncio.create_task(engine.update_weights(1, weights(5), "keep"))
+        await asyncio.sleep(1.0)
+        assert engine.stats().updating
+        begun = asyncio.get_running_loop().time()
+        await engine.aclose()
+        assert asyncio.get_running_loop().time() - begun < 1.0
+        assert (await waiting).finish_reason == "abort"
+        with pytest.raises(EngineClosed):
+            await update
+
+    play(work)
+
+
+def test_nothing_runs_while_weights_load_whoever_resumes():
+    async def work():
+        config = synthetic_config({**COSTS, "load_s": 1.0, "num_blocks": 12, "max_context_tokens": 48}, host_blocks=32)
+        async with Engine(config) as engine:
+            calls = [asyncio.create_task(engine.complete([number, *PROMPT], PARAMS)) for number in range(3)]
+            await asyncio.sleep(0.05)
+            update = asyncio.create_task(engine.update_weights(1, weights(5), "keep"))
+            await asyncio.sleep(0.5)
+            assert engine.stats().updating
+            steps = engine.stats().scheduler.steps
+            # the runner refuses steps and copies now, and would fail the engine
+            await engine.resume()
+            await engine.pause()
+            await engine.resume()
+            await asyncio.sleep(0.3)
+            assert engine.stats().scheduler.steps == steps
+            await update
+            assert not engine.stats().updating
+            assert all(result.finish_reason == "length" for result in await asyncio.gather(*calls))
+
+    play(work)
+
+
+async def test_who_gives_up_waiting_for_a_pause_takes_it_back():
+    engine, edge = held_engine()
+    async with engine:
+        edge.hold()
+        running = asyncio.create_task(engine.complete(PROMPT, PARAMS))
+        await edge.reached(0)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.pause(), 0.05)
+        edge.release()
+        assert (await asyncio.wait_for(running, 10)).finish_reason == "length"
+
+
+def test_a_store_object_must_not_block_and_needs_a_name():
+    class Blocks(MemoryStore):
+        blocking = True
+
+    with pytest.raises(ConfigError, match="hosted"):
+        Engine(synthetic_config(store="memory"), store=Blocks(MemoryConfig()))
+    with pytest.raises(ConfigError, match="names no store"):
+        Engine(synthetic_config(), store=MemoryStore(MemoryConfig()))
 
 
 async def test_no_update_before_the_start_and_after_the_end():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 
 import msgspec
@@ -23,8 +24,14 @@ from fdasync.errors import (
     PluginError,
     ProtocolError,
     RunnerError,
+    StoreBusy,
+    StoreRejected,
+    StoreTimeout,
+    StoreUnavailable,
     TransientError,
     UnsupportedModel,
+    WeightsBroken,
+    WeightsRejected,
     WorkerDied,
     WorkerStuck,
 )
@@ -51,7 +58,22 @@ EXAMPLES = [
     (WorkerDied("w", 5, None), "the w process 5 ended with an unknown status"),
     (WorkerStuck("w", 5, "step 3", 2.0), "the w process 5 did not finish step 3 within 2 s"),
     (ProtocolError("too large"), "too large"),
+    (StoreUnavailable("file", "no disk"), "store file: no disk"),
+    (StoreBusy("file", "a long line"), "store file: a long line"),
+    (StoreRejected("file", "no folder", "make one"), "store file: no folder; make one"),
+    (StoreRejected("file", "no folder"), "store file: no folder"),
+    (WeightsRejected("no such tensor"), "the weights were not taken: no such tensor"),
+    (WeightsBroken("disk"), "half-way, load them again: disk"),
 ]
+
+
+async def test_a_store_timeout_says_what_it_waited_for_and_hands_on_the_end():
+    ended = asyncio.get_running_loop().create_future()
+    error = StoreTimeout("file", "put", 0.5, ended)
+    assert str(error) == "store file: put did not end within 0.5 s"
+    assert (error.deadline_s, error.ended) == (0.5, ended)
+    assert isinstance(error, TimeoutError)
+    assert isinstance(error, StoreUnavailable)
 
 
 @pytest.mark.parametrize(("error", "text"), EXAMPLES, ids=[type(error).__name__ for error, _ in EXAMPLES])
@@ -63,7 +85,9 @@ def test_errors_say_what_their_fields_say(error, text):
 
 def test_every_error_has_an_example():
     classes = {value for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, FdasyncError)}
-    assert classes - {FdasyncError, TransientError, PermanentError} == {type(error) for error, _ in EXAMPLES}
+    # a StoreTimeout needs a loop, and has a test of its own
+    bases = {FdasyncError, TransientError, PermanentError, StoreTimeout}
+    assert classes - bases == {type(error) for error, _ in EXAMPLES}
 
 
 def test_each_error_is_either_transient_or_permanent():

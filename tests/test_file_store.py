@@ -19,7 +19,7 @@ from fdasync.cache import file_io, file_scan
 from fdasync.cache.file import FileConfig, FileStore
 from fdasync.cache.file_layout import EMPTY_RECORD, ORDER_NAME, Shape, parse_name
 from fdasync.cache.hosted import HostedStore
-from fdasync.errors import StoreRejected, StoreUnavailable
+from fdasync.errors import ConfigError, StoreRejected, StoreUnavailable
 from fdasync.testing import StoreTests
 from fdasync.testing.store_bench import StoreHooks, on_loop, turns, value
 from fdasync.testing.store_machine import run_machine
@@ -310,12 +310,34 @@ class TestFolder(InFolder):
     async def test_one_live_engine_per_folder(self):
         async with self.on_store() as on:
             second = self.again(None)
-            with pytest.raises(StoreRejected, match=f"in use by process {os.getpid()}.*end that process"):
+            with pytest.raises(StoreRejected, match=f"in use by process {os.getpid()}.*close that engine"):
                 await second.open(on.regions)
             await second.aclose()
             await on.keep(on.key("a"), b"a")
         async with self.on_store(self.again(None)) as on:
             assert (await on.store.usage()).objects == 1
+
+    @pytest.mark.parametrize("hosted", [False, True])
+    @pytest.mark.parametrize("path", ["", "a\0b", "a\ud800"])
+    def test_a_path_that_names_no_folder_is_refused(self, path, hosted):
+        here = self.path.with_name("here")
+        here.mkdir()
+        self.patch.chdir(here)
+
+        @on_loop
+        async def start(self):
+            config = {"path": path}
+            store = HostedStore("file", config, close_deadline_s=10.0) if hosted else FileStore(FileConfig(**config))
+            # a lone surrogate cannot even be sent
+            with pytest.raises((StoreRejected, ConfigError), match=r"path|store_config") as found:
+                await store.open([])
+            assert isinstance(found.value, StoreRejected) or path == "a\ud800"
+            if isinstance(found.value, StoreRejected):
+                assert "name a folder" in found.value.hint
+            await store.aclose()
+
+        start(self)
+        assert list(here.iterdir()) == []
 
     @on_loop
     async def test_a_start_leaves_alone_what_is_not_its_own(self):

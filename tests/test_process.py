@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import socket
+import subprocess
 import textwrap
 
 import pytest
 
 from fdasync.errors import WorkerDied
 from fdasync.process import ChildProcess
+from fdasync.testing.leaks import Resources
 
 # each frame carries an fd: one read of the socket brings no more than one of them
 _CHILD = """
@@ -52,3 +56,38 @@ async def test_what_a_child_wrote_right_before_its_exit_comes_before_its_death(l
     assert before == heard == [bytes([number]) for number in range(5)]
     assert isinstance(error, WorkerDied)
     assert error.exit_status == 7
+
+
+def _out_of_fds(*_: object, **__: object) -> None:
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+def _nobody_hears(*_: object) -> None:
+    raise AssertionError("it was told of a child that was never there")
+
+
+@pytest.mark.parametrize("step", ["socketpair", "Popen", "pidfd_open", "add_reader of the pidfd", "channel"])
+async def test_a_child_that_cannot_be_started_or_watched_leaves_nothing(step, last_words, monkeypatch):
+    running = asyncio.get_running_loop()
+    loop = running
+    if step == "socketpair":
+        monkeypatch.setattr(socket, "socketpair", _out_of_fds)
+    elif step == "Popen":
+        monkeypatch.setattr(subprocess, "Popen", _out_of_fds)
+    elif step == "pidfd_open":
+        monkeypatch.setattr(os, "pidfd_open", _out_of_fds)
+    elif step == "channel":
+        monkeypatch.setattr("fdasync.process.Channel", _out_of_fds)
+    else:
+        # one that refuses, the real one for all else
+        class Refuses:
+            def __getattr__(self, name: str) -> object:
+                return _out_of_fds if name == "add_reader" else getattr(running, name)
+
+        loop = Refuses()  # type: ignore[assignment]
+    before = Resources.now()
+    with pytest.raises(OSError, match="Too many open files") as caught:
+        ChildProcess(loop, "child", last_words, _nobody_hears, _nobody_hears)
+    # the error keeps the frames alive: nothing was closed by the garbage collector
+    assert Resources.now().left_since(before) == []
+    del caught

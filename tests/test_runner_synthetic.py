@@ -132,9 +132,10 @@ class _Broken(SyntheticRunner):
         return super().copy(copy)
 
     async def end_tensors(self):
-        if self.way == "keeps its weights":
-            return
+        weights_id = self.weights_id
         await super().end_tensors()
+        if self.way == "keeps its weights":
+            self.weights_id = weights_id
 
     async def begin_tensors(self, tensors):
         if self.way == "takes any tensor":

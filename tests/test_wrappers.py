@@ -332,6 +332,170 @@ def test_what_hangs_ends_by_a_kill_and_the_store_is_used_further():
     run_sim(play())
 
 
+class Killable(Told):
+    """Its running verbs end when it is killed, after `kill_takes_s`."""
+
+    kill_takes_s = 0.5
+
+    def hang(self, count=1):
+        self.hung = [asyncio.get_running_loop().create_future() for _ in range(count)]
+        self.script = list(self.hung)
+
+    async def kill(self, why):
+        self.life.append((now(), why))
+        await asyncio.sleep(self.kill_takes_s)
+        for line in self.hung:
+            if not line.done():
+                line.set_exception(StoreUnavailable("told", why))
+        return True
+
+    @property
+    def killed(self):
+        return [round(entry[0], 3) for entry in self.life if isinstance(entry, tuple)]
+
+
+@pytest.mark.parametrize("verb", ["exists_prefix", "get_into", "put", "delete", "usage"])
+def test_a_verb_that_grows_too_old_has_the_store_killed_once(verb):
+    async def play():
+        told = Killable()
+        store = Timeout(told, call_s=1.0, kill_s=4.0)
+        async with opened(store):
+            told.hang()
+            argument = {"get_into": [items("a")], "put": [items("a")], "usage": []}.get(verb, [["a"]])
+            with pytest.raises(StoreTimeout) as found:
+                await getattr(store, verb)(*argument)
+            await asyncio.wait([found.value.ended])
+            assert now() == pytest.approx(4.5)
+            error = found.value.ended.exception()
+            assert isinstance(error, StoreUnavailable)
+            assert error.problem == f"{verb} of store told had not ended after 4 s"
+            await asyncio.sleep(100.0)
+            assert told.killed == [4.0]
+            assert store.running == 0
+            # and it is used further
+            assert await store.exists_prefix(["a"]) == 1
+
+    run_sim(play())
+
+
+def test_a_verb_that_is_killed_before_its_deadline_fails_for_now():
+    async def play():
+        told = Killable()
+        store = Timeout(told, call_s=10.0, kill_s=2.0)
+        async with opened(store):
+            told.hang()
+            with pytest.raises(StoreUnavailable, match="put of store told had not ended after 2 s") as found:
+                await store.put(items("a"))
+            assert not isinstance(found.value, StoreTimeout)
+            assert now() == pytest.approx(2.5)
+
+    run_sim(play())
+
+
+def test_what_ends_in_time_has_nobody_killed():
+    async def play():
+        told = Killable(3.9, 3.0, StoreUnavailable("told", "later"), 2.0)
+        store = Timeout(told, call_s=1.0, kill_s=4.0)
+        async with opened(store):
+            tasks = [asyncio.ensure_future(store.put(items("a"))) for _ in range(4)]
+            await asyncio.sleep(0.5)
+            tasks[3].cancel()
+            await asyncio.wait(tasks)
+            assert not store._timers.keys() - store._running
+            await asyncio.sleep(100.0)
+            assert told.killed == []
+            assert not store._timers
+        told = Told(50.0)
+        store = Timeout(told, call_s=1.0, close_s=100.0)
+        async with opened(store):
+            with pytest.raises(StoreTimeout):
+                await store.put(items("a"))
+        assert told.life == ["open", "aclose"], "without a limit it may take as long as it likes"
+
+    run_sim(play())
+
+
+def test_verbs_that_one_kill_ends_cost_no_other():
+    async def play():
+        told = Killable()
+        told.kill_takes_s = 0.0
+        store = Timeout(told, call_s=1.0, kill_s=4.0)
+        async with opened(store):
+            told.hang(3)
+            tasks = [asyncio.ensure_future(store.put(items(name))) for name in "ab"]
+            await asyncio.sleep(1.5)
+            tasks.append(asyncio.ensure_future(store.put(items("c"))))
+            await asyncio.sleep(100.0)
+            assert all(isinstance(task.exception(), StoreTimeout) for task in tasks)
+            assert set(told.killed) == {4.0}
+            assert store.running == 0
+
+    run_sim(play())
+
+
+@pytest.mark.parametrize("how", ["raises", "refuses"])
+def test_a_store_that_cannot_be_killed_is_asked_once_and_nothing_is_logged(how):
+    class Unkillable(Told):
+        async def kill(self, why):
+            self.life.append(why)
+            if how == "raises":
+                raise OSError("no")
+            return False
+
+    async def play():
+        logged = []
+        asyncio.get_running_loop().set_exception_handler(lambda *told: logged.append(told))
+        stuck = asyncio.get_running_loop().create_future()
+        told = Unkillable(stuck)
+        store = Timeout(told, call_s=1.0, kill_s=4.0)
+        async with opened(store):
+            with pytest.raises(StoreTimeout):
+                await store.put(items("a"))
+            await asyncio.sleep(100.0)
+            assert told.life == ["open", "put of store told had not ended after 4 s"]
+            assert store.running == 1
+            stuck.set_result(None)
+            await turns(3)
+            gc.collect()
+        assert not logged
+
+    run_sim(play())
+
+
+def test_closing_has_its_own_deadline_and_no_timer_is_left():
+    async def play():
+        told = Killable()
+        store = Timeout(told, call_s=1.0, kill_s=4.0, close_s=20.0)
+        async with opened(store):
+            told.hang()
+            with pytest.raises(StoreTimeout):
+                await store.put(items("a"))
+            await store.aclose()
+            assert told.killed == [21.0]
+            assert not store._timers
+
+    run_sim(play())
+
+
+def test_a_probe_that_hangs_is_killed_and_the_next_one_closes_the_breaker():
+    async def play():
+        told = Killable()
+        states = []
+        store = Limits(Timeout(told, call_s=1.0, kill_s=4.0), max_calls=1, max_nbytes=1 << 20, max_wait_s=1.0)
+        store = Breaker(store, cooldown_s=1.0, probe_s=1.0, on_state=lambda state, _: states.append((state, now())))
+        async with opened(store):
+            # what hangs first takes the only place: the probe has to wait for its end
+            told.hang(2)
+            with pytest.raises(StoreTimeout):
+                await store.exists_prefix(["a"])
+            await asyncio.sleep(30.0)
+            assert store.state == "closed"
+            assert told.killed == [4.0]
+            assert states[-1][1] < 12.0
+
+    run_sim(play())
+
+
 def test_opening_has_a_deadline():
     class NeverOpens(Told):
         async def open(self, regions):

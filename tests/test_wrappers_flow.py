@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fdasync.cache.store import DONE, EXISTS, MISS, Item, Outcome, Part
 from fdasync.cache.wrappers import Breaker, FaultPlan, Faults, Limits, Retry, Timeout, Trace
-from fdasync.errors import StoreRejected, StoreTimeout, StoreUnavailable
+from fdasync.errors import StoreBusy, StoreRejected, StoreTimeout, StoreUnavailable
 from fdasync.testing import run_sim
 from fdasync.testing.store_bench import turns, value
 from tests.helpers import case_settings
@@ -278,7 +278,7 @@ def test_waiting_in_line_has_a_deadline():
         async with opened(store):
             first = asyncio.ensure_future(store.put(items("a")))
             await turns(2)
-            with pytest.raises(StoreUnavailable, match="did not end within 3 s"):
+            with pytest.raises(StoreBusy, match="did not end within 3 s"):
                 await store.put(items("b"))
             assert now() == pytest.approx(3.0)
             assert await first == [DONE]
@@ -470,6 +470,36 @@ def test_what_says_nothing_against_the_store_does_not_count():
                     continue
             assert store.state == "closed"
             assert (store.states, told.script) == ([], [])
+
+    run_sim(play())
+
+
+def test_who_waits_too_long_in_line_says_nothing_against_the_store():
+    async def play():
+        # one long call at a time, all within their own deadline, and more of them than get their turn
+        told = Told(*[8.0] * 50)
+        store = Watched(Limits(Timeout(told, call_s=10.0), max_calls=1, max_nbytes=1 << 20, max_wait_s=3.0))
+        async with opened(store):
+            tasks = [asyncio.ensure_future(store.put(items("a"))) for _ in range(8)]
+            await asyncio.wait(tasks)
+            errors = [task.exception() for task in tasks]
+            assert [type(error) for error in errors] == [type(None), *[StoreBusy] * 7]
+            assert (store.state, store.states, store.refused) == ("closed", [], 0)
+            # nor for it: what failed before still counts
+            for _ in range(2):
+                told.script.insert(0, LATER)
+                with pytest.raises(StoreUnavailable, match="later"):
+                    await store.put(items("a"))
+            tasks = [asyncio.ensure_future(store.put(items("a"))) for _ in range(2)]
+            await asyncio.wait([tasks[1]])
+            assert isinstance(tasks[1].exception(), StoreBusy)
+            assert store.state == "closed"
+            told.script.insert(0, LATER)
+            tasks[0].cancel()
+            await asyncio.wait(tasks)
+            with pytest.raises(StoreUnavailable, match="later"):
+                await store.put(items("a"))
+            assert store.state == "open"
 
     run_sim(play())
 

@@ -36,7 +36,7 @@ from fdasync.cache.file_room import FileRoom, Keys, Threads
 from fdasync.cache.file_scan import Loaded, boot_id, load, take_lock, why_not
 from fdasync.cache.region import PAGE_NBYTES, page_aligned
 from fdasync.cache.store import DONE, EXISTS, MISS, Capabilities, Item, Outcome, Store, StoreUsage, finish
-from fdasync.errors import StoreUnavailable
+from fdasync.errors import StoreRejected, StoreUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -54,7 +54,7 @@ class FileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Where and how much.
 
     Attributes:
-        path: the folder; made if it is not there. One live engine at a time.
+        path: the folder, never ""; made if it is not there. One live engine at a time.
         max_nbytes: of all segment files; what was used longest ago makes room. Lowered, it is enforced at the start.
         segment_nbytes: of one file; more where the cap would need more than 512 of them.
         threads: that read and write. More than 2 gains nothing for blocks of 1 MiB.
@@ -114,6 +114,7 @@ class FileStore(Store):
     async def open(self, regions: Sequence[SharedRegion]) -> None:
         if self._closed or self._threads is not None:
             raise StoreUnavailable("file", "it was opened before")
+        _check_path(self.config.path)
         self._regions = tuple(regions)
         self._threads = Threads(self.config.threads)
         try:
@@ -408,6 +409,23 @@ class FileStore(Store):
     def _unpin(self, entry: Entry) -> None:
         if self._index.unpin(entry):
             self._index.release(entry.segment, entry.slot, stale=False)
+
+
+def _check_path(path: str) -> None:
+    """Raises StoreRejected for what names no folder, on any system at any time."""
+    problem = ""
+    if not path:
+        # pathlib takes it for the current folder, which nobody meant
+        problem = "path is empty"
+    elif "\0" in path:
+        problem = f"path {path!r} has a NUL character"
+    else:
+        try:
+            os.fsencode(path)
+        except UnicodeEncodeError:
+            problem = f"path {path!r} cannot be written as a name"
+    if problem:
+        raise StoreRejected("file", problem, "name a folder, or a place for one, that this process may write to")
 
 
 def _nothing(_: Item) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import stat
 import uuid
 from pathlib import Path
 
@@ -100,8 +101,8 @@ def take_lock(folder: Path, name: str, cap_nbytes: int | None) -> int:
             holder = os.pread(fd, 32, 0).decode("ascii", "replace").partition("\n")[0]
             raise StoreRejected(
                 name,
-                f"{folder} is in use by process {holder or 'unknown'}",
-                "end that process, or give this one a folder of its own; many engines share through Mooncake",
+                f"{folder} is in use by process {holder or 'unknown'}, which an engine keeps for its store",
+                "close that engine, or give this one a folder of its own; many engines share through Mooncake",
             ) from None
         # on a full disk the lock holds all the same
         with contextlib.suppress(OSError):
@@ -145,7 +146,7 @@ def list_folder(folder: Path) -> Listing:
     for name in sorted(os.listdir(folder)):
         shape = parse_name(name)
         base = name.removesuffix(TEMPORARY_SUFFIX)
-        if shape is not None:
+        if shape is not None and stat.S_ISREG(os.lstat(folder / name).st_mode):
             segments.append(shape)
         elif base != name and (base == ORDER_NAME or parse_name(base) is not None):
             temporaries.append(name)

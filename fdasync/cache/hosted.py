@@ -54,7 +54,8 @@ class HostedStore(Store):
     StoreUnavailable at once; the first one after `respawn_s` starts a child, and those behind it share the wait.
 
     Args:
-        name: entry-point name of the store to host; it is imported in the child only.
+        name: entry-point name of the store to host. Opened and used in the child only; who asks whether its class is
+            `blocking` imports it in the engine too, so importing it should be cheap.
         store_config: its raw configuration.
         schema: of the block objects that it keeps; None for a store of plain bytes.
         close_deadline_s: how long closing the store may take before its process is killed, in seconds.

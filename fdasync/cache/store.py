@@ -1,7 +1,7 @@
-"""What a store is: a place outside the engine that keeps sealed blocks. A specification; no code of ours runs here.
+"""What a store is: a place outside the engine that keeps sealed blocks. A specification, and `finish`, which helps.
 
-`fdasync.testing.StoreTests` checks every sentence of it. Built in: `memory.py`, `file.py`; more by entry point
-(`fdasync.stores`). Called by `cache/keeper.py` through the wrappers of `cache/wrappers.py`.
+`fdasync.testing.StoreTests` checks its sentences. Built in: `memory.py`, `file.py`; more by entry point
+(`fdasync.stores`). Called by `fdasync/keeper.py` through the wrappers of `cache/wrappers/`.
 
 **Objects.** A store maps keys to immutable strings of bytes. A key is text of `[0-9a-z./_-]`, at most
 `capabilities.max_key_chars` long, never starting or ending with "/" or ".", without "..". What the bytes mean is
@@ -9,8 +9,9 @@ not the store's business: `block_format.py` makes them self-describing and check
 
 **Parts.** A caller never hands over bytes. It names runs of bytes (`Part`) in shared regions that were given to
 `open`; the value of an item is its parts one after the other, and a store reads and writes them in place, without
-joining copies. The caller owns the regions, keeps them mapped until `aclose` has returned, and does not touch a
-part between the call of a verb and its end, except that it may read what a `put` reads.
+joining copies. A part may have no bytes, an item may not. The caller owns the regions, keeps them mapped until
+`aclose` has returned, and does not touch a part between the call of a verb and its end, except that it may read what
+a `put` reads.
 
 **The end of a verb is the end of its use of the parts.** However a verb ends - it returns, raises or is cancelled -
 the store neither reads nor writes the parts of that call any more, and keeps no reference to them. So a verb that is
@@ -29,8 +30,10 @@ puts of one key at a time: one of them wins, whole. To replace an object, delete
 
 **Errors.** What concerns one item is its `Outcome`; a verb raises only for the call as a whole: StoreUnavailable
 (transient: the same call may succeed later), StoreFull is never raised but told per item, StoreRejected (permanent:
-the call breaks a limit or the contract). Anything else that a store raises is a defect of the store; wrappers turn it
-into StoreUnavailable. A missing key is never an error.
+the call breaks a limit or the contract). A store looks at the whole call before it begins: one that it rejects has
+done nothing, also for the items that were good. (`wrappers.Limits` cuts a batch into several calls: those before the
+one that is rejected are done.) Anything else that a store raises is a defect of the store; wrappers turn it into
+StoreUnavailable. A missing key is never an error.
 """
 
 from __future__ import annotations
@@ -58,7 +61,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Item(msgspec.Struct, frozen=True, array_like=True):
-    """An object by key, and where its bytes come from or go to: parts one after the other, at least 1 byte."""
+    """An object by key, and where its bytes come from or go to: parts one after the other, at least 1 byte in all."""
 
     key: str
     parts: tuple[Part, ...]

@@ -66,9 +66,14 @@ class RequestPrepared(Event, frozen=True, kw_only=True):
 
 
 class AbortRequested(Event, frozen=True, kw_only=True):
-    """The caller left, or called abort. Unknown and ended keys are counted, never an error."""
+    """The caller left, or called abort. Unknown and ended keys are counted, never an error.
+
+    Attributes:
+        begun_only: those that never ran are left as they are.
+    """
 
     keys: tuple[int, ...]
+    begun_only: bool = False
 
 
 class StepDone(Event, frozen=True, kw_only=True):
@@ -117,6 +122,12 @@ class LookedUp(Event, frozen=True, kw_only=True):
     count: int
     seconds: float
     answered: bool
+
+
+class LookupReturned(Event, frozen=True, kw_only=True):
+    """A lookup was answered after all, so long after it was sent; nobody waits for it any more."""
+
+    seconds: float
 
 
 class FetchEnded(Event, frozen=True, kw_only=True):
@@ -243,6 +254,14 @@ class BlockDamaged(Told, frozen=True, kw_only=True):
     problem: str
 
 
+class WritesRefused(Told, frozen=True, kw_only=True):
+    """Blocks that the store did not take, and why it did not take the first of them."""
+
+    store: str
+    items: int
+    problem: str
+
+
 class BreakerChanged(Told, frozen=True, kw_only=True):
     """A store is left alone from now on (open), tried again (half_open), or used again (closed)."""
 
@@ -295,6 +314,7 @@ AnyEvent = (
     | StepFailed
     | SwapDone
     | LookedUp
+    | LookupReturned
     | FetchEnded
     | StoreEnded
     | LeaseReturned
@@ -307,6 +327,7 @@ AnyEvent = (
     | TimerFired
     | StoreCalled
     | BlockDamaged
+    | WritesRefused
     | BreakerChanged
     | RequestEnded
     | LoopHeldUp

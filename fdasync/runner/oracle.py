@@ -36,6 +36,7 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             them; stamps never influence tokens or rows (DECISIONS 25).
         step_s, token_s: seconds of a step, fixed and per token; 0 completes in the next loop turn.
         copy_s: seconds of a copy of blocks between device and host.
+        load_s: seconds of loading new weights; steps and copies are refused meanwhile, as by a real model.
         jitter: relative spread of a step's time, drawn from `seed`.
         free: steady decode steps cost next to nothing and compute nothing (benchmarks): a token is
             the last one plus 1, never among the topmost 16 ids; rows are constant, and there are no log-probs.
@@ -56,6 +57,7 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     step_s: float = 0.0
     token_s: float = 0.0
     copy_s: float = 0.0
+    load_s: float = 0.0
     jitter: float = 0.0
     seed: int = 0
     free: bool = False

@@ -58,6 +58,7 @@ class SyntheticRunner(Runner):
         self._host: HostArena | None = None
         self._copies: list[tuple[SwapOut | SwapIn, asyncio.Future[CopyOutput]]] = []
         self._incoming: bytearray | None = None
+        self._loading = False
         self._flights: deque[_Flight] = deque()
         self._busy_until = 0.0
         self._closed = False
@@ -76,7 +77,8 @@ class SyntheticRunner(Runner):
             specs.append(AuxSpec("values", (4,), "float16"))
         if capture and config.pass_stamp:
             specs.append(AuxSpec("stamp", (1,), "uint32"))
-        plain = msgspec.structs.replace(config, weights_id=0, step_s=0.0, token_s=0.0, copy_s=0.0, jitter=0.0, seed=0)
+        costs = dict.fromkeys(("step_s", "token_s", "copy_s", "load_s", "jitter"), 0.0)
+        plain = msgspec.structs.replace(config, weights_id=0, seed=0, **costs)
         token_nbytes = _WORD_NBYTES + (_STAMP_NBYTES if config.pass_stamp else 0)
         return Capacity(
             model="synthetic",
@@ -109,6 +111,8 @@ class SyntheticRunner(Runner):
     def launch(self, step: RunStep) -> asyncio.Future[StepOutput]:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[StepOutput] = loop.create_future()
+        if self._loading:
+            return self._refuse(done, RunnerError("launched while weights are loading", step.step_id))
         if self.config.fail_step == step.step_id:
             return self._refuse(done, RunnerError("the step was told to fail", step.step_id))
         try:
@@ -185,6 +189,8 @@ class SyntheticRunner(Runner):
     def _check_copy(self, copy: SwapOut | SwapIn) -> None:
         """Nobody may write what a copy reads, nor touch what it writes, while it runs."""
         assert self._host is not None
+        if self._loading:
+            raise InvariantBroken(f"copy {copy.copy_id} began while weights are loading")
         if len(copy.device) != len(copy.host) or not copy.device:
             raise InvariantBroken(f"copy {copy.copy_id} has {len(copy.device)} device and {len(copy.host)} host blocks")
         for ids, count in ((copy.device, len(self._kv) // self._block_tokens), (copy.host, self._host.num_blocks)):
@@ -240,7 +246,7 @@ class SyntheticRunner(Runner):
             held = msgspec.json.decode(text, type=_Weights)
         except (OSError, msgspec.MsgspecError) as error:
             raise WeightsRejected(f"{path}: {error}") from None
-        self.weights_id = held.weights_id
+        await self._load(held.weights_id)
         return f"{self.weights_id:032x}"
 
     async def begin_tensors(self, tensors: Sequence[TensorMeta]) -> None:
@@ -248,6 +254,7 @@ class SyntheticRunner(Runner):
         if [tuple(msgspec.structs.astuple(meta)) for meta in tensors] != [("weights", "uint64", (1,))]:
             raise WeightsRejected(f"one tensor 'weights', uint64 [1], is all that this model has; given: {tensors}")
         self._incoming = bytearray(_WORD_NBYTES)
+        self._loading = True
 
     async def write_tensor(self, number: int, offset_nbytes: int, data: memoryview) -> None:
         if self._incoming is None or number:
@@ -257,8 +264,17 @@ class SyntheticRunner(Runner):
     async def end_tensors(self) -> None:
         if self._incoming is None:
             raise InvariantBroken("end_tensors without begin_tensors")
-        self.weights_id = int.from_bytes(self._incoming, "little")
-        self._incoming = None
+        incoming, self._incoming = self._incoming, None
+        await self._load(int.from_bytes(incoming, "little"))
+
+    async def _load(self, weights_id: int) -> None:
+        if self._flights or self._copies:
+            raise InvariantBroken("weights are loaded while steps or copies are in flight")
+        self._loading = True
+        if self.config.load_s:
+            await asyncio.sleep(self.config.load_s)
+        self.weights_id = weights_id
+        self._loading = False
 
     def _cost_s(self, batch: Batch) -> float:
         cost = self.config.step_s + self.config.token_s * len(batch.positions)

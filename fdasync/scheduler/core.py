@@ -162,7 +162,7 @@ class Scheduler:
             seq = self._sequences.get(key)
             if seq is None:
                 self._counters.late_aborts += 1
-            else:
+            elif seq.cached_tokens is not None or not event.begun_only:
                 self._end(seq, "abort", seq.num_output)
 
     def _expire(self, now: float) -> None:

@@ -11,7 +11,16 @@ from array import array
 from typing import TYPE_CHECKING
 
 from fdasync.actions import HashAgain
-from fdasync.events.catalog import FetchEnded, Hashed, LeaseReturned, LookedUp, StoreEnded, SwapDone, WeightsChanged
+from fdasync.events.catalog import (
+    FetchEnded,
+    Hashed,
+    LeaseReturned,
+    LookedUp,
+    LookupReturned,
+    StoreEnded,
+    SwapDone,
+    WeightsChanged,
+)
 from fdasync.scheduler.copier import Copier
 from fdasync.scheduler.sequence import Sequence, State, StoreNotes
 from fdasync.scheduler.storer import Storer
@@ -51,6 +60,7 @@ class Tiers:
         self.handlers: dict[type[Event], Callable[..., None]] = {
             SwapDone: self._on_swap_done,
             LookedUp: self._on_looked_up,
+            LookupReturned: lambda event: self.storer.rates.looked_up(event.seconds),
             FetchEnded: self._on_fetch_ended,
             StoreEnded: self.storer.store_ended,
             LeaseReturned: self.storer.lease_returned,

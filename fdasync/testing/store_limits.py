@@ -100,6 +100,17 @@ class LimitTests(StoreHooks):
             await on.assert_holds(on.key("good"), b"good")
 
     @on_loop
+    async def test_a_call_that_is_refused_does_nothing_for_its_good_items_either(self) -> None:
+        async with self.on_store() as on:
+            await on.keep(on.key("good"), b"good")
+            good = Item(on.key("new"), (on.part(10),))
+            for bad in (Item("no key", (on.part(10),)), Item(on.key("bad"), ())):
+                await self._refused(on, lambda bad=bad: on.store.put([good, bad]), "an item")  # type: ignore[misc]
+            assert await on.exists([good.key]) == 0, "a call that was refused kept an item"
+            await self._refused(on, lambda: on.store.delete([on.key("good"), "no key"]), "a key")
+            await on.assert_holds(on.key("good"), b"good")
+
+    @on_loop
     async def test_too_large_an_object_is_refused(self) -> None:
         async with self.on_store() as on:
             limits = on.store.capabilities

@@ -206,7 +206,8 @@ class _Tiers:
         copy_s = self._random.choice((0.0, 0.0001, 0.01))
         # where computing costs nothing, nothing is fetched
         token_s = self._random.choice((0.001, 0.01)) if self._slow else runner.token_s
-        return msgspec.structs.replace(runner, copy_s=copy_s, token_s=token_s)
+        load_s = self._random.choice((0.0, 0.05, 0.5))
+        return msgspec.structs.replace(runner, copy_s=copy_s, token_s=token_s, load_s=load_s)
 
     def faults(self, seed: int) -> FaultPlan:
         random = self._random

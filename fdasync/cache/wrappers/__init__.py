@@ -1,8 +1,9 @@
 """Stores around stores: one concern each, composed by whoever opens an engine's store.
 
-A good order, from the outside in: Trace, Breaker, Retry, Timeout, Limits, and for tests Latency or Faults next to
-the store. Each is a `Store` and passes the same suite as what it wraps. They use the running loop's time, so virtual
-time works; no threads, and no task outlives `aclose`.
+An engine's order, from the outside in (`stores.py`): Trace, Breaker, Limits, Timeout. Limits stands outside of
+Timeout, so that waiting in line is not time of the call. Retry is for callers whose stores want it, inside of Breaker;
+Latency and Faults are for tests, next to the store. Each is a `Store` and passes the same suite as what it wraps. They
+use the running loop's time, so virtual time works; no threads, and no task outlives `aclose`.
 """
 
 from __future__ import annotations

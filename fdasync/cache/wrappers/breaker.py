@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any, Literal
 
 from fdasync.cache.wrappers.base import Verb, Wrapper
-from fdasync.errors import StoreTimeout, StoreUnavailable
+from fdasync.errors import StoreBusy, StoreTimeout, StoreUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,7 +21,8 @@ PROBE_KEY = "fdasync-probe"
 class Breaker(Wrapper):
     """Closed: calls go through. Open: they raise StoreUnavailable at once, and the store is left alone.
 
-    It opens at the first StoreTimeout, or after so many calls in a row that failed for now (of a batch: all items).
+    It opens at the first StoreTimeout, or after so many calls in a row that failed for now (of a batch: all items); a
+    call that never got out of the line before the store (StoreBusy) counts neither way.
     After a cooldown a task of its own asks for one key (half open); an answer closes it, else the cooldown doubles.
     There is one probe at a time: one that hangs is followed until it ends, and its end brings the next.
 
@@ -74,6 +75,8 @@ class Breaker(Wrapper):
             error.ended.add_done_callback(self._came_back)
             if (era, round_) == (self.era, self._round):
                 self._open(error.problem)
+            raise
+        except StoreBusy:
             raise
         except StoreUnavailable as error:
             if (era, round_) == (self.era, self._round):

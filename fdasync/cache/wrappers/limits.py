@@ -10,7 +10,7 @@ import msgspec
 
 from fdasync.cache.store import Capabilities, Item, Outcome
 from fdasync.cache.wrappers.base import Verb, Wrapper, nbytes_of
-from fdasync.errors import StoreRejected, StoreTimeout, StoreUnavailable
+from fdasync.errors import StoreBusy, StoreRejected, StoreTimeout, StoreUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +29,7 @@ class Limits(Wrapper):
     Args:
         max_calls: of the inner store at a time.
         max_nbytes: of their parts; a single item that is larger runs alone.
-        max_wait_s: in line, in seconds; then the call raises StoreUnavailable.
+        max_wait_s: in line, in seconds; then the call raises StoreBusy.
     """
 
     def __init__(self, inner: Store, *, max_calls: int, max_nbytes: int, max_wait_s: float) -> None:
@@ -151,7 +151,7 @@ class Limits(Wrapper):
         if place in self._line and not place[0].done():
             self._line.remove(place)
             problem = f"{self._calls} calls before this one did not end within {self._max_wait_s:g} s"
-            place[0].set_exception(StoreUnavailable(self.name, problem))
+            place[0].set_exception(StoreBusy(self.name, problem))
             self._next()
 
     def _fits(self, nbytes: int) -> bool:

@@ -1,4 +1,8 @@
-"""A deadline on every call: it stops the waiting, never the work, whose end the error hands on."""
+"""A deadline on every call: it stops the waiting, never the work, whose end the error hands on.
+
+And an age that no call outlives, where the store inside can be killed: what hangs holds parts, places in line and
+whoever probes the store, and nobody else ends it (DECISIONS 5).
+"""
 
 from __future__ import annotations
 
@@ -24,22 +28,35 @@ class Timeout(Wrapper):
     free. A cancelled call cancels the inner verb and waits for its end, until the deadline too: then it raises
     StoreTimeout instead of CancelledError, because the parts are still in use.
 
+    A verb that still runs `kill_s` after it began, waited for or not, has the inner store killed, once. That ends
+    every other verb of the store too, and a start of its process that the verb waits for.
+
     Args:
         call_s: deadline of a call, in seconds.
         gib_s: added for each GiB of the call's parts, in seconds.
+        kill_s: how long a verb may run at all, in seconds; None: as long as it likes.
         open_s: deadline of `open`, in seconds.
         close_s: how long `aclose` waits for running calls, and then for the store to close, in seconds.
     """
 
     def __init__(
-        self, inner: Store, *, call_s: float, gib_s: float = 0.0, open_s: float = 60.0, close_s: float = 10.0
+        self,
+        inner: Store,
+        *,
+        call_s: float,
+        gib_s: float = 0.0,
+        kill_s: float | None = None,
+        open_s: float = 60.0,
+        close_s: float = 10.0,
     ) -> None:
         super().__init__(inner)
         self._call_s = call_s
         self._gib_s = gib_s
+        self._kill_s = kill_s
         self._open_s = open_s
         self._close_s = close_s
         self._running: set[asyncio.Task[Any]] = set()
+        self._timers: dict[asyncio.Task[Any], asyncio.TimerHandle] = {}  # of verbs: when each is killed
 
     @property
     def running(self) -> int:
@@ -51,7 +68,7 @@ class Timeout(Wrapper):
 
     async def around(self, verb: Verb, argument: Sequence[Any]) -> Any:
         limit_s = self._call_s + self._gib_s * nbytes_of(verb, argument) / GIB
-        return await self._within(self.ask(verb, argument, self.era), verb, limit_s)
+        return await self._within(self.ask(verb, argument, self.era), verb, limit_s, self._kill_s)
 
     async def kill(self, why: str) -> bool:
         """The inner store's; False if that does not end either."""
@@ -64,6 +81,10 @@ class Timeout(Wrapper):
     async def aclose(self) -> None:
         """Wait for what runs, kill it at the deadline, close. Raises StoreTimeout, naming what never ended."""
         self._closed = True
+        # the deadline of closing counts now
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
         await self._settle()
         self.end()
         if self._left():
@@ -85,11 +106,11 @@ class Timeout(Wrapper):
     def _names(self) -> str:
         return ", ".join(sorted(task.get_name() for task in self._left()))
 
-    async def _within(self, work: Coroutine[Any, Any, T], what: str, limit_s: float) -> T:
+    async def _within(self, work: Coroutine[Any, Any, T], what: str, limit_s: float, kill_s: float | None = None) -> T:
         loop = asyncio.get_running_loop()
-        task = loop.create_task(work, name=f"{what} of store {self.name}")
-        self._running.add(task)
-        task.add_done_callback(self._ended)
+        task = self._begin_task(work, what)
+        if kill_s is not None:
+            self._timers[task] = loop.call_later(kill_s, self._too_old, task, kill_s)
         deadline = loop.time() + limit_s
         cancelled: asyncio.CancelledError | None = None
         while not task.done():
@@ -105,7 +126,26 @@ class Timeout(Wrapper):
             raise cancelled
         return task.result()  # of a task that is done
 
+    def _begin_task(self, work: Coroutine[Any, Any, T], what: str) -> asyncio.Task[T]:
+        task = asyncio.get_running_loop().create_task(work, name=f"{what} of store {self.name}")
+        self._running.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _too_old(self, task: asyncio.Task[Any], kill_s: float) -> None:
+        del self._timers[task]
+        if not task.done():
+            self._begin_task(self._kill_for(task, f"{task.get_name()} had not ended after {kill_s:g} s"), "kill")
+
+    async def _kill_for(self, task: asyncio.Task[Any], why: str) -> None:
+        # one that came of age in the same turn may have ended it: then what runs now is not to blame
+        if not task.done():
+            await self.inner.kill(why)
+
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._running.discard(task)
+        timer = self._timers.pop(task, None)
+        if timer is not None:
+            timer.cancel()
         # retrieved, so that asyncio does not warn of a late error that nobody waits for
         _ = task.cancelled() or task.exception()

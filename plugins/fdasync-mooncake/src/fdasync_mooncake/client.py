@@ -109,31 +109,24 @@ class Client:
                 raise StoreUnavailable(NAME, _in_words(code))
         return [code == 1 for code in codes]
 
-    def put(self, values: Sequence[Value], before: Callable[[int], None]) -> list[Outcome]:
-        """`before` completes the value at a place, if that is put. Raises StoreUnavailable without a master."""
-        # an answer of 0 also means that the key was there: asked first, and of a key named twice the first counts
-        first = {value.key: place for place, value in reversed(list(enumerate(values)))}
-        fresh = [place for place, there in zip(first.values(), self.exists(list(first)), strict=True) if not there]
-        for place in fresh:
-            before(place)
-        told = dict(zip(fresh, self._put([values[place] for place in fresh]), strict=True))
-        outcomes = []
-        for place, value in enumerate(values):
-            outcome = told.get(first[value.key], EXISTS)
-            outcomes.append(EXISTS if outcome is DONE and place != first[value.key] else outcome)
-        return outcomes
+    def absent(self, values: Sequence[Value]) -> list[int]:
+        """Places of the values that a `put` must have: of a key named twice the first. Raises StoreUnavailable.
 
-    def _put(self, values: list[Value]) -> list[Outcome]:
-        if not values:
-            return []
+        Asked before, because a put of what is there is answered as one that was done.
+        """
+        first = {value.key: place for place, value in reversed(list(enumerate(values)))}
+        return [place for place, there in zip(first.values(), self.exists(list(first)), strict=True) if not there]
+
+    def put(self, values: Sequence[Value]) -> list[Outcome]:
+        """Of those that are absent, no key twice. Raises StoreUnavailable if no value was put for want of a master."""
         keys, addresses, sizes = _columns(values)
         codes = self._answered(
             lambda: self._store.batch_put_from_multi_buffers(keys, addresses, sizes, self._replicate)
         )
         return [_of_put(code) for code in codes]
 
-    def get(self, values: Sequence[Value], after: Callable[[int], str]) -> list[Outcome]:
-        """`after` says what is wrong with what came to a place, or "". Raises StoreUnavailable without a master."""
+    def get(self, values: Sequence[Value]) -> list[Outcome]:
+        """Raises StoreUnavailable if no value was got for want of a master."""
         outcomes: list[Outcome] = [MISS] * len(values)
         # of a key that a call names twice the client fills one place only, and says that it filled both
         left = dict(enumerate(values))
@@ -141,8 +134,7 @@ class Client:
             places = {value.key: place for place, value in reversed(left.items())}.values()
             wave = [left.pop(place) for place in places]
             for place, outcome in zip(places, self._get(wave), strict=True):
-                problem = after(place) if outcome is DONE else ""
-                outcomes[place] = Outcome("damaged", problem) if problem else outcome
+                outcomes[place] = outcome
         return outcomes
 
     def _get(self, values: list[Value]) -> list[Outcome]:
@@ -233,7 +225,7 @@ def import_client() -> Any:
         raise StoreRejected(NAME, f"its client cannot be imported: {error}", hint) from error
 
 
-def _columns(values: list[Value]) -> tuple[list[str], list[list[int]], list[list[int]]]:
+def _columns(values: Sequence[Value]) -> tuple[list[str], list[list[int]], list[list[int]]]:
     return [value.key for value in values], [value.addresses for value in values], [value.sizes for value in values]
 
 

@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor  # threads: hosted, in
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fdasync.cache.checks import check_items, check_keys
-from fdasync.cache.store import Capabilities, Item, Outcome, Store, StoreUsage, finish
+from fdasync.cache.store import DONE, EXISTS, Capabilities, Item, Outcome, Store, StoreUsage, finish
 from fdasync.errors import StoreUnavailable
 from fdasync_mooncake.client import Client, Value
 from fdasync_mooncake.config import NAME, MooncakeConfig, check_config, parse_address
@@ -27,7 +27,7 @@ from fdasync_mooncake.gate import KeyGate
 from fdasync_mooncake.usage import PoolUsage, read_usage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from fdasync.cache.region import SharedRegion
 
@@ -36,14 +36,16 @@ T = TypeVar("T")
 _MAX_BATCH = 256
 _MAX_KEY_CHARS = 400
 _MAX_PARTS = 128
+# one may hash 16 MiB or wait for the metrics server; a lookup should not
+_LOOKUP_THREADS = 2
 
 
 class _Threads:
-    """Where calls of the client block: those that move bytes, and those that only ask."""
+    """Where calls block: those that move bytes, and those that only ask the master, seal or check."""
 
     def __init__(self, transfers: int) -> None:
         self.transfers = ThreadPoolExecutor(transfers, f"{NAME}-transfers")  # threads: hosted
-        self.lookups = ThreadPoolExecutor(1, f"{NAME}-lookups")  # threads: hosted
+        self.lookups = ThreadPoolExecutor(_LOOKUP_THREADS, f"{NAME}-lookups")  # threads: hosted
 
 
 class MooncakeStore(Store):
@@ -85,7 +87,7 @@ class MooncakeStore(Store):
         # the regions stay mapped until `aclose` has returned, so their addresses stay too
         self._bases = [ctypes.addressof(ctypes.c_char.from_buffer(region.map)) for region in regions]
         self._threads = _Threads(self.config.threads)
-        await self._look(self._join)
+        await self._run(self._threads.lookups, self._join)
         if self.config.metrics:
             self.capabilities = self._capabilities((await self._pool_usage()).capacity_nbytes)
         self._opened = True
@@ -98,37 +100,54 @@ class MooncakeStore(Store):
         client = self._ready()
         check_keys(keys, self.capabilities)
         names = [self._name(key) for key in keys]
-        there = await self._look(lambda: client.exists(names)) if names else []
+        there = await self._run(self._pools.lookups, lambda: client.exists(names)) if names else []
         return [*there, False].index(False)
 
     async def get_into(self, items: Sequence[Item]) -> list[Outcome]:
         client = self._ready()
         check_items(items, self.capabilities, self._regions)
         values = [self._value(item) for item in items]
-        async with self._gate.reading(value.key for value in values):
-            return (
-                await self._move(lambda: client.get(values, lambda place: self._after_get(items[place])))
-                if values
-                else []
-            )
+        if not values:
+            return []
+        with self._verb():
+            async with self._gate.reading(value.key for value in values):
+                outcomes = await self._run(self._pools.transfers, lambda: client.get(values))
+            # while the next call's bytes move
+            return await self._run(self._pools.lookups, lambda: [*map(self._judged, items, outcomes)])
 
     async def put(self, items: Sequence[Item]) -> list[Outcome]:
         client = self._ready()
         check_items(items, self.capabilities, self._regions)
         values = [self._value(item) for item in items]
-        async with self._gate.writing(value.key for value in values):
-            return (
-                await self._move(lambda: client.put(values, lambda place: self._before_put(items[place])))
-                if values
-                else []
-            )
+        if not values:
+            return []
+
+        def prepare() -> list[int]:
+            places = client.absent(values)
+            for place in places:
+                self._before_put(items[place])
+            return places
+
+        with self._verb():
+            async with self._gate.writing(value.key for value in values):
+                # while another call's bytes move
+                places = await self._run(self._pools.lookups, prepare)
+                fresh = [values[place] for place in places]
+                told = await self._run(self._pools.transfers, lambda: client.put(fresh)) if fresh else []
+        outcomes = dict(zip(places, told, strict=True))
+        # of a key that the call names twice, the later ones find what the first has put, if it has
+        first = {value.key: outcome for value, outcome in zip(fresh, told, strict=True) if outcome is not DONE}
+        return [outcomes.get(place) or first.get(value.key, EXISTS) for place, value in enumerate(values)]
 
     async def delete(self, keys: Sequence[str]) -> int:
         client = self._ready()
         check_keys(keys, self.capabilities)
         names = [self._name(key) for key in dict.fromkeys(keys)]
-        async with self._gate.writing(names):
-            return await self._look(lambda: client.remove(names)) if names else 0
+        if not names:
+            return 0
+        with self._verb():
+            async with self._gate.writing(names):
+                return await self._run(self._pools.lookups, lambda: client.remove(names))
 
     async def usage(self) -> StoreUsage:
         self._ready()
@@ -165,21 +184,26 @@ class MooncakeStore(Store):
             raise StoreUnavailable(NAME, "it is closed" if self._closing is not None else "it was not opened")
         return self._client
 
-    async def _look(self, work: Callable[[], T]) -> T:
-        """What asks the master only, in a thread that moves no bytes."""
-        return await self._run(self._pools().lookups.submit(work))
-
-    async def _move(self, work: Callable[[], T]) -> T:
-        """What moves bytes, in a thread for that."""
-        return await self._run(self._pools().transfers.submit(work))
-
+    @property
     def _pools(self) -> _Threads:
-        if self._threads is None or self._closing is not None:
+        if self._threads is None:
             raise StoreUnavailable(NAME, "it is closed")
         return self._threads
 
-    async def _run(self, submitted: Future[T]) -> T:
-        """A cancelled call that has not begun never does; one that has is waited for (`finish`)."""
+    @contextlib.contextmanager
+    def _verb(self) -> Iterator[None]:
+        """One that has several turns, or waits for its keys: the store is not closed in between."""
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._running.add(ended)
+        try:
+            yield
+        finally:
+            self._running.discard(ended)
+            ended.set_result(None)
+
+    async def _run(self, pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+        """In a thread. A cancelled call that has not begun never does; one that has is waited for (`finish`)."""
+        submitted: Future[T] = pool.submit(work)
         done = asyncio.wrap_future(submitted)
         self._running.add(done)
         done.add_done_callback(self._running.discard)
@@ -191,9 +215,14 @@ class MooncakeStore(Store):
                     await finish(done)
             raise
 
+    def _judged(self, item: Item, outcome: Outcome) -> Outcome:
+        """What came of a read, once the format has looked at it."""
+        problem = self._after_get(item) if outcome is DONE else ""
+        return Outcome("damaged", problem) if problem else outcome
+
     async def _pool_usage(self) -> PoolUsage:
         host, port = parse_address("metrics", self.config.metrics)
-        return await self._look(lambda: read_usage(host, port, self.config.rpc_timeout_s))
+        return await self._run(self._pools.lookups, lambda: read_usage(host, port, self.config.rpc_timeout_s))
 
     def _name(self, key: str) -> str:
         return f"{self.config.prefix}/{key}"
