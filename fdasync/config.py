@@ -64,9 +64,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         store_retry_s: after this long a store that failed is tried again; doubles while it fails.
         store_calls: calls to the store at a time.
         weight_version: label of the weights that the engine starts with.
-        lease_kill_s: a call to the store that has not ended this long after it began, waited for or not, has the
-            store's process killed: blocks are lent out no longer. It includes starting that process anew where the
-            last one has ended.
+        lease_kill_s: a call to the store that has not ended this long after it began, though its deadline has passed,
+            has the store's process killed: blocks are lent out no longer. That time includes starting the process
+            anew where the last one has ended.
         inline_tokenise_chars: longer texts are tokenised in a child process.
         start_deadline_s: loading and profiling.
         step_deadline_s: one step, from its launch or the end of the step before it, to its own end. A runner warms

@@ -149,7 +149,7 @@ class Weights:
         task.result()  # of a task that is done
 
     async def aclose(self) -> bool:
-        """Stop an update that is under way; True: the runner may have no whole weights, and is good for closing only."""
+        """Stop an update that is under way; True: the runner may lack whole weights, and can only be closed."""
         interrupted = self._updating
         if self._task is not None:
             self._task.cancel()

@@ -66,7 +66,7 @@ class Scrape:
 def tiers_config(**values):
     """A device and a host so small that the store is needed; steps of 0.1 s make fetching worth while."""
     runner = {"num_blocks": 16, "step_s": 0.1, "max_context_tokens": 64}
-    defaults = {"host_blocks": 16, "store": "memory", "max_running": 2, "store_retry_s": 1.0, "lease_kill_s": 2.0}
+    defaults = {"host_blocks": 16, "store": "memory", "max_running": 2, "store_retry_s": 1.0, "lease_kill_s": 8.0}
     return synthetic_config(runner, **{**defaults, **values})
 
 

@@ -28,13 +28,13 @@ class Timeout(Wrapper):
     free. A cancelled call cancels the inner verb and waits for its end, until the deadline too: then it raises
     StoreTimeout instead of CancelledError, because the parts are still in use.
 
-    A verb that still runs `kill_s` after it began, waited for or not, has the inner store killed, once. That ends
-    every other verb of the store too, and a start of its process that the verb waits for.
+    A verb that still runs `kill_s` after it began, and its deadline has passed, has the inner store killed, once. That
+    ends every other verb of the store too, and a start of its process that the verb waits for.
 
     Args:
         call_s: deadline of a call, in seconds.
         gib_s: added for each GiB of the call's parts, in seconds.
-        kill_s: how long a verb may run at all, in seconds; None: as long as it likes.
+        kill_s: how long a verb may run at all, in seconds, but never less than its deadline; None: as long as it likes.
         open_s: deadline of `open`, in seconds.
         close_s: how long `aclose` waits for running calls, and then for the store to close, in seconds.
     """
@@ -56,7 +56,7 @@ class Timeout(Wrapper):
         self._open_s = open_s
         self._close_s = close_s
         self._running: set[asyncio.Task[Any]] = set()
-        self._timers: dict[asyncio.Task[Any], asyncio.TimerHandle] = {}  # of verbs: when each is killed
+        self._timers: dict[asyncio.Task[Any], asyncio.TimerHandle] = {}  # of late verbs: when each is killed
 
     @property
     def running(self) -> int:
@@ -109,13 +109,15 @@ class Timeout(Wrapper):
     async def _within(self, work: Coroutine[Any, Any, T], what: str, limit_s: float, kill_s: float | None = None) -> T:
         loop = asyncio.get_running_loop()
         task = self._begin_task(work, what)
-        if kill_s is not None:
-            self._timers[task] = loop.call_later(kill_s, self._too_old, task, kill_s)
-        deadline = loop.time() + limit_s
+        begun = loop.time()
+        deadline = begun + limit_s
         cancelled: asyncio.CancelledError | None = None
         while not task.done():
             left_s = deadline - loop.time()
             if left_s <= 0:
+                if kill_s is not None and not self._closed:
+                    left_s = max(begun + kill_s - loop.time(), 0.0)
+                    self._timers[task] = loop.call_later(left_s, self._too_old, task, max(kill_s, limit_s))
                 raise StoreTimeout(self.name, what, limit_s, task)
             try:
                 await asyncio.wait([task], timeout=left_s)
