@@ -2,7 +2,7 @@
 
 Every operation is a task of its own, so that none waits for another. A deadline ends the waiting, not the work: what is
 late keeps its blocks until it has really ended, and `LeaseReturned` says so. That every call ends is the wrappers'
-doing: a late one older than `lease_kill_s` has the store's process killed (DECISIONS 5, `wrappers/timeout.py`). Rows of a
+doing: a late one that is older than `lease_kill_s` has the store's process killed (DECISIONS 5, `Timeout`). Rows of a
 block that arrived are made to count before anybody hears of it. Decides nothing; knows identities as names, blocks as
 places.
 

@@ -492,3 +492,27 @@ def test_an_engine_that_fails_lets_go_of_the_store():
         await engine.aclose()
 
     play(work)
+
+
+def test_a_store_whose_lookups_are_slow_but_worth_it_is_learnt():
+    async def work():
+        store = kept_memory()
+        config = tiers_config({"token_s": 0.02}, store="memory")
+        async with Engine(config, store=store) as engine:
+            for number in range(6):
+                await ask(engine, prompt(number))
+        exists_prefix = store.exists_prefix
+
+        async def slow(keys):
+            await asyncio.sleep(0.2)
+            return await exists_prefix(keys)
+
+        store.exists_prefix = slow
+        async with Engine(config, store=store) as engine:
+            results = [await ask(engine, prompt(number)) for number in range(6)]
+            del store.exists_prefix
+            # 0.8 s to compute: a lookup of 0.2 s is given up once, and waited for from then on
+            assert results[0].cached.total == 0
+            assert [result.cached.store for result in results[2:]] == [36] * 4
+
+    play(work)
