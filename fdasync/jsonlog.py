@@ -41,6 +41,7 @@ from fdasync.events.catalog import (
     StoreCalled,
     StoreEnded,
     WeightsChanged,
+    WritesRefused,
 )
 from fdasync.lines import LineWriter
 
@@ -67,6 +68,7 @@ NOTEWORTHY: Final = (
     StepFailed,
     StoreEnded,
     WeightsChanged,
+    WritesRefused,
 )
 _TURN_EVENTS = 64
 _MAX_CHARS = 500
@@ -222,7 +224,7 @@ def level_of(event: Event) -> str:
     match event:
         case EngineDied() | StepFailed():
             return "error"
-        case BlockDamaged() | LoopHeldUp():
+        case BlockDamaged() | WritesRefused() | LoopHeldUp():
             return "warning"
         case RequestEnded():
             return "warning" if event.error or "failed" in event.reasons else "info"
