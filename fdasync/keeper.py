@@ -145,7 +145,7 @@ class Keeper:
             # how slow it is must be known, or every lookup would be given up as early as this one
             await asyncio.wait([asked])
             if counts:
-                self._bus.publish(LookupReturned(seconds=loop.time() - started))
+                self._bus.publish(LookupReturned(num_keys=len(action.keys), seconds=loop.time() - started))
 
     async def _count(self, action: LookUp, counts: list[int]) -> None:
         """Appends the count, or nothing where the store did not answer."""

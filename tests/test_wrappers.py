@@ -420,6 +420,8 @@ def test_what_ends_in_time_has_nobody_killed():
 
 def test_verbs_that_one_kill_ends_cost_no_other():
     async def play():
+        logged = []
+        asyncio.get_running_loop().set_exception_handler(lambda *told: logged.append(told))
         told = Killable()
         told.kill_takes_s = 0.0
         store = Timeout(told, call_s=1.0, kill_s=4.0)
@@ -432,6 +434,7 @@ def test_verbs_that_one_kill_ends_cost_no_other():
             assert all(isinstance(task.exception(), StoreTimeout) for task in tasks)
             assert set(told.killed) == {4.0}
             assert store.running == 0
+        assert not logged, "no timer is left of a verb that has ended"
 
     run_sim(play())
 

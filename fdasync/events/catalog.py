@@ -125,8 +125,9 @@ class LookedUp(Event, frozen=True, kw_only=True):
 
 
 class LookupReturned(Event, frozen=True, kw_only=True):
-    """A lookup was answered after all, so long after it was sent; nobody waits for it any more."""
+    """A lookup of so many blocks was answered after all, so long after it was sent; nobody waits for it any more."""
 
+    num_keys: int
     seconds: float
 
 

@@ -25,7 +25,7 @@ from fdasync.scheduler.rates import REGRET_SHARE, Rates
 if TYPE_CHECKING:
     from fdasync.cache.blocks import Block
     from fdasync.cache.prefix import PrefixIndex
-    from fdasync.events.catalog import FetchEnded, LeaseReturned, LookedUp, StoreEnded
+    from fdasync.events.catalog import FetchEnded, LeaseReturned, LookedUp, LookupReturned, StoreEnded
     from fdasync.scheduler.config import SchedulerConfig
     from fdasync.scheduler.sequence import Sequence
 
@@ -204,6 +204,14 @@ class Storer:
                         seq.store.waits_for = fetch
                         fetch.waiting.append(seq)
         return [seq for seq in waiting if seq.store.waits_for is None]
+
+    def lookup_returned(self, event: LookupReturned) -> None:
+        """A lookup that was given up was answered: next time it is waited for as long as that, if that would have paid.
+
+        What took longer than computing hung, and says nothing of how long lookups take.
+        """
+        if event.seconds < self.rates.recompute_s(event.num_keys * self._config.block_tokens):
+            self.rates.looked_up(event.seconds)
 
     def _note_absence(self, seq: Sequence, keys: list[bytes], count: int) -> None:
         """Remember where the store's run of this sequence's blocks ends, if this lookup tells."""

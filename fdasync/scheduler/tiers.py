@@ -60,7 +60,7 @@ class Tiers:
         self.handlers: dict[type[Event], Callable[..., None]] = {
             SwapDone: self._on_swap_done,
             LookedUp: self._on_looked_up,
-            LookupReturned: lambda event: self.storer.rates.looked_up(event.seconds),
+            LookupReturned: self.storer.lookup_returned,
             FetchEnded: self._on_fetch_ended,
             StoreEnded: self.storer.store_ended,
             LeaseReturned: self.storer.lease_returned,

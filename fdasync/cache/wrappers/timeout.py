@@ -137,12 +137,8 @@ class Timeout(Wrapper):
     def _too_old(self, task: asyncio.Task[Any], kill_s: float) -> None:
         del self._timers[task]
         if not task.done():
-            self._begin_task(self._kill_for(task, f"{task.get_name()} had not ended after {kill_s:g} s"), "kill")
-
-    async def _kill_for(self, task: asyncio.Task[Any], why: str) -> None:
-        # one that came of age in the same turn may have ended it: then what runs now is not to blame
-        if not task.done():
-            await self.inner.kill(why)
+            # what comes of it is nobody's: the late call ends, or does not
+            self._begin_task(self.inner.kill(f"{task.get_name()} had not ended after {kill_s:g} s"), "kill")
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._running.discard(task)

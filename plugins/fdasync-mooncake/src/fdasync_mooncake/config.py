@@ -32,8 +32,8 @@ class MooncakeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         probe_timeout_s: to reach the master's port, at start and after a failure.
         rpc_timeout_s: for an answer of the master.
         transfer_timeout_s: without a byte from or to another machine, in whole seconds (tcp only).
-        threads: gets and puts that run at a time; others wait for their turn. Several are slower together than one
-            after the other where machines are quick to answer (README). Lookups and deletes never wait for them.
+        threads: gets and puts that move bytes at a time; others wait for their turn, lookups and deletes do not.
+            Several take CPU from each other: worth it only where they mostly wait (README).
     """
 
     master: str = "127.0.0.1:50051"

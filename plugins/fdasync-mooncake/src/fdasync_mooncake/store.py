@@ -2,9 +2,8 @@
 
 Hosted in a process of its own (`blocking`), because the client blocks, holds the GIL and starts threads. Verbs run in
 threads there (`client.py`), on the caller's memory, without a copy of ours: bytes move in one by default, because
-transfers that run at a time take turns on the client's sockets and CPUs and are slower together than one after the
-other; lookups have another, so that none waits for bytes. Knows keys, parts and regions; what the client's codes mean
-is `client.py`'s.
+transfers at a time take the CPU from each other; what asks the master, seals or checks runs beside. Knows keys, parts
+and regions; what the client's codes mean is `client.py`'s.
 
 The pool belongs to all who use its master: objects come and go, are evicted, and are lost with the machine that
 lent their memory, or with the master. So a miss says nothing of what was put before.
