@@ -163,7 +163,7 @@ def main() -> None:
     report.conditions["calibration_us"] = calibrate_us()
     with tempfile.TemporaryDirectory(prefix="fdasync-tiers-") as name:
         folder = Path(name)
-        model = options.model or make_random_checkpoint(folder / "model", "qwen3_moe", size="medium")
+        model = options.model or make_random_checkpoint(folder / "model", "qwen3_moe", size="deep")
         times, aux_nbytes = uvloop.run(measure(model, folder, options.rounds))
     recompute_s = report.add("ttft_recompute_s", times["recompute"])
     if recompute_s < 1.0:

@@ -203,7 +203,7 @@ def test_words_that_are_no_text():
     assert len(long["problem"]) == 500
     assert summary(catalog.WeightsChanged(version=1, namespace=b"\xff" * 16))["namespace"] == "f" * 16
     assert summary(catalog.LoopHeldUp(seconds=float("inf")))["seconds"] is None
-    assert summary(catalog.AbortRequested(keys=tuple(range(100)))) == {"num_keys": 100}
+    assert summary(catalog.AbortRequested(keys=tuple(range(100)))) == {"num_keys": 100, "begun_only": False}
 
 
 async def test_what_is_asked_for():

@@ -94,9 +94,13 @@ class Threads:
         self._batches.append(batch)
         for _ in range(min(self._count - self._takers, len(items))):
             self._take(loop)
-        await finish(batch.ended)
-        if batch.error is not None:
-            raise batch.error
+        try:
+            await finish(batch.ended)
+            if batch.error is not None:
+                raise batch.error
+        finally:
+            # its traceback knows the batch, and with it the caller's memory: no circle of these
+            batch.error = None
         return [batch.results[number] for number in range(len(items))]
 
     def _take(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -104,18 +108,20 @@ class Threads:
         loop.run_in_executor(self._pool, self._take_items).add_done_callback(self._taken)
 
     def _take_items(self) -> None:
-        """In a thread: until nothing is left, or a job waits for a thread."""
-        while not self._jobs:
+        """In a thread: until nothing is left, or a job waits; one item at least, so that jobs keep none out."""
+        while True:
             try:
                 batch = self._batches[0]
             except IndexError:
                 return
             number = next(batch.numbers, None)
-            if number is not None:
-                batch.perform(number)
-            else:
+            if number is None:
                 with contextlib.suppress(ValueError):  # another thread was first
                     self._batches.remove(batch)
+                continue
+            batch.perform(number)
+            if self._jobs:
+                return
 
     def _taken(self, taken: asyncio.Future[None]) -> None:
         self._takers -= 1
@@ -140,6 +146,9 @@ class Threads:
 
     async def close(self) -> None:
         """Their end; nothing may run any more."""
+        # a taker may be on its way back from the last item, and be sent again for what it left in the list
+        while self._takers:  # noqa: ASYNC110 - its end is told by a callback that may start it again
+            await asyncio.sleep(0.0002)
         self._pool.shutdown(wait=False)
         # to join them would block; they have nothing to do but end
         while any(thread.is_alive() for thread in self._started):  # noqa: ASYNC110 - the end of a thread tells nobody

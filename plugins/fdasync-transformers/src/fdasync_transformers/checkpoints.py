@@ -28,7 +28,7 @@ EOS_ID = 256
 PAD_ID = 259
 VOCAB_SIZE = 272
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
-MAX_SHARD_BYTES = {"tiny": 100_000, "small": 1_000_000, "medium": 50_000_000}
+MAX_SHARD_BYTES = {"tiny": 100_000, "small": 1_000_000, "medium": 50_000_000, "deep": 100_000_000}
 
 
 class _Size(msgspec.Struct, frozen=True):
@@ -47,6 +47,7 @@ SIZES = {
     "tiny": _Size(2, 32, 4, 2, 8, 64, 16, 8, 2),
     "small": _Size(4, 64, 4, 2, 16, 128, 32, 16, 4),
     "medium": _Size(8, 256, 8, 2, 32, 512, 128, 64, 8),
+    "deep": _Size(16, 256, 8, 2, 32, 512, 128, 64, 8),
 }
 FAMILIES = ("qwen3_moe", "ernie4_5_moe", "glm4_moe")
 
