@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from fdasync.cache.arena import AuxArena
 from fdasync.cache.host import HostArena
+from fdasync.cache.store import Store
 from fdasync.config import resolve
 from fdasync.driver import Driver
 from fdasync.errors import ConfigError, DeadlineExceeded, FdasyncError, PluginError, RunnerError
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from fdasync.actions import Action
-    from fdasync.cache.store import Store
     from fdasync.config import EngineConfig
     from fdasync.events.bus import EventBus
     from fdasync.output import RequestOutput
@@ -66,6 +66,9 @@ class Runtime:
         self._stack: StoreStack | None = None
         self._keeper: Keeper | None = None
         self._given_store = store
+        given: object = store
+        if given is not None and not isinstance(given, Store):
+            raise ConfigError("store", f"{given!r:.100} is no Store")
         if store is not None and not config.store:
             raise ConfigError("config.store", "names no store, and a store object was given", hint="give it a name")
         if store is not None and store.blocking:

@@ -342,6 +342,32 @@ def test_a_late_block_that_arrives_whole_serves_the_next_request():
     play(work)
 
 
+def test_a_late_write_counts_when_it_is_done():
+    async def work():
+        store = kept_memory()
+        put = store.put
+
+        async def slow(items):
+            await asyncio.sleep(2.0)
+            return await put(items)
+
+        store.put = slow
+        config = tiers_config(store="memory", store_deadline_s=0.5, store_retry_s=60.0, lease_kill_s=30.0)
+        async with Engine(config, store=store) as engine:
+            # the first calls are late, and by then the store is left alone
+            await ask(engine, prompt(0))
+            await until(lambda: engine.stats().scheduler.late_leases > 0, 60, 0.05)
+            assert engine.stats().scheduler.written_blocks == 0
+            await until(lambda: not engine.stats().scheduler.late_leases, 60, 0.1)
+            books = engine.stats().scheduler
+            assert books.written_blocks > 0
+            assert books.written_blocks + books.dropped_writes == 10
+            assert len(store.inner._objects) == books.written_blocks
+            engine.check()
+
+    play(work)
+
+
 def test_computing_is_preferred_where_it_is_faster():
     async def work():
         store = kept_memory()

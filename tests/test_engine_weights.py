@@ -455,6 +455,9 @@ def test_a_store_object_must_not_block_and_needs_a_name():
 
     with pytest.raises(ConfigError, match="hosted"):
         Engine(synthetic_config(store="memory"), store=Blocks(MemoryConfig()))
+    for what in (5, MemoryStore, "memory"):
+        with pytest.raises(ConfigError, match="is no Store"):
+            Engine(synthetic_config(store="memory"), store=what)
     with pytest.raises(ConfigError, match="names no store"):
         Engine(synthetic_config(), store=MemoryStore(MemoryConfig()))
 

@@ -220,6 +220,21 @@ def test_gc(folder, keys):
     assert "removed 0 objects" in store("gc", folder)
 
 
+@pytest.mark.parametrize("name", ["zz", "0xab", "", "0123456789abcdef"])
+def test_gc_keeps_nothing_by_a_slip_of_the_pen(folder, name):
+    said = store("gc", "--keep-namespace", name, folder, code=2)
+    assert "--keep-namespace" in said
+    assert store("stat", "--json", folder)["objects"] == 13
+
+
+def test_a_pipe_with_a_segments_name_holds_nobody_up(folder):
+    (segment, *_) = folder.glob("*.seg")
+    stride, slots, _number = segment.stem.split("-")
+    os.mkfifo(folder / f"{stride}-{slots}-000000ff.seg")
+    assert store("stat", "--json", folder)["objects"] == 13
+    assert store("verify", "--json", folder)
+
+
 def test_while_an_engine_is_live(folder, keys):
     with Opened(folder, max_nbytes=4 << 20) as opened:
         opened.put(object_key(NAMESPACES[0], b"n" * 16), block(object_key(NAMESPACES[0], b"n" * 16)))
