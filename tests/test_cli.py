@@ -50,6 +50,31 @@ def test_demo_makes_its_checkpoint_and_every_row_is_exact(tmp_path: Path) -> Non
     assert values["throughput"]["ttft_ms_p50"] > 0
 
 
+@pytest.mark.parametrize("kind", ["file", pytest.param("memory", marks=pytest.mark.slow)])
+def test_demo_serves_again_from_a_store(kind: str, tmp_path: Path) -> None:
+    # a model whose prefill costs enough for a store to be worth asking
+    model = make_random_checkpoint(tmp_path / "model", size="medium")
+    figures = tmp_path / "figures.json"
+    store = f"file:{tmp_path / 'kv'}" if kind == "file" else kind
+    arguments = ("--requests", "8", "--concurrency", "8", "--store", store, "--json", str(figures))
+    done = command("demo", "--model", str(model), *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    values = json.loads(figures.read_text())
+    assert values["store"]["written_blocks"] > 0
+    assert values["store"]["fetched_blocks"] > 0
+    assert values["store"]["hit_tokens_store"] > 0
+    assert 0 < values["store"]["ttft_ms_p50_stored"] < values["store"]["ttft_ms_p50_computed"]
+    assert values["tokens"]["wrong"] == values["routing"]["rows_wrong"] == values["routing"]["rows_missing"] == 0
+    assert "with the store" in done.stdout
+
+
+@pytest.mark.parametrize("store", ["file", "file:", "mooncake", "redis:x", "Memory", ":"])
+def test_demo_refuses_what_is_no_store(store: str, model: Path) -> None:
+    done = command("demo", "--model", str(model), "--store", store)
+    assert done.returncode == 2
+    assert "memory, file:DIR or mooncake:HOST:PORT" in done.stderr
+
+
 OPTIONS = DemoOptions(requests=4, concurrency=4, max_tokens=8)
 
 
