@@ -31,6 +31,7 @@ import uvloop
 from benchmarks._report import Report, calibrate_us
 from fdasync import Engine, EngineConfig, SamplingParams
 from fdasync.events.catalog import BreakerChanged, SwapDone
+from fdasync.testing.processes import stop_process
 
 if TYPE_CHECKING:
     from fdasync.result import Result
@@ -97,7 +98,7 @@ class Hung:
 
     async def ask(self, number: int) -> Result:
         async with self._engine.bus.subscribe(BreakerChanged) as changes:
-            os.kill(self._pid, signal.SIGSTOP)
+            stop_process(self._pid)
             try:
                 result = await ask(self._engine, number)
             finally:

@@ -11,6 +11,7 @@ import pytest
 from fdasync import Engine, SamplingParams
 from fdasync.events.catalog import BreakerChanged
 from fdasync.testing import check_idle, check_sample, oracle_of, synthetic_config, until
+from fdasync.testing.processes import stop_process
 
 PARAMS = SamplingParams(max_tokens=4, temperature=0.0)
 
@@ -51,7 +52,7 @@ async def test_a_store_that_is_stopped_costs_a_deadline_at_the_close_and_nothing
     if not busy:
         await until(lambda: not engine.stats().scheduler.writing)
     pid = engine.store_pid
-    os.kill(pid, signal.SIGSTOP)
+    stop_process(pid)
     if busy:
         await ask(engine, 1)
     begun = asyncio.get_running_loop().time()
@@ -84,7 +85,7 @@ async def test_a_store_that_hangs_is_left_alone_and_used_again_when_it_is_back(t
     async with Engine(config) as engine, engine.bus.subscribe(BreakerChanged) as changes:
         await ask(engine, 0)
         pid = engine.store_pid
-        os.kill(pid, signal.SIGSTOP)
+        stop_process(pid)
         try:
             for number in range(1, 4):
                 await ask(engine, number)

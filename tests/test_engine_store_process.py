@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 
 import pytest
 
@@ -12,6 +10,7 @@ from fdasync import Engine, SamplingParams
 from fdasync.errors import StoreRejected
 from fdasync.events.catalog import BreakerChanged
 from fdasync.testing import check_idle, check_sample, oracle_of, synthetic_config, until
+from fdasync.testing.processes import stop_process
 
 PARAMS = SamplingParams(max_tokens=4, temperature=0.0)
 
@@ -44,7 +43,7 @@ async def test_a_store_process_that_hangs_is_replaced_whatever_it_was_asked(writ
         await ask(engine, prompt(0))
         await until(lambda: not engine.stats().scheduler.writing)
         stopped = engine.store_pid
-        os.kill(stopped, signal.SIGSTOP)
+        stop_process(stopped)
         states = []
         async with asyncio.timeout(8.0):
             number = 1

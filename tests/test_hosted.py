@@ -34,6 +34,8 @@ import msgspec
 from fdasync.cache.memory import MemoryStore
 from fdasync.cache.store import Capabilities, Outcome, StoreUsage, finish
 from fdasync.errors import StoreRejected, StoreUnavailable
+from fdasync.testing.processes import stop_process
+from fdasync.testing.processes import stop_process
 
 
 if "ODD_IMPORT" in os.environ:
@@ -374,7 +376,7 @@ async def test_a_verb_is_cancelled_once_however_often_it_is_asked_for():
 
 async def test_a_cancelled_verb_of_a_stopped_child_ends_with_the_child():
     async with opened() as bench:
-        os.kill(bench.store.pid, signal.SIGSTOP)
+        stop_process(bench.store.pid)
         task = asyncio.ensure_future(bench.store.get_into([bench.item("a")]))
         await asyncio.wait([task], timeout=0.02)
         task.cancel()
@@ -596,7 +598,7 @@ async def test_a_child_that_exits_in_a_call():
 
 async def test_a_stopped_child_is_killed():
     async with opened() as bench:
-        os.kill(bench.store.pid, signal.SIGSTOP)
+        stop_process(bench.store.pid)
         flight = Flight(bench, "plain")
         await asyncio.wait(flight.tasks, timeout=0.05)
         assert await bench.store.kill("stuck")
@@ -763,7 +765,7 @@ async def test_closing_has_a_deadline():
 
 async def test_closing_a_stopped_child_has_the_deadline_too():
     async with opened(hosted(close_deadline_s=0.2)) as bench:
-        os.kill(bench.store.pid, signal.SIGSTOP)
+        stop_process(bench.store.pid)
         call = asyncio.ensure_future(bench.store.exists_prefix(["a"]))
         await asyncio.sleep(0)
         await bench.store.aclose()

@@ -35,6 +35,7 @@ from fdasync.runner.base import RunnerLimits
 from fdasync.runner.worker import WorkerRunner
 from fdasync.testing import check_idle, check_sample, oracle_of, synthetic_config
 from fdasync.testing.leaks import children
+from fdasync.testing.processes import stop_process
 from tests.runner_plugin import install_runners
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ async def test_a_killed_worker_fails_everyone_with_what_there_is():
 async def test_a_stopped_worker_is_stuck_at_the_step_deadline_and_is_killed():
     async with Engine(config_of(SLOW, step_deadline_s=0.3)) as engine:
         [pid] = children()
-        errors = await _watch_it_fail(engine, lambda: os.kill(pid, signal.SIGSTOP), WorkerStuck)
+        errors = await _watch_it_fail(engine, lambda: stop_process(pid), WorkerStuck)
         assert errors[0].cause.pid == pid
         assert errors[0].cause.deadline_s == 0.3
     assert children() == []

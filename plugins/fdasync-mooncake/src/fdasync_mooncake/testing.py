@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from fdasync.errors import StoreUnavailable
 from fdasync.process import die_with_parent
+from fdasync.testing.processes import stop_process
 from fdasync_mooncake.usage import read_usage
 
 if TYPE_CHECKING:
@@ -129,9 +130,12 @@ class _Server:
         raise NotImplementedError
 
     def signal(self, number: int) -> None:
-        """SIGSTOP, SIGCONT, ..."""
+        """SIGSTOP, SIGCONT, ...; a process that is stopped answers nothing any more on return."""
         assert self._process is not None
-        self._process.send_signal(number)
+        if number == signal.SIGSTOP:
+            stop_process(self._process.pid)
+        else:
+            self._process.send_signal(number)
 
     def kill(self) -> None:
         """SIGKILL and reap; idempotent."""
