@@ -23,6 +23,7 @@ from fdasync.cache.store import DONE, EXISTS, MISS, Item, Outcome, Part, StoreUs
 from fdasync.errors import BadInput, ConfigError, PluginError, StoreRejected, StoreTimeout, StoreUnavailable
 from fdasync.testing import StoreTests
 from fdasync.testing.leaks import children, native_threads
+from fdasync.testing.processes import stop_process
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -34,8 +35,6 @@ import msgspec
 from fdasync.cache.memory import MemoryStore
 from fdasync.cache.store import Capabilities, Outcome, StoreUsage, finish
 from fdasync.errors import StoreRejected, StoreUnavailable
-from fdasync.testing.processes import stop_process
-from fdasync.testing.processes import stop_process
 
 
 if "ODD_IMPORT" in os.environ:
