@@ -100,7 +100,7 @@ def master_binary() -> Path:
     return _binary("mooncake_master")
 
 
-class _Server:
+class Server:
     """A process of the wheel: started, waited for, stopped, killed."""
 
     def __init__(self, argv: Sequence[str | Path], log: Path | None) -> None:
@@ -137,6 +137,11 @@ class _Server:
         else:
             self._process.send_signal(number)
 
+    @property
+    def gone(self) -> int | None:
+        """The exit status of one that ended though nobody killed it here; None: it runs, or was killed."""
+        return None if self._process is None else self._process.poll()
+
     def kill(self) -> None:
         """SIGKILL and reap; idempotent."""
         process, self._process = self._process, None
@@ -145,7 +150,7 @@ class _Server:
             process.wait(20)
 
 
-class MasterProcess(_Server):
+class MasterProcess(Server):
     """A master on 127.0.0.1; `with` starts and kills it. After `kill`, `start` gives a new one with nothing in it.
 
     Args:
@@ -204,7 +209,7 @@ class MasterProcess(_Server):
         return read_usage(_HOST, self._metrics_port, 5).capacity_nbytes
 
 
-class LenderProcess(_Server):
+class LenderProcess(Server):
     """Lends memory to the pool of a master on this machine and does nothing else: the wheel's `mooncake_client`."""
 
     def __init__(self, master: MasterProcess, nbytes: int, port: int = 50052, log: Path | None = None) -> None:
