@@ -374,11 +374,11 @@ class FileStore(Store):
             await asyncio.wait([task])
         except asyncio.CancelledError:
             call.stopped = True
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # the caller gets its cancellation; the work has settled its books
                 await finish(task)
             raise
         self._remember_order()
-        return task.result()
+        return task.result()  # of a task that is done
 
     def _remember_order(self) -> None:
         """Write the order of use every so often, behind the caller's back; a crash then costs no more than that."""

@@ -51,7 +51,7 @@ class _Batch(Generic[T, U]):
         """In a thread."""
         try:
             self.results[number] = self._work(self._items[number])
-        except BaseException as error:
+        except BaseException as error:  # `each` raises it on the loop
             self.error = error
         if next(self._counts) == len(self._items):
             self._loop.call_soon_threadsafe(self.ended.set_result, None)
@@ -66,6 +66,7 @@ class Threads:
         self._batches: deque[_Batch[Any, Any]] = deque()
         self._takers = 0
         self._jobs: deque[None] = deque()  # those of `run` that no thread has begun
+        # threads: of the store's own process; reads and writes of files block, however they are opened
         self._started: list[threading.Thread] = []
         self._pool = ThreadPoolExecutor(count, "fdasync-file", lambda: self._started.append(threading.current_thread()))
 
