@@ -336,3 +336,66 @@ class WeightsBroken(PermanentError):
     def __init__(self, problem: str) -> None:
         self.problem = problem
         super().__init__(f"loading new weights failed half-way, load them again: {problem}")
+
+
+# -- instances and links ------------------------------------------------------------------------
+
+
+class PeerUnreachable(TransientError):
+    """Another instance does not answer, or went away; a new link may come about.
+
+    Attributes:
+        peer: its address, or its name.
+        problem: what happened.
+    """
+
+    def __init__(self, peer: str, problem: str) -> None:
+        self.peer = peer
+        self.problem = problem
+        super().__init__(f"{peer}: {problem}")
+
+
+class PeerRefused(PermanentError):
+    """Two instances do not fit together: one of them refused the other's handshake.
+
+    Attributes:
+        peer: address or name of the other side.
+        field: what does not fit, e.g. "protocol", "shape.block_tokens".
+        problem: in words, with both values.
+    """
+
+    def __init__(self, peer: str, field: str, problem: str) -> None:
+        self.peer = peer
+        self.field = field
+        self.problem = problem
+        super().__init__(f"{peer}: {field}: {problem}")
+
+
+class PeerBusy(TransientError):
+    """A link's window is full: the other side does not keep up. Nothing was sent.
+
+    Attributes:
+        peer: address or name of the other side.
+        unacked_nbytes: on their way, or waiting for it.
+    """
+
+    def __init__(self, peer: str, unacked_nbytes: int) -> None:
+        self.peer = peer
+        self.unacked_nbytes = unacked_nbytes
+        super().__init__(f"{peer}: {unacked_nbytes} bytes are on their way and not acknowledged")
+
+
+class InstanceLost(TransientError):
+    """The instance that served a request is gone, and it could not be served elsewhere; asking again may help.
+
+    Attributes:
+        request_id: the caller's name for it.
+        problem: what happened.
+        partial: the `Result` so far, or None; its rows are those that had come.
+    """
+
+    def __init__(self, request_id: str, problem: str, partial: Any = None) -> None:
+        self.request_id = request_id
+        self.problem = problem
+        self.partial = partial
+        super().__init__(f"request {request_id}: {problem}")

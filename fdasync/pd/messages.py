@@ -1,0 +1,475 @@
+"""Everything that instances and routers say to each other, on one page. A contract: pure data, no sockets.
+
+Frozen, tagged msgspec structs, encoded as msgpack arrays; never pickle. Who sends, in which incarnation, and in which
+order is the link's affair (`link.py`); every message about a request names it and its attempt. Bounds stand in the
+types, so that `decode` refuses what is out of bounds before anything is done with it.
+
+A *lease* is room on a decode instance (D) for one request of a prefill instance (P): `LeaseAsk` is answered by
+`LeaseAnswer`s (any number of "queued", one "granted" or "denied"), renewed by P's `Heartbeat`s, ended by `LeaseDrop`
+from either side. Under a lease P offers blocks (`BlocksOffer`); D copies them itself and answers `BlocksTaken`.
+`HandOff` closes it, one for each sample.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from fdasync.cache.aux import AuxSpec
+from fdasync.cache.store import Part
+from fdasync.errors import ProtocolError
+from fdasync.request import SamplingParams
+from fdasync.result import Delta, WeightSpan
+from fdasync.runner.base import TopLogprobs
+
+PROTOCOL = 1
+#: of one message without its payload, and of a payload; a link takes nothing longer
+MAX_MESSAGE_NBYTES = 8 << 20
+MAX_PAYLOAD_NBYTES = 4 << 20
+
+Meta = msgspec.Meta
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+Words = Annotated[str, Meta(max_length=4096)]
+Key = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Count = Annotated[int, Meta(ge=0, lt=1 << 48)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+Small = Annotated[int, Meta(ge=0, lt=1 << 20)]
+#: token ids, int32 little-endian
+Tokens = Annotated[bytes, Meta(max_length=4 << 20)]
+Role = Literal["mixed", "prefill", "decode", "router"]
+#: a request's name among instances, and the number of the attempt to find room for it
+LeaseName = tuple[Name, Small]
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
+    """Base of all messages."""
+
+
+# -- who is there ---------------------------------------------------------------------------------
+
+
+class Shape(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What blocks are; instances that differ in any of it cannot use each other's.
+
+    Attributes:
+        model: digest of everything that identities are made of, but the weights.
+        aux: rows that live with each block, in order.
+    """
+
+    model: Key
+    kv_layout: Words
+    kv_dtype: Words
+    block_tokens: Small
+    block_nbytes: Count
+    aux: tuple[AuxSpec, ...]
+
+    def difference(self, other: Shape) -> tuple[str, str, str] | None:
+        """The first field that differs, with both values in words; None: blocks can be exchanged."""
+        for name in self.__struct_fields__:
+            ours, theirs = getattr(self, name), getattr(other, name)
+            if ours != theirs:
+                return name, f"{ours!r:.200}", f"{theirs!r:.200}"
+        return None
+
+
+class Source(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Where the blocks of an instance can be read.
+
+    Attributes:
+        machine: boot id of its machine; memory can be mapped on the same one only.
+        pid: of its process.
+        regions: (fd, bytes) of each of its shared regions, in that process.
+        token: random; shows that what was opened is what was meant.
+        address: host:port of its data socket, "" where it has none.
+    """
+
+    machine: Words
+    pid: Count
+    regions: tuple[tuple[Count, Count], ...]
+    token: Key
+    address: Words
+
+
+class Hello(Message, frozen=True, array_like=True, tag="hello"):
+    """The first message of either side of a link.
+
+    Attributes:
+        protocol: PROTOCOL.
+        name: for people.
+        address: where it listens; "" for routers.
+        shape, source: of instances; None for routers.
+        namespace: of the weights in use; empty for routers.
+        facts: of instances: what a router has to know of the model (`Facts`).
+    """
+
+    protocol: Small
+    name: Name
+    role: Role
+    address: Words
+    shape: Shape | None = None
+    source: Source | None = None
+    namespace: bytes = b""
+    facts: Facts | None = None
+
+
+class Facts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a router has to know of an instance's model and limits; see `runner.base.Capacity`."""
+
+    model: Words
+    vocab_size: Count
+    max_context_tokens: Count
+    num_blocks: Count
+    moe_layer_ids: tuple[Small, ...]
+    num_experts: Small
+    top_k_by_layer: tuple[Small, ...] | None
+    tokenizer: Words
+    model_path: Words
+    max_step_tokens: Count
+    weight_version: Count
+
+
+class Refused(Message, frozen=True, array_like=True, tag="refused"):
+    """The answer to a Hello that does not fit: which field, and why in words. No link comes about."""
+
+    field: Name
+    problem: Words
+
+
+class Bye(Message, frozen=True, array_like=True, tag="bye"):
+    """The sender goes away, or knows nothing of this link (any more)."""
+
+    reason: Words
+
+
+class Status(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """How an instance is doing.
+
+    Attributes:
+        state: running, paused or draining.
+        queued_tokens: prompt tokens that wait to be computed.
+        running: sequences that hold blocks; `leased`: of them, those that wait for blocks of others.
+    """
+
+    state: Literal["running", "paused", "draining"]
+    waiting: Count
+    queued_tokens: Count
+    running: Count
+    leased: Count
+    free_blocks: Count
+    num_blocks: Count
+
+
+class Heartbeat(Message, frozen=True, array_like=True, tag="beat"):
+    """The sender lives, and still wants these leases of the receiver."""
+
+    leases: tuple[LeaseName, ...] = ()
+    status: Status | None = None
+
+
+# -- leases, P to D and back ----------------------------------------------------------------------
+
+
+class Wanted(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A request as an instance hands it on: checked, tokenised, hashed, its seed drawn.
+
+    Attributes:
+        caller: incarnation of the router that the answer goes to.
+        tokens: the prompt.
+        block_keys: identities of its full blocks under `namespace` and `salt`; empty: they are not shared.
+        params: with a seed.
+        deadline_s: what is left of it.
+        routing, start: rows are wanted, from that position on.
+    """
+
+    caller: Key
+    tokens: Tokens
+    block_keys: tuple[Key, ...]
+    namespace: Key
+    salt: Words
+    params: SamplingParams
+    streams: bool
+    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)]
+    deadline_s: Seconds
+    routing: bool
+    start: Count
+
+
+class LeaseAsk(Message, frozen=True, array_like=True, tag="ask"):
+    """P asks D for room for a request; idempotent by (request, attempt).
+
+    Attributes:
+        ttl_s: a lease that is not renewed for so long is over.
+        total_s: one that was not handed off by then is over in any case.
+    """
+
+    request: Name
+    attempt: Small
+    wanted: Wanted
+    ttl_s: Seconds
+    total_s: Seconds
+
+
+class LeaseAnswer(Message, frozen=True, array_like=True, tag="answer"):
+    """D's answer.
+
+    Attributes:
+        verdict: "queued" is an interim one: another will follow.
+        prefix_blocks: leading blocks that D has, and keeps for this lease: they need not be sent.
+        retry_after_s: of "denied": asking again before makes no sense; a negative one: asking again never does.
+        reason: of "denied", in words.
+    """
+
+    request: Name
+    attempt: Small
+    verdict: Literal["granted", "denied", "queued"]
+    prefix_blocks: Count = 0
+    retry_after_s: Annotated[float, Meta(ge=-1, le=1e9)] = 0.0
+    reason: Words = ""
+
+
+class LeaseDrop(Message, frozen=True, array_like=True, tag="drop"):
+    """From P: it gives up, also what D has not heard of yet. From D: there is no such lease (any more)."""
+
+    request: Name
+    attempt: Small
+    reason: Words
+
+
+class BlockRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A block of the sender's: which of the prompt's it is, where its KV and rows lie, and what they must be.
+
+    Attributes:
+        index: number of the block in the prompt.
+        parts: in the sender's regions: its KV, then its rows, one part for each aux spec.
+        checksums: XXH3-64 of each part.
+    """
+
+    index: Small
+    parts: tuple[Part, ...]
+    checksums: tuple[Annotated[int, Meta(ge=0)], ...]
+
+
+class BlocksOffer(Message, frozen=True, array_like=True, tag="offer"):
+    """P's sealed blocks lie ready; they stay as they are until D took them or the lease is over."""
+
+    request: Name
+    attempt: Small
+    offer: Count
+    blocks: tuple[BlockRef, ...]
+
+
+class BlocksTaken(Message, frozen=True, array_like=True, tag="taken"):
+    """D has copied and checked every block of an offer; the sender may use their places again."""
+
+    request: Name
+    attempt: Small
+    offer: Count
+
+
+class HandOff(Message, frozen=True, array_like=True, tag="hand_off"):
+    """One sample's first token, and its open block; D goes on from there when it has everything.
+
+    Attributes:
+        index: number of the sample.
+        offer: number of the offer that the open block is, if there is one.
+        raw, processed, top: log-probs of the token, as asked for.
+        cached: prompt tokens that were not computed, by tier.
+        tail: the block with the last tokens of the prompt; None where they fill their blocks.
+        tail_rows: how many of its tokens count.
+    """
+
+    request: Name
+    attempt: Small
+    index: Small
+    offer: Count
+    token: Small
+    raw: float | None
+    processed: float | None
+    top: TopLogprobs | None
+    cached: tuple[Count, Count, Count]
+    tail: BlockRef | None
+    tail_rows: Small
+
+
+# -- requests, router to instances and back -------------------------------------------------------
+
+
+class Submit(Message, frozen=True, array_like=True, tag="submit"):
+    """A request for an instance.
+
+    Attributes:
+        request: its name among instances; never repeats.
+        request_id: the caller's name for it.
+        text: the prompt; None where it is `tokens`.
+        decoders: addresses of D's to hand it to, in order of preference; empty: serve it whole.
+        deadline_s: what is left of it.
+    """
+
+    request: Name
+    request_id: Name
+    text: Annotated[str, Meta(max_length=4 << 20)] | None
+    tokens: Tokens
+    decoders: tuple[Words, ...]
+    params: SamplingParams
+    streams: bool
+    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)]
+    deadline_s: Seconds
+    routing: bool | None
+    start: Count
+    salt: Words
+
+
+class Abort(Message, frozen=True, array_like=True, tag="abort"):
+    """End a request with what it has, or never begin it."""
+
+    request: Name
+
+
+class Progress(Message, frozen=True, array_like=True, tag="progress"):
+    """New tokens of a request, merged as far as the sender had to wait."""
+
+    request: Name
+    deltas: tuple[Delta, ...]
+
+
+class Rows(Message, frozen=True, array_like=True, tag="rows"):
+    """A run of aux rows of one sample, as payload: `count` rows from `first` on (counted from the request's start)."""
+
+    request: Name
+    index: Small
+    name: Name
+    first: Count
+    count: Count
+
+
+class SampleEnd(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One sample of a result but for its rows, which came before; see `fdasync.Sample`.
+
+    Attributes:
+        raw, processed: float32 little-endian.
+        num_rows: of each spec; None: there are none of any.
+        aux: names of the specs.
+    """
+
+    token_ids: Tokens
+    text: Annotated[str, Meta(max_length=4 << 20)]
+    raw: bytes | None
+    processed: bytes | None
+    top: tuple[TopLogprobs | None, ...] | None
+    finish_reason: Words
+    cached: tuple[Count, Count, Count]
+    versions: tuple[WeightSpan, ...]
+    stop_token_id: int | None
+    num_rows: Count | None
+    aux: tuple[AuxSpec, ...]
+
+
+class Ended(Message, frozen=True, array_like=True, tag="ended"):
+    """A request's result: its one end, as far as the sender knows."""
+
+    request: Name
+    prompt: Tokens
+    samples: tuple[SampleEnd, ...]
+
+
+class Failed(Message, frozen=True, array_like=True, tag="failed"):
+    """A request ended with an error.
+
+    Attributes:
+        error: name of its class in `fdasync.errors`.
+        field, limit, hint: of BadInput.
+        retriable: the same request may succeed elsewhere or later.
+    """
+
+    request: Name
+    error: Words
+    problem: Words
+    field: Words = ""
+    limit: Words = ""
+    hint: Words = ""
+    retriable: bool = False
+
+
+class BlockNews(Message, frozen=True, array_like=True, tag="blocks"):
+    """Identities that an instance can serve from now on, and those that it lost; `reset`: it has no others."""
+
+    namespace: bytes
+    reset: bool
+    added: tuple[Key, ...]
+    removed: tuple[Key, ...]
+
+
+# -- commands, router to instances ----------------------------------------------------------------
+
+
+class Command(Message, frozen=True, array_like=True, tag="command"):
+    """Something that an instance shall do, answered by one `Done`.
+
+    Attributes:
+        number: of the router's commands.
+        verb: update_weights (version, path, mode), pause, resume, drain (within limit_s).
+    """
+
+    number: Count
+    verb: Literal["update_weights", "pause", "resume", "drain"]
+    version: Count = 0
+    path: Words = ""
+    mode: Literal["abort", "keep"] = "abort"
+    limit_s: Seconds = 0.0
+
+
+class Done(Message, frozen=True, array_like=True, tag="done"):
+    """What came of a command; `error` is the name of an error's class, "" where it went well."""
+
+    number: Count
+    error: Words = ""
+    problem: Words = ""
+    namespace: bytes = b""
+    weight_version: Count = 0
+
+
+AnyMessage = (
+    Hello
+    | Refused
+    | Bye
+    | Heartbeat
+    | LeaseAsk
+    | LeaseAnswer
+    | LeaseDrop
+    | BlocksOffer
+    | BlocksTaken
+    | HandOff
+    | Submit
+    | Abort
+    | Progress
+    | Rows
+    | Ended
+    | Failed
+    | BlockNews
+    | Command
+    | Done
+)
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: Message) -> bytes:
+    """Raises ProtocolError if it is longer than a link takes."""
+    data = _ENCODER.encode(message)
+    if len(data) > MAX_MESSAGE_NBYTES:
+        name = type(message).__name__
+        raise ProtocolError(f"a {name} of {len(data)} bytes is longer than the limit of {MAX_MESSAGE_NBYTES}")
+    return data
+
+
+def decode(data: bytes | bytearray | memoryview) -> Message:
+    """Raises ProtocolError, and nothing else, for whatever is not a message."""
+    if len(data) > MAX_MESSAGE_NBYTES:
+        raise ProtocolError(f"a message of {len(data)} bytes is longer than the limit of {MAX_MESSAGE_NBYTES}")
+    try:
+        return _DECODER.decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        # bytes that are no UTF-8 are a ValueError
+        raise ProtocolError(f"{len(data)} bytes are no message: {error}") from None
