@@ -2,10 +2,11 @@
 
 Frozen, tagged structs without tensors, rows or text. Each asynchronous one ends in exactly one event: `RunStep` in
 `StepDone` or `StepFailed`, `SwapOut` and `SwapIn` in `SwapDone`, `LookUp` in `LookedUp`, `FetchBlocks` in `FetchEnded`,
-`StoreBlocks` in `StoreEnded`, `HashAgain` in `Hashed`; a fetch or a write that ended before its work did is followed by
-one `LeaseReturned`. `EmitTokens` for a request with stop strings is answered by one `StopMatched` or `StopChecked`. The
-driver performs actions in the order given: `CopyRows` stands before the `FinishRequest` that reads the rows and before
-the `RunStep` that may write those slots again.
+`StoreBlocks` in `StoreEnded`, `HashAgain` in `Hashed`, `AskLease` in `LeaseAnswered`, `SendBlocks` in `BlocksSent`,
+`HandOver` in `HandedOver`, `ReceiveBlocks` in `BlocksReceived`; a fetch or a write that ended before its work did is
+followed by one `LeaseReturned`. `EmitTokens` for a request with stop strings is answered by one `StopMatched` or
+`StopChecked`. The driver performs actions in the order given: `CopyRows` stands before the `FinishRequest` that reads
+the rows and before the `RunStep` that may write those slots again.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ class SeqStart(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         key: internal number of the sequence; a runner forgets it at `RunStep.leaves`.
         tokens: every known token, int32 little-endian.
-        num_cached: leading tokens whose KV and rows are there already (whole blocks).
+        num_cached: leading tokens whose KV and rows are there already, fewer than all: in whole blocks or, for a
+            sequence that another instance began, up to any token. A block that is there in part has this sequence
+            as its one writer; what it holds past those tokens is of no meaning, whatever bits they are.
         blocks: device block ids, in order, for every known token.
-        slots, generations: aux slot and its generation for each block past the cached ones; both empty
-            when capture is off.
+        slots, generations: aux slot and its generation for each block that is not cached whole, the one that is
+            there in part included (it keeps those of its first rows); both empty when capture is off.
         sampler: how to sample.
     """
 
@@ -133,7 +136,10 @@ class FinishRequest(msgspec.Struct, frozen=True, array_like=True, tag="finish"):
     """End one sequence. The only action that does, and given once for each.
 
     Attributes:
-        reason: stop, length, abort, deadline; "failed" from `Scheduler.salvage` alone.
+        reason: stop, length, abort, deadline; "failed" from `Scheduler.salvage` alone; of samples that another
+            instance goes on with "handed_over", or "no_lease" where none would; "lease_lost" on that instance, where
+            nothing came of it.
+        note: of "no_lease" and "lease_lost": why.
         token_ids: the returned output tokens.
         num_rows: contiguous aux rows from the request's start that belong to them.
         cached_tokens: tokens that were not computed at first admission, found on the device, on the host, in the store.
@@ -148,6 +154,7 @@ class FinishRequest(msgspec.Struct, frozen=True, array_like=True, tag="finish"):
     cached_tokens: tuple[int, int, int]
     spans: tuple[tuple[int, int], ...]
     matched_stop: int = -1
+    note: str = ""
 
 
 class LookUp(msgspec.Struct, frozen=True, array_like=True, tag="look_up"):
@@ -195,6 +202,134 @@ class HashAgain(msgspec.Struct, frozen=True, array_like=True, tag="hash_again"):
     salt: str
 
 
+class AskLease(msgspec.Struct, frozen=True, array_like=True, tag="ask_lease"):
+    """Ask another instance for room for a group of samples. Ends in one `LeaseAnswered`.
+
+    Attributes:
+        group: key of the group's first sample.
+        attempt: never repeats within a group.
+        peer: address of the instance.
+        namespace, keys: identities of the prompt's full blocks.
+        silent_by: engine time by which it must have answered something.
+        answer_by: engine time by which it must have answered for good; the lease is over then too, unless granted.
+        over_by: engine time at which even a granted lease is over.
+        ttl_s: not renewed for so long, it is over.
+    """
+
+    group: int
+    attempt: int
+    peer: str
+    namespace: bytes
+    keys: tuple[bytes, ...]
+    silent_by: float
+    answer_by: float
+    over_by: float
+    ttl_s: float
+
+
+class GiveUpLease(msgspec.Struct, frozen=True, array_like=True, tag="give_up_lease"):
+    """Tell the other instance that a lease, asked for or granted, is not wanted any more. Offers under it end."""
+
+    group: int
+    attempt: int
+    peer: str
+
+
+class SendBlocks(msgspec.Struct, frozen=True, array_like=True, tag="send_blocks"):
+    """Let the other instance copy these host blocks and their rows. Ends in one `BlocksSent`.
+
+    Attributes:
+        indices: which of the prompt's blocks they are.
+        slots: empty when capture is off.
+    """
+
+    offer: int
+    group: int
+    attempt: int
+    peer: str
+    indices: tuple[int, ...]
+    host: tuple[int, ...]
+    slots: tuple[int, ...]
+
+
+class HandOver(msgspec.Struct, frozen=True, array_like=True, tag="hand_over"):
+    """Give the other instance a sample's first token and its open block. Ends in one `HandedOver`.
+
+    Attributes:
+        index: number of the sample.
+        tail: index of the open block in the prompt; -1: the prompt fills its blocks.
+        tail_rows: how many of its tokens count.
+        host, slot: where the open block is; -1 where there is none.
+        cached: prompt tokens that were not computed, by tier.
+    """
+
+    offer: int
+    group: int
+    attempt: int
+    peer: str
+    key: int
+    index: int
+    token: int
+    tail: int
+    tail_rows: int
+    host: int
+    slot: int
+    cached: tuple[int, int, int]
+
+
+class AnswerLease(msgspec.Struct, frozen=True, array_like=True, tag="answer_lease"):
+    """Answer who asked for a lease. See `pd.messages.LeaseAnswer`."""
+
+    group: int
+    verdict: str
+    prefix_blocks: int = 0
+    retry_after_s: float = 0.0
+    reason: str = ""
+
+
+class DropLease(msgspec.Struct, frozen=True, array_like=True, tag="drop_lease"):
+    """Tell who holds a lease of ours that it is over."""
+
+    group: int
+    reason: str
+
+
+class ReceiveBlocks(msgspec.Struct, frozen=True, array_like=True, tag="receive_blocks"):
+    """Copy blocks that were offered to us: KV to host blocks, rows to slots. Ends in one `BlocksReceived`.
+
+    Attributes:
+        indices: which of the prompt's blocks; offered under `offers`, one for each.
+        slots, generations: empty when capture is off.
+        rows: how many tokens of each block count.
+        deadline: engine time.
+    """
+
+    receive_id: int
+    group: int
+    offers: tuple[int, ...]
+    indices: tuple[int, ...]
+    host: tuple[int, ...]
+    slots: tuple[int, ...]
+    generations: tuple[int, ...]
+    rows: tuple[int, ...]
+    deadline: float
+
+
+class ConfirmHandOver(msgspec.Struct, frozen=True, array_like=True, tag="confirm"):
+    """Everything of a sample is here: tell who computed it, and, if `emit`, hand its first token to its request."""
+
+    group: int
+    key: int
+    emit: bool
+
+
+class TellBlocks(msgspec.Struct, frozen=True, array_like=True, tag="tell_blocks"):
+    """Identities that can be matched from now on, and those that are lost; for routers."""
+
+    added: tuple[bytes, ...]
+    removed: tuple[bytes, ...]
+
+
 class WakeAt(msgspec.Struct, frozen=True, array_like=True, tag="wake_at"):
     """Publish `TimerFired` at this engine time; replaces any earlier WakeAt."""
 
@@ -212,5 +347,27 @@ Action = (
     | FetchBlocks
     | StoreBlocks
     | HashAgain
+    | AskLease
+    | GiveUpLease
+    | SendBlocks
+    | HandOver
+    | AnswerLease
+    | DropLease
+    | ReceiveBlocks
+    | ConfirmHandOver
+    | TellBlocks
     | WakeAt
+)
+
+#: what concerns other instances
+ELSEWHERE = (
+    AskLease,
+    GiveUpLease,
+    SendBlocks,
+    HandOver,
+    AnswerLease,
+    DropLease,
+    ReceiveBlocks,
+    ConfirmHandOver,
+    TellBlocks,
 )

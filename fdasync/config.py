@@ -13,7 +13,7 @@ import msgspec
 from fdasync.cache.host import host_nbytes
 from fdasync.errors import ConfigError
 from fdasync.runner.base import RunnerLimits
-from fdasync.scheduler import SchedulerConfig
+from fdasync.scheduler import LeaseRules, SchedulerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,6 +28,8 @@ MAX_BLOCKS = 1 << 22
 _PREFILL_TOKENS_PER_S = 1000.0
 _AUTO_HOST_NBYTES = 1 << 30
 _AUTO_HOST_MIN_BLOCKS = 16
+# of `leases`, where 0 means something
+_FROM_ZERO = ("ahead_tokens", "staging_blocks", "beyond_running")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -50,9 +52,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         max_requests: live samples; further requests wait at the door.
         pipeline_depth: steps in flight: 1 is plain, 2 overlaps.
         prefix_cache: share KV (and rows) between requests with equal prefixes.
-        decode_reserve_blocks: see `SchedulerConfig`.
+        decode_reserve_blocks: see `SchedulerConfig`; "auto": 2 on decode instances, else 1.
         host_blocks: KV blocks of the host tier, behind the device: what is evicted there is copied here and back.
-            0: there is none; "auto": none without a store, else what 1 GiB holds.
+            0: there is none; "auto": none without a store and other instances, else what 1 GiB holds.
+        role: "alone", or what it is to other instances (`fdasync.pd`): "prefill" and "decode" ones hand requests from
+            one to the other, "mixed" ones serve them whole. All but "alone" need a host tier.
+        leases: bounds of what instances do for each other.
         store: entry-point name in `fdasync.stores` of the tier behind the host; "" for none.
         store_config: the store's own keys, decoded by it; unknown ones are refused by name.
         write_through: which blocks are written to the store as soon as they are complete: "all", those of "prompt"s, or
@@ -92,8 +97,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_requests: int = 4096
     pipeline_depth: int = 2
     prefix_cache: bool = True
-    decode_reserve_blocks: int = 1
+    decode_reserve_blocks: int | Auto = "auto"
     host_blocks: int | Auto = "auto"
+    role: Literal["alone", "mixed", "prefill", "decode"] = "alone"
+    leases: LeaseRules = LeaseRules()
     store: str = ""
     store_config: dict[str, Any] = msgspec.field(default_factory=dict)
     write_through: Literal["off", "prompt", "all"] = "all"
@@ -145,7 +152,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError("config.model", "has a lone surrogate: it is no path") from None
         self._validate_tiers()
         _bounds("pipeline_depth", self.pipeline_depth, 1, 2)
-        _bounds("decode_reserve_blocks", self.decode_reserve_blocks, 0, 1024)
+        if self.decode_reserve_blocks != "auto":
+            _bounds("decode_reserve_blocks", self.decode_reserve_blocks, 0, 1024)
+        for name in self.leases.__struct_fields__:
+            low = 1e-3 if name.endswith("_s") else 0 if name in _FROM_ZERO else 1
+            _bounds(f"leases.{name}", getattr(self.leases, name), low, 1e9)
         _bounds("inline_tokenise_chars", self.inline_tokenise_chars, 0, 1 << 24)
         _bounds("trace_turns", self.trace_turns, 0, 1 << 30)
         for name in self.__struct_fields__:
@@ -174,9 +185,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(
                 "config.host_blocks", "is 0, and a store is set", hint="stores are read and written by way of the host"
             )
-        if (self.store or self.host_blocks not in (0, "auto")) and not self.prefix_cache:
+        if self.role != "alone" and self.host_blocks == 0:
             raise ConfigError(
-                "config.prefix_cache", "is off, and a host tier or a store is set", hint="tiers find blocks by prefix"
+                "config.host_blocks",
+                f"is 0, and the role is {self.role!r}",
+                hint="instances read host blocks",
+            )
+        tiers = self.store or self.role != "alone" or self.host_blocks not in (0, "auto")
+        if tiers and not self.prefix_cache:
+            raise ConfigError(
+                "config.prefix_cache",
+                "is off, and a host tier, a store or a role is set",
+                hint="tiers and other instances find blocks by prefix",
             )
         try:
             msgspec.msgpack.encode(self.store_config)
@@ -203,7 +223,8 @@ def host_blocks(config: EngineConfig, capacity: Capacity) -> int:
     """Blocks of the host tier. Raises ConfigError if they cannot fit into memory."""
     stride = host_nbytes(1, capacity.block_nbytes) - host_nbytes(0, capacity.block_nbytes)
     if config.host_blocks == "auto":
-        return max(_AUTO_HOST_NBYTES // stride, _AUTO_HOST_MIN_BLOCKS) if config.store else 0
+        wanted = config.store or config.role != "alone"
+        return max(_AUTO_HOST_NBYTES // stride, _AUTO_HOST_MIN_BLOCKS) if wanted else 0
     most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // stride
     if config.host_blocks > most:
         problem = f"{config.host_blocks} blocks of {stride} bytes are more than this machine's memory"
@@ -217,6 +238,7 @@ def resolve(config: EngineConfig, capacity: Capacity, namespace: bytes = b"") ->
         raise ConfigError("config.num_blocks", f"the runner offers {capacity.num_blocks} blocks", limit=MAX_BLOCKS)
     if capacity.num_blocks < 1:
         raise ConfigError("config.num_blocks", "the runner found no memory for KV blocks", hint="give it less to hold")
+    reserve = config.decode_reserve_blocks
     return SchedulerConfig(
         block_tokens=capacity.block_tokens,
         num_blocks=capacity.num_blocks,
@@ -225,7 +247,9 @@ def resolve(config: EngineConfig, capacity: Capacity, namespace: bytes = b"") ->
         pipeline_depth=config.pipeline_depth,
         prefix_cache=config.prefix_cache,
         capture=bool(capacity.aux_specs),
-        decode_reserve_blocks=config.decode_reserve_blocks,
+        decode_reserve_blocks=(2 if config.role == "decode" else 1) if reserve == "auto" else reserve,
+        leases=config.leases,
+        block_news=config.role != "alone",
         weight_version=config.weight_version,
         namespace=namespace,
         num_host_blocks=host_blocks(config, capacity),

@@ -9,14 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from array import array
 from bisect import insort
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fdasync.errors import DeadlineExceeded, DecodeFailed, DuplicateRequestId, EngineClosed, EngineFailed
+from fdasync.errors import (
+    DeadlineExceeded,
+    DecodeFailed,
+    DuplicateRequestId,
+    EngineBusy,
+    EngineClosed,
+    EngineFailed,
+)
 from fdasync.events.catalog import AbortRequested
 from fdasync.output import RequestOutput
+from fdasync.prepare import Given
 from fdasync.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -24,13 +33,34 @@ if TYPE_CHECKING:
     from random import Random
 
     from fdasync.config import EngineConfig
+    from fdasync.events.catalog import RequestPrepared
+    from fdasync.pd.messages import Wanted
     from fdasync.prepare import Preparer
     from fdasync.result import Result
     from fdasync.runtime import Runtime
 
 
+class Errand(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that another instance shall decode.
+
+    Attributes:
+        name: of the request among instances.
+        caller: incarnation of the router that is to have the answer.
+        decoders: addresses of instances, in order of preference.
+    """
+
+    name: str
+    caller: bytes
+    decoders: tuple[str, ...]
+
+
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
-    """What a caller asked for; see `Engine.generate`. `streams`: deltas are wanted, not the end only."""
+    """What a caller asked for; see `Engine.generate`.
+
+    Attributes:
+        streams: deltas are wanted, not the end only.
+        errand: another instance shall decode it.
+    """
 
     prompt: Any
     params: SamplingParams
@@ -41,6 +71,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     routing: bool | None
     start: int
     cache_salt: str
+    errand: Errand | None = None
 
 
 class Intake:
@@ -78,6 +109,13 @@ class Intake:
                     self._waiting.remove(entry)
                 self._grant()
             raise
+
+    def enter_now(self, count: int) -> bool:
+        """Take `count` places if nobody has to wait for them."""
+        if self._waiting or self.used + count > self.limit:
+            return False
+        self.used += count
+        return True
 
     def leave(self, count: int) -> None:
         self.used -= count
@@ -146,9 +184,12 @@ class Door:
         if name in self._live:
             raise DuplicateRequestId(name)
         now = asyncio.get_running_loop().time()
-        request = RequestOutput(name, ask.params, start=ask.start, now=now)
+        # of what another instance decodes nothing is read here
+        here = ask.errand is None
+        params = ask.params if here else msgspec.structs.replace(ask.params, stop=())
+        request = RequestOutput(name, params, start=ask.start, now=now)
         self._live[name] = request
-        request.wants_rows = self._runtime.capacity.aux_specs != () and ask.routing is not False
+        request.wants_rows = here and self._runtime.capacity.aux_specs != () and ask.routing is not False
         entered = False
         try:
             async with asyncio.timeout_at(now + limit_s) as request.limit:
@@ -157,6 +198,7 @@ class Door:
                 self._check_open(True)
                 keys = [next(self._keys) for _ in range(ask.params.n)]
                 events = await self._preparer.prepare(ask, keys, rows=request.wants_rows, deadline=now + limit_s)
+                request.asked = ask, events[0]
             if request.done.done():
                 # aborted, or the engine closed, while it was being prepared
                 self._forget(request, entered)
@@ -183,6 +225,42 @@ class Door:
         for event in events:
             self._runtime.bus.publish(event)
         return request
+
+    def take_over(self, name: str, wanted: Wanted) -> tuple[RequestOutput, list[RequestPrepared]]:
+        """Take in a request that another instance prefills, without waiting. The caller publishes its events.
+
+        Raises BadInput, DuplicateRequestId, EngineClosed, EngineFailed, and EngineBusy where there is no place.
+        """
+        self._check_open(False)
+        limit_s = wanted.deadline_s
+        ask = Ask(
+            prompt=array("i", wanted.tokens),
+            params=wanted.params,
+            streams=wanted.streams,
+            request_id=name,
+            priority=wanted.priority,
+            deadline_s=limit_s,
+            routing=wanted.routing,
+            start=wanted.start,
+            cache_salt=wanted.salt,
+        )
+        ask = self._preparer.check(ask, limit_s)
+        if name in self._live:
+            raise DuplicateRequestId(name)
+        count = ask.params.n
+        if not self._intake.enter_now(count):
+            raise EngineBusy(self._intake.used, self._intake.limit)
+        now = asyncio.get_running_loop().time()
+        request = RequestOutput(name, ask.params, start=ask.start, now=now)
+        request.wants_rows = wanted.routing and self._runtime.capacity.aux_specs != ()
+        keys = [next(self._keys) for _ in range(count)]
+        given = Given(wanted.namespace, wanted.block_keys)
+        events = self._preparer.events(ask, ask.prompt, given, keys, rows=request.wants_rows, deadline=now + limit_s)
+        request.asked = ask, events[0]
+        request.prompt = events[0].tokens
+        self._live[name] = request
+        self._runtime.hub.add(request, keys, self._runtime.tokenizer)
+        return request, events
 
     def abort(self, request: RequestOutput) -> None:
         """End it with what it has; where it is still at the door, with nothing. Ended ones stay as they are."""

@@ -11,6 +11,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from fdasync.actions import (
+    ELSEWHERE,
     CopyRows,
     EmitTokens,
     FetchBlocks,
@@ -21,6 +22,7 @@ from fdasync.actions import (
     StoreBlocks,
     SwapIn,
     SwapOut,
+    TellBlocks,
     WakeAt,
 )
 from fdasync.errors import InvariantBroken
@@ -50,6 +52,7 @@ class Driver:
         on_failure: called once, with the error that ends the engine; no turn follows.
 
     Attributes:
+        attendant: performs actions that concern other instances; None: there are none.
         broken: a turn ended half done, so the scheduler's books and the results may disagree.
     """
 
@@ -67,6 +70,7 @@ class Driver:
         self.scheduler = scheduler
         self.output: OutputHub | None = None
         self.keeper: Keeper | None = None
+        self.attendant: Callable[[Action], None] | None = None
         self.rehasher: Rehasher | None = None
         self._loop = loop
         self._runner = runner
@@ -178,6 +182,11 @@ class Driver:
             self._kept(action).fetch(action)
         elif type(action) is StoreBlocks:
             self._kept(action).write(action)
+        elif type(action) in ELSEWHERE:
+            if self.attendant is not None:
+                self.attendant(action)
+            elif type(action) is not TellBlocks:
+                raise InvariantBroken(f"{type(action).__name__} without other instances")
         else:
             raise TypeError(f"the driver knows no action {type(action).__name__}")
 

@@ -26,11 +26,13 @@ from fdasync.stream import Generation
 from fdasync.weights import Weights, refuse_broken
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from fdasync.actions import Action
     from fdasync.cache.store import Store
     from fdasync.events.bus import EventBus
     from fdasync.events.trace import TraceRing
+    from fdasync.pd.site import Site
     from fdasync.result import Result
     from fdasync.runner.base import Capacity, Runner
     from fdasync.tokenizer import Tokenizer
@@ -390,6 +392,24 @@ class Engine:
         self._inside()
         assert self._weights is not None
         return self._weights
+
+    # -- other instances ------------------------------------------------------------------------------
+
+    def site(self) -> Site:
+        """What services for other instances work with (`fdasync.Instance`). Raises EngineClosed before the start."""
+        door = self._inside()
+        return self._runtime.site(door, self.fail)
+
+    def attend(self, perform: Callable[[Action], None]) -> None:
+        """Have the scheduler's actions that concern other instances performed."""
+        self._inside()
+        assert self._runtime.driver is not None
+        self._runtime.driver.attendant = perform
+
+    def fail(self, cause: BaseException) -> None:
+        """End the engine: something that belongs to it cannot go on. Idempotent."""
+        if self.state in ("running", "draining", "closing"):
+            self._fail(cause)
 
     # -- looking in -----------------------------------------------------------------------------------
 

@@ -139,6 +139,19 @@ class EngineClosed(PermanentError):
         super().__init__(f"the engine is {state} and takes no new requests")
 
 
+class EngineBusy(TransientError):
+    """The engine has no place for a request of another instance now.
+
+    Attributes:
+        live: samples inside; limit: most of them (`max_requests`).
+    """
+
+    def __init__(self, live: int, limit: int) -> None:
+        self.live = live
+        self.limit = limit
+        super().__init__(f"{live} samples are inside (limit: {limit})")
+
+
 class EngineFailed(PermanentError):
     """The engine hit an error that it cannot go on from; every pending and later call raises this.
 
@@ -399,3 +412,19 @@ class InstanceLost(TransientError):
         self.problem = problem
         self.partial = partial
         super().__init__(f"request {request_id}: {problem}")
+
+
+class RemoteError(PermanentError):
+    """Another instance answered with an error that has no other form here.
+
+    Attributes:
+        peer: its name.
+        error: name of the error's class there.
+        problem: in words.
+    """
+
+    def __init__(self, peer: str, error: str, problem: str) -> None:
+        self.peer = peer
+        self.error = error
+        self.problem = problem
+        super().__init__(f"{peer}: {error}: {problem}")

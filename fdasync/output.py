@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from fdasync.actions import Action, EmitTokens, RowSpan
     from fdasync.cache.arena import AuxArena
     from fdasync.cache.aux import AuxSpec
+    from fdasync.door import Ask
     from fdasync.events.bus import EventBus
+    from fdasync.events.catalog import RequestPrepared
     from fdasync.request import SamplingParams
     from fdasync.runner.base import Capacity, StepOutput
     from fdasync.tokenizer import Tokenizer
@@ -44,10 +46,12 @@ class RequestOutput:
         done: set when every sample ended, or the engine failed.
         failure: what ended the engine, and with it the request.
         spoiled: what the tokenizer raised over its tokens.
+        asked: what the caller asked for, and how its first sample was prepared; None until then.
         limit: of the wait at the door and of its preparation; an abort ends those too.
     """
 
     __slots__ = (
+        "asked",
         "done",
         "ended_at",
         "failure",
@@ -76,6 +80,7 @@ class RequestOutput:
         self.started_at = now
         self.first_token_at: float | None = None
         self.ended_at = now
+        self.asked: tuple[Ask, RequestPrepared] | None = None
         self.limit: asyncio.Timeout | None = None
         self.failure: BaseException | None = None
         self.spoiled: Exception | None = None
@@ -167,6 +172,10 @@ class OutputHub:
     def requests(self) -> list[RequestOutput]:
         """Live requests, oldest first."""
         return list({id(sample.request): sample.request for sample in self._samples.values()}.values())
+
+    def find(self, key: int) -> SampleOutput | None:
+        """A live sample."""
+        return self._samples.get(key)
 
     def emit(self, action: EmitTokens, output: StepOutput) -> None:
         samples = self._samples

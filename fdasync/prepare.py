@@ -11,7 +11,7 @@ import asyncio
 from array import array
 from collections import deque
 from collections.abc import Sequence, Sized
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -53,6 +53,13 @@ def namespace_of(capacity: Capacity) -> bytes:
         [(spec.name, spec.shape, spec.dtype) for spec in capacity.aux_specs],
     )
     return root_key(msgspec.msgpack.encode(parts))
+
+
+class Given(NamedTuple):
+    """What a prompt's blocks are called: identities of the full ones under a namespace."""
+
+    namespace: bytes
+    block_keys: tuple[bytes, ...]
 
 
 class Preparer:
@@ -101,7 +108,7 @@ class Preparer:
             self._check_text(ask.prompt)
             return replace(ask, params=params)
         tokens = self._check_tokens(ask.prompt)
-        self._check_length(tokens, params, ask.start)
+        self._check_length(tokens, params, ask.start, elsewhere=ask.errand is not None)
         return replace(ask, prompt=tokens, params=params)
 
     def _check_options(self, ask: Ask, deadline_s: Any) -> None:
@@ -168,7 +175,7 @@ class Preparer:
             )
         return tokens
 
-    def _check_length(self, tokens: Sequence[int], params: SamplingParams, start: int) -> None:
+    def _check_length(self, tokens: Sequence[int], params: SamplingParams, start: int, *, elsewhere: bool) -> None:
         capacity = self.capacity
         count = len(tokens)
         if count + 1 > capacity.max_context_tokens:
@@ -179,8 +186,8 @@ class Preparer:
                 limit=capacity.max_context_tokens,
             )  # fmt: skip
         most = capacity.num_blocks * capacity.block_tokens
-        # the last token is never forwarded
-        if count + params.max_tokens - 1 > most:
+        # the last token is never forwarded; of what another instance decodes, only the prompt's are here
+        if count + (1 if elsewhere else params.max_tokens) - 1 > most:
             raise BadInput(
                 "max_tokens", f"prompt {count} + max_tokens {params.max_tokens} are more than all KV blocks hold",
                 limit=most,
@@ -202,9 +209,18 @@ class Preparer:
         tokens = ask.prompt
         if isinstance(tokens, str):
             tokens = self._check_tokens(await self._tokenise(tokens))
-            self._check_length(tokens, params, ask.start)
-        namespace, root = self.namespace, salted(self.namespace, ask.cache_salt)
+            self._check_length(tokens, params, ask.start, elsewhere=ask.errand is not None)
+        namespace = self.namespace
+        root = salted(namespace, ask.cache_salt)
         hashes = await hash_blocks(root, tokens, self.capacity.block_tokens) if self._config.prefix_cache else ()
+        return self.events(ask, tokens, Given(namespace, hashes), keys, rows=rows, deadline=deadline)
+
+    def events(
+        self, ask: Ask, tokens: tuple[int, ...], given: Given, keys: list[int], *, rows: bool, deadline: float
+    ) -> list[RequestPrepared]:
+        """As `prepare`, of what is tokenised and hashed."""
+        params = ask.params
+        errand = ask.errand
         eos = () if params.ignore_eos else self.capacity.eos_ids
         stop_ids = frozenset((*eos, *params.stop_token_ids))
         seed = self._rng.getrandbits(63) if params.seed is None else params.seed
@@ -213,17 +229,20 @@ class Preparer:
                 key=key,
                 group=keys[0],
                 tokens=tokens,
-                block_keys=hashes,
-                max_tokens=params.max_tokens,
-                min_tokens=params.min_tokens,
-                stop_ids=stop_ids,
+                block_keys=given.block_keys,
+                # of what another instance decodes, the first token is made here and nothing is decided about it
+                max_tokens=params.max_tokens if errand is None else 1,
+                min_tokens=params.min_tokens if errand is None else 0,
+                stop_ids=stop_ids if errand is None else frozenset(),
                 priority=ask.priority,
                 deadline=deadline,
-                emits=ask.streams or params.logprobs != "none" or bool(params.stop),
-                checks_stops=bool(params.stop),
-                start=ask.start if rows else -1,
-                namespace=namespace,
-                root=root,
+                emits=params.logprobs != "none" or (errand is None and (ask.streams or bool(params.stop))),
+                checks_stops=errand is None and bool(params.stop),
+                start=ask.start if rows and errand is None else -1,
+                decoders=() if errand is None else errand.decoders,
+                samples=len(keys),
+                namespace=given.namespace,
+                root=salted(given.namespace, ask.cache_salt),
                 salt=ask.cache_salt,
                 sampler=SamplerSpec(
                     prompt_len=len(tokens),

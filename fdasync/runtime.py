@@ -19,6 +19,7 @@ from fdasync.events.catalog import AbortRequested, ResumeRequested
 from fdasync.events.trace import TraceRing
 from fdasync.keeper import Keeper
 from fdasync.output import OutputHub
+from fdasync.pd.site import Site
 from fdasync.prepare import Rehasher, namespace_of
 from fdasync.registry import RUNNERS, STORES, TOKENIZERS, Registry
 from fdasync.runner.worker import WorkerRunner
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from fdasync.actions import Action
     from fdasync.config import EngineConfig
+    from fdasync.door import Door
     from fdasync.events.bus import EventBus
     from fdasync.output import RequestOutput
     from fdasync.runner.base import Capacity, Runner
@@ -156,6 +158,22 @@ class Runtime:
         """Of the process that hosts the store; -1: there is none."""
         hosted = None if self._stack is None else self._stack.hosted
         return -1 if hosted is None else hosted.pid
+
+    def site(self, door: Door, fail: Callable[[BaseException], None]) -> Site:
+        """What services for other instances work with. Raises ConfigError where there is no host tier."""
+        if self._host is None:
+            raise ConfigError("config.host_blocks", "there is no host tier", hint="other instances read host blocks")
+        return Site(
+            asyncio.get_running_loop(),
+            self.bus,
+            door,
+            self.hub,
+            self._host,
+            self._arena,
+            lambda: self.capacity,
+            lambda: self.namespace,
+            fail,
+        )
 
     async def _open_store(self) -> None:
         assert self._host is not None

@@ -91,7 +91,7 @@ def test_limits_must_fit_each_other():
     ("values", "field", "problem"),
     [
         ({"store": "memory", "host_blocks": 0}, "host_blocks", "is 0, and a store is set"),
-        ({"store": "memory", "prefix_cache": False}, "prefix_cache", "a store is set"),
+        ({"store": "memory", "prefix_cache": False}, "prefix_cache", "a store or a role is set"),
         ({"host_blocks": 8, "prefix_cache": False}, "prefix_cache", "a host tier"),
         ({"store_config": {"path": "x"}}, "store_config", "names no store"),
     ],

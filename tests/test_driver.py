@@ -9,17 +9,27 @@ import msgspec
 import pytest
 
 from fdasync.actions import (
+    ELSEWHERE,
     Action,
+    AnswerLease,
+    AskLease,
+    ConfirmHandOver,
     CopyRows,
+    DropLease,
     EmitTokens,
     FetchBlocks,
     FinishRequest,
+    GiveUpLease,
+    HandOver,
     HashAgain,
     LookUp,
+    ReceiveBlocks,
     RunStep,
+    SendBlocks,
     StoreBlocks,
     SwapIn,
     SwapOut,
+    TellBlocks,
     WakeAt,
 )
 from fdasync.driver import Driver
@@ -353,6 +363,15 @@ SAMPLES: dict[type, tuple[Action, str]] = {
     FetchBlocks: (FetchBlocks(0, b"n", (b"k",), (1,), (2,), (3,), 9.0), "fetch"),
     StoreBlocks: (StoreBlocks(0, b"n", (b"k",), (1,), (2,)), "write"),
     HashAgain: (HashAgain(1, b"", ""), "add"),
+    AskLease: (AskLease(1, 0, "ipc://d", b"n", (), 1.0, 2.0, 3.0, 5.0), "elsewhere"),
+    GiveUpLease: (GiveUpLease(1, 0, "ipc://d"), "elsewhere"),
+    SendBlocks: (SendBlocks(0, 1, 0, "ipc://d", (0,), (0,), (0,)), "elsewhere"),
+    HandOver: (HandOver(0, 1, 0, "ipc://d", 1, 0, 7, -1, 0, -1, -1, NOTHING), "elsewhere"),
+    AnswerLease: (AnswerLease(1, "granted"), "elsewhere"),
+    DropLease: (DropLease(1, "why"), "elsewhere"),
+    ReceiveBlocks: (ReceiveBlocks(0, 1, (0,), (0,), (0,), (0,), (1,), (4,), 9.0), "elsewhere"),
+    ConfirmHandOver: (ConfirmHandOver(1, 1, True), "elsewhere"),
+    TellBlocks: (TellBlocks((b"k",), ()), "elsewhere"),
     WakeAt: (WakeAt(1e9), ""),
 }
 
@@ -366,13 +385,14 @@ async def test_every_action_has_a_performer(kind):
     action, word = SAMPLES[kind]
     stage = Stage(Script([action]))
     stage.driver.keeper = stage.driver.rehasher = Told(stage.log)
+    stage.driver.attendant = lambda action: stage.log.append(("elsewhere", action))
     if kind is EmitTokens:
         stage.driver._outputs[0] = StepOutput(0, (7,))
     stage.bus.publish(TimerFired())
     await stage.turns()
     assert stage.failures == []
     assert [entry[0] for entry in stage.log] == ([word] if word else [])
-    if word in ("look_up", "fetch", "write", "add"):
+    if word in ("look_up", "fetch", "write", "add", "elsewhere"):
         assert stage.log[0][1] is action
     stage.driver.stop()
 
@@ -384,6 +404,16 @@ async def test_asking_for_a_store_where_there_is_none_is_a_defect(kind):
     await stage.turns()
     assert [type(failure) for failure in stage.failures] == [InvariantBroken]
     assert kind.__name__ in str(stage.failures[0])
+
+
+@pytest.mark.parametrize("kind", ELSEWHERE)
+async def test_what_concerns_other_instances_needs_somebody_who_talks_to_them(kind):
+    stage = Stage(Script([SAMPLES[kind][0]]))
+    stage.bus.publish(TimerFired())
+    await stage.turns()
+    # news that nobody wants are no defect
+    assert [type(failure) for failure in stage.failures] == ([] if kind is TellBlocks else [InvariantBroken])
+    stage.driver.stop()
 
 
 # -- copies of blocks

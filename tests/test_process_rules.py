@@ -51,10 +51,10 @@ PURE = ("fdasync.scheduler", "fdasync.cache.aux", "fdasync.cache.blocks", "fdasy
 CONTRACTS = (
     "fdasync.cache.aux", "fdasync.cache.arena", "fdasync.cache.host", "fdasync.cache.region", "fdasync.cache.store",
     "fdasync.cache.block_format",
-    "fdasync.gpu.completion", "fdasync.runner.base", "fdasync.pd.messages", "fdasync.pd.transport",
+    "fdasync.gpu.completion", "fdasync.runner.base", "fdasync.pd.messages", "fdasync.pd.transport", "fdasync.result",
 )  # fmt: skip
 ROOMS = ("fdasync.cache", "fdasync.gpu", "fdasync.runner", "fdasync.pd")
-JOINERS = ("fdasync.engine", "fdasync.runtime", "fdasync.driver")
+JOINERS = ("fdasync.engine", "fdasync.runtime", "fdasync.driver", "fdasync.instance")
 # what knows more than its room, and why
 EXCEPTIONS = {
     ("fdasync.runner.worker", "fdasync.process"): "hosts a runner in a child process: it is shell",
@@ -65,6 +65,8 @@ EXCEPTIONS = {
     ("fdasync.cache.host_process", "fdasync.channel"): "the child's side of the same",
     ("fdasync.cache.host_process", "fdasync.process"): "the same",
     ("fdasync.cache.host_process", "fdasync.registry"): "finds the store",
+    ("fdasync.pd.answers", "fdasync.stream"): "reads a request as any caller of the engine does",
+    ("fdasync.pd.router", "fdasync.cache.prefix"): "looks for prefixes under the names that instances give them",
 }
 
 

@@ -14,7 +14,7 @@ import pytest
 from fdasync.actions import SwapIn
 from fdasync.errors import InvariantBroken
 from fdasync.runner.base import CopyOutput, StepOutput, TensorMeta
-from fdasync.runner.oracle import SyntheticConfig
+from fdasync.runner.oracle import U64, SyntheticConfig
 from fdasync.runner.synthetic import SyntheticRunner
 from fdasync.runner.worker import WorkerRunner
 from fdasync.testing import EdgeRunner, RunnerTests
@@ -73,6 +73,17 @@ class _Broken(SyntheticRunner):
     way = ""
 
     def launch(self, step):
+        if self.way == "tails are fresh":
+            # a new use of the slot, as for a block of which nothing is there
+            starts = [
+                msgspec.structs.replace(start, generations=tuple([number + 1 for number in start.generations]))
+                for start in step.starts
+            ]
+            step = msgspec.structs.replace(step, starts=tuple(starts))
+        for start in step.starts:
+            column, offset = divmod(start.num_cached, self._block_tokens)
+            if offset and self.way == "clears tails":
+                self._kv.reshape(-1, self._block_tokens)[start.blocks[column]] = 0
         done = super().launch(step)
         if self.way == "out of order" and len(self._flights) == 2:
             done.set_result(StepOutput(step.step_id, (0,)))
@@ -99,6 +110,12 @@ class _Broken(SyntheticRunner):
             batch.generations = batch.generations + 1
         if self.way == "slots are blocks":
             batch.aux_index = batch.kv_index
+        if self.way == "reads past tails":
+            for at, start in zip(np.cumsum(batch.counts) - batch.counts, batch.starts, strict=True):
+                past = int(batch.kv_index[at]) + 1
+                if start % self._block_tokens and past % self._block_tokens:
+                    # as a sum over a whole block does, with a weight of 0 for what is masked
+                    self._kv[past - 2] ^= self._kv[past] & U64(1 << 63)
         if self.way == "blind to the cache":
             for lane, start in zip(batch.lanes, batch.starts, strict=True):
                 inputs, positions = self.lanes.tokens[lane, :start].astype(np.int64), np.arange(start)
@@ -167,6 +184,14 @@ class _Broken(SyntheticRunner):
         ("mixes blocks up", "test_swapped_out_and_in_elsewhere_blocks_answer_as_before"),
         ("mixes blocks up", "test_many_blocks_in_one_copy"),
         ("first block only", "test_many_blocks_in_one_copy"),
+        ("clears tails", "test_a_sequence_begun_elsewhere_goes_on_in_the_middle_of_a_block"),
+        ("clears tails", "test_a_tail_that_was_swapped_goes_on_in_its_slot"),
+        ("tails are fresh", "test_a_sequence_begun_elsewhere_goes_on_after_one_token_of_a_block"),
+        ("tails are fresh", "test_a_sequence_begun_elsewhere_goes_on_with_the_last_token_of_a_block"),
+        ("tails are fresh", "test_a_sequence_begun_elsewhere_goes_on_in_its_only_block"),
+        ("reads past tails", "test_what_lies_past_the_tokens_of_a_tail_counts_for_nothing"),
+        ("copies nothing", "test_a_sequence_begun_elsewhere_goes_on_in_a_fresh_block"),
+        ("copies nothing", "test_a_sequence_begun_elsewhere_may_have_more_to_compute"),
         ("keeps its weights", "test_tensors_change_the_answers_and_back"),
         ("takes any tensor", "test_tensors_that_do_not_fit_change_nothing"),
     ],

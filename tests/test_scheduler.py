@@ -192,9 +192,13 @@ def test_the_reserve_is_a_quarter_of_all_blocks_at_most_and_nothing_for_one_alon
     turned = table.turn(table.request(1, range(31), 2))
     assert turned.starts == [1]
     table.run()
-    table.turn(table.request(2, range(200, 204), 9))
+    table.turn(table.request(2, range(200, 204), 20))
     # it decodes into its second block: 8 - 2 used - 2 reserved are fewer than 5
     assert table.turn(table.done(), table.request(3, range(300, 320), 2)).starts == []
+    table = Table(num_blocks=8, decode_reserve_blocks=100)
+    table.turn(table.request(2, range(200, 204), 9))
+    # it never needs more than one further block
+    assert table.turn(table.done(), table.request(3, range(300, 320), 2)).starts == [3]
     table = Table(num_blocks=8, decode_reserve_blocks=100)
     table.turn(table.request(2, range(200, 202), 9))
     assert table.turn(table.done(), table.request(3, range(300, 320), 2)).starts == [3]

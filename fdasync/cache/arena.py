@@ -103,9 +103,13 @@ class AuxArena:
         """Where the rows of a slot lie, a part for each spec; `region` is this region's number for the store."""
         return tuple([Part(region, offset + slot * nbytes, nbytes) for offset, nbytes in self._runs])
 
-    def adopt(self, slot: int, generation: int) -> None:
-        """All rows of a slot came with their block, checked, for this use of the slot: from now on they count."""
-        self._tags[slot * self.block_tokens : (slot + 1) * self.block_tokens] = generation
+    def adopt(self, slot: int, generation: int, count: int | None = None) -> None:
+        """The first `count` rows of a slot (None: all) came with their block, checked, for this use of the slot: from
+        now on they count, and no others."""
+        first = slot * self.block_tokens
+        stop = first + (self.block_tokens if count is None else count)
+        self._tags[first:stop] = generation
+        self._tags[stop : first + self.block_tokens] = 0
 
     def close(self) -> None:
         """Drop the mapping and the fd; idempotent. The bytes live on while somebody holds a view of `rows`."""

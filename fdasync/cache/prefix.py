@@ -57,14 +57,17 @@ class PrefixIndex:
     Args:
         pool: the blocks.
         enabled: False keeps nothing: every block is private and freed with its last pin.
+        news: keep them.
 
     Attributes:
+        news: identities that can be matched since somebody cleared this (True), or cannot any more; None: not kept.
         evictions, host_evictions: blocks that left a tier to make room.
     """
 
-    def __init__(self, pool: BlockPool, *, enabled: bool = True) -> None:
+    def __init__(self, pool: BlockPool, *, enabled: bool = True, news: bool = False) -> None:
         self.pool = pool
         self.enabled = enabled
+        self.news: dict[bytes, bool] | None = {} if news else None
         self.evictions = 0
         self.host_evictions = 0
         self._by_key: dict[bytes, Block] = {}
@@ -201,6 +204,8 @@ class PrefixIndex:
         """The step that fills `block` is done. `key` indexes it now, if it was not pending before."""
         block.sealed = True
         block.step = -1
+        if self.news is not None and block.key is not None:
+            self.news[block.key] = True
         if self.enabled and key is not None and block.key is None:
             self.adopt(block, key)
 
@@ -211,6 +216,8 @@ class PrefixIndex:
         block.key = key
         self._by_key[key] = block
         self._use(block)
+        if self.news is not None:
+            self.news[key] = True
         return True
 
     def _use(self, block: Block) -> None:
@@ -232,6 +239,8 @@ class PrefixIndex:
             block.key = None
             block.wanted = False
         self._by_key.clear()
+        if self.news is not None:
+            self.news.clear()
         for block in self.pool.live():
             self.settle(block)
 
@@ -288,6 +297,8 @@ class PrefixIndex:
     def _lose(self, block: Block) -> None:
         assert block.key is not None
         del self._by_key[block.key]
+        if self.news is not None:
+            self.news[block.key] = False
         block.key = None
         self.settle(block)
 

@@ -45,6 +45,8 @@ class RequestPrepared(Event, frozen=True, kw_only=True):
         namespace: what it was hashed under; one that is not in use any more sends it back to be hashed again.
         root: identity of an empty prefix under that namespace and this salt.
         salt: the caller's, which sets prefixes apart.
+        decoders: addresses of instances to hand it to after its prefill, in order of preference; empty: none.
+        samples: how many the group has.
     """
 
     key: int
@@ -63,6 +65,8 @@ class RequestPrepared(Event, frozen=True, kw_only=True):
     namespace: bytes = b""
     root: bytes = b""
     salt: str = ""
+    decoders: tuple[str, ...] = ()
+    samples: int = 1
 
 
 class AbortRequested(Event, frozen=True, kw_only=True):
@@ -183,6 +187,118 @@ class Hashed(Event, frozen=True, kw_only=True):
     block_keys: tuple[bytes, ...]
 
 
+class LeaseAnswered(Event, frozen=True, kw_only=True):
+    """An instance granted or denied a lease, or was silent for too long, or is not there.
+
+    Attributes:
+        prefix_blocks: of a grant: leading blocks that need not be sent.
+        retry_after_s: of a denial: asking again before makes no sense; negative: asking again never does.
+        reason: of a denial, in words.
+        silent: nobody denied it: there was no answer.
+    """
+
+    group: int
+    attempt: int
+    granted: bool
+    prefix_blocks: int = 0
+    retry_after_s: float = 0.0
+    reason: str = ""
+    silent: bool = False
+
+
+class LeaseLost(Event, frozen=True, kw_only=True):
+    """A lease that was granted to us is over: its instance says so, or went away."""
+
+    group: int
+    attempt: int
+    reason: str
+
+
+class BlocksSent(Event, frozen=True, kw_only=True):
+    """Blocks that were offered were taken, or will not be: nobody reads them any more."""
+
+    offer: int
+    taken: bool
+
+
+class HandedOver(Event, frozen=True, kw_only=True):
+    """A sample's hand-over ended: the other instance goes on with it, or will not."""
+
+    offer: int
+    taken: bool
+
+
+class LeaseAsked(Event, frozen=True, kw_only=True):
+    """Another instance asks for room for a group of samples.
+
+    Attributes:
+        requests: its samples, under numbers of ours.
+        peer: who asks.
+        ttl_s: not renewed for so long, the lease is over.
+        over_by: engine time at which it is over if it was not handed over.
+    """
+
+    requests: tuple[RequestPrepared, ...]
+    peer: str
+    ttl_s: float
+    over_by: float
+
+
+class LeasesRenewed(Event, frozen=True, kw_only=True):
+    """These leases of ours are still wanted."""
+
+    groups: tuple[int, ...]
+
+
+class LeaseGivenUp(Event, frozen=True, kw_only=True):
+    """These leases of ours are not wanted any more, or who wanted them is gone."""
+
+    groups: tuple[int, ...]
+    reason: str
+
+
+class BlocksOffered(Event, frozen=True, kw_only=True):
+    """Blocks of a lease's prompt can be copied.
+
+    Attributes:
+        indices: which of the prompt's blocks.
+    """
+
+    group: int
+    offer: int
+    indices: tuple[int, ...]
+
+
+class SampleOffered(Event, frozen=True, kw_only=True):
+    """A sample's first token came, and where its open block can be copied.
+
+    Attributes:
+        tail_rows: how many tokens of the open block count; 0: there is none.
+    """
+
+    group: int
+    key: int
+    offer: int
+    token: int
+    tail_rows: int
+    cached: tuple[int, int, int]
+
+
+class BlocksReceived(Event, frozen=True, kw_only=True):
+    """Copying blocks from another instance ended; nothing touches their places any more.
+
+    Attributes:
+        arrived: for each block: it is there, checked, its rows too.
+        problem: of the first that is not.
+    """
+
+    receive_id: int
+    arrived: tuple[bool, ...]
+    seconds: float
+    nbytes: int
+    problem: str = ""
+
+
 class PauseRequested(Event, frozen=True, kw_only=True):
     """Plan no more steps."""
 
@@ -296,6 +412,20 @@ class RequestEnded(Told, frozen=True, kw_only=True):
     error: str = ""
 
 
+class LinkChanged(Told, frozen=True, kw_only=True):
+    """A link to another instance or a router came about, or was lost.
+
+    Attributes:
+        peer: its name; role: mixed, prefill, decode or router.
+        problem: why it was lost.
+    """
+
+    peer: str
+    role: str
+    up: bool
+    problem: str = ""
+
+
 class LoopHeldUp(Told, frozen=True, kw_only=True):
     """Something kept the engine's loop from turning: a timer rang this much too late."""
 
@@ -320,6 +450,16 @@ AnyEvent = (
     | StoreEnded
     | LeaseReturned
     | Hashed
+    | LeaseAnswered
+    | LeaseLost
+    | BlocksSent
+    | HandedOver
+    | LeaseAsked
+    | LeasesRenewed
+    | LeaseGivenUp
+    | BlocksOffered
+    | SampleOffered
+    | BlocksReceived
     | PauseRequested
     | ResumeRequested
     | WeightsChanged
@@ -331,6 +471,7 @@ AnyEvent = (
     | WritesRefused
     | BreakerChanged
     | RequestEnded
+    | LinkChanged
     | LoopHeldUp
     | EngineDied
 )

@@ -37,9 +37,14 @@ Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Small = Annotated[int, Meta(ge=0, lt=1 << 20)]
 #: token ids, int32 little-endian
 Tokens = Annotated[bytes, Meta(max_length=4 << 20)]
+Keys = Annotated[tuple[Key, ...], Meta(max_length=1 << 17)]
+Namespace = Annotated[bytes, Meta(max_length=16)]
+Floats = Annotated[bytes, Meta(max_length=4 << 20)]
 Role = Literal["mixed", "prefill", "decode", "router"]
 #: a request's name among instances, and the number of the attempt to find room for it
 LeaseName = tuple[Name, Small]
+#: no model has more layers with experts
+Layers = Annotated[tuple[Small, ...], Meta(max_length=4096)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
@@ -62,7 +67,7 @@ class Shape(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     kv_dtype: Words
     block_tokens: Small
     block_nbytes: Count
-    aux: tuple[AuxSpec, ...]
+    aux: Annotated[tuple[AuxSpec, ...], Meta(max_length=64)]
 
     def difference(self, other: Shape) -> tuple[str, str, str] | None:
         """The first field that differs, with both values in words; None: blocks can be exchanged."""
@@ -86,19 +91,20 @@ class Source(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
     machine: Words
     pid: Count
-    regions: tuple[tuple[Count, Count], ...]
+    regions: Annotated[tuple[tuple[Count, Count], ...], Meta(max_length=64)]
     token: Key
     address: Words
 
 
 class Hello(Message, frozen=True, array_like=True, tag="hello"):
-    """The first message of either side of a link.
+    """The first message of either side of a link. Tag and protocol stay the first two elements in every version, so
+    that another one can be refused by name.
 
     Attributes:
         protocol: PROTOCOL.
         name: for people.
         address: where it listens; "" for routers.
-        shape, source: of instances; None for routers.
+        shape: of instances; None for routers. sources: for each transport that it offers, by name.
         namespace: of the weights in use; empty for routers.
         facts: of instances: what a router has to know of the model (`Facts`).
     """
@@ -108,8 +114,8 @@ class Hello(Message, frozen=True, array_like=True, tag="hello"):
     role: Role
     address: Words
     shape: Shape | None = None
-    source: Source | None = None
-    namespace: bytes = b""
+    sources: Annotated[tuple[tuple[Name, Source], ...], Meta(max_length=8)] = ()
+    namespace: Namespace = b""
     facts: Facts | None = None
 
 
@@ -120,9 +126,9 @@ class Facts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     vocab_size: Count
     max_context_tokens: Count
     num_blocks: Count
-    moe_layer_ids: tuple[Small, ...]
+    moe_layer_ids: Layers
     num_experts: Small
-    top_k_by_layer: tuple[Small, ...] | None
+    top_k_by_layer: Layers | None
     tokenizer: Words
     model_path: Words
     max_step_tokens: Count
@@ -163,7 +169,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 class Heartbeat(Message, frozen=True, array_like=True, tag="beat"):
     """The sender lives, and still wants these leases of the receiver."""
 
-    leases: tuple[LeaseName, ...] = ()
+    leases: Annotated[tuple[LeaseName, ...], Meta(max_length=1 << 16)] = ()
     status: Status | None = None
 
 
@@ -184,7 +190,7 @@ class Wanted(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
     caller: Key
     tokens: Tokens
-    block_keys: tuple[Key, ...]
+    block_keys: Keys
     namespace: Key
     salt: Words
     params: SamplingParams
@@ -246,8 +252,8 @@ class BlockRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     """
 
     index: Small
-    parts: tuple[Part, ...]
-    checksums: tuple[Annotated[int, Meta(ge=0)], ...]
+    parts: Annotated[tuple[Part, ...], Meta(max_length=64)]
+    checksums: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(max_length=64)]
 
 
 class BlocksOffer(Message, frozen=True, array_like=True, tag="offer"):
@@ -256,7 +262,7 @@ class BlocksOffer(Message, frozen=True, array_like=True, tag="offer"):
     request: Name
     attempt: Small
     offer: Count
-    blocks: tuple[BlockRef, ...]
+    blocks: Annotated[tuple[BlockRef, ...], Meta(max_length=1024)]
 
 
 class BlocksTaken(Message, frozen=True, array_like=True, tag="taken"):
@@ -292,6 +298,14 @@ class HandOff(Message, frozen=True, array_like=True, tag="hand_off"):
     tail_rows: Small
 
 
+class HandOffTaken(Message, frozen=True, array_like=True, tag="handed"):
+    """D has everything of a sample and goes on with it; P may forget it."""
+
+    request: Name
+    attempt: Small
+    index: Small
+
+
 # -- requests, router to instances and back -------------------------------------------------------
 
 
@@ -310,7 +324,7 @@ class Submit(Message, frozen=True, array_like=True, tag="submit"):
     request_id: Name
     text: Annotated[str, Meta(max_length=4 << 20)] | None
     tokens: Tokens
-    decoders: tuple[Words, ...]
+    decoders: Annotated[tuple[Words, ...], Meta(max_length=256)]
     params: SamplingParams
     streams: bool
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)]
@@ -330,7 +344,7 @@ class Progress(Message, frozen=True, array_like=True, tag="progress"):
     """New tokens of a request, merged as far as the sender had to wait."""
 
     request: Name
-    deltas: tuple[Delta, ...]
+    deltas: Annotated[tuple[Delta, ...], Meta(max_length=1024)]
 
 
 class Rows(Message, frozen=True, array_like=True, tag="rows"):
@@ -354,15 +368,22 @@ class SampleEnd(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
     token_ids: Tokens
     text: Annotated[str, Meta(max_length=4 << 20)]
-    raw: bytes | None
-    processed: bytes | None
+    raw: Floats | None
+    processed: Floats | None
     top: tuple[TopLogprobs | None, ...] | None
     finish_reason: Words
     cached: tuple[Count, Count, Count]
     versions: tuple[WeightSpan, ...]
     stop_token_id: int | None
     num_rows: Count | None
-    aux: tuple[AuxSpec, ...]
+    aux: Annotated[tuple[AuxSpec, ...], Meta(max_length=64)]
+
+
+class Moved(Message, frozen=True, array_like=True, tag="moved"):
+    """Every sample of a request was handed to the instance at this address: it alone answers from now on."""
+
+    request: Name
+    address: Words
 
 
 class Ended(Message, frozen=True, array_like=True, tag="ended"):
@@ -370,7 +391,7 @@ class Ended(Message, frozen=True, array_like=True, tag="ended"):
 
     request: Name
     prompt: Tokens
-    samples: tuple[SampleEnd, ...]
+    samples: Annotated[tuple[SampleEnd, ...], Meta(max_length=1024)]
 
 
 class Failed(Message, frozen=True, array_like=True, tag="failed"):
@@ -394,10 +415,10 @@ class Failed(Message, frozen=True, array_like=True, tag="failed"):
 class BlockNews(Message, frozen=True, array_like=True, tag="blocks"):
     """Identities that an instance can serve from now on, and those that it lost; `reset`: it has no others."""
 
-    namespace: bytes
+    namespace: Namespace
     reset: bool
-    added: tuple[Key, ...]
-    removed: tuple[Key, ...]
+    added: Keys
+    removed: Keys
 
 
 # -- commands, router to instances ----------------------------------------------------------------
@@ -425,7 +446,7 @@ class Done(Message, frozen=True, array_like=True, tag="done"):
     number: Count
     error: Words = ""
     problem: Words = ""
-    namespace: bytes = b""
+    namespace: Namespace = b""
     weight_version: Count = 0
 
 
@@ -440,10 +461,12 @@ AnyMessage = (
     | BlocksOffer
     | BlocksTaken
     | HandOff
+    | HandOffTaken
     | Submit
     | Abort
     | Progress
     | Rows
+    | Moved
     | Ended
     | Failed
     | BlockNews
@@ -469,7 +492,8 @@ def decode(data: bytes | bytearray | memoryview) -> Message:
     if len(data) > MAX_MESSAGE_NBYTES:
         raise ProtocolError(f"a message of {len(data)} bytes is longer than the limit of {MAX_MESSAGE_NBYTES}")
     try:
-        return _DECODER.decode(data)
+        message: Message = _DECODER.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         # bytes that are no UTF-8 are a ValueError
         raise ProtocolError(f"{len(data)} bytes are no message: {error}") from None
+    return message

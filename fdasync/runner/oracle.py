@@ -34,6 +34,7 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         values_spec: also write the second aux spec, "values", float16 [4] per token.
         pass_stamp: KV and a third aux spec, "stamp", uint32 [1], carry the number of the pass (step) that wrote
             them; stamps never influence tokens or rows (DECISIONS 25).
+        stamp_base: added to that number, so that passes of several instances can be told apart.
         step_s, token_s: seconds of a step, fixed and per token; 0 completes in the next loop turn.
         copy_s: seconds of a copy of blocks between device and host.
         load_s: seconds of loading new weights; steps and copies are refused meanwhile, as by a real model.
@@ -54,6 +55,7 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     weights_id: int = 1
     values_spec: bool = False
     pass_stamp: bool = False
+    stamp_base: int = 0
     step_s: float = 0.0
     token_s: float = 0.0
     copy_s: float = 0.0

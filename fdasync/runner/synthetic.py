@@ -78,7 +78,7 @@ class SyntheticRunner(Runner):
         if capture and config.pass_stamp:
             specs.append(AuxSpec("stamp", (1,), "uint32"))
         costs = dict.fromkeys(("step_s", "token_s", "copy_s", "load_s", "jitter"), 0.0)
-        plain = msgspec.structs.replace(config, weights_id=0, seed=0, **costs)
+        plain = msgspec.structs.replace(config, weights_id=0, seed=0, stamp_base=0, **costs)
         token_nbytes = _WORD_NBYTES + (_STAMP_NBYTES if config.pass_stamp else 0)
         return Capacity(
             model="synthetic",
@@ -316,7 +316,7 @@ class SyntheticRunner(Runner):
         """Write the KV of the step's tokens, read the KV of everything before, sample."""
         inputs = self._inputs(batch)
         self._kv[batch.kv_index] = self.oracle.kv(inputs, batch.positions, self.weights_id)
-        self._kv_stamps[batch.kv_index] = batch.step_id
+        self._kv_stamps[batch.kv_index] = self.config.stamp_base + batch.step_id
         digests = np.empty(len(inputs), U64)
         ends = np.cumsum(batch.counts)
         size = self._block_tokens
@@ -335,7 +335,7 @@ class SyntheticRunner(Runner):
             if self.config.values_spec:
                 rows["values"] = self.oracle.values(digests)
             if self.config.pass_stamp:
-                rows["stamp"] = np.full((len(inputs), 1), batch.step_id, np.uint32)
+                rows["stamp"] = np.full((len(inputs), 1), self.config.stamp_base + batch.step_id, np.uint32)
         last = ends[batch.sampled] - 1
         tokens = self.oracle.sample(digests[last], self._noise(batch, last), self.weights_id)
         self._last_token[batch.lanes[batch.sampled]] = tokens
@@ -379,7 +379,7 @@ class SyntheticRunner(Runner):
         size = self._block_tokens
         slots, _generations = self.lanes.slots_of(table)
         # rows of steps in flight are not scattered yet
-        flying = {flight.batch.step_id for flight in self._flights}
+        flying = {self.config.stamp_base + flight.batch.step_id for flight in self._flights}
         stamps = self._kv_stamps[index[:start]]
         where = (slots[:, None] * size + np.arange(size)).ravel()[:start]
         settled = ~np.isin(stamps, list(flying)) if flying else np.ones(start, bool)

@@ -1,6 +1,6 @@
 """The pure core: events in, actions out."""
 
-from fdasync.scheduler.config import SchedulerConfig, SchedulerStats
+from fdasync.scheduler.config import LeaseRules, SchedulerConfig, SchedulerStats
 from fdasync.scheduler.core import Scheduler
 
-__all__ = ["Scheduler", "SchedulerConfig", "SchedulerStats"]
+__all__ = ["LeaseRules", "Scheduler", "SchedulerConfig", "SchedulerStats"]

@@ -70,6 +70,13 @@ def stats(counters: Counters, index: PrefixIndex, roster: Roster, tiers: Tiers, 
         writing=storer.num_writes + copier.num_queued,
         waiting_for_store=storer.num_waits,
         late_leases=storer.num_late,
+        leased=len(roster.leased),
+        leases_granted=tiers.lender.granted,
+        leases_denied=tiers.lender.denied,
+        leases_dropped=tiers.lender.dropped,
+        received_blocks=tiers.lender.received,
+        errands=tiers.borrower.num_errands,
+        queued_tokens=sum(len(seq.tokens) for seq in roster.waiting),
         paused=paused,
         weight_version=tiers.version,
     )
@@ -95,8 +102,11 @@ def check(
     if not steps and roster.is_draining:
         raise InvariantBroken("sequences drain, but no step is in flight")
     tiers.copier.check()
-    tiers.storer.check(sum(block.device_moves for block in index.pool.live()))
+    tiers.lender.check()
+    copies = sum(block.device_moves for block in index.pool.live())
+    tiers.storer.check(copies + tiers.copier.num_held + tiers.lender.num_receiving)
     hashing = any(seq.hashing for seq in live)
     moving = tiers.copier.num_in_flight or tiers.storer.num_waits
-    if live and not (steps or roster.tail or moving or hashing or paused):
+    elsewhere = tiers.borrower.num_asked or tiers.borrower.num_out or tiers.lender.num_leases
+    if live and not (steps or roster.tail or moving or hashing or paused or elsewhere):
         raise InvariantBroken(f"{len(live)} sequences wait for nothing: the scheduler stalled")

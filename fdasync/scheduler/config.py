@@ -7,6 +7,41 @@ from typing import Literal
 import msgspec
 
 
+class LeaseRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Bounds of prefill/decode disaggregation.
+
+    Attributes:
+        asks: lease questions in flight, to all decode instances together; asks_per_peer: to one of them.
+        ahead_tokens: prompt tokens that are leased and not begun, on a prefill instance; 0: two step budgets. A longer
+            request is leased all the same, alone.
+        silent_s: a decode instance that answers nothing for so long is passed over.
+        queue_s: how long to stand in line at one instance while there are others to ask.
+        find_s: how long to look for an instance that has room.
+        total_s: from the question to the last hand-over.
+        ttl_s: a lease that is not renewed for so long is over.
+        staging_blocks: host blocks that wait to be copied by others, or are being copied from them; 0: half of the
+            host tier. One other instance gets half of that at most.
+        receive_s: to copy a few blocks from another instance.
+        line: leases that wait in line on a decode instance.
+        age_s: a lease that waited so long in line is not passed any more.
+        beyond_running: samples beyond max_running that may hold leases.
+    """
+
+    asks: int = 256
+    asks_per_peer: int = 16
+    ahead_tokens: int = 0
+    silent_s: float = 1.0
+    queue_s: float = 5.0
+    find_s: float = 60.0
+    total_s: float = 120.0
+    ttl_s: float = 5.0
+    staging_blocks: int = 0
+    receive_s: float = 10.0
+    line: int = 256
+    age_s: float = 2.0
+    beyond_running: int = 64
+
+
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What the scheduler needs to know, all resolved.
 
@@ -28,6 +63,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         write_through: which sealed blocks are written to the store.
         write_back: the sealed blocks of preempted requests go to the host at once, and to the store if there is one.
         fetch_min_tokens: shorter runs are computed, not looked up.
+        leases: of requests that go from one instance to another.
+        block_news: tell of every identity that can be matched, and of those lost.
         prefill_tokens_per_s, fetch_nbytes_per_s, lookup_s: what is believed before it was measured.
     """
 
@@ -50,6 +87,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefill_tokens_per_s: float = 1e3
     fetch_nbytes_per_s: float = 1e9
     lookup_s: float = 2e-3
+    leases: LeaseRules = LeaseRules()
+    block_news: bool = False
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +105,10 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
         fetch_cut_offs: lookups and fetches that were not waited for any longer.
         moving, writing, waiting_for_store, late_leases: copies in flight; blocks being written or queued; lookups and
             fetches in flight; transfers whose wait ended before their work.
+        leased: samples that wait for blocks of another instance, or in line for room for them.
+        leases_granted, leases_denied, leases_dropped, received_blocks: given to other instances, and what came by them.
+        errands: groups of samples on their way to another instance.
+        queued_tokens: prompt tokens of those who wait.
     """
 
     waiting: int
@@ -98,5 +141,12 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     writing: int = 0
     waiting_for_store: int = 0
     late_leases: int = 0
+    leased: int = 0
+    leases_granted: int = 0
+    leases_denied: int = 0
+    leases_dropped: int = 0
+    received_blocks: int = 0
+    errands: int = 0
+    queued_tokens: int = 0
     paused: bool = False
     weight_version: int = 0

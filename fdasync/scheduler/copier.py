@@ -43,6 +43,26 @@ class _Copy:
         self.waiting: list[Sequence] = []
 
 
+class Export:
+    """A block whose KV another instance shall read on the host: it goes there, and stays until `Copier.release`.
+
+    Attributes:
+        held: it has its place on the host.
+        wanted: False once released.
+    """
+
+    __slots__ = ("block", "held", "wanted")
+
+    def __init__(self, block: Block) -> None:
+        self.block = block
+        self.held = False
+        self.wanted = True
+
+    @property
+    def ready(self) -> bool:
+        return self.held and self.block.on_host
+
+
 class Copier:
     """See the module.
 
@@ -64,6 +84,8 @@ class Copier:
         self._next_id = 0
         self._needed = 0
         self._outward = 0
+        self._exports: deque[Export] = deque()
+        self._held = 0
         self._loads: list[SwapIn] = []
         self.dropped = 0
         self.out_blocks = 0
@@ -94,25 +116,53 @@ class Copier:
         """Somebody lacked device blocks in this turn: see that this many can be had."""
         self._needed = max(self._needed, count)
 
+    def export(self, block: Block) -> Export:
+        """Have it on the host, whatever else it is there for, sealed or an open block that nobody writes any more."""
+        export = Export(block)
+        self._exports.append(export)
+        return export
+
+    def release(self, export: Export) -> None:
+        """Nobody reads it there any more; idempotent."""
+        export.wanted = False
+        if export.held:
+            export.held = False
+            self._held -= 1
+            export.block.host_moves -= 1
+            self._index.settle(export.block)
+
+    @property
+    def num_held(self) -> int:
+        """Host blocks that exports keep in place."""
+        return self._held
+
+    def bring(self, blocks: list[Block]) -> list[int]:
+        """Copy these from the host to the device places that they have; returns the copies."""
+        return [
+            self._bring(blocks[first : first + _MAX_COPY_BLOCKS]) for first in range(0, len(blocks), _MAX_COPY_BLOCKS)
+        ]
+
     def load(self, seq: Sequence, hits: list[Block], fresh: list[Block]) -> None:
         """Bring `fresh`, blocks of the host that just got their device ids, and let `seq` wait for all of its hits
         that are on their way, others' too."""
-        for first in range(0, len(fresh), _MAX_COPY_BLOCKS):
-            batch = fresh[first : first + _MAX_COPY_BLOCKS]
-            number = self._start(batch, outward=False)
-            slots = [block.slot for block in batch if block.slot is not None]
-            self._loads.append(
-                SwapIn(
-                    number,
-                    tuple([block.host for block in batch]),
-                    tuple([block.id for block in batch]),
-                    tuple([slot.id for slot in slots]),
-                    tuple([slot.generation for slot in slots]),
-                )
-            )
+        self.bring(fresh)
         for number in sorted({block.arriving for block in hits if block.arriving >= 0}):
             seq.arrivals += 1
             self._copies[number].waiting.append(seq)
+
+    def _bring(self, batch: list[Block]) -> int:
+        number = self._start(batch, outward=False)
+        slots = [block.slot for block in batch if block.slot is not None]
+        self._loads.append(
+            SwapIn(
+                number,
+                tuple([block.host for block in batch]),
+                tuple([block.id for block in batch]),
+                tuple([slot.id for slot in slots]),
+                tuple([slot.generation for slot in slots]),
+            )
+        )
+        return number
 
     def forget(self, seq: Sequence) -> None:
         """It waits for no copy any more; the copies go on."""
@@ -127,6 +177,8 @@ class Copier:
         self._loads.clear()
         if not self._enabled:
             return actions
+        if self._exports:
+            actions += self._send_exports()
         self._demote()
         while self._queue and self._outward < _MAX_OUTWARD:
             batch = self._next_batch()
@@ -137,6 +189,35 @@ class Copier:
                 )
         self._needed = 0
         return actions
+
+    def _send_exports(self) -> list[SwapOut]:
+        """Hold the exports that are on the host, and send others there as far as there is room, in order."""
+        waiting: deque[Export] = deque()
+        batch: list[Block] = []
+        for export in self._exports:
+            block = export.block
+            if not export.wanted:
+                continue
+            if block.host < 0 and (
+                waiting or self._outward >= _MAX_OUTWARD or len(batch) >= _MAX_COPY_BLOCKS or not self._make_room()
+            ):
+                waiting.append(export)
+                continue
+            if block.host < 0:
+                self._index.pool.add_host(block)
+                batch.append(block)
+            export.held = True
+            self._held += 1
+            block.host_moves += 1
+            self._index.settle(block)
+        self._exports = waiting
+        if not batch:
+            return []
+        number = self._start(batch, outward=True)
+        return [SwapOut(number, tuple([block.id for block in batch]), tuple([block.host for block in batch]))]
+
+    def _make_room(self) -> bool:
+        return self._index.make_host_room(for_fetch=True)
 
     def _demote(self) -> None:
         """Idle blocks that are nowhere else go out while there is time, oldest first."""

@@ -14,7 +14,7 @@ import heapq
 from collections import deque
 from typing import TYPE_CHECKING
 
-from fdasync.actions import Action, CopyRows, EmitTokens, FinishRequest, RowSpan, WakeAt
+from fdasync.actions import Action, CopyRows, EmitTokens, FinishRequest, RowSpan, TellBlocks, WakeAt
 from fdasync.cache.aux import SlotPool
 from fdasync.cache.blocks import BlockPool
 from fdasync.cache.prefix import PrefixIndex, block_key
@@ -22,6 +22,7 @@ from fdasync.errors import InvariantBroken
 from fdasync.events.catalog import (
     AbortRequested,
     Event,
+    LeaseAsked,
     PauseRequested,
     RequestPrepared,
     ResumeRequested,
@@ -35,15 +36,19 @@ from fdasync.events.catalog import (
 )
 from fdasync.scheduler import books
 from fdasync.scheduler.books import Counters
+from fdasync.scheduler.borrower import Borrower
+from fdasync.scheduler.lender import Lender
 from fdasync.scheduler.planner import Planner, StepPlan
 from fdasync.scheduler.roster import Roster
 from fdasync.scheduler.sequence import Sequence, State
 from fdasync.scheduler.tiers import Tiers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from fdasync.scheduler.config import SchedulerConfig, SchedulerStats
+
+_NEVER = float("inf")
 
 
 class Scheduler:
@@ -53,14 +58,16 @@ class Scheduler:
         self.config = config
         slots = SlotPool(config.num_blocks + config.num_host_blocks) if config.capture else None
         pool = BlockPool(config.num_blocks, slots, config.num_host_blocks)
-        self.index = PrefixIndex(pool, enabled=config.prefix_cache)
+        self.index = PrefixIndex(pool, enabled=config.prefix_cache, news=config.block_news)
         self._spans: list[RowSpan] = []
         self._sequences: dict[int, Sequence] = {}
         self.tiers = Tiers(config, self.index, self._sequences)
         self.copier, self.storer = self.tiers.copier, self.tiers.storer
         self.roster = Roster(config.block_tokens, self.index, self._spans, self.copier, self.tiers.write_back)
         self.tiers.roster = self.roster
-        self._planner = Planner(config, self.index, self.roster, self.copier, self.storer)
+        self.borrower = self.tiers.borrower = Borrower(config, self.copier, self.tiers)
+        self.lender = self.tiers.lender = Lender(config, self.index, self.roster, self.copier)
+        self._planner = Planner(config, self.index, self.roster, self.copier, self.storer, self.borrower)
         self._paused = False
         self._now = 0.0
         self._step_ended_at = 0.0
@@ -80,7 +87,10 @@ class Scheduler:
             StopMatched: self._on_stop_matched,
             StepFailed: self._on_step_failed,
             TimerFired: self._on_timer,
+            LeaseAsked: self._on_lease_asked,
             **self.tiers.handlers,
+            **self.borrower.handlers,
+            **self.lender.handlers,
             PauseRequested: self._on_pause,
             ResumeRequested: self._on_resume,
             WeightsChanged: self._on_weights,
@@ -101,6 +111,8 @@ class Scheduler:
             elif not isinstance(event, Told):
                 raise InvariantBroken(f"the scheduler knows no event {type(event).__name__}")
         self._expire(self._now)
+        told = self.lender.plan(self._now)
+        self._take_leased()
         steps: list[Action] = []
         while len(self._inflight) < self.config.pipeline_depth and not self._paused:
             # who was preempted, or sent back by new weights, must not be matched under what it was
@@ -115,8 +127,13 @@ class Scheduler:
             steps.append(planned[0])
             self._inflight.append(planned[1])
         self.tiers.take_requeued(self._now)
+        if self.borrower.num_errands:
+            steps += self.borrower.plan(self._now, paused=self._paused)
+            self._take_ends(self.borrower.ends)
+            # of those that ended just now
+            steps += self.borrower.take_actions()
         steps += self.tiers.plan(paused=self._paused)
-        return self._gather(steps)
+        return self._gather(steps, told)
 
     def _on_step_failed(self, event: StepFailed) -> None:
         raise InvariantBroken(f"step {event.step_id} failed and the engine went on: {event.problem}")
@@ -125,8 +142,9 @@ class Scheduler:
         # loops ring a little early (their clocks are coarse): set it again if there is still time left
         self._wake_at = float("inf")
 
-    def _gather(self, steps: list[Action]) -> list[Action]:
-        actions: list[Action] = [*self._emits]
+    def _gather(self, steps: list[Action], told: Iterable[Action] = ()) -> list[Action]:
+        # a first token that came from elsewhere is its request's before its request can end
+        actions: list[Action] = [*told, *self._emits]
         # rows are read before anything that is planned now may write their slots again
         if self._spans:
             actions.append(CopyRows(tuple(self._spans)))
@@ -135,14 +153,28 @@ class Scheduler:
         self._emits.clear()
         self._spans.clear()
         self._finishes.clear()
-        if self._deadlines and self._deadlines[0][0] != self._wake_at:
-            self._wake_at = self._deadlines[0][0]
-            actions.append(WakeAt(self._wake_at))
+        news = self.index.news
+        if news:
+            added = tuple([key for key, here in news.items() if here])
+            actions.append(TellBlocks(added, tuple([key for key, here in news.items() if not here])))
+            news.clear()
+        wake_at = self._deadlines[0][0] if self._deadlines else _NEVER
+        wake_at = min(wake_at, self.borrower.wake_at, self.lender.wake_at)
+        if wake_at not in (self._wake_at, _NEVER):
+            self._wake_at = wake_at
+            actions.append(WakeAt(wake_at))
         return actions
 
     # -- arrivals and ends ------------------------------------------------------------------------
 
     def _on_prepared(self, event: RequestPrepared) -> None:
+        seq = self._add(event)
+        self.roster.enqueue(seq)
+        if event.decoders:
+            self.borrower.enter(seq, event, event.at)
+        self.tiers.enter(seq, event.namespace, event.at)
+
+    def _add(self, event: RequestPrepared) -> Sequence:
         if event.key in self._sequences:
             raise InvariantBroken(f"sequence {event.key} was prepared twice")
         seq = Sequence(event, self._arrivals, self.tiers.version)
@@ -154,8 +186,36 @@ class Scheduler:
                 # most belong to requests that ended long before their deadline
                 self._deadlines = [entry for entry in self._deadlines if entry[1] in self._sequences]
                 heapq.heapify(self._deadlines)
-        self.roster.enqueue(seq)
-        self.tiers.enter(seq, event.namespace, event.at)
+        return seq
+
+    # -- requests of other instances, and for them ------------------------------------------------
+
+    def _on_lease_asked(self, event: LeaseAsked) -> None:
+        seqs = [self._add(request) for request in event.requests]
+        for seq in seqs:
+            seq.lease = event.requests[0].group
+            self.roster.to_leased(seq)
+        self.lender.asked(event, seqs, self.tiers.namespace)
+
+    def _take_leased(self) -> None:
+        """Samples that have everything begin to decode, unless their first token is their last; and those end of which
+        nothing comes here."""
+        for seq, hand in self.lender.started:
+            seq.lease = -1
+            self._check_stop(seq, hand.token)
+            if seq.state is State.LEASED:
+                if len(seq.tokens) >= seq.max_len:
+                    self._complete(seq, "length")
+                else:
+                    self.roster.handed_over(seq)
+        self.lender.started.clear()
+        self._take_ends(self.lender.ends)
+
+    def _take_ends(self, ends: list[tuple[Sequence, str, str]]) -> None:
+        for seq, reason, note in ends:
+            if seq.state is not State.ENDED:
+                self._end(seq, reason, seq.num_output if reason == "handed_over" else 0, note=note)
+        ends.clear()
 
     def _on_abort(self, event: AbortRequested) -> None:
         for key in event.keys:
@@ -195,6 +255,9 @@ class Scheduler:
         """The tokens so far are all that it will have; a stop string may still cut them (DECISIONS 14)."""
         if seq.ending is not None:
             return
+        if seq.errand is not None:
+            self.borrower.computed(seq)
+            return
         if not seq.checks_stops or seq.checked >= seq.num_output:
             self._end(seq, reason, seq.num_output, matched)
             return
@@ -203,7 +266,7 @@ class Scheduler:
         seq.emits = False
         self.roster.to_tail(seq)
 
-    def _end(self, seq: Sequence, reason: str, keep: int, matched: int = -1) -> None:
+    def _end(self, seq: Sequence, reason: str, keep: int, matched: int = -1, note: str = "") -> None:
         """The one place where a sequence ends."""
         if seq.ending is not None:
             # what came while a stop answer was awaited is overrun, whoever ends it now
@@ -216,7 +279,7 @@ class Scheduler:
             num_rows = max(min(last, seq.rows_have) - seq.start, 0)
         cached = seq.cached_tokens or (0, 0, 0)
         spans = tuple([span for span in seq.spans if span[0] < keep])
-        self._finishes.append(FinishRequest(seq.key, reason, output, num_rows, cached, spans, matched))
+        self._finishes.append(FinishRequest(seq.key, reason, output, num_rows, cached, spans, matched, note))
         self._counters.ended(seq, keep)
         del self._sequences[seq.key]
         seq.stop_ids = frozenset()

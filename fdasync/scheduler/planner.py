@@ -23,6 +23,7 @@ from fdasync.scheduler.sequence import Sequence, State
 if TYPE_CHECKING:
     from fdasync.cache.blocks import Block
     from fdasync.cache.prefix import PrefixIndex
+    from fdasync.scheduler.borrower import Borrower
     from fdasync.scheduler.config import SchedulerConfig
     from fdasync.scheduler.copier import Copier
     from fdasync.scheduler.roster import Roster
@@ -68,13 +69,20 @@ class Planner:
     """The plan of the next step, over a roster of sequences."""
 
     def __init__(
-        self, config: SchedulerConfig, index: PrefixIndex, roster: Roster, copier: Copier, storer: Storer
+        self,
+        config: SchedulerConfig,
+        index: PrefixIndex,
+        roster: Roster,
+        copier: Copier,
+        storer: Storer,
+        borrower: Borrower,
     ) -> None:
         self._config = config
         self._index = index
         self._roster = roster
         self._copier = copier
         self._storer = storer
+        self._borrower = borrower
         self._calendar: dict[int, list[tuple[Sequence, int]]] = {}
         self._short = 0
 
@@ -188,10 +196,11 @@ class Planner:
 
     def _enter_loaded(self, budget: int, plan: StepPlan, starts: list[SeqStart]) -> int:
         """Start those whose KV has arrived; returns what is left of the budget."""
-        for seq in list(self._roster.loaded.values()):
-            if budget <= 0:
+        roster = self._roster
+        for seq in list(roster.loaded.values()):
+            if budget <= 0 or len(roster.decoding) + len(roster.prefilling) >= self._config.max_running:
                 break
-            if self._catch_up(seq, plan.step_id):
+            if seq.midway or self._catch_up(seq, plan.step_id):
                 starts.append(self._enter(seq))
                 budget -= self._chunk(seq, budget, plan)
         return budget
@@ -224,7 +233,8 @@ class Planner:
                 break
             seq = waiting[position]
             # who waits for something else than room holds nobody up
-            waits = seq.hashing or self._storer.consider(seq, now)
+            waits = seq.hashing or (seq.errand is not None and not seq.errand.granted)
+            waits = waits or self._storer.consider(seq, now)
             hits = None if waits else self._match(seq, plan.step_id)
             if hits is None:
                 position += 1
@@ -255,8 +265,8 @@ class Planner:
         away = [block for block in hits if block.id < 0]
         fresh = -(-len(seq.tokens) // size) - len(hits)
         needed = fresh + len(away)
-        reserve = min(len(self._roster.decoding) * self._config.decode_reserve_blocks, self._index.pool.num_blocks // 4)
-        alone = not self._roster.num_running
+        reserve = self._roster.reserve(self._config.decode_reserve_blocks)
+        alone = not self._roster.num_running and not self._roster.leased
         if needed + (0 if alone else reserve) > self._index.available_besides(hits):
             self._copier.need(needed + (0 if alone else reserve) + sum(1 for block in hits if not block.pins))
             return False
@@ -283,6 +293,8 @@ class Planner:
     def _enter(self, seq: Sequence) -> SeqStart:
         """Tell the runner of a sequence that has its blocks, and KV in those that are hits."""
         self._roster.to_prefill(seq)
+        seq.midway = False
+        self._borrower.begun(seq)
         size = self._config.block_tokens
         if seq.cached_tokens is None:
             host, stored = (count * size for count in seq.hit_blocks)
@@ -310,6 +322,9 @@ class Planner:
         # blocks on their way out count: nobody is preempted twice for one need
         while self._roster.pending_free() < self._short:
             victim = self._roster.preempt()
+            if victim is None and self._roster.num_leased_samples:
+                # they run when their blocks are here, or their leases end
+                return None
             if victim is None:
                 raise InvariantBroken(f"sequence {seq.key} needs a block, and nobody is left to preempt")
             if victim is seq:

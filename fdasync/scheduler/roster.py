@@ -33,6 +33,7 @@ class Roster:
 
     Attributes:
         waiting: in order; holds no blocks.
+        leased: by key; waits for another instance's blocks, or for room for them.
         loading: by key; has its blocks, and waits for KV to arrive; `loaded` in the order of arrival.
         requeued: those that came back to `waiting`; taken by `core.py`.
         prefilling, decoding, tail: by key; `decoding` in the runner's order.
@@ -54,6 +55,7 @@ class Roster:
         self.requeued: list[Sequence] = []
         self._copier = copier
         self._on_preempted = on_preempted
+        self.leased: dict[int, Sequence] = {}
         self.prefilling: dict[int, Sequence] = {}
         self.decoding: dict[int, Sequence] = {}
         self.tail: dict[int, Sequence] = {}
@@ -75,6 +77,22 @@ class Roster:
 
     # -- forward ------------------------------------------------------------------------------------
 
+    @property
+    def num_leased_samples(self) -> int:
+        """Those that hold blocks and wait for what they shall hold."""
+        return sum(1 for seq in self.leased.values() if seq.blocks)
+
+    def reserve(self, blocks_each: int) -> int:
+        """Blocks that decoding sequences may want next: for so many blocks' worth of tokens each, never past their
+        length limit (DECISIONS 23); a quarter of all at most."""
+        size = self._block_tokens
+        total = 0
+        for seq in self.decoding.values():
+            known = len(seq.tokens)
+            stop = min(known + blocks_each * size, seq.max_len - 1)
+            total += max(-(-stop // size) - len(seq.blocks), 0)
+        return min(total, self._index.pool.num_blocks // 4)
+
     def enqueue(self, seq: Sequence) -> None:
         insort(self.waiting, seq, key=lambda other: other.order)
 
@@ -82,6 +100,17 @@ class Roster:
         """It has its blocks, and waits for copies. The caller has taken it out of `waiting`."""
         seq.state = State.LOADING
         self.loading[seq.key] = seq
+
+    def to_leased(self, seq: Sequence) -> None:
+        """Another instance computes its prompt."""
+        seq.state = State.LEASED
+        self.leased[seq.key] = seq
+
+    def handed_over(self, seq: Sequence) -> None:
+        """All that another instance computed of it is on the device."""
+        del self.leased[seq.key]
+        seq.state = State.LOADING
+        self.loaded[seq.key] = seq
 
     def arrived(self, seq: Sequence) -> None:
         """All that it waited for is on the device."""
@@ -119,6 +148,8 @@ class Roster:
         """Plan no more tokens of `seq`, whatever it was doing; the runner forgets it at the next step."""
         if seq.state is State.WAITING:
             self.waiting.remove(seq)
+        elif seq.state is State.LEASED:
+            del self.leased[seq.key]
         elif seq.state is State.LOADING:
             # the runner has not heard of it
             self.loading.pop(seq.key, None)

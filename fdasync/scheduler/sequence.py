@@ -10,12 +10,16 @@ from fdasync.actions import RowSpan
 if TYPE_CHECKING:
     from fdasync.cache.blocks import Block
     from fdasync.events.catalog import RequestPrepared
+    from fdasync.scheduler.borrower import Errand
 
 
 class State(Enum):
     """Forward only, but for preemption: LOADING, PREFILL or DECODE -> LEAVING -> WAITING."""
 
     WAITING = "waiting"  # holds nothing
+    LEASED = (
+        "leased"  # prefilled by another instance; waits in line, or holds blocks and waits for what they shall hold
+    )
     LOADING = "loading"  # holds blocks for every known token; some of them are on their way from the host
     PREFILL = "prefill"  # holds blocks for every known token; chunks are being planned
     DECODE = "decode"  # one token a step
@@ -64,6 +68,8 @@ class Sequence:
         hit_blocks: of its blocks, those that came from the host and from the store.
         cached_tokens: not computed at its first start: from the device, the host, the store.
         store: its dealings with the store (`storer.py`).
+        errand: it is decoded elsewhere (`borrower.py`); lease: group of the lease it came by (`lender.py`), else -1.
+        midway: its KV came whole up to its prompt's end, an open block included; until it starts.
         spans: (first output token, weight version), in order.
         base, stamp: decode position = base + tick; `stamp` tells stale calendar entries from live ones.
         last_step: the last step that names it, once it is out of the decode set.
@@ -83,13 +89,16 @@ class Sequence:
         "decoding",
         "emits",
         "ending",
+        "errand",
         "hashing",
         "hit_blocks",
         "indexed",
         "key",
         "keys",
         "last_step",
+        "lease",
         "max_len",
+        "midway",
         "min_len",
         "order",
         "planned",
@@ -128,6 +137,9 @@ class Sequence:
         self.indexed = True
         self.hashing = False
         self.arrivals = 0
+        self.errand: Errand | None = None
+        self.lease = -1
+        self.midway = False
         self.store = StoreNotes()
         self.spans = [(0, version)]
         self.state = State.WAITING
@@ -181,6 +193,7 @@ class Sequence:
         """Back to the start, holding nothing; tokens and rows that it has stay."""
         self.state = State.WAITING
         self.decoding = False
+        self.midway = False
         self.computed_prefill = 0
         self.planned = 0
         self.last_step = -1

@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from fdasync.cache.blocks import Block
     from fdasync.cache.prefix import PrefixIndex
     from fdasync.events.catalog import Event
+    from fdasync.scheduler.borrower import Borrower
     from fdasync.scheduler.config import SchedulerConfig
+    from fdasync.scheduler.lender import Lender
     from fdasync.scheduler.roster import Roster
 
 
@@ -43,13 +45,15 @@ class Tiers:
         sequences: the live ones by key; owned by the scheduler.
 
     Attributes:
-        roster: set by the scheduler, which makes it.
+        roster, borrower, lender: set by the scheduler, which makes them.
         namespace, version: of the weights in use.
         writes_through: sealed blocks may have to be written.
         handlers: of the events that belong here.
     """
 
     roster: Roster
+    borrower: Borrower
+    lender: Lender
 
     def __init__(self, config: SchedulerConfig, index: PrefixIndex, sequences: dict[int, Sequence]) -> None:
         self.storer = Storer(config, index)
@@ -130,10 +134,15 @@ class Tiers:
         """It ended: it waits for nothing, and nothing is kept for it."""
         seq.store.waits_for = None
         self.storer.let_go(seq)
+        if seq.errand is not None:
+            self.borrower.leave(seq)
+        if seq.lease >= 0:
+            self.lender.leave(seq, seq.lease)
 
     def _on_swap_done(self, event: SwapDone) -> None:
         for seq in self.copier.done(event.copy_id):
             self.roster.arrived(seq)
+        self.lender.copied(event.copy_id)
 
     def _on_looked_up(self, event: LookedUp) -> None:
         for seq in self.storer.looked_up(event):
@@ -170,6 +179,9 @@ class Tiers:
         No step is in flight.
         """
         self.namespace, self.version = event.namespace, event.version
+        for seq in self.borrower.new_weights():
+            self.roster.leave(seq)
+        self.lender.new_weights()
         self.storer.new_weights(event.namespace)
         for seq in [*self.roster.loading.values(), *self.roster.loaded.values()]:
             seq.indexed = False

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from fdasync.testing.simulation import SimulationFailed, SimulationReport, simulate
     from fdasync.testing.store_bench import StoreBench
     from fdasync.testing.stores import StoreTests
+    from fdasync.testing.transports import TransportTests
     from fdasync.testing.workload import Workload
 
 _HOMES = {
@@ -53,6 +54,7 @@ _HOMES = {
     "simulation": ("SimulationFailed", "SimulationReport", "simulate"),
     "store_bench": ("StoreBench",),
     "stores": ("StoreTests",),
+    "transports": ("TransportTests",),
     "workload": ("Workload",),
 }
 
@@ -72,6 +74,7 @@ __all__ = [
     "SimulationReport",
     "StoreBench",
     "StoreTests",
+    "TransportTests",
     "Workload",
     "check_idle",
     "check_sample",

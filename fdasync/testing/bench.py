@@ -1,7 +1,7 @@
 """A runner on a bench: steps written by hand, blocks and slots chosen by hand, no scheduler.
 
 `Bench` numbers steps, builds their parts and reads rows out of the arena. It decides nothing and checks
-nothing. Used by `runners.py` and by tests of runners that need more.
+nothing. Used by the suites for runners and by tests of runners that need more.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fdasync.request import SamplerSpec
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -66,10 +66,13 @@ class Bench:
     for the other is found out. A slot stays with its KV when that is swapped.
     """
 
-    def __init__(self, runner: Runner, capacity: Capacity, arena: AuxArena | None) -> None:
+    def __init__(
+        self, runner: Runner, capacity: Capacity, arena: AuxArena | None, host: HostArena | None = None
+    ) -> None:
         self.runner = runner
         self.capacity = capacity
         self.arena = arena
+        self.host = host
         self._step_id = -1
         self._copy_id = -1
         self._generation: dict[int, int] = {}
@@ -99,10 +102,14 @@ class Bench:
         self, key: int, tokens: Sequence[int], blocks: Sequence[int], *, cached: int = 0, prompt_len: int | None = None,
         sampler: SamplerSpec = GREEDY,
     ) -> SeqStart:  # fmt: skip
-        """A sequence that enters; its blocks past the cached ones get a new generation."""
+        """A sequence that enters; its blocks past the cached tokens get a new generation.
+
+        A block that is cached in part keeps its slot and generation: its first rows are there.
+        """
         used = blocks[: -(-len(tokens) // self.size)]
-        fresh = used[cached // self.size :]
-        pairs = [self._use(block) for block in fresh]
+        whole, part = divmod(cached, self.size)
+        pairs = [self._kept(block) for block in used[whole : whole + 1] if part]
+        pairs += [self._use(block) for block in used[whole + len(pairs) :]]
         sampler = msgspec.structs.replace(sampler, prompt_len=len(tokens) if prompt_len is None else prompt_len)
         return SeqStart(
             key,
@@ -117,16 +124,28 @@ class Bench:
     def append(self, key: int, block: int) -> BlockAppend:
         return BlockAppend(key, block, *self._use(block))
 
+    def _kept(self, block: int) -> tuple[int, int]:
+        return (-1, 0) if self.arena is None else (self.slot(block), self.generation(block))
+
     def _use(self, block: int) -> tuple[int, int]:
         if self.arena is None:
             return -1, 0
-        held = [*self._slot_of.values(), *self._slot_on_host.values()]
-        if held.count(self.slot(block)) > 1:
+        if self._held_slots().count(self.slot(block)) > 1:
             # its rows belong to KV that lives on elsewhere
-            self._slot_of[block] = next(slot for slot in range(self.arena.num_slots) if slot not in held)
+            self._slot_of[block] = self._free_slot(self.arena)
         slot = self.slot(block)
+        return slot, self._next_generation(slot)
+
+    def _held_slots(self) -> list[int]:
+        return [*self._slot_of.values(), *self._slot_on_host.values()]
+
+    def _free_slot(self, arena: AuxArena) -> int:
+        held = set(self._held_slots())
+        return next(slot for slot in range(arena.num_slots) if slot not in held)
+
+    def _next_generation(self, slot: int) -> int:
         self._generation[slot] = generation = self._generation.get(slot, 0) + 1
-        return slot, generation
+        return generation
 
     # -- copies -------------------------------------------------------------------------------------
 
@@ -146,6 +165,24 @@ class Bench:
             slots = tuple([self.slot(block) for block in device])
             generations = tuple([self.generation(block) for block in device])
         return self.runner.copy(SwapIn(self._copy_id, tuple(host), tuple(device), slots, generations))
+
+    def receive(
+        self, kv: Sequence[NDArray[np.uint8]], rows: Mapping[str, NDArray[Any]], tokens: int, host: Sequence[int]
+    ) -> None:
+        """Blocks of another instance, which hold the first `tokens` tokens of a sequence, arrive in these host blocks;
+        the rows of the tokens come into slots of their own."""
+        assert self.host is not None
+        for number, (place, block) in enumerate(zip(host, kv, strict=True)):
+            self.host.kv[place] = block
+            self._slot_on_host.pop(place, None)
+            if self.arena is None:
+                self._slot_on_host[place] = -1
+                continue
+            slot = self._slot_on_host[place] = self._free_slot(self.arena)
+            first, last = number * self.size, min((number + 1) * self.size, tokens)
+            index = slot * self.size + np.arange(last - first)
+            generations = np.full(last - first, self._next_generation(slot), np.uint32)
+            self.arena.scatter(index, generations, {name: part[first:last] for name, part in rows.items()})
 
     # -- steps --------------------------------------------------------------------------------------
 
@@ -213,7 +250,7 @@ async def on_bench(runner: Runner, *, capture: bool = True, host_blocks: int = 0
         if host_blocks:
             host = HostArena.create(host_blocks, capacity.block_nbytes)
         await runner.bind(capacity.num_blocks, arena, host)
-        yield Bench(runner, capacity, arena)
+        yield Bench(runner, capacity, arena, host)
     finally:
         await runner.aclose()
         for memory in (arena, host):

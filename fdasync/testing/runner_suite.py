@@ -1,6 +1,7 @@
 """What the suites for runners share: how a test runs, what a suite is given, when two answers are the same.
 
-Knows nothing but the contract. Used by `runners.py`, `runner_copies.py` and `runner_weights.py`.
+Knows nothing but the contract. Used by `runners.py`, `runner_copies.py`, `runner_tails.py` and
+`runner_weights.py`.
 """
 
 from __future__ import annotations
@@ -44,12 +45,18 @@ class RunnerSuite:
         logprobs: the runner computes log-probs.
         overlaps: the runner takes a step while one is in flight.
         loads: the runner takes new weights; then `make_of`, `write_folder` and `tensors_of` are defined.
+        batch_safe: others in a batch change no token of a sequence: surely so in exact arithmetic, as good as always in
+            float32, not in bfloat16. If not, sequences that another instance began go on without others beside them.
+        logprob_error: how far log-probs of the same thing may be apart: 0.0 unless a runner's arithmetic depends on
+            the batch.
     """
 
     limits = RunnerLimits(max_running=4, max_step_tokens=256, block_tokens=16, num_blocks=24, pipeline_depth=2)
     logprobs = True
     overlaps = True
     loads = False
+    batch_safe = True
+    logprob_error = 0.0
 
     def make(self, limits: RunnerLimits) -> Runner:
         """A new runner, not opened; two of them must answer alike."""

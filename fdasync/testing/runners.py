@@ -7,8 +7,9 @@ Adopt it with a class of a few lines in a test module of your own:
             return MyRunner(MyConfig(...), limits)
 
 The tests are plain functions that run a loop of their own, so they need no plugin and no settings. Knows
-nothing but the contract; numeric runners may loosen `assert_same`. Here are steps; copies of blocks and new
-weights are in `runner_copies.py` and `runner_weights.py`.
+nothing but the contract; numeric runners may loosen `assert_same`. Here are steps; copies of blocks,
+sequences that another instance began and new weights are in `runner_copies.py`, `runner_tails.py` and
+`runner_weights.py`.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from fdasync.errors import InvariantBroken, RunnerError
 from fdasync.testing.bench import GREEDY, Answer, noisy, on_bench
 from fdasync.testing.runner_copies import CopyTests
 from fdasync.testing.runner_suite import on_loop
+from fdasync.testing.runner_tails import TailTests
 from fdasync.testing.runner_weights import WeightsTests
 
 if TYPE_CHECKING:
     from fdasync.runner.base import StepOutput
 
 
-class RunnerTests(CopyTests, WeightsTests):
+class RunnerTests(CopyTests, TailTests, WeightsTests):
     """Subclass it, name the subclass Test..., define `make`; more in `RunnerSuite`."""
 
     # -- what it is -----------------------------------------------------------------------------------

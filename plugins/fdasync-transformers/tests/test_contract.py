@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 import pytest
+from families_zoo import make_checkpoint
 from fdasync_transformers import TransformersConfig, TransformersRunner, make_random_checkpoint, named_tensors
 from safetensors.torch import load_file
 
 from fdasync.runner.worker import WorkerRunner
 from fdasync.testing import RunnerTests
+from fdasync.testing.runner_suite import RunnerSuite
+from fdasync.testing.runner_tails import TailTests
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,11 +27,13 @@ if TYPE_CHECKING:
     from fdasync.testing.bench import Answer
 
 
-class TestTransformers(RunnerTests):
+class _OnACheckpoint(RunnerSuite):
     # a forward pass on the CPU ends where it is launched
     overlaps = False
 
     loads = True
+    dtype = "float32"
+    logprob_error = 1e-4
 
     @pytest.fixture(autouse=True, params=["qwen3_moe", "ernie4_5_moe", "glm4_moe"])
     def checkpoint(self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -46,7 +51,7 @@ class TestTransformers(RunnerTests):
         return self.make_of(limits, 0)
 
     def make_of(self, limits: RunnerLimits, weights: int) -> Runner:
-        own = {"dtype": "float32", "num_threads": 1, "self_check": False}
+        own = {"dtype": self.dtype, "num_threads": 1, "self_check": False}
         return self.make_runner(own, msgspec.structs.replace(limits, model=str(self.folders[weights])))
 
     def make_runner(self, own: dict[str, Any], limits: RunnerLimits) -> Runner:
@@ -69,6 +74,29 @@ class TestTransformers(RunnerTests):
         assert one.tokens == other.tokens
         for name, rows in one.rows.items():
             assert np.array_equal(np.sort(rows, axis=-1), np.sort(other.rows[name], axis=-1)), f"rows of {name} differ"
+
+
+class TestTransformers(_OnACheckpoint, RunnerTests):
+    pass
+
+
+class TestInHalfPrecision(_OnACheckpoint, TailTests):
+    """Not all of the suite: in this dtype the last bit, which depends on the batch, often decides between two tokens.
+    The same shapes give the same bits."""
+
+    dtype = "bfloat16"
+    batch_safe = False
+    logprob_error = 0.0
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "llama4_text"])
+def test_what_came_with_a_tail_reaches_no_kind_of_attention(tmp_path: Path, family: str) -> None:
+    """Latents, sinks with windows, chunks: each has a mask of its own over the block that is there in part."""
+    make_checkpoint(tmp_path, family)
+    suite = TestTransformers()
+    suite.folders = [tmp_path]
+    suite.test_what_lies_past_the_tokens_of_a_tail_counts_for_nothing()
+    suite.test_a_sequence_begun_elsewhere_may_have_more_to_compute()
 
 
 @pytest.mark.parametrize(

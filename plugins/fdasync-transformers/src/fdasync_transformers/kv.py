@@ -113,6 +113,12 @@ class KVPool:
         if blocks:
             self.blocks[torch.tensor(blocks, device=self.blocks.device)] = 0
 
+    def clear_past(self, block: int, offset: int) -> None:
+        """Zero a block from this token on, for the same reason: what came with the tokens before it may be any bits."""
+        for views in (self.keys, self.values):
+            for view in views.values():
+                view[block, offset:] = 0
+
 
 def gather(view: torch.Tensor, table: torch.Tensor, rows: int) -> torch.Tensor:
     """Blocks of a layer's view, in table order: [rows, heads, tokens, dim] (dims 1 and 2 swapped, not copied).

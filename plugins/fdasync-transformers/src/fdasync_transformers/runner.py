@@ -233,6 +233,11 @@ class TransformersRunner(Runner):
         if step_model is None or table is None or pool is None:
             raise InvariantBroken("a step before bind")
         batch = table.plan(step)
+        for start in step.starts:
+            column, offset = divmod(start.num_cached, pool.block_tokens)
+            if offset:
+                # begun by another instance, within a block that was copied whole
+                pool.clear_past(start.blocks[column], offset)
         if not len(batch.positions):
             return StepOutput(step.step_id, ())
         rows = (np.cumsum(batch.counts) - 1)[batch.sampled]

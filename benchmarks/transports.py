@@ -1,0 +1,240 @@
+"""What a transport costs beyond the raw path: blocks copied from another process, each way against plain calls.
+
+**shm.** `ShmTransport.receive` against a memcpy of each part of the same memory, mapped read-only and touched before,
+and an XXH3 pass over the copy. **tcp.** `TcpTransport.receive` against blocking `recv_into` on a plain socket over
+127.0.0.1, whose other end is a process that does nothing but `sendall` from the same memory, and an XXH3 pass.
+
+Both arms of each: the same source memory, the same destination, touched before; blocks of 1 MiB of KV with their rows.
+The sender's checksums were taken before, in both. Arms take turns, and so does the one that begins; the figure of a
+ratio is the ratio of the medians of MB/s. The longest callback is of rounds of their own, on a loop with a stopwatch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import gc
+import mmap
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+import uvloop
+import xxhash
+
+from benchmarks._report import Report, calibrate_us
+from benchmarks._timed_loop import TimedLoop
+from benchmarks._transport_sender import ROWS_NBYTES, Told, parts_of, regions_of
+from fdasync.pd.shm import ShmTransport
+from fdasync.pd.tcp import TcpTransport
+from fdasync.pd.transport import Receipt
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from fdasync.pd.transport import Transport
+
+RATIO_AIM = 0.8
+CALLBACK_AIM_MS = 0.5
+WARM_ROUNDS = 2
+_RECEIVE_S = 60.0
+TRANSPORTS: dict[str, Callable[[], Transport]] = {"shm": ShmTransport, "tcp": TcpTransport}
+
+
+class Bench:
+    """The sender's process, our regions, and both raw arms."""
+
+    def __init__(self, count: int, nbytes: int) -> None:
+        self.count, self.nbytes = count, nbytes
+        self.moved_nbytes = count * (nbytes + ROWS_NBYTES)
+        self.regions = regions_of(count, nbytes)
+        command = [sys.executable, "-m", "benchmarks._transport_sender", str(count), str(nbytes)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self._process.stdout is not None
+        self.told = msgspec.msgpack.decode(base64.b64decode(self._process.stdout.readline()), type=Told)
+        parts = [parts_of(number, nbytes) for number in range(count)]
+        self.receipts = [Receipt(one, one, sums) for one, sums in zip(parts, self.told.checksums, strict=True)]
+        source = self.told.sources["shm"]
+        self._maps = []
+        for fd, size in source.regions[:2]:
+            opened = os.open(f"/proc/{source.pid}/fd/{fd}", os.O_RDONLY)
+            self._maps.append(mmap.mmap(opened, size, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ))
+            os.close(opened)
+        self._sock = socket.create_connection(("127.0.0.1", self.told.raw_port))
+        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        views = [memoryview(each) for each in self._maps]
+        flat = [
+            (part, sums[at])
+            for one, sums in zip(parts, self.told.checksums, strict=True)
+            for at, part in enumerate(one)
+        ]
+        # of each part: where it comes from, where it goes, its checksum
+        self._raw = [
+            (
+                views[part.region][part.offset : part.offset + part.nbytes],
+                self.regions[part.region].view(part.offset, part.nbytes),
+                checksum,
+            )
+            for part, checksum in flat
+        ]
+
+    def spoil(self) -> None:
+        """So that a copy that brings nothing is seen."""
+        for _, into, _ in self._raw:
+            into[:: 64 << 10] = bytes(len(into[:: 64 << 10]))
+
+    def raw_shm(self, slice_nbytes: int = 1 << 40) -> None:
+        for from_, into, checksum in self._raw:
+            whole = xxhash.xxh3_64()
+            for at in range(0, len(into), slice_nbytes):
+                piece = into[at : at + slice_nbytes]
+                piece[:] = from_[at : at + slice_nbytes]
+                whole.update(piece)
+            if whole.intdigest() != checksum:
+                raise RuntimeError("the raw arm did not bring the bytes")
+
+    def raw_tcp(self) -> None:
+        self._sock.sendall(b"x")
+        for _, into, checksum in self._raw:
+            at = 0
+            while at < len(into):
+                got = self._sock.recv_into(into[at:])
+                if not got:
+                    raise RuntimeError("the raw arm's other end is gone")
+                at += got
+            if xxhash.xxh3_64_intdigest(into) != checksum:
+                raise RuntimeError("the raw arm did not bring the bytes")
+
+    async def ours(self, transport: Transport) -> None:
+        deadline = asyncio.get_running_loop().time() + _RECEIVE_S
+        source = self.told.sources[transport.name]
+        outcomes = await transport.receive(source, self.receipts, deadline)
+        bad = [outcome for outcome in outcomes if not outcome.ok]
+        if bad:
+            raise RuntimeError(f"{len(bad)} of {len(outcomes)} blocks did not come: {bad[0]}")
+
+    def close(self) -> None:
+        self._sock.close()
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+        self._raw.clear()
+        for region in self.regions:
+            region.close()
+
+
+async def measure(bench: Bench, name: str, pairs: int) -> dict[str, list[float]]:
+    """Seconds of both arms, pair by pair."""
+    times: dict[str, list[float]] = {"ours": [], "raw": []}
+    raw = bench.raw_shm if name == "shm" else bench.raw_tcp
+    transport = TRANSPORTS[name]()
+    await transport.open(bench.regions)
+    try:
+        for round_ in range(WARM_ROUNDS + pairs):
+            for arm in ("ours", "raw") if round_ % 2 else ("raw", "ours"):
+                bench.spoil()
+                started = time.perf_counter()
+                if arm == "ours":
+                    await bench.ours(transport)
+                else:
+                    raw()
+                spent = time.perf_counter() - started
+                if round_ >= WARM_ROUNDS:
+                    times[arm].append(spent)
+    finally:
+        await transport.aclose()
+    return times
+
+
+async def measure_loop(bench: Bench, name: str, rounds: int) -> list[tuple[float, str]]:
+    """The longest callback of each round in milliseconds of CPU time, and what it was."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, TimedLoop)
+    longest = []
+    transport = TRANSPORTS[name]()
+    await transport.open(bench.regions)
+    try:
+        await bench.ours(transport)
+        gc.collect()
+        for _ in range(rounds):
+            # a callback that began before the reset is counted whole when it ends
+            await asyncio.sleep(0)
+            loop.reset()
+            await bench.ours(transport)
+            longest.append((loop.longest_s * 1e3, loop.longest))
+    finally:
+        await transport.aclose()
+    return longest
+
+
+def rates(nbytes: int, seconds: Sequence[float]) -> list[float]:
+    return [nbytes / 1e6 / each for each in seconds]
+
+
+def report_times(report: Report, name: str, nbytes: int, times: dict[str, list[float]]) -> None:
+    ours, raw = (rates(nbytes, times[arm]) for arm in ("ours", "raw"))
+    middle = statistics.median(raw)
+    report.add(f"{name}_ratio", [rate / middle for rate in ours], aim=RATIO_AIM)
+    report.add(f"{name}_mb_per_s", ours)
+    report.conditions[f"{name}_raw_mb_per_s"] = [round(value) for value in (middle, min(raw), max(raw))]
+
+
+def compare_slices(report: Report, bench: Bench, rounds: int) -> None:
+    """Copy and hash in slices of so many KiB, with no loop in between: the reason for SLICE_NBYTES."""
+    sizes = (64 << 10, 128 << 10, 256 << 10, 512 << 10, 1 << 40)
+    spent: dict[int, list[float]] = {size: [] for size in sizes}
+    for _ in range(rounds):
+        for size in sizes:
+            started = time.perf_counter()
+            bench.raw_shm(size)
+            spent[size].append(time.perf_counter() - started)
+    report.conditions["copy_and_hash_mb_per_s_by_slice_kib"] = {
+        "whole" if size == 1 << 40 else str(size >> 10): round(bench.moved_nbytes / 1e6 / statistics.median(each))
+        for size, each in spent.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=int, default=256, help="blocks that move (default 256)")
+    parser.add_argument("--block-nbytes", type=int, default=1 << 20, help="KV of a block (default 1 MiB)")
+    parser.add_argument("--pairs", type=int, default=15, help="interleaved pairs of each figure (default 15)")
+    parser.add_argument("--only", choices=list(TRANSPORTS), help="this transport only")
+    parser.add_argument("--json", metavar="FILE", dest="json_path", help="write the figures here")
+    options = parser.parse_args()
+    report = Report("Transports against the raw path")
+    report.conditions["calibration_us"] = round(calibrate_us(), 1)
+    report.conditions["blocks"] = f"{options.blocks} of {options.block_nbytes} bytes, rows of {ROWS_NBYTES}"
+    load = os.getloadavg()[0]
+    bench = Bench(options.blocks, options.block_nbytes)
+    try:
+        for name in TRANSPORTS:
+            if options.only in (None, name):
+                report_times(report, name, bench.moved_nbytes, uvloop.run(measure(bench, name, options.pairs)))
+        for name in TRANSPORTS:
+            if options.only in (None, name):
+                with asyncio.Runner(loop_factory=TimedLoop) as runner:
+                    longest = runner.run(measure_loop(bench, name, options.pairs))
+                worst, what = max(longest)
+                report.add(f"{name}_callback_ms_max", [worst], aim=CALLBACK_AIM_MS)
+                report.conditions[f"{name}_callback_ms_by_round"] = [round(value, 3) for value, _ in longest]
+                report.conditions[f"{name}_callback_longest"] = what
+        if options.only != "tcp":
+            compare_slices(report, bench, options.pairs)
+    finally:
+        bench.close()
+    # whoever else was at work on this machine, before and after
+    report.conditions["load_1m"] = [round(load, 2), round(os.getloadavg()[0], 2)]
+    report.finish(options.json_path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,378 @@
+"""An engine that other instances and routers can reach: links, leases, transports and answers around one `Engine`.
+
+    async with Instance(config, listen="ipc:///run/d0") as instance: ...
+
+Joins the services of `fdasync/pd` to the driver and bus of an engine; decides nothing. Made by `fdasync serve`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from typing import TYPE_CHECKING, Any
+
+from fdasync.actions import (
+    AnswerLease,
+    AskLease,
+    ConfirmHandOver,
+    DropLease,
+    GiveUpLease,
+    HandOver,
+    ReceiveBlocks,
+    SendBlocks,
+    TellBlocks,
+)
+from fdasync.cache.prefix import root_key
+from fdasync.door import Ask, Errand
+from fdasync.engine import Engine
+from fdasync.errors import BadInput, ConfigError, FdasyncError, PeerUnreachable
+from fdasync.events.catalog import LinkChanged
+from fdasync.pd.answers import Answers, failed
+from fdasync.pd.asking import Asking
+from fdasync.pd.carriers import Carriers
+from fdasync.pd.lending import Lending
+from fdasync.pd.link import Links
+from fdasync.pd.messages import (
+    PROTOCOL,
+    Abort,
+    BlocksOffer,
+    BlocksTaken,
+    Command,
+    Done,
+    Facts,
+    HandOff,
+    HandOffTaken,
+    Heartbeat,
+    Hello,
+    LeaseAnswer,
+    LeaseAsk,
+    LeaseDrop,
+    Refused,
+    Shape,
+    Status,
+    Submit,
+)
+from fdasync.pd.news import News
+from fdasync.pd.shm import ShmTransport
+from fdasync.pd.tcp import TcpTransport
+from fdasync.pd.zmq_wire import ZmqWire
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from fdasync.actions import Action
+    from fdasync.cache.store import Store
+    from fdasync.config import EngineConfig
+    from fdasync.pd.messages import Message
+    from fdasync.pd.peer import Peer
+    from fdasync.pd.session import LinkConfig
+    from fdasync.pd.site import Site
+    from fdasync.pd.transport import Transport
+    from fdasync.pd.wire import Frame, Wire
+    from fdasync.runner.base import Capacity, Runner
+    from fdasync.tokenizer import Tokenizer
+
+_FIT = {"auto": (ShmTransport, TcpTransport), "shm": (ShmTransport,), "tcp": (TcpTransport,)}
+
+
+def shape_of(capacity: Capacity) -> Shape:
+    """What the blocks of a runner are, whatever its weights."""
+    return Shape(
+        root_key(capacity.fingerprint.encode()),
+        capacity.kv_layout,
+        capacity.kv_dtype,
+        capacity.block_tokens,
+        capacity.block_nbytes,
+        capacity.aux_specs,
+    )
+
+
+class Instance:
+    """See the module.
+
+    Args:
+        config: of the engine; its role must not be "alone".
+        listen: `ipc://path` or `tcp://127.0.0.1:port` (0: any).
+        peers: addresses of decode instances to connect to at once; others are when a router names them.
+        name: for people; default: where it listens.
+        transport: "auto", "shm" or "tcp": how it reads blocks of others, and lets others read its own.
+        wire, transports, runner, tokenizer, store: objects instead of what the configuration names (tests).
+
+    Attributes:
+        engine: the engine; it may be used directly as well.
+        address: where it listens, once entered.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig | Mapping[str, Any],
+        *,
+        listen: str,
+        peers: Sequence[str] = (),
+        name: str = "",
+        transport: str = "auto",
+        links: LinkConfig | None = None,
+        wire: Wire | None = None,
+        transports: Sequence[Transport] | None = None,
+        runner: Runner | None = None,
+        tokenizer: Tokenizer | None = None,
+        store: Store | None = None,
+    ) -> None:
+        self.engine = Engine(config, runner=runner, tokenizer=tokenizer, store=store)
+        if self.engine.config.role == "alone":
+            raise ConfigError("config.role", "is 'alone'", hint="an instance is mixed, prefill or decode")
+        if transport not in _FIT:
+            raise ConfigError("transport", f"{transport!r} is no transport", limit=", ".join(_FIT))
+        self.address = listen
+        self._listen = listen
+        self._names = peers
+        self._name = name
+        self._link_config = links
+        self._wire = wire
+        self._carriers = Carriers([kind() for kind in _FIT[transport]] if transports is None else transports)
+        self._links: Links | None = None
+        self._site: Site | None = None
+        self._on: dict[type[Message], Callable[[Peer, Any], None]] = {}
+        self._does: dict[type[Any], Callable[[Any], None]] = {}
+
+    # -- life ---------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Instance:
+        await self.start()
+        return self
+
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        await self.aclose()
+
+    async def start(self) -> None:
+        """Start the engine, then be reachable. Raises what `Engine.start` raises, ConfigError for the address."""
+        await self.engine.start()
+        try:
+            self._site = site = self.engine.site()
+            self._asking = Asking(site)
+            self._answers = Answers(site, self._asking)
+            capacity = self.engine.capacity
+            self._lending = Lending(site, capacity.block_tokens, self._answers.follow)
+            self._dispatch()
+            site.carriers = self._carriers
+            await self._carriers.open(site.regions)
+            site.links = self._links = Links(self._wire or ZmqWire(), self, self._link_config)
+            self._news = News(site)
+            self.address = self._links.listen(self._listen)
+            self.engine.attend(self.perform)
+            for address in self._names:
+                self._links.dial(address)
+        except BaseException:
+            await self.aclose()
+            raise
+
+    def _dispatch(self) -> None:
+        asking, lending = self._asking, self._lending
+        self._on = {
+            LeaseAsk: lending.on_ask,
+            LeaseAnswer: asking.on_answer,
+            BlocksOffer: lending.on_offer,
+            BlocksTaken: asking.on_taken,
+            HandOff: lending.on_hand_off,
+            HandOffTaken: asking.on_hand_taken,
+            LeaseDrop: self._on_drop,
+            Submit: self._on_submit,
+            Abort: self._answers.abort,
+            Command: self._on_command,
+        }
+        self._does = {
+            AskLease: asking.ask,
+            GiveUpLease: asking.give_up,
+            SendBlocks: asking.send,
+            HandOver: asking.hand_over,
+            AnswerLease: lending.answer,
+            DropLease: lending.drop,
+            ReceiveBlocks: lending.receive,
+            ConfirmHandOver: lending.confirm,
+            TellBlocks: lambda action: self._news.tell(action),
+        }
+
+    def perform(self, action: Action) -> None:
+        """One of the scheduler's actions that concern other instances; called by the driver."""
+        self._does[type(action)](action)
+
+    async def drain(self, limit_s: float) -> None:
+        """Take no new work, and wait until what is here ended or went elsewhere. Raises DeadlineExceeded."""
+        assert self._site is not None
+        self._site.draining = True
+        await self.engine.drain(limit_s)
+
+    async def aclose(self) -> None:
+        """Abort what is live, tell its callers, hang up, close the engine; idempotent."""
+        site = self._site
+        try:
+            if site is not None and self._links is not None:
+                site.draining = True
+                self._asking.close()
+                await self._end_live(site)
+                await self._links.aclose()
+        finally:
+            try:
+                await self.engine.aclose()
+            finally:
+                if site is not None:
+                    for task in site.tasks():
+                        task.cancel()
+                    if site.tasks():
+                        await asyncio.wait(site.tasks(), timeout=self.engine.config.close_deadline_s)
+                await self._carriers.aclose()
+
+    async def _end_live(self, site: Site) -> None:
+        """Requests end with what they have, and their callers are told."""
+        if self.engine.state not in ("running", "draining"):
+            return
+        for request in site.door.requests():
+            site.door.abort(request)
+        until = site.loop.time() + self.engine.config.close_deadline_s
+        while self._answers.num_live and site.tasks() and site.loop.time() < until:
+            await asyncio.wait(site.tasks(), timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
+
+    # -- what links ask and tell (pd/owner.py) ---------------------------------------------------------
+
+    def hello(self) -> Hello:
+        engine, capacity = self.engine, self.engine.capacity
+        facts = Facts(
+            capacity.model[:4096],
+            capacity.vocab_size,
+            capacity.max_context_tokens,
+            capacity.num_blocks,
+            capacity.moe_layer_ids,
+            capacity.num_experts,
+            capacity.top_k_by_layer,
+            capacity.tokenizer,
+            engine.config.model,
+            engine.config.max_step_tokens,
+            engine.stats().scheduler.weight_version,
+        )
+        role = engine.config.role
+        assert role != "alone"
+        assert self._site is not None
+        return Hello(
+            PROTOCOL,
+            self._name or self.address,
+            role,
+            self.address,
+            shape_of(capacity),
+            self._carriers.sources(),
+            self._site.namespace(),
+            facts,
+        )
+
+    def check(self, hello: Hello) -> Refused | None:
+        if hello.shape is None:
+            return None if hello.role == "router" else Refused("shape", "an instance did not say what its blocks are")
+        differs = shape_of(self.engine.capacity).difference(hello.shape)
+        if differs is None:
+            return None
+        field, ours, theirs = differs
+        return Refused(f"shape.{field}", f"{self._name or self.address} has {ours}, {hello.name} has {theirs}"[:4096])
+
+    def beat(self, peer: Peer) -> Heartbeat:
+        if peer.was_dialed:
+            return Heartbeat(self._asking.leases(peer))
+        return Heartbeat((), self.status()) if peer.role == "router" else Heartbeat()
+
+    def status(self) -> Status:
+        """How it is doing."""
+        assert self._site is not None
+        stats = self.engine.stats().scheduler
+        state = "draining" if self._site.draining else "paused" if stats.paused else "running"
+        return Status(
+            state,  # type: ignore[arg-type]
+            stats.waiting,
+            stats.queued_tokens,
+            stats.running,
+            stats.leased,
+            stats.free_blocks + stats.idle_blocks,
+            stats.num_blocks,
+        )
+
+    def on_up(self, peer: Peer) -> None:
+        self.engine.bus.publish(LinkChanged(peer=peer.name, role=peer.role or "", up=True))
+        if peer.role == "router" and not peer.was_dialed:
+            self._news.add(peer)
+
+    def on_message(self, peer: Peer, message: Message, payload: Frame | None) -> None:  # noqa: ARG002 - the contract's
+        handler = self._on.get(type(message))
+        if handler is not None:
+            handler(peer, message)
+
+    def on_heartbeat(self, peer: Peer, heartbeat: Heartbeat) -> None:
+        if not peer.was_dialed:
+            self._lending.on_heartbeat(peer, heartbeat.leases)
+
+    def on_lost(self, peer: Peer, error: PeerUnreachable) -> None:
+        self.engine.bus.publish(LinkChanged(peer=peer.name, role=peer.role or "", up=False, problem=error.problem))
+        if peer.was_dialed:
+            self._asking.on_lost(peer, str(error))
+        else:
+            self._news.remove(peer)
+            self._lending.on_lost(peer, str(error))
+            self._answers.on_lost(peer)
+
+    def on_failure(self, error: Exception) -> None:
+        self.engine.fail(error)
+
+    # -- messages -------------------------------------------------------------------------------------
+
+    def _on_drop(self, peer: Peer, message: LeaseDrop) -> None:
+        if peer.was_dialed:
+            self._asking.on_drop(peer, message)
+        else:
+            self._lending.on_drop(peer, message)
+
+    def _on_submit(self, peer: Peer, message: Submit) -> None:
+        try:
+            ask = self._ask_of(peer, message)
+        except FdasyncError as error:
+            assert self._site is not None
+            words = failed(message.request, error)
+            self._site.start(self._answers._tell(peer, words), f"refusal of {message.request}")
+            return
+        self._answers.submit(peer, message.request, ask)
+
+    def _ask_of(self, peer: Peer, message: Submit) -> Ask:
+        if message.text is None and len(message.tokens) % 4:
+            raise BadInput("prompt", f"{len(message.tokens)} bytes are no token ids")
+        errand = None
+        if message.decoders:
+            errand = Errand(name=message.request, caller=peer.incarnation, decoders=message.decoders)
+        return Ask(
+            prompt=message.text if message.text is not None else array("i", message.tokens),
+            params=message.params,
+            streams=message.streams,
+            request_id=message.request,
+            priority=message.priority,
+            deadline_s=message.deadline_s,
+            routing=message.routing,
+            start=message.start,
+            cache_salt=message.salt,
+            errand=errand,
+        )
+
+    def _on_command(self, peer: Peer, message: Command) -> None:
+        assert self._site is not None
+        self._site.start(self._command(peer, message), message.verb)
+
+    async def _command(self, peer: Peer, message: Command) -> None:
+        assert self._site is not None
+        error, problem = "", ""
+        try:
+            if message.verb == "update_weights":
+                await self.engine.update_weights(message.version, message.path, message.mode)
+            elif message.verb == "pause":
+                await self.engine.pause()
+            elif message.verb == "resume":
+                await self.engine.resume()
+            else:
+                await self.drain(message.limit_s)
+        except FdasyncError as caught:
+            error, problem = type(caught).__name__, str(caught)[:4096]
+        version = self.engine.stats().scheduler.weight_version
+        words = Done(message.number, error, problem, self._site.namespace(), version)
+        await self._answers._tell(peer, words)

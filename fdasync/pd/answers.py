@@ -1,0 +1,178 @@
+"""What an instance tells the caller of a request: new tokens as they come, rows and the end, or why there is no end.
+
+One coroutine a request, for those that are served here whole, those that another instance prefilled, and those that are
+handed to another instance. A caller that does not keep up gets fewer, longer deltas. A caller that is gone has its
+requests aborted. Called by `instance.py`; knows the door and results, no schedule.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from fdasync.errors import (
+    BadInput,
+    DeadlineExceeded,
+    FdasyncError,
+    PeerRefused,
+    PeerUnreachable,
+    PermanentError,
+)
+from fdasync.pd.messages import Abort, Failed, Moved, Progress
+from fdasync.pd.results import ended_message, row_messages
+from fdasync.stream import TokenStream
+
+if TYPE_CHECKING:
+    from fdasync.door import Ask
+    from fdasync.output import RequestOutput
+    from fdasync.pd.asking import Asking
+    from fdasync.pd.messages import Message
+    from fdasync.pd.peer import Peer
+    from fdasync.pd.site import Site
+    from fdasync.result import Delta
+
+_WORDS_CHARS = 4096
+#: finish reasons of what another instance goes on with, or nobody
+_ELSEWHERE = ("handed_over", "no_lease", "lease_lost")
+
+
+class Answers:
+    """See the module."""
+
+    def __init__(self, site: Site, asking: Asking) -> None:
+        self._site = site
+        self._asking = asking
+        # by caller and the request's name among instances; a request at the door has no output yet
+        self._live: dict[tuple[bytes, str], RequestOutput | None] = {}
+        self._aborted: set[tuple[bytes, str]] = set()
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    def submit(self, caller: Peer, name: str, ask: Ask) -> None:
+        """Serve a request of this caller."""
+        place = caller.incarnation, name
+        if place in self._live:
+            # a name never repeats: this is the same request again
+            return
+        self._live[place] = None
+        self._site.start(self._serve(caller, name, ask), f"request {name}")
+
+    def follow(self, request: RequestOutput, caller: bytes, name: str) -> None:
+        """Answer this caller from now on about a request that was taken over."""
+        peer = self._site.links.find(caller)
+        assert peer is not None
+        self._live[caller, name] = request
+        self._site.start(self._answer(peer, name, request), f"request {name}")
+
+    def abort(self, caller: Peer, message: Abort) -> None:
+        """End it with what it has; one that is still at the door never begins. Unknown ones have ended."""
+        place = caller.incarnation, message.request
+        if place in self._live:
+            request = self._live[place]
+            self._aborted.add(place)
+            if request is not None:
+                self._site.door.abort(request)
+            elif (waiting := self._site.door.find(message.request)) is not None:
+                self._site.door.abort(waiting)
+
+    def on_lost(self, caller: Peer) -> None:
+        """A caller is gone: nobody wants its answers."""
+        for incarnation, name in list(self._live):
+            if incarnation == caller.incarnation:
+                self.abort(caller, Abort(name))
+
+    # -- one request --------------------------------------------------------------------------------
+
+    async def _serve(self, caller: Peer, name: str, ask: Ask) -> None:
+        place = caller.incarnation, name
+        try:
+            request = await self._site.door.submit(ask)
+        except FdasyncError as error:
+            del self._live[place]
+            self._aborted.discard(place)
+            await self._tell(caller, failed(name, error))
+            return
+        self._live[place] = request
+        if place in self._aborted:
+            self._site.door.abort(request)
+        await self._answer(caller, name, request)
+
+    async def _answer(self, caller: Peer, name: str, request: RequestOutput) -> None:
+        try:
+            await self._relay(caller, name, request)
+        except (PeerUnreachable, PeerRefused, DeadlineExceeded):
+            # nobody is there to tell; what is left of it here ends
+            self._site.door.abort(request)
+            await asyncio.wait([request.done])
+        finally:
+            self._live.pop((caller.incarnation, name), None)
+            self._aborted.discard((caller.incarnation, name))
+
+    async def _relay(self, caller: Peer, name: str, request: RequestOutput) -> None:
+        site = self._site
+        asked = request.asked
+        if asked is not None and asked[0].streams and asked[0].errand is None:
+            await self._stream(caller, name, request)
+        # the request's own deadline bounds this wait
+        await asyncio.wait([request.done])
+        reasons = {sample.finish.reason for sample in request.samples if sample.finish is not None}
+        if reasons & set(_ELSEWHERE):
+            await self._moved(caller, name, request, reasons)
+            return
+        await request.decode()
+        try:
+            result = site.door.result(request)
+        except FdasyncError as error:
+            await site.say(caller, failed(name, error))
+            return
+        for words, payload in row_messages(name, result):
+            await site.say(caller, words, payload)
+        await site.say(caller, ended_message(name, result))
+
+    async def _stream(self, caller: Peer, name: str, request: RequestOutput) -> None:
+        stream = TokenStream(self._site.door, request)
+        try:
+            async for delta in stream:
+                if _is_elsewhere(delta):
+                    return
+                await self._site.say(caller, Progress(name, (delta,)))
+        except (PeerUnreachable, PeerRefused, DeadlineExceeded):
+            raise
+        except FdasyncError:
+            # told at the end, with what there is
+            return
+
+    async def _moved(self, caller: Peer, name: str, request: RequestOutput, reasons: set[str]) -> None:
+        """It goes on elsewhere, or nowhere; where nothing came of it here, nobody is told: who sent it knows."""
+        if "no_lease" in reasons:
+            notes = [sample.finish.note for sample in request.samples if sample.finish is not None]
+            problem = next(note for note in notes if note)[:_WORDS_CHARS]
+            words = Failed(name, "InstanceLost", f"no decode instance took it: {problem}", retriable=True)
+            await self._site.say(caller, words)
+        elif reasons == {"handed_over"}:
+            await self._site.say(caller, Moved(name, self._asking.take_moved(name)))
+
+    async def _tell(self, caller: Peer, message: Message) -> None:
+        try:
+            await self._site.say(caller, message)
+        except (PeerUnreachable, PeerRefused, DeadlineExceeded):
+            return
+
+
+def _is_elsewhere(delta: Delta) -> bool:
+    return delta.finish_reason in _ELSEWHERE
+
+
+def failed(name: str, error: FdasyncError) -> Failed:
+    """An error, for the other side of a link."""
+    kind = type(error).__name__
+    retriable = not isinstance(error, PermanentError)
+    if isinstance(error, BadInput):
+        limit = "" if error.limit is None else str(error.limit)[:_WORDS_CHARS]
+        problem = error.problem[:_WORDS_CHARS]
+        return Failed(name, kind, problem, error.field[:_WORDS_CHARS], limit, error.hint[:_WORDS_CHARS])
+    # an engine that failed or closes cannot serve it; another one can
+    retriable = retriable or kind in ("EngineFailed", "EngineClosed")
+    return Failed(name, kind, str(error)[:_WORDS_CHARS], retriable=retriable)

@@ -1,0 +1,219 @@
+"""One request of a router: where it is served, what came of it, its one end, and the stream that its caller reads.
+
+Looks like what `Engine.generate` gives. Knows no instances and no links: `router.py` moves it. A reader that is slow
+gets fewer, longer deltas; nothing waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from fdasync.result import CachedTokens, Delta, Result, Sample
+
+if TYPE_CHECKING:
+    from fdasync.pd.fleet import Member
+    from fdasync.pd.messages import Submit
+    from fdasync.pd.results import Incoming
+    from fdasync.pd.router import Router
+
+
+class Routed:
+    """See the module.
+
+    Attributes:
+        words: what was asked for; name and deadline are those of the try in hand.
+        tries: so far; failed: addresses of those that failed it.
+        name: of the try in hand among instances; "" while there is none.
+        first, decoders: who has it; `server`: who answers, once that is known.
+        incoming: rows so far.
+        delivered: something of it came.
+        done: set at its end, with `result` or `error`.
+    """
+
+    def __init__(self, request_id: str, words: Submit, keys: tuple[bytes, ...], num_tokens: int, now: float) -> None:
+        self.request_id = request_id
+        self.words = words
+        self.keys = keys
+        self.num_tokens = num_tokens
+        self.prefill = ""
+        self.wanted_decoders: tuple[str, ...] = ()
+        self.started_at = now
+        self.ends_at = now + words.deadline_s
+        self.tries = 0
+        self.failed: list[str] = []
+        self.name = ""
+        self.first: Member | None = None
+        self.decoders: tuple[Member, ...] = ()
+        self.server: Member | None = None
+        self.incoming: Incoming | None = None
+        self.aborted = False
+        self.first_token_at: float | None = None
+        self.pending: list[list[Delta]] = [[] for _ in range(words.params.n)]
+        self.taken: list[list[Delta]] = [[] for _ in range(words.params.n)]
+        self.result: Result | None = None
+        self.error: Exception | None = None
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.waiter: asyncio.Future[None] | None = None
+        self.timer: asyncio.TimerHandle | None = None
+
+    @property
+    def delivered(self) -> bool:
+        return any(self.pending) or any(self.taken)
+
+    def add(self, delta: Delta, now: float) -> None:
+        """News of one sample."""
+        if self.first_token_at is None and delta.token_ids:
+            self.first_token_at = now
+        self.pending[delta.index].append(delta)
+        self.wake()
+
+    def wake(self) -> None:
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+    def end(self, result: Result | None, error: Exception | None, now: float) -> None:
+        """Its one end."""
+        if self.done.done():
+            return
+        if result is not None:
+            ttft_s = None if self.first_token_at is None else self.first_token_at - self.started_at
+            result = msgspec.structs.replace(result, ttft_s=ttft_s, total_s=now - self.started_at)
+        self.result, self.error = result, error
+        self.done.set_result(None)
+        self.wake()
+
+    def take(self, index: int) -> Delta | None:
+        """Everything new of a sample as one delta."""
+        news = self.pending[index]
+        if not news:
+            return None
+        self.taken[index] += news
+        self.pending[index] = []
+        return _merged(news)
+
+    def so_far(self, reason: str) -> Result:
+        """What came, as a result without rows."""
+        samples = []
+        for index in range(self.words.params.n):
+            known = self.taken[index] + self.pending[index]
+            whole = _merged(known) if known else Delta(index=index, token_ids=())
+            raw, processed = whole.raw_logprobs, whole.processed_logprobs
+            samples.append(
+                Sample(
+                    index=index,
+                    token_ids=whole.token_ids,
+                    text=whole.text,
+                    raw_logprobs=None if raw is None else np.array(raw, np.float32),
+                    processed_logprobs=None if processed is None else np.array(processed, np.float32),
+                    top_logprobs=whole.top_logprobs,
+                    finish_reason=whole.finish_reason or reason,
+                    cached=CachedTokens(),
+                    weight_version=(),
+                    routing=None,
+                    aux={},
+                )
+            )
+        tokens = tuple(memoryview(self.words.tokens).cast("i"))
+        return Result(request_id=self.request_id, prompt_token_ids=tokens, samples=tuple(samples))
+
+
+def _merged(deltas: list[Delta]) -> Delta:
+    """One delta for several of the same sample."""
+    if len(deltas) == 1:
+        return deltas[0]
+
+    def joined(name: str) -> tuple[object, ...] | None:
+        if getattr(deltas[0], name) is None:
+            return None
+        return tuple([value for delta in deltas for value in getattr(delta, name) or ()])
+
+    return Delta(
+        index=deltas[0].index,
+        token_ids=tuple([token for delta in deltas for token in delta.token_ids]),
+        text="".join([delta.text for delta in deltas]),
+        raw_logprobs=joined("raw_logprobs"),  # type: ignore[arg-type]
+        processed_logprobs=joined("processed_logprobs"),  # type: ignore[arg-type]
+        top_logprobs=joined("top_logprobs"),  # type: ignore[arg-type]
+        finish_reason=deltas[-1].finish_reason,
+    )
+
+
+class RoutedStream:
+    """Async iterator of `Delta`s of all samples, as `TokenStream` is; ends when every sample ended."""
+
+    def __init__(self, router: Router, request: Routed) -> None:
+        self._router = router
+        self._request = request
+        self._next = 0
+
+    @property
+    def request_id(self) -> str:
+        return self._request.request_id
+
+    @property
+    def result(self) -> Result:
+        """The whole result, once the iteration ended or the block was left. Raises RuntimeError before, and what the
+        request failed with."""
+        request = self._request
+        if not request.done.done():
+            raise RuntimeError("the request is still running: read the stream to its end first")
+        if request.error is not None:
+            raise request.error
+        assert request.result is not None
+        return request.result
+
+    def abort(self) -> None:
+        """End it now; the stream then ends normally, with finish_reason "abort"."""
+        self._router.abort(self._request.request_id)
+
+    def __aiter__(self) -> RoutedStream:
+        return self
+
+    async def __anext__(self) -> Delta:
+        request = self._request
+        while True:
+            for _ in request.pending:
+                index, self._next = self._next, (self._next + 1) % len(request.pending)
+                delta = request.take(index)
+                if delta is not None:
+                    return delta
+            if request.done.done():
+                if request.error is not None:
+                    raise request.error
+                raise StopAsyncIteration
+            if request.waiter is not None:
+                raise RuntimeError("a stream has one reader at a time")
+            request.waiter = asyncio.get_running_loop().create_future()
+            try:
+                # bounded by the request's own deadline, which ends it
+                await request.waiter
+            finally:
+                request.waiter = None
+
+    async def finished(self) -> Result:
+        """Wait for the end and return the result, whatever was read of the deltas."""
+        await asyncio.shield(self._request.done)
+        return self.result
+
+
+class RoutedGeneration:
+    """`async with` around a request: entering submits it, leaving early aborts it."""
+
+    def __init__(self, router: Router, request: Routed) -> None:
+        self._router = router
+        self._request = request
+        self._entered = False
+
+    async def __aenter__(self) -> RoutedStream:
+        if self._entered:
+            raise RuntimeError("a generation is entered once")
+        self._entered = True
+        await self._router.submit(self._request)
+        return RoutedStream(self._router, self._request)
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._router.leave(self._request)

@@ -1,0 +1,103 @@
+"""What the services of one instance share: its engine's parts, its links, its transports. Made by `instance.py`.
+
+Decides nothing, and keeps no state of its own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fdasync.errors import PeerBusy
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable, Coroutine
+
+    from fdasync.cache.arena import AuxArena
+    from fdasync.cache.host import HostArena
+    from fdasync.cache.region import SharedRegion
+    from fdasync.cache.store import Part
+    from fdasync.door import Door
+    from fdasync.events.bus import EventBus
+    from fdasync.output import OutputHub
+    from fdasync.pd.carriers import Carriers
+    from fdasync.pd.link import Links
+    from fdasync.pd.messages import Message
+    from fdasync.pd.peer import Peer
+    from fdasync.runner.base import Capacity
+
+#: numbers of the regions that transports are opened with
+HOST_REGION = 0
+AUX_REGION = 1
+# a peer that takes nothing for so long is as good as gone: its link will say so
+_ROOM_S = 60.0
+
+
+class Site:
+    """See the module.
+
+    Attributes:
+        capacity, namespace: of the weights in use, now.
+        draining: the instance takes no more work.
+    """
+
+    links: Links
+    carriers: Carriers
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        bus: EventBus,
+        door: Door,
+        hub: OutputHub,
+        host: HostArena,
+        arena: AuxArena | None,
+        capacity: Callable[[], Capacity],
+        namespace: Callable[[], bytes],
+        fail: Callable[[BaseException], None],
+    ) -> None:
+        self.loop = loop
+        self.bus = bus
+        self.door = door
+        self.hub = hub
+        self.host = host
+        self.arena = arena
+        self.capacity = capacity
+        self.namespace = namespace
+        self.draining = False
+        self._fail = fail
+        self._tasks: dict[asyncio.Task[None], None] = {}
+
+    @property
+    def regions(self) -> list[SharedRegion]:
+        """As transports number them."""
+        return [self.host.region] + ([self.arena.region] if self.arena is not None else [])
+
+    def parts(self, host: int, slot: int) -> tuple[Part, ...]:
+        """Where a host block's KV and a slot's rows lie."""
+        rows = () if self.arena is None else self.arena.parts(slot, AUX_REGION)
+        return (self.host.payload(host, HOST_REGION), *rows)
+
+    def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """A task of this instance; what it raises is a defect and ends the engine."""
+        task = self.loop.create_task(work, name=f"fdasync {name}")
+        self._tasks[task] = None
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.pop(task, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+    def tasks(self) -> list[asyncio.Task[None]]:
+        return list(self._tasks)
+
+    async def say(self, peer: Peer, message: Message, payload: bytes | memoryview | None = None) -> None:
+        """Send as soon as the peer keeps up. Raises PeerUnreachable, PeerRefused, DeadlineExceeded."""
+        while True:
+            try:
+                peer.send(message, payload)
+                return
+            except PeerBusy:
+                await peer.room(_ROOM_S)

@@ -1,0 +1,441 @@
+"""Room for requests that others prefill: who gets a lease, what arrives under it, when its samples start here.
+
+A lease holds device blocks for the whole prompt and the first new token of each sample, and pins the prefix that is
+here already. Blocks that are offered are copied to the host (a bounded number at a time: the staging ring), checked
+there, and brought to the device; a sample starts when its first token and everything before it are here. A lease that
+is not renewed, takes too long, or whose blocks do not arrive as they were promised, is dropped: what arrived whole
+stays as cache. What does not fit waits in line: others may pass it until it has aged, so that nobody starves.
+
+Pure. Called by `core.py`; whoever talks to the other instance is `pd/courier.py`. `borrower.py` is the other side.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from typing import TYPE_CHECKING
+
+from fdasync.actions import Action, AnswerLease, ConfirmHandOver, DropLease, ReceiveBlocks
+from fdasync.cache.prefix import block_keys
+from fdasync.errors import InvariantBroken
+from fdasync.events.catalog import BlocksOffered, BlocksReceived, Event, LeaseGivenUp, LeasesRenewed, SampleOffered
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fdasync.cache.blocks import Block
+    from fdasync.cache.prefix import PrefixIndex
+    from fdasync.events.catalog import LeaseAsked
+    from fdasync.scheduler.config import SchedulerConfig
+    from fdasync.scheduler.copier import Copier
+    from fdasync.scheduler.roster import Roster
+    from fdasync.scheduler.sequence import Sequence
+
+_MAX_RECEIVE_BLOCKS = 16
+_RETRY_S = 0.2
+_SWEEP_S = 0.25
+
+
+class Lease:
+    """Room for a group of samples, or its place in line.
+
+    Attributes:
+        order: place in line.
+        full: full blocks of the prompt; `prefix` of them were here; `missing` have not arrived on the host.
+        blocks: the full ones, shared by all samples.
+        offered: (offer, index, sample or None) that can be copied.
+        arriving: copies to the device that it waits for.
+        hands: by sample: its first token came.
+        tails: samples whose open block has not arrived yet.
+        renew_by, over_by: engine times.
+    """
+
+    __slots__ = (
+        "arriving", "asked_at", "blocks", "full", "granted", "group", "hands", "keys", "missing", "offered", "order",
+        "over_by",
+        "peer", "prefix", "queued", "receiving", "renew_by", "seqs", "tails", "ttl_s",
+    )  # fmt: skip
+
+    def __init__(self, event: LeaseAsked, seqs: list[Sequence], block_tokens: int) -> None:
+        self.group = event.requests[0].group
+        self.peer = event.peer
+        self.seqs = {seq.key: seq for seq in seqs}
+        self.order = seqs[0].order
+        self.full = seqs[0].prompt_len // block_tokens
+        self.keys = event.requests[0].block_keys
+        self.asked_at = event.at
+        self.ttl_s = event.ttl_s
+        self.renew_by = event.at + event.ttl_s
+        self.over_by = event.over_by
+        self.granted = self.queued = False
+        self.prefix = self.missing = self.receiving = 0
+        self.blocks: list[Block] = []
+        self.offered: deque[tuple[int, int, Sequence | None]] = deque()
+        self.arriving: set[int] = set()
+        self.hands: dict[int, SampleOffered] = {}
+        self.tails: dict[int, None] = {}
+
+
+class _Receive:
+    """Blocks on their way from another instance."""
+
+    __slots__ = ("blocks", "epoch", "indices", "lease", "samples")
+
+    def __init__(self, lease: Lease, epoch: int) -> None:
+        self.lease = lease
+        self.epoch = epoch
+        self.blocks: list[Block] = []
+        self.indices: list[int] = []
+        self.samples: list[Sequence | None] = []
+
+
+class Lender:
+    """See the module.
+
+    Attributes:
+        ends: (sequence, finish reason, why) of samples that nothing comes of here, taken by `core.py`.
+        started: (sequence, event) of samples that have everything, likewise.
+        granted, denied, dropped: leases so far.
+        received: blocks that arrived from other instances.
+        handlers: of the events that belong here.
+    """
+
+    def __init__(self, config: SchedulerConfig, index: PrefixIndex, roster: Roster, copier: Copier) -> None:
+        self._config = config
+        self._rules = config.leases
+        self._size = config.block_tokens
+        self._staging = config.leases.staging_blocks or max(config.num_host_blocks // 2, 1)
+        self._index = index
+        self._roster = roster
+        self._copier = copier
+        self._leases: dict[int, Lease] = {}
+        self._line: list[Lease] = []
+        self._offering: dict[Lease, None] = {}
+        self._sweep_at = float("inf")
+        self._receives: dict[int, _Receive] = {}
+        self._copies: dict[int, list[Lease]] = {}
+        self._receiving = 0
+        self._by_peer: dict[str, int] = {}
+        self._next_receive = 0
+        self._epoch = 0
+        self._actions: list[Action] = []
+        self.ends: list[tuple[Sequence, str, str]] = []
+        self.started: list[tuple[Sequence, SampleOffered]] = []
+        self.granted = self.denied = self.dropped = self.received = 0
+        self.handlers: dict[type[Event], Callable[..., None]] = {
+            LeasesRenewed: self._on_renewed,
+            LeaseGivenUp: self._on_given_up,
+            BlocksOffered: self._on_offered,
+            SampleOffered: self._on_sample,
+            BlocksReceived: self._on_received,
+        }
+
+    @property
+    def num_leases(self) -> int:
+        """Granted, and in line."""
+        return len(self._leases)
+
+    @property
+    def num_receiving(self) -> int:
+        """Host blocks that are being filled."""
+        return self._receiving
+
+    @property
+    def wake_at(self) -> float:
+        """When to look for leases that are over."""
+        return self._sweep_at
+
+    # -- asking -----------------------------------------------------------------------------------
+
+    def asked(self, event: LeaseAsked, seqs: list[Sequence], namespace: bytes) -> None:
+        """Someone asks for room; the samples are in the roster, and hold nothing."""
+        lease = Lease(event, seqs, self._size)
+        self._leases[lease.group] = lease
+        self._sweep_at = min(self._sweep_at, event.at + _SWEEP_S)
+        most = self._index.pool.num_blocks
+        need = max(-(-(seq.max_len - 1) // self._size) for seq in seqs)
+        at_once = lease.full + len(seqs)
+        lanes = self._config.max_running + self._rules.beyond_running
+        if event.requests[0].namespace != namespace:
+            self._deny(lease, _RETRY_S, "it has other weights")
+        elif max(need, at_once) > most:
+            self._deny(lease, -1.0, f"{max(need, at_once)} KV blocks are needed, it has {most}")
+        elif len(seqs) > lanes:
+            self._deny(lease, -1.0, f"{len(seqs)} samples are more than the {lanes} it takes at a time")
+        elif len(self._line) >= self._rules.line:
+            self._deny(lease, _RETRY_S, f"{len(self._line)} leases wait in line")
+        else:
+            insort(self._line, lease, key=lambda other: other.order)
+
+    def _deny(self, lease: Lease, retry_after_s: float, reason: str) -> None:
+        self.denied += 1
+        self._actions.append(AnswerLease(lease.group, "denied", 0, retry_after_s, reason))
+        self._forget(lease, reason)
+
+    def _forget(self, lease: Lease, reason: str) -> None:
+        del self._leases[lease.group]
+        if lease in self._line:
+            self._line.remove(lease)
+        self.ends += [(seq, "lease_lost", reason) for seq in lease.seqs.values()]
+
+    def _drop(self, lease: Lease, reason: str) -> None:
+        self.dropped += 1
+        self._actions.append(DropLease(lease.group, reason))
+        self._forget(lease, reason)
+
+    def plan(self, now: float) -> list[Action]:
+        """Whom to grant a lease, and what to copy now."""
+        if now >= self._sweep_at:
+            self._sweep(now)
+        if self._line:
+            self._grant_all(now)
+        for lease in list(self._offering):
+            self._receive(lease, now)
+            if not lease.offered or self._leases.get(lease.group) is not lease:
+                del self._offering[lease]
+        actions, self._actions = self._actions, []
+        return actions
+
+    def _sweep(self, now: float) -> None:
+        for lease in list(self._leases.values()):
+            if now >= lease.over_by:
+                self._drop(lease, "it was not handed over in time")
+            elif now >= lease.renew_by:
+                self._drop(lease, f"it was not renewed for {lease.ttl_s:g} s")
+        self._sweep_at = now + _SWEEP_S if self._leases else float("inf")
+
+    def _grant_all(self, now: float) -> None:
+        for lease in list(self._line):
+            if self._grant(lease):
+                self._line.remove(lease)
+                continue
+            if not lease.queued:
+                lease.queued = True
+                self._actions.append(AnswerLease(lease.group, "queued"))
+            if now - lease.asked_at >= self._rules.age_s:
+                # others have passed it for long enough
+                return
+
+    def _grant(self, lease: Lease) -> bool:
+        index, roster = self._index, self._roster
+        seqs = list(lease.seqs.values())
+        most = self._config.max_running + self._rules.beyond_running
+        if roster.num_running + roster.num_leased_samples + len(seqs) > most:
+            return False
+        hits: list[Block] = []
+        if index.enabled:
+            for key in lease.keys[: lease.full]:
+                block = index.get(key)
+                if block is None or not block.sealed:
+                    break
+                hits.append(block)
+        away = [block for block in hits if block.id < 0]
+        fresh = lease.full - len(hits) + len(seqs)
+        alone = not roster.num_running and not roster.num_leased_samples
+        needed = fresh + len(away) + (0 if alone else roster.reserve(self._config.decode_reserve_blocks))
+        if needed > index.available_besides(hits):
+            self._copier.need(needed + sum(1 for block in hits if not block.pins))
+            return False
+        index.pin([block for block in hits if block.id >= 0])
+        for block in away:
+            index.bring(block)
+        lease.blocks = hits + [index.take() for _ in range(lease.full - len(hits))]
+        for number, seq in enumerate(seqs):
+            if number:
+                index.pin(lease.blocks)
+            seq.blocks = [*lease.blocks, index.take()]
+            if seq.prompt_len % self._size:
+                lease.tails[seq.key] = None
+        self._copier.bring(away)
+        self._await(lease, sorted({block.arriving for block in hits if block.arriving >= 0}))
+        lease.prefix = len(hits)
+        lease.missing = lease.full - len(hits)
+        lease.granted = True
+        self.granted += 1
+        self._actions.append(AnswerLease(lease.group, "granted", lease.prefix))
+        return True
+
+    def _await(self, lease: Lease, copies: list[int]) -> None:
+        for number in copies:
+            lease.arriving.add(number)
+            self._copies.setdefault(number, []).append(lease)
+
+    # -- what the other instance says ---------------------------------------------------------------
+
+    def _on_renewed(self, event: LeasesRenewed) -> None:
+        for group in event.groups:
+            lease = self._leases.get(group)
+            if lease is not None:
+                lease.renew_by = event.at + lease.ttl_s
+
+    def _on_given_up(self, event: LeaseGivenUp) -> None:
+        for group in event.groups:
+            lease = self._leases.get(group)
+            if lease is not None:
+                self._forget(lease, event.reason)
+
+    def _on_offered(self, event: BlocksOffered) -> None:
+        lease = self._leases.get(event.group)
+        if lease is None or not lease.granted:
+            return
+        if any(not lease.prefix <= index < lease.full for index in event.indices):
+            self._drop(lease, f"blocks {event.indices} were offered of {lease.prefix} to {lease.full - 1}")
+            return
+        lease.offered += [(event.offer, index, None) for index in event.indices]
+        self._offering[lease] = None
+
+    def _on_sample(self, event: SampleOffered) -> None:
+        lease = self._leases.get(event.group)
+        if lease is None or not lease.granted or event.key not in lease.seqs or event.key in lease.hands:
+            return
+        seq = lease.seqs[event.key]
+        lease.hands[event.key] = event
+        if event.key in lease.tails:
+            lease.offered.append((event.offer, lease.full, seq))
+            self._offering[lease] = None
+        self._start_ready(lease)
+
+    # -- blocks -------------------------------------------------------------------------------------
+
+    def _receive(self, lease: Lease, now: float) -> None:
+        """Copy what is offered, as far as the ring and the host have room."""
+        share = max(self._staging // 2, 1)
+        while lease.offered:
+            receive = _Receive(lease, self._epoch)
+            offers: list[int] = []
+            rows: list[int] = []
+            while lease.offered and len(offers) < _MAX_RECEIVE_BLOCKS:
+                if self._receiving and (self._receiving >= self._staging or self._by_peer.get(lease.peer, 0) >= share):
+                    break
+                offer, index, seq = lease.offered[0]
+                block = lease.blocks[index] if seq is None else seq.blocks[index]
+                if block.host >= 0 or block.sealed:
+                    # a promise broken: it has been sent already, or need not be
+                    self._drop(lease, f"block {index} was offered twice, or is here")
+                    break
+                if not self._index.make_host_room(for_fetch=True):
+                    break
+                lease.offered.popleft()
+                self._index.pool.add_host(block)
+                block.host_moves += 1
+                self._index.settle(block)
+                offers.append(offer)
+                receive.blocks.append(block)
+                receive.indices.append(index)
+                receive.samples.append(seq)
+                rows.append(self._size if seq is None else seq.prompt_len % self._size)
+                self._receiving += 1
+                self._by_peer[lease.peer] = self._by_peer.get(lease.peer, 0) + 1
+            if not offers:
+                return
+            number = self._next_receive
+            self._next_receive += 1
+            self._receives[number] = receive
+            slots = [block.slot for block in receive.blocks if block.slot is not None]
+            self._actions.append(
+                ReceiveBlocks(
+                    number,
+                    lease.group,
+                    tuple(offers),
+                    tuple(receive.indices),
+                    tuple([block.host for block in receive.blocks]),
+                    tuple([slot.id for slot in slots]),
+                    tuple([slot.generation for slot in slots]),
+                    tuple(rows),
+                    min(lease.over_by, now + self._rules.receive_s),
+                )
+            )
+            if lease.group not in self._leases:
+                return
+
+    def _on_received(self, event: BlocksReceived) -> None:
+        receive = self._receives.pop(event.receive_id, None)
+        if receive is None or len(event.arrived) != len(receive.blocks):
+            raise InvariantBroken(f"receive {event.receive_id} ended, and was not in flight")
+        lease = receive.lease
+        live = self._leases.get(lease.group) is lease
+        self._receiving -= len(receive.blocks)
+        self._by_peer[lease.peer] -= len(receive.blocks)
+        if not self._by_peer[lease.peer]:
+            del self._by_peer[lease.peer]
+        here: list[Block] = []
+        for number, (block, came) in enumerate(zip(receive.blocks, event.arrived, strict=True)):
+            seq = receive.samples[number]
+            if came:
+                self.received += 1
+                block.on_host = True
+                here.append(block)
+                if seq is None:
+                    block.sealed = True
+                    lease.missing -= 1
+                    if self._index.enabled and receive.epoch == self._epoch:
+                        self._index.adopt(block, lease.keys[receive.indices[number]])
+                else:
+                    lease.tails.pop(seq.key, None)
+        if live:
+            self._await(lease, self._copier.bring(here))
+        for block in receive.blocks:
+            block.host_moves -= 1
+            self._index.settle(block)
+        if live and not all(event.arrived):
+            self._drop(lease, f"its blocks did not arrive: {event.problem}")
+        elif live:
+            self._start_ready(lease)
+
+    def copied(self, copy_id: int) -> None:
+        """Blocks are on the device."""
+        for lease in self._copies.pop(copy_id, ()):
+            lease.arriving.discard(copy_id)
+            if self._leases.get(lease.group) is lease:
+                self._start_ready(lease)
+
+    def _start_ready(self, lease: Lease) -> None:
+        """Start the samples that have everything."""
+        if lease.missing or lease.arriving:
+            return
+        for key, hand in list(lease.hands.items()):
+            if key in lease.tails:
+                continue
+            seq = lease.seqs.pop(key)
+            del lease.hands[key]
+            seq.tokens.append(hand.token)
+            seq.computed_prefill = seq.planned = seq.prompt_len
+            seq.cached_tokens = hand.cached
+            seq.midway = True
+            if self._index.enabled:
+                parent = seq.keys[-1] if seq.keys else seq.root
+                seq.keys += block_keys(parent, seq.tokens, self._size, len(seq.keys) * self._size)
+            self._actions.append(ConfirmHandOver(lease.group, key, seq.emits))
+            self.started.append((seq, hand))
+        if not lease.seqs:
+            del self._leases[lease.group]
+
+    # -- ends ---------------------------------------------------------------------------------------
+
+    def leave(self, seq: Sequence, group: int) -> None:
+        """A sample ended while it was leased: aborted, or its deadline passed."""
+        lease = self._leases.get(group)
+        if lease is not None and lease.seqs.pop(seq.key, None) is not None:
+            lease.hands.pop(seq.key, None)
+            lease.tails.pop(seq.key, None)
+            lease.offered = deque(entry for entry in lease.offered if entry[2] is not seq)
+            if not lease.seqs:
+                self._actions.append(DropLease(group, "its request ended"))
+                del self._leases[group]
+                if lease in self._line:
+                    self._line.remove(lease)
+
+    def new_weights(self) -> None:
+        """Nothing that is on its way may be used."""
+        self._epoch += 1
+        for lease in list(self._leases.values()):
+            self._drop(lease, "the weights changed")
+
+    def check(self) -> None:
+        """Raise InvariantBroken unless leases and the line agree."""
+        for lease in self._line:
+            if lease.granted or self._leases.get(lease.group) is not lease:
+                raise InvariantBroken(f"lease {lease.group} stands in line, and should not")
+        for lease in self._leases.values():
+            if lease.granted == (lease in self._line):
+                raise InvariantBroken(f"lease {lease.group} is neither granted nor in line, or both")

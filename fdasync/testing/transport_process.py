@@ -1,0 +1,169 @@
+"""The part of the conformance suite about other processes: killed, stopped, overwriting. See `transports.py`.
+
+`SenderProcess` runs `python -m fdasync.testing.transport_sender`. Processes are started and ended outside of the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from fdasync.cache.store import Part
+from fdasync.pd.messages import Source
+from fdasync.testing.store_bench import run_bounded, skip
+from fdasync.testing.store_ends import moment
+from fdasync.testing.transport_bench import Side, TransportHooks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Iterator
+
+_START_S = 30.0
+
+
+class Told(msgspec.Struct):
+    """What a sender says when it is ready: where its blocks lie; block `i` has the bytes of the tag `i`."""
+
+    source: Source
+    blocks: list[tuple[tuple[Part, ...], tuple[int, ...]]]
+
+
+class SenderProcess:
+    """A sender with blocks on offer, as a context.
+
+    Args:
+        sizes: of the parts of each of its `count` blocks.
+        overwrites: it changes its blocks back and forth, as fast as it can.
+    """
+
+    def __init__(self, factory: str, count: int, sizes: tuple[int, ...], *, overwrites: bool = False) -> None:
+        self._command = [sys.executable, "-P", "-m", "fdasync.testing.transport_sender", factory, str(count)]
+        self._command += [",".join(map(str, sizes)), str(int(overwrites))]
+
+    def __enter__(self) -> Told:
+        self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        try:
+            assert self._process.stdout is not None
+            line = b""
+            while not line.endswith(b"\n"):
+                ready, _, _ = select.select([self._process.stdout], [], [], _START_S)
+                found = os.read(self._process.stdout.fileno(), 1 << 16) if ready else b""
+                assert found, "the sender's process did not start"
+                line += found
+            self.told = msgspec.msgpack.decode(base64.b64decode(line), type=Told)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self.told
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.stdout.close()
+
+
+class ProcessTests(TransportHooks):
+    """A sender may end in any way at any moment."""
+
+    def test_process_whole_and_checked(self) -> None:
+        async def play(receiver: Side, told: Told) -> None:
+            receipts = [receiver.receipt(*block) for block in told.blocks]
+            before = receiver.snapshot()
+            tasks = [receiver.start(told.source, receipts[at::3]) for at in range(3)]
+            await receiver.ended(tasks, "three receives")
+            receiver.assert_only(before, receipts)
+            assert {one.status for task in tasks for one in task.result()} == {"done"}
+            assert all(receiver.has(receipt, number) for number, receipt in enumerate(receipts))
+
+        self._with_sender(play, 12, (1 << 20, 12_288, 100))
+
+    def test_process_that_overwrites_its_blocks(self) -> None:
+        async def play(receiver: Side, told: Told) -> None:
+            receipts = [receiver.receipt(*block) for block in told.blocks]
+            for _ in range(10):
+                receiver.scribble(receipts)
+                statuses = await receiver.take(told.source, receipts)
+                assert set(statuses) <= {"done", "damaged"}
+                for number, status in enumerate(statuses):
+                    assert status != "done" or receiver.has(receipts[number], number), "wrong bytes are never done"
+
+        self._with_sender(play, 4, (1 << 20, 100), overwrites=True)
+
+    def test_process_killed_in_the_middle(self) -> None:
+        for when in (0, 2, 0.001, 0.004):
+
+            async def play(receiver: Side, told: Told, when: float = when) -> None:
+                receipts = [receiver.receipt(*block) for block in told.blocks]
+                task = receiver.start(told.source, receipts, 3.0)
+                await moment(when)
+                os.kill(told.source.pid, signal.SIGKILL)
+                await receiver.ended([task], "a receive from a killed process")
+                for number, outcome in enumerate(task.result()):
+                    assert outcome.status in ("done", "failed"), outcome
+                    assert outcome.status != "done" or receiver.has(receipts[number], number)
+                receiver.transport.forget(told.source)
+                assert await receiver.take(told.source, receipts[:1], 2.0) == ["failed"]
+
+            self._with_sender(play, 24, (1 << 20,))
+
+    def test_process_stopped_in_the_middle(self) -> None:
+        async def play(receiver: Side, told: Told) -> None:
+            async with self.sides(1) as (other,):
+                blocks = [receiver.receipt(*block) for block in told.blocks]
+                good = [receiver.wanted(other, f"good {number}", 50_000) for number in range(10)]
+                assert await receiver.take(told.source, blocks[:1]) == ["done"]
+                with _stopped(told.source.pid):
+                    waiting = receiver.start(told.source, blocks, 0.5)
+                    for number, receipt in enumerate(good):
+                        assert await receiver.take(other.source, [receipt], 5.0) == ["done"]
+                        assert receiver.has(receipt, f"good {number}")
+                    await receiver.ended([waiting], "a receive from a stopped process")
+                    for number, outcome in enumerate(waiting.result()):
+                        assert (outcome.status, outcome.transient) in (("done", False), ("failed", True)), outcome
+                        assert outcome.status != "done" or receiver.has(blocks[number], number)
+                    receiver.scribble(blocks)
+                # what it sends when it goes on is for nobody
+                await asyncio.sleep(0.2)
+                assert receiver.scribbled(blocks)
+                assert set(await receiver.take(told.source, blocks)) == {"done"}
+                assert all(receiver.has(receipt, number) for number, receipt in enumerate(blocks))
+
+        self._with_sender(play, 24, (1 << 20,))
+
+    def _with_sender(
+        self,
+        play: Callable[[Side, Told], Coroutine[Any, Any, None]],
+        count: int,
+        sizes: tuple[int, ...],
+        *,
+        overwrites: bool = False,
+    ) -> None:
+        if not self.factory:
+            skip("it cannot cross processes")
+
+        async def main(told: Told) -> None:
+            async with self.sides(1) as (receiver,):
+                await play(receiver, told)
+
+        with SenderProcess(self.factory, count, sizes, overwrites=overwrites) as told:
+            run_bounded(self.new_loop(), main(told), self.limit_s)
+
+
+@contextlib.contextmanager
+def _stopped(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)

@@ -1,0 +1,166 @@
+"""Copies between processes of one machine: what is mapped is what was meant, read-only, and given back."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import signal
+
+import msgspec
+import pytest
+import uvloop
+
+from fdasync.cache.region import SharedRegion
+from fdasync.cache.store import Outcome
+from fdasync.errors import InvariantBroken
+from fdasync.pd.shm import ShmTransport
+from fdasync.pd.shm_peer import Peer
+from fdasync.testing.leaks import Resources
+from fdasync.testing.transport_bench import TransportHooks
+from fdasync.testing.transport_process import SenderProcess
+
+
+class Hooks(TransportHooks):
+    def make(self):
+        return ShmTransport()
+
+
+async def refusal(regions=None, **fields) -> str:
+    """What a receiver says to a source with other fields; `regions` makes them of the true ones."""
+    async with Hooks().sides() as (sender, receiver):
+        source = sender.source
+        if regions is not None:
+            fields["regions"] = regions(source.regions)
+        receipt = receiver.wanted(sender, "a", 5000)
+        before, held = receiver.snapshot(), Resources.now()
+        (outcome,) = await receiver.start(msgspec.structs.replace(source, **fields), [receipt])
+        assert Resources.now().left_since(held) == []
+        receiver.assert_only(before)
+        assert (outcome.status, outcome.transient) == ("failed", False)
+        return outcome.problem
+
+
+@pytest.mark.both_loops
+async def test_a_source_of_another_process_or_machine_is_refused():
+    assert "another machine" in await refusal(machine="another")
+    assert "another process" in await refusal(token=bytes(16))
+    assert "no process" in await refusal(pid=0)
+    assert "is gone" in await refusal(pid=2**31 - 1)
+    assert "not sealed" in await refusal(lambda true: true[:1])
+    assert "another file" in await refusal(lambda true: (true[0], true[0], true[2]))
+    assert "is gone" in await refusal(lambda true: ((9999, 40 << 20), *true[1:]))
+    assert "another size" in await refusal(lambda true: ((true[0][0], 1 << 40), *true[1:]))
+
+
+def test_the_process_id_of_another_process_is_seen():
+    """Its fds have the right numbers, and are something else."""
+    with SenderProcess("fdasync.pd.shm:ShmTransport", 1, (100,)) as told:
+        assert uvloop.run(refusal(pid=told.source.pid))
+        problem = uvloop.run(refusal(lambda _: told.source.regions, pid=told.source.pid))
+        assert "another process" in problem
+
+
+def test_only_sealed_shared_memory_is_mapped(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(4096))
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    held = [os.open(path, os.O_RDWR), os.open(tmp_path, os.O_RDONLY), *os.pipe(), os.open("/dev/zero", os.O_RDONLY)]
+    held.append(os.open(fifo, os.O_RDWR))
+    loose = os.memfd_create("loose", os.MFD_ALLOW_SEALING)
+    os.ftruncate(loose, 40 << 20)
+    try:
+        for fd in held:
+            for swap in (lambda true: ((fd, 40 << 20), *true[1:]), lambda true: (*true[:-1], (fd, 4096))):  # noqa: B023
+                assert "not shared memory" in uvloop.run(refusal(swap))
+        assert "not sealed" in uvloop.run(refusal(lambda true: ((loose, 40 << 20), *true[1:])))
+    finally:
+        for fd in [*held, loose]:
+            os.close(fd)
+
+
+async def test_an_fd_that_is_used_again_is_seen():
+    async with Hooks().sides() as (sender, receiver):
+        receipt = receiver.wanted(sender, "a", 5000)
+        source = sender.source
+        old = sender.regions[0]
+        other = SharedRegion.create("other", old.nbytes)
+        kept = os.dup(old.fd)
+        os.dup2(other.fd, old.fd)
+        (outcome,) = await receiver.start(source, [receipt])
+        assert "another file" in outcome.problem
+        os.dup2(kept, old.fd)
+        assert await receiver.take(source, [receipt]) == ["done"]
+        os.close(kept)
+        other.close()
+
+
+async def test_the_identity_page_cannot_be_changed_and_the_mapping_not_written():
+    async with Hooks().sides(1) as (sender,):
+        fd = sender.source.regions[-1][0]
+        wanted = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+        assert fcntl.fcntl(fd, fcntl.F_GET_SEALS) == wanted
+        with pytest.raises(PermissionError):
+            mmap.mmap(fd, 4096, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        peer = Peer.map(sender.source)
+        assert isinstance(peer, Peer)
+        with peer.view(0, 0, 10) as view:
+            assert view.readonly
+        peer.close()
+
+
+async def test_mappings_are_kept_until_forgotten():
+    async with Hooks().sides(3) as (one, two, receiver):
+        before = Resources.now()
+        receipts = [receiver.wanted(sender, "a", 5000) for sender in (one, two)]
+        for _ in range(3):
+            for sender, receipt in zip((one, two), receipts, strict=True):
+                assert await receiver.take(sender.source, [receipt]) == ["done"]
+        assert len(Resources.now().segments - before.segments) == 4, "two regions of two senders"
+        receiver.transport.forget(one.source)
+        assert len(Resources.now().segments - before.segments) == 2
+        receiver.transport.forget(two.source)
+        assert Resources.now().left_since(before) == []
+
+
+def test_who_is_stopped_or_dead_can_still_be_read_if_mapped():
+    with SenderProcess("fdasync.pd.shm:ShmTransport", 4, (300_000, 100)) as told:
+
+        async def main():
+            async with Hooks().sides(1) as (receiver,):
+                receipts = [receiver.receipt(*block) for block in told.blocks]
+                os.kill(told.source.pid, signal.SIGSTOP)
+                assert set(await receiver.take(told.source, receipts[:2])) == {"done"}
+                os.kill(told.source.pid, signal.SIGKILL)
+                assert set(await receiver.take(told.source, receipts)) == {"done"}
+                receiver.transport.forget(told.source)
+
+        uvloop.run(main())
+
+
+def test_another_user_is_refused():
+    """The kernel decides; what it says is an outcome."""
+    if os.getuid():
+        pytest.skip("only root can be another user")
+    with SenderProcess("fdasync.pd.shm:ShmTransport", 1, (100,)) as told:
+        made = Peer.map(told.source)
+        assert isinstance(made, Peer)
+        made.close()
+        child = os.fork()
+        if not child:
+            os.setgid(65534)
+            os.setuid(65534)
+            found = Peer.map(told.source)
+            os._exit(0 if isinstance(found, Outcome) and "cannot be mapped" in found.problem else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+async def test_a_source_has_so_many_regions():
+    regions = [SharedRegion.create(f"{number}", 4096) for number in range(16)]
+    transport = ShmTransport()
+    with pytest.raises(InvariantBroken, match="16 regions"):
+        await transport.open(regions)
+    await transport.aclose()
+    for region in regions:
+        region.close()

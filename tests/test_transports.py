@@ -1,0 +1,59 @@
+"""Every transport that ships keeps the contract."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from fdasync.pd.shm import ShmTransport
+from fdasync.pd.tcp import TcpTransport
+from fdasync.testing import SimLoop, TransportTests
+from fdasync.testing.sim_transport import SimFabric, SimTransport
+
+
+class TestShm(TransportTests):
+    keeps_offers = False
+    factory = "fdasync.pd.shm:ShmTransport"
+
+    def make(self):
+        return ShmTransport()
+
+
+class TestShmOnTheStdlibLoop(TestShm):
+    def new_loop(self):
+        return asyncio.SelectorEventLoop()
+
+
+class TestTcp(TransportTests):
+    factory = "fdasync.pd.tcp:TcpTransport"
+
+    def make(self):
+        return TcpTransport()
+
+    def silence(self, transport):
+        # who dials gets into the kernel's queue, and that is all
+        asyncio.get_running_loop().remove_reader(transport._server._sock.fileno())
+        return True
+
+
+class TestTcpOnTheStdlibLoop(TestTcp):
+    def new_loop(self):
+        return asyncio.SelectorEventLoop()
+
+
+class TestSim(TransportTests):
+    @pytest.fixture(autouse=True)
+    def fabric(self):
+        self.room = SimFabric(random.Random(7))
+
+    def make(self):
+        return SimTransport(self.room)
+
+    def silence(self, transport):
+        self.room.freeze(transport)
+        return True
+
+    def new_loop(self):
+        return SimLoop()
