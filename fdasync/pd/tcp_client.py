@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # what is asked for ahead: more than the kernel's buffers hold, little enough to be thrown away
 _WINDOW_NBYTES = 8 << 20
 # of bytes that are sure to come, wait for so many: a wakeup for each packet costs more than it saves
-_AT_ONCE_NBYTES = 1
+_AT_ONCE_NBYTES = 256 << 10
 
 
 class Connection:
