@@ -155,6 +155,9 @@ class Preparer:
         if isinstance(prompt, Sized) and getattr(prompt, "ndim", 1) == 1 and len(prompt) > most:
             # before anything is read of it
             raise BadInput("prompt", f"{len(prompt)} tokens leave no room to answer", limit=most)
+        if isinstance(prompt, array) and prompt.typecode == "i":
+            # from another instance, or a caller who knows: nothing in it can be anything but a number
+            return self._check_vocabulary(tuple(prompt))
         tolist = getattr(prompt, "tolist", None)
         values = tolist() if callable(tolist) else prompt
         if not isinstance(values, Sequence) or isinstance(values, str | bytes | bytearray):
@@ -165,6 +168,9 @@ class Preparer:
             raise BadInput("prompt", f"holds something that is no token id: {error}") from None
         if bool in set(map(type, values)):
             raise BadInput("prompt", "holds a bool, which is no token id")
+        return self._check_vocabulary(tokens)
+
+    def _check_vocabulary(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
         if not tokens:
             raise BadInput("prompt", "is empty", limit="at least one token")
         vocab = self.capacity.vocab_size

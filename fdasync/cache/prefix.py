@@ -61,6 +61,7 @@ class PrefixIndex:
 
     Attributes:
         news: identities that can be matched since somebody cleared this (True), or cannot any more; None: not kept.
+        reserved: device blocks that were promised by number and not taken yet.
         evictions, host_evictions: blocks that left a tier to make room.
     """
 
@@ -68,6 +69,7 @@ class PrefixIndex:
         self.pool = pool
         self.enabled = enabled
         self.news: dict[bytes, bool] | None = {} if news else None
+        self.reserved = 0
         self.evictions = 0
         self.host_evictions = 0
         self._by_key: dict[bytes, Block] = {}
@@ -92,8 +94,8 @@ class PrefixIndex:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` could hand out now."""
-        return self.pool.num_free + len(self._clean) + (0 if self.has_host_room else len(self._dirty))
+        """Blocks that `allocate` could hand out now. Below 0 while more is promised than could be had at once."""
+        return self.pool.num_free + len(self._clean) + (0 if self.has_host_room else len(self._dirty)) - self.reserved
 
     @property
     def has_host_room(self) -> bool:
@@ -109,7 +111,23 @@ class PrefixIndex:
 
     def allocate(self) -> Block | None:
         """A fresh pinned block, evicting the idle block used longest ago if need be; None when none can be had now."""
+        if self.reserved and self.num_available <= 0:
+            return None
         return self.pool.allocate() if self._make_room() else None
+
+    def reserve(self, count: int) -> None:
+        """Promise so many of `num_available`, to be taken one by one later. Costs nothing until then."""
+        self.reserved += count
+
+    def unreserve(self, count: int) -> None:
+        self.reserved -= count
+
+    def take_reserved(self) -> Block | None:
+        """A fresh pinned block of those reserved; None while those that could be had are being copied out."""
+        if not self._make_room(promised=True):
+            return None
+        self.reserved -= 1
+        return self.pool.allocate()
 
     def take(self) -> Block:
         """As `allocate`, of what `num_available` promised: evicting one block must not withhold the next."""
@@ -305,6 +323,9 @@ class PrefixIndex:
     def check(self) -> None:
         """Raise InvariantBroken unless index, lists and pool agree."""
         self.pool.check()
+        leaving = sum(1 for block in self.pool.live() if block.id >= 0 and not block.pins and block.device_moves)
+        if not 0 <= self.reserved <= self.pool.num_free + self.num_idle + leaving:
+            raise InvariantBroken(f"{self.reserved} device blocks are promised, and cannot be had")
         live = dict.fromkeys(self.pool.live())
         for key, block in self._by_key.items():
             if block.key != key or block not in live:

@@ -96,6 +96,8 @@ def check(
     for seq in holders.values():
         for block in seq.blocks:
             pins[block.id] = pins.get(block.id, 0) + 1
+    for block in tiers.lender.held():
+        pins[block.id] = pins.get(block.id, 0) + 1
     for block in index.pool.live():
         if block.pins != pins.get(block.id, 0):
             raise InvariantBroken(f"{block} has {block.pins} pins, {pins.get(block.id, 0)} sequences use it")

@@ -42,7 +42,9 @@ class Lease:
     Attributes:
         order: place in line.
         full: full blocks of the prompt; `prefix` of them were here; `missing` have not arrived on the host.
-        blocks: the full ones, shared by all samples.
+        blocks: the full ones, shared by all samples, as far as they were offered; one pin of each is the lease's.
+        open: by sample, the block with the end of its prompt, as far as it was offered.
+        reserved: blocks that it may still take.
         offered: (offer, index, sample or None) that can be copied.
         arriving: copies to the device that it waits for.
         hands: by sample: its first token came.
@@ -51,9 +53,8 @@ class Lease:
     """
 
     __slots__ = (
-        "arriving", "asked_at", "blocks", "full", "granted", "group", "hands", "keys", "missing", "offered", "order",
-        "over_by",
-        "peer", "prefix", "queued", "receiving", "renew_by", "seqs", "tails", "ttl_s",
+        "arriving", "asked_at", "blocks", "full", "granted", "group", "hands", "keys", "missing", "offered", "open",
+        "order", "over_by", "peer", "prefix", "queued", "renew_by", "reserved", "seqs", "tails", "ttl_s",
     )  # fmt: skip
 
     def __init__(self, event: LeaseAsked, seqs: list[Sequence], block_tokens: int) -> None:
@@ -68,8 +69,10 @@ class Lease:
         self.renew_by = event.at + event.ttl_s
         self.over_by = event.over_by
         self.granted = self.queued = False
-        self.prefix = self.missing = self.receiving = 0
-        self.blocks: list[Block] = []
+        self.prefix = self.missing = 0
+        self.blocks: list[Block | None] = []
+        self.open: dict[int, Block] = {}
+        self.reserved = 0
         self.offered: deque[tuple[int, int, Sequence | None]] = deque()
         self.arriving: set[int] = set()
         self.hands: dict[int, SampleOffered] = {}
@@ -111,6 +114,7 @@ class Lender:
         self._leases: dict[int, Lease] = {}
         self._line: list[Lease] = []
         self._offering: dict[Lease, None] = {}
+        self._stuck: dict[Lease, None] = {}
         self._sweep_at = float("inf")
         self._receives: dict[int, _Receive] = {}
         self._copies: dict[int, list[Lease]] = {}
@@ -174,9 +178,20 @@ class Lender:
 
     def _forget(self, lease: Lease, reason: str) -> None:
         del self._leases[lease.group]
+        self._close(lease)
+        self.ends += [(seq, "lease_lost", reason) for seq in lease.seqs.values()]
+
+    def _close(self, lease: Lease) -> None:
+        """Give back what it still holds; what is on its way into its blocks ends by itself."""
         if lease in self._line:
             self._line.remove(lease)
-        self.ends += [(seq, "lease_lost", reason) for seq in lease.seqs.values()]
+        if lease.granted:
+            self._roster.num_leased -= len(lease.seqs)
+        self._index.unreserve(lease.reserved)
+        lease.reserved = 0
+        self._index.release([*[block for block in lease.blocks if block is not None], *lease.open.values()])
+        lease.blocks.clear()
+        lease.open.clear()
 
     def _drop(self, lease: Lease, reason: str) -> None:
         self.dropped += 1
@@ -189,6 +204,10 @@ class Lender:
             self._sweep(now)
         if self._line:
             self._grant_all(now)
+        for lease in list(self._stuck):
+            del self._stuck[lease]
+            if self._leases.get(lease.group) is lease:
+                self._start_ready(lease)
         for lease in list(self._offering):
             self._receive(lease, now)
             if not lease.offered or self._leases.get(lease.group) is not lease:
@@ -220,7 +239,7 @@ class Lender:
         index, roster = self._index, self._roster
         seqs = list(lease.seqs.values())
         most = self._config.max_running + self._rules.beyond_running
-        if roster.num_running + roster.num_leased_samples + len(seqs) > most:
+        if roster.num_running + roster.num_leased + len(seqs) > most:
             return False
         hits: list[Block] = []
         if index.enabled:
@@ -231,7 +250,7 @@ class Lender:
                 hits.append(block)
         away = [block for block in hits if block.id < 0]
         fresh = lease.full - len(hits) + len(seqs)
-        alone = not roster.num_running and not roster.num_leased_samples
+        alone = not roster.num_running and not roster.num_leased
         needed = fresh + len(away) + (0 if alone else roster.reserve(self._config.decode_reserve_blocks))
         if needed > index.available_besides(hits):
             self._copier.need(needed + sum(1 for block in hits if not block.pins))
@@ -239,13 +258,13 @@ class Lender:
         index.pin([block for block in hits if block.id >= 0])
         for block in away:
             index.bring(block)
-        lease.blocks = hits + [index.take() for _ in range(lease.full - len(hits))]
-        for number, seq in enumerate(seqs):
-            if number:
-                index.pin(lease.blocks)
-            seq.blocks = [*lease.blocks, index.take()]
-            if seq.prompt_len % self._size:
-                lease.tails[seq.key] = None
+        # the rest is a number until it is offered: most of the work of a lease that comes to nothing is never done
+        index.reserve(fresh)
+        lease.reserved = fresh
+        lease.blocks = [*hits, *[None] * (lease.full - len(hits))]
+        roster.num_leased += len(seqs)
+        if seqs[0].prompt_len % self._size:
+            lease.tails = dict.fromkeys(lease.seqs)
         self._copier.bring(away)
         self._await(lease, sorted({block.arriving for block in hits if block.arriving >= 0}))
         lease.prefix = len(hits)
@@ -308,13 +327,18 @@ class Lender:
                 if self._receiving and (self._receiving >= self._staging or self._by_peer.get(lease.peer, 0) >= share):
                     break
                 offer, index, seq = lease.offered[0]
-                block = lease.blocks[index] if seq is None else seq.blocks[index]
-                if block.host >= 0 or block.sealed:
+                if (lease.blocks[index] if seq is None else lease.open.get(seq.key)) is not None:
                     # a promise broken: it has been sent already, or need not be
                     self._drop(lease, f"block {index} was offered twice, or is here")
                     break
-                if not self._index.make_host_room(for_fetch=True):
+                block = self._index.take_reserved() if self._index.make_host_room(for_fetch=True) else None
+                if block is None:
                     break
+                lease.reserved -= 1
+                if seq is None:
+                    lease.blocks[index] = block
+                else:
+                    lease.open[seq.key] = block
                 lease.offered.popleft()
                 self._index.pool.add_host(block)
                 block.host_moves += 1
@@ -396,8 +420,20 @@ class Lender:
         for key, hand in list(lease.hands.items()):
             if key in lease.tails:
                 continue
+            block = lease.open.pop(key, None)
+            if block is None:
+                # the prompt fills its blocks
+                block = self._index.take_reserved()
+                if block is None:
+                    self._stuck[lease] = None
+                    return
+                lease.reserved -= 1
             seq = lease.seqs.pop(key)
             del lease.hands[key]
+            shared = [block for block in lease.blocks if block is not None]
+            self._index.pin(shared)
+            seq.blocks = [*shared, block]
+            self._roster.num_leased -= 1
             seq.tokens.append(hand.token)
             seq.computed_prefill = seq.planned = seq.prompt_len
             seq.cached_tokens = hand.cached
@@ -409,6 +445,7 @@ class Lender:
             self.started.append((seq, hand))
         if not lease.seqs:
             del self._leases[lease.group]
+            self._close(lease)
 
     # -- ends ---------------------------------------------------------------------------------------
 
@@ -419,11 +456,18 @@ class Lender:
             lease.hands.pop(seq.key, None)
             lease.tails.pop(seq.key, None)
             lease.offered = deque(entry for entry in lease.offered if entry[2] is not seq)
+            if lease.granted:
+                self._roster.num_leased -= 1
+                block = lease.open.pop(seq.key, None)
+                if block is None:
+                    lease.reserved -= 1
+                    self._index.unreserve(1)
+                else:
+                    self._index.release([block])
             if not lease.seqs:
                 self._actions.append(DropLease(group, "its request ended"))
                 del self._leases[group]
-                if lease in self._line:
-                    self._line.remove(lease)
+                self._close(lease)
 
     def new_weights(self) -> None:
         """Nothing that is on its way may be used."""
@@ -431,8 +475,22 @@ class Lender:
         for lease in list(self._leases.values()):
             self._drop(lease, "the weights changed")
 
+    def held(self) -> list[Block]:
+        """Blocks that leases pin, once for each of their pins."""
+        blocks: list[Block] = []
+        for lease in self._leases.values():
+            blocks += [block for block in lease.blocks if block is not None]
+            blocks += lease.open.values()
+        return blocks
+
     def check(self) -> None:
-        """Raise InvariantBroken unless leases and the line agree."""
+        """Raise InvariantBroken unless leases, the line and what is reserved agree."""
+        reserved = sum(lease.reserved for lease in self._leases.values())
+        if reserved != self._index.reserved:
+            raise InvariantBroken(f"leases have {reserved} blocks to come, {self._index.reserved} are reserved")
+        leased = sum(len(lease.seqs) for lease in self._leases.values() if lease.granted)
+        if leased != self._roster.num_leased:
+            raise InvariantBroken(f"{leased} samples hold leases, {self._roster.num_leased} were counted")
         for lease in self._line:
             if lease.granted or self._leases.get(lease.group) is not lease:
                 raise InvariantBroken(f"lease {lease.group} stands in line, and should not")

@@ -322,7 +322,7 @@ class Planner:
         # blocks on their way out count: nobody is preempted twice for one need
         while self._roster.pending_free() < self._short:
             victim = self._roster.preempt()
-            if victim is None and self._roster.num_leased_samples:
+            if victim is None and self._roster.num_leased:
                 # they run when their blocks are here, or their leases end
                 return None
             if victim is None:

@@ -39,6 +39,7 @@ class Roster:
         prefilling, decoding, tail: by key; `decoding` in the runner's order.
         last_step, done_step: the last step planned, and the last that completed.
         preemptions: how many there were.
+        num_leased: of `leased`, those whose lease is granted.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Roster:
         self.last_step = -1
         self.done_step = -1
         self.preemptions = 0
+        self.num_leased = 0
         self._block_tokens = block_tokens
         self._index = index
         self._spans = spans
@@ -76,11 +78,6 @@ class Roster:
         return len(self.decoding) + len(self.prefilling) + len(self.loading) + len(self.loaded)
 
     # -- forward ------------------------------------------------------------------------------------
-
-    @property
-    def num_leased_samples(self) -> int:
-        """Those that hold blocks and wait for what they shall hold."""
-        return sum(1 for seq in self.leased.values() if seq.blocks)
 
     def reserve(self, blocks_each: int) -> int:
         """Blocks that decoding sequences may want next: for so many blocks' worth of tokens each, never past their

@@ -1,0 +1,165 @@
+"""Lease grants between two processes: one asks, as a prefill instance does, a real decode instance answers.
+
+A closed loop: so many questions are in flight, each grant is given up at once and another question follows. The decode
+instance does all that it does for a real one: checks the request, reserves 81 blocks and their slots, and gives them
+back. Used by `benchmarks.link`; run as a module it is the decode instance.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+
+import uvloop
+
+from fdasync.config import EngineConfig
+from fdasync.instance import Instance, shape_of
+from fdasync.pd.link import Links
+from fdasync.pd.messages import (
+    PROTOCOL,
+    Heartbeat,
+    Hello,
+    LeaseAnswer,
+    LeaseAsk,
+    LeaseDrop,
+    Message,
+    Refused,
+    Wanted,
+)
+from fdasync.pd.session import LinkConfig
+from fdasync.pd.zmq_wire import ZmqWire
+from fdasync.request import SamplingParams
+from fdasync.scheduler import LeaseRules
+
+PROMPT_TOKENS = 1280
+BLOCK_TOKENS = 16
+_MOST = 512
+_LINKS = LinkConfig(lost_s=20.0)
+
+
+def decode_config() -> EngineConfig:
+    """Room for every question that is in flight."""
+    return EngineConfig(
+        runner="synthetic",
+        runner_config={
+            "num_blocks": (_MOST + 64) * (PROMPT_TOKENS // BLOCK_TOKENS + 1),
+            "block_tokens": BLOCK_TOKENS,
+            "free": True,
+        },
+        process="inline",
+        role="decode",
+        host_blocks=64,
+        max_running=_MOST,
+        max_step_tokens=2048,
+        leases=LeaseRules(line=2 * _MOST, beyond_running=_MOST),
+    )
+
+
+class _Asker:
+    """An owner of links that plays a prefill instance."""
+
+    def __init__(self, shape: object, namespace: bytes) -> None:
+        self.namespace = namespace
+        self._shape = shape
+        self.granted: dict[str, asyncio.Future[LeaseAnswer]] = {}
+
+    def hello(self) -> Hello:
+        return Hello(PROTOCOL, "asker", "prefill", "", self._shape)  # type: ignore[arg-type]
+
+    def check(self, hello: Hello) -> Refused | None:
+        self.namespace = hello.namespace
+        return None
+
+    def beat(self, _: object) -> Heartbeat:
+        return Heartbeat()
+
+    def on_up(self, _: object) -> None:
+        pass
+
+    def on_message(self, _: object, message: Message, __: object) -> None:
+        if isinstance(message, LeaseAnswer) and message.verdict != "queued":
+            self.granted.pop(message.request).set_result(message)
+
+    def on_heartbeat(self, *_: object) -> None:
+        pass
+
+    def on_lost(self, _: object, error: Exception) -> None:
+        for future in self.granted.values():
+            future.set_exception(error)
+
+    def on_failure(self, error: Exception) -> None:
+        raise error
+
+
+async def measure(address: str, in_flight: int, count: int) -> list[float]:
+    """Milliseconds from question to grant, of `count` leases after a tenth as many to warm up."""
+    runner = Instance(decode_config(), listen="ipc:///unused").engine
+    await runner.start()
+    shape = shape_of(runner.capacity)
+    await runner.aclose()
+    asker = _Asker(shape, b"")
+    links = Links(ZmqWire(), asker, _LINKS)
+    peer = links.dial(address)
+    await peer.ready(30.0)
+    spent: list[float] = []
+    left = count + count // 10
+    loop = asyncio.get_running_loop()
+    tokens = os.urandom(PROMPT_TOKENS * 4 // 4 * 4).translate(bytes([0] * 256))
+
+    async def one() -> None:
+        nonlocal left
+        while left > 0:
+            left -= 1
+            name = os.urandom(8).hex()
+            wanted = Wanted(
+                caller=links.incarnation,
+                tokens=tokens,
+                block_keys=tuple([os.urandom(16) for _ in range(PROMPT_TOKENS // BLOCK_TOKENS)]),
+                namespace=asker.namespace,
+                salt="",
+                params=SamplingParams(max_tokens=256, seed=7),
+                streams=True,
+                priority=0,
+                deadline_s=600.0,
+                routing=True,
+                start=0,
+            )
+            future = asker.granted[name] = loop.create_future()
+            begin = time.perf_counter()
+            peer.send(LeaseAsk(name, 0, wanted, 60.0, 600.0))
+            answer = await future
+            spent.append((time.perf_counter() - begin) * 1e3)
+            if answer.verdict != "granted":
+                raise RuntimeError(f"a lease was {answer.verdict}: {answer.reason}")
+            peer.send(LeaseDrop(name, 0, "measured"))
+
+    try:
+        await asyncio.gather(*[one() for _ in range(in_flight)])
+    finally:
+        await links.aclose()
+    return sorted(spent[count // 10 :])
+
+
+async def main(address: str) -> None:
+    async with Instance(decode_config(), listen=address):
+        print("listening", flush=True)
+        async with asyncio.timeout(600.0):
+            await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        import cProfile
+        import pstats
+
+        profile = cProfile.Profile()
+        profile.enable()
+        try:
+            uvloop.run(asyncio.wait_for(main(sys.argv[1]), float(sys.argv[2])))
+        except BaseException:
+            profile.disable()
+        pstats.Stats(profile).sort_stats("tottime").print_stats(35)
+    else:
+        uvloop.run(main(sys.argv[1]))
