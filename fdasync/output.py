@@ -47,6 +47,7 @@ class RequestOutput:
         failure: what ended the engine, and with it the request.
         spoiled: what the tokenizer raised over its tokens.
         asked: what the caller asked for, and how its first sample was prepared; None until then.
+        on_news: told of everything that `waiter` would be told; for one who reads many requests.
         limit: of the wait at the door and of its preparation; an abort ends those too.
     """
 
@@ -57,6 +58,7 @@ class RequestOutput:
         "failure",
         "first_token_at",
         "limit",
+        "on_news",
         "open",
         "params",
         "prompt",
@@ -86,9 +88,12 @@ class RequestOutput:
         self.spoiled: Exception | None = None
         self.done = asyncio.get_running_loop().create_future()
         self.waiter: asyncio.Future[None] | None = None
+        self.on_news: Callable[[RequestOutput], None] | None = None
 
     def wake(self) -> None:
         """Tell the reader that there is something to take."""
+        if self.on_news is not None:
+            self.on_news(self)
         waiter = self.waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)

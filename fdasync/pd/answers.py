@@ -1,8 +1,9 @@
 """What an instance tells the caller of a request: new tokens as they come, rows and the end, or why there is no end.
 
 One coroutine a request, for those that are served here whole, those that another instance prefilled, and those that are
-handed to another instance. A caller that does not keep up gets fewer, longer deltas. A caller that is gone has its
-requests aborted. Called by `instance.py`; knows the door and results, no schedule.
+handed to another instance. New tokens of all requests of a caller go in one message for each turn of the loop
+(`streams.py`). A caller that is gone has its requests aborted. Called by `instance.py`; knows the door and results, no
+schedule.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from fdasync.errors import (
     PeerUnreachable,
     PermanentError,
 )
-from fdasync.pd.messages import Abort, Failed, Moved, Progress
+from fdasync.pd.messages import Abort, Failed, Moved
 from fdasync.pd.results import ended_message, row_messages
-from fdasync.stream import TokenStream
+from fdasync.pd.streams import ELSEWHERE, Streams
 
 if TYPE_CHECKING:
     from fdasync.door import Ask
@@ -29,11 +30,8 @@ if TYPE_CHECKING:
     from fdasync.pd.messages import Message
     from fdasync.pd.peer import Peer
     from fdasync.pd.site import Site
-    from fdasync.result import Delta
 
 _WORDS_CHARS = 4096
-#: finish reasons of what another instance goes on with, or nobody
-_ELSEWHERE = ("handed_over", "no_lease", "lease_lost")
 
 
 class Answers:
@@ -42,6 +40,7 @@ class Answers:
     def __init__(self, site: Site, asking: Asking) -> None:
         self._site = site
         self._asking = asking
+        self._streams = Streams(site)
         # by caller and the request's name among instances; a request at the door has no output yet
         self._live: dict[tuple[bytes, str], RequestOutput | None] = {}
         self._aborted: set[tuple[bytes, str]] = set()
@@ -113,12 +112,15 @@ class Answers:
     async def _relay(self, caller: Peer, name: str, request: RequestOutput) -> None:
         site = self._site
         asked = request.asked
-        if asked is not None and asked[0].streams and asked[0].errand is None:
-            await self._stream(caller, name, request)
+        streams = asked is not None and asked[0].streams and asked[0].errand is None
+        if streams:
+            self._streams.add(caller, name, request)
         # the request's own deadline bounds this wait
         await asyncio.wait([request.done])
+        if streams:
+            await self._streams.end(caller, request)
         reasons = {sample.finish.reason for sample in request.samples if sample.finish is not None}
-        if reasons & set(_ELSEWHERE):
+        if reasons & ELSEWHERE:
             await self._moved(caller, name, request, reasons)
             return
         await request.decode()
@@ -130,19 +132,6 @@ class Answers:
         for words, payload in row_messages(name, result):
             await site.say(caller, words, payload)
         await site.say(caller, ended_message(name, result))
-
-    async def _stream(self, caller: Peer, name: str, request: RequestOutput) -> None:
-        stream = TokenStream(self._site.door, request)
-        try:
-            async for delta in stream:
-                if _is_elsewhere(delta):
-                    return
-                await self._site.say(caller, Progress(name, (delta,)))
-        except (PeerUnreachable, PeerRefused, DeadlineExceeded):
-            raise
-        except FdasyncError:
-            # told at the end, with what there is
-            return
 
     async def _moved(self, caller: Peer, name: str, request: RequestOutput, reasons: set[str]) -> None:
         """It goes on elsewhere, or nowhere; where nothing came of it here, nobody is told: who sent it knows."""
@@ -159,10 +148,6 @@ class Answers:
             await self._site.say(caller, message)
         except (PeerUnreachable, PeerRefused, DeadlineExceeded):
             return
-
-
-def _is_elsewhere(delta: Delta) -> bool:
-    return delta.finish_reason in _ELSEWHERE
 
 
 def failed(name: str, error: FdasyncError) -> Failed:

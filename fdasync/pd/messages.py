@@ -20,7 +20,7 @@ from fdasync.cache.aux import AuxSpec
 from fdasync.cache.store import Part
 from fdasync.errors import ProtocolError
 from fdasync.request import SamplingParams
-from fdasync.result import Delta, WeightSpan
+from fdasync.result import WeightSpan
 from fdasync.runner.base import TopLogprobs
 
 PROTOCOL = 1
@@ -148,6 +148,36 @@ class Bye(Message, frozen=True, array_like=True, tag="bye"):
     reason: Words
 
 
+class Totals(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What an instance did since its start; see `scheduler.SchedulerStats` for the counters of the same names.
+
+    Attributes:
+        tokens: sampled here, those of live requests included.
+        received_blocks, received_nbytes: of other instances, copied here and checked.
+        leases_granted, leases_denied: to others that asked.
+        asked: answers that its own questions for room got, granted ones; `asked_s`: how long those took, together;
+            `asked_most_s`: the longest.
+    """
+
+    tokens: Count = 0
+    finished: Count = 0
+    steps: Count = 0
+    preemptions: Count = 0
+    prompt_tokens: Count = 0
+    hit_tokens: Count = 0
+    hit_tokens_host: Count = 0
+    hit_tokens_store: Count = 0
+    written_blocks: Count = 0
+    fetched_blocks: Count = 0
+    received_blocks: Count = 0
+    received_nbytes: Count = 0
+    leases_granted: Count = 0
+    leases_denied: Count = 0
+    asked: Count = 0
+    asked_s: Seconds = 0.0
+    asked_most_s: Seconds = 0.0
+
+
 class Status(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """How an instance is doing.
 
@@ -155,6 +185,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         state: running, paused or draining.
         queued_tokens: prompt tokens that wait to be computed.
         running: sequences that hold blocks; `leased`: of them, those that wait for blocks of others.
+        totals: since its start.
     """
 
     state: Literal["running", "paused", "draining"]
@@ -164,6 +195,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     leased: Count
     free_blocks: Count
     num_blocks: Count
+    totals: Totals = Totals()
 
 
 class Heartbeat(Message, frozen=True, array_like=True, tag="beat"):
@@ -340,11 +372,27 @@ class Abort(Message, frozen=True, array_like=True, tag="abort"):
     request: Name
 
 
-class Progress(Message, frozen=True, array_like=True, tag="progress"):
-    """New tokens of a request, merged as far as the sender had to wait."""
+class Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What is new of one sample; see `fdasync.Delta`.
+
+    Attributes:
+        index: number of the sample.
+    """
 
     request: Name
-    deltas: Annotated[tuple[Delta, ...], Meta(max_length=1024)]
+    index: Small
+    token_ids: tuple[int, ...]
+    text: str
+    raw_logprobs: tuple[float, ...] | None
+    processed_logprobs: tuple[float, ...] | None
+    top_logprobs: tuple[TopLogprobs | None, ...] | None
+    finish_reason: str | None
+
+
+class Progress(Message, frozen=True, array_like=True, tag="progress"):
+    """New tokens of some of a caller's requests, merged as far as the sender had to wait."""
+
+    pieces: Annotated[tuple[Piece, ...], Meta(max_length=1024)]
 
 
 class Rows(Message, frozen=True, array_like=True, tag="rows"):

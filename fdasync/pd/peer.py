@@ -75,6 +75,11 @@ class Peer:
         """Messages that it has not acknowledged."""
         return self.session.unacked if self.session is not None else 0
 
+    @property
+    def has_room(self) -> bool:
+        """A message may be sent now; False too while the peer is not up."""
+        return self.session is not None and self.is_up and not self.session.is_full
+
     def __repr__(self) -> str:
         return f"<Peer {self.name or self.incarnation.hex()} {self.state}>"
 

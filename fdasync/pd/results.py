@@ -14,7 +14,7 @@ import numpy as np
 from fdasync.cache.aux import AuxSpec
 from fdasync.errors import ProtocolError
 from fdasync.pd.messages import MAX_PAYLOAD_NBYTES, Ended, Rows, SampleEnd
-from fdasync.result import CachedTokens, Result, Routing, Sample
+from fdasync.result import CachedTokens, Delta, Result, Routing, Sample
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fdasync.pd.messages import Facts
+    from fdasync.pd.messages import Facts, Piece
 
 _ROUTING = "routing"
 
@@ -144,6 +144,19 @@ class Incoming:
             return np.empty((0, *spec.shape), spec.dtype)
         # a copy of its own: the caller owns it, and may write to it
         return np.concatenate(runs) if len(runs) > 1 else runs[0].copy()
+
+
+def delta_of(piece: Piece) -> Delta:
+    """What a caller reads."""
+    return Delta(
+        index=piece.index,
+        token_ids=piece.token_ids,
+        text=piece.text,
+        raw_logprobs=piece.raw_logprobs,
+        processed_logprobs=piece.processed_logprobs,
+        top_logprobs=piece.top_logprobs,
+        finish_reason=piece.finish_reason,
+    )
 
 
 def _tokens(data: bytes) -> tuple[int, ...]:

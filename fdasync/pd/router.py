@@ -45,12 +45,14 @@ from fdasync.pd.messages import (
     Heartbeat,
     Hello,
     Moved,
+    Piece,
     Progress,
     Refused,
     Rows,
     Submit,
 )
-from fdasync.pd.results import Incoming
+from fdasync.pd.overview import RouterStats, stats_of
+from fdasync.pd.results import Incoming, delta_of
 from fdasync.pd.routed import Routed, RoutedGeneration
 from fdasync.pd.zmq_wire import ZmqWire
 from fdasync.request import SamplingParams
@@ -405,16 +407,22 @@ class Router:
             member.learn(message)
         elif isinstance(message, Done):
             self.commands.on_done(member, message)
-        elif isinstance(message, Progress | Rows | Moved | Ended | Failed):
-            request = self._by_name.get(message.request)
-            if request is not None:
-                try:
-                    self._on_news(request, member, message, payload)
-                except ProtocolError as error:
-                    self._fail_try(request, member, str(error))
+        elif isinstance(message, Progress):
+            for piece in message.pieces:
+                self._take(member, piece, None)
+        elif isinstance(message, Rows | Moved | Ended | Failed):
+            self._take(member, message, payload)
+
+    def _take(self, member: Member, message: Piece | Rows | Moved | Ended | Failed, payload: Frame | None) -> None:
+        request = self._by_name.get(message.request)
+        if request is not None:
+            try:
+                self._on_news(request, member, message, payload)
+            except ProtocolError as error:
+                self._fail_try(request, member, str(error))
 
     def _on_news(
-        self, request: Routed, member: Member, message: Progress | Rows | Moved | Ended | Failed, payload: Frame | None
+        self, request: Routed, member: Member, message: Piece | Rows | Moved | Ended | Failed, payload: Frame | None
     ) -> None:
         if isinstance(message, Moved):
             self._settle(request)
@@ -430,11 +438,10 @@ class Router:
             self._settle(request)
         request.server = member
         assert request.incoming is not None
-        if isinstance(message, Progress):
-            for delta in message.deltas:
-                if delta.index >= len(request.pending):
-                    raise ProtocolError(f"news of sample {delta.index} of {len(request.pending)}")
-                request.add(delta, self._loop.time())
+        if isinstance(message, Piece):
+            if message.index >= len(request.pending):
+                raise ProtocolError(f"news of sample {message.index} of {len(request.pending)}")
+            request.add(delta_of(message), self._loop.time())
         elif isinstance(message, Rows):
             request.incoming.add(message, payload)
         else:
@@ -559,7 +566,7 @@ class Router:
     def on_heartbeat(self, peer: Peer, heartbeat: Heartbeat) -> None:
         member = self.fleet.members.get(peer)
         if member is not None and heartbeat.status is not None:
-            member.status = heartbeat.status
+            member.status, member.status_at = heartbeat.status, self._loop.time()
 
     def on_lost(self, peer: Peer, error: PeerUnreachable) -> None:
         member = self.fleet.members.get(peer)
@@ -597,6 +604,12 @@ class Router:
 
     async def resume(self) -> None:
         await self.commands.all("resume")
+
+    def stats(self) -> RouterStats:
+        """What it knows of every instance now, and whom it dropped. Raises EngineClosed before the start."""
+        if self._links is None:
+            raise EngineClosed("new")
+        return stats_of(self, self._loop.time())
 
     @property
     def live(self) -> list[Routed]:
