@@ -33,6 +33,7 @@ from fdasync.errors import (
     WorkerStuck,
 )
 from fdasync.instance import Instance
+from fdasync.pd.overview import InstanceStats, RouterStats
 from fdasync.pd.router import Router, RouterConfig, connect
 from fdasync.request import SamplingParams
 from fdasync.result import CachedTokens, Delta, Result, Routing, Sample, WeightSpan
@@ -57,6 +58,7 @@ __all__ = [
     "Generation",
     "Instance",
     "InstanceLost",
+    "InstanceStats",
     "InvariantBroken",
     "PeerBusy",
     "PeerRefused",
@@ -68,6 +70,7 @@ __all__ = [
     "Result",
     "Router",
     "RouterConfig",
+    "RouterStats",
     "Routing",
     "RunnerError",
     "Sample",

@@ -51,6 +51,7 @@ from fdasync.pd.messages import (
     Shape,
     Status,
     Submit,
+    Totals,
 )
 from fdasync.pd.news import News
 from fdasync.pd.shm import ShmTransport
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
     from fdasync.pd.transport import Transport
     from fdasync.pd.wire import Frame, Wire
     from fdasync.runner.base import Capacity, Runner
+    from fdasync.scheduler import SchedulerStats
     from fdasync.tokenizer import Tokenizer
 
 _FIT = {"auto": (ShmTransport, TcpTransport), "shm": (ShmTransport,), "tcp": (TcpTransport,)}
@@ -290,6 +292,30 @@ class Instance:
             stats.leased,
             stats.free_blocks + stats.idle_blocks,
             stats.num_blocks,
+            self._totals(stats),
+        )
+
+    def _totals(self, stats: SchedulerStats) -> Totals:
+        assert self._site is not None
+        live = sum([len(sample.tokens) for request in self._site.hub.requests() for sample in request.samples])
+        return Totals(
+            tokens=stats.generated_tokens + live,
+            finished=stats.finished,
+            steps=stats.steps,
+            preemptions=stats.preemptions,
+            prompt_tokens=stats.prompt_tokens,
+            hit_tokens=stats.hit_tokens,
+            hit_tokens_host=stats.hit_tokens_host,
+            hit_tokens_store=stats.hit_tokens_store,
+            written_blocks=stats.written_blocks,
+            fetched_blocks=stats.fetched_blocks,
+            received_blocks=stats.received_blocks,
+            received_nbytes=self._lending.received_nbytes,
+            leases_granted=stats.leases_granted,
+            leases_denied=stats.leases_denied,
+            asked=self._asking.granted,
+            asked_s=self._asking.granted_s,
+            asked_most_s=self._asking.granted_most_s,
         )
 
     def on_up(self, peer: Peer) -> None:

@@ -78,6 +78,7 @@ class Asking:
 
     Attributes:
         late: messages about leases that are over, or never were.
+        granted: questions that were; granted_s, granted_most_s: how long those answers took, together and at most.
     """
 
     def __init__(self, site: Site) -> None:
@@ -85,7 +86,8 @@ class Asking:
         self._by_group: dict[tuple[int, int], _Lease] = {}
         self._by_name: dict[LeaseName, _Lease] = {}
         self._moved: dict[str, str] = {}
-        self.late = 0
+        self.late = self.granted = 0
+        self.granted_s = self.granted_most_s = 0.0
 
     # -- actions ----------------------------------------------------------------------------------
 
@@ -102,6 +104,7 @@ class Asking:
 
     async def _ask(self, lease: _Lease) -> None:
         group, attempt = lease.action.group, lease.action.attempt
+        asked_at = self._site.loop.time()
         try:
             answer = await self._question(lease)
         except (PeerRefused, ConfigError, ProtocolError) as error:
@@ -112,7 +115,12 @@ class Asking:
             # it ended between the answer and now; the other side was told, or is gone
             answer = _denied(group, attempt, "it is not wanted any more")
         lease.granted = answer.granted
-        if not answer.granted:
+        if answer.granted:
+            took_s = self._site.loop.time() - asked_at
+            self.granted += 1
+            self.granted_s += took_s
+            self.granted_most_s = max(self.granted_most_s, took_s)
+        else:
             self._end(lease, answer.reason, tell=True)
         self._site.bus.publish(answer)
 

@@ -34,7 +34,7 @@ class Member:
     """One instance.
 
     Attributes:
-        status: its latest word of how it is doing.
+        status: its latest word of how it is doing; `status_at`: when it came.
         blocks: identities that it has, under `namespace`.
         tokens: prompt tokens that were sent there and have not been computed yet, as far as known.
         live: requests that it serves, or prefills.
@@ -44,6 +44,7 @@ class Member:
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
         self.status: Status | None = None
+        self.status_at = 0.0
         self.blocks: set[bytes] = set()
         self.namespace = b""
         self.weight_version = 0

@@ -69,6 +69,7 @@ class Lending:
 
     Attributes:
         late: messages about leases that are over, or never were.
+        received_nbytes: of blocks of others that arrived whole.
     """
 
     def __init__(self, site: Site, block_tokens: int, follow: Callable[[RequestOutput, bytes, str], None]) -> None:
@@ -77,6 +78,7 @@ class Lending:
         self._follow = follow
         self._book: LeaseBook[_Lease] = LeaseBook()
         self.late = 0
+        self.received_nbytes = 0
 
     # -- questions ----------------------------------------------------------------------------------
 
@@ -291,6 +293,7 @@ class Lending:
                 nbytes += sum(part.nbytes for part in receipts[number].parts)
                 if site.arena is not None:
                     site.arena.adopt(slots[number], action.generations[number], action.rows[number])
+        self.received_nbytes += nbytes
         site.bus.publish(
             BlocksReceived(
                 receive_id=action.receive_id,
