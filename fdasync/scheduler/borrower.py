@@ -42,7 +42,7 @@ class Errand:
     """A group of samples on its way to another instance.
 
     Attributes:
-        state: "waiting" to be asked for, "asked", "granted", "ended".
+        state: "waiting" to be asked for, "asked", "granted", "failed" until its samples have ended, "ended".
         decoders: instances that may still be asked; `at`: the next of them; `rounds`: times that all were asked.
         attempt: of the ask in flight or granted; -1 before the first.
         full: full blocks of the prompt; the next one to be sent is `next_block`.
@@ -50,11 +50,12 @@ class Errand:
         exports: blocks on their way to be offered, in order; `hands`: open blocks likewise, by sample.
         sent: some sample's hand-over was sent.
         handed: samples that the other instance goes on with.
+        stop_at: when to stop looking for room; deadline: of its request.
     """
 
     __slots__ = (
-        "at", "attempt", "begun", "decoders", "exports", "full", "group", "handed", "hands", "next_block", "order",
-        "peer", "ready_at", "rounds", "samples", "sent", "seqs", "state", "stop_at", "tokens",
+        "at", "attempt", "begun", "deadline", "decoders", "exports", "full", "group", "handed", "hands", "next_block",
+        "order", "peer", "ready_at", "rounds", "samples", "sent", "seqs", "state", "stop_at", "tokens",
     )  # fmt: skip
 
     def __init__(self, event: RequestPrepared, order: tuple[int, int], block_tokens: int, stop_at: float) -> None:
@@ -65,6 +66,7 @@ class Errand:
         self.tokens = len(event.tokens)
         self.full = self.tokens // block_tokens
         self.stop_at = stop_at
+        self.deadline = event.deadline
         self.state = "waiting"
         self.at = self.rounds = 0
         self.attempt = -1
@@ -164,7 +166,7 @@ class Borrower:
     def begun(self, seq: Sequence) -> None:
         """It entered prefill: its work is not ahead any more."""
         errand = seq.errand
-        if errand is not None and not errand.begun:
+        if errand is not None and errand.granted and not errand.begun:
             errand.begun = True
             self._leased_tokens -= errand.tokens
 
@@ -175,7 +177,7 @@ class Borrower:
         self._want_hand(errand, seq)
 
     def _want_hand(self, errand: Errand, seq: Sequence) -> None:
-        if errand.granted and seq.key not in errand.hands:
+        if errand.granted and seq.key not in errand.hands and len(seq.tokens) > seq.prompt_len:
             tail = seq.prompt_len % self._block_tokens
             errand.hands[seq.key] = self._copier.export(seq.blocks[-1]) if tail else None
 
@@ -194,7 +196,7 @@ class Borrower:
             errand.state = "ended"
             del self._errands[errand.group]
 
-    def new_weights(self) -> list[Sequence]:
+    def new_weights(self, now: float) -> list[Sequence]:
         """Nothing computed before may be sent: every errand starts anew. Returns whose blocks must go."""
         holders = []
         for errand in list(self._errands.values()):
@@ -204,8 +206,8 @@ class Borrower:
                 del seq.tokens[seq.prompt_len :]
             if errand.sent:
                 self._fail(errand, "the weights changed during its hand-over")
-            elif errand.state != "waiting":
-                self._seek_again(errand)
+            elif errand.state in ("asked", "granted"):
+                self._seek_again(errand, now)
         return holders
 
     # -- leases -----------------------------------------------------------------------------------
@@ -249,10 +251,10 @@ class Borrower:
             if errand is None or attempt not in (errand.attempt, _STOP):
                 continue
             if attempt == _STOP:
-                if errand.state == "waiting":
+                if errand.state == "waiting" and now >= errand.stop_at:
                     self._fail(errand, f"no instance had room for it within {self._rules.find_s:g} s")
             elif errand.granted:
-                self._lost(errand, f"it was not handed over within {self._rules.total_s:g} s")
+                self._lost(errand, f"it was not handed over within {self._rules.total_s:g} s", now)
             elif errand.state == "waiting" and errand.ready_at:
                 self._enqueue(errand)
 
@@ -260,19 +262,19 @@ class Borrower:
         rules = self._rules
         heads = sorted([peer for peer in self._peers.values() if peer.queue], key=lambda peer: peer.queue[0].order)
         for peer in heads:
-            while peer.queue and len(self._asks) < rules.asks:
-                errand = peer.queue[0]
-                if errand.state == "ended":
-                    peer.queue.pop(0)
+            position = 0
+            while position < len(peer.queue) and len(self._asks) < rules.asks:
+                errand = peer.queue[position]
+                if any(seq.hashing for seq in errand.seqs):
+                    # who waits for something else than an answer holds nobody up
+                    position += 1
                     continue
                 ahead = self._leased_tokens + peer.asked_tokens
                 # at least one may always be leased, however long
                 full = ahead and ahead + errand.tokens > self._ahead_tokens
                 if peer.asks >= (1 if peer.silent else rules.asks_per_peer) or full:
                     break
-                if any(seq.hashing for seq in errand.seqs):
-                    break
-                peer.queue.pop(0)
+                peer.queue.pop(position)
                 self._send_ask(errand, peer, now)
 
     def _send_ask(self, errand: Errand, peer: _Peer, now: float) -> None:
@@ -329,6 +331,7 @@ class Borrower:
             errand.decoders.remove(errand.peer)
         else:
             errand.at += 1
+        errand.state = "denied"
         if not errand.decoders or event.at >= errand.stop_at:
             self._fail(errand, f"{errand.peer}: {event.reason}")
         elif errand.at < len(errand.decoders):
@@ -344,22 +347,27 @@ class Borrower:
     def _on_lost(self, event: LeaseLost) -> None:
         errand = self._errands.get(event.group)
         if errand is not None and errand.attempt == event.attempt and errand.granted:
-            self._lost(errand, event.reason)
+            self._lost(errand, event.reason, event.at)
 
-    def _lost(self, errand: Errand, reason: str) -> None:
+    def _lost(self, errand: Errand, reason: str, now: float) -> None:
         """A granted lease is over. Before any hand-over another one is sought; after, only the router knows whether
         the caller has seen something of it."""
         if errand.sent:
             self._fail(errand, f"{errand.peer}: {reason}")
         else:
             errand.at = (errand.at + 1) % len(errand.decoders)
-            self._seek_again(errand)
+            self._seek_again(errand, now)
 
-    def _seek_again(self, errand: Errand) -> None:
+    def _seek_again(self, errand: Errand, now: float) -> None:
         self._close(errand, tell=True)
+        errand.stop_at = min(now + self._rules.find_s, errand.deadline)
+        self._set_timer(errand.stop_at, errand, _STOP)
         self._enqueue(errand)
 
     def _fail(self, errand: Errand, reason: str) -> None:
+        """Its samples end in this turn; until then nothing more is asked or sent for it."""
+        self._close(errand, tell=True)
+        errand.state = "failed"
         self.ends += [(seq, "no_lease", reason) for seq in errand.seqs]
 
     def _close(self, errand: Errand, *, tell: bool) -> None:
@@ -406,6 +414,9 @@ class Borrower:
                 count += 1
             self._offer(errand, errand.exports[:count])
             del errand.exports[:count]
+        if errand.next_block < errand.full or errand.exports:
+            # a hand-over closes: everything else was offered before, and while it was not another lease may be found
+            return
         for seq in errand.seqs:
             if seq.key in errand.hands:
                 export = errand.hands[seq.key]
@@ -477,7 +488,7 @@ class Borrower:
         if errand.state == "ended" or errand.attempt != attempt or not errand.granted:
             return
         if not event.taken:
-            self._lost(errand, "it did not take the hand-over")
+            self._lost(errand, "it did not take the hand-over", event.at)
             return
         errand.handed += 1
         if seq.errand is errand:

@@ -130,8 +130,8 @@ class Scheduler:
         if self.borrower.num_errands:
             steps += self.borrower.plan(self._now, paused=self._paused)
             self._take_ends(self.borrower.ends)
-            # of those that ended just now
-            steps += self.borrower.take_actions()
+        # also of those that ended just now
+        steps += self.borrower.take_actions()
         steps += self.tiers.plan(paused=self._paused)
         return self._gather(steps, told)
 

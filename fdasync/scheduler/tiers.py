@@ -179,7 +179,7 @@ class Tiers:
         No step is in flight.
         """
         self.namespace, self.version = event.namespace, event.version
-        for seq in self.borrower.new_weights():
+        for seq in self.borrower.new_weights(event.at):
             self.roster.leave(seq)
         self.lender.new_weights()
         self.storer.new_weights(event.namespace)
