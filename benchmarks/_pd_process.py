@@ -37,29 +37,47 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     transport: str = "auto"
 
 
-def in_order(workers: int) -> type[Borrower]:
-    """Finding room as prepare threads do it: each takes the oldest request there is, asks its instance, and stays with it
-    until it has an answer, however often it has to ask. (The peers' threads take batches, and reserve their own blocks
-    before they ask: both only make it worse.)"""
+def in_order(workers: int, prepare_s: float = 0.0) -> type[Borrower]:
+    """Finding room as prepare threads do it: each takes the oldest request there is, prepares it for so long, asks its
+    instance, and stays with it until it has an answer, however often it has to ask. (The peers' threads take batches, and
+    reserve their own blocks before they ask: both only make it worse.)"""
 
     class InOrder(Borrower):
+        """`_taken`: errands that a worker has, and when it has prepared them."""
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self._taken: dict[int, float] = {}
+
+        @property
+        def wake_at(self) -> float:
+            due = [
+                ready_at
+                for group, ready_at in self._taken.items()
+                if group in self._errands and self._errands[group].attempt < 0
+            ]
+            return min([super().wake_at, *due])
+
         def _ask(self, now: float) -> None:
-            taken: dict[int, None] = getattr(self, "_taken", {})
             live = self._errands
-            taken = {group: None for group in taken if group in live and not live[group].granted}
+            self._taken = {
+                group: ready_at
+                for group, ready_at in self._taken.items()
+                if group in live and not live[group].granted
+            }
             queued: list[Errand] = sorted(
                 [errand for peer in self._peers.values() for errand in peer.queue if errand.state != "ended"],
                 key=lambda errand: errand.order,
             )
             for errand in queued:
-                if errand.group not in taken:
-                    if len(taken) >= workers:
+                if errand.group not in self._taken:
+                    if len(self._taken) >= workers:
                         continue
-                    taken[errand.group] = None
-                peer = self._peer(errand.decoders[errand.at])
-                peer.queue.remove(errand)
-                self._send_ask(errand, peer, now)
-            self._taken = taken
+                    self._taken[errand.group] = now + prepare_s
+                if now >= self._taken[errand.group]:
+                    peer = self._peer(errand.decoders[errand.at])
+                    peer.queue.remove(errand)
+                    self._send_ask(errand, peer, now)
 
     return InOrder
 

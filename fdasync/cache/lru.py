@@ -56,4 +56,14 @@ class Lru:
 
     def first(self, count: int) -> list[Block]:
         """The members used longest ago, in that order."""
-        return heapq.nsmallest(count, self._members, key=lambda block: block.used)
+        heap, members = self._heap, self._members
+        found: dict[Block, tuple[int, int, Block]] = {}
+        # as many steps as are wanted, not as there are members: the engine's loop waits for this
+        while heap and len(found) < count:
+            entry = heapq.heappop(heap)
+            block = entry[2]
+            if block in members and entry[0] == block.used:
+                found[block] = entry
+        for entry in found.values():
+            heapq.heappush(heap, entry)
+        return list(found)
