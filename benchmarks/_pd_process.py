@@ -2,8 +2,8 @@
 
     python -m benchmarks._pd_process '{"role": ..., "address": ...}'
 
-`prepare` says how a prefill instance finds room: "ours", or as the peers do it, by so many threads in order. `answers_s`
-delays what a decode instance answers to questions for room; below 0 it answers none. Everything else goes on.
+`workers` says how a prefill instance finds room: 0 is ours, else as the peers do it, by so many threads in order.
+`answers_s` delays when a decode instance hears questions for room; below 0 it never does. Everything else goes on.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
 
 def in_order(workers: int, prepare_s: float = 0.0) -> type[Borrower]:
     """Finding room as prepare threads do it: each takes the oldest request there is, prepares it for so long, asks its
-    instance, and stays with it until it has an answer, however often it has to ask. (The peers' threads take batches, and
-    reserve their own blocks before they ask: both only make it worse.)"""
+    instance, and stays with it until it has an answer, however often it has to ask. (The peers' threads take batches,
+    and reserve their own blocks before they ask: both only make it worse.)"""
 
     class InOrder(Borrower):
         """`_taken`: errands that a worker has, and when it has prepared them."""
@@ -61,9 +61,7 @@ def in_order(workers: int, prepare_s: float = 0.0) -> type[Borrower]:
         def _ask(self, now: float) -> None:
             live = self._errands
             self._taken = {
-                group: ready_at
-                for group, ready_at in self._taken.items()
-                if group in live and not live[group].granted
+                group: ready_at for group, ready_at in self._taken.items() if group in live and not live[group].granted
             }
             queued: list[Errand] = sorted(
                 [errand for peer in self._peers.values() for errand in peer.queue if errand.state != "ended"],

@@ -4,8 +4,9 @@ decoded and handed to its owner.
     link_msgs_per_s           small messages one way (`BlocksTaken`), from the first `send` to the last acknowledgement
     link_lease_asks_per_s     the same for a `LeaseAsk` with a prompt of 1,280 tokens and its 80 block keys
     link_round_trip_us_p50/99 a small message there and its echo back, one at a time, while nothing else is sent
+    lease_p50/p99_ms_N        from a question for room to its grant by a real decode instance, N of them in flight
 
-The other process is `benchmarks/_link_peer.py`; both run on uvloop.
+The other process is `benchmarks/_link_peer.py`, for leases `benchmarks/_leases.py`; both run on uvloop.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
+from benchmarks import _leases
 from benchmarks._link_peer import CONFIG, ECHO, Side
 from benchmarks._report import Report, calibrate_us
 from fdasync.errors import PeerBusy
@@ -37,7 +39,9 @@ if TYPE_CHECKING:
 
     from fdasync.pd.peer import Peer
 
-AIMS = {"link_msgs_per_s": 100_000.0}
+AIMS = {"link_msgs_per_s": 100_000.0, "lease_p99_ms_512": 100.0}
+# questions in flight, and how many are measured
+LEASES = {1: 500, 64: 4000, 512: 8000}
 PROMPT_TOKENS = 1280
 SMALL = BlocksTaken("01890af2-7d1f-7cc3-98c4-dc0c0c07398f", 0, 17)
 # messages sent in one go before the loop has its turn
@@ -90,9 +94,17 @@ async def round_trips(peer: Peer, side: Side, count: int) -> list[float]:
     return spent
 
 
+def measure_leases(in_flight: int, count: int) -> list[float]:
+    """Milliseconds of each, in order."""
+    with tempfile.TemporaryDirectory() as folder:
+        address = f"ipc://{folder}/decode"
+        with other_process(address, "_leases"):
+            return uvloop.run(_leases.measure(address, in_flight, count))
+
+
 @contextlib.contextmanager
-def other_process(address: str) -> Iterator[None]:
-    command = [sys.executable, "-m", "benchmarks._link_peer", address]
+def other_process(address: str, module: str = "_link_peer") -> Iterator[None]:
+    command = [sys.executable, "-m", f"benchmarks.{module}", address]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
@@ -161,7 +173,11 @@ def main() -> None:
     report.add("link_lease_asks_per_s", [run.asks for run in runs])
     report.add("link_round_trip_us_p50", [run.p50 for run in runs])
     report.add("link_round_trip_us_p99", [run.p99 for run in runs])
-    # leases: lease_p50_ms_1/64/512 and lease_p99_ms_1/64/512 are measured with the real lease code and added here
+    for in_flight, count in LEASES.items():
+        spent = [measure_leases(in_flight, max(int(count * args.messages / 300_000), 20)) for _ in range(args.runs)]
+        report.add(f"lease_p50_ms_{in_flight}", [one[len(one) // 2] for one in spent])
+        name = f"lease_p99_ms_{in_flight}"
+        report.add(name, [one[len(one) * 99 // 100] for one in spent], aim=AIMS.get(name))
     report.add("calibration_us", calibration)
     report.finish(args.json)
 

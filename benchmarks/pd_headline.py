@@ -1,20 +1,20 @@
-"""The published workload: 1 prefill and 1 decode instance, 1,000 requests, concurrency 256, mean 1,280 tokens in, 700 out.
+"""The published workload: 1 prefill and 1 decode instance, 1,000 requests, 256 at a time, mean 1,280 tokens in, 700 out.
 
-FastDeploy #7724 reports 275 s with prepare in one thread in order, and 260 s with five threads (ERNIE-4.5 0.3B). Here it
-is played in virtual time, with the real router, links, instances and schedulers, and a cost of steps that was fixed before
-our arm ran. Over the bound, which is the same system with links and an engine that cost nothing, so that ramp and drain
-are in it:
+FastDeploy #7724 reports 275 s with prepare in one thread in order, and 260 s with five threads (ERNIE-4.5 0.3B). Here
+it is played in virtual time, with the real router, links, instances and schedulers, and a cost of steps that was fixed
+before our arm ran. Over the bound, which is the same system with links and an engine that cost nothing, so that ramp
+and drain are in it:
 
     over_bound            ours: latencies of links as `benchmarks.link` measures them, and on every step the CPU of the
                           engine as `benchmarks.engine_step` measures it
     serial_over_bound     prepare in one thread in order
     threads5_over_bound   prepare in five threads, each in order
-    realtime_over_bound   ours in real time, real processes, at a tenth of the scale with steps of at least 5 ms, over the
+    realtime_over_bound   ours in real time, real processes, at a smaller scale with steps of at least 5 ms, over the
                           bound of that same scale
 
-The peers' arms have two costs that were fitted (`--fit` does it again) so that they land within 2 % of 275/250 and 260/250:
-`PREPARE_S`, what a worker spends on one request, and `STEP_EXTRA_S`, what threads that compete for the interpreter cost
-each step.
+The peers' arms have two costs that were fitted (`--fit` does it again) so that they land within 2 % of 275/250 and
+260/250: `PREPARE_S`, what a worker spends on one request, and `STEP_EXTRA_S`, what threads that compete for the
+interpreter cost each step.
 """
 
 from __future__ import annotations
@@ -159,7 +159,9 @@ async def virtual(scale: Scale, latency: Latency) -> float:
     rng = random.Random(1)
     network = SimNetwork(rng, Weather(delay_s=latency.link_s, room=1 << 20))
     fast = latency.link_s == (0.0, 0.0)
-    fabric = SimFabric(rng, SimFaults(latency_s=(0.0, 0.0) if fast else (2e-4, 2e-3), nbytes_per_s=1e15 if fast else 4e9))
+    fabric = SimFabric(
+        rng, SimFaults(latency_s=(0.0, 0.0) if fast else (2e-4, 2e-3), nbytes_per_s=1e15 if fast else 4e9)
+    )
     instances = [
         Instance(
             msgspec.convert(config_of(role, scale, latency), EngineConfig),
@@ -277,7 +279,10 @@ def main() -> None:
         runs = [uvloop.run(real(REAL)) for _ in range(args.runs)]
         report.add("realtime_bound_s", [bound_s])
         report.add("realtime_over_bound", [seconds / bound_s for seconds, _ in runs], aim=AIMS["realtime_over_bound"])
-        report.conditions["realtime"] = {"scale": msgspec.to_builtins(REAL), "busy": [round(busy, 3) for _, busy in runs]}
+        report.conditions["realtime"] = {
+            "scale": msgspec.to_builtins(REAL),
+            "busy": [round(busy, 3) for _, busy in runs],
+        }
     report.finish(args.json)
     if "void" in report.conditions:
         print(f"void: {report.conditions['void']}", file=sys.stderr)

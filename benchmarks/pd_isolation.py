@@ -8,9 +8,9 @@ All with the same scheduler, deadlines and cost of steps; only `Borrower._ask` d
 Requests arrive at random (open loop) at 70 % of what the prefill instance can do; request i must go to decode instance
 i mod 4. One of them answers questions for room after 2 s (slow), never (silent), or is killed (killed).
 
-Goodput: of the requests for the other three, the share whose time to first token was within 3 times the 99th percentile
-of the same arm with four healthy ones. A run in which the machine was busy for more than 60 % is void; the whole is valid
-only if `threads5_goodput_silent` is under 0.8.
+Goodput: of the requests for the other three, the share whose time to first token was within 3 times the 99th
+percentile of the same arm with four healthy ones. A run in which the machine was busy for more than 60 % is void; the
+whole is valid only if `threads5_goodput_silent` is under 0.8.
 """
 
 from __future__ import annotations

@@ -358,7 +358,7 @@ class Instance:
         except FdasyncError as error:
             assert self._site is not None
             words = failed(message.request, error)
-            self._site.start(self._answers._tell(peer, words), f"refusal of {message.request}")
+            self._site.tell(peer, words)
             return
         self._answers.submit(peer, message.request, ask)
 
@@ -401,4 +401,4 @@ class Instance:
             error, problem = type(caught).__name__, str(caught)[:4096]
         version = self.engine.stats().scheduler.weight_version
         words = Done(message.number, error, problem, self._site.namespace(), version)
-        await self._answers._tell(peer, words)
+        self._site.tell(peer, words)

@@ -1,14 +1,13 @@
 """What an instance tells the caller of a request: new tokens as they come, rows and the end, or why there is no end.
 
-One coroutine a request, for those that are served here whole, those that another instance prefilled, and those that are
-handed to another instance. New tokens of all requests of a caller go in one message for each turn of the loop
+Of requests that are served here whole, those that another instance prefilled, and those that are handed to another
+instance. New tokens of all requests of a caller go in one message for each turn of the loop
 (`streams.py`). A caller that is gone has its requests aborted. Called by `instance.py`; knows the door and results, no
 schedule.
 """
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING
 
 from fdasync.errors import (
@@ -19,7 +18,7 @@ from fdasync.errors import (
     PeerUnreachable,
     PermanentError,
 )
-from fdasync.pd.messages import Abort, Failed, Moved
+from fdasync.pd.messages import Abort, Failed, Moved, Progress
 from fdasync.pd.results import ended_message, row_messages
 from fdasync.pd.streams import ELSEWHERE, Streams
 
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from fdasync.door import Ask
     from fdasync.output import RequestOutput
     from fdasync.pd.asking import Asking
-    from fdasync.pd.messages import Message
+    from fdasync.pd.messages import Piece
     from fdasync.pd.peer import Peer
     from fdasync.pd.site import Site
 
@@ -44,10 +43,12 @@ class Answers:
         # by caller and the request's name among instances; a request at the door has no output yet
         self._live: dict[tuple[bytes, str], RequestOutput | None] = {}
         self._aborted: set[tuple[bytes, str]] = set()
+        self._telling = 0
 
     @property
     def num_live(self) -> int:
-        return len(self._live)
+        """Requests whose callers have not been told of their end."""
+        return len(self._live) + self._telling
 
     def submit(self, caller: Peer, name: str, ask: Ask) -> None:
         """Serve a request of this caller."""
@@ -62,8 +63,7 @@ class Answers:
         """Answer this caller from now on about a request that was taken over."""
         peer = self._site.links.find(caller)
         assert peer is not None
-        self._live[caller, name] = request
-        self._site.start(self._answer(peer, name, request), f"request {name}")
+        self._watch(peer, name, request)
 
     def abort(self, caller: Peer, message: Abort) -> None:
         """End it with what it has; one that is still at the door never begins. Unknown ones have ended."""
@@ -91,63 +91,65 @@ class Answers:
         except FdasyncError as error:
             del self._live[place]
             self._aborted.discard(place)
-            await self._tell(caller, failed(name, error))
+            self._site.tell(caller, failed(name, error))
             return
-        self._live[place] = request
+        self._watch(caller, name, request)
         if place in self._aborted:
             self._site.door.abort(request)
-        await self._answer(caller, name, request)
 
-    async def _answer(self, caller: Peer, name: str, request: RequestOutput) -> None:
-        try:
-            await self._relay(caller, name, request)
-        except (PeerUnreachable, PeerRefused, DeadlineExceeded):
-            # nobody is there to tell; what is left of it here ends
-            self._site.door.abort(request)
-            await asyncio.wait([request.done])
-        finally:
-            self._live.pop((caller.incarnation, name), None)
-            self._aborted.discard((caller.incarnation, name))
-
-    async def _relay(self, caller: Peer, name: str, request: RequestOutput) -> None:
-        site = self._site
+    def _watch(self, caller: Peer, name: str, request: RequestOutput) -> None:
+        """Tell of its tokens as they come, and of its end. No coroutine waits meanwhile: most of its life is steps."""
+        self._live[caller.incarnation, name] = request
         asked = request.asked
         streams = asked is not None and asked[0].streams and asked[0].errand is None
         if streams:
             self._streams.add(caller, name, request)
-        # the request's own deadline bounds this wait
-        await asyncio.wait([request.done])
-        if streams:
-            await self._streams.end(caller, request)
-        reasons = {sample.finish.reason for sample in request.samples if sample.finish is not None}
-        if reasons & ELSEWHERE:
-            await self._moved(caller, name, request, reasons)
-            return
-        await request.decode()
-        try:
-            result = site.door.result(request)
-        except FdasyncError as error:
-            await site.say(caller, failed(name, error))
-            return
-        for words, payload in row_messages(name, result):
-            await site.say(caller, words, payload)
-        await site.say(caller, ended_message(name, result))
+        request.done.add_done_callback(lambda _: self._ended(caller, name, request, streams))
 
-    async def _moved(self, caller: Peer, name: str, request: RequestOutput, reasons: set[str]) -> None:
-        """It goes on elsewhere, or nowhere; where nothing came of it here, nobody is told: who sent it knows."""
+    def _ended(self, caller: Peer, name: str, request: RequestOutput, streams: bool) -> None:
+        place = caller.incarnation, name
+        self._live.pop(place, None)
+        self._aborted.discard(place)
+        reasons = {sample.finish.reason for sample in request.samples if sample.finish is not None}
+        last = self._streams.take_last(request) if streams else ()
+        if reasons == {"lease_lost"}:
+            # nothing came of it here: who sent it knows
+            return
+        if reasons & ELSEWHERE:
+            self._moved(caller, name, request, reasons)
+        elif caller.is_up and not request.done.cancelled():
+            self._telling += 1
+            self._site.start(self._tell_end(caller, name, request, last), f"end of {name}")
+
+    async def _tell_end(self, caller: Peer, name: str, request: RequestOutput, last: tuple[Piece, ...]) -> None:
+        site = self._site
+        try:
+            if last:
+                await site.say(caller, Progress(last))
+            await request.decode()
+            try:
+                result = site.door.result(request)
+            except FdasyncError as error:
+                await site.say(caller, failed(name, error))
+                return
+            for words, payload in row_messages(name, result):
+                await site.say(caller, words, payload)
+            await site.say(caller, ended_message(name, result))
+        except (PeerUnreachable, PeerRefused, DeadlineExceeded):
+            # nobody is there to tell
+            return
+        finally:
+            self._telling -= 1
+
+    def _moved(self, caller: Peer, name: str, request: RequestOutput, reasons: set[str]) -> None:
+        """It goes on elsewhere, or nowhere."""
         if "no_lease" in reasons:
             notes = [sample.finish.note for sample in request.samples if sample.finish is not None]
-            problem = next(note for note in notes if note)[:_WORDS_CHARS]
+            problem = next((note for note in notes if note), "")[:_WORDS_CHARS]
             words = Failed(name, "InstanceLost", f"no decode instance took it: {problem}", retriable=True)
-            await self._site.say(caller, words)
+            self._site.tell(caller, words)
         elif reasons == {"handed_over"}:
-            await self._site.say(caller, Moved(name, self._asking.take_moved(name)))
-
-    async def _tell(self, caller: Peer, message: Message) -> None:
-        try:
-            await self._site.say(caller, message)
-        except (PeerUnreachable, PeerRefused, DeadlineExceeded):
-            return
+            self._site.tell(caller, Moved(name, self._asking.take_moved(name)))
 
 
 def failed(name: str, error: FdasyncError) -> Failed:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fdasync.actions import EmitTokens
-from fdasync.errors import DeadlineExceeded, FdasyncError, PeerRefused, PeerUnreachable, PermanentError
+from fdasync.errors import FdasyncError, PermanentError
 from fdasync.events.catalog import (
     AbortRequested,
     BlocksOffered,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from fdasync.actions import AnswerLease, ConfirmHandOver, DropLease, ReceiveBlocks
     from fdasync.output import RequestOutput
-    from fdasync.pd.messages import BlockRef, BlocksOffer, LeaseName, Message
+    from fdasync.pd.messages import BlockRef, BlocksOffer, LeaseName
     from fdasync.pd.peer import Peer
     from fdasync.pd.site import Site
 
@@ -87,12 +87,12 @@ class Lending:
         known = self._book.find(peer, name)
         if known is not None:
             if known.answer is not None:
-                self._tell(peer, known.answer)
+                self._site.tell(peer, known.answer)
             return
         problem = self._take(peer, name, message)
         if problem is not None:
             reason, retry_after_s = problem
-            self._tell(peer, LeaseAnswer(*name, "denied", 0, retry_after_s, reason))
+            self._site.tell(peer, LeaseAnswer(*name, "denied", 0, retry_after_s, reason))
 
     def _take(self, peer: Peer, name: LeaseName, message: LeaseAsk) -> tuple[str, float] | None:
         """Give a question to the scheduler; else why not, and when to ask again."""
@@ -156,7 +156,7 @@ class Lending:
         lease = self._book.find(peer, name)
         if lease is None:
             self.late += 1
-            self._tell(peer, LeaseDrop(*name, "there is no such lease"))
+            self._site.tell(peer, LeaseDrop(*name, "there is no such lease"))
         return lease
 
     def on_offer(self, peer: Peer, message: BlocksOffer) -> None:
@@ -212,7 +212,7 @@ class Lending:
 
     def _refuse(self, lease: _Lease, reason: str) -> None:
         """What the other side says under a lease is wrong: it is over."""
-        self._tell(lease.owner, LeaseDrop(*lease.name, reason))
+        self._site.tell(lease.owner, LeaseDrop(*lease.name, reason))
         self._book.remove(lease)
         self._site.bus.publish(LeaseGivenUp(groups=(lease.group,), reason=reason))
 
@@ -231,13 +231,13 @@ class Lending:
         )
         if action.verdict == "denied":
             self._book.remove(lease)
-        self._tell(lease.owner, lease.answer)
+        self._site.tell(lease.owner, lease.answer)
 
     def drop(self, action: DropLease) -> None:
         lease = self._book.group(action.group)
         if lease is not None:
             self._book.remove(lease)
-            self._tell(lease.owner, LeaseDrop(*lease.name, action.reason))
+            self._site.tell(lease.owner, LeaseDrop(*lease.name, action.reason))
 
     def confirm(self, action: ConfirmHandOver) -> None:
         """A sample goes on here: its first token is its caller's, and the other side may forget it."""
@@ -257,7 +257,7 @@ class Lending:
                 None if hand.top is None else (hand.top,),
             )
             self._site.hub.emit(EmitTokens(-1, (action.key,), (hand.token,), (0,)), output)
-        self._tell(lease.owner, HandOffTaken(*lease.name, index))
+        self._site.tell(lease.owner, HandOffTaken(*lease.name, index))
         lease.confirmed += 1
         if lease.confirmed == len(lease.keys):
             self._book.remove(lease)
@@ -313,16 +313,4 @@ class Lending:
                 lease.unread[offer] = left - 1
             elif left:
                 lease.unread[offer] = 0
-                self._tell(lease.owner, BlocksTaken(*lease.name, offer))
-
-    def _tell(self, peer: Peer, message: Message) -> None:
-        """Short messages that must not be lost while the peer is up: wait for room if there is none."""
-        if peer.is_up:
-            self._site.start(self._say(peer, message), f"{type(message).__name__} to {peer.name}")
-
-    async def _say(self, peer: Peer, message: Message) -> None:
-        try:
-            await self._site.say(peer, message)
-        except (PeerUnreachable, PeerRefused, DeadlineExceeded):
-            # its loss ends its leases
-            return
+                self._site.tell(lease.owner, BlocksTaken(*lease.name, offer))

@@ -5,9 +5,10 @@ Decides nothing, and keeps no state of its own.
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from fdasync.errors import PeerBusy
+from fdasync.errors import DeadlineExceeded, PeerBusy, PeerRefused, PeerUnreachable
 
 if TYPE_CHECKING:
     import asyncio
@@ -67,6 +68,7 @@ class Site:
         self.draining = False
         self._fail = fail
         self._tasks: dict[asyncio.Task[None], None] = {}
+        self._backlogs: dict[Peer, deque[Message]] = {}
 
     @property
     def regions(self) -> list[SharedRegion]:
@@ -92,6 +94,32 @@ class Site:
 
     def tasks(self) -> list[asyncio.Task[None]]:
         return list(self._tasks)
+
+    def tell(self, peer: Peer, message: Message) -> None:
+        """Send without waiting; what does not go now goes in order as soon as the peer keeps up, while it is up."""
+        backlog = self._backlogs.get(peer)
+        if backlog is not None:
+            backlog.append(message)
+            return
+        try:
+            peer.send(message)
+        except PeerBusy:
+            self._backlogs[peer] = deque([message])
+            self.start(self._catch_up(peer), f"backlog of {peer.name}")
+        except (PeerUnreachable, PeerRefused):
+            # its loss ends everything with it
+            return
+
+    async def _catch_up(self, peer: Peer) -> None:
+        backlog = self._backlogs[peer]
+        try:
+            while backlog:
+                await self.say(peer, backlog[0])
+                backlog.popleft()
+        except (PeerUnreachable, PeerRefused, DeadlineExceeded):
+            return
+        finally:
+            del self._backlogs[peer]
 
     async def say(self, peer: Peer, message: Message, payload: bytes | memoryview | None = None) -> None:
         """Send as soon as the peer keeps up. Raises PeerUnreachable, PeerRefused, DeadlineExceeded."""

@@ -53,17 +53,15 @@ class Streams:
         request.on_news = self._on_news
         self._on_news(request)
 
-    async def end(self, caller: Peer, request: RequestOutput) -> None:
-        """Its last tokens. Raises PeerUnreachable, PeerRefused, DeadlineExceeded where nobody can be told."""
+    def take_last(self, request: RequestOutput) -> tuple[Piece, ...]:
+        """A request ended: what of it was not told yet, for its caller to be told first of all."""
         reader, name = self._names.pop(request)
         request.on_news = None
         reader.news.pop(request, None)
         reader.num_requests -= 1
         if not reader.num_requests:
-            self._readers.pop(caller, None)
-        pieces = self._pieces(name, request)
-        if pieces:
-            await self._site.say(caller, Progress(tuple(pieces)))
+            self._readers.pop(reader.peer, None)
+        return tuple(self._pieces(name, request))
 
     def _on_news(self, request: RequestOutput) -> None:
         entry = self._names.get(request)
