@@ -250,3 +250,28 @@ class PdTable(Table):
         held = scheduler.copier.num_held or scheduler.index.reserved or scheduler.lender.num_leases
         errands = scheduler.borrower._leased_tokens or scheduler.borrower._exported or stats.errands
         return super().is_empty() and not (stats.leased or out or held or errands)
+
+
+def begin(
+    table: PdTable, key: int, tokens: Iterable[int], decoders: tuple[str, ...] = ("d0",), n: int = 1, prefix: int = 0
+) -> Turned:
+    """A group that has its lease; its first step is planned where there is room."""
+    table.turn(*table.errand(key, tokens, decoders, n))
+    return table.turn(table.granted(key, prefix))
+
+
+def sent_indices(table: PdTable) -> list[int]:
+    """Which blocks are on offer."""
+    return [index for sent in table.offers.values() for index in sent.indices]
+
+
+def leave_on_host(table: PdTable, prompt: Iterable[int]) -> None:
+    """Compute a prompt, and leave its full blocks on the host only."""
+    table.run(table.request(900, prompt, 1))
+    index = table.scheduler.index
+    for block in index.pool.live():
+        table.scheduler.copier.keep(block)
+    table.turn()
+    table.answer()
+    for block in list(index._clean):
+        index._leave_device(block)

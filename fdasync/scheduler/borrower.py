@@ -47,7 +47,8 @@ class Errand:
         attempt: of the ask in flight or granted; -1 before the first.
         full: full blocks of the prompt; the next one to be sent is `next_block`.
         begun: its first sample entered prefill under this lease.
-        exports: blocks on their way to be offered, in order; `hands`: open blocks likewise, by sample.
+        exports: blocks on their way to be offered, in order.
+        hands: samples that have their first token, and their open blocks once those are on their way.
         sent: some sample's hand-over was sent.
         handed: samples that the other instance goes on with.
         stop_at: when to stop looking for room; deadline: of its request.
@@ -178,8 +179,7 @@ class Borrower:
 
     def _want_hand(self, errand: Errand, seq: Sequence) -> None:
         if errand.granted and seq.key not in errand.hands and len(seq.tokens) > seq.prompt_len:
-            tail = seq.prompt_len % self._block_tokens
-            errand.hands[seq.key] = self._copier.export(seq.blocks[-1]) if tail else None
+            errand.hands[seq.key] = None
 
     def leave(self, seq: Sequence) -> None:
         """It ended, however that came about; what of it is being read by another instance stays until that ends."""
@@ -398,6 +398,13 @@ class Borrower:
         holder = next((seq for seq in errand.seqs if seq.blocks), None)
         peer = self._peer(errand.peer)
         share = max(self._staging // 2, 1)
+        gone = next((number for number, (_, export) in enumerate(errand.exports) if export.gone), None)
+        if gone is not None:
+            # whoever had them was preempted: they are sent when they were computed again
+            errand.next_block = errand.exports[gone][0]
+            for _, export in errand.exports[gone:]:
+                self._unexport(errand.peer, export)
+            del errand.exports[gone:]
         while holder is not None and errand.next_block < errand.full:
             block = holder.blocks[errand.next_block]
             if not block.sealed or not block.usable:
@@ -414,14 +421,19 @@ class Borrower:
                 count += 1
             self._offer(errand, errand.exports[:count])
             del errand.exports[:count]
-        if errand.next_block < errand.full or errand.exports:
-            # a hand-over closes: everything else was offered before, and while it was not another lease may be found
+        if errand.next_block < errand.full:
             return
+        tail = errand.tokens % self._block_tokens
         for seq in errand.seqs:
-            if seq.key in errand.hands:
-                export = errand.hands[seq.key]
-                if export is None or export.ready:
-                    self._hand_over(errand, seq, export)
+            if seq.key not in errand.hands:
+                continue
+            hand = errand.hands[seq.key]
+            if tail and hand is None:
+                # last, or open blocks could hold the room on the host that the others wait for
+                hand = errand.hands[seq.key] = self._copier.export(seq.blocks[-1])
+            # a hand-over closes: until all else was offered, another lease may still be found
+            if not errand.exports and (hand is None or hand.ready):
+                self._hand_over(errand, seq, hand)
 
     def _offer(self, errand: Errand, batch: list[tuple[int, Export]]) -> None:
         number = self._take_offer()

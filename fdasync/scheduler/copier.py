@@ -62,6 +62,11 @@ class Export:
     def ready(self) -> bool:
         return self.held and self.block.on_host
 
+    @property
+    def gone(self) -> bool:
+        """Who had it gave it up before it found a place on the host, and it was evicted."""
+        return not self.held and self.block.id < 0 and self.block.host < 0
+
 
 class Copier:
     """See the module.
@@ -119,8 +124,17 @@ class Copier:
     def export(self, block: Block) -> Export:
         """Have it on the host, whatever else it is there for, sealed or an open block that nobody writes any more."""
         export = Export(block)
-        self._exports.append(export)
+        if block.host >= 0:
+            self._hold(export)
+        else:
+            self._exports.append(export)
         return export
+
+    def _hold(self, export: Export) -> None:
+        export.held = True
+        self._held += 1
+        export.block.host_moves += 1
+        self._index.settle(export.block)
 
     def release(self, export: Export) -> None:
         """Nobody reads it there any more; idempotent."""
@@ -196,7 +210,7 @@ class Copier:
         batch: list[Block] = []
         for export in self._exports:
             block = export.block
-            if not export.wanted:
+            if not export.wanted or export.gone:
                 continue
             if block.host < 0 and (
                 waiting or self._outward >= _MAX_OUTWARD or len(batch) >= _MAX_COPY_BLOCKS or not self._make_room()
@@ -206,10 +220,7 @@ class Copier:
             if block.host < 0:
                 self._index.pool.add_host(block)
                 batch.append(block)
-            export.held = True
-            self._held += 1
-            block.host_moves += 1
-            self._index.settle(block)
+            self._hold(export)
         self._exports = waiting
         if not batch:
             return []
