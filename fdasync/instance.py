@@ -54,9 +54,8 @@ from fdasync.pd.messages import (
     Totals,
 )
 from fdasync.pd.news import News
-from fdasync.pd.shm import ShmTransport
-from fdasync.pd.tcp import TcpTransport
 from fdasync.pd.zmq_wire import ZmqWire
+from fdasync.registry import Registry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -74,7 +73,8 @@ if TYPE_CHECKING:
     from fdasync.scheduler import SchedulerStats
     from fdasync.tokenizer import Tokenizer
 
-_FIT = {"auto": (ShmTransport, TcpTransport), "shm": (ShmTransport,), "tcp": (TcpTransport,)}
+# in order of preference
+_AUTO = ("shm", "tcp")
 
 
 def shape_of(capacity: Capacity) -> Shape:
@@ -97,7 +97,8 @@ class Instance:
         listen: `ipc://path` or `tcp://127.0.0.1:port` (0: any).
         peers: addresses of decode instances to connect to at once; others are when a router names them.
         name: for people; default: where it listens.
-        transport: "auto", "shm" or "tcp": how it reads blocks of others, and lets others read its own.
+        transport: how it reads blocks of others, and lets others read its own: the name of one in
+            `fdasync.transports`, or "auto" for shm, and tcp where that does not do.
         wire, transports, runner, tokenizer, store: objects instead of what the configuration names (tests).
 
     Attributes:
@@ -123,15 +124,16 @@ class Instance:
         self.engine = Engine(config, runner=runner, tokenizer=tokenizer, store=store)
         if self.engine.config.role == "alone":
             raise ConfigError("config.role", "is 'alone'", hint="an instance is mixed, prefill or decode")
-        if transport not in _FIT:
-            raise ConfigError("transport", f"{transport!r} is no transport", limit=", ".join(_FIT))
         self.address = listen
         self._listen = listen
         self._names = peers
         self._name = name
         self._link_config = links
         self._wire = wire
-        self._carriers = Carriers([kind() for kind in _FIT[transport]] if transports is None else transports)
+        if transports is None:
+            registry = Registry()
+            transports = [registry.make_transport(kind) for kind in (_AUTO if transport == "auto" else (transport,))]
+        self._carriers = Carriers(transports)
         self._links: Links | None = None
         self._site: Site | None = None
         self._on: dict[type[Message], Callable[[Peer, Any], None]] = {}

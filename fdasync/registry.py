@@ -13,6 +13,7 @@ import msgspec
 
 from fdasync.cache.store import Store
 from fdasync.errors import ConfigError, PluginError
+from fdasync.pd.transport import Transport
 from fdasync.runner.base import Runner, RunnerLimits
 
 if TYPE_CHECKING:
@@ -21,8 +22,13 @@ if TYPE_CHECKING:
 RUNNERS = "fdasync.runners"
 STORES = "fdasync.stores"
 TOKENIZERS = "fdasync.tokenizers"
-GROUPS = (RUNNERS, STORES, TOKENIZERS)
-_BASES: dict[str, type[Runner] | type[Store]] = {RUNNERS: Runner, STORES: Store}
+TRANSPORTS = "fdasync.transports"
+GROUPS = (RUNNERS, STORES, TOKENIZERS, TRANSPORTS)
+_BASES: dict[str, type[Runner] | type[Store] | type[Transport]] = {
+    RUNNERS: Runner, STORES: Store, TRANSPORTS: Transport
+}  # fmt: skip
+# their classes take a configuration of their own
+_CONFIGURED = (RUNNERS, STORES)
 
 
 class PluginInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,6 +112,16 @@ class Registry:
             raise ConfigError.of_validation(error, "store_config") from None
         return store(own)
 
+    def make_transport(self, name: str) -> Transport:
+        """A transport by name. Raises PluginError."""
+        transport = self._check(TRANSPORTS, self.find(TRANSPORTS, name))
+        try:
+            made = transport()
+        except TypeError as error:
+            raise PluginError(TRANSPORTS, name, "", f"it cannot be made without arguments: {error}") from error
+        assert isinstance(made, Transport)
+        return made
+
     def load_tokenizer(self, name: str) -> Any:
         """The tokenizer factory: a callable that takes a model folder. Raises PluginError."""
         return self._check(TOKENIZERS, self.find(TOKENIZERS, name))
@@ -122,7 +138,7 @@ class Registry:
         if base is not None:
             if not (isinstance(loaded, type) and issubclass(loaded, base)):
                 raise PluginError(group, point.name, distribution, f"{point.value} is not a {base.__name__} class")
-            own = getattr(loaded, "config_type", None)
+            own = getattr(loaded, "config_type", msgspec.Struct if group not in _CONFIGURED else None)
             if not (isinstance(own, type) and issubclass(own, msgspec.Struct)):
                 raise PluginError(group, point.name, distribution, f"{point.value} has no config_type")
         elif not callable(loaded):
