@@ -55,6 +55,8 @@ CONTRACTS = (
 )  # fmt: skip
 ROOMS = ("fdasync.cache", "fdasync.gpu", "fdasync.runner", "fdasync.pd")
 JOINERS = ("fdasync.engine", "fdasync.runtime", "fdasync.driver", "fdasync.instance")
+# what the command line runs: embedders like any other
+EMBEDDERS = ("fdasync.cli", "fdasync.demo", "fdasync.demo_serving", "fdasync.serving")
 # what knows more than its room, and why
 EXCEPTIONS = {
     ("fdasync.runner.worker", "fdasync.process"): "hosts a runner in a child process: it is shell",
@@ -65,7 +67,6 @@ EXCEPTIONS = {
     ("fdasync.cache.host_process", "fdasync.channel"): "the child's side of the same",
     ("fdasync.cache.host_process", "fdasync.process"): "the same",
     ("fdasync.cache.host_process", "fdasync.registry"): "finds the store",
-    ("fdasync.pd.answers", "fdasync.stream"): "reads a request as any caller of the engine does",
     ("fdasync.pd.router", "fdasync.cache.prefix"): "looks for prefixes under the names that instances give them",
 }
 
@@ -86,7 +87,7 @@ def broken_rules(module: str, imported: str) -> str:
         if within(module, (room,)):
             fine = within(imported, (*BASE, *CONTRACTS, room))
             return "" if fine else "rooms import each other's contracts only"
-    if within(imported, JOINERS) and not within(module, (*JOINERS, "fdasync.testing", "fdasync.cli", "fdasync.demo")):
+    if within(imported, JOINERS) and not within(module, (*JOINERS, "fdasync.testing", *EMBEDDERS)):
         return "" if module == "fdasync" else "nobody knows those who join the rooms"
     if within(imported, ("fdasync.testing",)) and not within(module, ("fdasync.testing",)):
         return "the package does not need its tests"
