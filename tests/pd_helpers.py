@@ -136,6 +136,15 @@ class PdTable(Table):
             self.turn(*([self.done()] if self.flying else []), *[self.copied() for _ in range(len(self.copies))])
         raise AssertionError(f"still working after {turns} turns")
 
+    def run_steps(self, *events: Event, turns: int = 50) -> None:
+        """These events, then steps until there are none; everything else stands still."""
+        self.turn(*events)
+        for _ in range(turns):
+            if not self.flying:
+                return
+            self.turn(self.done())
+        raise AssertionError(f"still running after {turns} turns")
+
     # -- the decode side
 
     def lease(

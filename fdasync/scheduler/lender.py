@@ -209,7 +209,8 @@ class Lender:
             if self._leases.get(lease.group) is lease:
                 self._start_ready(lease)
         for lease in list(self._offering):
-            self._receive(lease, now)
+            if self._leases.get(lease.group) is lease:
+                self._receive(lease, now)
             if not lease.offered or self._leases.get(lease.group) is not lease:
                 del self._offering[lease]
         actions, self._actions = self._actions, []
@@ -224,16 +225,16 @@ class Lender:
         self._sweep_at = now + _SWEEP_S if self._leases else float("inf")
 
     def _grant_all(self, now: float) -> None:
+        aged = False
         for lease in list(self._line):
-            if self._grant(lease):
+            if not aged and self._grant(lease):
                 self._line.remove(lease)
                 continue
             if not lease.queued:
                 lease.queued = True
                 self._actions.append(AnswerLease(lease.group, "queued"))
-            if now - lease.asked_at >= self._rules.age_s:
-                # others have passed it for long enough
-                return
+            # once others have passed it for long enough nobody does any more
+            aged = aged or now - lease.asked_at >= self._rules.age_s
 
     def _grant(self, lease: Lease) -> bool:
         index, roster = self._index, self._roster
@@ -292,6 +293,17 @@ class Lender:
             lease = self._leases.get(group)
             if lease is not None:
                 self._forget(lease, event.reason)
+            self._take_back(group, event.reason)
+
+    def _take_back(self, group: int, reason: str) -> None:
+        """Samples that had everything in this very turn, which nobody has been told yet."""
+        back = [entry for entry in self.started if entry[0].lease == group]
+        if back:
+            self.started = [entry for entry in self.started if entry[0].lease != group]
+            self._actions = [
+                action for action in self._actions if not isinstance(action, ConfirmHandOver) or action.group != group
+            ]
+            self.ends += [(seq, "lease_lost", reason) for seq, _ in back]
 
     def _on_offered(self, event: BlocksOffered) -> None:
         lease = self._leases.get(event.group)
@@ -388,7 +400,9 @@ class Lender:
             if came:
                 self.received += 1
                 block.on_host = True
-                here.append(block)
+                if block.pins:
+                    # not a sample's that ended meanwhile
+                    here.append(block)
                 if seq is None:
                     block.sealed = True
                     lease.missing -= 1
