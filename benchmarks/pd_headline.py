@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import uvloop
@@ -46,6 +46,9 @@ from fdasync.scheduler.borrower import Borrower
 from fdasync.testing.loop import run_sim
 from fdasync.testing.network import SimNetwork, Weather
 from fdasync.testing.sim_transport import SimFabric, SimFaults, SimTransport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 AIMS = {"over_bound": 1.02, "realtime_over_bound": 1.05}
 PUBLISHED = {"serial": 275 / 250, "threads5": 260 / 250}
@@ -229,19 +232,30 @@ def latency_of(args: argparse.Namespace) -> Latency:
 
 def fit(scale: Scale, bound_s: float) -> None:
     """Print the two constants that bring the peers' arms where they were published."""
-    low, high = 0.0, 0.02
-    for _ in range(7):
-        extra_s = (low + high) / 2
-        ratio = arm(5, scale, Latency(decode_us=extra_s * 1e6), 0.25) / bound_s
-        print(f"STEP_EXTRA_S = {extra_s:.5f}: threads5 {ratio:.4f}", file=sys.stderr)
-        low, high = (extra_s, high) if ratio < PUBLISHED["threads5"] else (low, extra_s)
-    extra_s = (low + high) / 2
-    low, high = 0.15, 0.4
-    for _ in range(7):
-        prepare_s = (low + high) / 2
-        ratio = arm(1, scale, Latency(decode_us=extra_s * 1e6), prepare_s) / bound_s
-        print(f"PREPARE_S = {prepare_s:.5f}: serial {ratio:.4f}", file=sys.stderr)
-        low, high = (prepare_s, high) if ratio < PUBLISHED["serial"] else (low, prepare_s)
+
+    def threads5(extra_s: float) -> float:
+        return arm(5, scale, Latency(decode_us=extra_s * 1e6), PREPARE_S) / bound_s
+
+    extra_s = _solve("STEP_EXTRA_S", threads5, PUBLISHED["threads5"], STEP_EXTRA_S)
+
+    def serial(prepare_s: float) -> float:
+        return arm(1, scale, Latency(decode_us=extra_s * 1e6), prepare_s) / bound_s
+
+    _solve("PREPARE_S", serial, PUBLISHED["serial"], PREPARE_S)
+
+
+def _solve(name: str, ratio: Callable[[float], float], wanted: float, value: float) -> float:
+    """By secants from what it is: the ratios grow with the costs, nearly in a line."""
+    before, was = value, ratio(value)
+    print(f"{name} = {before:.5f}: {was:.4f}, wanted {wanted:.4f}", file=sys.stderr, flush=True)
+    value *= 1.1 if was < wanted else 0.9
+    for _ in range(4):
+        now = ratio(value)
+        print(f"{name} = {value:.5f}: {now:.4f}", file=sys.stderr, flush=True)
+        if abs(now / wanted - 1) < 0.003 or now == was:
+            break
+        before, was, value = value, now, value + (wanted - now) * (value - before) / (now - was)
+    return value
 
 
 def main() -> None:

@@ -1,0 +1,250 @@
+"""The load of the chaos harness: clients that ask all the time, in every way there is, and check every answer.
+
+Every request ends once, in time, right or with an error that says it may be asked again; what a stream gave is what
+the result holds, or its beginning. Knows a router by its public face. Used by `chaos.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from fdasync.errors import BadInput, DeadlineExceeded, EngineClosed, FdasyncError, InstanceLost, TransientError
+from fdasync.request import SamplingParams
+from fdasync.testing.engines import check_sample, expected
+
+if TYPE_CHECKING:
+    from random import Random
+
+    from fdasync.pd.router import Router
+    from fdasync.result import Delta, Result
+    from fdasync.runner.oracle import Oracle
+
+Way = Literal["complete", "stream", "abort", "leave", "cancel", "deadline"]
+_WAYS: tuple[Way, ...] = ("complete",) * 5 + ("stream",) * 6 + ("abort", "abort", "leave", "cancel", "deadline")
+LONG_S = 40.0
+# of the answer to a deadline, a cancel or an abort: an instance may be stopped, and a router waits 5 s for it
+GRACE_S = 12.0
+_STEMS = 6
+_MAX_CONTEXT = 250
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """One request as a client makes it; `after_s`: when it is aborted, cancelled or left."""
+
+    prompt: list[int]
+    params: SamplingParams
+    way: Way
+    deadline_s: float
+    after_s: float
+    routing: bool
+    start: int
+
+
+class Wrong(AssertionError):
+    """An answer that must not be."""
+
+
+class Load:
+    """See the module.
+
+    Attributes:
+        outcomes: of requests, by what came of them.
+        wrong: what must not have happened, in words.
+        served_at: when right answers came.
+        live: requests that have not ended.
+    """
+
+    def __init__(self, router: Router, oracle: Oracle, rng: Random, vocab: int) -> None:
+        self.outcomes: Counter[str] = Counter()
+        self.errors: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self.served_at: list[float] = []
+        self.live = 0
+        self._router = router
+        self._oracle = oracle
+        self._rng = rng
+        self._vocab = vocab
+        self._stems = [self._tokens(rng.choice((8, 24, 60, 100))) for _ in range(_STEMS)]
+        self._clients: list[asyncio.Task[None]] = []
+        self._going = False
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._rng.randrange(self._vocab) for _ in range(count)]
+
+    def start(self, clients: int) -> None:
+        self._going = True
+        loop = asyncio.get_running_loop()
+        self._clients = [loop.create_task(self._client()) for _ in range(clients)]
+
+    async def stop(self) -> None:
+        """Let what is asked end; nothing new."""
+        self._going = False
+        if self._clients:
+            await asyncio.wait(self._clients, timeout=LONG_S + 2 * GRACE_S)
+        for client in self._clients:
+            if not client.done():
+                client.cancel()
+                self.wrong.append("a client did not end")
+            elif client.exception() is not None:
+                self.wrong.append(f"a client failed: {client.exception()!r}")
+        self._clients = []
+
+    async def _client(self) -> None:
+        while self._going:
+            await self.one(self.draw())
+            await asyncio.sleep(self._rng.expovariate(20.0))
+
+    def draw(self) -> Ask:
+        rng = self._rng
+        stem = rng.choice(self._stems)
+        prompt = (stem[: rng.randrange(1, len(stem) + 1)] if rng.random() < 0.7 else []) + self._tokens(
+            rng.choice((1, 2, 5, 13, 30, 60))
+        )
+        way = rng.choice(_WAYS)
+        params = SamplingParams(
+            max_tokens=min(rng.choice((1, 2, 5, 12, 30, 50)), _MAX_CONTEXT - len(prompt)),
+            temperature=rng.choice((0.0, 1.0)),
+            seed=rng.randrange(1 << 30),
+            n=rng.choice((1, 1, 1, 1, 2, 3)),
+            logprobs=rng.choice(("none", "both")),
+            stop_token_ids=(rng.randrange(self._vocab),) if rng.random() < 0.2 else (),
+        )
+        return Ask(
+            prompt, params, way, rng.uniform(0.02, 0.8) if way == "deadline" else LONG_S, rng.expovariate(4.0),
+            rng.random() < 0.9, rng.randrange(len(prompt)) if rng.random() < 0.2 else 0,
+        )  # fmt: skip
+
+    # -- one request ----------------------------------------------------------------------------------
+
+    async def one(self, ask: Ask, **where: Any) -> str:
+        """Ask and check; what came of it."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        deltas: list[Delta] = []
+        self.live += 1
+        try:
+            async with asyncio.timeout(ask.deadline_s + GRACE_S):
+                result = await self._ask(ask, deltas, where)
+            outcome = self._judge(ask, result, deltas, loop.time() - began)
+        except asyncio.CancelledError:
+            raise
+        except TimeoutError as error:
+            if isinstance(error, DeadlineExceeded):
+                outcome = self._judge_late(ask, error, loop.time() - began)
+            else:
+                outcome = self._blame(ask, f"it never ended, within {ask.deadline_s + GRACE_S:g} s")
+        except (TransientError, EngineClosed) as error:
+            outcome = self._judge_error(ask, error, deltas)
+        except Exception as error:
+            outcome = self._blame(ask, f"{type(error).__name__}: {error}")
+        finally:
+            self.live -= 1
+        self.outcomes[outcome] += 1
+        if outcome == "right":
+            self.served_at.append(loop.time())
+        return outcome
+
+    async def _ask(self, ask: Ask, deltas: list[Delta], where: dict[str, Any]) -> Result | None:
+        """None: it was cancelled, or left."""
+        words = {"deadline_s": ask.deadline_s, "routing": ask.routing, "start": ask.start, **where}
+        if ask.way in ("complete", "deadline"):
+            return await self._router.complete(ask.prompt, ask.params, **words)
+        if ask.way == "cancel":
+            task = asyncio.ensure_future(self._router.complete(ask.prompt, ask.params, **words))
+            await asyncio.wait([task], timeout=ask.after_s)
+            task.cancel()
+            await asyncio.wait([task])
+            return None if task.cancelled() else task.result()
+        async with self._router.generate(ask.prompt, ask.params, **words) as stream:
+            timer = None
+            if ask.way == "abort":
+                timer = asyncio.get_running_loop().call_later(ask.after_s, stream.abort)
+            try:
+                async for delta in stream:
+                    deltas.append(delta)
+                    if ask.way == "leave" and len(deltas) > 3:
+                        return None
+                return stream.result
+            finally:
+                if timer is not None:
+                    timer.cancel()
+
+    # -- judgement ------------------------------------------------------------------------------------
+
+    def _judge(self, ask: Ask, result: Result | None, deltas: list[Delta], seconds: float) -> str:
+        try:
+            if result is None:
+                self._check_beginning(ask, deltas)
+                return "left"
+            self._check(ask, result, deltas)
+        except AssertionError as error:
+            return self._blame(ask, f"{error}")
+        reasons = {sample.finish_reason for sample in result.samples}
+        if reasons <= {"stop", "length"}:
+            return "right"
+        if "abort" in reasons:
+            return "aborted" if ask.way == "abort" else self._blame(ask, "it was aborted, and nobody asked for that")
+        if seconds < ask.deadline_s - 0.2:
+            return self._blame(ask, f"its deadline of {ask.deadline_s:g} s came after {seconds:.2f} s")
+        return "deadline" if ask.way == "deadline" else self._blame(ask, f"nobody answered in {ask.deadline_s:g} s")
+
+    def _check(self, ask: Ask, result: Result, deltas: list[Delta]) -> None:
+        if list(result.prompt_token_ids) != ask.prompt:
+            raise Wrong("the result is of another prompt")
+        if [sample.index for sample in result.samples] != list(range(ask.params.n)):
+            raise Wrong(f"samples {[sample.index for sample in result.samples]}")
+        for sample in result.samples:
+            whole = sample.finish_reason in ("stop", "length")
+            rows = ask.routing and (whole or sample.routing is not None)
+            if whole or ask.way in ("complete", "deadline") or sample.raw_logprobs is not None:
+                params = ask.params
+            else:
+                # nothing came of this sample, log-probs neither
+                params = msgspec.structs.replace(ask.params, logprobs="none")
+            if not sample.token_ids and not whole and sample.raw_logprobs is None:
+                params = msgspec.structs.replace(ask.params, logprobs="none")
+            check_sample(sample, ask.prompt, params, self._oracle, start=ask.start, rows=rows)
+            if ask.way in ("stream", "abort"):
+                told = tuple(token for delta in deltas if delta.index == sample.index for token in delta.token_ids)
+                if told != sample.token_ids:
+                    raise Wrong(f"deltas {told} are not the result's {sample.token_ids}")
+
+    def _check_beginning(self, ask: Ask, deltas: list[Delta]) -> None:
+        for index in range(ask.params.n):
+            told = tuple(token for delta in deltas if delta.index == index for token in delta.token_ids)
+            want = expected(ask.prompt, ask.params, index, self._oracle).token_ids
+            if told != want[: len(told)]:
+                raise Wrong(f"deltas {told}, the oracle says {want}")
+
+    def _judge_late(self, ask: Ask, error: DeadlineExceeded, seconds: float) -> str:
+        if seconds < ask.deadline_s - 0.5:
+            return self._blame(ask, f"after {seconds:.2f} of {ask.deadline_s:g} s: {error}")
+        return "deadline" if ask.way == "deadline" else self._blame(ask, f"nobody took it: {error}")
+
+    def _judge_error(self, ask: Ask, error: FdasyncError, deltas: list[Delta]) -> str:
+        self.errors[type(error).__name__] += 1
+        try:
+            self._check_beginning(ask, deltas)
+            partial = error.partial if isinstance(error, InstanceLost) else None
+            if partial is not None:
+                for sample in partial.samples:
+                    told = tuple(t for delta in deltas if delta.index == sample.index for t in delta.token_ids)
+                    if sample.token_ids[: len(told)] != told:
+                        raise Wrong(f"deltas {told} are not of the partial result {sample.token_ids}")
+        except AssertionError as wrong:
+            return self._blame(ask, f"{wrong}")
+        if isinstance(error, EngineClosed | BadInput):
+            return self._blame(ask, f"{error}")
+        return "lost"
+
+    def _blame(self, ask: Ask, problem: str) -> str:
+        params = ask.params
+        self.wrong.append(
+            f"{ask.way} of {len(ask.prompt)} tokens, n={params.n}, max_tokens={params.max_tokens}, seed={params.seed},"
+            f" deadline {ask.deadline_s:.2f} s: {problem}"
+        )
+        return "wrong"

@@ -1,0 +1,244 @@
+"""One instance of the chaos harness as seen from outside: its process, what is done to it, what it says it holds.
+
+A node keeps its address (a proxy's) over all of its processes. Whatever ends one is told apart: what the harness did,
+and what nobody did. Knows no requests. Used by `_chaos_fleet.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from benchmarks._chaos_child import ChildSpec, Probe
+from benchmarks._chaos_proxy import Proxy
+from fdasync.serving import Ready, ServeOptions
+
+if TYPE_CHECKING:
+    from fdasync.config import EngineConfig
+    from fdasync.pd.session import LinkConfig
+
+_ROOT = Path(__file__).parent.parent
+START_S = 60.0
+_POLL_S = 0.05
+_RESTART_S = 0.3
+_TAIL_CHARS = 3000
+#: modules of child processes of an instance, as they stand on their command lines
+WORKER, STORE = "fdasync.runner.child", "fdasync.cache.host_child"
+
+
+class Node:
+    """See the module.
+
+    Attributes:
+        faulted: something is being done to it.
+        expected: exit codes of its process that are no surprise now.
+        deaths: of its processes, each with what was expected; surprises: those that nobody can explain.
+        ready: its process takes requests.
+        orphans: processes that its killed processes left, by pid.
+    """
+
+    def __init__(
+        self, name: str, config: EngineConfig, links: LinkConfig, transport: str, folder: Path, drain_s: float
+    ) -> None:
+        self.name = name
+        self.config = config
+        self.proxy = Proxy()
+        self.faulted = False
+        self.expected: set[int] = set()
+        self.surprises: list[str] = []
+        self.starts = 0
+        self.orphans: set[int] = set()
+        self.ready = asyncio.Event()
+        self.gone = asyncio.Event()
+        self.process: subprocess.Popen[bytes] | None = None
+        self._links = links
+        self._options = ServeOptions(
+            listen="", name=name, transport=transport, drain_s=drain_s, parent=os.getpid(),  # type: ignore[arg-type]
+            json_log=str(folder / f"{name}.jsonl"),
+        )  # fmt: skip
+        self._folder = folder
+        self._log = folder / f"{name}.log"
+        self._port = 0
+        self._probe: socket.socket | None = None
+        self._closing = False
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def address(self) -> str:
+        return f"tcp://127.0.0.1:{self.proxy.port}"
+
+    @property
+    def role(self) -> str:
+        return self.config.role
+
+    @property
+    def is_up(self) -> bool:
+        return self.ready.is_set() and not self.faulted
+
+    # -- life ---------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        await self.proxy.open()
+        self._task = asyncio.get_running_loop().create_task(self._keep())
+
+    async def _keep(self) -> None:
+        """A process, and another one whenever it ended."""
+        failed_starts = 0
+        while not self._closing:
+            fd = self._start()
+            try:
+                started = await self._until_ready(fd)
+            finally:
+                os.close(fd)
+            failed_starts = 0 if started else failed_starts + 1
+            assert self.process is not None
+            while (status := self.process.poll()) is None:
+                await asyncio.sleep(_POLL_S)
+            self.ready.clear()
+            self.proxy.target = 0
+            if self._probe is not None:
+                self._probe.close()
+                self._probe = None
+            if status not in self.expected and (started or failed_starts > 2):
+                self.surprises.append(f"{self.name} ended with {status} by itself: {self.tail()}")
+            if not started:
+                self._port = 0
+            self.expected = set()
+            self.gone.set()
+            await asyncio.sleep(_RESTART_S)
+
+    def _start(self) -> int:
+        """Returns the end of the pipe at which it says that it is ready."""
+        self.starts += 1
+        self.gone.clear()
+        ours, theirs = socket.socketpair()
+        ready, told = os.pipe()
+        options = msgspec.structs.replace(
+            self._options, listen=f"tcp://127.0.0.1:{self._port}", ready_fd=told
+        )
+        spec = ChildSpec(config=self.config, options=options, links=self._links, probe_fd=theirs.fileno())
+        path = self._folder / f"{self.name}.json"
+        path.write_bytes(msgspec.json.encode(spec))
+        with self._log.open("ab") as log, theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks._chaos_child", str(path)],
+                cwd=_ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno(), told],
+                process_group=0, env={**os.environ, "TMPDIR": str(self._folder), "OMP_NUM_THREADS": "1"},
+            )  # fmt: skip
+        os.close(told)
+        ours.setblocking(False)
+        self._probe = ours
+        return ready
+
+    async def _until_ready(self, fd: int) -> bool:
+        os.set_blocking(fd, False)
+        loop = asyncio.get_running_loop()
+        until = loop.time() + START_S
+        assert self.process is not None
+        while loop.time() < until and self.process.poll() is None:
+            try:
+                data = os.read(fd, 1 << 16)
+            except BlockingIOError:
+                await asyncio.sleep(_POLL_S)
+                continue
+            if data:
+                told = msgspec.json.decode(data, type=Ready)
+                self.proxy.target = self._port = int(told.address.rpartition(":")[2])
+                self.ready.set()
+                return True
+            await asyncio.sleep(_POLL_S)
+        return False
+
+    def end(self) -> None:
+        """Ask it to drain and end; it is not started again."""
+        self._closing = True
+        self.expected = {0}
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+
+    async def aclose(self, limit_s: float) -> None:
+        """Nothing of it is left, whatever happened."""
+        self.end()
+        self.kill_now(signal.SIGCONT)
+        if self._task is not None:
+            await asyncio.wait([self._task], timeout=limit_s)
+            if not self._task.done():
+                self.surprises.append(f"{self.name} did not end in {limit_s:g} s: {self.tail()}")
+                self.destroy()
+                await asyncio.wait([self._task], timeout=10.0)
+        await self.proxy.aclose()
+
+    def destroy(self) -> None:
+        """Kill what there is; at the end of everything."""
+        self._closing = True
+        for pid in [*self.children().values()]:
+            _signal(pid, signal.SIGKILL)
+        self.kill_now(signal.SIGKILL)
+
+    # -- what is done to it ---------------------------------------------------------------------------
+
+    def kill_now(self, number: int) -> None:
+        if self.process is not None and self.process.poll() is None:
+            if number == signal.SIGKILL:
+                self.orphans |= set(self.children().values())
+            self.process.send_signal(number)
+
+    def signal_child(self, module: str, number: int) -> bool:
+        """To its worker or its store's process; False: there is none."""
+        pid = self.children().get(module)
+        if pid is not None:
+            _signal(pid, number)
+        return pid is not None
+
+    def children(self) -> dict[str, int]:
+        """Child processes that we know, by module."""
+        if self.process is None or self.process.poll() is not None:
+            return {}
+        found = {}
+        pid = self.process.pid
+        try:
+            for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+                line = Path(f"/proc/{child}/cmdline").read_text()
+                found |= {module: int(child) for module in (WORKER, STORE) if module in line}
+        except OSError:
+            return found
+        return found
+
+    # -- what it holds --------------------------------------------------------------------------------
+
+    async def probe(self, limit_s: float = 10.0) -> Probe | None:
+        """None: it does not answer."""
+        sock = self._probe
+        if sock is None or not self.ready.is_set():
+            return None
+        loop = asyncio.get_running_loop()
+        data = b""
+        try:
+            async with asyncio.timeout(limit_s):
+                await loop.sock_sendall(sock, b"probe\n")
+                while not data.endswith(b"\n"):
+                    more = await loop.sock_recv(sock, 1 << 20)
+                    if not more:
+                        return None
+                    data += more
+        except (OSError, TimeoutError):
+            return None
+        return msgspec.json.decode(data, type=Probe)
+
+    def tail(self) -> str:
+        return self._log.read_text(errors="replace")[-_TAIL_CHARS:] if self._log.exists() else ""
+
+
+def _signal(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
