@@ -31,7 +31,9 @@ from fdasync.events.catalog import (
     BreakerChanged,
     EngineDied,
     FetchEnded,
+    LeaseLost,
     LeaseReturned,
+    LinkChanged,
     LookedUp,
     LoopHeldUp,
     PauseRequested,
@@ -59,7 +61,9 @@ NOTEWORTHY: Final = (
     BreakerChanged,
     EngineDied,
     FetchEnded,
+    LeaseLost,
     LeaseReturned,
+    LinkChanged,
     LookedUp,
     LoopHeldUp,
     PauseRequested,
@@ -236,7 +240,9 @@ def level_of(event: Event) -> str:
             return "debug" if event.answered else "warning"
         case StoreCalled():
             return "warning" if event.error or event.failed or event.damaged else "debug"
-        case LeaseReturned() | WeightsChanged() | PauseRequested() | ResumeRequested():
+        case LinkChanged():
+            return "info" if event.up else "warning"
+        case LeaseLost() | LeaseReturned() | WeightsChanged() | PauseRequested() | ResumeRequested():
             return "info"
     return "debug"
 

@@ -213,6 +213,17 @@ class PrometheusTap:
         yield gauge("fdasync_store_writing_blocks", "Being written, or queued for it.", [((), books.writing)])
         yield gauge("fdasync_store_waits", "Lookups and fetches in flight.", [((), books.waiting_for_store)])
         yield gauge("fdasync_store_late_leases", "Late transfers that hold blocks.", [((), books.late_leases)])
+        yield gauge("fdasync_samples_leased", "Samples that others prefill for this one.", [((), books.leased)])
+        yield gauge("fdasync_errands", "Requests on their way to other instances.", [((), books.errands)])
+        leases = CounterMetricFamily(
+            "fdasync_leases_total", "Room for requests of other instances, by what came of it.",
+            labels=(*self._common, "state"),
+        )  # fmt: skip
+        counts = (books.leases_granted, books.leases_denied, books.leases_dropped)
+        for state, count in zip(("granted", "denied", "dropped"), counts, strict=True):
+            leases.add_metric((*self._values, state), count)
+        yield leases
+        yield counter("fdasync_received_blocks_total", "Came from other instances.", books.received_blocks)
 
     def _gauge(
         self, name: str, text: str, values: Iterable[tuple[tuple[str, ...], float]], *labels: str

@@ -14,8 +14,11 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 
 from fdasync.events.catalog import (
     BlockDamaged,
+    BlocksReceived,
     BreakerChanged,
     FetchEnded,
+    LeaseAnswered,
+    LinkChanged,
     LookedUp,
     LoopHeldUp,
     RequestEnded,
@@ -150,6 +153,14 @@ class EventMetrics:
         self.held_up = Histogram(
             "fdasync_loop_held_up_seconds", "The engine's loop did not turn for so long (0.05 or more).", _LATE_S
         )
+        self.asked = Counter(
+            "fdasync_lease_questions_total", "Questions for room on other instances, by answer.", ("answer",)
+        )
+        self.receive = Histogram("fdasync_receive_seconds", "Copies of some blocks from other instances.", _TRANSFER_S)
+        self.received = Counter("fdasync_received_bytes_total", "KV and rows that came from other instances.")
+        self.lost = Counter("fdasync_links_lost_total", "Links to others that were lost.", ("role",))
+        for answer in ("granted", "denied", "silent"):
+            self.asked.add(0.0, answer)
         for what in ("fetch", "write"):
             self.leases.add(0.0, what)
         self.breakers: dict[str, str] = {}
@@ -167,6 +178,9 @@ class EventMetrics:
             StoreEnded: self._store_ended,
             WeightsChanged: self._weights_changed,
             LoopHeldUp: self._loop_held_up,
+            LeaseAnswered: self._lease_answered,
+            BlocksReceived: self._blocks_received,
+            LinkChanged: self._link_changed,
         }
 
     def take(self, event: Event) -> None:
@@ -236,6 +250,17 @@ class EventMetrics:
     def _weights_changed(self, event: WeightsChanged) -> None:
         del event
         self.updates.add()
+
+    def _lease_answered(self, event: LeaseAnswered) -> None:
+        self.asked.add(1.0, "granted" if event.granted else "silent" if event.silent else "denied")
+
+    def _blocks_received(self, event: BlocksReceived) -> None:
+        self.receive.observe(event.seconds)
+        self.received.add(event.nbytes)
+
+    def _link_changed(self, event: LinkChanged) -> None:
+        if not event.up:
+            self.lost.add(1.0, event.role)
 
     def _loop_held_up(self, event: LoopHeldUp) -> None:
         self.held_up.observe(event.seconds)
