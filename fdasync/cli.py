@@ -1,4 +1,4 @@
-"""The `fdasync` command: demo, doctor, plugins, store.
+"""The `fdasync` command: serve, up, demo, doctor, plugins, store.
 
 Parses, prints, sets exit codes; the work is in `demo.py`, `doctor.py` and the registry.
 """
@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fdasync.errors import BadInput, EngineFailed, FdasyncError
+from fdasync.serve_cli import serve, up
 from fdasync.store_cli import store
 
 EXIT_DIFFERS = 1
@@ -114,6 +115,8 @@ def plugins(no_load: bool, as_json: bool) -> None:
     sys.exit(EXIT_DIFFERS if any(info.problem for info in found) else 0)
 
 
+cli.add_command(serve)
+cli.add_command(up)
 cli.add_command(store)
 
 

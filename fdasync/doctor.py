@@ -28,7 +28,7 @@ _PACKAGES = (
     ("transformers", "the transformers runner", False),
     ("tokenizers", "text in and out", False),
     ("triton", "GPU kernels (not used yet)", False),
-    ("pyzmq", "links between instances (not used yet)", False),
+    ("pyzmq", "links between instances", True),
     ("hypothesis", "conformance suites in fdasync.testing", False),
     ("blockbuster", "the no-blocking fixture in fdasync.testing", False),
 )

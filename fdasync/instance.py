@@ -230,11 +230,17 @@ class Instance:
         """Requests end with what they have, and their callers are told."""
         if self.engine.state not in ("running", "draining"):
             return
-        for request in site.door.requests():
+        requests = site.door.requests()
+        for request in requests:
             site.door.abort(request)
         until = site.loop.time() + self.engine.config.close_deadline_s
-        while self._answers.num_live and site.tasks() and site.loop.time() < until:
-            await asyncio.wait(site.tasks(), timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
+        while self._answers.num_live and site.loop.time() < until:
+            # first their ends, then those who tell of them
+            waits = [*site.tasks(), *[request.done for request in requests if not request.done.done()]]
+            if waits:
+                await asyncio.wait(waits, timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
+            else:
+                await asyncio.sleep(0)
 
     # -- what links ask and tell (pd/owner.py) ---------------------------------------------------------
 

@@ -1,0 +1,139 @@
+"""Instances as child processes of this one: `fdasync serve` with sockets in a private folder, watched and ended.
+
+    async with LocalFleet(plans) as fleet:
+        async with fdasync.connect(fleet.addresses) as router: ...
+
+All start at the same time. Whatever happens, all are ended and reaped, and the folder is removed. Knows no requests;
+what a child is, is in `local_child.py`. Used by `up.py` and `demo_serving.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from fdasync.engine_options import store_of_instance
+from fdasync.errors import ConfigError, DeadlineExceeded
+from fdasync.local_child import Child, Plan, Role
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from fdasync.config import EngineConfig
+
+# beyond what a child gives its engine to start
+_START_S = 10.0
+
+
+def plans_for(config: EngineConfig, counts: dict[Role, int], **values: object) -> list[Plan]:
+    """So many instances of each role with this configuration; they share the cores, and each has its own store."""
+    names = [(f"{role[0]}{number}", role) for role, count in counts.items() for number in range(count)]
+    runner_config = config.runner_config
+    if config.runner == "transformers" and runner_config.get("num_threads") is None:
+        # torch's threads wait for the slowest of them: more of them than cores are many times slower than one
+        cores = max(len(os.sched_getaffinity(0)) - 1, 1)
+        runner_config = {**runner_config, "num_threads": max(cores // len(names), 1)}
+    return [
+        Plan(
+            name=name,
+            role=role,
+            config=msgspec.structs.replace(
+                config, role=role, runner_config=runner_config, store_config=store_of_instance(config, name)
+            ),
+            **values,  # type: ignore[arg-type]
+        )
+        for name, role in names
+    ]
+
+
+class LocalFleet:
+    """See the module.
+
+    Args:
+        folder: where the sockets go; made if missing; None: a temporary one.
+        on_end: called with a child that ended by itself, or not as it was asked to.
+    """
+
+    def __init__(
+        self, plans: Sequence[Plan], folder: Path | None = None, on_end: Callable[[Child], None] | None = None
+    ) -> None:
+        self.children: list[Child] = []
+        self._plans = plans
+        self._wanted = folder
+        self._folder: Path | None = None
+        self._made = False
+        self._on_end = on_end or (lambda _child: None)
+
+    @property
+    def addresses(self) -> list[str]:
+        return [child.address for child in self.children]
+
+    async def __aenter__(self) -> LocalFleet:
+        self.open()
+        try:
+            await self.ready()
+        except BaseException:
+            await self.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
+
+    def open(self) -> None:
+        """Start them, all at once. Raises ConfigError for the folder, OSError; call `aclose` in any case."""
+        if self._wanted is None:
+            self._folder, self._made = Path(tempfile.mkdtemp(prefix="fdasync-")), True  # blocking: once, at start
+        else:
+            folder = self._wanted.absolute()
+            self._made = not folder.exists()  # blocking: the same
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # blocking: the same
+            self._folder = folder
+        for plan in self._plans:
+            try:
+                self.children.append(Child(plan, self._folder, self._on_end))
+            except OSError as error:
+                raise ConfigError("folder", f"{plan.name} cannot be started: {error}") from None
+
+    async def ready(self) -> None:
+        """Until all take requests. Raises ChildEnded for the first that does not, DeadlineExceeded."""
+        if not self.children:
+            return
+        limit_s = max(plan.config.start_deadline_s for plan in self._plans) + _START_S
+        done, waiting = await asyncio.wait(
+            [child.ready for child in self.children], timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION
+        )
+        for future in done:
+            future.result()  # of a future that is done
+        if waiting:
+            names = ", ".join(child.name for child in self.children if child.state == "loading")
+            raise DeadlineExceeded(f"starting {names}", limit_s)
+
+    def alive(self, *roles: Role) -> list[Child]:
+        """Those that have not ended."""
+        return [child for child in self.children if child.state != "ended" and (not roles or child.role in roles)]
+
+    async def aclose(self) -> None:
+        """End all, remove what is left of them; idempotent. Cancelling it kills them at once."""
+        try:
+            await asyncio.gather(*[child.aclose() for child in self.children])
+        finally:
+            for child in self.children:
+                child.kill()
+            folder, self._folder = self._folder, None
+            if folder is not None:
+                self._clean(folder)
+
+    def _clean(self, folder: Path) -> None:
+        if self._made:
+            shutil.rmtree(folder, ignore_errors=True)  # blocking: a few small files, once
+            return
+        for child in self.children:
+            for path in (folder / child.name, folder / f"{child.name}.json"):
+                path.unlink(missing_ok=True)  # blocking: the same

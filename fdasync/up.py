@@ -1,0 +1,179 @@
+"""`fdasync up`: several instances on this machine, a table of how they do, and their end.
+
+Owns a `LocalFleet` of `fdasync serve` children and a `Router` that asks them how they are; serves no requests itself.
+An engine runs in none of this. Called by `serve_cli.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+import uvloop
+from rich.live import Live
+
+from fdasync.local import LocalFleet, plans_for
+from fdasync.local_child import Child, ChildEnded, Role, in_words
+from fdasync.pd.router import Router, RouterConfig, connect
+from fdasync.signals import Signals
+from fdasync.up_table import Rates, fleet_table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fdasync.config import EngineConfig
+
+_EXIT_FAILED = 1
+_EXIT_ERROR = 2
+_EXIT_INTERRUPTED = 130
+_REFRESH_S = 0.5
+_CONNECT_S = 30.0
+_SHOWN_LINES = 8
+
+
+class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """As on the command line; see `fdasync up --help`."""
+
+    prefill: int = 0
+    decode: int = 0
+    mixed: int = 0
+    transport: Literal["auto", "shm", "tcp"] = "auto"
+    folder: Path | None = None
+    drain_s: float = 600.0
+    json_log: Path | None = None
+
+
+def run_up(config: EngineConfig, options: UpOptions, console: Console) -> int:
+    """Run them until a signal; returns the exit code. Raises FdasyncError where they cannot start."""
+    return uvloop.run(_Up(config, options, console).run())
+
+
+class _Up:
+    """See the module."""
+
+    def __init__(self, config: EngineConfig, options: UpOptions, console: Console) -> None:
+        self._console = console
+        self._options = options
+        self._failed = False
+        self._running = False
+        plans = plans_for(
+            config,
+            {"prefill": options.prefill, "decode": options.decode, "mixed": options.mixed},
+            transport=options.transport,
+            drain_s=options.drain_s,
+        )
+        if options.json_log is not None:
+            options.json_log.mkdir(parents=True, exist_ok=True)
+            folder = options.json_log.absolute()
+            plans = [msgspec.structs.replace(plan, json_log=str(folder / f"{plan.name}.jsonl")) for plan in plans]
+        self._fleet = LocalFleet(plans, options.folder, self._on_end)
+
+    async def run(self) -> int:
+        fleet = self._fleet
+        with Signals() as signals:
+            try:
+                fleet.open()
+                code = await self._load(signals)
+                return code if code is not None else await self._watch(signals)
+            finally:
+                await self._close(signals)
+
+    async def _load(self, signals: Signals) -> int | None:
+        """None: all are ready."""
+        names = ", ".join(child.name for child in self._fleet.children)
+        self._say(f"loading {names} in {len(self._fleet.children)} processes")
+        loading = asyncio.ensure_future(self._fleet.ready())
+        try:
+            while not loading.done() and not signals.count:
+                await signals.wait(loading, count=1, timeout_s=_CONNECT_S)
+            if not loading.done():
+                self._say("interrupted while they loaded")
+                return _EXIT_INTERRUPTED
+            loading.result()  # of a task that is done
+        except ChildEnded as error:
+            self._say(f"[red]{error.name} did not start: it {in_words(error.status)}[/]")
+            self._show(error.lines)
+            return _EXIT_ERROR if error.status == _EXIT_ERROR else _EXIT_FAILED
+        finally:
+            loading.cancel()
+            await asyncio.wait([loading])
+        self._running = True
+        return None
+
+    async def _watch(self, signals: Signals) -> int:
+        """A table of how they do, until all have ended."""
+        listed = ", ".join(f'"{address}"' for address in self._fleet.addresses)
+        async with connect(self._fleet.addresses, RouterConfig(connect_s=_CONNECT_S)) as router:
+            self._say("ready; connect with")
+            self._console.print(f"    fdasync.connect([{listed}])", soft_wrap=True, markup=False, highlight=False)
+            rates = Rates()
+            with Live(console=self._console, auto_refresh=False, transient=False) as live:
+                while self._fleet.alive() and not signals.count:
+                    self._refresh(live, router, rates)
+                    await self._look(signals, 1)
+                cut_short = await self._drain(signals, live, router, rates)
+                self._refresh(live, router, rates)
+        if not cut_short and not self._failed:
+            self._say("all drained")
+        return _EXIT_FAILED if cut_short or self._failed else 0
+
+    async def _drain(self, signals: Signals, live: Live, router: Router, rates: Rates) -> bool:
+        """Prefill instances first, so that what they began finds others. True: requests were cut short."""
+        if not self._fleet.alive():
+            return False
+        self._say("draining; another signal ends all at once")
+        order: tuple[tuple[Role, ...], ...] = (("prefill",), ("decode", "mixed"))
+        for roles in order:
+            for child in self._fleet.alive(*roles):
+                child.drain()
+            while self._fleet.alive(*roles) and signals.count < 2:
+                self._refresh(live, router, rates)
+                await self._look(signals, 2)
+        drained = [child.exited.result() == 0 for child in self._fleet.children if child.exited.done()]
+        return not all(drained) or bool(self._fleet.alive())
+
+    async def _look(self, signals: Signals, count: int) -> None:
+        """A moment, or until something happens."""
+        alive = [child.exited for child in self._fleet.alive()]
+        await signals.wait(*alive, count=count, timeout_s=_REFRESH_S)
+
+    async def _close(self, signals: Signals) -> None:
+        """Whatever happened, nothing is left; the third signal kills."""
+        if signals.count >= 2 and self._fleet.alive():
+            self._say("ending all at once; another signal kills")
+        count = max(signals.count + 1, 3)
+        closing = asyncio.ensure_future(self._fleet.aclose())
+        while not closing.done() and signals.count < count:
+            await signals.wait(closing, count=count, timeout_s=_CONNECT_S)
+        if not closing.done():
+            for child in self._fleet.alive():
+                child.kill()
+        await asyncio.wait([closing])
+        closing.result()  # of a task that is done
+
+    # -- what is said -----------------------------------------------------------------------------
+
+    def _on_end(self, child: Child) -> None:
+        """A child ended by itself: the others go on."""
+        if not self._running:
+            return
+        self._failed = True
+        status = child.exited.result()  # of one that was reaped
+        self._say(f"[red]{child.name} ({child.role}) {in_words(status)}[/]; the others go on")
+        self._show(tuple(child.lines))
+
+    def _say(self, text: str) -> None:
+        self._console.print(f"fdasync up: {text}", highlight=False, soft_wrap=True)
+
+    def _show(self, lines: tuple[str, ...]) -> None:
+        for line in lines[-_SHOWN_LINES:]:
+            self._console.print(f"    {line}", markup=False, highlight=False, soft_wrap=True)
+
+    def _refresh(self, live: Live, router: Router, rates: Rates) -> None:
+        stats = router.stats()
+        rates.take(stats)
+        live.update(fleet_table(self._fleet.children, stats, rates))
+        if self._console.is_terminal:
+            live.refresh()

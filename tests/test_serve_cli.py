@@ -1,0 +1,205 @@
+"""`fdasync serve` as a user and a parent process meet it: ready lines, signals, errors in one line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import uvloop
+
+import fdasync
+from fdasync import BadInput, SamplingParams
+from fdasync.cli import main
+from fdasync.engine_options import engine_config, parse_store
+from fdasync.testing import check_sample, oracle_of
+from fdasync.testing.engines import until
+from tests.serve_helpers import command, config_file, config_of, is_running, wait_for
+
+if TYPE_CHECKING:
+    from tests.serve_helpers import Running
+
+PARAMS = SamplingParams(max_tokens=40, temperature=0.0)
+PROMPT = list(range(30))
+
+
+def test_it_says_when_it_is_ready_serves_and_drains(tmp_path: Path) -> None:
+    config = config_file(tmp_path, {"step_s": 0.03})
+    address = f"ipc://{tmp_path}/m0"
+    ours, theirs = os.pipe()
+    arguments = [
+        "serve", "--config", str(config), "--listen", address, "--name", "m0", "--max-running", "4",
+        "--ready-fd", str(theirs), "--json-log", str(tmp_path / "log"), "--metrics-port", "0",
+    ]  # fmt: skip
+
+    oracle = oracle_of(config_of(config))
+
+    async def ask(running: Running) -> None:
+        async with fdasync.connect([address]) as router:
+            assert router.stats().instances[0].role == "mixed"
+            answer = asyncio.ensure_future(router.complete(PROMPT, PARAMS))
+            await until(lambda: any(one.status and one.status.running for one in router.stats().instances))
+            os.kill(running.process.pid, signal.SIGTERM)
+            check_sample((await answer).samples[0], PROMPT, PARAMS, oracle)
+
+    with command(tmp_path, *arguments, pass_fds=[theirs]) as running:
+        os.close(theirs)
+        with os.fdopen(ours) as pipe:
+            ready = json.loads(pipe.read())
+        assert ready["address"] == address
+        assert (ready["name"], ready["role"], ready["model"]) == ("m0", "mixed", "synthetic")
+        assert (ready["pid"], ready["block_tokens"], ready["num_blocks"]) == (running.process.pid, 4, 64)
+        running.until(r"ready at ipc://\S+/m0 as m0 \(mixed\): synthetic, 64 blocks of 4 tokens")
+        with urllib.request.urlopen(f"http://127.0.0.1:{ready['metrics_port']}/metrics", timeout=10) as page:
+            assert b"fdasync_" in page.read()
+        uvloop.run(ask(running))
+        assert running.wait() == 0, running.text
+    assert "draining, waits for 1 requests" in running.text
+    assert running.text.endswith("drained\n")
+    assert '"event":"RequestEnded"' in (tmp_path / "log").read_text().replace(" ", "")
+    assert not (tmp_path / "m0").exists()
+
+
+def test_the_second_signal_ends_at_once(tmp_path: Path) -> None:
+    config = config_file(tmp_path, {"step_s": 0.2})
+    address = f"ipc://{tmp_path}/m0"
+
+    async def ask(running: Running) -> None:
+        async with fdasync.connect([address]) as router:
+            answer = asyncio.ensure_future(router.complete(PROMPT, SamplingParams(max_tokens=200)))
+            await until(lambda: any(one.status and one.status.running for one in router.stats().instances))
+            os.kill(running.process.pid, signal.SIGINT)
+            await until(lambda: router.stats().instances[0].state == "draining")
+            os.kill(running.process.pid, signal.SIGINT)
+            assert (await answer).finish_reason == "abort"
+
+    with command(tmp_path, "serve", "--config", str(config), "--listen", address) as running:
+        running.until("ready at")
+        uvloop.run(ask(running))
+        assert running.wait() == 1, running.text
+    assert "ending at once" in running.text
+    assert "Traceback" not in running.text
+
+
+def test_a_worker_that_dies_ends_it_with_the_reason(tmp_path: Path) -> None:
+    config = config_file(tmp_path, process="worker")
+    with command(tmp_path, "serve", "--config", str(config), "--listen", f"ipc://{tmp_path}/m0") as running:
+        running.until("ready at")
+        pid = running.process.pid
+        (worker,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        os.kill(int(worker), signal.SIGKILL)
+        assert running.wait() == 1, running.text
+        wait_for(lambda: not is_running(int(worker)), "the end of the worker")
+    assert "WorkerDied" in running.text
+    assert "Traceback" not in running.text
+    assert len(running.text.splitlines()) == 2, running.text
+
+
+def test_a_signal_while_it_loads_ends_it(tmp_path: Path) -> None:
+    config = config_file(tmp_path, {"load_s": 30.0}, process="worker")
+    with command(tmp_path, "serve", "--config", str(config), "--listen", f"ipc://{tmp_path}/m0") as running:
+        pid = running.process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children")
+        wait_for(lambda: bool(children.read_text()), "a worker")
+        running.signal(signal.SIGTERM)
+        assert running.wait() in (0, 130), running.text
+    assert "Traceback" not in running.text
+
+
+def errors(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
+    """What the command says when it ends with 2."""
+    monkeypatch.setattr(sys, "argv", ["fdasync", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr()
+    assert ended.value.code == 2, said
+    assert "Traceback" not in said.err
+    return said.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--listen", "tcp://0.0.0.0:80"], ["neither ipc nor loopback", "not authenticated"]),
+        (["--listen", "ipc:///no/such/folder/x"], ["/no/such/folder/x", "No such file"]),
+        (["--listen", "nonsense"], ["'nonsense'"]),
+        ([], ["--listen"]),
+        (["--listen", "ipc:///x", "--role", "both"], ["mixed", "prefill", "decode"]),
+        (["--listen", "ipc:///x", "--transport", "rdma"], ["shm", "tcp"]),
+        (["--listen", "ipc:///x", "--block-tokens", "5"], ["block_tokens", "power of two"]),
+        (["--listen", "ipc:///x", "--max-step-tokens", "3"], ["max_step_tokens", "at least"]),
+        (["--listen", "ipc:///x", "--runner", "nonsense"], ["nonsense", "synthetic"]),
+        (["--listen", "ipc:///x", "--runner", "transformers"], ["--model", "checkpoint folder"]),
+        (["--listen", "ipc:///x", "--store", "redis:x"], ["redis:x", "file:DIR"]),
+        (["--listen", "ipc:///x", "--dtype", "float32"], ["dtype"]),
+        (["--listen", "ipc:///x", "--ready-fd", "99"], ["99", "no open descriptor"]),
+        (["--listen", "ipc:///x", "--peer", "tcp://10.0.0.1:5"], ["10.0.0.1", "loopback"]),
+    ],
+)
+def test_bad_input_is_named(
+    arguments: list[str], words: list[str], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    said = errors(capsys, monkeypatch, "serve", "--config", str(config_file(tmp_path)), *arguments)
+    for word in words:
+        assert word in said
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.toml", "max_running = ", "TOML"),
+        ("a.json", "{", "JSON"),
+        ("a.json", "[1]", "holds no keys"),
+        ("a.json", '{"max_runing": 3}', "max_runing"),
+        ("a.toml", "max_running = 'many'", "max_running"),
+        ("a.toml", "runner_config = 3", "runner_config"),
+    ],
+)
+def test_a_configuration_that_makes_no_sense_is_named(
+    name: str, text: str, words: str, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    path = tmp_path / name
+    path.write_text(text)
+    assert words in errors(capsys, monkeypatch, "serve", "--config", str(path), "--listen", "ipc:///x")
+
+
+def test_a_model_that_cannot_be_loaded_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    arguments = ("--model", str(tmp_path / "model"), "--listen", f"ipc://{tmp_path}/m0")
+    with command(tmp_path, "serve", *arguments) as running:
+        assert running.wait() == 2
+    assert "CheckpointError" in running.text
+    assert "config.json" in running.text
+    assert len(running.text.splitlines()) == 1, running.text
+
+
+def options(**values: Any) -> dict[str, Any]:
+    names = ("model", "config_path", "runner", "dtype", "num_threads", "num_blocks", "block_tokens",
+             "max_context_tokens", "max_running", "max_step_tokens", "host_blocks", "seed")  # fmt: skip
+    return {**dict.fromkeys(names), "store": "", **values}
+
+
+def test_options_beat_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "engine.toml"
+    path.write_text('model = "a"\nrole = "decode"\nmax_running = 8\nrunner_config = { dtype = "float32" }\n')
+    config = engine_config(options(config_path=path, max_running=4, store="file:kv", num_threads=2))
+    assert (config.model, config.role, config.max_running) == ("a", "decode", 4)
+    assert config.runner_config == {"dtype": "float32", "num_threads": 2}
+    assert (config.store, config.store_config) == ("file", {"path": "kv"})
+    assert engine_config(options(config_path=path), "prefill").role == "prefill"
+    assert engine_config(options(model=Path("b"), dtype="bfloat16")).role == "mixed"
+
+
+def test_stores_are_parsed() -> None:
+    assert parse_store("") is None
+    assert parse_store("mooncake://host:1") == ("mooncake", {"master": "host:1"})
+    with pytest.raises(BadInput):
+        parse_store("file")

@@ -1,0 +1,144 @@
+"""`fdasync up` as a user meets it: what it starts, says and leaves behind. Real processes, synthetic runner."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+import uvloop
+
+import fdasync
+from fdasync import EngineConfig, SamplingParams
+from fdasync.local import plans_for
+from fdasync.testing import check_sample, oracle_of
+from fdasync.testing.engines import until
+from tests.serve_helpers import children, command, config_file, config_of, is_running, wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.serve_helpers import Running
+
+
+@contextmanager
+def up(folder: Path, config: Path, *arguments: str) -> Iterator[tuple[Running, list[str], dict[str, int]]]:
+    """`fdasync up`, its addresses and its processes; the test fails if anything of it is left."""
+    with command(folder, "up", "--config", str(config), *arguments) as running:
+        addresses = json.loads(running.until(r"fdasync\.connect\((\[.*\])\)")[1])
+        pids = children(running.process.pid)
+        assert len(pids) == len(addresses)
+        yield running, addresses, pids
+    wait_for(lambda: not any(map(is_running, pids.values())), "the end of its processes")
+    assert not list(folder.glob("fdasync-*"))
+
+
+def test_requests_go_over_two_instances_and_ctrl_c_drains(tmp_path: Path) -> None:
+    config = config_file(tmp_path, {"step_s": 0.02})
+    oracle = oracle_of(config_of(config))
+
+    async def ask(running: Running, addresses: list[str]) -> None:
+        async with fdasync.connect(addresses) as router:
+            prompts = [[number, *range(30)] for number in range(6)]
+            params = SamplingParams(max_tokens=40, temperature=0.0)
+            tasks = [asyncio.ensure_future(router.complete(prompt, params)) for prompt in prompts]
+            await until(lambda: sum(one.live for one in router.stats().instances) == len(prompts))
+            os.kill(running.process.pid, signal.SIGINT)
+            for prompt, result in zip(prompts, await asyncio.gather(*tasks), strict=True):
+                check_sample(result.samples[0], prompt, params, oracle)
+
+    with up(tmp_path, config, "--prefill", "1", "--decode", "1") as (running, addresses, pids):
+        assert list(pids) == ["p0", "d0"]
+        uvloop.run(ask(running, addresses))
+        assert running.wait() == 0, running.text
+    assert "draining" in running.text
+    assert "all drained" in running.text
+    assert "NAME" in running.text
+
+
+def test_a_killed_child_is_named_and_the_others_go_on(tmp_path: Path) -> None:
+    config = config_file(tmp_path)
+    oracle = oracle_of(config_of(config))
+    params = SamplingParams(max_tokens=8, temperature=0.0)
+
+    async def ask(addresses: list[str], pid: int) -> None:
+        async with fdasync.connect(addresses) as router:
+            os.kill(pid, signal.SIGKILL)
+            for number in range(4):
+                result = await router.complete([number] * 20, params, deadline_s=20)
+                check_sample(result.samples[0], [number] * 20, params, oracle)
+
+    with up(tmp_path, config, "--prefill", "1", "--decode", "2") as (running, addresses, pids):
+        uvloop.run(ask(addresses, pids["d0"]))
+        running.until(r"d0 \(decode\) was ended by SIGKILL; the others go on")
+        running.signal(signal.SIGTERM)
+        assert running.wait() == 1, running.text
+
+
+def test_the_second_signal_ends_all_at_once(tmp_path: Path) -> None:
+    config = config_file(tmp_path, {"step_s": 0.2})
+
+    async def ask(running: Running, addresses: list[str]) -> None:
+        async with fdasync.connect(addresses) as router:
+            answer = asyncio.ensure_future(router.complete([1, 2, 3], SamplingParams(max_tokens=200)))
+            await until(lambda: any(one.status and one.status.running for one in router.stats().instances))
+            os.kill(running.process.pid, signal.SIGINT)
+            await until(lambda: any(one.state == "draining" for one in router.stats().instances))
+            os.kill(running.process.pid, signal.SIGINT)
+            assert (await answer).finish_reason == "abort"
+
+    with up(tmp_path, config, "--mixed", "2", "--folder", str(tmp_path / "run")) as (running, addresses, _):
+        assert addresses == [f"ipc://{tmp_path}/run/m{number}" for number in range(2)]
+        uvloop.run(ask(running, addresses))
+        assert running.wait() == 1, running.text
+    assert "ending all at once" in running.text
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_child_that_cannot_start_ends_all_and_is_named(tmp_path: Path) -> None:
+    config = config_file(tmp_path, {"no_such_key": 1})
+    with command(tmp_path, "up", "--config", str(config), "--prefill", "1", "--decode", "1") as running:
+        assert running.wait() == 2
+    assert "did not start: it ended with exit code 2" in running.text
+    assert "no_such_key" in running.text
+    assert "Traceback" not in running.text
+    assert not list(tmp_path.glob("fdasync-*"))
+
+
+def test_children_end_with_an_up_that_was_killed(tmp_path: Path) -> None:
+    with command(tmp_path, "up", "--config", str(config_file(tmp_path)), "--mixed", "1") as running:
+        running.until("ready; connect with")
+        pids = children(running.process.pid)
+        running.signal(signal.SIGKILL)
+        running.wait()
+        wait_for(lambda: not any(map(is_running, pids.values())), "the end of its children")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "no instances: say --prefill 1 --decode 1"),
+        (("--prefill", "1"), "add --decode 1"),
+        (("--decode", "1"), "add --prefill 1"),
+    ],
+)
+def test_what_cannot_work_is_refused(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+    with command(tmp_path, "up", "--config", str(config_file(tmp_path)), *arguments) as running:
+        assert running.wait() == 2
+    assert words in running.text
+
+
+def test_instances_share_cores_and_have_stores_of_their_own(tmp_path: Path) -> None:
+    config = EngineConfig(model="m", store="file", store_config={"path": "kv"}, role="mixed")
+    plans = plans_for(config, {"prefill": 1, "decode": 2})
+    assert [(plan.name, plan.role, plan.config.role) for plan in plans] == [
+        ("p0", "prefill", "prefill"), ("d0", "decode", "decode"), ("d1", "decode", "decode"),
+    ]  # fmt: skip
+    assert [plan.config.store_config["path"] for plan in plans] == ["kv/p0", "kv/d0", "kv/d1"]
+    threads = {plan.config.runner_config["num_threads"] for plan in plans}
+    assert threads == {max((max(len(os.sched_getaffinity(0)) - 1, 1)) // 3, 1)}
