@@ -7,6 +7,7 @@ the result holds, or its beginning. Knows a router by its public face. Used by `
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,6 +30,7 @@ LONG_S = 40.0
 # of the answer to a deadline, a cancel or an abort: an instance may be stopped, and a router waits 5 s for it
 GRACE_S = 12.0
 _STEMS = 6
+_NUMBER = re.compile(r"[0-9]+")
 _MAX_CONTEXT = 250
 
 
@@ -52,7 +54,7 @@ class Load:
     """See the module.
 
     Attributes:
-        outcomes: of requests, by what came of them.
+        outcomes: of requests, by what came of them; errors: those that say "ask again", in words.
         wrong: what must not have happened, in words.
         served_at: when right answers came.
         live: requests that have not ended.
@@ -197,16 +199,14 @@ class Load:
             raise Wrong("the result is of another prompt")
         if [sample.index for sample in result.samples] != list(range(ask.params.n)):
             raise Wrong(f"samples {[sample.index for sample in result.samples]}")
+        # what a router ends by itself, as nobody answers, has what came of each sample, and rows may not have come
+        answered = all(sample.finish_reason in ("stop", "length") for sample in result.samples)
         for sample in result.samples:
-            whole = sample.finish_reason in ("stop", "length")
+            whole = answered and sample.finish_reason in ("stop", "length")
             rows = ask.routing and (whole or sample.routing is not None)
-            if whole or ask.way in ("complete", "deadline") or sample.raw_logprobs is not None:
-                params = ask.params
-            else:
-                # nothing came of this sample, log-probs neither
-                params = msgspec.structs.replace(ask.params, logprobs="none")
-            if not sample.token_ids and not whole and sample.raw_logprobs is None:
-                params = msgspec.structs.replace(ask.params, logprobs="none")
+            # of what a router ends by itself with nothing of it, there are no log-probs
+            bare = not whole and sample.raw_logprobs is None
+            params = msgspec.structs.replace(ask.params, logprobs="none") if bare else ask.params
             check_sample(sample, ask.prompt, params, self._oracle, start=ask.start, rows=rows)
             if ask.way in ("stream", "abort"):
                 told = tuple(token for delta in deltas if delta.index == sample.index for token in delta.token_ids)
@@ -226,7 +226,8 @@ class Load:
         return "deadline" if ask.way == "deadline" else self._blame(ask, f"nobody took it: {error}")
 
     def _judge_error(self, ask: Ask, error: FdasyncError, deltas: list[Delta]) -> str:
-        self.errors[type(error).__name__] += 1
+        problem = error.problem if isinstance(error, InstanceLost) else str(error)
+        self.errors[f"{type(error).__name__}: {_NUMBER.sub('N', problem)[:160]}"] += 1
         try:
             self._check_beginning(ask, deltas)
             partial = error.partial if isinstance(error, InstanceLost) else None

@@ -57,7 +57,6 @@ class Node:
         self.starts = 0
         self.orphans: set[int] = set()
         self.ready = asyncio.Event()
-        self.gone = asyncio.Event()
         self.process: subprocess.Popen[bytes] | None = None
         self._links = links
         self._options = ServeOptions(
@@ -100,7 +99,7 @@ class Node:
                 os.close(fd)
             failed_starts = 0 if started else failed_starts + 1
             assert self.process is not None
-            while (status := self.process.poll()) is None:
+            while (status := self.process.poll()) is None:  # noqa: ASYNC110 - a process announces nothing
                 await asyncio.sleep(_POLL_S)
             self.ready.clear()
             self.proxy.target = 0
@@ -112,18 +111,14 @@ class Node:
             if not started:
                 self._port = 0
             self.expected = set()
-            self.gone.set()
             await asyncio.sleep(_RESTART_S)
 
     def _start(self) -> int:
         """Returns the end of the pipe at which it says that it is ready."""
         self.starts += 1
-        self.gone.clear()
         ours, theirs = socket.socketpair()
         ready, told = os.pipe()
-        options = msgspec.structs.replace(
-            self._options, listen=f"tcp://127.0.0.1:{self._port}", ready_fd=told
-        )
+        options = msgspec.structs.replace(self._options, listen=f"tcp://127.0.0.1:{self._port}", ready_fd=told)
         spec = ChildSpec(config=self.config, options=options, links=self._links, probe_fd=theirs.fileno())
         path = self._folder / f"{self.name}.json"
         path.write_bytes(msgspec.json.encode(spec))

@@ -1,0 +1,219 @@
+"""What the chaos harness does to a fleet: kills, stops, cuts, stalls, joins and drains, drawn from a seed.
+
+At any time one prefill and one decode instance at least is left alone. Used by `chaos.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from benchmarks._chaos_fleet import LOST_S, STEP_LIMIT_S, TTL_S
+from benchmarks._chaos_node import STORE, WORKER
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from random import Random
+
+    from benchmarks._chaos_fleet import Fleet
+    from benchmarks._chaos_node import Node
+    from fdasync.pd.router import Router
+
+# of a failed engine: `fdasync serve` ends with 1
+_FAILED = 1
+_KILLED = -signal.SIGKILL
+_GAP_S = 1.2
+_START_LIMIT_S = 60.0
+_DRAIN_S = 30.0
+
+
+class Director:
+    """See the module.
+
+    Attributes:
+        played: faults, by kind.
+        at: when each began, and what it was.
+    """
+
+    def __init__(self, fleet: Fleet, router: Router, rng: Random, wrong: list[str]) -> None:
+        self.played: Counter[str] = Counter()
+        self.at: list[tuple[float, str]] = []
+        self._fleet = fleet
+        self._router = router
+        self._rng = rng
+        self._wrong = wrong
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._joined = 0
+        self._spare = ""
+        self._kinds: list[tuple[int, str, Callable[[Node], Awaitable[None]]]] = [
+            (3, "kill", self._kill),
+            (3, "stop short", lambda node: self._stop(node, 0.2, 0.7 * TTL_S)),
+            (3, "stop beyond the lease", lambda node: self._stop(node, 1.1 * TTL_S, 0.8 * LOST_S)),
+            (2, "stop beyond the link", lambda node: self._stop(node, 1.1 * LOST_S, 2 * LOST_S)),
+            (2, "kill worker", self._kill_worker),
+            (1, "stop worker short", lambda node: self._stop_child(node, WORKER, 0.1, STEP_LIMIT_S / 2)),
+            (1, "stop worker for good", self._stick_worker),
+            (2, "kill store", self._kill_store),
+            (1, "stop store short", lambda node: self._stop_child(node, STORE, 0.1, 1.0)),
+            (1, "stop store long", lambda node: self._stop_child(node, STORE, 4.0, 7.0)),
+            (2, "cut", self._cut),
+            (2, "cut one", self._cut_one),
+            (2, "refuse", self._refuse),
+            (3, "stall short", lambda node: self._stall(node, 0.2, 0.9 * LOST_S)),
+            (1, "stall beyond the link", lambda node: self._stall(node, 1.1 * LOST_S, 2 * LOST_S)),
+            (2, "join or drain", self._join_or_drain),
+        ]
+
+    async def play(self, seconds: float) -> None:
+        """Do things for so long; returns when all of them are over."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + seconds
+        while loop.time() < until:
+            self._one()
+            await asyncio.sleep(min(self._rng.expovariate(1 / _GAP_S), 3 * _GAP_S))
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=2 * _START_LIMIT_S)
+            self._wrong += [f"{task.get_name()} did not end" for task in self._tasks if not task.done()]
+
+    def _one(self) -> None:
+        rng = self._rng
+        weights = [weight for weight, _, _ in self._kinds]
+        _, kind, work = rng.choices(self._kinds, weights)[0]
+        order = sorted(self._fleet.nodes)
+        rng.shuffle(order)
+        for name in order:
+            node = self._fleet.nodes[name]
+            if node.is_up and len(self._fleet.healthy(node.role)) > 1 and self._fits(kind, node):
+                node.faulted = True
+                task = asyncio.get_running_loop().create_task(self._do(kind, node, work), name=f"{kind} {name}")
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+                return
+
+    @staticmethod
+    def _fits(kind: str, node: Node) -> bool:
+        module = WORKER if "worker" in kind else STORE if "store" in kind else ""
+        if kind == "join or drain":
+            return node.role == "decode"
+        return not module or module in node.children()
+
+    async def _do(self, kind: str, node: Node, work: Callable[[Node], Awaitable[None]]) -> None:
+        self.at.append((asyncio.get_running_loop().time(), f"{kind} {node.name}"))
+        self.played[kind] += 1
+        try:
+            await work(node)
+        except Exception as error:
+            self._wrong.append(f"{kind} of {node.name}: {type(error).__name__}: {error}")
+        finally:
+            node.faulted = False
+
+    # -- processes ------------------------------------------------------------------------------------
+
+    async def _kill(self, node: Node) -> None:
+        node.expected = {_KILLED}
+        starts = node.starts
+        node.kill_now(signal.SIGKILL)
+        await self._again(node, starts)
+
+    async def _again(self, node: Node, starts: int) -> None:
+        """Its process ends, and another one comes: it had been started so often."""
+        async with asyncio.timeout(_START_LIMIT_S):
+            while node.starts == starts or not node.ready.is_set():  # noqa: ASYNC110 - polled as its process is
+                await asyncio.sleep(0.05)
+
+    async def _stop(self, node: Node, least_s: float, most_s: float) -> None:
+        node.kill_now(signal.SIGSTOP)
+        await asyncio.sleep(self._rng.uniform(least_s, most_s))
+        node.kill_now(signal.SIGCONT)
+
+    async def _stop_child(self, node: Node, module: str, least_s: float, most_s: float) -> None:
+        if node.signal_child(module, signal.SIGSTOP):
+            await asyncio.sleep(self._rng.uniform(least_s, most_s))
+            node.signal_child(module, signal.SIGCONT)
+
+    async def _kill_worker(self, node: Node) -> None:
+        node.expected, starts = {_FAILED}, node.starts
+        if node.signal_child(WORKER, signal.SIGKILL):
+            await self._again(node, starts)
+
+    async def _stick_worker(self, node: Node) -> None:
+        """Its engine notices when a step is overdue: it needs work for that."""
+        node.expected, starts = {_FAILED}, node.starts
+        if node.signal_child(WORKER, signal.SIGSTOP):
+            loop = asyncio.get_running_loop()
+            until = loop.time() + 2.5 * STEP_LIMIT_S
+            while node.starts == starts and node.ready.is_set() and loop.time() < until:  # noqa: ASYNC110 - likewise
+                await asyncio.sleep(0.05)
+            if node.starts == starts and node.ready.is_set():
+                # nothing was asked of it
+                node.signal_child(WORKER, signal.SIGCONT)
+                await asyncio.sleep(1.0)
+            if node.starts != starts or not node.ready.is_set():
+                await self._again(node, starts)
+        node.expected = set()
+
+    async def _kill_store(self, node: Node) -> None:
+        node.signal_child(STORE, signal.SIGKILL)
+
+    # -- links ----------------------------------------------------------------------------------------
+
+    async def _cut(self, node: Node) -> None:
+        node.proxy.cut()
+
+    async def _cut_one(self, node: Node) -> None:
+        for _ in range(self._rng.randrange(1, 4)):
+            node.proxy.cut_one(self._rng.random())
+            await asyncio.sleep(self._rng.uniform(0.0, 0.3))
+
+    async def _refuse(self, node: Node) -> None:
+        node.proxy.refuses = True
+        node.proxy.cut()
+        await asyncio.sleep(self._rng.uniform(0.1, 2 * LOST_S))
+        node.proxy.refuses = False
+
+    async def _stall(self, node: Node, least_s: float, most_s: float) -> None:
+        """One direction, or both."""
+        inward, outward = self._rng.choice(((True, False), (False, True), (True, True)))
+        node.proxy.stall(inward, outward)
+        await asyncio.sleep(self._rng.uniform(least_s, most_s))
+        if self._rng.random() < 0.3:
+            # what lay still is lost
+            node.proxy.cut()
+        node.proxy.stall(False, False)
+
+    # -- coming and going -----------------------------------------------------------------------------
+
+    async def _join_or_drain(self, _node: Node) -> None:
+        fleet = self._fleet
+        if not self._spare:
+            name = self._spare = f"j{self._joined}"
+            self._joined += 1
+            guest = fleet.make(name, "decode", worker=False, store=False)
+            guest.faulted = True
+            await guest.open()
+            await asyncio.wait_for(guest.ready.wait(), _START_LIMIT_S)
+            await self._router.add(guest.address)
+            guest.faulted = False
+            return
+        leaver = fleet.nodes.get(self._spare)
+        if leaver is None or not leaver.is_up:
+            return
+        leaver.faulted = True
+        self._spare = ""
+        try:
+            await self._router.drain(leaver.address, _DRAIN_S)
+        finally:
+            self._router.remove(leaver.address)
+            await fleet.drop(leaver)
+
+
+def slowest_recovery(faults: list[tuple[float, str]], served_at: list[float]) -> tuple[float, str]:
+    """The longest time from a fault to the next right answer, and after which fault."""
+    worst, after = 0.0, ""
+    for at, what in faults:
+        later = [time for time in served_at if time > at]
+        if later and min(later) - at > worst:
+            worst, after = min(later) - at, what
+    return worst, after

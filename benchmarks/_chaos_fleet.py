@@ -1,0 +1,196 @@
+"""The fleet of the chaos harness: which instances there are, and what each must hold when nothing is under way.
+
+A round of chaos ends in quiet; then every live instance is asked what it holds, and that is held against what it held
+in the first quiet: no block, slot, lease, task, file or process may be left. Used by `chaos.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+from benchmarks._chaos_node import Node
+from fdasync.config import EngineConfig
+from fdasync.pd.session import LinkConfig
+from fdasync.scheduler import LeaseRules
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from benchmarks._chaos_child import Probe
+
+VOCAB = 100
+TTL_S, LOST_S, STEP_LIMIT_S = 1.5, 3.0, 4.0
+RULES = LeaseRules(silent_s=1.0, queue_s=2.0, find_s=10.0, total_s=30.0, ttl_s=TTL_S, receive_s=3.0, age_s=1.0)
+LINKS = LinkConfig(beat_s=0.25, lost_s=LOST_S)
+QUIET_S = 25.0
+END_S = 40.0
+# connections come and go with those at their other ends
+_LOOSE = {"socket": 2, "anon_inode": 1, "pipe": 0}
+
+
+def config_of(role: str, folder: Path | None, *, worker: bool, **runner: Any) -> EngineConfig:
+    own = {
+        "vocab_size": VOCAB, "block_tokens": 4, "num_blocks": 160, "max_context_tokens": 256, "values_spec": True,
+        "pass_stamp": True, "step_s": 0.008, "token_s": 5e-5, "copy_s": 0.002, "jitter": 0.5, **runner,
+    }  # fmt: skip
+    store: dict[str, Any] = {}
+    if folder is not None:
+        where = {"path": str(folder), "max_nbytes": 4 << 20, "segment_nbytes": 1 << 20}
+        store = {"store": "file", "store_config": where, "store_deadline_s": 1.0, "lease_kill_s": 4.0}
+    return EngineConfig(
+        runner="synthetic", runner_config=own, process="worker" if worker else "inline", role=role,  # type: ignore[arg-type]
+        tokenizer="none", host_blocks=160, max_running=12, max_step_tokens=64, leases=RULES,
+        step_deadline_s=STEP_LIMIT_S, close_deadline_s=5.0, start_deadline_s=60.0, **store,
+    )  # fmt: skip
+
+
+class Fleet:
+    """See the module.
+
+    Args:
+        prefill, decode: how many. The first of each has a worker process; the second decode instance and the second
+            prefill one have a file store.
+
+    Attributes:
+        nodes: by name, those that are there.
+        wrong: what must not have been, in words.
+    """
+
+    def __init__(self, folder: Path, transport: str, prefill: int, decode: int) -> None:
+        self.nodes: dict[str, Node] = {}
+        self.wrong: list[str] = []
+        self._folder = folder
+        self._transport = transport
+        self._baseline: dict[str, Probe] = {}
+        self._known: set[int] = set()
+        self._counts = {"prefill": prefill, "decode": decode}
+
+    def make(self, name: str, role: str, *, worker: bool, store: bool) -> Node:
+        config = config_of(role, self._folder / f"store-{name}" if store else None, worker=worker)
+        self._baseline.pop(name, None)
+        node = self.nodes[name] = Node(name, config, LINKS, self._transport, self._folder, drain_s=20.0)
+        return node
+
+    async def open(self) -> None:
+        for role, count in self._counts.items():
+            for number in range(count):
+                node = self.make(f"{role[0]}{number}", role, worker=number == 0, store=number == 1)
+                await node.open()
+        await self.until_up(60.0)
+
+    @property
+    def addresses(self) -> list[str]:
+        return [node.address for node in self.nodes.values()]
+
+    def role(self, role: str) -> list[Node]:
+        return [node for node in self.nodes.values() if node.role == role]
+
+    def healthy(self, role: str) -> list[Node]:
+        return [node for node in self.role(role) if node.is_up]
+
+    async def until_up(self, limit_s: float) -> None:
+        """Raises TimeoutError."""
+        try:
+            async with asyncio.timeout(limit_s):
+                for node in self.nodes.values():
+                    await node.ready.wait()
+        except TimeoutError:
+            down = [f"{node.name}: {node.tail()}" for node in self.nodes.values() if not node.ready.is_set()]
+            raise TimeoutError(f"not up within {limit_s:g} s: {down}") from None
+
+    async def heal(self) -> None:
+        """Undo everything that is being done."""
+        for node in self.nodes.values():
+            node.kill_now(signal.SIGCONT)
+            for pid in node.children().values():
+                os.kill(pid, signal.SIGCONT)
+            node.proxy.refuses = False
+            node.proxy.stall(False, False)
+            node.faulted = False
+
+    # -- when nothing is under way --------------------------------------------------------------------
+
+    async def check_quiet(self) -> None:
+        """Every instance has everything back, within some seconds."""
+        until = asyncio.get_running_loop().time() + QUIET_S
+        problems = ["nobody was asked"]
+        while problems and asyncio.get_running_loop().time() < until:
+            await asyncio.sleep(0.3)
+            problems = []
+            for node in self.nodes.values():
+                problems += await self._held_by(node)
+        self.wrong += problems
+        for node in self.nodes.values():
+            self.wrong += node.surprises
+            node.surprises = []
+
+    async def _held_by(self, node: Node) -> list[str]:
+        probe = await node.probe()
+        if probe is None:
+            return [f"{node.name} does not answer: {node.tail()}"]
+        problems = [f"{node.name}: {count} {name}" for name, count in probe.held.items() if count]
+        if probe.problem:
+            problems.append(f"{node.name}: {probe.problem}")
+        orphans = {pid for pid in node.orphans if _is_alive(pid)} - set(probe.children)
+        problems += [f"{node.name}: process {pid} outlived it" for pid in orphans]
+        problems += self._files_of(node, probe)
+        return problems
+
+    def _files_of(self, node: Node, probe: Probe) -> list[str]:
+        """What grew since the first quiet."""
+        first = self._baseline.get(node.name)
+        if first is None:
+            return []
+        grown = [
+            f"{node.name}: {count} open of {kind}, {first.fds.get(kind, 0)} at first"
+            for kind, count in probe.fds.items()
+            if count > first.fds.get(kind, 0) + _LOOSE.get(kind, 0)
+        ]
+        if len(probe.children) > len(first.children):
+            grown.append(f"{node.name}: {len(probe.children)} child processes, {len(first.children)} at first")
+        if len(probe.tasks) > len(first.tasks):
+            grown.append(f"{node.name}: tasks {probe.tasks}, at first {first.tasks}")
+        return grown
+
+    async def remember(self) -> None:
+        """This is what an instance holds that has met all others and does nothing."""
+        for name, node in self.nodes.items():
+            probe = await node.probe()
+            if probe is not None:
+                self._baseline.setdefault(name, probe)
+
+    # -- the end --------------------------------------------------------------------------------------
+
+    async def drop(self, node: Node) -> None:
+        """One that was drained leaves."""
+        del self.nodes[node.name]
+        self._baseline.pop(node.name, None)
+        await node.aclose(END_S)
+        self.wrong += node.surprises
+
+    async def aclose(self) -> None:
+        """Prefill instances first, as a person would; all must drain."""
+        await self.heal()
+        for role in ("prefill", "decode"):
+            nodes = self.role(role)
+            orphans = [pid for node in nodes for pid in (*node.orphans, *node.children().values())]
+            await asyncio.gather(*[node.aclose(END_S) for node in nodes])
+            for node in nodes:
+                self.wrong += node.surprises
+            self.wrong += [f"process {pid} outlived its {role} instance" for pid in orphans if _is_alive(pid)]
+
+    def destroy(self) -> None:
+        """Whatever happened, no process is left."""
+        for node in self.nodes.values():
+            node.destroy()
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False

@@ -1,0 +1,170 @@
+"""Chaos with real processes: prefill and decode instances, a router and a steady load, while things go wrong.
+
+    python -m benchmarks.chaos --minutes 10 --seed 7 --transport tcp
+
+Processes are killed and stopped (instances, workers, stores), links cut, stalled and refused, instances join and
+drain, all drawn from a seed, which is printed. Every request must end once, in time, right by the oracle or with an
+error that says it may be asked again. Every round ends in quiet, when each instance must have everything back. It ends
+with 1 if anything was wrong, and names it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import random
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import uvloop
+
+from benchmarks._chaos_faults import Director, slowest_recovery
+from benchmarks._chaos_fleet import LINKS, VOCAB, Fleet
+from benchmarks._chaos_late import Late, play_late
+from benchmarks._chaos_load import LONG_S, Ask, Load
+from benchmarks._chaos_proxy import Proxy
+from benchmarks._report import Report
+from fdasync.pd.router import Router, RouterConfig
+from fdasync.request import SamplingParams
+from fdasync.testing.engines import oracle_of
+from fdasync.testing.leaks import Resources
+
+PREFILL, DECODE = 2, 3
+CLIENTS = 14
+ROUND_S = 20.0
+
+
+class Game:
+    """One fleet, one router, and how it went."""
+
+    def __init__(self, folder: Path, transport: str, seed: int) -> None:
+        self.wrong: list[str] = []
+        self.rounds = 0
+        self._rng = random.Random(seed)
+        self._fleet = Fleet(folder, transport, PREFILL, DECODE)
+        self.load: Load | None = None
+        self.director: Director | None = None
+
+    async def play(self, seconds: float) -> None:
+        """Until the end of the round that ends nearest to so many seconds from now."""
+        fleet = self._fleet
+        loop = asyncio.get_running_loop()
+        until = loop.time() + seconds
+        try:
+            # the loop itself keeps a file from its first listener on
+            first = Proxy()
+            await first.open()
+            await first.aclose()
+            before = Resources.now()
+            await fleet.open()
+            async with Router(fleet.addresses, RouterConfig(retries=3), links=LINKS, seed=1) as router:
+                self.load = Load(router, oracle_of(fleet.nodes["p0"].config), self._rng, VOCAB)
+                self.director = Director(fleet, router, self._rng, self.wrong)
+                await self._meet(self.load)
+                while loop.time() < until and not self.wrong:
+                    await self._round(min(ROUND_S, max(until - loop.time(), 5.0)))
+            await fleet.aclose()
+            self.wrong += fleet.wrong
+            self.wrong += [f"the harness: {line}" for line in Resources.now().left_since(before)]
+        finally:
+            fleet.destroy()
+
+    async def _meet(self, load: Load) -> None:
+        """Every prefill instance hands something to every decode instance, and all of it is remembered."""
+        for first in self._fleet.role("prefill"):
+            for last in self._fleet.role("decode"):
+                prompt = [self._rng.randrange(VOCAB) for _ in range(30)]
+                ask = Ask(prompt, SamplingParams(max_tokens=8, seed=1), "complete", LONG_S, 0.0, True, 0)
+                await load.one(ask, prefill=first.address, decoders=[last.address])
+        await self._fleet.check_quiet()
+        await self._fleet.remember()
+        self._take()
+
+    async def _round(self, seconds: float) -> None:
+        assert self.load is not None
+        assert self.director is not None
+        self.load.start(CLIENTS)
+        await self.director.play(seconds)
+        await self.load.stop()
+        await self._fleet.heal()
+        await self._fleet.until_up(60.0)
+        await self._fleet.check_quiet()
+        await self._fleet.remember()
+        self.rounds += 1
+        self._take()
+        outcomes = dict(sorted(self.load.outcomes.items()))
+        print(f"  round {self.rounds}: {outcomes}, faults {self.director.played.total()}", file=sys.stderr, flush=True)
+
+    def _take(self) -> None:
+        assert self.load is not None
+        self.wrong += self.load.wrong + self._fleet.wrong
+        self.load.wrong = []
+        self._fleet.wrong = []
+
+
+def run(minutes: float, seed: int, transport: str, json_path: str | None, keep: bool) -> int:
+    folder = Path(tempfile.mkdtemp(prefix="fdasync-chaos-"))
+    game = Game(folder, transport, seed)
+    began = time.monotonic()
+    wrong: list[str] = []
+    late = Late([])
+    try:
+        late = uvloop.run(play_late(folder, transport, seed))
+        wrong += late.wrong
+        if not wrong:
+            uvloop.run(game.play(60 * minutes - (time.monotonic() - began)))
+    except Exception as error:
+        wrong.append(f"{type(error).__name__}: {error}")
+    finally:
+        wrong += game.wrong
+        if wrong and keep:
+            print(f"left for a look: {folder}", file=sys.stderr)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+    report = Report(f"Chaos over {transport}, seed {seed}")
+    report.conditions |= {"seed": seed, "transport": transport, "instances": [PREFILL, DECODE], "wrong": wrong}
+    report.add("late_words_refused", [late.refused])
+    report.add("seconds", [time.monotonic() - began])
+    report.add("rounds", [game.rounds])
+    if game.load is not None and game.director is not None:
+        outcomes = game.load.outcomes
+        asked = outcomes.total()
+        for name, count in sorted(outcomes.items()):
+            report.add(f"requests_{name}", [count])
+        # what nobody took back before its end
+        served = outcomes["right"] + outcomes["lost"] + outcomes["wrong"]
+        report.add("requests", [asked])
+        report.add("served_right", [outcomes["right"] / max(served, 1)])
+        recovery_s, after = slowest_recovery(game.director.at, game.load.served_at)
+        report.add("fault_to_success_s_max", [recovery_s])
+        report.conditions |= {
+            "slowest_after": after, "faults": dict(sorted(game.director.played.items())),
+            "errors": dict(game.load.errors.most_common(20)),
+        }  # fmt: skip
+        report.add("faults", [game.director.played.total()])
+    report.finish(json_path)
+    for line in wrong:
+        print(f"WRONG: {line}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--seed", type=int, help="default: drawn")
+    parser.add_argument("--transport", choices=["shm", "tcp"], default="shm", help="how blocks travel (default shm)")
+    parser.add_argument("--json", metavar="FILE", help="write the figures here")
+    parser.add_argument("--keep", action="store_true", help="leave logs and traces of events where something was wrong")
+    args = parser.parse_args()
+    seed = random.randrange(1 << 30) if args.seed is None else args.seed
+    print(f"seed {seed}, transport {args.transport}", file=sys.stderr, flush=True)
+    sys.exit(run(args.minutes, seed, args.transport, args.json, args.keep))
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        main()
