@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fdasync.actions import FetchBlocks, RunStep, StoreBlocks, SwapIn, SwapOut
+from fdasync.actions import FetchBlocks, ReceiveBlocks, RunStep, StoreBlocks, SwapIn, SwapOut
 from fdasync.cache.prefix import block_keys
 from fdasync.events.catalog import StepDone
 from fdasync.prepare import salted
@@ -85,6 +85,7 @@ class PagedRunner:
     Attributes:
         store: what the store has: (namespace, key) -> cells; keys may be taken out at any time.
         salts: salt of each sequence.
+        midway: sequences that another instance prefilled; an open block of theirs may be filled in part.
         passed: for each step that is done, (sequence, positions computed).
         sampled: for each sequence, the weights that each of its tokens was sampled under.
     """
@@ -102,7 +103,7 @@ class PagedRunner:
         self.passed: dict[int, list[tuple[int, int]]] = {}
         self.sampled: dict[int, list[int]] = {}
         self.next_step = 0
-        self.host: dict[int, list[Cell]] = {}
+        self.host: dict[int, list[Any]] = {}
         self.slot_of_host: dict[int, tuple[int, int]] = {}
         self.copies: dict[int, tuple[SwapOut | SwapIn, list[list[Cell]]]] = {}
         self.host_reads: Counter[int] = Counter()
@@ -111,6 +112,8 @@ class PagedRunner:
         self.fetches: dict[int, tuple[FetchBlocks, list[int]]] = {}
         self.numbers: set[tuple[str, int]] = set()
         self.store: dict[tuple[bytes, bytes], list[Cell]] = {}
+        self.midway: set[int] = set()
+        self.receives: dict[int, ReceiveBlocks] = {}
 
     # -- steps
 
@@ -128,7 +131,7 @@ class PagedRunner:
             assert start.key not in self.lanes
             tokens = list(array("i", start.tokens))
             cached, rest = divmod(start.num_cached, config.block_tokens)
-            assert rest == 0
+            assert rest == 0 or start.key in self.midway
             assert start.num_cached < len(tokens)
             assert len(start.blocks) == -(-len(tokens) // config.block_tokens) == len(set(start.blocks))
             own = start.blocks[cached:]
@@ -245,7 +248,10 @@ class PagedRunner:
             for device, host in zip(copy.device, copy.host, strict=True):
                 assert not any(device in flight.written for flight in self.flights), "an open block goes out"
                 self._take_host(host)
-                contents.append([self.cells[device, offset] for offset in range(size)])
+                # of an open block that is handed over, what counts of it
+                counts = [self.cells.get((device, offset)) for offset in range(size)]
+                assert counts[0] is not None
+                contents.append(counts)
                 if self.config.capture:
                     self.slot_of_host[host] = self.slot_of_block[device]
         else:
@@ -274,13 +280,58 @@ class PagedRunner:
         size = self.config.block_tokens
         for device, host, content in zip(copy.device, copy.host, contents, strict=True):
             if isinstance(copy, SwapOut):
-                assert content == [self.cells[device, offset] for offset in range(size)], "written while it was copied"
+                now = [self.cells.get((device, offset)) for offset in range(size)]
+                assert content == now, "written while it was copied"
                 self.host_writes.remove(host)
                 self.host[host] = content
             else:
                 assert self.host[host] == content, "written while it was copied"
                 self.host_reads[host] -= 1
-                self.cells.update({(device, offset): cell for offset, cell in enumerate(content)})
+                self.cells.update({(device, offset): cell for offset, cell in enumerate(content) if cell is not None})
+
+    # -- other instances
+
+    def lend(self, host: int, slot: int, rows: int) -> list[Any]:
+        """Another instance reads a host block and its rows from now on; what it finds."""
+        assert host not in self.host_writes
+        content = self.host[host]
+        assert None not in content[:rows], "a block that is not whole is offered"
+        if self.config.capture:
+            assert self.slot_of_host[host][0] == slot
+            for offset in range(rows):
+                assert self.rows[slot, offset] == (self.slot_of_host[host][1], content[offset])
+        self.host_reads[host] += 1
+        return content
+
+    def end_lend(self, host: int, content: list[Any]) -> None:
+        assert self.host[host] == content, "written while another instance reads it"
+        self.host_reads[host] -= 1
+
+    def receive(self, receive: ReceiveBlocks) -> None:
+        self._once("receive", receive.receive_id)
+        count = len(receive.indices)
+        assert count == len(receive.host) == len(set(receive.host)) == len(receive.offers) == len(receive.rows) > 0
+        assert len(receive.slots) == len(receive.generations) == (count if self.config.capture else 0)
+        for host in receive.host:
+            self._take_host(host)
+        if self.config.capture:
+            busy = {slot for flight in self.flights for slot in flight.slots}
+            assert not busy & set(receive.slots), "a slot that a step in flight names got another writer"
+            places = zip(receive.slots, receive.generations, strict=True)
+            self.slot_of_host.update(zip(receive.host, places, strict=True))
+        self.receives[receive.receive_id] = receive
+
+    def end_receive(self, number: int, contents: list[list[Any] | None]) -> None:
+        """None: it did not arrive."""
+        receive = self.receives.pop(number)
+        for at, (host, content) in enumerate(zip(receive.host, contents, strict=True)):
+            self.host_writes.remove(host)
+            if content is not None:
+                rows = receive.rows[at]
+                self.host[host] = [*content[:rows], *[None] * (self.config.block_tokens - rows)]
+                if self.config.capture:
+                    for offset in range(rows):
+                        self.rows[receive.slots[at], offset] = (receive.generations[at], content[offset])
 
     # -- the store
 
@@ -375,5 +426,5 @@ class PagedRunner:
 
     def is_quiet(self) -> bool:
         """Nothing is in flight, and nothing is held."""
-        held: tuple[Any, ...] = (self.flights, self.copies, self.puts, self.fetches, self._host_in_use())
+        held: tuple[Any, ...] = (self.flights, self.copies, self.puts, self.fetches, self.receives, self._host_in_use())
         return not any(held)

@@ -43,7 +43,8 @@ class Errand:
 
     Attributes:
         state: "waiting" to be asked for, "asked", "granted", "failed" until its samples have ended, "ended".
-        decoders: instances that may still be asked; `at`: the next of them; `rounds`: times that all were asked.
+        decoders: instances that may still be asked; `at`: the next of them; `rounds`: times that all were
+            asked; `losses`: leases lost.
         attempt: of the ask in flight or granted; -1 before the first.
         full: full blocks of the prompt; the next one to be sent is `next_block`.
         begun: its first sample entered prefill under this lease.
@@ -51,15 +52,17 @@ class Errand:
         hands: samples that have their first token, and their open blocks once those are on their way.
         sent: some sample's hand-over was sent.
         handed: samples that the other instance goes on with.
-        stop_at: when to stop looking for room; deadline: of its request.
+        stop_at: when to stop looking for room; over_at: when not to begin again.
     """
 
     __slots__ = (
-        "at", "attempt", "begun", "deadline", "decoders", "exports", "full", "group", "handed", "hands", "next_block",
-        "order", "peer", "ready_at", "rounds", "samples", "sent", "seqs", "state", "stop_at", "tokens",
+        "at", "attempt", "begun", "decoders", "exports", "full", "group", "handed", "hands", "losses", "next_block",
+        "order", "over_at", "peer", "ready_at", "rounds", "samples", "sent", "seqs", "state", "stop_at", "tokens",
     )  # fmt: skip
 
-    def __init__(self, event: RequestPrepared, order: tuple[int, int], block_tokens: int, stop_at: float) -> None:
+    def __init__(
+        self, event: RequestPrepared, order: tuple[int, int], block_tokens: int, stop_at: float, over_at: float
+    ) -> None:
         self.group = event.group
         self.order = order
         self.decoders = list(event.decoders)
@@ -67,9 +70,9 @@ class Errand:
         self.tokens = len(event.tokens)
         self.full = self.tokens // block_tokens
         self.stop_at = stop_at
-        self.deadline = event.deadline
+        self.over_at = over_at
         self.state = "waiting"
-        self.at = self.rounds = 0
+        self.at = self.rounds = self.losses = 0
         self.attempt = -1
         self.peer = ""
         self.ready_at = 0.0
@@ -156,7 +159,9 @@ class Borrower:
         """One sample of a group came in."""
         errand = self._errands.get(event.group)
         if errand is None:
-            errand = Errand(event, seq.order, self._block_tokens, min(now + self._rules.find_s, event.deadline))
+            stop_at = min(now + self._rules.find_s, event.deadline)
+            over_at = min(max(now + self._rules.total_s, stop_at), event.deadline)
+            errand = Errand(event, seq.order, self._block_tokens, stop_at, over_at)
             self._errands[event.group] = errand
             self._set_timer(errand.stop_at, errand, _STOP)
         errand.seqs.append(seq)
@@ -195,6 +200,9 @@ class Borrower:
             self._close(errand, tell=errand.handed < errand.samples)
             errand.state = "ended"
             del self._errands[errand.group]
+            if not self._errands:
+                # nobody looks at the clock again before the next one comes
+                self._timers.clear()
 
     def new_weights(self, now: float) -> list[Sequence]:
         """Nothing computed before may be sent: every errand starts anew. Returns whose blocks must go."""
@@ -225,7 +233,6 @@ class Borrower:
 
     def plan(self, now: float, *, paused: bool) -> list[Action]:
         """Whom to ask, what to send, what to hand over now. A pause ends nothing, and asks for nothing."""
-        self._ring(now)
         if not paused:
             self._ask(now)
         for errand in list(self._granted.values()):
@@ -244,7 +251,8 @@ class Borrower:
             self._timers = [entry for entry in self._timers if entry[1] in self._errands]
             heapq.heapify(self._timers)
 
-    def _ring(self, now: float) -> None:
+    def ring(self, now: float) -> None:
+        """What is due by now: searches that lasted too long, leases that did, pauses that are over."""
         while self._timers and self._timers[0][0] <= now:
             _, group, attempt = heapq.heappop(self._timers)
             errand = self._errands.get(group)
@@ -339,10 +347,7 @@ class Borrower:
         else:
             errand.at = 0
             errand.rounds += 1
-            pause_s = max(event.retry_after_s, min(_RETRY_MIN_S * 2**errand.rounds, _RETRY_MAX_S))
-            errand.state = "waiting"
-            errand.ready_at = min(event.at + pause_s, errand.stop_at)
-            self._set_timer(errand.ready_at, errand, errand.attempt)
+            self._wait(errand, event.at + max(event.retry_after_s, _pause_s(errand.rounds)))
 
     def _on_lost(self, event: LeaseLost) -> None:
         errand = self._errands.get(event.group)
@@ -356,13 +361,27 @@ class Borrower:
             self._fail(errand, f"{errand.peer}: {reason}")
         else:
             errand.at = (errand.at + 1) % len(errand.decoders)
-            self._seek_again(errand, now)
+            errand.losses += 1
+            # what all of them lose at once must not be asked for again and again without a pause
+            self._seek_again(errand, now, 0.0 if errand.losses % len(errand.decoders) else _pause_s(errand.losses))
 
-    def _seek_again(self, errand: Errand, now: float) -> None:
+    def _seek_again(self, errand: Errand, now: float, pause_s: float = 0.0) -> None:
+        if now >= errand.over_at:
+            self._fail(errand, f"{errand.peer}: its lease was lost, and it was not handed over before")
+            return
         self._close(errand, tell=True)
-        errand.stop_at = min(now + self._rules.find_s, errand.deadline)
+        errand.stop_at = min(now + self._rules.find_s, errand.over_at)
         self._set_timer(errand.stop_at, errand, _STOP)
-        self._enqueue(errand)
+        if pause_s:
+            self._wait(errand, now + pause_s)
+        else:
+            self._enqueue(errand)
+
+    def _wait(self, errand: Errand, until: float) -> None:
+        """Ask nobody before then."""
+        errand.state = "waiting"
+        errand.ready_at = min(until, errand.stop_at)
+        self._set_timer(errand.ready_at, errand, errand.attempt)
 
     def _fail(self, errand: Errand, reason: str) -> None:
         """Its samples end in this turn; until then nothing more is asked or sent for it."""
@@ -506,3 +525,8 @@ class Borrower:
         if seq.errand is errand:
             # its blocks are not needed here any more; the others of its group may still share them
             self.ends.append((seq, "handed_over", ""))
+
+
+def _pause_s(times: int) -> float:
+    """How long to wait after something went wrong so many times."""
+    return min(_RETRY_MIN_S * 2.0 ** min(times, 16), _RETRY_MAX_S)

@@ -111,6 +111,9 @@ class Scheduler:
             elif not isinstance(event, Told):
                 raise InvariantBroken(f"the scheduler knows no event {type(event).__name__}")
         self._expire(self._now)
+        self.borrower.ring(self._now)
+        # before anything is planned: what they held may be what others wait for
+        self._take_ends(self.borrower.ends)
         told = self.lender.plan(self._now)
         self._take_leased()
         steps: list[Action] = []
@@ -129,7 +132,6 @@ class Scheduler:
         self.tiers.take_requeued(self._now)
         if self.borrower.num_errands:
             steps += self.borrower.plan(self._now, paused=self._paused)
-            self._take_ends(self.borrower.ends)
         # also of those that ended just now
         steps += self.borrower.take_actions()
         steps += self.tiers.plan(paused=self._paused)
@@ -271,6 +273,9 @@ class Scheduler:
         if seq.ending is not None:
             # what came while a stop answer was awaited is overrun, whoever ends it now
             keep = min(keep, seq.ending[1])
+        if seq.errand is not None and reason != "handed_over":
+            # its first token is for the other instance to give: here nothing came of it
+            keep = 0
         seq.take_rows(seq.computed, self.config.block_tokens, self._spans)
         output = tuple(seq.tokens[seq.prompt_len : seq.prompt_len + keep])
         num_rows = 0
