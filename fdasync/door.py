@@ -189,7 +189,8 @@ class Door:
         params = ask.params if here else msgspec.structs.replace(ask.params, stop=())
         request = RequestOutput(name, params, start=ask.start, now=now)
         self._live[name] = request
-        request.wants_rows = here and self._runtime.capacity.aux_specs != () and ask.routing is not False
+        # of an errand none are taken here; who aborts it gets as many as there are, which is none of each kind
+        request.wants_rows = self._runtime.capacity.aux_specs != () and ask.routing is not False
         entered = False
         try:
             async with asyncio.timeout_at(now + limit_s) as request.limit:

@@ -156,7 +156,7 @@ class Instance:
             self._asking = Asking(site)
             self._answers = Answers(site, self._asking)
             capacity = self.engine.capacity
-            self._lending = Lending(site, capacity.block_tokens, self._answers.follow)
+            self._lending = Lending(site, capacity.block_tokens, self._answers.follow, self._answers.lose)
             self._dispatch()
             site.carriers = self._carriers
             await self._carriers.open(site.regions)

@@ -43,6 +43,7 @@ class Answers:
         # by caller and the request's name among instances; a request at the door has no output yet
         self._live: dict[tuple[bytes, str], RequestOutput | None] = {}
         self._aborted: set[tuple[bytes, str]] = set()
+        self._lost: set[RequestOutput] = set()
         self._telling = 0
 
     @property
@@ -64,6 +65,12 @@ class Answers:
         peer = self._site.links.find(caller)
         assert peer is not None
         self._watch(peer, name, request)
+
+    def lose(self, request: RequestOutput) -> None:
+        """It came in part, or was given up while it came: end it; its caller is told that it was lost."""
+        if not request.done.done():
+            self._lost.add(request)
+            self._site.door.abort(request)
 
     def abort(self, caller: Peer, message: Abort) -> None:
         """End it with what it has; one that is still at the door never begins. Unknown ones have ended."""
@@ -112,11 +119,20 @@ class Answers:
         self._aborted.discard(place)
         reasons = {sample.finish.reason for sample in request.samples if sample.finish is not None}
         last = self._streams.take_last(request) if streams else ()
-        if reasons == {"lease_lost"}:
+        lost = request in self._lost
+        self._lost.discard(request)
+        went_to = self._asking.take_moved(name)
+        if went_to:
+            # also where it was aborted in the same turn: whoever has all of it answers alone
+            self._site.tell(caller, Moved(name, went_to))
+        elif lost:
+            words = Failed(name, "InstanceLost", "not all of it was handed over", retriable=True)
+            self._site.tell(caller, words)
+        elif reasons == {"lease_lost"}:
             # nothing came of it here: who sent it knows
             return
-        if reasons & ELSEWHERE:
-            self._moved(caller, name, request, reasons)
+        elif reasons & ELSEWHERE:
+            self._nowhere(caller, name, request, reasons)
         elif caller.is_up and not request.done.cancelled():
             self._telling += 1
             self._site.start(self._tell_end(caller, name, request, last), f"end of {name}")
@@ -141,15 +157,13 @@ class Answers:
         finally:
             self._telling -= 1
 
-    def _moved(self, caller: Peer, name: str, request: RequestOutput, reasons: set[str]) -> None:
-        """It goes on elsewhere, or nowhere."""
+    def _nowhere(self, caller: Peer, name: str, request: RequestOutput, reasons: set[str]) -> None:
+        """Nobody has all of it."""
         if "no_lease" in reasons:
             notes = [sample.finish.note for sample in request.samples if sample.finish is not None]
             problem = next((note for note in notes if note), "")[:_WORDS_CHARS]
             words = Failed(name, "InstanceLost", f"no decode instance took it: {problem}", retriable=True)
             self._site.tell(caller, words)
-        elif reasons == {"handed_over"}:
-            self._site.tell(caller, Moved(name, self._asking.take_moved(name)))
 
 
 def failed(name: str, error: FdasyncError) -> Failed:

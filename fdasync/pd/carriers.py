@@ -53,18 +53,21 @@ class Carriers:
         """See `Transport.receive`; "failed" where no transport fits."""
         theirs = dict(sources)
         outcomes = [Outcome("failed", f"no transport in common: it has {', '.join(theirs) or 'none'}")] * len(receipts)
-        for name, transport in self._transports.items():
-            source = theirs.get(name)
-            if source is None or source.token in self._unfit:
-                continue
-            if name == "shm" and source.machine != transport.source().machine:
+        ways = [
+            (transport, theirs[name])
+            for name, transport in self._transports.items()
+            if name in theirs and (name != "shm" or theirs[name].machine == transport.source().machine)
+        ]
+        for number, (transport, source) in enumerate(ways):
+            last = number == len(ways) - 1
+            if source.token in self._unfit and not last:
                 continue
             outcomes = await transport.receive(source, receipts, deadline)
-            if receipts and all(outcome.status == "failed" and not outcome.transient for outcome in outcomes):
-                # it cannot be read this way: others may
-                self._unfit.add(source.token)
-                continue
-            return outcomes
+            hopeless = all(outcome.status == "failed" and not outcome.transient for outcome in outcomes)
+            if last or not receipts or not hopeless:
+                # where there is no other way, what failed were these blocks: taken back meanwhile, say
+                return outcomes
+            self._unfit.add(source.token)
         return outcomes
 
     def forget(self, sources: Sources) -> None:

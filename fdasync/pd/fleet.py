@@ -39,6 +39,7 @@ class Member:
         tokens: prompt tokens that were sent there and have not been computed yet, as far as known.
         live: requests that it serves, or prefills.
         leaving: it takes no more requests.
+        sessions: how often it came up.
     """
 
     def __init__(self, peer: Peer) -> None:
@@ -51,6 +52,7 @@ class Member:
         self.tokens = 0
         self.live = 0
         self.leaving = False
+        self.sessions = 0
 
     @property
     def hello(self) -> Hello:
@@ -74,6 +76,7 @@ class Member:
 
     def came_up(self) -> None:
         """A new session: what it had is not known any more."""
+        self.sessions += 1
         self.status = None
         self.blocks.clear()
         self.namespace = self.hello.namespace
@@ -156,10 +159,13 @@ class Fleet:
         if (prefill and (first is None or not first.takes_work)) or (decoders and not named):
             return None
         decodes = named or self._by_decode(self._working(["decode"], without), keys)
+        # nobody hands over to himself
+        decodes = [member for member in decodes if member is not first]
         prefills = (
             [first] if first is not None else self._by_prefill(self._working(["prefill"], without), keys, num_tokens)
         )
-        mixed = self._by_prefill(self._working(["mixed"], without), keys, num_tokens)
+        # who shall decode it is said: nobody else serves it whole
+        mixed = [] if named else self._by_prefill(self._working(["mixed"], without), keys, num_tokens)
         if first is not None and not decodes:
             return Route(first, ())
         if decodes and prefills and (first is not None or not self._is_direct(decodes[0], keys, num_tokens)):

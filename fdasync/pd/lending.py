@@ -12,9 +12,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fdasync.actions import EmitTokens
-from fdasync.errors import FdasyncError, PermanentError
+from fdasync.errors import DuplicateRequestId, FdasyncError, PermanentError
 from fdasync.events.catalog import (
-    AbortRequested,
     BlocksOffered,
     BlocksReceived,
     LeaseAsked,
@@ -66,16 +65,24 @@ class Lending:
     Args:
         block_tokens: of the engine.
         follow: told of each request that was taken over: its answer goes to this caller under this name.
+        lose: told of each that is lost though it began here, at least in part.
 
     Attributes:
         late: messages about leases that are over, or never were.
         received_nbytes: of blocks of others that arrived whole.
     """
 
-    def __init__(self, site: Site, block_tokens: int, follow: Callable[[RequestOutput, bytes, str], None]) -> None:
+    def __init__(
+        self,
+        site: Site,
+        block_tokens: int,
+        follow: Callable[[RequestOutput, bytes, str], None],
+        lose: Callable[[RequestOutput], None],
+    ) -> None:
         self._site = site
         self._size = block_tokens
         self._follow = follow
+        self._lose = lose
         self._book: LeaseBook[_Lease] = LeaseBook()
         self.late = 0
         self.received_nbytes = 0
@@ -110,6 +117,9 @@ class Lending:
             return f"{len(wanted.block_keys)} identities were given for {full} full blocks", -1.0
         try:
             request, events = site.door.take_over(message.request, wanted)
+        except DuplicateRequestId:
+            # of the same request an earlier attempt, which is about to end
+            return "an earlier attempt has not ended yet", _RETRY_S
         except PermanentError as error:
             return f"{type(error).__name__}: {error}", -1.0
         except FdasyncError as error:
@@ -130,8 +140,8 @@ class Lending:
         if lease is None:
             self._book.bury(name, self._site.loop.time())
             return
-        self._book.remove(lease)
         self._site.bus.publish(LeaseGivenUp(groups=(lease.group,), reason=message.reason))
+        self._over(lease)
 
     def on_heartbeat(self, peer: Peer, names: Sequence[LeaseName]) -> None:
         leases = [self._book.find(peer, name) for name in names]
@@ -144,10 +154,16 @@ class Lending:
         if peer.hello is not None:
             self._site.carriers.forget(peer.hello.sources)
         leases = self._book.of(peer)
-        for lease in leases:
-            self._book.remove(lease)
         if leases:
             self._site.bus.publish(LeaseGivenUp(groups=tuple([lease.group for lease in leases]), reason=reason))
+        for lease in leases:
+            self._over(lease)
+
+    def _over(self, lease: _Lease) -> None:
+        """A lease ended before everything was handed over: of a group that came in part, the rest is of no use."""
+        self._book.remove(lease)
+        if lease.confirmed:
+            self._lose(lease.request)
 
     # -- blocks and first tokens --------------------------------------------------------------------
 
@@ -213,8 +229,8 @@ class Lending:
     def _refuse(self, lease: _Lease, reason: str) -> None:
         """What the other side says under a lease is wrong: it is over."""
         self._site.tell(lease.owner, LeaseDrop(*lease.name, reason))
-        self._book.remove(lease)
         self._site.bus.publish(LeaseGivenUp(groups=(lease.group,), reason=reason))
+        self._over(lease)
 
     # -- actions ------------------------------------------------------------------------------------
 
@@ -236,15 +252,17 @@ class Lending:
     def drop(self, action: DropLease) -> None:
         lease = self._book.group(action.group)
         if lease is not None:
-            self._book.remove(lease)
+            self._over(lease)
             self._site.tell(lease.owner, LeaseDrop(*lease.name, action.reason))
 
     def confirm(self, action: ConfirmHandOver) -> None:
         """A sample goes on here: its first token is its caller's, and the other side may forget it."""
         lease = self._book.group(action.group)
         if lease is None:
-            # the other side gave up in the same turn: whoever asked it knows better
-            self._site.bus.publish(AbortRequested(keys=(action.key,)))
+            # it was over before this turn was
+            sample = self._site.hub.find(action.key)
+            if sample is not None:
+                self._lose(sample.request)
             return
         index = lease.keys.index(action.key)
         hand = lease.hands[index]

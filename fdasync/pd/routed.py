@@ -28,7 +28,8 @@ class Routed:
         words: what was asked for; name and deadline are those of the try in hand.
         tries: so far; failed: addresses of those that failed it.
         name: of the try in hand among instances; "" while there is none.
-        first, decoders: who has it; `server`: who answers, once that is known.
+        sessions: of the decoders, when it was sent: in a later one that is another process.
+        first, decoders: who has it; `server`: who answers, once that is known; `decoder`: in whose load it counts.
         incoming: rows so far.
         delivered: something of it came.
         done: set at its end, with `result` or `error`.
@@ -48,7 +49,9 @@ class Routed:
         self.name = ""
         self.first: Member | None = None
         self.decoders: tuple[Member, ...] = ()
+        self.sessions: dict[str, int] = {}
         self.server: Member | None = None
+        self.decoder: Member | None = None
         self.incoming: Incoming | None = None
         self.aborted = False
         self.first_token_at: float | None = None

@@ -372,6 +372,7 @@ class Router:
         request.tries += 1
         request.keys = keys
         request.name, request.first, request.decoders, request.server = name, first, decoders, None
+        request.sessions = {member.address: member.sessions for member in decoders}
         shape = first.hello.shape
         request.incoming = Incoming(
             () if shape is None else shape.aux, request.words.params.n, first.facts.max_context_tokens
@@ -379,6 +380,7 @@ class Router:
         self._by_name[name] = request
         first.live += 1
         first.tokens += request.num_tokens
+        self._count_on(request, decoders[0] if decoders else None)
         return True
 
     async def _keys(self, request: Routed) -> tuple[bytes, ...]:
@@ -425,11 +427,13 @@ class Router:
         self, request: Routed, member: Member, message: Piece | Rows | Moved | Ended | Failed, payload: Frame | None
     ) -> None:
         if isinstance(message, Moved):
-            self._settle(request)
-            if request.server is None:
-                request.server = self.fleet.find(message.address)
-                if request.server is None or not request.server.peer.is_up:
-                    self._fail_try(request, member, f"{message.address}, where it went, is gone")
+            if member is request.first:
+                self._settle(request)
+                if request.server is None:
+                    self._follow(request, member, message.address)
+            return
+        if request.server is not None and request.server is not member:
+            # whoever decodes it alone answers, from the first token on (DECISIONS 17)
             return
         if isinstance(message, Failed):
             self._on_failed(request, member, message)
@@ -447,6 +451,14 @@ class Router:
         else:
             result = request.incoming.result(message, request.request_id, member.facts, request.words.start)
             self._finish(request, result, None)
+
+    def _follow(self, request: Routed, member: Member, address: str) -> None:
+        """It was handed over: to whom, unless that is another process by now, which knows nothing of it."""
+        server = self.fleet.find(address)
+        if server is None or not server.peer.is_up or request.sessions.get(address) != server.sessions:
+            self._fail_try(request, member, f"{address}, where it went, is gone")
+        else:
+            request.server = server
 
     def _on_failed(self, request: Routed, member: Member, message: Failed) -> None:
         if message.retriable:
@@ -486,8 +498,18 @@ class Router:
         except FdasyncError as error:
             self._finish(request, None, error)
 
+    @staticmethod
+    def _count_on(request: Routed, decoder: Member | None) -> None:
+        """Who decodes it, or most likely will: the next request should know before the instance can say so."""
+        if request.decoder is not None:
+            request.decoder.live -= 1
+        request.decoder = decoder
+        if decoder is not None:
+            decoder.live += 1
+
     def _drop_try(self, request: Routed) -> None:
         self._settle(request)
+        self._count_on(request, None)
         self._by_name.pop(request.name, None)
         request.name = ""
         request.server = None

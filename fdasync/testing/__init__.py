@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from fdasync.testing.leaks import LeakFound, Resources, check_idle, no_leaks
     from fdasync.testing.loop import Deadlock, Livelock, SimLoop, run_sim
     from fdasync.testing.passes import PassModel
+    from fdasync.testing.pd_simulation import PdReport, simulate_pd
+    from fdasync.testing.pd_workload import PdWorkload
     from fdasync.testing.runners import RunnerTests
     from fdasync.testing.simulation import SimulationFailed, SimulationReport, simulate
     from fdasync.testing.store_bench import StoreBench
@@ -50,6 +52,8 @@ _HOMES = {
     "leaks": ("LeakFound", "Resources", "check_idle", "no_leaks"),
     "loop": ("Deadlock", "Livelock", "SimLoop", "run_sim"),
     "passes": ("PassModel",),
+    "pd_simulation": ("PdReport", "simulate_pd"),
+    "pd_workload": ("PdWorkload",),
     "runners": ("RunnerTests",),
     "simulation": ("SimulationFailed", "SimulationReport", "simulate"),
     "store_bench": ("StoreBench",),
@@ -67,6 +71,8 @@ __all__ = [
     "LetterTokenizer",
     "Livelock",
     "PassModel",
+    "PdReport",
+    "PdWorkload",
     "Resources",
     "RunnerTests",
     "SimLoop",
@@ -85,6 +91,7 @@ __all__ = [
     "oracle_of",
     "run_sim",
     "simulate",
+    "simulate_pd",
     "synthetic_config",
     "synthetic_engine",
     "until",

@@ -14,7 +14,10 @@ from __future__ import annotations
 import asyncio
 import math
 import selectors
+from contextvars import copy_context
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, Unpack
+
+from fdasync.testing.sim_process import Guarded, process_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
@@ -105,7 +108,25 @@ class SimLoop(asyncio.SelectorEventLoop):
         self._taken.add(moment)
         if len(self._taken) > 4096:
             self._taken = {taken for taken in self._taken if taken >= self._now_ns}
-        return super().call_at(moment / _NS, callback, *args, context=context)
+        context = context or copy_context()
+        process = process_of(context)
+        if process is None:
+            return super().call_at(moment / _NS, callback, *args, context=context)
+        guarded = Guarded(process, callback, args, context)
+        guarded.handle = handle = super().call_at(moment / _NS, guarded, context=context)
+        return handle
+
+    def call_soon(
+        self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        """As in asyncio; what belongs to a process (`sim_process.py`) runs when that does."""
+        context = context or copy_context()
+        process = process_of(context)
+        if process is None:
+            return super().call_soon(callback, *args, context=context)
+        guarded = Guarded(process, callback, args, context)
+        guarded.handle = handle = super().call_soon(guarded, context=context)
+        return handle
 
     def nothing_ready(self, timeout: float | None) -> None:
         """Called by the selector when the loop would wait this long (None: for ever; 0: it would not)."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from fdasync.actions import SwapOut
 
 if TYPE_CHECKING:
-    from fdasync.actions import RunStep, SwapIn
+    from fdasync.actions import RunStep, SeqStart, SwapIn
 
 Owner = tuple[int, int]
 
@@ -58,6 +58,7 @@ class PassModel:
         cached: (seed, sample index) -> tokens that were cached when it first came in; of a sequence that another
             instance began, all that came with it.
         read: (seed, sample index) -> whose KV it took over instead of computing it.
+        base: see `stamp_base`.
         seen: (seed, sample index) -> what the first pass over each position read. A position that was cached tells what
             the pass that wrote it saw.
     """
@@ -70,7 +71,7 @@ class PassModel:
         self.weights_id = weights_id
         self._mixed = False
         self._size = block_tokens
-        self._base = stamp_base
+        self.base = stamp_base
         self._kv: dict[int, Word] = {}
         # of a block that was copied before it was full, None where nothing was written
         self._host: dict[int, list[Word | None]] = {}
@@ -78,13 +79,17 @@ class PassModel:
         self._lanes: dict[int, _Lane] = {}
         self._decoding: dict[int, _Lane] = {}
 
+    def owner_of(self, start: SeqStart) -> Owner:
+        """Whose passes these are. For whoever needs other names than the model's own."""
+        return (start.sampler.seed, start.sampler.index)
+
     def launched(self, step: RunStep) -> None:
         """Take the next step, in order of launch: the device performs them in that order."""
         for key in step.leaves:
             self._decoding.pop(key, None)
             del self._lanes[key]
         for start in step.starts:
-            owner = (start.sampler.seed, start.sampler.index)
+            owner = self.owner_of(start)
             lane = self._lanes[start.key] = _Lane(owner, list(start.blocks), start.num_cached)
             have = self.stamps.setdefault(owner, [])
             seen = self.seen.setdefault(owner, [])
@@ -116,7 +121,7 @@ class PassModel:
 
     def next_life(self, weights_id: int) -> PassModel:
         """Of another engine on the same store."""
-        model = PassModel(self._size, weights_id, self._base)
+        model = PassModel(self._size, weights_id, self.base)
         model._stored = self._stored
         return model
 
@@ -160,7 +165,7 @@ class PassModel:
     def _forward(self, lane: _Lane, count: int, step_id: int) -> None:
         have, seen = self.stamps[lane.owner], self.seen[lane.owner]
         for position in range(lane.length, lane.length + count):
-            word = self._kv[self._place(lane, position)] = Word(self._base + step_id, lane.owner, self.weights_id)
+            word = self._kv[self._place(lane, position)] = Word(self.base + step_id, lane.owner, self.weights_id)
             if position == len(have):
                 have.append(word.stamp)
                 seen.append(Read(self._weights_up_to(lane, position), self.weights_id))

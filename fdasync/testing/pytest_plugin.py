@@ -7,7 +7,7 @@ Fixtures:
     run_sim: `run_sim(coroutine)` runs it in virtual time and returns its result.
     no_leaks: fails the test if it leaves fds, threads, children, shared segments or tasks behind.
     no_blocking: fails the test if anything blocks a loop (needs blockbuster).
-    sim_seeds: the seeds to simulate; the summary of the run says which they were.
+    sim_seeds: the seeds to simulate; the summary of the run says which they were. pd_seeds: those of fleets.
 """
 
 from __future__ import annotations
@@ -56,6 +56,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help=f"simulate seeds 0 to N-1 (default: for {_MIN_S:g} s, and at least {_MIN_SEEDS})",
     )
     group.addoption("--sim-seed", type=int, default=None, metavar="S", help="simulate this one seed")
+    group.addoption("--pd-seed", type=int, default=None, metavar="S", help="simulate this one seed of a fleet")
+    group.addoption(
+        "--pd-seeds",
+        type=int,
+        default=None,
+        metavar="N",
+        help=f"simulate fleets of seeds 0 to N-1 (default: for {_MIN_S:g} s, and at least {_MIN_SEEDS})",
+    )
 
 
 @pytest.fixture
@@ -110,7 +118,8 @@ class SimSeeds:
         notes: lines for the summary.
     """
 
-    def __init__(self, only: int | None, count: int | None) -> None:
+    def __init__(self, only: int | None, count: int | None, what: str = "") -> None:
+        self.what = what
         self.tried = 0
         self.notes: list[str] = []
         self._only = only
@@ -135,10 +144,10 @@ class SimSeeds:
 
     def summary(self) -> list[str]:
         which = f"seed {self._only}" if self._only is not None else f"{self.tried} seeds, 0 to {self.tried - 1}"
-        return [f"simulated {which}", *self.notes]
+        return [f"simulated {self.what}{which}", *self.notes]
 
 
-_SIM_SEEDS = pytest.StashKey[SimSeeds]()
+_SIM_SEEDS = pytest.StashKey[list[SimSeeds]]()
 _SIM_LINES = pytest.StashKey[list[str]]()
 _XDIST_KEY = "fdasync_simulation"
 
@@ -147,16 +156,27 @@ _XDIST_KEY = "fdasync_simulation"
 def sim_seeds(request: pytest.FixtureRequest) -> SimSeeds:
     """Seeds to simulate, as the options say; the summary of the run names them."""
     seeds = SimSeeds(request.config.getoption("--sim-seed"), request.config.getoption("--seeds"))
-    request.config.stash[_SIM_SEEDS] = seeds
+    request.config.stash.setdefault(_SIM_SEEDS, []).append(seeds)
     return seeds
+
+
+@pytest.fixture
+def pd_seeds(request: pytest.FixtureRequest) -> SimSeeds:
+    """Seeds of fleets to simulate; see `sim_seeds`."""
+    seeds = SimSeeds(request.config.getoption("--pd-seed"), request.config.getoption("--pd-seeds"), "fleets of ")
+    request.config.stash.setdefault(_SIM_SEEDS, []).append(seeds)
+    return seeds
+
+
+def _summary(config: pytest.Config) -> list[str]:
+    return [line for seeds in config.stash.get(_SIM_SEEDS, []) if seeds.tried for line in seeds.summary()]
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """In a process of pytest-xdist: hand the summary to the one that prints."""
-    seeds = session.config.stash.get(_SIM_SEEDS, None)
     output = getattr(session.config, "workeroutput", None)
-    if output is not None and seeds is not None and seeds.tried:
-        output[_XDIST_KEY] = seeds.summary()
+    if output is not None and (lines := _summary(session.config)):
+        output[_XDIST_KEY] = lines
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -164,13 +184,12 @@ def pytest_testnodedown(node: Any) -> None:
     """In the process of pytest-xdist that prints: take the summary."""
     lines = getattr(node, "workeroutput", {}).get(_XDIST_KEY)
     if lines:
-        node.config.stash[_SIM_LINES] = lines
+        node.config.stash.setdefault(_SIM_LINES, []).extend(lines)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Say which seeds were simulated, where any were."""
-    seeds = config.stash.get(_SIM_SEEDS, None)
-    lines = seeds.summary() if seeds is not None and seeds.tried else config.stash.get(_SIM_LINES, [])
+    lines = _summary(config) or config.stash.get(_SIM_LINES, [])
     if lines:
         terminalreporter.section("simulation")
         for line in lines:

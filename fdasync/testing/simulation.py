@@ -46,9 +46,10 @@ class SimulationFailed(AssertionError):
         seed: plays the same again.
     """
 
-    def __init__(self, seed: int, problem: str) -> None:
+    def __init__(self, seed: int, problem: str, again: str = "") -> None:
         self.seed = seed
-        super().__init__(f"seed {seed}: {problem}\n  again: pytest tests/test_simulation.py --sim-seed {seed}")
+        again = again or f"pytest tests/test_simulation.py --sim-seed {seed}"
+        super().__init__(f"seed {seed}: {problem}\n  again: {again}")
 
 
 class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):

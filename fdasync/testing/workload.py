@@ -136,7 +136,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         )
         # of its own stream, so that what was drawn before there were tiers stays what it was
         tiers = _Tiers(Random(f"tiers {seed}"))
-        draw = _Draw(random, runner, config)
+        draw = RequestDraw(random, runner, room=runner.max_context_tokens, most_samples=config.max_requests)
         requests = tuple(draw.request(number) for number in range(random.randint(3, 24)))
         config = tiers.config(config, num_blocks)
         again = tiers.again(requests, config)
@@ -250,13 +250,18 @@ class _Tiers:
         return tuple(sorted(plans, key=lambda plan: plan.at_s))
 
 
-class _Draw:
-    def __init__(self, random: Random, runner: SyntheticConfig, config: EngineConfig) -> None:
+class RequestDraw:
+    """Draws requests that share prefixes.
+
+    Args:
+        room: tokens of the longest request.
+    """
+
+    def __init__(self, random: Random, runner: SyntheticConfig, *, room: int, most_samples: int) -> None:
         self._random = random
         self._runner = runner
-        self._captures = bool(runner.num_moe_layers) and config.routing is not False
-        self._room = runner.max_context_tokens
-        self._max_requests = config.max_requests
+        self._room = room
+        self._most_samples = most_samples
         self._prefixes = [self._tokens(random.randint(1, self._room // 2)) for _ in range(2)]
         self.span_s = random.choice((0.0, 0.05, 0.5, 2.0))
 
@@ -264,6 +269,7 @@ class _Draw:
         return tuple([self._random.randrange(self._runner.vocab_size) for _ in range(count)])
 
     def request(self, number: int) -> RequestPlan:
+        """The next one; its number is its seed."""
         random = self._random
         prefix = random.choice(self._prefixes)
         # half of them share a whole prefix: one leads, the others wait for it
@@ -284,7 +290,7 @@ class _Draw:
                 temperature=random.choice((0.0, 1.0)),
                 # one's own: `PassModel` tells requests apart by it
                 seed=number,
-                n=min(random.choice((1, 1, 1, 2, 4)), self._max_requests),
+                n=min(random.choice((1, 1, 1, 2, 4)), self._most_samples),
                 stop=stops,
                 stop_token_ids=self._tokens(random.randint(0, 2)),
                 ignore_eos=random.random() < 0.2,
