@@ -12,7 +12,7 @@ export HF_HUB_OFFLINE := 1
 .PHONY: demo test test-all lint types bench clean venv help
 
 help:
-	@echo "make demo      set up, serve a small real checkpoint, check every token and routing row"
+	@echo "make demo      set up, serve a small real checkpoint by a prefill and a decode instance, check every row"
 	@echo "make test      set up, run the CPU tests, the linter and the type checker"
 	@echo "make test-all  the same with the long tests and coverage"
 	@echo "make bench     measure the engine's CPU per decode step, the stores and the tiers"
@@ -32,8 +32,10 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard plugins/*/pyproject.toml)
 		echo "no Mooncake client for this machine: its tests will skip"
 	@touch $@
 
+# DEMO_ARGS='--pd 0' serves with one engine; whatever is set replaces the prefill/decode pair and its store
 demo: $(STAMP)
-	$(BIN)/fdasync demo $(DEMO_ARGS)
+	@store=$$(mktemp -d) && trap 'rm -rf "$$store"' EXIT && trap 'exit 130' INT TERM && \
+		$(BIN)/fdasync demo $(if $(DEMO_ARGS),$(DEMO_ARGS),--pd 1x1 --store "file:$$store")
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"

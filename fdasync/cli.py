@@ -51,17 +51,26 @@ def cli() -> None:
     help="memory, file:DIR or mooncake:HOST:PORT (its pool needs a lender of memory that outlives the engine). Serve"
     " everything twice: first fill the store, then start a fresh engine on it and show what came back.",
 )
+@click.option(
+    "--pd",
+    default="",
+    metavar="PxD",
+    help="Serve with P prefill and D decode instances, each a process of its own, e.g. 1x1; with --store file:DIR each"
+    " has its own folder in DIR. 0: one engine in this process, the default.",
+)
 @click.option("--inline", is_flag=True, help="Run the model on the engine's own loop instead of in a worker process.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures here.")
 def demo(**options: Any) -> None:
     """Serve requests from a real checkpoint, then check every token and routing row.
 
     Serves requests of mixed lengths - half of them with shared prefixes, some as groups of samples of one
-    prompt - with the engine in this process and the model in a worker, then runs the library's own plain
+    prompt - with the engine in this process and the model in a worker, or with prefill and decode instances (--pd),
+    then runs the library's own plain
     forward pass over the same tokens and compares: greedy tokens, and the experts of every position and
     layer. Exit code 0: all equal. 1: something differs. 2: it could not run.
     """
-    from fdasync.demo import DemoOptions, run_demo
+    from fdasync.demo import run_demo
+    from fdasync.demo_jobs import DemoOptions
 
     sys.exit(run_demo(DemoOptions(**options), Console()))
 

@@ -18,14 +18,19 @@ import uvloop
 from fdasync_transformers import make_random_checkpoint
 from rich.console import Console
 
-from fdasync import demo
-from fdasync.demo import DemoOptions, Served, run_demo
+from fdasync import demo_serving
+from fdasync.demo import run_demo
+from fdasync.demo_jobs import DemoOptions, Served
 
 COMMAND = [sys.executable, "-c", "from fdasync.cli import main; main()"]
 
 
-def command(*arguments: str, cache: Path | None = None) -> subprocess.CompletedProcess[str]:
+def command(
+    *arguments: str, cache: Path | None = None, temporary: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "COLUMNS": "160"}
+    if temporary is not None:
+        env["TMPDIR"] = str(temporary)
     if cache is not None:
         env["XDG_CACHE_HOME"] = str(cache)
     return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=120, env=env, check=False)
@@ -68,6 +73,40 @@ def test_demo_serves_again_from_a_store(kind: str, tmp_path: Path) -> None:
     assert "with the store" in done.stdout
 
 
+def test_demo_serves_over_prefill_and_decode_instances(model: Path, tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    arguments = ("--requests", "8", "--max-tokens", "16", "--pd", "1x1", "--json", str(figures))
+    done = command("demo", "--model", str(model), *arguments, temporary=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    values = json.loads(figures.read_text())
+    assert values["requests"]["total"] == values["requests"]["finished"] == 8
+    assert values["tokens"]["checked"] == values["tokens"]["equal"] + values["tokens"]["tied"] > 30
+    assert values["routing"]["rows_wrong"] == values["routing"]["rows_missing"] == 0
+    assert (values["pd"]["prefill"], values["pd"]["decode"], values["pd"]["leases"]) == (1, 1, 8)
+    assert values["pd"]["blocks"] > 0
+    assert values["pd"]["nbytes"] > 0
+    assert 0 < values["pd"]["lease_ms_mean"] <= values["pd"]["lease_ms_most"]
+    assert "1 prefill, 1 decode" in done.stdout
+    assert not list(tmp_path.glob("fdasync-*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--pd", "1"), "PxD"),
+        (("--pd", "0x1"), "1 to 16"),
+        (("--pd", "1x99"), "1 to 16"),
+        (("--pd", "1x1", "--inline"), "--inline"),
+        (("--pd", "1x1", "--store", "memory"), "file:DIR"),
+    ],
+)
+def test_demo_refuses_what_does_not_go_together(arguments: tuple[str, ...], words: str, model: Path) -> None:
+    done = command("demo", "--model", str(model), *arguments)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("store", ["file", "file:", "mooncake", "redis:x", "Memory", ":"])
 def test_demo_refuses_what_is_no_store(store: str, model: Path) -> None:
     done = command("demo", "--model", str(model), "--store", store)
@@ -81,7 +120,8 @@ OPTIONS = DemoOptions(requests=4, concurrency=4, max_tokens=8)
 @pytest.fixture(scope="module")
 def served(model: Path) -> Served:
     """What the demo serves from the tiny model, once."""
-    return uvloop.run(demo._serve(OPTIONS, model, Console(file=io.StringIO())))
+    config = demo_serving._config(OPTIONS, model, None)
+    return uvloop.run(demo_serving.serve(OPTIONS, config, Console(file=io.StringIO())))
 
 
 def judge(served: Served, model: Path, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -90,7 +130,7 @@ def judge(served: Served, model: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     async def serve(*_arguments: Any) -> Served:
         return served
 
-    monkeypatch.setattr(demo, "_serve", serve)
+    monkeypatch.setattr(demo_serving, "serve", serve)
     return run_demo(msgspec.structs.replace(OPTIONS, model=model), Console(file=io.StringIO()))
 
 
