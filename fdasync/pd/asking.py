@@ -225,9 +225,10 @@ class Asking:
             action.index,
             action.offer,
             action.token,
-            raw[0] if raw else None,
-            processed[0] if processed else None,
-            top[0] if top else None,
+            # the last: it was computed again where the weights changed
+            raw[-1] if raw else None,
+            processed[-1] if processed else None,
+            top[-1] if top else None,
             action.cached,
             tail,
             action.tail_rows,
@@ -266,7 +267,7 @@ class Asking:
         """The other side says that there is no such lease (any more)."""
         lease = self._known(peer, (message.request, message.attempt))
         if lease is not None:
-            self._lost(lease, message.reason)
+            self._lost(lease, message.reason, silent=False)
 
     def on_taken(self, peer: Peer, message: BlocksTaken) -> None:
         lease = self._known(peer, (message.request, message.attempt))
@@ -310,11 +311,11 @@ class Asking:
 
     # -- ends ---------------------------------------------------------------------------------------
 
-    def _lost(self, lease: _Lease, reason: str) -> None:
+    def _lost(self, lease: _Lease, reason: str, *, silent: bool = True) -> None:
         if lease.over:
             return
         if not lease.granted and not lease.answer.done():
-            lease.answer.set_result(_denied(lease.action.group, lease.action.attempt, reason, silent=True))
+            lease.answer.set_result(_denied(lease.action.group, lease.action.attempt, reason, silent=silent))
             if not lease.sign.done():
                 lease.sign.set_result(None)
             return

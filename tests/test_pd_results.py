@@ -1,0 +1,168 @@
+"""A result as messages, and messages as a result."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fdasync.cache.aux import AuxSpec
+from fdasync.errors import ProtocolError
+from fdasync.pd import results
+from fdasync.pd.messages import Facts, Rows, WeightSpan, decode, encode
+from fdasync.pd.results import Incoming, ended_message, row_messages
+from fdasync.result import CachedTokens, Result, Routing, Sample
+from fdasync.runner.base import TopLogprobs
+from tests.helpers import case_settings
+
+SPECS = (AuxSpec("routing", (3, 2), "uint8"), AuxSpec("values", (4,), "float16"))
+FACTS = Facts("m", 300, 100, 20, (1, 3, 5), 16, None, "", "", 8, 0)
+LOGPROBS = st.floats(-50, 0, width=32)
+
+
+@st.composite
+def results_of(draw):
+    samples = []
+    prompt = draw(st.lists(st.integers(0, 299), min_size=1, max_size=6))
+    with_rows, start = draw(st.booleans()), draw(st.integers(0, len(prompt) - 1))
+    for index in range(draw(st.integers(1, 3))):
+        tokens = draw(st.lists(st.integers(0, 299), max_size=6))
+        count = len(tokens)
+        rows = {}
+        if with_rows:
+            number = draw(st.integers(0, 9))
+            for spec in SPECS:
+                size = number * spec.token_nbytes
+                data = draw(st.binary(min_size=size, max_size=size))
+                rows[spec.name] = np.frombuffer(data, spec.dtype).reshape(number, *spec.shape).copy()
+        routing = rows.pop("routing", None)
+        floats = st.lists(LOGPROBS, min_size=count, max_size=count).map(lambda each: np.array(each, np.float32))
+        top = st.just(TopLogprobs((1, 2), (-0.5, -1.5)))
+        samples.append(
+            Sample(
+                index=index,
+                token_ids=tuple(tokens),
+                text=draw(st.text(max_size=5)),
+                raw_logprobs=draw(st.none() | floats),
+                processed_logprobs=draw(st.none() | floats),
+                top_logprobs=draw(st.none() | st.tuples(*[st.none() | top] * count)),
+                finish_reason=draw(st.sampled_from(["stop", "length", "abort", "deadline"])),
+                cached=CachedTokens(4, 0, 8),
+                weight_version=(WeightSpan(0, count, 3),),
+                routing=None if routing is None else Routing(
+                    array=routing, start=start, layer_ids=FACTS.moe_layer_ids, num_experts=FACTS.num_experts
+                ),
+                aux=rows,
+                stop_token_id=draw(st.none() | st.integers(0, 299)),
+            )
+        )  # fmt: skip
+    return Result(request_id="mine", prompt_token_ids=tuple(prompt), samples=tuple(samples)), start
+
+
+def arrive(result, start, most_rows=100):
+    """Over the wire: every message is encoded and decoded."""
+    incoming = Incoming(SPECS, len(result.samples), most_rows)
+    for words, payload in row_messages("r", result):
+        incoming.add(decode(encode(words)), bytes(payload))
+    return incoming.result(decode(encode(ended_message("r", result))), "mine", FACTS, start)
+
+
+def arrays(sample):
+    routing = None if sample.routing is None else sample.routing.array
+    return [routing, sample.raw_logprobs, sample.processed_logprobs, *[sample.aux[name] for name in sorted(sample.aux)]]
+
+
+def plain(sample):
+    routing = None if sample.routing is None else msgspec.structs.replace(sample.routing, array=None)
+    return msgspec.structs.replace(sample, routing=routing, raw_logprobs=None, processed_logprobs=None, aux={})
+
+
+@case_settings(60)
+@given(results_of())
+def test_a_result_comes_back_as_it_went(given_result):
+    result, start = given_result
+    back = arrive(result, start)
+    assert (back.request_id, back.prompt_token_ids) == (result.request_id, result.prompt_token_ids)
+    for ours, theirs in zip(back.samples, result.samples, strict=True):
+        assert plain(ours) == plain(theirs)
+        assert sorted(ours.aux) == sorted(theirs.aux)
+        for one, other in zip(arrays(ours), arrays(theirs), strict=True):
+            assert (one is None) == (other is None)
+            if one is not None:
+                assert (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
+                # it is the caller's
+                assert one.flags.writeable
+
+
+def sample_with(rows, index=0):
+    array = np.arange(rows * 6, dtype=np.uint8).reshape(rows, 3, 2)
+    routing = Routing(array=array, start=0, layer_ids=(1, 3, 5), num_experts=16)
+    return Sample(
+        index=index, token_ids=(1,), text="", raw_logprobs=None, processed_logprobs=None, top_logprobs=None,
+        finish_reason="length", cached=CachedTokens(), weight_version=(), routing=routing, aux={},
+    )  # fmt: skip
+
+
+def test_rows_travel_in_runs_that_a_link_takes(monkeypatch):
+    monkeypatch.setattr(results, "MAX_PAYLOAD_NBYTES", 20)
+    result = Result(request_id="mine", prompt_token_ids=(1,), samples=(sample_with(8), sample_with(2, 1)))
+    runs = [(words.index, words.first, words.count, len(payload)) for words, payload in row_messages("r", result)]
+    assert runs == [(0, 0, 3, 18), (0, 3, 3, 18), (0, 6, 2, 12), (1, 0, 2, 12)]
+    back = arrive(result, 0)
+    assert (back.samples[0].routing.array == result.samples[0].routing.array).all()
+
+
+@pytest.mark.parametrize(
+    ("words", "payload"),
+    [
+        (Rows("r", 0, "routing", 1, 1), bytes(6)),  # not the next ones
+        (Rows("r", 1, "routing", 0, 1), bytes(6)),  # no such sample
+        (Rows("r", 0, "unheard of", 0, 1), bytes(6)),
+        (Rows("r", 0, "routing", 0, 1), bytes(5)),
+        (Rows("r", 0, "routing", 0, 2), bytes(6)),
+        (Rows("r", 0, "routing", 0, 1), None),
+        (Rows("r", 0, "routing", 0, 11), bytes(66)),  # more than it can have
+    ],
+)
+def test_rows_that_are_not_what_they_should_be_are_refused(words, payload):
+    incoming = Incoming(SPECS, 1, 10)
+    with pytest.raises(ProtocolError):
+        incoming.add(words, payload)
+    # and change nothing
+    incoming.add(Rows("r", 0, "routing", 0, 10), bytes(60))
+    with pytest.raises(ProtocolError):
+        incoming.add(Rows("r", 0, "routing", 10, 1), bytes(6))
+
+
+def test_an_end_that_does_not_fit_its_rows_is_refused():
+    whole = Result(request_id="mine", prompt_token_ids=(1,), samples=(sample_with(3),))
+    good = ended_message("r", whole)
+
+    def end(**changes):
+        sample = msgspec.structs.replace(good.samples[0], **changes)
+        incoming = Incoming(SPECS, 1, 10)
+        incoming.add(Rows("r", 0, "routing", 0, 3), bytes(18))
+        return incoming.result(msgspec.structs.replace(good, samples=(sample,)), "mine", FACTS, 0)
+
+    assert len(end().routing.array) == 3
+    other = AuxSpec("routing", (3, 3), "uint8")
+    for changes in (
+        {"num_rows": 2},
+        {"num_rows": 4},
+        {"num_rows": None},
+        {"aux": (other,)},
+        {"aux": (*good.samples[0].aux, SPECS[1])},
+        {"token_ids": b"123"},
+        {"raw": bytes(8)},
+        {"processed": bytes(3)},
+    ):
+        with pytest.raises(ProtocolError):
+            end(**changes)
+    with pytest.raises(ProtocolError):
+        Incoming(SPECS, 2, 10).result(good, "mine", FACTS, 0)
+    with pytest.raises(ProtocolError):
+        incoming = Incoming(SPECS, 1, 10)
+        incoming.add(Rows("r", 0, "routing", 0, 3), bytes(18))
+        incoming.result(msgspec.structs.replace(good, prompt=b"12345"), "mine", FACTS, 0)
