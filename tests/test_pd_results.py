@@ -162,7 +162,7 @@ def test_an_end_that_does_not_fit_its_rows_is_refused():
             end(**changes)
     with pytest.raises(ProtocolError):
         Incoming(SPECS, 2, 10).result(good, "mine", FACTS, 0)
+    incoming = Incoming(SPECS, 1, 10)
+    incoming.add(Rows("r", 0, "routing", 0, 3), bytes(18))
     with pytest.raises(ProtocolError):
-        incoming = Incoming(SPECS, 1, 10)
-        incoming.add(Rows("r", 0, "routing", 0, 3), bytes(18))
         incoming.result(msgspec.structs.replace(good, prompt=b"12345"), "mine", FACTS, 0)

@@ -179,6 +179,7 @@ class Router:
         member = self._member(address)
         member.leaving = True
         self._gone(member, "it was removed")
+        self.commands.on_lost(member, PeerUnreachable(address, "it was removed"))
         self._links.hang_up(member.peer)
         del self.fleet.members[member.peer]
 
@@ -440,6 +441,7 @@ class Router:
             return
         if request.server is None and request.first is not member:
             self._settle(request)
+            self._count_on(request, member)
         request.server = member
         assert request.incoming is not None
         if isinstance(message, Piece):
@@ -459,6 +461,7 @@ class Router:
             self._fail_try(request, member, f"{address}, where it went, is gone")
         else:
             request.server = server
+            self._count_on(request, server)
 
     def _on_failed(self, request: Routed, member: Member, message: Failed) -> None:
         if message.retriable:
