@@ -6,6 +6,7 @@ import ctypes.util
 import os
 import platform
 import resource
+import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -33,6 +34,7 @@ _PACKAGES = (
     ("blockbuster", "the no-blocking fixture in fdasync.testing", False),
 )
 _MIN_FILES = 1024
+_CHILD_S = 10.0
 
 State = Literal["ok", "missing", "broken"]
 
@@ -52,7 +54,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 def examine() -> list[Finding]:
     """Look at everything; takes some seconds where plugins are heavy."""
-    findings = [_python(), _linux(), *_packages(), *_kernel(), *_limits(), _device()]
+    findings = [_python(), _linux(), *_packages(), *_kernel(), _shared_memory(), *_limits(), _device()]
     findings += [
         Finding(
             what=f"plugin {info.name} ({info.group})",
@@ -126,6 +128,27 @@ def _kernel() -> list[Finding]:
         except OSError as error:
             findings.append(Finding(what=what, state="broken", found=str(error), needed_for=purpose, essential=True))
     return findings
+
+
+def _shared_memory() -> Finding:
+    """Whether another process of this user can open memory of ours, as the shm transport does."""
+    word, purpose = "fdasync-doctor", "blocks between instances of this machine by shm; else they go by tcp"
+    fd = os.memfd_create(word)
+    try:
+        os.pwrite(fd, word.encode(), 0)
+        script = f"import os; print(os.pread(os.open('/proc/{os.getpid()}/fd/{fd}', os.O_RDONLY), 64, 0).decode())"
+        done = subprocess.run(
+            [sys.executable, "-S", "-c", script], capture_output=True, text=True, timeout=_CHILD_S, check=False
+        )
+        works, said = done.stdout.strip() == word, (done.stderr.strip().splitlines() or ["nothing came back"])[-1]
+    except (OSError, subprocess.SubprocessError) as error:
+        works, said = False, str(error)
+    finally:
+        os.close(fd)
+    return Finding(
+        what="memory between processes", state="ok" if works else "missing", found="works" if works else said,
+        needed_for=purpose,
+    )  # fmt: skip
 
 
 def _limits() -> list[Finding]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from contextlib import AsyncExitStack, closing
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import msgspec
 import uvloop
@@ -42,7 +42,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     listen: str
     peers: tuple[str, ...] = ()
     name: str = ""
-    transport: Literal["auto", "shm", "tcp"] = "auto"
+    transport: str = "auto"
     drain_s: float = 600.0
     json_log: str = ""
     metrics_port: int | None = None

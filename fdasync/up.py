@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import msgspec
 import uvloop
@@ -39,7 +39,7 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     prefill: int = 0
     decode: int = 0
     mixed: int = 0
-    transport: Literal["auto", "shm", "tcp"] = "auto"
+    transport: str = "auto"
     folder: Path | None = None
     drain_s: float = 600.0
     json_log: Path | None = None

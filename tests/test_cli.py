@@ -224,6 +224,7 @@ def test_doctor_and_plugins() -> None:
     findings = {finding["what"]: finding for finding in json.loads(done.stdout)}
     assert findings["Python"]["state"] == "ok"
     assert findings["torch"]["found"]
+    assert findings["pyzmq"]["state"] == findings["memory between processes"]["state"] == "ok"
     assert findings["plugin transformers (fdasync.runners)"]["state"] == "ok"
     done = command("plugins", "--no-load", "--json")
     assert done.returncode == 0

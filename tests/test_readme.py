@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from fdasync_transformers import make_random_checkpoint
+
+from tests.serve_helpers import command, config_file
 
 ROOT = Path(__file__).parent.parent
 
@@ -21,9 +24,9 @@ def run(arguments: list[str], cwd: Path) -> str:
     return done.stdout
 
 
-def snippets() -> tuple[str, str]:
-    first, second = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    return first, second
+def snippets() -> tuple[str, str, str]:
+    first, second, third = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    return first, second, third
 
 
 def test_tiers_and_weights_run_as_written(tmp_path: Path) -> None:
@@ -43,6 +46,25 @@ def test_the_ten_lines_run_as_written(tmp_path: Path) -> None:
     shapes = re.findall(r"\((\d+), 2, 2\)$", out, re.MULTILINE)
     assert len(shapes) == 4, out
     assert all(0 < int(rows) <= 3 + 16 - 1 for rows in shapes)
+
+
+def test_a_router_answers_as_written(tmp_path: Path) -> None:
+    (line,) = re.findall(r"^fdasync (up .*?)  +#", (ROOT / "README.md").read_text(), re.MULTILINE)
+    config = config_file(tmp_path, {"vocab_size": 256})
+    (tmp_path / "apart.py").write_text(snippets()[2])
+    with command(tmp_path, *line.replace("--model checkpoint", f"--config {config}").split(), cwd=tmp_path) as running:
+        running.until("ready; connect with")
+        out = run(["apart.py"], tmp_path)
+        running.signal(signal.SIGINT)
+        assert running.wait() == 0, running.text
+    shapes = re.findall(r"\((\d+), \d+, \d+\)$", out, re.MULTILINE)
+    assert shapes == [str(3 + 16 - 1)] * 4, out
+
+
+def test_the_disaggregated_example_runs(tmp_path: Path) -> None:
+    out = run([str(ROOT / "examples" / "disaggregated.py")], tmp_path)
+    assert out.count("24 tokens (length)") == 4
+    assert re.search(r"decode decode: 4 samples, [1-9][0-9]* blocks received", out), out
 
 
 def test_the_embedders_example_runs(tmp_path: Path) -> None:
