@@ -147,9 +147,9 @@ class Director:
             while node.starts == starts and node.ready.is_set() and loop.time() < until:  # noqa: ASYNC110 - likewise
                 await asyncio.sleep(0.05)
             if node.starts == starts and node.ready.is_set():
-                # nothing was asked of it
+                # nothing was asked of it, or only just: then it may still end
                 node.signal_child(WORKER, signal.SIGCONT)
-                await asyncio.sleep(1.0)
+                await asyncio.sleep(2 * STEP_LIMIT_S)
             if node.starts != starts or not node.ready.is_set():
                 await self._again(node, starts)
         node.expected = set()

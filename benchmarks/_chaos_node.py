@@ -31,7 +31,7 @@ _POLL_S = 0.05
 _RESTART_S = 0.3
 _TAIL_CHARS = 3000
 #: modules of child processes of an instance, as they stand on their command lines
-WORKER, STORE = "fdasync.runner.child", "fdasync.cache.host_child"
+WORKER, STORE = "fdasync.runner.child", "fdasync.cache.host_process"
 
 
 class Node:

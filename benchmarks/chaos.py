@@ -64,7 +64,7 @@ class Game:
             async with Router(fleet.addresses, RouterConfig(retries=3), links=LINKS, seed=1) as router:
                 self.load = Load(router, oracle_of(fleet.nodes["p0"].config), self._rng, VOCAB)
                 self.director = Director(fleet, router, self._rng, self.wrong)
-                await self._meet(self.load)
+                await self._meet()
                 while loop.time() < until and not self.wrong:
                     await self._round(min(ROUND_S, max(until - loop.time(), 5.0)))
             await fleet.aclose()
@@ -73,13 +73,17 @@ class Game:
         finally:
             fleet.destroy()
 
-    async def _meet(self, load: Load) -> None:
-        """Every prefill instance hands something to every decode instance, and all of it is remembered."""
+    async def _meet(self) -> None:
+        """Every prefill instance hands something to every decode instance: then each has met all others, and does
+        nothing. What it holds then is remembered the first time, and held against that ever after."""
+        assert self.load is not None
         for first in self._fleet.role("prefill"):
             for last in self._fleet.role("decode"):
                 prompt = [self._rng.randrange(VOCAB) for _ in range(30)]
                 ask = Ask(prompt, SamplingParams(max_tokens=8, seed=1), "complete", LONG_S, 0.0, True, 0)
-                await load.one(ask, prefill=first.address, decoders=[last.address])
+                outcome = await self.load.one(ask, prefill=first.address, decoders=[last.address])
+                if outcome != "right":
+                    self.wrong.append(f"nothing is done to {first.name} and {last.name}, and a request is {outcome}")
         await self._fleet.check_quiet()
         await self._fleet.remember()
         self._take()
@@ -92,10 +96,10 @@ class Game:
         await self.load.stop()
         await self._fleet.heal()
         await self._fleet.until_up(60.0)
-        await self._fleet.check_quiet()
-        await self._fleet.remember()
+        # those who lost each other call again once a second
+        await asyncio.sleep(2.0)
+        await self._meet()
         self.rounds += 1
-        self._take()
         outcomes = dict(sorted(self.load.outcomes.items()))
         print(f"  round {self.rounds}: {outcomes}, faults {self.director.played.total()}", file=sys.stderr, flush=True)
 

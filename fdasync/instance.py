@@ -153,7 +153,7 @@ class Instance:
         await self.engine.start()
         try:
             self._site = site = self.engine.site()
-            self._asking = Asking(site)
+            self._asking = Asking(site, self._names)
             self._answers = Answers(site, self._asking)
             capacity = self.engine.capacity
             self._lending = Lending(site, capacity.block_tokens, self._answers.follow, self._answers.lose)

@@ -47,6 +47,22 @@ class TestSyntheticThatTakesTime(TestSynthetic):
     config = {**TestSynthetic.config, "step_s": 0.001, "token_s": 1e-5, "jitter": 1.0}  # noqa: RUF012
 
 
+class Overtaken(SyntheticRunner):
+    """The timer of every other step comes late, after the next one's: its loop stood still as it was set."""
+
+    def _complete(self, flight):
+        if flight.batch.step_id % 2 == 0 and not flight.due:
+            flight.due = True
+            asyncio.get_running_loop().call_later(0.003, super()._complete, flight)
+        else:
+            super()._complete(flight)
+
+
+class TestSyntheticOvertaken(TestSyntheticThatTakesTime):
+    def make(self, limits):
+        return Overtaken(SyntheticConfig(**self.config), limits)
+
+
 class TestDense(TestSynthetic):
     config = {"num_moe_layers": 0}  # noqa: RUF012
 

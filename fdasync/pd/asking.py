@@ -40,6 +40,8 @@ from fdasync.pd.messages import (
 from fdasync.pd.transport import checksum_parts
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from fdasync.actions import AskLease, GiveUpLease, HandOver, SendBlocks
     from fdasync.cache.store import Part
     from fdasync.door import Ask
@@ -76,13 +78,17 @@ class _Lease:
 class Asking:
     """See the module.
 
+    Args:
+        kept: addresses that are called again for ever; others that do not answer are forgotten until they are named.
+
     Attributes:
         late: messages about leases that are over, or never were.
         granted: questions that were; granted_s, granted_most_s: how long those answers took, together and at most.
     """
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: Site, kept: Sequence[str] = ()) -> None:
         self._site = site
+        self._kept = frozenset(kept)
         self._by_group: dict[tuple[int, int], _Lease] = {}
         self._by_name: dict[LeaseName, _Lease] = {}
         self._moved: dict[str, str] = {}
@@ -122,7 +128,15 @@ class Asking:
             self.granted_most_s = max(self.granted_most_s, took_s)
         else:
             self._end(lease, answer.reason, tell=True)
+            if lease.peer is not None:
+                self._forget(lease.peer)
         self._site.bus.publish(answer)
+
+    def _forget(self, peer: Peer) -> None:
+        """One that is not there, and of which nothing is wanted: it may never come back."""
+        if peer.is_up or peer.address in self._kept or any(lease.peer is peer for lease in self._by_name.values()):
+            return
+        self._site.links.hang_up(peer)
 
     async def _question(self, lease: _Lease) -> LeaseAnswered:
         """Dial, ask, wait; the answer, or what stands in for one."""
@@ -299,10 +313,16 @@ class Asking:
         """A peer is gone: everything with it ends."""
         for lease in [lease for lease in self._by_name.values() if lease.peer is peer and not lease.over]:
             self._lost(lease, reason)
+        self._forget(peer)
 
     def leases(self, peer: Peer) -> tuple[LeaseName, ...]:
         """What a peer is told with each heartbeat: these are still wanted."""
         return tuple([lease.name for lease in self._by_name.values() if lease.peer is peer and lease.told])
+
+    def give_up_all(self, reason: str) -> None:
+        """Tell all others that nothing more comes."""
+        for lease in list(self._by_name.values()):
+            self._end(lease, reason, tell=True)
 
     def close(self) -> None:
         """Everything ends."""

@@ -301,16 +301,19 @@ class SyntheticRunner(Runner):
         if self._closed:
             return
         if self._flights[0] is not flight:
-            # an earlier step hangs: steps complete in order, so this one waits for ever too
+            # steps complete in order, so it waits for an earlier one: one that hangs, or whose timer a loop that stood
+            # still set too late
+            flight.due = True
             return
         self._flights.popleft()
         if self._arena is not None:
             self._arena.scatter(flight.batch.aux_index, flight.batch.generations, flight.rows)
         if not flight.done.done():
             flight.done.set_result(flight.output)
-        if self._flights and not (self.config.step_s or self.config.token_s):
+        if self._flights:
             following = self._flights[0]
-            if following.batch.step_id != self.config.hang_step:
+            at_once = following.due or not (self.config.step_s or self.config.token_s)
+            if at_once and following.batch.step_id != self.config.hang_step:
                 asyncio.get_running_loop().call_soon(self._complete, following)
 
     # -- arithmetic -------------------------------------------------------------------------------
@@ -413,9 +416,9 @@ class _Weights(msgspec.Struct):
 
 
 class _Flight:
-    """A step launched and not completed: its transient rows."""
+    """A step launched and not completed: its transient rows. `due`: its time has come."""
 
-    __slots__ = ("batch", "done", "ends", "output", "rows")
+    __slots__ = ("batch", "done", "due", "ends", "output", "rows")
 
     def __init__(
         self, batch: Batch, output: StepOutput, rows: dict[str, NDArray[np.generic]], done: asyncio.Future[StepOutput]
@@ -425,3 +428,4 @@ class _Flight:
         self.output = output
         self.rows = rows
         self.done = done
+        self.due = False

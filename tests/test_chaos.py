@@ -1,0 +1,58 @@
+"""Chaos with real processes, for a short while: `benchmarks/chaos.py` finds nothing wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+# of what runs for so many minutes: the start, the quiet after each round, the end, on a machine that is busy
+FACTOR, MORE_S = 3.0, 75.0
+
+
+def play(folder: Path, minutes: float, seed: int, transport: str) -> dict[str, float]:
+    """The figures. Everything that it starts has this process's group, and none of it outlives this."""
+    out = folder / "figures.json"
+    command = [sys.executable, "-m", "benchmarks.chaos", "--minutes", f"{minutes}", "--seed", f"{seed}"]
+    process = subprocess.Popen(
+        [*command, "--transport", transport, "--json", str(out)],
+        cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        start_new_session=True, env={**os.environ, "TMPDIR": str(folder)},
+    )  # fmt: skip
+    try:
+        _, errors = process.communicate(timeout=60 * minutes * FACTOR + MORE_S)
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"seed {seed} over {transport} did not end")
+    finally:
+        # its instances ask the kernel to be killed with it
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    print(errors)
+    assert process.returncode == 0, errors
+    figures: dict[str, float] = json.loads(out.read_text())["figures"]
+    return figures
+
+
+def test_nothing_goes_wrong_while_processes_and_links_do(tmp_path: Path) -> None:
+    figures = play(tmp_path, minutes=0.5, seed=20, transport="shm")
+    assert figures["late_words_refused"] > 0
+    assert figures["faults"] > 5
+    assert figures["requests_right"] > 50
+    assert figures["served_right"] > 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("seed", [21, 22])
+def test_nothing_goes_wrong_for_longer(tmp_path: Path, seed: int, transport: str) -> None:
+    figures = play(tmp_path, minutes=3.0, seed=seed, transport=transport)
+    assert figures["faults"] > 40
+    assert figures["served_right"] > 0.7
