@@ -1,0 +1,220 @@
+"""A site of fakes that record what is said, for tests of the services in `fdasync/pd`. In virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+from fdasync.actions import AnswerLease, ReceiveBlocks
+from fdasync.cache.host import HostArena
+from fdasync.cache.store import Outcome, Part
+from fdasync.door import Ask, Errand
+from fdasync.errors import DeadlineExceeded, PeerBusy, PeerUnreachable
+from fdasync.events.bus import EventBus
+from fdasync.events.catalog import LeaseAsked
+from fdasync.pd.lending import Lending
+from fdasync.pd.messages import PROTOCOL, BlockRef, BlocksOffer, HandOff, Hello, LeaseAnswer, LeaseAsk, Wanted, encode
+from fdasync.pd.site import Site
+from fdasync.request import SamplingParams
+from tests.helpers import make_capacity, make_request
+
+NAMESPACE = b"n" * 16
+CALLER = b"c" * 16
+
+
+class FakePeer:
+    """Records what it is sent. `up_after`: comes up so long after it was dialed; None: never."""
+
+    def __init__(self, name: str, role: str = "decode", *, is_up: bool = True) -> None:
+        self.name = self.address = name
+        self.role = role
+        self.incarnation = name.encode().ljust(16, b"-")
+        self.hello = Hello(PROTOCOL, name, role, name)  # type: ignore[arg-type]
+        self.is_up, self.busy, self.was_dialed = is_up, False, True
+        self.error: Exception | None = None
+        self.up_after: float | None = None
+        self.sent: list[Any] = []
+        self.payloads: list[Any] = []
+
+    def send(self, message: Any, payload: Any = None) -> None:
+        if not self.is_up:
+            raise PeerUnreachable(self.name, "is not up")
+        if self.busy:
+            raise PeerBusy(self.name, 1)
+        encode(message)
+        self.sent.append(message)
+        self.payloads.append(payload)
+
+    async def ready(self, deadline_s: float) -> None:
+        if self.error is not None:
+            raise self.error
+        if self.up_after is None or self.up_after > deadline_s:
+            await asyncio.sleep(deadline_s)
+            raise DeadlineExceeded("connecting", deadline_s)
+        await asyncio.sleep(self.up_after)
+        self.is_up = True
+
+    async def room(self, deadline_s: float) -> None:
+        until = asyncio.get_running_loop().time() + deadline_s
+        while self.busy:
+            if not self.is_up:
+                raise PeerUnreachable(self.name, "gone")
+            if asyncio.get_running_loop().time() >= until:
+                raise DeadlineExceeded("room", deadline_s)
+            await asyncio.sleep(0.01)
+
+    def take(self, kind: type) -> list[Any]:
+        """What it was sent of one kind."""
+        return [message for message in self.sent if isinstance(message, kind)]
+
+
+class FakeCarriers:
+    """Counts what is on offer; receives end as `outcomes` says, after a while."""
+
+    def __init__(self) -> None:
+        self.on_offer: list[Any] = []
+        self.received: list[Any] = []
+        self.outcomes: list[Outcome] = []
+        self.forgotten: list[Any] = []
+
+    def offer(self, parts: Any) -> None:
+        self.on_offer += parts
+
+    def withdraw(self, parts: Any) -> None:
+        for part in parts:
+            self.on_offer.remove(part)
+
+    async def receive(self, sources: Any, receipts: Any, deadline: float) -> list[Outcome]:
+        self.received.append((sources, receipts, deadline))
+        await asyncio.sleep(0.01)
+        return self.outcomes or [Outcome("done")] * len(receipts)
+
+    def forget(self, sources: Any) -> None:
+        self.forgotten.append(sources)
+
+
+class Stage:
+    """A site, its bus and its fakes.
+
+    Attributes:
+        samples: what the hub knows, by key; `emitted`: what it was told to emit.
+        hung_up: peers that are not called any more.
+        failures: what ended the engine.
+    """
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.bus = EventBus(self.loop.time, lambda: None)
+        self.samples: dict[int, Any] = {}
+        self.emitted: list[Any] = []
+        self.failures: list[BaseException] = []
+        self.taken: list[Any] = []
+        self.refusal: Exception | None = None
+        self.peers: dict[str, FakePeer] = {}
+        self.callers: dict[bytes, Any] = {CALLER: object()}
+        self.host = HostArena.create(8, 64)
+        hub = SimpleNamespace(find=self.samples.get, emit=lambda action, output: self.emitted.append((action, output)))
+        door = SimpleNamespace(take_over=self._take_over)
+        self.site = Site(
+            self.loop, self.bus, door, hub, self.host, None, make_capacity, lambda: NAMESPACE, self.failures.append,  # type: ignore[arg-type]
+        )  # fmt: skip
+        self.carriers = self.site.carriers = FakeCarriers()  # type: ignore[assignment]
+        self.hung_up: list[Any] = []
+        links = SimpleNamespace(dial=self.peer, find=self.callers.get, hang_up=self.hung_up.append)
+        self.site.links = links  # type: ignore[assignment]
+
+    def peer(self, name: str) -> FakePeer:
+        if name not in self.peers:
+            self.peers[name] = FakePeer(name)
+        return self.peers[name]
+
+    def _take_over(self, name: str, wanted: Any) -> Any:
+        if self.refusal is not None:
+            raise self.refusal
+        self.taken.append(name)
+        first = 100 * len(self.taken)
+        prompt = tuple(memoryview(wanted.tokens).cast("i"))
+        events = [make_request(first + index, prompt, 8, 4, group=first) for index in range(wanted.params.n)]
+        request = SimpleNamespace(prompt=prompt, params=wanted.params, request_id=name)
+        for event in events:
+            self.samples[event.key] = SimpleNamespace(request=request)
+        return request, events
+
+    def errand(self, key: int, tokens: Any = range(10), n: int = 1, **params: Any) -> Any:
+        """A request of ours that another instance shall decode: its samples in the hub."""
+        asked = Ask(
+            prompt=tuple(tokens), params=SamplingParams(n=n, seed=1, **params), streams=True, request_id=None,
+            priority=0, deadline_s=None, routing=None, start=0, cache_salt="",
+            errand=Errand(name=f"r{key}", caller=CALLER, decoders=("d0",)),
+        )  # fmt: skip
+        event = make_request(key, tokens, 1, 4, deadline=1e6)
+        request = SimpleNamespace(asked=(asked, event))
+        for index in range(n):
+            self.samples[key + index] = SimpleNamespace(request=request, raw=[-0.5], processed=[-0.25], top=None)
+        return request
+
+    async def settle(self, seconds: float = 0.05) -> list[Any]:
+        """Let time pass; the events since the last time."""
+        await asyncio.sleep(seconds)
+        assert not self.failures, self.failures
+        return self.bus.drain()
+
+    async def close(self) -> None:
+        for task in self.site.tasks():
+            task.cancel()
+        await asyncio.sleep(0)
+        self.host.close()
+
+
+PARTS = (Part(0, 0, 64),)
+
+
+def ref(index):
+    return BlockRef(index, PARTS, (1,))
+
+
+class LendingStage(Stage):
+    """A `Lending` that two peers ask."""
+
+    def __init__(self):
+        super().__init__()
+        self.followed, self.lost = [], []
+        self.lending = Lending(self.site, 4, lambda *given: self.followed.append(given), self.lost.append)
+        self.p0, self.p1 = self.peer("p0"), self.peer("p1")
+
+    def question(self, name="r1", attempt=0, tokens=range(10), n=1, keys=None, caller=CALLER, **params):
+        data = b"".join(token.to_bytes(4, "little") for token in tokens)
+        keys = (b"k" * 16,) * (len(data) // 16) if keys is None else keys
+        params = SamplingParams(n=n, **{"seed": 1, **params})
+        wanted = Wanted(caller, data, keys, NAMESPACE, "", params, True, 0, 60.0, True, 0)
+        return LeaseAsk(name, attempt, wanted, 3.0, 60.0)
+
+    def ask(self, peer=None, **fields):
+        """Returns our group, where it reached the scheduler."""
+        self.lending.on_ask(peer or self.p0, self.question(**fields))
+        asked = [event for event in self.bus.drain() if isinstance(event, LeaseAsked)]
+        return asked[0].requests[0].group if asked else None
+
+    def grant(self, **fields):
+        group = self.ask(**fields)
+        self.lending.answer(AnswerLease(group, "granted", 0))
+        return group
+
+    def answers(self, peer=None):
+        return [(answer.verdict, answer.retry_after_s) for answer in (peer or self.p0).take(LeaseAnswer)]
+
+    def offer(self, number, *indices, peer=None, name="r1", attempt=0):
+        blocks = tuple([ref(index) for index in indices])
+        self.lending.on_offer(peer or self.p0, BlocksOffer(name, attempt, number, blocks))
+
+    def hand(self, index=0, *, peer=None, name="r1", **changes):
+        values = {"offer": 9, "token": 5, "raw": None, "processed": None, "top": None, "cached": (0, 0, 0)}
+        values |= {"tail": ref(2), "tail_rows": 2, **changes}
+        self.lending.on_hand_off(peer or self.p0, HandOff(request=name, attempt=0, index=index, **values))
+
+    def receive(self, number, group, offer, *indices, rows=4):
+        count = len(indices)
+        self.lending.receive(
+            ReceiveBlocks(number, group, (offer,) * count, indices, tuple(range(count)), (), (), (rows,) * count, 99.0)
+        )

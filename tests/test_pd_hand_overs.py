@@ -1,0 +1,166 @@
+"""Hand-overs as the decode side's service takes them, and whatever else a peer may say."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fdasync.actions import ConfirmHandOver
+from fdasync.events.catalog import (
+    BlocksOffered,
+    LeaseGivenUp,
+    SampleOffered,
+)
+from fdasync.pd.messages import (
+    BlocksOffer,
+    HandOff,
+    HandOffTaken,
+    LeaseAsk,
+    LeaseDrop,
+)
+from fdasync.testing.loop import run_sim
+from tests.helpers import case_settings
+from tests.message_strategies import messages_of
+from tests.pd_site import LendingStage as Lender
+from tests.pd_site import ref
+
+
+def played(test):
+    def run():
+        async def main():
+            stage = Lender()
+            await test(stage)
+            await stage.settle()
+            assert stage.site.tasks() == []
+            await stage.close()
+
+        run_sim(main())
+
+    run.__name__ = test.__name__
+    return run
+
+
+def only(events):
+    (event,) = events
+    return event
+
+
+# -- hand-overs
+
+
+@played
+async def test_a_hand_over_reaches_the_scheduler_and_is_confirmed(stage):
+    group = stage.grant(n=2, logprobs="both")
+    stage.hand(1, raw=-0.5, processed=-0.25)
+    event = only(await stage.settle())
+    assert (type(event), event.key, event.offer, event.token, event.tail_rows) == (SampleOffered, group + 1, 9, 5, 2)
+    stage.lending.confirm(ConfirmHandOver(group, group + 1, True))
+    ((action, output),) = stage.emitted
+    assert (action.keys, action.tokens) == ((group + 1,), (5,))
+    assert (output.tokens, output.raw, output.processed, output.top) == ((5,), (-0.5,), (-0.25,), None)
+    assert stage.p0.take(HandOffTaken) == [HandOffTaken("r1", 0, 1)]
+    stage.hand(0, raw=-0.5, processed=-0.25, offer=10)
+    stage.lending.confirm(ConfirmHandOver(group, group, False))
+    assert len(stage.emitted) == 1
+    # everything is here: the lease is over, and nothing is lost with its peer
+    await stage.settle()
+    stage.lending.on_lost(stage.p0, "gone")
+    assert await stage.settle() == []
+    assert stage.lost == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"index": 2},
+        {"token": 300},
+        {"raw": None},
+        {"processed": None},
+        {"top": None},
+        {"tail": None},
+        {"tail": ref(1)},
+        {"tail_rows": 3},
+        {"tail": None, "tail_rows": 0},
+    ],
+)
+def test_hand_overs_that_make_no_sense_never_reach_the_scheduler(changes):
+    async def main():
+        stage = Lender()
+        group = stage.grant(n=2, logprobs="both", top_logprobs=1)
+        whole = {"index": 0, "raw": -0.5, "processed": -0.25, "top": ((1,), (-0.5,))}
+        stage.hand(**{**whole, **changes})
+        event = only(await stage.settle())
+        assert (type(event), event.groups) == (LeaseGivenUp, (group,))
+        assert len(stage.p0.take(LeaseDrop)) == 1
+        await stage.close()
+
+    run_sim(main())
+
+
+@played
+async def test_a_second_hand_over_of_a_sample_ends_the_lease(stage):
+    group = stage.grant(n=2)
+    stage.hand(0)
+    await stage.settle()
+    stage.hand(0, offer=11)
+    assert only(await stage.settle()).groups == (group,)
+
+
+@played
+async def test_a_group_that_came_in_part_is_lost_with_its_lease(stage):
+    group = stage.grant(n=2)
+    stage.hand(0)
+    stage.lending.confirm(ConfirmHandOver(group, group, False))
+    await stage.settle()
+    stage.lending.on_lost(stage.p0, "gone")
+    await stage.settle()
+    assert [request.request_id for request in stage.lost] == ["r1"]
+
+
+@played
+async def test_a_confirmation_for_a_lease_that_is_over_loses_its_request(stage):
+    group = stage.grant()
+    stage.hand(0)
+    stage.lending.on_drop(stage.p0, LeaseDrop("r1", 0, "not wanted"))
+    await stage.settle()
+    stage.lending.confirm(ConfirmHandOver(group, group, True))
+    assert stage.emitted == []
+    assert stage.p0.take(HandOffTaken) == []
+    assert [request.request_id for request in stage.lost] == ["r1"]
+
+
+# -- anything at all
+
+
+@case_settings(60)
+@given(st.lists(messages_of(LeaseAsk, LeaseDrop, BlocksOffer, HandOff), max_size=12), st.data())
+def test_no_message_of_a_peer_raises_or_reaches_the_scheduler_unchecked(messages, data):
+    async def main():
+        stage = Lender()
+        group = stage.grant(n=2, logprobs="raw")
+        full = 2
+        for message in messages:
+            if data.draw(st.booleans()):
+                message = msgspec.structs.replace(message, request="r1", attempt=0)
+            handler = {
+                LeaseAsk: stage.lending.on_ask, LeaseDrop: stage.lending.on_drop, BlocksOffer: stage.lending.on_offer,
+                HandOff: stage.lending.on_hand_off,
+            }[type(message)]  # fmt: skip
+            handler(stage.p0, message)
+        hands = set()
+        for event in await stage.settle():
+            if isinstance(event, BlocksOffered):
+                assert event.group == group
+                assert event.indices
+                assert all(index < full for index in event.indices)
+            elif isinstance(event, SampleOffered):
+                assert event.key in (group, group + 1)
+                assert event.key not in hands
+                assert event.token < 300
+                assert event.tail_rows == 2
+                hands.add(event.key)
+        await stage.close()
+
+    run_sim(main())

@@ -1,0 +1,237 @@
+"""The decode side's service: what peers say is checked, and every action ends in one event."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from fdasync.actions import AnswerLease, DropLease
+from fdasync.cache.store import Outcome
+from fdasync.errors import BadInput, DuplicateRequestId, EngineBusy
+from fdasync.events.catalog import (
+    BlocksOffered,
+    BlocksReceived,
+    LeaseGivenUp,
+    LeasesRenewed,
+)
+from fdasync.pd.messages import (
+    BlocksTaken,
+    LeaseAnswer,
+    LeaseDrop,
+)
+from fdasync.request import SamplingParams
+from fdasync.testing.loop import run_sim
+from tests.pd_site import CALLER, ref
+from tests.pd_site import LendingStage as Lender
+
+
+def played(test):
+    def run():
+        async def main():
+            stage = Lender()
+            await test(stage)
+            await stage.settle()
+            assert stage.site.tasks() == []
+            await stage.close()
+
+        run_sim(main())
+
+    run.__name__ = test.__name__
+    return run
+
+
+def only(events):
+    (event,) = events
+    return event
+
+
+# -- questions
+
+
+@played
+async def test_a_question_reaches_the_scheduler_and_its_answer_the_asker(stage):
+    stage.lending.on_ask(stage.p0, stage.question(n=2))
+    event = only(await stage.settle())
+    assert (event.peer, event.ttl_s, len(event.requests)) == ("p0", 3.0, 2)
+    assert event.over_by == pytest.approx(60, abs=0.1)
+    ((request, caller, name),) = stage.followed
+    assert (request.request_id, caller, name) == ("r1", CALLER, "r1")
+    stage.lending.answer(AnswerLease(100, "queued"))
+    stage.lending.answer(AnswerLease(100, "granted", 2))
+    assert [answer.prefix_blocks for answer in stage.p0.take(LeaseAnswer)] == [0, 2]
+    # the same question gets the same answer, and reaches nobody
+    stage.lending.on_ask(stage.p0, stage.question(n=2))
+    assert await stage.settle() == []
+    assert [verdict for verdict, _ in stage.answers()] == ["queued", "granted", "granted"]
+    assert stage.taken == ["r1"]
+
+
+@played
+async def test_a_question_that_is_not_answered_yet_is_not_asked_twice(stage):
+    stage.ask()
+    stage.lending.on_ask(stage.p0, stage.question())
+    assert await stage.settle() == []
+    assert stage.p0.sent == []
+
+
+@played
+async def test_a_denied_question_may_be_asked_again_under_another_attempt(stage):
+    group = stage.ask()
+    stage.lending.answer(AnswerLease(group, "denied", 0, 0.2, "full"))
+    assert stage.answers() == [("denied", 0.2)]
+    assert stage.ask(attempt=1) is not None
+
+
+@played
+async def test_questions_that_make_no_sense_are_denied_for_good(stage):
+    good = stage.question()
+    for wanted in (
+        msgspec.structs.replace(good.wanted, tokens=b"12345"),
+        msgspec.structs.replace(good.wanted, params=SamplingParams()),
+        msgspec.structs.replace(good.wanted, block_keys=()),
+        msgspec.structs.replace(good.wanted, block_keys=(b"k" * 16,) * 3),
+    ):
+        stage.lending.on_ask(stage.p0, msgspec.structs.replace(good, wanted=wanted))
+    assert await stage.settle() == []
+    assert stage.answers() == [("denied", -1.0)] * 4
+    assert stage.taken == []
+
+
+@played
+async def test_what_the_door_refuses_is_denied_for_good_or_for_now(stage):
+    for refusal, for_good in (
+        (BadInput("prompt", "too long"), True),
+        (EngineBusy(1, 1), False),
+        # an earlier attempt of the same request ends in this turn
+        (DuplicateRequestId("r1"), False),
+    ):
+        stage.refusal = refusal
+        assert stage.ask() is None
+        verdict, retry_after_s = stage.answers()[-1]
+        assert verdict == "denied"
+        assert (retry_after_s < 0) == for_good
+
+
+@played
+async def test_without_a_link_to_the_router_it_is_asked_again_soon(stage):
+    assert stage.ask(caller=b"x" * 16) is None
+    ((verdict, retry_after_s),) = stage.answers()
+    assert (verdict, retry_after_s > 0) == ("denied", True)
+
+
+@played
+async def test_who_drains_takes_nothing(stage):
+    stage.site.draining = True
+    assert stage.ask() is None
+    assert stage.answers() == [("denied", -1.0)]
+
+
+@played
+async def test_a_cancel_that_overtakes_its_question_is_remembered(stage):
+    stage.lending.on_drop(stage.p0, LeaseDrop("r1", 0, "not wanted"))
+    assert stage.ask() is None
+    assert stage.answers() == [("denied", -1.0)]
+    assert stage.ask(attempt=1) is not None
+
+
+@played
+async def test_names_belong_to_who_used_them(stage):
+    first = stage.grant()
+    second = stage.ask(peer=stage.p1)
+    assert first != second
+    stage.lending.on_drop(stage.p1, LeaseDrop("r1", 0, "not wanted"))
+    assert only(await stage.settle()).groups == (second,)
+    stage.lending.on_heartbeat(stage.p1, [("r1", 0), ("other", 3)])
+    stage.lending.on_heartbeat(stage.p0, [("r1", 0), ("other", 3)])
+    event = only(await stage.settle())
+    assert (type(event), event.groups) == (LeasesRenewed, (first,))
+
+
+@played
+async def test_a_lost_peer_takes_its_leases_with_it(stage):
+    first, second = stage.grant(name="r1"), stage.ask(name="r2")
+    stage.ask(name="r3", peer=stage.p1)
+    stage.lending.on_lost(stage.p0, "gone")
+    event = only(await stage.settle())
+    assert (type(event), event.groups) == (LeaseGivenUp, (first, second))
+    assert stage.carriers.forgotten == [stage.p0.hello.sources]
+    # what the scheduler says of them after that has nobody to go to
+    stage.lending.answer(AnswerLease(second, "granted"))
+    stage.lending.drop(DropLease(first, "late"))
+    assert [verdict for verdict, _ in stage.answers()] == ["granted"]
+    assert stage.p0.take(LeaseDrop) == []
+
+
+# -- blocks
+
+
+@played
+async def test_offers_reach_the_scheduler_and_are_acknowledged_when_all_of_them_is_here(stage):
+    group = stage.grant()
+    stage.offer(7, 0, 1)
+    event = only(await stage.settle())
+    assert (type(event), event.group, event.offer, event.indices) == (BlocksOffered, group, 7, (0, 1))
+    stage.receive(0, group, 7, 0)
+    event = only(await stage.settle())
+    assert (type(event), event.receive_id, event.arrived, event.nbytes) == (BlocksReceived, 0, (True,), 64)
+    assert stage.p0.take(BlocksTaken) == []
+    stage.receive(1, group, 7, 1)
+    await stage.settle()
+    assert stage.p0.take(BlocksTaken) == [BlocksTaken("r1", 0, 7)]
+    sources, receipts, deadline = stage.carriers.received[0]
+    assert (sources, deadline) == (stage.p0.hello.sources, 99.0)
+    assert receipts[0].ref_parts == ref(0).parts
+
+
+@played
+async def test_blocks_that_do_not_arrive_are_told_and_not_acknowledged(stage):
+    group = stage.grant()
+    stage.offer(7, 0, 1)
+    stage.carriers.outcomes = [Outcome("done"), Outcome("damaged", "checksum")]
+    stage.receive(0, group, 7, 0, 1)
+    event = (await stage.settle())[-1]
+    assert (event.arrived, event.problem) == ((True, False), "checksum")
+    assert stage.p0.take(BlocksTaken) == []
+
+
+@played
+async def test_a_receive_ends_also_when_its_lease_is_over(stage):
+    group = stage.grant()
+    stage.offer(7, 0)
+    stage.receive(0, group, 7, 0)
+    stage.lending.on_drop(stage.p0, LeaseDrop("r1", 0, "not wanted"))
+    stage.receive(1, group, 7, 0)
+    stage.receive(2, 999, 7, 0)
+    ends = {event.receive_id: event.arrived for event in await stage.settle() if isinstance(event, BlocksReceived)}
+    assert sorted(ends) == [0, 1, 2]
+    assert ends[1] == ends[2] == (False,)
+    assert stage.p0.take(BlocksTaken) == []
+
+
+@pytest.mark.parametrize("bad", ["twice", "empty", "same block twice", "beyond"])
+def test_offers_that_make_no_sense_end_the_lease(bad):
+    async def main():
+        stage = Lender()
+        group = stage.grant()
+        stage.offer(7, 0)
+        await stage.settle()
+        indices = {"twice": (1,), "empty": (), "same block twice": (1, 1), "beyond": (2,)}[bad]
+        stage.offer(7 if bad == "twice" else 8, *indices)
+        event = only(await stage.settle())
+        assert (type(event), event.groups) == (LeaseGivenUp, (group,))
+        assert len(stage.p0.take(LeaseDrop)) == 1
+        await stage.close()
+
+    run_sim(main())
+
+
+@played
+async def test_words_about_unknown_leases_are_answered_with_a_drop(stage):
+    stage.grant()
+    stage.offer(7, 0, peer=stage.p1)
+    stage.offer(7, 0, attempt=3)
+    stage.hand(name="unheard of")
+    assert await stage.settle() == []
+    assert len(stage.p1.take(LeaseDrop)) == 1
+    assert len(stage.p0.take(LeaseDrop)) == 2
+    assert stage.lending.late == 3
