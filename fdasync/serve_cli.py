@@ -36,8 +36,9 @@ _MAX_INSTANCES = 64
     "--transport",
     default="auto",
     show_default=True,
-    type=click.Choice(["auto", "shm", "tcp"]),
-    help="How blocks come from other instances: mapped memory, a socket, or whichever works.",
+    metavar="NAME",
+    help="How blocks come from other instances: shm (mapped memory), tcp, a plugin's name, or auto for whichever of the"
+    " first two works.",
 )
 @engine_options
 @click.option(
@@ -80,7 +81,7 @@ def serve(**options: Any) -> None:
     "--transport",
     default="auto",
     show_default=True,
-    type=click.Choice(["auto", "shm", "tcp"]),
+    metavar="NAME",
     help="How blocks go from one to another.",
 )
 @click.option(
