@@ -1,0 +1,181 @@
+"""A router over a simulated network, in front of instances that are scripts."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from array import array
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from fdasync.pd.link import Links
+from fdasync.pd.messages import (
+    PROTOCOL,
+    Abort,
+    BlockNews,
+    Command,
+    Done,
+    Ended,
+    Facts,
+    Failed,
+    Heartbeat,
+    Hello,
+    Moved,
+    Piece,
+    Progress,
+    SampleEnd,
+    Shape,
+    Status,
+    Submit,
+)
+from fdasync.pd.router import Router, RouterConfig
+from fdasync.testing.loop import run_sim
+from fdasync.testing.network import SimNetwork
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Coroutine
+
+SHAPE = Shape(bytes(16), "l", "d", 4, 64, ())
+NAMESPACE = b"n" * 16
+ROLES = {"p": "prefill", "d": "decode", "m": "mixed"}
+
+
+class Script:
+    """An instance that does what the test says: p0 prefills, d0 decodes, m0 does both.
+
+    Attributes:
+        submits, aborts, commands: what it was told; `answers`: what it does about a Submit at once.
+    """
+
+    def __init__(self, network: SimNetwork, name: str, number: int) -> None:
+        self.name, self.address = name, f"ipc:///run/{name}"
+        self.wire = network.wire(name)
+        self.network = network
+        self.shape = SHAPE
+        self.status = Status("running", 0, 0, 0, 0, 100, 100)
+        self.submits: list[Submit] = []
+        self.aborts: list[str] = []
+        self.commands: list[Command] = []
+        self.answers: Callable[[Submit], None] | None = None
+        self.obeys: Callable[[Command], Done | None] = lambda command: Done(command.number, "", "", b"w" * 16, 1)
+        self.router: Any = None
+        self.links = Links(self.wire, self, incarnation=bytes([number]) * 12)
+        self.links.listen(self.address)
+
+    # -- what links ask
+
+    def hello(self) -> Hello:
+        facts = Facts("m", 300, 1000, 100, (), 0, None, "", "", 64, 0)
+        return Hello(PROTOCOL, self.name, ROLES[self.name[0]], self.address, self.shape, (), NAMESPACE, facts)  # type: ignore[arg-type]
+
+    def check(self, hello: Hello) -> None:
+        return None
+
+    def beat(self, peer: Any) -> Heartbeat:
+        return Heartbeat((), self.status)
+
+    def on_up(self, peer: Any) -> None:
+        self.router = peer
+
+    def on_message(self, peer: Any, message: Any, payload: Any) -> None:
+        if isinstance(message, Submit):
+            self.submits.append(message)
+            if self.answers is not None:
+                self.answers(message)
+        elif isinstance(message, Abort):
+            self.aborts.append(message.request)
+        elif isinstance(message, Command):
+            self.commands.append(message)
+            done = self.obeys(message)
+            if done is not None:
+                self.router.send(done)
+
+    def on_heartbeat(self, peer: Any, heartbeat: Any) -> None: ...
+
+    def on_lost(self, peer: Any, error: Any) -> None: ...
+
+    def on_failure(self, error: Exception) -> None:
+        raise error
+
+    # -- what it says
+
+    def tokens(self, name: str, *tokens: int, index: int = 0, finish: str | None = None) -> None:
+        self.router.send(Progress((Piece(name, index, tokens, "", None, None, None, finish),)))
+
+    def end(self, name: str, *samples: tuple[int, ...], reason: str = "length") -> None:
+        ends = [
+            SampleEnd(array("i", tokens).tobytes(), "", None, None, None, reason, (0, 0, 0), (), None, None, ())
+            for tokens in samples
+        ]
+        self.router.send(Ended(name, array("i", [1, 2, 3]).tobytes(), tuple(ends)))
+
+    def moved(self, name: str, to: Script) -> None:
+        self.router.send(Moved(name, to.address))
+
+    def failed(self, name: str, error: str = "EngineBusy", *, retriable: bool = True, **fields: str) -> None:
+        self.router.send(Failed(name, error, "no", retriable=retriable, **fields))
+
+    def has(self, *keys: bytes) -> None:
+        self.router.send(BlockNews(NAMESPACE, False, keys, ()))
+
+    def die(self) -> None:
+        self.network.kill(self.wire)
+
+
+class Scene:
+    """A router and its scripts, by name."""
+
+    def __init__(self, names: tuple[str, ...], config: dict[str, Any]) -> None:
+        self.network = SimNetwork(random.Random(1))
+        self.scripts: dict[str, Script] = {}
+        for name in names:
+            self.begin(name)
+        self.router = Router(
+            [script.address for script in self.scripts.values()], RouterConfig(**config),
+            wire=self.network.wire("router"), seed=1,
+        )  # fmt: skip
+
+    def begin(self, name: str) -> Script:
+        script = self.scripts[name] = Script(self.network, name, len(self.scripts) + 1)
+        return script
+
+    def __getattr__(self, name: str) -> Script:
+        return self.scripts[name]
+
+
+async def settle(seconds: float = 0.2) -> None:
+    await asyncio.sleep(seconds)
+
+
+@asynccontextmanager
+async def scene(*names: str, **config: Any) -> AsyncIterator[Scene]:
+    made = Scene(names, config)
+    try:
+        async with made.router:
+            yield made
+    finally:
+        for script in made.scripts.values():
+            await script.links.aclose(0.0)
+
+
+def in_scene(
+    *names: str, **config: Any
+) -> Callable[[Callable[[Scene], Coroutine[Any, Any, None]]], Callable[[], None]]:
+    """A test that takes a scene, in virtual time; nothing of it may be live at its end."""
+
+    def wrap(test: Callable[[Scene], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+        def run() -> None:
+            async def main() -> None:
+                async with scene(*names, **config) as made:
+                    await test(made)
+                    assert made.router.live == []
+                    assert made.router._by_name == {}
+                    for member in made.router.fleet.members.values():
+                        assert (member.live, member.tokens) == (0, 0)
+
+            run_sim(main())
+
+        run.__name__ = test.__name__
+        return run
+
+    return wrap

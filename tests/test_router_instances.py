@@ -1,0 +1,260 @@
+"""Instances that join, drain, leave and get new weights under a router (DECISIONS 22)."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+
+from fdasync.cache.prefix import block_keys, root_key
+from fdasync.errors import BadInput, DeadlineExceeded, PeerRefused, PeerUnreachable, WeightsRejected
+from fdasync.pd.messages import Done, Status
+from fdasync.testing.loop import run_sim
+from tests.router_helpers import NAMESPACE, Scene, in_scene, settle
+
+PROMPT = tuple(range(12))
+
+
+def ask(scene, **fields):
+    return asyncio.ensure_future(scene.router.complete(PROMPT, **fields))
+
+
+# -- who gets it
+
+
+@in_scene("p0", "p1", "d0", "d1")
+async def test_a_prefix_draws_requests(scene):
+    keys = block_keys(root_key(NAMESPACE, b""), PROMPT, 4)
+    await settle()
+    scene.p1.has(*keys[:2])
+    scene.d1.has(*keys)
+    await settle()
+    task = ask(scene)
+    await settle()
+    assert scene.p0.submits == []
+    (submit,) = scene.p1.submits
+    assert submit.decoders[0] == scene.d1.address
+    scene.d1.end(submit.request, (7,))
+    await task
+
+
+@in_scene("m0", "m1")
+async def test_load_repels_them(scene):
+    scene.m0.status = Status("running", 5, 500, 1, 0, 50, 100)
+    await settle(1.0)
+    task = ask(scene)
+    await settle()
+    assert (len(scene.m0.submits), len(scene.m1.submits)) == (0, 1)
+    scene.m1.end(scene.m1.submits[0].request, (7,))
+    await task
+
+
+@in_scene("p0", "p1", "d0", "d1")
+async def test_the_caller_may_say_who_serves_it(scene):
+    task = ask(scene, prefill=scene.p1.address, decoders=[scene.d1.address])
+    await settle()
+    (submit,) = scene.p1.submits
+    assert submit.decoders == (scene.d1.address,)
+    scene.d1.end(submit.request, (7,))
+    await task
+    with pytest.raises(BadInput):
+        await scene.router.complete(PROMPT, prefill="ipc:///run/unheard-of")
+
+
+# -- joining and leaving
+
+
+@in_scene("m0")
+async def test_an_instance_may_join(scene):
+    joined = scene.begin("m1")
+    await scene.router.add(joined.address)
+    scene.m0.status = Status("running", 5, 500, 1, 0, 50, 100)
+    await settle(1.0)
+    joined.answers = lambda submit: joined.end(submit.request, (7,))
+    assert (await scene.router.complete(PROMPT)).token_ids == (7,)
+    assert len(joined.submits) == 1
+
+
+@in_scene("m0")
+async def test_one_of_another_shape_may_not(scene):
+    other = scene.begin("m1")
+    other.shape = msgspec.structs.replace(other.shape, block_tokens=8)
+    with pytest.raises(PeerRefused):
+        await scene.router.add(other.address)
+
+
+@in_scene("m0", "m1")
+async def test_one_that_drains_gets_no_more_and_is_waited_for(scene):
+    scene.m0.obeys = None
+    task = asyncio.ensure_future(scene.router.drain(scene.m0.address, 10.0))
+    await settle()
+    (command,) = scene.m0.commands
+    assert (command.verb, command.limit_s) == ("drain", 10.0)
+    request = ask(scene)
+    await settle()
+    assert (len(scene.m0.submits), len(scene.m1.submits)) == (0, 1)
+    assert not task.done()
+    scene.m0.router.send(Done(command.number))
+    await task
+    scene.m1.end(scene.m1.submits[0].request, (7,))
+    await request
+
+
+@in_scene("m0")
+async def test_a_drain_has_its_limit_and_ends_with_its_instance(scene):
+    scene.m0.obeys = None
+    with pytest.raises(DeadlineExceeded):
+        await scene.router.drain(scene.m0.address, 2.0)
+    task = asyncio.ensure_future(scene.router.drain(scene.m0.address, 1000.0))
+    await settle()
+    scene.router.remove(scene.m0.address)
+    with pytest.raises(PeerUnreachable):
+        await asyncio.wait_for(task, 1.0)
+    with pytest.raises(BadInput):
+        await scene.router.drain(scene.m0.address)
+
+
+@in_scene("m0", "m1")
+async def test_what_a_removed_instance_served_goes_to_another(scene):
+    task = ask(scene)
+    await settle()
+    scene.router.remove(scene.m0.address)
+    await settle()
+    scene.m1.end(scene.m1.submits[0].request, (7,))
+    assert (await task).token_ids == (7,)
+
+
+def test_a_router_says_who_does_not_answer():
+    async def main():
+        made = Scene(("m0", "m1"), {"connect_s": 2.0})
+        made.m1.die()
+        with pytest.raises(DeadlineExceeded, match="m1"):
+            await made.router.start()
+        for script in made.scripts.values():
+            await script.links.aclose(0.0)
+
+    run_sim(main())
+
+
+# -- weights
+
+
+@in_scene("p0", "d0")
+async def test_a_weight_update_goes_to_all_and_intake_waits_for_it(scene):
+    for script in (scene.p0, scene.d0):
+        script.obeys = None
+    update = asyncio.ensure_future(scene.router.update_weights(5, "/models/new"))
+    await settle()
+    task = ask(scene)
+    await settle()
+    assert scene.p0.submits == []
+    for script in (scene.p0, scene.d0):
+        (command,) = script.commands
+        assert (command.verb, command.version, command.path, command.mode) == (
+            "update_weights",
+            5,
+            "/models/new",
+            "abort",
+        )
+        script.router.send(Done(command.number, "", "", b"w" * 16, 5))
+    await update
+    await settle()
+    (submit,) = scene.p0.submits
+    members = list(scene.router.fleet.members.values())
+    assert {(member.namespace, member.weight_version) for member in members} == {(b"w" * 16, 5)}
+    scene.d0.end(submit.request, (7,))
+    await task
+    with pytest.raises(BadInput):
+        await scene.router.update_weights(5, "/models/new")
+
+
+@in_scene("p0", "d0", handoff_s=2.0)
+async def test_hand_overs_may_finish_before_an_update(scene):
+    task = ask(scene)
+    await settle()
+    update = asyncio.ensure_future(scene.router.update_weights(1, "/w"))
+    await settle()
+    assert scene.p0.commands == []
+    scene.p0.moved(scene.p0.submits[0].request, scene.d0)
+    await update
+    assert len(scene.p0.commands) == 1
+    scene.d0.end(scene.p0.submits[0].request, (7,))
+    assert (await task).token_ids == (7,)
+
+
+@in_scene("p0", "d0", handoff_s=2.0)
+async def test_those_that_do_not_finish_begin_again_after_it(scene):
+    task = ask(scene)
+    await settle()
+    old = scene.p0.submits[0].request
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    await scene.router.update_weights(1, "/w")
+    assert loop.time() - began == pytest.approx(2.0, abs=0.2)
+    assert scene.p0.aborts == scene.d0.aborts == [old]
+    await settle()
+    assert len(scene.p0.submits) == 2
+    scene.d0.end(scene.p0.submits[1].request, (7,))
+    assert (await task).token_ids == (7,)
+
+
+@in_scene("m0", "m1", "m2")
+async def test_who_fails_an_update_is_dropped_by_name(scene):
+    scene.m1.obeys = lambda command: Done(command.number, "WeightsRejected", "no such folder")
+    await scene.router.update_weights(1, "/w")
+    (dropped,) = scene.router.commands.dropped
+    assert dropped.address == scene.m1.address
+    assert "no such folder" in dropped.problem
+    assert len(scene.router.fleet.members) == 2
+
+
+@in_scene("m0", "m1", "m2")
+async def test_who_disagrees_with_most_is_dropped(scene):
+    scene.m2.obeys = lambda command: Done(command.number, "", "", b"x" * 16, 1)
+    await scene.router.update_weights(1, "/w")
+    assert [dropped.address for dropped in scene.router.commands.dropped] == [scene.m2.address]
+
+
+@in_scene("m0", "m1")
+async def test_weights_that_all_refuse_change_nothing(scene):
+    for script in (scene.m0, scene.m1):
+        script.obeys = lambda command: Done(command.number, "WeightsRejected", "bad")
+    with pytest.raises(WeightsRejected):
+        await scene.router.update_weights(1, "/w")
+    assert scene.router.commands.dropped == []
+    assert len(scene.router.fleet.members) == 2
+    # the version was not used, and intake is open
+    scene.m0.obeys = scene.m1.obeys = lambda command: Done(command.number, "", "", b"w" * 16, 1)
+    await scene.router.update_weights(1, "/w")
+    scene.m0.answers = lambda submit: scene.m0.end(submit.request, (7,))
+    assert (await scene.router.complete(PROMPT)).token_ids == (7,)
+
+
+@in_scene("m0", "m1")
+async def test_one_that_dies_during_an_update_is_dropped(scene):
+    scene.m1.obeys = lambda _: scene.m1.die()
+    await scene.router.update_weights(1, "/w")
+    assert [dropped.address for dropped in scene.router.commands.dropped] == [scene.m1.address]
+
+
+@in_scene("m0")
+async def test_one_update_at_a_time_and_of_the_right_kind(scene):
+    scene.m0.obeys = None
+    update = asyncio.ensure_future(scene.router.update_weights(1, "/w"))
+    await settle()
+    with pytest.raises(BadInput):
+        await scene.router.update_weights(2, "/w")
+    scene.m0.router.send(Done(scene.m0.commands[0].number, "", "", b"w" * 16, 1))
+    await update
+    for version, source, mode in ((-1, "/w", "abort"), (True, "/w", "abort"), (2, 3, "abort"), (2, "/w", "gently")):
+        with pytest.raises(BadInput):
+            await scene.router.update_weights(version, source, mode)
+
+
+@in_scene("m0", "m1")
+async def test_pause_and_resume_go_to_all(scene):
+    await scene.router.pause()
+    await scene.router.resume()
+    for script in (scene.m0, scene.m1):
+        assert [command.verb for command in script.commands] == ["pause", "resume"]
