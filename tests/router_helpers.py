@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from array import array
+from collections.abc import Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ from fdasync.testing.loop import run_sim
 from fdasync.testing.network import SimNetwork
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine
+    from collections.abc import AsyncIterator
 
 SHAPE = Shape(bytes(16), "l", "d", 4, 64, ())
 NAMESPACE = b"n" * 16
@@ -44,7 +45,8 @@ class Script:
     """An instance that does what the test says: p0 prefills, d0 decodes, m0 does both.
 
     Attributes:
-        submits, aborts, commands: what it was told; `answers`: what it does about a Submit at once.
+        submits, aborts, commands: what it was told.
+        answers, obeys: what it does about a Submit, or a Command, at once; None: nothing.
     """
 
     def __init__(self, network: SimNetwork, name: str, number: int) -> None:
@@ -57,7 +59,8 @@ class Script:
         self.aborts: list[str] = []
         self.commands: list[Command] = []
         self.answers: Callable[[Submit], None] | None = None
-        self.obeys: Callable[[Command], Done | None] = lambda command: Done(command.number, "", "", b"w" * 16, 1)
+        self.failures: list[Exception] = []
+        self.obeys: Callable[[Command], Done | None] | None = lambda command: Done(command.number, "", "", b"w" * 16, 1)
         self.router: Any = None
         self.links = Links(self.wire, self, incarnation=bytes([number]) * 12)
         self.links.listen(self.address)
@@ -86,7 +89,7 @@ class Script:
             self.aborts.append(message.request)
         elif isinstance(message, Command):
             self.commands.append(message)
-            done = self.obeys(message)
+            done = None if self.obeys is None else self.obeys(message)
             if done is not None:
                 self.router.send(done)
 
@@ -95,7 +98,7 @@ class Script:
     def on_lost(self, peer: Any, error: Any) -> None: ...
 
     def on_failure(self, error: Exception) -> None:
-        raise error
+        self.failures.append(error)
 
     # -- what it says
 
@@ -158,17 +161,19 @@ async def scene(*names: str, **config: Any) -> AsyncIterator[Scene]:
             await script.links.aclose(0.0)
 
 
-def in_scene(
-    *names: str, **config: Any
-) -> Callable[[Callable[[Scene], Coroutine[Any, Any, None]]], Callable[[], None]]:
+Test = Callable[["Scene"], Coroutine[Any, Any, None]]
+
+
+def in_scene(*names: str, **config: Any) -> Callable[[Test], Callable[[], None]]:
     """A test that takes a scene, in virtual time; nothing of it may be live at its end."""
 
-    def wrap(test: Callable[[Scene], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    def wrap(test: Test) -> Callable[[], None]:
         def run() -> None:
             async def main() -> None:
                 async with scene(*names, **config) as made:
                     await test(made)
                     assert made.router.live == []
+                    assert not [script.failures for script in made.scripts.values() if script.failures]
                     assert made.router._by_name == {}
                     for member in made.router.fleet.members.values():
                         assert (member.live, member.tokens) == (0, 0)
