@@ -288,10 +288,11 @@ class AnswerLease(msgspec.Struct, frozen=True, array_like=True, tag="answer_leas
 
 
 class DropLease(msgspec.Struct, frozen=True, array_like=True, tag="drop_lease"):
-    """Tell who holds a lease of ours that it is over."""
+    """Tell who holds a lease of ours that it is over; `ended`: because all of its samples have ended here."""
 
     group: int
     reason: str
+    ended: bool = False
 
 
 class ReceiveBlocks(msgspec.Struct, frozen=True, array_like=True, tag="receive_blocks"):

@@ -95,6 +95,7 @@ class Engine:
         self._door: Door | None = None
         self._weights: Weights | None = None
         self._failure: BaseException | None = None
+        self._on_failed: Callable[[], None] | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._close_told = False
         self._late_max_s = 0.0
@@ -228,6 +229,8 @@ class Engine:
         door = self._inside()
         door.failure_seen = bool(door.requests())
         self._runtime.fail(cause)
+        if self._on_failed is not None:
+            self._on_failed()
         # no turn follows that would feed the taps
         bus = self._runtime.bus
         bus.publish(EngineDied(problem=f"{type(cause).__name__}: {cause}"))
@@ -400,11 +403,12 @@ class Engine:
         door = self._inside()
         return self._runtime.site(door, self.fail)
 
-    def attend(self, perform: Callable[[Action], None]) -> None:
-        """Have the scheduler's actions that concern other instances performed."""
+    def attend(self, perform: Callable[[Action], None], failed: Callable[[], None]) -> None:
+        """Have the scheduler's actions that concern other instances performed, and `failed` called if it fails."""
         self._inside()
         assert self._runtime.driver is not None
         self._runtime.driver.attendant = perform
+        self._on_failed = failed
 
     def fail(self, cause: BaseException) -> None:
         """End the engine: something that belongs to it cannot go on. Idempotent."""

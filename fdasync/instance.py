@@ -163,7 +163,7 @@ class Instance:
             site.links = self._links = Links(self._wire or ZmqWire(), self, self._link_config)
             self._news = News(site)
             self.address = self._links.listen(self._listen)
-            self.engine.attend(self.perform)
+            self.engine.attend(self.perform, self._failed)
             for address in self._names:
                 self._links.dial(address)
         except BaseException:
@@ -199,6 +199,13 @@ class Instance:
     def perform(self, action: Action) -> None:
         """One of the scheduler's actions that concern other instances; called by the driver."""
         self._does[type(action)](action)
+
+    def _failed(self) -> None:
+        """The engine is no more: nobody else shall wait for it. Its callers are told as all callers are."""
+        assert self._site is not None
+        self._site.draining = True
+        self._asking.give_up_all("the engine failed")
+        self._lending.drop_all("the engine failed")
 
     async def drain(self, limit_s: float) -> None:
         """Take no new work, and wait until what is here ended or went elsewhere. Raises DeadlineExceeded."""

@@ -65,6 +65,7 @@ class Runtime:
         self._config = config
         self._registry = Registry()
         self.runner = runner or self._make_runner()
+        self._site: Site | None = None
         self._stack: StoreStack | None = None
         self._keeper: Keeper | None = None
         self._given_store = store
@@ -163,7 +164,7 @@ class Runtime:
         """What services for other instances work with. Raises ConfigError where there is no host tier."""
         if self._host is None:
             raise ConfigError("config.host_blocks", "there is no host tier", hint="other instances read host blocks")
-        return Site(
+        self._site = Site(
             asyncio.get_running_loop(),
             self.bus,
             door,
@@ -174,6 +175,7 @@ class Runtime:
             lambda: self.namespace,
             fail,
         )
+        return self._site
 
     async def _open_store(self) -> None:
         assert self._host is not None
@@ -254,6 +256,9 @@ class Runtime:
             self.driver.stop()
             self.bus.close()
         closing: list[tuple[str, Callable[[], Awaitable[None]]]] = []
+        if self._site is not None:
+            # they read and write the arenas, on behalf of others too
+            closing.append(("closing the transports", self._site.carriers.aclose))
         if self._keeper is not None:
             closing.append(("letting go of blocks", self._keeper.aclose))
         if self._stack is not None:

@@ -246,11 +246,11 @@ def test_an_abort_and_a_deadline_of_a_leased_sample():
     # the other one is still wanted
     assert of(turned, DropLease) == []
     turned = table.turn(table.abort(2))
-    assert of(turned, DropLease) == [DropLease(1, "its request ended")]
+    assert of(turned, DropLease) == [DropLease(1, "its request ended", ended=True)]
     table.now = 3.0
     turned = table.turn(table.timer(3.0))
     assert (turned.finish.key, turned.finish.reason) == (5, "deadline")
-    assert of(turned, DropLease) == [DropLease(5, "its request ended")]
+    assert of(turned, DropLease) == [DropLease(5, "its request ended", ended=True)]
     assert table.is_empty()
 
 

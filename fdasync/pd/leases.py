@@ -51,6 +51,9 @@ class LeaseBook(Generic[T]):
         """All of one owner."""
         return [lease for lease in self._by_group.values() if lease.owner is owner]
 
+    def all(self) -> list[T]:
+        return list(self._by_group.values())
+
     def remove(self, lease: T) -> None:
         """It is over; idempotent."""
         if self._by_group.pop(lease.group, None) is not None:

@@ -252,8 +252,17 @@ class Lending:
     def drop(self, action: DropLease) -> None:
         lease = self._book.group(action.group)
         if lease is not None:
-            self._over(lease)
+            if action.ended:
+                self._book.remove(lease)
+            else:
+                self._over(lease)
             self._site.tell(lease.owner, LeaseDrop(*lease.name, action.reason))
+
+    def drop_all(self, reason: str) -> None:
+        """Tell all others that nothing comes of what they were given."""
+        for lease in self._book.all():
+            self._over(lease)
+            self._site.tell(lease.owner, LeaseDrop(*lease.name, reason))
 
     def confirm(self, action: ConfirmHandOver) -> None:
         """A sample goes on here: its first token is its caller's, and the other side may forget it."""

@@ -488,6 +488,9 @@ class Router:
             return
         if request.aborted:
             self._finish(request, request.so_far("abort"), None)
+        elif self._loop.time() >= request.ends_at:
+            # what an instance ended for want of time may look like a loss to another
+            self._finish(request, request.so_far("deadline"), None)
         elif request.delivered or request.tries > self.config.retries:
             partial = request.so_far("failed")
             self._finish(request, None, InstanceLost(request.request_id, f"{member.peer.name}: {problem}", partial))

@@ -9,6 +9,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from fdasync.errors import DeadlineExceeded, PeerBusy, PeerRefused, PeerUnreachable
+from fdasync.pd.carriers import Carriers
 
 if TYPE_CHECKING:
     import asyncio
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from fdasync.door import Door
     from fdasync.events.bus import EventBus
     from fdasync.output import OutputHub
-    from fdasync.pd.carriers import Carriers
     from fdasync.pd.link import Links
     from fdasync.pd.messages import Message
     from fdasync.pd.peer import Peer
@@ -43,7 +43,6 @@ class Site:
     """
 
     links: Links
-    carriers: Carriers
 
     def __init__(
         self,
@@ -65,6 +64,7 @@ class Site:
         self.arena = arena
         self.capacity = capacity
         self.namespace = namespace
+        self.carriers = Carriers(())
         self.draining = False
         self._fail = fail
         self._tasks: dict[asyncio.Task[None], None] = {}

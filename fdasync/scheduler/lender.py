@@ -479,7 +479,7 @@ class Lender:
                 else:
                     self._index.release([block])
             if not lease.seqs:
-                self._actions.append(DropLease(group, "its request ended"))
+                self._actions.append(DropLease(group, "its request ended", ended=True))
                 del self._leases[group]
                 self._close(lease)
 
