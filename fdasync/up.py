@@ -1,7 +1,7 @@
 """`fdasync up`: several instances on this machine, a table of how they do, and their end.
 
 Owns a `LocalFleet` of `fdasync serve` children and a `Router` that asks them how they are; serves no requests itself.
-An engine runs in none of this. Called by `serve_cli.py`.
+No engine runs here: a terminal that is stopped holds up what is shown, and nothing else. Called by `serve_cli.py`.
 """
 
 from __future__ import annotations
