@@ -46,6 +46,10 @@ class FakePeer:
         self.sent.append(message)
         self.payloads.append(payload)
 
+    @property
+    def has_room(self) -> bool:
+        return self.is_up and not self.busy
+
     async def ready(self, deadline_s: float) -> None:
         if self.error is not None:
             raise self.error
@@ -108,7 +112,8 @@ class Stage:
         self.bus = EventBus(self.loop.time, lambda: None)
         self.samples: dict[int, Any] = {}
         self.emitted: list[Any] = []
-        self.failures: list[BaseException] = []
+        self.failures: list[Any] = []
+        self.loop.set_exception_handler(lambda _, context: self.failures.append(context))
         self.taken: list[Any] = []
         self.refusal: Exception | None = None
         self.peers: dict[str, FakePeer] = {}
