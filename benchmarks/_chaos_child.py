@@ -14,7 +14,7 @@ import socket
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -23,16 +23,25 @@ from fdasync.config import EngineConfig
 from fdasync.errors import FdasyncError
 from fdasync.instance import Instance
 from fdasync.pd.session import LinkConfig
+from fdasync.pd.tcp import TcpTransport
 from fdasync.testing.leaks import children
+
+if TYPE_CHECKING:
+    from fdasync.pd.messages import Source
 
 
 class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run."""
+    """What to run.
+
+    Attributes:
+        data_port: of the proxy through which others read its blocks over tcp; 0: they do not.
+    """
 
     config: EngineConfig
     options: serving.ServeOptions
     links: LinkConfig
     probe_fd: int
+    data_port: int = 0
 
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +56,7 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
         tasks: names of the tasks on its loop.
         fds: open files by what they are.
         children: process ids of its worker, its store and so on.
+        data_port: where its blocks can be read; 0: not over tcp.
     """
 
     state: str
@@ -59,6 +69,7 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     tasks: list[str]
     fds: dict[str, int]
     children: list[int]
+    data_port: int
 
 
 def probe(instance: Instance) -> Probe:
@@ -103,6 +114,7 @@ def probe(instance: Instance) -> Probe:
         tasks=sorted(task.get_name() for task in asyncio.all_tasks()),
         fds=open_files(),
         children=children(),
+        data_port=ProxiedTcp.real_port,
     )
 
 
@@ -118,12 +130,27 @@ def open_files() -> dict[str, int]:
     return dict(found)
 
 
+class ProxiedTcp(TcpTransport):
+    """Others are told of the proxy's port."""
+
+    port: int = 0
+    real_port: int = 0
+
+    def source(self) -> Source:
+        source = super().source()
+        ProxiedTcp.real_port = int(source.address.rpartition(":")[2])
+        return msgspec.structs.replace(source, address=f"127.0.0.1:{self.port}")
+
+
 class Probed(Instance):
     """An instance that answers the harness once it has started."""
 
     spec: ChildSpec
 
     def __init__(self, config: Any, **options: Any) -> None:
+        if self.spec.data_port:
+            ProxiedTcp.port = self.spec.data_port
+            options["transports"] = [ProxiedTcp()]
         super().__init__(config, links=self.spec.links, **options)
 
     async def start(self) -> None:

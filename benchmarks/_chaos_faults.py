@@ -63,6 +63,8 @@ class Director:
             (2, "refuse", self._refuse),
             (3, "stall short", lambda node: self._stall(node, 0.2, 0.9 * LOST_S)),
             (1, "stall beyond the link", lambda node: self._stall(node, 1.1 * LOST_S, 2 * LOST_S)),
+            (2, "cut data", self._cut_data),
+            (2, "stall data", self._stall_data),
             (2, "join or drain", self._join_or_drain),
         ]
 
@@ -97,6 +99,9 @@ class Director:
         module = WORKER if "worker" in kind else STORE if "store" in kind else ""
         if kind == "join or drain":
             return node.role == "decode"
+        if "data" in kind:
+            # blocks are read from there
+            return node.role == "prefill" and node.data is not None
         return not module or module in node.children()
 
     async def _do(self, kind: str, node: Node, work: Callable[[Node], Awaitable[None]]) -> None:
@@ -182,6 +187,18 @@ class Director:
             # what lay still is lost
             node.proxy.cut()
         node.proxy.stall(False, False)
+
+    async def _cut_data(self, node: Node) -> None:
+        assert node.data is not None
+        for _ in range(self._rng.randrange(1, 8)):
+            node.data.cut()
+            await asyncio.sleep(self._rng.uniform(0.0, 0.3))
+
+    async def _stall_data(self, node: Node) -> None:
+        assert node.data is not None
+        node.data.stall(*self._rng.choice(((True, False), (False, True), (True, True))))
+        await asyncio.sleep(self._rng.uniform(0.2, 2 * LOST_S))
+        node.data.stall(False, False)
 
     # -- coming and going -----------------------------------------------------------------------------
 

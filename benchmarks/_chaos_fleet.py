@@ -11,6 +11,8 @@ import os
 import signal
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from benchmarks._chaos_node import Node
 from fdasync.config import EngineConfig
 from fdasync.pd.session import LinkConfig
@@ -18,6 +20,7 @@ from fdasync.scheduler import LeaseRules
 
 if TYPE_CHECKING:
     from pathlib import Path
+    from random import Random
 
     from benchmarks._chaos_child import Probe
 
@@ -31,10 +34,27 @@ END_S = 40.0
 _LOOSE = {"socket": 2, "anon_inode": 1, "pipe": 0}
 
 
-def config_of(role: str, folder: Path | None, *, worker: bool, **runner: Any) -> EngineConfig:
+class Sizes(msgspec.Struct, frozen=True):
+    """Of every instance of a fleet: from roomy to so tight that requests preempt each other all the time."""
+
+    blocks: int = 160
+    host_blocks: int = 160
+    staging: int = 0
+    depth: int = 2
+    running: int = 12
+
+    @classmethod
+    def drawn(cls, rng: Random) -> Sizes:
+        return cls(
+            rng.choice((72, 100, 160)), rng.choice((24, 64, 160)), rng.choice((0, 4)), rng.choice((1, 2, 2)),
+            rng.choice((6, 12)),
+        )  # fmt: skip
+
+
+def config_of(role: str, folder: Path | None, sizes: Sizes, *, worker: bool) -> EngineConfig:
     own = {
-        "vocab_size": VOCAB, "block_tokens": 4, "num_blocks": 160, "max_context_tokens": 256, "values_spec": True,
-        "pass_stamp": True, "step_s": 0.008, "token_s": 5e-5, "copy_s": 0.002, "jitter": 0.5, **runner,
+        "vocab_size": VOCAB, "block_tokens": 4, "num_blocks": sizes.blocks, "max_context_tokens": 256,
+        "values_spec": True, "pass_stamp": True, "step_s": 0.008, "token_s": 5e-5, "copy_s": 0.002, "jitter": 0.5,
     }  # fmt: skip
     store: dict[str, Any] = {}
     if folder is not None:
@@ -42,7 +62,8 @@ def config_of(role: str, folder: Path | None, *, worker: bool, **runner: Any) ->
         store = {"store": "file", "store_config": where, "store_deadline_s": 1.0, "lease_kill_s": 4.0}
     return EngineConfig(
         runner="synthetic", runner_config=own, process="worker" if worker else "inline", role=role,  # type: ignore[arg-type]
-        tokenizer="none", host_blocks=160, max_running=12, max_step_tokens=64, leases=RULES,
+        tokenizer="none", host_blocks=sizes.host_blocks, max_running=sizes.running, max_step_tokens=64,
+        pipeline_depth=sizes.depth, leases=msgspec.structs.replace(RULES, staging_blocks=sizes.staging),
         step_deadline_s=STEP_LIMIT_S, close_deadline_s=5.0, start_deadline_s=60.0, **store,
     )  # fmt: skip
 
@@ -59,17 +80,18 @@ class Fleet:
         wrong: what must not have been, in words.
     """
 
-    def __init__(self, folder: Path, transport: str, prefill: int, decode: int) -> None:
+    def __init__(self, folder: Path, transport: str, prefill: int, decode: int, sizes: Sizes | None = None) -> None:
         self.nodes: dict[str, Node] = {}
         self.wrong: list[str] = []
         self._folder = folder
+        self._sizes = sizes or Sizes()
         self._transport = transport
         self._baseline: dict[str, Probe] = {}
         self._known: set[int] = set()
         self._counts = {"prefill": prefill, "decode": decode}
 
     def make(self, name: str, role: str, *, worker: bool, store: bool) -> Node:
-        config = config_of(role, self._folder / f"store-{name}" if store else None, worker=worker)
+        config = config_of(role, self._folder / f"store-{name}" if store else None, self._sizes, worker=worker)
         self._baseline.pop(name, None)
         node = self.nodes[name] = Node(name, config, LINKS, self._transport, self._folder, drain_s=20.0)
         return node
@@ -107,8 +129,9 @@ class Fleet:
             node.kill_now(signal.SIGCONT)
             for pid in node.children().values():
                 os.kill(pid, signal.SIGCONT)
-            node.proxy.refuses = False
-            node.proxy.stall(False, False)
+            for proxy in node.proxies:
+                proxy.refuses = False
+                proxy.stall(False, False)
             node.faulted = False
 
     # -- when nothing is under way --------------------------------------------------------------------

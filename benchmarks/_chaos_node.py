@@ -38,6 +38,7 @@ class Node:
     """See the module.
 
     Attributes:
+        proxy, data: between it and those who dial it, or read its blocks over tcp.
         faulted: something is being done to it.
         expected: exit codes of its process that are no surprise now.
         deaths: of its processes, each with what was expected; surprises: those that nobody can explain.
@@ -51,6 +52,7 @@ class Node:
         self.name = name
         self.config = config
         self.proxy = Proxy()
+        self.data = Proxy() if transport == "tcp" else None
         self.faulted = False
         self.expected: set[int] = set()
         self.surprises: list[str] = []
@@ -75,6 +77,10 @@ class Node:
         return f"tcp://127.0.0.1:{self.proxy.port}"
 
     @property
+    def proxies(self) -> list[Proxy]:
+        return [self.proxy] if self.data is None else [self.proxy, self.data]
+
+    @property
     def role(self) -> str:
         return self.config.role
 
@@ -85,7 +91,8 @@ class Node:
     # -- life ---------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        await self.proxy.open()
+        for proxy in self.proxies:
+            await proxy.open()
         self._task = asyncio.get_running_loop().create_task(self._keep())
 
     async def _keep(self) -> None:
@@ -102,7 +109,8 @@ class Node:
             while (status := self.process.poll()) is None:  # noqa: ASYNC110 - a process announces nothing
                 await asyncio.sleep(_POLL_S)
             self.ready.clear()
-            self.proxy.target = 0
+            for proxy in self.proxies:
+                proxy.target = 0
             if self._probe is not None:
                 self._probe.close()
                 self._probe = None
@@ -119,7 +127,10 @@ class Node:
         ours, theirs = socket.socketpair()
         ready, told = os.pipe()
         options = msgspec.structs.replace(self._options, listen=f"tcp://127.0.0.1:{self._port}", ready_fd=told)
-        spec = ChildSpec(config=self.config, options=options, links=self._links, probe_fd=theirs.fileno())
+        spec = ChildSpec(
+            config=self.config, options=options, links=self._links, probe_fd=theirs.fileno(),
+            data_port=0 if self.data is None else self.data.port,
+        )  # fmt: skip
         path = self._folder / f"{self.name}.json"
         path.write_bytes(msgspec.json.encode(spec))
         with self._log.open("ab") as log, theirs:
@@ -148,6 +159,8 @@ class Node:
                 told = msgspec.json.decode(data, type=Ready)
                 self.proxy.target = self._port = int(told.address.rpartition(":")[2])
                 self.ready.set()
+                if self.data is not None and (probe := await self.probe()) is not None:
+                    self.data.target = probe.data_port
                 return True
             await asyncio.sleep(_POLL_S)
         return False
@@ -169,7 +182,8 @@ class Node:
                 self.surprises.append(f"{self.name} did not end in {limit_s:g} s: {self.tail()}")
                 self.destroy()
                 await asyncio.wait([self._task], timeout=10.0)
-        await self.proxy.aclose()
+        for proxy in self.proxies:
+            await proxy.aclose()
 
     def destroy(self) -> None:
         """Kill what there is; at the end of everything."""

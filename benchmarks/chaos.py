@@ -20,10 +20,11 @@ import tempfile
 import time
 from pathlib import Path
 
+import msgspec
 import uvloop
 
 from benchmarks._chaos_faults import Director, slowest_recovery
-from benchmarks._chaos_fleet import LINKS, VOCAB, Fleet
+from benchmarks._chaos_fleet import LINKS, VOCAB, Fleet, Sizes
 from benchmarks._chaos_late import Late, play_late
 from benchmarks._chaos_load import LONG_S, Ask, Load
 from benchmarks._chaos_proxy import Proxy
@@ -45,7 +46,8 @@ class Game:
         self.wrong: list[str] = []
         self.rounds = 0
         self._rng = random.Random(seed)
-        self._fleet = Fleet(folder, transport, PREFILL, DECODE)
+        self.sizes = Sizes.drawn(self._rng)
+        self._fleet = Fleet(folder, transport, PREFILL, DECODE, self.sizes)
         self.load: Load | None = None
         self.director: Director | None = None
 
@@ -131,6 +133,7 @@ def run(minutes: float, seed: int, transport: str, json_path: str | None, keep: 
             shutil.rmtree(folder, ignore_errors=True)
     report = Report(f"Chaos over {transport}, seed {seed}")
     report.conditions |= {"seed": seed, "transport": transport, "instances": [PREFILL, DECODE], "wrong": wrong}
+    report.conditions["sizes"] = msgspec.structs.asdict(game.sizes)
     report.add("late_words_refused", [late.refused])
     report.add("seconds", [time.monotonic() - began])
     report.add("rounds", [game.rounds])
@@ -147,6 +150,7 @@ def run(minutes: float, seed: int, transport: str, json_path: str | None, keep: 
         report.add("fault_to_success_s_max", [recovery_s])
         report.conditions |= {
             "slowest_after": after, "faults": dict(sorted(game.director.played.items())),
+            "timeline": [[round(at - game.director.at[0][0], 1), what] for at, what in game.director.at][-100:],
             "errors": dict(game.load.errors.most_common(20)),
         }  # fmt: skip
         report.add("faults", [game.director.played.total()])
