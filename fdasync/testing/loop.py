@@ -108,7 +108,7 @@ class SimLoop(asyncio.SelectorEventLoop):
         self._taken.add(moment)
         if len(self._taken) > 4096:
             self._taken = {taken for taken in self._taken if taken >= self._now_ns}
-        context = context or copy_context()
+        context = copy_context() if context is None else context
         process = process_of(context)
         if process is None:
             return super().call_at(moment / _NS, callback, *args, context=context)
@@ -120,7 +120,7 @@ class SimLoop(asyncio.SelectorEventLoop):
         self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
         """As in asyncio; what belongs to a process (`sim_process.py`) runs when that does."""
-        context = context or copy_context()
+        context = copy_context() if context is None else context
         process = process_of(context)
         if process is None:
             return super().call_soon(callback, *args, context=context)

@@ -125,6 +125,7 @@ class Fleet:
 
     async def play(self) -> PdReport:
         work = self.work
+        self.router_died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.process = SimProcess("router")
         self.wire = ProcessWire(self.network, self.process)
         for plan in work.instances:
@@ -139,7 +140,7 @@ class Fleet:
                 group.create_task(trouble.play(incident), name=incident.kind)
             for number, asked in enumerate(work.requests):
                 # its caller lives in the router's process
-                group.create_task(self._wait(self.process.start(self._call(number, asked), f"caller-{number}")))
+                group.create_task(self.wait(self.process.start(self._call(number, asked), f"caller-{number}")))
         await self._quiet()
         await self._close()
         self._count()
@@ -149,9 +150,19 @@ class Fleet:
             virtual_s=asyncio.get_running_loop().time(),
         )
 
-    @staticmethod
-    async def _wait(task: asyncio.Task[None]) -> None:
-        await task
+    async def wait(self, task: asyncio.Task[None]) -> None:
+        """Until it has ended, or the router's process has."""
+        await asyncio.wait([task, self.router_died], return_when=asyncio.FIRST_COMPLETED)
+        if self.router_died.done():
+            task.cancel()
+        else:
+            task.result()  # of a task that is done
+
+    def kill_router(self) -> None:
+        self.process.stop()
+        self.network.kill(self.wire)
+        if not self.router_died.done():
+            self.router_died.set_result(None)
 
     # -- the end --------------------------------------------------------------------------------------
 
@@ -170,6 +181,8 @@ class Fleet:
             fine = machine.failing or machine.dead or machine.gone or machine.engine.state == "running"
             assert fine, f"{machine.name} is {machine.engine.state}: {machine.engine._failure!r}"
         router = self.router
+        if self.router_died.done():
+            return
         assert not router._live, f"the router still has {list(router._live)}"
         assert not router._by_name
         assert not router._tasks
@@ -178,6 +191,7 @@ class Fleet:
             assert not member.tokens, f"{member.address} has {member.tokens} tokens, says the router"
 
     async def _close(self) -> None:
+        self.process.go_on()
         await self.process.start(self.router.aclose(), "close")
         for machine in self.machines:
             await machine.aclose()

@@ -49,6 +49,9 @@ class Trouble:
         )
         await self._fleet.machine(again).start()
 
+    async def _router(self, _: Incident, __: Machine, ___: list[Machine]) -> None:
+        self._fleet.kill_router()
+
     async def _freeze(self, incident: Incident, target: Machine, _: list[Machine]) -> None:
         target.freeze()
         await asyncio.sleep(incident.for_s)
@@ -81,7 +84,7 @@ class Trouble:
                 fleet.router.remove(target.address)
 
         target.leaving = True
-        await fleet.process.start(drain(), "drain")
+        await fleet.wait(fleet.process.start(drain(), "drain"))
         if not target.dead:
             target.gone = True
             await target.aclose()
@@ -98,7 +101,7 @@ class Trouble:
             except FdasyncError:
                 fleet.counts["joins_failed"] += 1
 
-        await fleet.process.start(add(), "join")
+        await fleet.wait(fleet.process.start(add(), "join"))
 
     async def _die(self, _: Incident, target: Machine, __: list[Machine]) -> None:
         target.break_down()
@@ -117,7 +120,7 @@ class Trouble:
             except FdasyncError:
                 self._fleet.counts["resumes_failed"] += 1
 
-        await self._fleet.process.start(pause(), "pause")
+        await self._fleet.wait(self._fleet.process.start(pause(), "pause"))
 
     async def _update(self, incident: Incident, _: Machine, __: list[Machine]) -> None:
         fleet = self._fleet
@@ -131,4 +134,4 @@ class Trouble:
             except FdasyncError:
                 fleet.counts["updates_failed"] += 1
 
-        await fleet.process.start(update(), "update")
+        await fleet.wait(fleet.process.start(update(), "update"))

@@ -20,7 +20,7 @@ from fdasync.testing.sim_transport import SimFaults
 from fdasync.testing.workload import RequestDraw, RequestPlan
 
 InstanceRole = Literal["mixed", "prefill", "decode"]
-Kind = Literal["kill", "freeze", "part", "drain", "join", "update", "pause", "die"]
+Kind = Literal["kill", "freeze", "part", "drain", "join", "update", "pause", "die", "router"]
 #: deadlines of requests that are meant to end before
 PATIENT_S = 200.0
 #: stamps of one instance's passes begin here for the first, there for the next
@@ -48,7 +48,8 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         at_s: when; for_s: how long it lasts, where it ends: a freeze, a parting, a pause, until a killed one is back
             (0: never).
-        kind: "part": it and `other` do not hear each other; "join": `plan` comes; "die": its runner does.
+        kind: "part": it and `other` do not hear each other; "join": `plan` comes; "die": its runner does; "router": the
+            router is killed, and nobody asks for anything any more.
         target, other: numbers of instances, counted from those that are there then; -1: the router.
         mode: of updates.
     """
@@ -289,4 +290,6 @@ class _Draw:
                     weights_id=random.randint(1, 1 << 40),
                 )
             )
+        if random.random() < 0.1:
+            plans.append(Incident(at_s=random.uniform(0.0, max(self.span_s, 0.3)), kind="router"))
         return tuple(sorted(plans, key=lambda plan: plan.at_s))
