@@ -209,6 +209,12 @@ class PdMachine(RuleBasedStateMachine):
                 side.queue.append(TimerFired())
         self.turns()
 
+    @rule(rounds=st.integers(1, 6), mail=st.booleans())
+    def go_on(self, rounds, mail):
+        """All is well for a while: so trouble also comes where leases are well under way."""
+        for _ in range(rounds):
+            self.finish_everything(mail=mail, seconds=0.01)
+
     # -- trouble
 
     def open_asks(self):
@@ -320,7 +326,7 @@ class PdMachine(RuleBasedStateMachine):
                 assert world.started[name][there] == key
                 assert world.decodes[name].finished[there].reason not in ("lease_lost", "no_lease")
 
-    def finish_everything(self):
+    def finish_everything(self, *, mail=True, seconds=0.25):
         world = self.world
         for side in world.sides:
             while side.answers:
@@ -333,10 +339,10 @@ class PdMachine(RuleBasedStateMachine):
                 world.end_receive(side, number, [False] * len(side.runner.receives[number].indices))
             if side.runner.flights:
                 side.queue.append(side.runner.complete())
-        for way, mail in world.mail.items():
-            while mail:
+        for way, letters in world.mail.items():
+            while mail and letters:
                 world.deliver(*way)
-        self.time_passes(0.25, True)
+        self.time_passes(seconds, True)
 
     def check_end(self, side):
         assert sorted(side.finished) == sorted(side.requests)
@@ -354,4 +360,4 @@ class PdMachine(RuleBasedStateMachine):
 
 
 TestPdMachine = PdMachine.TestCase
-TestPdMachine.settings = machine_settings(60, 40)
+TestPdMachine.settings = machine_settings(200, 50)
