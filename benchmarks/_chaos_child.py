@@ -155,6 +155,8 @@ class Probed(Instance):
 
     async def start(self) -> None:
         await super().start()
+        # its real port is known once it is told
+        self._carriers.sources()
         sock = socket.socket(fileno=self.spec.probe_fd)
         sock.setblocking(False)
         loop = asyncio.get_running_loop()

@@ -94,17 +94,19 @@ async def play_late(folder: Path, transport: str, seed: int) -> Late:
 async def _scene(fleet: Fleet, load: Load, others: Load, rng: random.Random, held_back: bool) -> int:
     """How many words came too late."""
     first, lender = fleet.nodes["p0"], fleet.nodes["d0"]
-    before = await _until(lender, lambda probe: probe.leases == 0)
+    before = await _until(lender, "no lease", lambda probe: probe.leases == 0)
     had = before.books["received_blocks"]
     asked = asyncio.ensure_future(load.one(_ask(rng, _PROMPT)))
     try:
-        await _until(lender, lambda probe: probe.leases == 1 and probe.books["received_blocks"] > had)
+        await _until(
+            lender, "in mid-transfer", lambda probe: probe.leases == 1 and probe.books["received_blocks"] > had
+        )
         if held_back:
             lender.proxy.stall(inward=True, outward=False)
             # more blocks are offered, and lie still
             await asyncio.sleep(0.2)
         first.kill_now(signal.SIGSTOP)
-        await _until(lender, lambda probe: probe.leases == 0 and not probe.held["leased"])
+        await _until(lender, "the lease is over", lambda probe: probe.leases == 0 and not probe.held["leased"])
         busy = [asyncio.ensure_future(others.one(_ask(rng, 60))) for _ in range(_OTHERS // 2)]
         await asyncio.wait(busy)
         busy = [asyncio.ensure_future(others.one(_ask(rng, 60))) for _ in range(_OTHERS // 2)]
@@ -116,7 +118,7 @@ async def _scene(fleet: Fleet, load: Load, others: Load, rng: random.Random, hel
     finally:
         first.kill_now(signal.SIGCONT)
         lender.proxy.stall(inward=False, outward=False)
-    after = await _until(lender, lambda probe: probe.leases == 0)
+    after = await _until(lender, "no lease", lambda probe: probe.leases == 0)
     if after.books["leases_dropped"] <= before.books["leases_dropped"]:
         fleet.wrong.append("late: the lease of a stopped instance was not dropped")
     return after.late_as_lender - before.late_as_lender
@@ -128,13 +130,14 @@ def _ask(rng: random.Random, num_tokens: int) -> Ask:
     return Ask(prompt, params, "stream", 40.0, 0.0, True, 0)
 
 
-async def _until(node: Node, met: Callable[[Probe], bool]) -> Any:
+async def _until(node: Node, what: str, met: Callable[[Probe], bool]) -> Any:
     """Ask an instance until it says so. Raises DeadlineExceeded."""
     loop = asyncio.get_running_loop()
     until = loop.time() + _LIMIT_S
+    probe = None
     while loop.time() < until:
         probe = await node.probe()
         if probe is not None and met(probe):
             return probe
         await asyncio.sleep(0.02)
-    raise DeadlineExceeded(f"what {node.name} was asked for", _LIMIT_S)
+    raise DeadlineExceeded(f"{node.name}, {what}: {probe}", _LIMIT_S)
