@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from fdasync.errors import BadInput, DeadlineExceeded, DuplicateRequestId, InstanceLost, RemoteError
+from fdasync.errors import BadInput, DeadlineExceeded, DuplicateRequestId, InstanceLost, PeerUnreachable, RemoteError
 from fdasync.request import SamplingParams
 from tests.router_helpers import in_scene, settle
 
@@ -245,6 +245,16 @@ async def test_nobody_to_send_it_to_within_its_deadline_is_an_error(scene):
     await settle(4.0)
     with pytest.raises(DeadlineExceeded):
         await scene.router.complete(PROMPT, deadline_s=2.0)
+
+
+@in_scene("m0", absent_s=10.0)
+async def test_where_no_instance_is_left_a_request_ends_long_before_its_deadline(scene):
+    scene.m0.die()
+    await settle(4.0)
+    begin = asyncio.get_running_loop().time()
+    with pytest.raises(PeerUnreachable, match="no instance was there for 10 s"):
+        await scene.router.complete(PROMPT, deadline_s=600.0)
+    assert 10.0 <= asyncio.get_running_loop().time() - begin < 12.0
 
 
 @in_scene("m0")

@@ -78,6 +78,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     direct_below_tokens: prompts that lack fewer tokens on a decode instance are not prefilled elsewhere.
     request_deadline_s: of requests that name none.
     connect_s: how long `start` waits for the first instances.
+    absent_s: how long a request waits while no instance is there at all; it may wait for a busy one to its deadline.
     handoff_s: how long a weight update waits for requests that are being handed over, before it starts them again.
     command_s: how long an instance may take for a weight update, a pause or a resume.
     """
@@ -86,6 +87,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     direct_below_tokens: int = 0
     request_deadline_s: float = 3600.0
     connect_s: float = 60.0
+    absent_s: float = 30.0
     handoff_s: float = 10.0
     command_s: float = 900.0
 
@@ -314,7 +316,7 @@ class Router:
         return request
 
     async def submit(self, request: Routed) -> None:
-        """Find it an instance. Raises BadInput, DeadlineExceeded, EngineClosed."""
+        """Find it an instance. Raises BadInput, DeadlineExceeded, EngineClosed; PeerUnreachable where none is there."""
         self._check_open()
         if request.request_id in self._live:
             raise DuplicateRequestId(request.request_id)
@@ -335,6 +337,7 @@ class Router:
     async def _send(self, request: Routed) -> None:
         """The next try: to whom, under a new name."""
         pause_s = _RETRY_S
+        seen_at = self._loop.time()
         while not request.done.done():
             self._check_open()
             await self.commands.wait_open(max(request.ends_at - self._loop.time(), 0.0))
@@ -349,6 +352,10 @@ class Router:
                 return
             if left_s <= pause_s:
                 raise DeadlineExceeded("waiting for an instance that takes requests", request.words.deadline_s)
+            if self.fleet.up():
+                seen_at = self._loop.time()
+            elif self._loop.time() - seen_at >= self.config.absent_s:
+                raise PeerUnreachable("router", f"no instance was there for {self.config.absent_s:g} s")
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, 1.0)
 
