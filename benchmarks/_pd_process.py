@@ -23,7 +23,7 @@ from fdasync.scheduler.borrower import Borrower
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fdasync.scheduler.borrower import Errand
+    from fdasync.scheduler.errand import Errand
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):

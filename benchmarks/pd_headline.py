@@ -55,7 +55,7 @@ PUBLISHED = {"serial": 275 / 250, "threads5": 260 / 250}
 WORKERS = {"serial": 1, "threads5": 5}
 # fitted: see the module
 PREPARE_S = 0.262
-STEP_EXTRA_S = 0.0033
+STEP_EXTRA_S = 0.00297
 MAX_STEP_TOKENS = 2048
 
 

@@ -257,7 +257,7 @@ class PdTable(Table):
         out = self.asks or self.offers or self.hands or self.receives
         scheduler = self.scheduler
         held = scheduler.copier.num_held or scheduler.index.reserved or scheduler.lender.num_leases
-        errands = scheduler.borrower._leased_tokens or scheduler.borrower._exported or stats.errands
+        errands = scheduler.borrower.num_held or stats.errands
         return super().is_empty() and not (stats.leased or out or held or errands)
 
 

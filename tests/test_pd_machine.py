@@ -350,10 +350,8 @@ class PdMachine(RuleBasedStateMachine):
         assert (stats.running, stats.waiting, stats.leased, stats.errands) == (0, 0, 0, 0)
         assert stats.free_blocks + stats.idle_blocks == side.config.num_blocks
         assert (stats.moving, stats.writing, scheduler.copier.num_held, scheduler.index.reserved) == (0, 0, 0, 0)
-        assert (scheduler.borrower._leased_tokens, scheduler.borrower._exported) == (0, 0)
+        assert scheduler.borrower.num_held == 0
         assert (scheduler.borrower.num_asked, scheduler.lender.num_leases, scheduler.lender.num_receiving) == (0, 0, 0)
-        assert not scheduler.borrower._offers
-        assert not scheduler.borrower._hand_overs
         for block in scheduler.index.pool.live():
             assert block.key is not None
             assert block.host < 0 or block.host_list is not None

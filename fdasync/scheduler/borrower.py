@@ -1,14 +1,12 @@
-"""Requests that are prefilled here and decoded elsewhere: finding them room, sending their blocks, handing them over.
+"""Requests that are prefilled here and decoded elsewhere: finding them room, and what happens when it is lost.
 
 A group of samples is one *errand*. It is admitted once an instance has granted a lease, and not before: P holds no
 block while it waits for D, and a D that does not answer costs the errands of other D's nothing. Asks are bounded per
 instance and overall; `ahead_tokens` bounds the work that is leased and not begun, so that D's memory does not wait on
-our queue. Sealed blocks go as they seal, by way of the host; a sample's first token and its open block close its
-hand-over.
-Where a lease is lost before any hand-over, another one is looked for, and what was computed is sent there.
+our queue. Where a lease is lost before any hand-over, another one is looked for, and what was computed is sent there.
 
-Pure. Called by `core.py` and `planner.py`; whoever carries the questions is `pd/courier.py`. The other side is
-`lender.py`.
+Pure. Called by `core.py` and `planner.py`; `shipper.py` sends the blocks, `pd/asking.py` carries the questions. The
+other side is `lender.py`.
 """
 
 from __future__ import annotations
@@ -17,10 +15,12 @@ import heapq
 from bisect import insort
 from typing import TYPE_CHECKING
 
-from fdasync.actions import AskLease, GiveUpLease, HandOver, SendBlocks
+from fdasync.actions import AskLease, GiveUpLease
 from fdasync.errors import InvariantBroken
 from fdasync.events.catalog import BlocksSent, Event, HandedOver, LeaseAnswered, LeaseLost
+from fdasync.scheduler.errand import Decoder, Errand
 from fdasync.scheduler.sequence import Sequence, State
+from fdasync.scheduler.shipper import Shipper
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,77 +28,13 @@ if TYPE_CHECKING:
     from fdasync.actions import Action
     from fdasync.events.catalog import RequestPrepared
     from fdasync.scheduler.config import SchedulerConfig
-    from fdasync.scheduler.copier import Copier, Export
+    from fdasync.scheduler.copier import Copier
     from fdasync.scheduler.tiers import Tiers
 
-_MAX_OFFER_BLOCKS = 16
 _RETRY_MIN_S = 0.05
 _RETRY_MAX_S = 1.0
 # in place of an attempt: the time to find room is over
 _STOP = -2
-
-
-class Errand:
-    """A group of samples on its way to another instance.
-
-    Attributes:
-        state: "waiting" to be asked for, "asked", "granted", "failed" until its samples have ended, "ended".
-        decoders: instances that may still be asked; `at`: the next of them; `rounds`: times that all were
-            asked; `losses`: leases lost.
-        attempt: of the ask in flight or granted; -1 before the first.
-        full: full blocks of the prompt; the next one to be sent is `next_block`.
-        begun: its first sample entered prefill under this lease.
-        exports: blocks on their way to be offered, in order.
-        hands: samples that have their first token, and their open blocks once those are on their way.
-        sent: some sample's hand-over was sent.
-        handed: samples that the other instance goes on with.
-        stop_at: when to stop looking for room; over_at: when not to begin again.
-    """
-
-    __slots__ = (
-        "at", "attempt", "begun", "decoders", "exports", "full", "group", "handed", "hands", "losses", "next_block",
-        "order", "over_at", "peer", "ready_at", "rounds", "samples", "sent", "seqs", "state", "stop_at", "tokens",
-    )  # fmt: skip
-
-    def __init__(
-        self, event: RequestPrepared, order: tuple[int, int], block_tokens: int, stop_at: float, over_at: float
-    ) -> None:
-        self.group = event.group
-        self.order = order
-        self.decoders = list(event.decoders)
-        self.samples = event.samples
-        self.tokens = len(event.tokens)
-        self.full = self.tokens // block_tokens
-        self.stop_at = stop_at
-        self.over_at = over_at
-        self.state = "waiting"
-        self.at = self.rounds = self.losses = 0
-        self.attempt = -1
-        self.peer = ""
-        self.ready_at = 0.0
-        self.next_block = 0
-        self.begun = self.sent = False
-        self.handed = 0
-        self.seqs: list[Sequence] = []
-        self.exports: list[tuple[int, Export]] = []
-        self.hands: dict[int, Export | None] = {}
-
-    @property
-    def granted(self) -> bool:
-        return self.state == "granted"
-
-
-class _Peer:
-    """One decode instance, as seen from here: errands that would ask it next, and what it was asked."""
-
-    __slots__ = ("asked_tokens", "asks", "exported", "queue", "silent")
-
-    def __init__(self) -> None:
-        self.queue: list[Errand] = []
-        self.asks = 0
-        self.asked_tokens = 0
-        self.exported = 0
-        self.silent = False
 
 
 class Borrower:
@@ -113,25 +49,20 @@ class Borrower:
         self._rules = config.leases
         self._block_tokens = config.block_tokens
         self._ahead_tokens = config.leases.ahead_tokens or 2 * config.max_step_tokens
-        self._staging = config.leases.staging_blocks or max(config.num_host_blocks // 2, 1)
-        self._copier = copier
         self._tiers = tiers
         self._errands: dict[int, Errand] = {}
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, Decoder] = {}
         self._granted: dict[int, Errand] = {}
-        self._asks: dict[tuple[int, int], tuple[_Peer, int]] = {}
-        self._offers: dict[int, tuple[str, list[Export]]] = {}
-        self._hand_overs: dict[int, tuple[Errand, int, Sequence, Export | None]] = {}
+        self._asks: dict[tuple[int, int], tuple[Decoder, int]] = {}
         self._timers: list[tuple[float, int, int]] = []
         self._leased_tokens = 0
-        self._exported = 0
-        self._next_offer = 0
         self._actions: list[Action] = []
+        self._ship = Shipper(config, copier, self._actions)
         self.ends: list[tuple[Sequence, str, str]] = []
         self.handlers: dict[type[Event], Callable[..., None]] = {
             LeaseAnswered: self._on_answered,
             LeaseLost: self._on_lost,
-            BlocksSent: self._on_sent,
+            BlocksSent: self._ship.sent,
             HandedOver: self._on_handed_over,
         }
 
@@ -145,7 +76,12 @@ class Borrower:
     @property
     def num_out(self) -> int:
         """Offers and hand-overs that another instance has not answered yet, and errands that wait for time to pass."""
-        return len(self._offers) + len(self._hand_overs) + len(self._timers)
+        return self._ship.num_out + len(self._timers)
+
+    @property
+    def num_held(self) -> int:
+        """Leased tokens that are not begun, blocks in the staging ring, offers and hand-overs: 0 when all is quiet."""
+        return self._leased_tokens + self._ship.num_exported + self._ship.num_out
 
     @property
     def wake_at(self) -> float:
@@ -193,9 +129,7 @@ class Borrower:
             return
         seq.errand = None
         errand.seqs.remove(seq)
-        export = errand.hands.pop(seq.key, None)
-        if export is not None:
-            self._copier.release(export)
+        self._ship.forget(errand, seq)
         if not errand.seqs:
             self._close(errand, tell=errand.handed < errand.samples)
             errand.state = "ended"
@@ -220,10 +154,10 @@ class Borrower:
 
     # -- leases -----------------------------------------------------------------------------------
 
-    def _peer(self, name: str) -> _Peer:
+    def _peer(self, name: str) -> Decoder:
         peer = self._peers.get(name)
         if peer is None:
-            peer = self._peers[name] = _Peer()
+            peer = self._peers[name] = Decoder()
         return peer
 
     def _enqueue(self, errand: Errand) -> None:
@@ -236,12 +170,13 @@ class Borrower:
         if not paused:
             self._ask(now)
         for errand in list(self._granted.values()):
-            self._pump(errand)
+            self._ship.pump(errand)
         return self.take_actions()
 
     def take_actions(self) -> list[Action]:
         """What has to be said by now."""
-        actions, self._actions = self._actions, []
+        actions = [*self._actions]
+        self._actions.clear()
         return actions
 
     def _set_timer(self, time: float, errand: Errand, attempt: int) -> None:
@@ -285,7 +220,7 @@ class Borrower:
                 peer.queue.pop(position)
                 self._send_ask(errand, peer, now)
 
-    def _send_ask(self, errand: Errand, peer: _Peer, now: float) -> None:
+    def _send_ask(self, errand: Errand, peer: Decoder, now: float) -> None:
         rules = self._rules
         errand.peer = errand.decoders[errand.at]
         errand.attempt += 1
@@ -401,121 +336,13 @@ class Borrower:
             queue = self._peer(errand.decoders[errand.at]).queue
             if errand in queue:
                 queue.remove(errand)
-        for _, export in errand.exports:
-            self._unexport(errand.peer, export)
-        errand.exports.clear()
-        for hand in errand.hands.values():
-            if hand is not None:
-                self._copier.release(hand)
-        errand.hands.clear()
+        self._ship.drop(errand)
         errand.sent = False
 
-    # -- blocks -----------------------------------------------------------------------------------
-
-    def _pump(self, errand: Errand) -> None:
-        """Send what is sealed as far as there is room on the host, and hand over who is ready."""
-        holder = next((seq for seq in errand.seqs if seq.blocks), None)
-        peer = self._peer(errand.peer)
-        share = max(self._staging // 2, 1)
-        gone = next((number for number, (_, export) in enumerate(errand.exports) if export.gone), None)
-        if gone is not None:
-            # whoever had them was preempted: they are sent when they were computed again
-            errand.next_block = errand.exports[gone][0]
-            for _, export in errand.exports[gone:]:
-                self._unexport(errand.peer, export)
-            del errand.exports[gone:]
-        while holder is not None and errand.next_block < errand.full:
-            block = holder.blocks[errand.next_block]
-            if not block.sealed or not block.usable:
-                break
-            if self._exported and (self._exported >= self._staging or peer.exported >= share):
-                break
-            errand.exports.append((errand.next_block, self._copier.export(block)))
-            errand.next_block += 1
-            self._exported += 1
-            peer.exported += 1
-        while errand.exports and errand.exports[0][1].ready:
-            count = 0
-            while count < min(len(errand.exports), _MAX_OFFER_BLOCKS) and errand.exports[count][1].ready:
-                count += 1
-            self._offer(errand, errand.exports[:count])
-            del errand.exports[:count]
-        if errand.next_block < errand.full:
-            return
-        tail = errand.tokens % self._block_tokens
-        for seq in errand.seqs:
-            if seq.key not in errand.hands:
-                continue
-            hand = errand.hands[seq.key]
-            if tail and hand is None:
-                # last, or open blocks could hold the room on the host that the others wait for
-                hand = errand.hands[seq.key] = self._copier.export(seq.blocks[-1])
-            # a hand-over closes: until all else was offered, another lease may still be found
-            if not errand.exports and (hand is None or hand.ready):
-                self._hand_over(errand, seq, hand)
-
-    def _offer(self, errand: Errand, batch: list[tuple[int, Export]]) -> None:
-        number = self._take_offer()
-        exports = [export for _, export in batch]
-        self._offers[number] = (errand.peer, exports)
-        self._actions.append(
-            SendBlocks(
-                number,
-                errand.group,
-                errand.attempt,
-                errand.peer,
-                tuple([index for index, _ in batch]),
-                tuple([export.block.host for export in exports]),
-                tuple([export.block.slot.id for export in exports if export.block.slot is not None]),
-            )
-        )
-
-    def _hand_over(self, errand: Errand, seq: Sequence, export: Export | None) -> None:
-        number = self._take_offer()
-        errand.sent = True
-        del errand.hands[seq.key]
-        self._hand_overs[number] = (errand, errand.attempt, seq, export)
-        block = None if export is None else export.block
-        self._actions.append(
-            HandOver(
-                number,
-                errand.group,
-                errand.attempt,
-                errand.peer,
-                seq.key,
-                seq.sampler.index,
-                seq.tokens[seq.prompt_len],
-                -1 if block is None else errand.full,
-                seq.prompt_len % self._block_tokens,
-                -1 if block is None else block.host,
-                -1 if block is None or block.slot is None else block.slot.id,
-                seq.cached_tokens or (0, 0, 0),
-            )
-        )
-
-    def _take_offer(self) -> int:
-        self._next_offer += 1
-        return self._next_offer - 1
-
-    def _on_sent(self, event: BlocksSent) -> None:
-        entry = self._offers.pop(event.offer, None)
-        if entry is None:
-            raise InvariantBroken(f"offer {event.offer} ended, and was not out")
-        for export in entry[1]:
-            self._unexport(entry[0], export)
-
-    def _unexport(self, peer: str, export: Export) -> None:
-        self._copier.release(export)
-        self._exported -= 1
-        self._peer(peer).exported -= 1
+    # -- hand-overs ---------------------------------------------------------------------------------
 
     def _on_handed_over(self, event: HandedOver) -> None:
-        entry = self._hand_overs.pop(event.offer, None)
-        if entry is None:
-            raise InvariantBroken(f"hand-over {event.offer} ended, and was not out")
-        errand, attempt, seq, export = entry
-        if export is not None:
-            self._copier.release(export)
+        errand, attempt, seq = self._ship.handed_over(event)
         if errand.state == "ended" or errand.attempt != attempt or not errand.granted:
             return
         if not event.taken:

@@ -10,7 +10,7 @@ from fdasync.actions import RowSpan
 if TYPE_CHECKING:
     from fdasync.cache.blocks import Block
     from fdasync.events.catalog import RequestPrepared
-    from fdasync.scheduler.borrower import Errand
+    from fdasync.scheduler.errand import Errand
 
 
 class State(Enum):
