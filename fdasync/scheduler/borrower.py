@@ -325,7 +325,7 @@ class Borrower:
         self.ends += [(seq, "no_lease", reason) for seq in errand.seqs]
 
     def _close(self, errand: Errand, *, tell: bool) -> None:
-        """Nothing more happens under its lease. What is offered stays in place until the courier says that it ended."""
+        """Nothing more happens under its lease. What is offered stays in place until it is told that it ended."""
         if errand.state in ("asked", "granted") and tell:
             self._actions.append(GiveUpLease(errand.group, errand.attempt, errand.peer))
         if errand.granted:

@@ -6,7 +6,8 @@ there, and brought to the device; a sample starts when its first token and every
 is not renewed, takes too long, or whose blocks do not arrive as they were promised, is dropped: what arrived whole
 stays as cache. What does not fit waits in line: others may pass it until it has aged, so that nobody starves.
 
-Pure. Called by `core.py`; whoever talks to the other instance is `pd/courier.py`. `borrower.py` is the other side.
+Pure. Called by `core.py`; `receiver.py` takes what arrives, `pd/lending.py` talks to the other instance. The other side
+is `borrower.py`.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from bisect import insort
 from collections import deque
 from typing import TYPE_CHECKING
 
-from fdasync.actions import Action, AnswerLease, ConfirmHandOver, DropLease, ReceiveBlocks
+from fdasync.actions import Action, AnswerLease, ConfirmHandOver, DropLease
 from fdasync.cache.prefix import block_keys
 from fdasync.errors import InvariantBroken
 from fdasync.events.catalog import BlocksOffered, BlocksReceived, Event, LeaseGivenUp, LeasesRenewed, SampleOffered
+from fdasync.scheduler.lease import Lease
+from fdasync.scheduler.receiver import Receiver
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,65 +34,8 @@ if TYPE_CHECKING:
     from fdasync.scheduler.roster import Roster
     from fdasync.scheduler.sequence import Sequence
 
-_MAX_RECEIVE_BLOCKS = 16
 _RETRY_S = 0.2
 _SWEEP_S = 0.25
-
-
-class Lease:
-    """Room for a group of samples, or its place in line.
-
-    Attributes:
-        order: place in line.
-        full: full blocks of the prompt; `prefix` of them were here; `missing` have not arrived on the host.
-        blocks: the full ones, shared by all samples, as far as they were offered; one pin of each is the lease's.
-        open: by sample, the block with the end of its prompt, as far as it was offered.
-        reserved: blocks that it may still take.
-        offered: (offer, index, sample or None) that can be copied.
-        arriving: copies to the device that it waits for.
-        hands: by sample: its first token came.
-        tails: samples whose open block has not arrived yet.
-        renew_by, over_by: engine times.
-    """
-
-    __slots__ = (
-        "arriving", "asked_at", "blocks", "full", "granted", "group", "hands", "keys", "missing", "offered", "open",
-        "order", "over_by", "peer", "prefix", "queued", "renew_by", "reserved", "seqs", "tails", "ttl_s",
-    )  # fmt: skip
-
-    def __init__(self, event: LeaseAsked, seqs: list[Sequence], block_tokens: int) -> None:
-        self.group = event.requests[0].group
-        self.peer = event.peer
-        self.seqs = {seq.key: seq for seq in seqs}
-        self.order = seqs[0].order
-        self.full = seqs[0].prompt_len // block_tokens
-        self.keys = event.requests[0].block_keys
-        self.asked_at = event.at
-        self.ttl_s = event.ttl_s
-        self.renew_by = event.at + event.ttl_s
-        self.over_by = event.over_by
-        self.granted = self.queued = False
-        self.prefix = self.missing = 0
-        self.blocks: list[Block | None] = []
-        self.open: dict[int, Block] = {}
-        self.reserved = 0
-        self.offered: deque[tuple[int, int, Sequence | None]] = deque()
-        self.arriving: set[int] = set()
-        self.hands: dict[int, SampleOffered] = {}
-        self.tails: dict[int, None] = {}
-
-
-class _Receive:
-    """Blocks on their way from another instance."""
-
-    __slots__ = ("blocks", "epoch", "indices", "lease", "samples")
-
-    def __init__(self, lease: Lease, epoch: int) -> None:
-        self.lease = lease
-        self.epoch = epoch
-        self.blocks: list[Block] = []
-        self.indices: list[int] = []
-        self.samples: list[Sequence | None] = []
 
 
 class Lender:
@@ -99,7 +45,6 @@ class Lender:
         ends: (sequence, finish reason, why) of samples that nothing comes of here, taken by `core.py`.
         started: (sequence, event) of samples that have everything, likewise.
         granted, denied, dropped: leases so far.
-        received: blocks that arrived from other instances.
         handlers: of the events that belong here.
     """
 
@@ -107,7 +52,6 @@ class Lender:
         self._config = config
         self._rules = config.leases
         self._size = config.block_tokens
-        self._staging = config.leases.staging_blocks or max(config.num_host_blocks // 2, 1)
         self._index = index
         self._roster = roster
         self._copier = copier
@@ -116,16 +60,12 @@ class Lender:
         self._offering: dict[Lease, None] = {}
         self._stuck: dict[Lease, None] = {}
         self._sweep_at = float("inf")
-        self._receives: dict[int, _Receive] = {}
         self._copies: dict[int, list[Lease]] = {}
-        self._receiving = 0
-        self._by_peer: dict[str, int] = {}
-        self._next_receive = 0
-        self._epoch = 0
         self._actions: list[Action] = []
+        self._receiver = Receiver(config, index, self._actions)
         self.ends: list[tuple[Sequence, str, str]] = []
         self.started: list[tuple[Sequence, SampleOffered]] = []
-        self.granted = self.denied = self.dropped = self.received = 0
+        self.granted = self.denied = self.dropped = 0
         self.handlers: dict[type[Event], Callable[..., None]] = {
             LeasesRenewed: self._on_renewed,
             LeaseGivenUp: self._on_given_up,
@@ -142,7 +82,12 @@ class Lender:
     @property
     def num_receiving(self) -> int:
         """Host blocks that are being filled."""
-        return self._receiving
+        return self._receiver.num_receiving
+
+    @property
+    def received(self) -> int:
+        """Blocks that arrived from other instances."""
+        return self._receiver.num_received
 
     @property
     def wake_at(self) -> float:
@@ -210,10 +155,13 @@ class Lender:
                 self._start_ready(lease)
         for lease in list(self._offering):
             if self._leases.get(lease.group) is lease:
-                self._receive(lease, now)
+                problem = self._receiver.receive(lease, now)
+                if problem:
+                    self._drop(lease, problem)
             if not lease.offered or self._leases.get(lease.group) is not lease:
                 del self._offering[lease]
-        actions, self._actions = self._actions, []
+        actions = [*self._actions]
+        self._actions.clear()
         return actions
 
     def _sweep(self, now: float) -> None:
@@ -300,7 +248,7 @@ class Lender:
         back = [entry for entry in self.started if entry[0].lease == group]
         if back:
             self.started = [entry for entry in self.started if entry[0].lease != group]
-            self._actions = [
+            self._actions[:] = [
                 action for action in self._actions if not isinstance(action, ConfirmHandOver) or action.group != group
             ]
             self.ends += [(seq, "lease_lost", reason) for seq, _ in back]
@@ -328,97 +276,18 @@ class Lender:
 
     # -- blocks -------------------------------------------------------------------------------------
 
-    def _receive(self, lease: Lease, now: float) -> None:
-        """Copy what is offered, as far as the ring and the host have room."""
-        share = max(self._staging // 2, 1)
-        while lease.offered:
-            receive = _Receive(lease, self._epoch)
-            offers: list[int] = []
-            rows: list[int] = []
-            while lease.offered and len(offers) < _MAX_RECEIVE_BLOCKS:
-                if self._receiving and (self._receiving >= self._staging or self._by_peer.get(lease.peer, 0) >= share):
-                    break
-                offer, index, seq = lease.offered[0]
-                if (lease.blocks[index] if seq is None else lease.open.get(seq.key)) is not None:
-                    # a promise broken: it has been sent already, or need not be
-                    self._drop(lease, f"block {index} was offered twice, or is here")
-                    break
-                block = self._index.take_reserved() if self._index.make_host_room(for_fetch=True) else None
-                if block is None:
-                    break
-                lease.reserved -= 1
-                if seq is None:
-                    lease.blocks[index] = block
-                else:
-                    lease.open[seq.key] = block
-                lease.offered.popleft()
-                self._index.pool.add_host(block)
-                block.host_moves += 1
-                self._index.settle(block)
-                offers.append(offer)
-                receive.blocks.append(block)
-                receive.indices.append(index)
-                receive.samples.append(seq)
-                rows.append(self._size if seq is None else seq.prompt_len % self._size)
-                self._receiving += 1
-                self._by_peer[lease.peer] = self._by_peer.get(lease.peer, 0) + 1
-            if not offers:
-                return
-            number = self._next_receive
-            self._next_receive += 1
-            self._receives[number] = receive
-            slots = [block.slot for block in receive.blocks if block.slot is not None]
-            self._actions.append(
-                ReceiveBlocks(
-                    number,
-                    lease.group,
-                    tuple(offers),
-                    tuple(receive.indices),
-                    tuple([block.host for block in receive.blocks]),
-                    tuple([slot.id for slot in slots]),
-                    tuple([slot.generation for slot in slots]),
-                    tuple(rows),
-                    min(lease.over_by, now + self._rules.receive_s),
-                )
-            )
-            if lease.group not in self._leases:
-                return
-
     def _on_received(self, event: BlocksReceived) -> None:
-        receive = self._receives.pop(event.receive_id, None)
-        if receive is None or len(event.arrived) != len(receive.blocks):
-            raise InvariantBroken(f"receive {event.receive_id} ended, and was not in flight")
-        lease = receive.lease
-        live = self._leases.get(lease.group) is lease
-        self._receiving -= len(receive.blocks)
-        self._by_peer[lease.peer] -= len(receive.blocks)
-        if not self._by_peer[lease.peer]:
-            del self._by_peer[lease.peer]
-        here: list[Block] = []
-        for number, (block, came) in enumerate(zip(receive.blocks, event.arrived, strict=True)):
-            seq = receive.samples[number]
-            if came:
-                self.received += 1
-                block.on_host = True
-                if block.pins:
-                    # not a sample's that ended meanwhile
-                    here.append(block)
-                if seq is None:
-                    block.sealed = True
-                    lease.missing -= 1
-                    if self._index.enabled and receive.epoch == self._epoch:
-                        self._index.adopt(block, lease.keys[receive.indices[number]])
-                else:
-                    lease.tails.pop(seq.key, None)
-        if live:
-            self._await(lease, self._copier.bring(here))
-        for block in receive.blocks:
-            block.host_moves -= 1
-            self._index.settle(block)
-        if live and not all(event.arrived):
-            self._drop(lease, f"its blocks did not arrive: {event.problem}")
-        elif live:
+        lease = self._receiver.received(event, self._bring)
+        if self._leases.get(lease.group) is not lease:
+            return
+        if all(event.arrived):
             self._start_ready(lease)
+        else:
+            self._drop(lease, f"its blocks did not arrive: {event.problem}")
+
+    def _bring(self, lease: Lease, blocks: list[Block]) -> None:
+        if self._leases.get(lease.group) is lease:
+            self._await(lease, self._copier.bring(blocks))
 
     def copied(self, copy_id: int) -> None:
         """Blocks are on the device."""
@@ -485,7 +354,7 @@ class Lender:
 
     def new_weights(self) -> None:
         """Nothing that is on its way may be used."""
-        self._epoch += 1
+        self._receiver.epoch += 1
         for lease in list(self._leases.values()):
             self._drop(lease, "the weights changed")
 
