@@ -6,12 +6,14 @@ At any time one prefill and one decode instance at least is left alone. Used by 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 from collections import Counter
 from typing import TYPE_CHECKING
 
 from benchmarks._chaos_fleet import LOST_S, STEP_LIMIT_S, TTL_S
 from benchmarks._chaos_node import STORE, WORKER
+from fdasync.errors import BadInput, RemoteError, TransientError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -47,6 +49,7 @@ class Director:
         self._tasks: set[asyncio.Task[None]] = set()
         self._joined = 0
         self._spare = ""
+        self._version = 0
         self._kinds: list[tuple[int, str, Callable[[Node], Awaitable[None]]]] = [
             (3, "kill", self._kill),
             (3, "stop short", lambda node: self._stop(node, 0.2, 0.7 * TTL_S)),
@@ -66,6 +69,7 @@ class Director:
             (2, "cut data", self._cut_data),
             (2, "stall data", self._stall_data),
             (2, "join or drain", self._join_or_drain),
+            (2, "update weights", self._update_weights),
         ]
 
     async def play(self, seconds: float) -> None:
@@ -222,8 +226,27 @@ class Director:
         try:
             await self._router.drain(leaver.address, _DRAIN_S)
         finally:
-            self._router.remove(leaver.address)
+            with contextlib.suppress(BadInput):
+                # a weight update may have dropped it
+                self._router.remove(leaver.address)
             await fleet.drop(leaver)
+
+    async def _update_weights(self, _node: Node) -> None:
+        """To the same weights, so that the answers stay what they are. Who cannot is dropped, and comes back."""
+        self._version += 1
+        before = len(self._router.commands.dropped)
+        try:
+            await self._router.update_weights(self._version, self._fleet.weights, "keep")
+        except (BadInput, TransientError, RemoteError) as error:
+            # another update is under way, or nobody could
+            self.played[f"update weights: {type(error).__name__}"] += 1
+        for dropped in self._router.commands.dropped[before:]:
+            self.played["update weights: dropped"] += 1
+            for node in list(self._fleet.nodes.values()):
+                if node.address == dropped.address:
+                    async with asyncio.timeout(_START_LIMIT_S):
+                        await node.ready.wait()
+                        await self._router.add(node.address)
 
 
 def slowest_recovery(faults: list[tuple[float, str]], served_at: list[float]) -> tuple[float, str]:

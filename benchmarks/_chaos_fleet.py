@@ -77,6 +77,7 @@ class Fleet:
 
     Attributes:
         nodes: by name, those that are there.
+        weights: a folder with the weights that all of them have.
         wrong: what must not have been, in words.
     """
 
@@ -85,6 +86,11 @@ class Fleet:
         self.wrong: list[str] = []
         self._folder = folder
         self._sizes = sizes or Sizes()
+        weights = folder / "weights"
+        weights.mkdir(exist_ok=True)
+        # those that every instance starts with
+        (weights / "weights.json").write_text('{"weights_id": 1}')
+        self.weights = str(weights)
         self._transport = transport
         self._baseline: dict[str, Probe] = {}
         self._known: set[int] = set()

@@ -63,7 +63,9 @@ class Game:
             await first.aclose()
             before = Resources.now()
             await fleet.open()
-            async with Router(fleet.addresses, RouterConfig(retries=3), links=LINKS, seed=1) as router:
+            async with Router(
+                fleet.addresses, RouterConfig(retries=3, handoff_s=2.0, command_s=8.0), links=LINKS, seed=1
+            ) as router:
                 self.load = Load(router, oracle_of(fleet.nodes["p0"].config), self._rng, VOCAB)
                 self.director = Director(fleet, router, self._rng, self.wrong)
                 await self._meet()
