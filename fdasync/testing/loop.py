@@ -28,6 +28,7 @@ Ts = TypeVarTuple("Ts")
 
 _NS = 1_000_000_000
 _MAX_TURNS_PER_MOMENT = 200_000
+_MIN_TAKEN = 4096
 
 
 class Deadlock(RuntimeError):
@@ -90,6 +91,7 @@ class SimLoop(asyncio.SelectorEventLoop):
         self._now_ns = 0
         self._last_moment = 0
         self._taken: set[int] = set()
+        self._taken_limit = _MIN_TAKEN
         super().__init__(selector)
         # timers are whole nanoseconds apart, so half of one never takes two at once
         self._clock_resolution = 0.5 / _NS
@@ -106,8 +108,9 @@ class SimLoop(asyncio.SelectorEventLoop):
         while moment in self._taken:
             moment += 1
         self._taken.add(moment)
-        if len(self._taken) > 4096:
+        if len(self._taken) > self._taken_limit:
             self._taken = {taken for taken in self._taken if taken >= self._now_ns}
+            self._taken_limit = max(2 * len(self._taken), _MIN_TAKEN)
         context = copy_context() if context is None else context
         process = process_of(context)
         if process is None:
