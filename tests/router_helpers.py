@@ -174,7 +174,7 @@ def in_scene(*names: str, **config: Any) -> Callable[[Test], Callable[[], None]]
                     await test(made)
                     assert made.router.live == []
                     assert not [script.failures for script in made.scripts.values() if script.failures]
-                    assert made.router._by_name == {}
+                    assert made.router.dispatch.num_held == 0
                     for member in made.router.fleet.members.values():
                         assert (member.live, member.tokens) == (0, 0)
 

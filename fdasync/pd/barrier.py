@@ -141,10 +141,10 @@ class Commands:
     async def _let_hand_overs_finish(self) -> None:
         router = self._router
         until = self._loop.time() + router.config.handoff_s
-        while router.being_handed_over() and self._loop.time() < until:  # noqa: ASYNC110 - nobody announces it
+        while router.dispatch.being_handed_over() and self._loop.time() < until:  # noqa: ASYNC110 - nobody announces it
             await asyncio.sleep(_LOOK_S)
-        for request in router.being_handed_over():
-            router.restart(request)
+        for request in router.dispatch.being_handed_over():
+            router.dispatch.restart(request)
 
     def _agree(self, done: list[tuple[Member, Done]], failed: list[tuple[Member, FdasyncError]]) -> None:
         """Whoever has not what most have is not used any more."""

@@ -1,6 +1,6 @@
 """One request of a router: where it is served, what came of it, its one end, and the stream that its caller reads.
 
-Looks like what `Engine.generate` gives. Knows no instances and no links: `router.py` moves it. A reader that is slow
+Looks like what `Engine.generate` gives. Knows no instances and no links: `dispatch.py` moves it. A reader that is slow
 gets fewer, longer deltas; nothing waits for it.
 """
 
@@ -15,10 +15,10 @@ import numpy as np
 from fdasync.result import CachedTokens, Delta, Result, Sample
 
 if TYPE_CHECKING:
+    from fdasync.pd.dispatch import Dispatch
     from fdasync.pd.fleet import Member
     from fdasync.pd.messages import Submit
     from fdasync.pd.results import Incoming
-    from fdasync.pd.router import Router
 
 
 class Routed:
@@ -148,8 +148,8 @@ def _merged(deltas: list[Delta]) -> Delta:
 class RoutedStream:
     """Async iterator of `Delta`s of all samples, as `TokenStream` is; ends when every sample ended."""
 
-    def __init__(self, router: Router, request: Routed) -> None:
-        self._router = router
+    def __init__(self, dispatch: Dispatch, request: Routed) -> None:
+        self._dispatch = dispatch
         self._request = request
         self._next = 0
 
@@ -171,7 +171,7 @@ class RoutedStream:
 
     def abort(self) -> None:
         """End it now; the stream then ends normally, with finish_reason "abort"."""
-        self._router.abort(self._request.request_id)
+        self._dispatch.abort(self._request)
 
     def __aiter__(self) -> RoutedStream:
         return self
@@ -206,8 +206,8 @@ class RoutedStream:
 class RoutedGeneration:
     """`async with` around a request: entering submits it, leaving early aborts it."""
 
-    def __init__(self, router: Router, request: Routed) -> None:
-        self._router = router
+    def __init__(self, dispatch: Dispatch, request: Routed) -> None:
+        self._dispatch = dispatch
         self._request = request
         self._entered = False
 
@@ -215,8 +215,8 @@ class RoutedGeneration:
         if self._entered:
             raise RuntimeError("a generation is entered once")
         self._entered = True
-        await self._router.submit(self._request)
-        return RoutedStream(self._router, self._request)
+        await self._dispatch.submit(self._request)
+        return RoutedStream(self._dispatch, self._request)
 
     async def __aexit__(self, *exc: object) -> None:
-        await self._router.leave(self._request)
+        await self._dispatch.leave(self._request)

@@ -87,7 +87,7 @@ class _Router(Router):
     answered: dict[str, tuple[str, str]]
 
     def on_message(self, peer: Peer, message: Message, payload: Frame | None) -> None:
-        if isinstance(message, Ended) and (request := self._by_name.get(message.request)) is not None:
+        if isinstance(message, Ended) and (request := self.dispatch.find_try(message.request)) is not None:
             super().on_message(peer, message, payload)
             if request.done.done() and request.error is None:
                 self.answered[request.request_id] = (peer.name, message.request)
@@ -183,9 +183,7 @@ class Fleet:
         router = self.router
         if self.router_died.done():
             return
-        assert not router._live, f"the router still has {list(router._live)}"
-        assert not router._by_name
-        assert not router._tasks
+        assert not router.dispatch.num_held, f"the router still has {router.live}"
         for member in router.fleet.members.values():
             assert not member.live, f"{member.address} has {member.live} requests, says the router"
             assert not member.tokens, f"{member.address} has {member.tokens} tokens, says the router"
