@@ -1,4 +1,4 @@
-"""The published workload: 1 prefill and 1 decode instance, 1,000 requests, 256 at a time, mean 1,280 tokens in, 700 out.
+"""The published workload: 1 prefill and 1 decode instance, 1,000 requests, 256 at a time, mean 1,280 in and 700 out.
 
 FastDeploy #7724 reports 275 s with prepare in one thread in order, and 260 s with five threads (ERNIE-4.5 0.3B). Here
 it is played in virtual time, with the real router, links, instances and schedulers, and a cost of steps that was fixed
