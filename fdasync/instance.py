@@ -25,7 +25,7 @@ from fdasync.actions import (
 from fdasync.cache.prefix import root_key
 from fdasync.door import Ask, Errand
 from fdasync.engine import Engine
-from fdasync.errors import BadInput, ConfigError, FdasyncError, PeerUnreachable
+from fdasync.errors import BadInput, ConfigError, EngineClosed, FdasyncError, PeerUnreachable
 from fdasync.events.catalog import LinkChanged
 from fdasync.pd.answers import Answers, failed
 from fdasync.pd.asking import Asking
@@ -237,11 +237,12 @@ class Instance:
         """Requests end with what they have, and their callers are told."""
         if self.engine.state not in ("running", "draining"):
             return
-        requests = site.door.requests()
-        for request in requests:
-            site.door.abort(request)
         until = site.loop.time() + self.engine.config.close_deadline_s
         while self._answers.num_live and site.loop.time() < until:
+            # also those who were on their way through the door
+            requests = site.door.requests()
+            for request in requests:
+                site.door.abort(request)
             # first their ends, then those who tell of them
             waits = [*site.tasks(), *[request.done for request in requests if not request.done.done()]]
             if waits:
@@ -368,12 +369,13 @@ class Instance:
             self._lending.on_drop(peer, message)
 
     def _on_submit(self, peer: Peer, message: Submit) -> None:
+        assert self._site is not None
         try:
+            if self._site.draining:
+                raise EngineClosed("draining")
             ask = self._ask_of(peer, message)
         except FdasyncError as error:
-            assert self._site is not None
-            words = failed(message.request, error)
-            self._site.tell(peer, words)
+            self._site.tell(peer, failed(message.request, error))
             return
         self._answers.submit(peer, message.request, ask)
 

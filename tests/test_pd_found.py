@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from random import Random
 from types import SimpleNamespace
 
+from fdasync import Instance, SamplingParams
 from fdasync.actions import AskLease, ConfirmHandOver, DropLease, FinishRequest, WakeAt
 from fdasync.cache.store import DONE
 from fdasync.events.catalog import AbortRequested
@@ -12,15 +14,18 @@ from fdasync.pd.carriers import Carriers
 from fdasync.pd.leases import LeaseBook
 from fdasync.pd.messages import HandOffTaken, LeaseDrop, Source
 from fdasync.pd.receipts import broken, refused
+from fdasync.pd.router import Router
 from fdasync.pd.transport import Receipt
-from fdasync.testing import SimLoop
+from fdasync.testing import SimLoop, synthetic_config
 from fdasync.testing.loop import run_sim
+from fdasync.testing.network import SimNetwork
 from fdasync.testing.sim_process import SimProcess
 from tests.pd_helpers import PdTable, of, only
 from tests.pd_site import LendingStage
 from tests.router_helpers import Script, in_scene, settle
 
 A = range(10)
+BRIEF = SamplingParams(max_tokens=8)
 
 
 # -- finding room
@@ -139,6 +144,34 @@ def test_a_book_names_all_its_leases():
     for lease in leases:
         book.add(lease)
     assert book.all() == leases
+
+
+# -- closing
+
+
+def test_an_instance_that_closes_takes_nothing_in_and_does_not_spin():
+    """What comes while it closes is refused, and may be sent elsewhere."""
+
+    async def main():
+        network = SimNetwork(Random(1))
+        config = synthetic_config({"step_s": 0.05}, role="mixed", host_blocks=16)
+        one, other = [
+            Instance(config, listen=f"ipc://m{number}", wire=network.wire(f"m{number}"), transports=[])
+            for number in range(2)
+        ]
+        async with other:
+            await one.start()
+            async with Router([one.address, other.address], wire=network.wire("router"), seed=1) as router:
+                tasks = [asyncio.ensure_future(router.complete((number, 2), BRIEF)) for number in range(8)]
+                await asyncio.sleep(0.02)
+                closing = asyncio.ensure_future(one.aclose())
+                tasks += [asyncio.ensure_future(router.complete((number, 3), BRIEF)) for number in range(8)]
+                await closing
+                results = await asyncio.gather(*tasks)
+        # those that it had ended with what they had
+        assert {result.finish_reason for result in results[8:]} == {"length"}
+
+    run_sim(main())
 
 
 # -- carriers

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from fdasync.testing import PdWorkload, SimulationFailed, pd_simulation, simulate_pd
+from fdasync.testing import PdWorkload, SimulationFailed, pd_callers, simulate_pd
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -58,7 +58,7 @@ def test_a_failing_fleet_names_its_seed(monkeypatch):
     def wrong(*args, **kwargs):
         raise AssertionError("something is wrong")
 
-    monkeypatch.setattr(pd_simulation, "check_served", wrong)
+    monkeypatch.setattr(pd_callers, "check_served", wrong)
     with pytest.raises(SimulationFailed, match=r"seed 5: AssertionError: something is wrong\n.*--pd-seed 5") as caught:
         simulate_pd(5)
     assert caught.value.seed == 5

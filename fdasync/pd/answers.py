@@ -70,6 +70,8 @@ class Answers:
         """It came in part, or was given up while it came: end it; its caller is told that it was lost."""
         if not request.done.done():
             self._lost.add(request)
+            # how it ends here is nobody's affair
+            self._streams.take_last(request)
             self._site.door.abort(request)
 
     def abort(self, caller: Peer, message: Abort) -> None:

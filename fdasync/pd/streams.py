@@ -54,7 +54,9 @@ class Streams:
         self._on_news(request)
 
     def take_last(self, request: RequestOutput) -> tuple[Piece, ...]:
-        """A request ended: what of it was not told yet, for its caller to be told first of all."""
+        """A request ended: what of it was not told yet, for its caller to be told first of all; once."""
+        if request not in self._names:
+            return ()
         reader, name = self._names.pop(request)
         request.on_news = None
         reader.news.pop(request, None)

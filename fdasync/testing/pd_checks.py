@@ -68,11 +68,14 @@ class Served:
         if self.first is None:
             assert got == own, f"rows carry the stamps {got}, first passes were {own}"
             return
-        # who was preempted before its first step here had rows already: those of what it was handed over with
+        # who never ran here, or was preempted before its first step, has the rows of what it was handed over with:
         theirs = self.first.passes.stamps.get(self.first_owner, [])[start:]
-        # and who never ran here has them from blocks that others may share; its open block is its own
+        # from blocks that others may share, also of other prefillers; its open block is its own
         size = self.last.plan.runner.block_tokens
-        shared = 0 if own else prompt_len // size * size - start
+        stats = self.last.engine.stats().scheduler
+        calm = not stats.preemptions and not stats.weight_version
+        begun = calm and self.last.passes.cached.get(self.owner, 0) >= prompt_len
+        shared = 0 if begun else prompt_len // size * size - start
         for number, stamp in enumerate(got):
             allowed = [stamps[number] for stamps in (own, theirs) if number < len(stamps)]
             told = f"row {start + number} carries the stamp {stamp}, not one of {allowed}"

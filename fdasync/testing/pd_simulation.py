@@ -20,33 +20,27 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from fdasync.errors import DeadlineExceeded, FdasyncError, InstanceLost
 from fdasync.pd.messages import Ended
 from fdasync.pd.router import Router
-from fdasync.runner.oracle import Oracle
 from fdasync.runner.synthetic import WEIGHTS_FILE
-from fdasync.testing.engines import expected
 from fdasync.testing.leaks import no_leaks
 from fdasync.testing.loop import run_sim
 from fdasync.testing.network import SimNetwork
-from fdasync.testing.pd_checks import Served, check_deltas, check_served, check_trace
+from fdasync.testing.pd_callers import Callers
+from fdasync.testing.pd_checks import check_trace
 from fdasync.testing.pd_machine import Machine
 from fdasync.testing.pd_trouble import Trouble
-from fdasync.testing.pd_workload import PATIENT_S, PdWorkload
+from fdasync.testing.pd_workload import PdWorkload
 from fdasync.testing.sim_process import ProcessWire, SimProcess
 from fdasync.testing.sim_transport import SimFabric
 from fdasync.testing.simulation import SimulationFailed
-from fdasync.testing.workload import RequestPlan, arguments
 
 if TYPE_CHECKING:
     from fdasync.pd.messages import Message
     from fdasync.pd.peer import Peer
     from fdasync.pd.wire import Frame
-    from fdasync.result import Delta, Result
     from fdasync.testing.pd_workload import InstancePlan
 
-# the router's own, and what the loop needs
-_GRACE_S = 5.01
 _QUIET_S = 400.0
 
 
@@ -101,6 +95,8 @@ class Fleet:
     Attributes:
         machines: those that are or were there.
         versions: weights id of each version.
+        answered: who answered which request, under which name.
+        aborting: an update may have aborted somebody.
     """
 
     def __init__(self, work: PdWorkload, folder: str) -> None:
@@ -108,11 +104,13 @@ class Fleet:
         self.folder = folder
         self.network = SimNetwork(Random(f"network {work.seed}"), work.weather)
         self.fabric = SimFabric(Random(f"fabric {work.seed}"), work.faults)
+        self.process = SimProcess("router")
         self.versions = {0: work.shape.weights_id}
         self.machines: list[Machine] = []
         self.outcomes: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
-        self.updated = self.aborting = False
+        self.answered: dict[str, tuple[str, str]] = {}
+        self.aborting = False
 
     def machine(self, plan: InstancePlan) -> Machine:
         """Another one, with the latest weights."""
@@ -124,23 +122,31 @@ class Fleet:
         return machine
 
     async def play(self) -> PdReport:
+        try:
+            return await self._play()
+        except BaseException:
+            # who stands still cannot be cancelled
+            for process in (self.process, *[machine.process for machine in self.machines]):
+                process.go_on()
+            raise
+
+    async def _play(self) -> PdReport:
         work = self.work
         self.router_died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.process = SimProcess("router")
         self.wire = ProcessWire(self.network, self.process)
         for plan in work.instances:
             await self.machine(plan).start()
         addresses = [plan.address for plan in work.instances]
         self.router = _Router(addresses, work.router, links=work.links, wire=self.wire, seed=work.seed)
-        self.router.answered = {}
+        self.router.answered = self.answered
         await self.process.start(self.router.start(), "start")
-        trouble = Trouble(self)
+        trouble, callers = Trouble(self), Callers(self)
         async with asyncio.TaskGroup() as group:
             for incident in work.incidents:
                 group.create_task(trouble.play(incident), name=incident.kind)
             for number, asked in enumerate(work.requests):
                 # its caller lives in the router's process
-                group.create_task(self.wait(self.process.start(self._call(number, asked), f"caller-{number}")))
+                group.create_task(self.wait(self.process.start(callers.call(number, asked), f"caller-{number}")))
         await self._quiet()
         await self._close()
         self._count()
@@ -170,6 +176,9 @@ class Fleet:
         """Nobody asks for anything: soon nobody holds anything."""
         until = asyncio.get_running_loop().time() + _QUIET_S
         well = [machine for machine in self.machines if machine.is_well]
+        for machine in well:
+            # the router may have found no way to tell it so
+            await machine.process.start(machine.engine.resume(), "resume")
         while any(machine.held() for machine in well) and asyncio.get_running_loop().time() < until:
             await asyncio.sleep(0.5)
             well = [machine for machine in well if machine.is_well]
@@ -204,108 +213,3 @@ class Fleet:
             self.counts.update({name: getattr(stats, name) for name in names})
         self.counts.update(self.fabric.counts)
         self.counts["frames_lost"] += self.network.lost
-
-    # -- callers --------------------------------------------------------------------------------------
-
-    async def _call(self, number: int, plan: RequestPlan) -> None:
-        await asyncio.sleep(plan.arrives_s)
-        name = f"request-{number}"
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        try:
-            if plan.way in ("stream", "slow", "leave"):
-                result: Result | None = await self._read(name, plan)
-            elif plan.way == "cancel":
-                result = await self._cancelled(name, plan)
-            else:
-                if plan.way == "abort":
-                    loop.call_later(plan.after_s, self._abort, name)
-                result = await self.router.complete(plan.prompt, plan.params, request_id=name, **arguments(plan))
-        except (InstanceLost, DeadlineExceeded) as error:
-            self._check_error(plan, error)
-            self.outcomes[type(error).__name__] += 1
-        else:
-            if result is None:
-                self.outcomes["cancelled"] += 1
-            else:
-                try:
-                    self._check_result(name, plan, result)
-                except AssertionError as error:
-                    error.add_note(f"{name}: {plan}")
-                    raise
-                self.outcomes.update(sample.finish_reason for sample in result.samples)
-        # a slow reader takes its time after the end
-        if plan.way != "slow":
-            spent = loop.time() - began
-            assert spent < plan.deadline_s + _GRACE_S, f"{name} took {spent} s, its deadline was {plan.deadline_s} s"
-
-    def _abort(self, name: str) -> None:
-        self.router.abort(name)
-        self.router.abort(name)
-
-    async def _cancelled(self, name: str, plan: RequestPlan) -> Result | None:
-        try:
-            async with asyncio.timeout(plan.after_s):
-                return await self.router.complete(plan.prompt, plan.params, request_id=name, **arguments(plan))
-        except DeadlineExceeded:
-            raise
-        except TimeoutError:
-            return None
-
-    async def _read(self, name: str, plan: RequestPlan) -> Result:
-        deltas: list[Delta] = []
-        async with self.router.generate(plan.prompt, plan.params, request_id=name, **arguments(plan)) as stream:
-            async for delta in stream:
-                deltas.append(delta)
-                if plan.way == "slow":
-                    await asyncio.sleep(plan.after_s)
-                if plan.way == "leave" and len(deltas) > 2:
-                    break
-        result = stream.result
-        check_deltas(plan, deltas, result)
-        return result
-
-    # -- checks ---------------------------------------------------------------------------------------
-
-    def _check_error(self, plan: RequestPlan, error: FdasyncError) -> None:
-        impatient = isinstance(error, DeadlineExceeded) and plan.deadline_s < PATIENT_S
-        assert impatient or not self.work.calm, f"nothing went wrong, and yet: {error}"
-        partial = error.partial if isinstance(error, InstanceLost) else None
-        if partial is not None and len(self.versions) == 1:
-            self._check_tokens(plan, partial)
-
-    def _check_tokens(self, plan: RequestPlan, result: Result) -> None:
-        for sample in result.samples:
-            want = expected(plan.prompt, plan.params, sample.index, Oracle(self.work.shape)).token_ids
-            assert sample.token_ids == want[: len(sample.token_ids)]
-
-    def _check_result(self, name: str, plan: RequestPlan, result: Result) -> None:
-        assert result.request_id == name
-        assert [sample.index for sample in result.samples] == list(range(plan.params.n))
-        assert result.total_s < plan.deadline_s + _GRACE_S, f"it ended at {result.total_s} s"
-        answered = self.router.answered.get(name)
-        for sample in result.samples:
-            caused = {
-                "stop": True,
-                "length": True,
-                "abort": plan.way in ("abort", "leave") or self.aborting,
-                "deadline": plan.deadline_s < PATIENT_S or not self.work.calm,
-            }
-            assert caused.get(sample.finish_reason), f"{sample.finish_reason}, and nobody asked for it"
-        if answered is None:
-            # nobody answered: the router ended it, with those samples whole that had ended before
-            assert {sample.finish_reason for sample in result.samples} & {"abort", "deadline"}
-            if len(self.versions) == 1:
-                self._check_tokens(plan, result)
-            return
-        # what ended before it was prepared has no prompt
-        assert result.prompt_token_ids in (plan.prompt, ())
-        last = next(machine for machine in self.machines if machine.name == answered[0])
-        first = next((other for other in self.machines if other is not last and answered[1] in other.errands), None)
-        for sample in result.samples:
-            own = last.keys.get(answered[1], [-1] * plan.params.n)[sample.index]
-            theirs = -1 if first is None else first.errands[answered[1]][sample.index]
-            rows = bool(last.engine.capacity.aux_specs) and plan.routing is not False
-            check_served(plan, sample, Served(last, own, first, theirs, sample.index), self.versions, rows)
-        self.counts["handed_over"] += first is not None
-        self.counts["results"] += 1

@@ -214,6 +214,11 @@ class _Draw:
             max_delay_s=random.choice((0.0, 0.0, 0.005, 0.05)),
         )
 
+    def _joiner(self) -> InstancePlan:
+        """Big enough for all requests."""
+        plan = self.instance(self.random.choice(("mixed", "prefill", "decode", "decode")))
+        return msgspec.structs.replace(plan, config=msgspec.structs.replace(plan.config, num_blocks=40))
+
     def _requests(self, instances: tuple[InstancePlan, ...]) -> tuple[RequestPlan, ...]:
         random = self.random
         least = min(plan.config.num_blocks for plan in instances if isinstance(plan.config.num_blocks, int))
@@ -283,9 +288,7 @@ class _Draw:
                     target=random.randint(-1 if kind == "part" else 0, 5),
                     other=random.randint(0, 5),
                     for_s=random.choice((0.0, brief, long)) if kind == "kill" else random.choice((brief, long)),
-                    plan=self.instance(random.choice(("mixed", "prefill", "decode", "decode")))
-                    if kind == "join"
-                    else None,
+                    plan=self._joiner() if kind == "join" else None,
                     mode=random.choice(("abort", "keep")),
                     weights_id=random.randint(1, 1 << 40),
                 )
