@@ -63,7 +63,8 @@ class _Asker:
     def __init__(self, shape: object, namespace: bytes) -> None:
         self.namespace = namespace
         self._shape = shape
-        self.granted: dict[str, asyncio.Future[LeaseAnswer]] = {}
+        # when an answer came, and what it was: the coroutines that asked have their turn later
+        self.granted: dict[str, asyncio.Future[tuple[float, LeaseAnswer]]] = {}
 
     def hello(self) -> Hello:
         return Hello(PROTOCOL, "asker", "prefill", "", self._shape)  # type: ignore[arg-type]
@@ -80,7 +81,7 @@ class _Asker:
 
     def on_message(self, _: object, message: Message, __: object) -> None:
         if isinstance(message, LeaseAnswer) and message.verdict != "queued":
-            self.granted.pop(message.request).set_result(message)
+            self.granted.pop(message.request).set_result((time.perf_counter(), message))
 
     def on_heartbeat(self, *_: object) -> None:
         pass
@@ -91,6 +92,23 @@ class _Asker:
 
     def on_failure(self, error: Exception) -> None:
         raise error
+
+
+def _wanted(caller: bytes, namespace: bytes) -> Wanted:
+    """A request that shares no prefix with any other."""
+    return Wanted(
+        caller=caller,
+        tokens=bytes(4 * PROMPT_TOKENS),
+        block_keys=tuple([os.urandom(16) for _ in range(PROMPT_TOKENS // BLOCK_TOKENS)]),
+        namespace=namespace,
+        salt="",
+        params=SamplingParams(max_tokens=256, seed=7),
+        streams=True,
+        priority=0,
+        deadline_s=600.0,
+        routing=True,
+        start=0,
+    )
 
 
 async def measure(address: str, in_flight: int, count: int) -> list[float]:
@@ -106,37 +124,24 @@ async def measure(address: str, in_flight: int, count: int) -> list[float]:
     spent: list[float] = []
     left = count + count // 10
     loop = asyncio.get_running_loop()
-    tokens = bytes(4 * PROMPT_TOKENS)
+    wants = [_wanted(links.incarnation, asker.namespace) for _ in range(in_flight)]
 
-    async def one() -> None:
+    async def one(wanted: Wanted) -> None:
         nonlocal left
         while left > 0:
             left -= 1
             name = os.urandom(8).hex()
-            wanted = Wanted(
-                caller=links.incarnation,
-                tokens=tokens,
-                block_keys=tuple([os.urandom(16) for _ in range(PROMPT_TOKENS // BLOCK_TOKENS)]),
-                namespace=asker.namespace,
-                salt="",
-                params=SamplingParams(max_tokens=256, seed=7),
-                streams=True,
-                priority=0,
-                deadline_s=600.0,
-                routing=True,
-                start=0,
-            )
             future = asker.granted[name] = loop.create_future()
             begin = time.perf_counter()
             peer.send(LeaseAsk(name, 0, wanted, 60.0, 600.0))
-            answer = await future
-            spent.append((time.perf_counter() - begin) * 1e3)
+            came, answer = await future
+            spent.append((came - begin) * 1e3)
             if answer.verdict != "granted":
                 raise RuntimeError(f"a lease was {answer.verdict}: {answer.reason}")
             peer.send(LeaseDrop(name, 0, "measured"))
 
     try:
-        await asyncio.gather(*[one() for _ in range(in_flight)])
+        await asyncio.gather(*[one(wanted) for wanted in wants])
     finally:
         await links.aclose()
     return sorted(spent[count // 10 :])

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _HIGH_WATER = 1000
 # messages read before others of the loop have their turn
-_READ_CAP = 1000
+_READ_CAP = 64
 _RECONNECT_MS = (50, 1000)
 # so that what was said just before hanging up still goes out
 _LINGER_MS = 50
