@@ -31,6 +31,12 @@ DIMENSIONS: dict[str, tuple[str, ...]] = {
     "update": ("none", "abort", "keep"),
     # aux specs: routing; routing and another one
     "specs": ("one", "two"),
+    # one engine; or prefill and decode instances, and how blocks go from one to the other
+    "pd": ("mixed", "shm", "tcp"),
+    # the decode instance has the prompts' beginnings before they come
+    "hit": ("no", "yes"),
+    # an instance is killed in the middle
+    "dies": ("nobody", "prefill", "decode"),
 }
 STORES = ("memory", "file", "mooncake")
 # tiers behind which a real process or server stands: no virtual time
@@ -58,6 +64,20 @@ def impossible(cell: Cell) -> str:
         return "write-back writes to a store, and there is none"
     if preempt == "recompute" and tier != "device":
         return "with a host tier the blocks of preempted requests survive there"
+    return _impossible_pd(cell)
+
+
+def _impossible_pd(cell: Cell) -> str:
+    tier = cell["tier"]
+    if cell["pd"] == "mixed":
+        alone = cell["hit"] == "no" and cell["dies"] == "nobody"
+        return "" if alone else "one engine has no other whose prefix or death could matter"
+    if cell["cache"] == "off":
+        return "instances find blocks by prefix: config refuses a role without the prefix cache"
+    if tier == "device":
+        return "instances read host blocks: config refuses a role without a host tier"
+    if tier in ("memory", "mooncake"):
+        return "an instance deals with its store as an engine does: one store stands for all behind instances"
     return ""
 
 
@@ -78,13 +98,22 @@ def quick_cells(seed: int = _SEED) -> list[Cell]:
 
 
 def virtual_cells() -> list[Cell]:
-    return [cell for cell in every_cell() if cell["tier"] not in REAL]
+    return [cell for cell in every_cell() if cell["tier"] not in REAL and cell["pd"] == "mixed"]
+
+
+def pd_cells() -> list[Cell]:
+    """Of several instances, which are real processes or share a real loop: what `quick_cells` has, and every three
+    values of all such cells."""
+    cells = [cell for cell in every_cell() if cell["pd"] != "mixed"]
+    Random(_SEED).shuffle(cells)
+    chosen = [cell for cell in quick_cells() if cell["pd"] != "mixed"] + covering(cells, 3)
+    return list({name_of(cell): cell for cell in chosen}.values())
 
 
 def real_cells(tier: str) -> list[Cell]:
     """Of a tier with a real process behind it: what `quick_cells` has, and every three values of all such tiers."""
-    array = covering([cell for cell in every_cell() if cell["tier"] in REAL], 3)
-    chosen = [*quick_cells(), *array]
+    array = covering([cell for cell in every_cell() if cell["tier"] in REAL and cell["pd"] == "mixed"], 3)
+    chosen = [cell for cell in (*quick_cells(), *array) if cell["pd"] == "mixed"]
     # a cell may stand in both
     return list({name_of(cell): cell for cell in chosen if cell["tier"] == tier}.values())
 

@@ -1,8 +1,9 @@
 """The routing matrix (DECISIONS 25, 26): every token and every row is the oracle's, whatever the engine is made of.
 
 `make test` plays every pair of values of all dimensions; `make test-all` every cell that runs in virtual time, and
-every three values where a real store is behind the engine. A cell's name tells its values, and names a test that plays
-it alone: `pytest 'tests/test_matrix.py::test_virtual_cell[cache=on,tier=host,...]'`.
+every three values where a real store is behind the engine, or where there are several instances (`matrix_pd.py`). A
+cell's name tells its values, and names a test that plays it alone:
+`pytest 'tests/test_matrix.py::test_virtual_cell[cache=on,tier=host,...]'`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import uvloop
 
 from fdasync.cache.memory import MemoryConfig, MemoryStore
 from fdasync.cache.wrappers import Latency, Wrapper
@@ -25,10 +27,12 @@ from tests.matrix import (
     every_cell,
     impossible,
     name_of,
+    pd_cells,
     quick_cells,
     real_cells,
     virtual_cells,
 )
+from tests.matrix_pd import PdPlay
 from tests.matrix_play import Play
 
 if TYPE_CHECKING:
@@ -37,6 +41,8 @@ if TYPE_CHECKING:
 
     from tests.covering import Cell
 
+# what only cells with several instances have
+SEVERAL = (("pd", "shm"), ("pd", "tcp"), ("hit", "yes"), ("dies", "prefill"), ("dies", "decode"))
 QUICK = {name_of(cell) for cell in quick_cells()}
 
 
@@ -100,6 +106,12 @@ async def test_mooncake_cell(cell: Cell, network: Any, request: pytest.FixtureRe
         await Play(cell, store_config={"master": network.address, "prefix": prefix}).run()
 
 
+@pytest.mark.parametrize("cell", marked(pd_cells()))
+def test_pd_cell(cell: Cell, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    with told_how_again(request):
+        uvloop.run(PdPlay(cell, tmp_path).run())
+
+
 # -- the matrix itself --------------------------------------------------------------------------------
 
 
@@ -113,6 +125,8 @@ def test_every_pair_of_values_is_played_or_impossible() -> None:
         for its in DIMENSIONS[other]
     }
     assert played == there
+    without_instances = [("cache", "off"), ("preempt", "recompute")]
+    without_instances += [("tier", tier) for tier in ("device", "memory", "mooncake")]
     assert pairs - there == {
         (("cache", "off"), ("tier", "host")),
         (("cache", "off"), ("tier", "memory")),
@@ -124,6 +138,12 @@ def test_every_pair_of_values_is_played_or_impossible() -> None:
         (("tier", "device"), ("preempt", "writeback")),
         (("tier", "host"), ("preempt", "writeback")),
         *((("tier", tier), ("preempt", "recompute")) for tier in ("host", "memory", "file", "mooncake")),
+        # one engine alone
+        (("pd", "mixed"), ("hit", "yes")),
+        (("pd", "mixed"), ("dies", "prefill")),
+        (("pd", "mixed"), ("dies", "decode")),
+        # several instances
+        *((one, several) for one in without_instances for several in SEVERAL),
     }
 
 
@@ -132,16 +152,23 @@ def test_every_cell_that_cannot_be_has_a_reason() -> None:
     there = {name_of(cell) for cell in every_cell()}
     reasons = Counter(impossible(cell) for cell in every if name_of(cell) not in there)
     assert "" not in reasons
-    # config refuses the first; the others are no cells because nothing could tell them from one that is
-    assert [reason.partition(":")[0] for reason in reasons] == [
+    # config refuses what says so; the others are no cells because nothing could tell them from one that is
+    assert sorted(reason.partition(":")[0] for reason in reasons) == [
+        "an instance deals with its store as an engine does",
+        "instances find blocks by prefix",
+        "instances read host blocks",
+        "one engine has no other whose prefix or death could matter",
         "swap copies to the host, and there is no host tier",
-        "write-back writes to a store, and there is none",
-        "with a host tier the blocks of preempted requests survive there",
         "tiers find blocks by prefix",
+        "with a host tier the blocks of preempted requests survive there",
+        "write-back writes to a store, and there is none",
     ]
     assert len(there) + reasons.total() == len(every)
     assert {name_of(cell) for cell in virtual_cells()} | QUICK <= there
     assert {name_of(cell) for tier in REAL for cell in real_cells(tier)} <= there
+    assert {name_of(cell) for cell in pd_cells()} <= there
+    played = virtual_cells() + pd_cells() + [cell for tier in REAL for cell in real_cells(tier)]
+    assert {name_of(cell) for cell in played} >= QUICK
 
 
 @pytest.mark.parametrize(
@@ -152,6 +179,8 @@ def test_every_cell_that_cannot_be_has_a_reason() -> None:
         ({"prefix_cache": False, "store": "file", "host_blocks": 8}, "prefix_cache"),
         ({"store": "memory", "host_blocks": 0}, "host_blocks"),
         ({"store": "mooncake", "host_blocks": 0}, "host_blocks"),
+        ({"prefix_cache": False, "role": "decode"}, "prefix_cache"),
+        ({"role": "prefill", "host_blocks": 0}, "host_blocks"),
     ],
 )
 def test_config_refuses_what_cannot_be(values: dict[str, Any], key: str) -> None:
