@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from fdasync.testing.pytest_plugin import SimSeeds
 
 _SLOW_SEEDS = 5000
+# of them, for several processes to share
+_PARTS = 10
 
 
 def play(seeds: Iterable[int]) -> tuple[Counter[str], Counter[str]]:
@@ -43,9 +45,11 @@ def test_pd_simulation(pd_seeds: SimSeeds):
 
 
 @pytest.mark.slow
-def test_pd_simulation_of_many_seeds(request: pytest.FixtureRequest):
+@pytest.mark.parametrize("part", range(_PARTS))
+def test_pd_simulation_of_many_seeds(part: int, request: pytest.FixtureRequest):
+    """`--pd-seeds` says how many in all."""
     count = request.config.getoption("--pd-seeds")
-    play(range(_SLOW_SEEDS if count is None else count))
+    play(range(part, _SLOW_SEEDS if count is None else count, _PARTS))
 
 
 def test_a_seed_gives_the_same_fleet_again():
