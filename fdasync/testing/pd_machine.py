@@ -13,6 +13,7 @@ import msgspec
 
 from fdasync.actions import ReceiveBlocks
 from fdasync.cache.host import host_nbytes
+from fdasync.cache.memory import MemoryConfig, MemoryStore
 from fdasync.cache.region import PAGE_NBYTES
 from fdasync.errors import FdasyncError, InvariantBroken, WorkerDied
 from fdasync.instance import Instance
@@ -23,6 +24,7 @@ from fdasync.testing.engines import LetterTokenizer
 from fdasync.testing.leaks import check_idle
 from fdasync.testing.passes import PassModel
 from fdasync.testing.sim_process import ProcessTransport, ProcessWire, SimProcess
+from fdasync.testing.watched import WatchedStore
 
 if TYPE_CHECKING:
     from fdasync.actions import Action, SeqStart
@@ -109,6 +111,8 @@ class Machine:
         words = 12 if runner.pass_stamp else 8
         block_nbytes = words * runner.block_tokens
         self._stride_nbytes = host_nbytes(1, block_nbytes) - host_nbytes(0, block_nbytes)
+        store = WatchedStore(MemoryStore(MemoryConfig(max_nbytes=1 << 18)), self.passes)
+        store.stride_nbytes = self._stride_nbytes
         self.wire = ProcessWire(network, self.process)
         self.transport = _Transport(fabric, self.process, self._copied)
         self.transport.machine = self
@@ -121,6 +125,7 @@ class Machine:
             transports=[self.transport],
             runner=self.edge,
             tokenizer=LetterTokenizer(),
+            store=store if config.store else None,
         )
         self.instance.machine = self
         self.engine = self.instance.engine
@@ -223,6 +228,7 @@ class Machine:
             "blocks on their way here": lender.num_receiving,
             "blocks that exports hold": scheduler.copier.num_held + len(scheduler.copier._exports),
             "moves of host blocks": sum(block.host_moves for block in scheduler.index.pool.live()),
+            "blocks on their way to the store": int(scheduler.tiers.is_writing),
             "parts on offer": len(self.transport.offers),
             "receives": len(self.transport.calls),
             "live samples": engine.stats().live,

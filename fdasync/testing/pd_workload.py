@@ -200,6 +200,7 @@ class _Draw:
                 step_deadline_s=30.0,
                 close_deadline_s=60.0,
                 leases=self.rules,
+                store="memory" if Random(f"store {self.seed} {number}").random() < 0.3 else "",
                 seed=number,
                 trace_turns=1 << 20,
             ),
