@@ -261,6 +261,21 @@ async def test_a_loss_after_the_deadline_is_the_deadline(scene):
     assert (await task).finish_reason == "deadline"
 
 
+@in_scene("m0")
+async def test_a_sample_that_lacks_its_rows_does_not_pass_for_a_whole_one(scene):
+    """All its tokens came; then its instance died, before the rows."""
+    results = []
+    for routing in (None, False):
+        async with scene.router.generate((1, 2, 3), request_id="mine", routing=routing) as stream:
+            await settle()
+            scene.m0.tokens(scene.m0.submits[-1].request, 7, finish="stop")
+            await settle()
+            stream.abort()
+            assert [delta.finish_reason async for delta in stream] == ["stop"]
+        results.append(stream.result)
+    assert [result.finish_reason for result in results] == ["abort", "stop"]
+
+
 # -- processes in virtual time
 
 

@@ -99,7 +99,9 @@ class Routed:
         return _merged(news)
 
     def so_far(self, reason: str) -> Result:
-        """What came, as a result without rows."""
+        """What came, as a result without rows. A sample whose tokens all came lacks them too, and must not pass for a
+        whole one, unless rows were not wanted."""
+        rowless = self.words.routing is False
         samples = []
         for index in range(self.words.params.n):
             known = self.taken[index] + self.pending[index]
@@ -113,7 +115,7 @@ class Routed:
                     raw_logprobs=None if raw is None else np.array(raw, np.float32),
                     processed_logprobs=None if processed is None else np.array(processed, np.float32),
                     top_logprobs=whole.top_logprobs,
-                    finish_reason=whole.finish_reason or reason,
+                    finish_reason=(whole.finish_reason if rowless else None) or reason,
                     cached=CachedTokens(),
                     weight_version=(),
                     routing=None,
