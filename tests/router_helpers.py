@@ -22,6 +22,7 @@ from fdasync.pd.messages import (
     Heartbeat,
     Hello,
     Moved,
+    Outputs,
     Piece,
     Progress,
     SampleEnd,
@@ -106,10 +107,9 @@ class Script:
         self.router.send(Progress((Piece(name, index, tokens, "", None, None, None, finish),)))
 
     def end(self, name: str, *samples: tuple[int, ...], reason: str = "length") -> None:
-        ends = [
-            SampleEnd(array("i", tokens).tobytes(), "", None, None, None, reason, (0, 0, 0), (), None, None, ())
-            for tokens in samples
-        ]
+        for index, tokens in enumerate(samples):
+            self.router.send(Outputs(name, index, 0, array("i", tokens).tobytes(), "", None, None, None))
+        ends = [SampleEnd(len(tokens), reason, (0, 0, 0), (), None, None, ()) for tokens in samples]
         self.router.send(Ended(name, array("i", [1, 2, 3]).tobytes(), tuple(ends)))
 
     def moved(self, name: str, to: Script) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from types import SimpleNamespace
 
 from fdasync.actions import FinishRequest, TellBlocks
 from fdasync.door import Ask, Errand
 from fdasync.errors import BadInput, EngineBusy
 from fdasync.pd.answers import Answers
-from fdasync.pd.messages import Abort, BlockNews, Ended, Failed, Moved, Progress
+from fdasync.pd.messages import Abort, BlockNews, Ended, Failed, Moved, Outputs, Progress
 from fdasync.pd.news import News
 from fdasync.request import SamplingParams
 from fdasync.testing.loop import run_sim
@@ -95,7 +96,8 @@ async def test_one_that_wants_only_the_end_gets_only_that(desk):
     await desk.settle()
     stage.finish((5, 6))
     await desk.settle()
-    assert [type(message) for message in desk.caller.sent] == [Ended]
+    assert [type(message) for message in desk.caller.sent] == [Outputs, Ended]
+    assert desk.caller.sent[0].token_ids == array("i", [5, 6]).tobytes()
 
 
 @played

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from fdasync.cache.aux import AuxSpec
 from fdasync.errors import ProtocolError
-from fdasync.pd import results
-from fdasync.pd.messages import Facts, Rows, WeightSpan, decode, encode
-from fdasync.pd.results import Incoming, ended_message, row_messages
-from fdasync.result import CachedTokens, Result, Routing, Sample
+from fdasync.pd import results, streams
+from fdasync.pd.messages import Facts, Outputs, Progress, Rows, WeightSpan, decode, encode
+from fdasync.pd.results import Incoming, delta_of, ended_message, output_messages, row_messages
+from fdasync.result import CachedTokens, Delta, Result, Routing, Sample
 from fdasync.runner.base import TopLogprobs
 from tests.helpers import case_settings
 
@@ -66,6 +66,8 @@ def arrive(result, start, most_rows=100):
     incoming = Incoming(SPECS, len(result.samples), most_rows)
     for words, payload in row_messages("r", result):
         incoming.add(decode(encode(words)), bytes(payload))
+    for outputs in output_messages("r", result):
+        incoming.add_outputs(decode(encode(outputs)))
     return incoming.result(decode(encode(ended_message("r", result))), "mine", FACTS, start)
 
 
@@ -144,6 +146,8 @@ def test_an_end_that_does_not_fit_its_rows_is_refused():
         sample = msgspec.structs.replace(good.samples[0], **changes)
         incoming = Incoming(SPECS, 1, 10)
         incoming.add(Rows("r", 0, "routing", 0, 3), bytes(18))
+        for outputs in output_messages("r", whole):
+            incoming.add_outputs(outputs)
         return incoming.result(msgspec.structs.replace(good, samples=(sample,)), "mine", FACTS, 0)
 
     assert len(end().routing.array) == 3
@@ -154,9 +158,8 @@ def test_an_end_that_does_not_fit_its_rows_is_refused():
         {"num_rows": None},
         {"aux": (other,)},
         {"aux": (*good.samples[0].aux, SPECS[1])},
-        {"token_ids": b"123"},
-        {"raw": bytes(8)},
-        {"processed": bytes(3)},
+        {"num_tokens": 0},
+        {"num_tokens": 2},
     ):
         with pytest.raises(ProtocolError):
             end(**changes)
@@ -164,5 +167,68 @@ def test_an_end_that_does_not_fit_its_rows_is_refused():
         Incoming(SPECS, 2, 10).result(good, "mine", FACTS, 0)
     incoming = Incoming(SPECS, 1, 10)
     incoming.add(Rows("r", 0, "routing", 0, 3), bytes(18))
+    with pytest.raises(ProtocolError, match="0 tokens"):
+        incoming.result(good, "mine", FACTS, 0)
+    for outputs in output_messages("r", whole):
+        incoming.add_outputs(outputs)
     with pytest.raises(ProtocolError):
         incoming.result(msgspec.structs.replace(good, prompt=b"12345"), "mine", FACTS, 0)
+
+
+def outputs(first=0, tokens=4, text="", raw=None, processed=None, top=None, index=0):
+    return Outputs("r", index, first, bytes(tokens), text, raw, processed, top)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        outputs(first=1),  # not the next ones
+        outputs(index=1),  # no such sample
+        outputs(tokens=5),
+        outputs(tokens=44),  # more than it can have
+        outputs(text="x" * 3000),
+        outputs(raw=bytes(8)),
+        outputs(processed=bytes(3)),
+        outputs(top=()),
+    ],
+)
+def test_outputs_that_are_not_what_they_should_be_are_refused(words):
+    incoming = Incoming(SPECS, 1, 10)
+    with pytest.raises(ProtocolError):
+        incoming.add_outputs(words)
+    # and change nothing
+    incoming.add_outputs(outputs(tokens=20, raw=bytes(20)))
+    with pytest.raises(ProtocolError, match="fit together"):
+        incoming.add_outputs(outputs(first=5, tokens=20))
+    incoming.add_outputs(outputs(first=5, tokens=20, raw=bytes(20)))
+
+
+def test_a_result_may_be_larger_than_a_message():
+    count = 3 * results.RUN_TOKENS + 5
+    samples = tuple(
+        Sample(
+            index=index, token_ids=tuple(range(count)), text="abc" * count, raw_logprobs=np.zeros(count, np.float32),
+            processed_logprobs=np.ones(count, np.float32),
+            top_logprobs=(TopLogprobs(tuple(range(20)), (-1.0,) * 20),) * count, finish_reason="length",
+            cached=CachedTokens(), weight_version=(), routing=None, aux={},
+        )
+        for index in range(2)
+    )  # fmt: skip
+    result = Result(request_id="mine", prompt_token_ids=(1,), samples=samples)
+    incoming = Incoming((), 2, count)
+    for words in output_messages("r", result):
+        incoming.add_outputs(decode(encode(words)))
+    back = incoming.result(decode(encode(ended_message("r", result))), "mine", FACTS, 0)
+    assert [plain(one) for one in back.samples] == [plain(one) for one in samples]
+
+
+def test_a_long_delta_goes_in_several_messages():
+    count = 2 * results.RUN_TOKENS + 1
+    delta = Delta(index=0, token_ids=tuple(range(count)), text="y" * 10, finish_reason="length")
+    pieces = streams._runs("r", delta)
+    sent = [decode(encode(Progress(group))) for group in streams.groups(pieces)]
+    assert len(sent) == 3
+    back = [delta_of(piece) for message in sent for piece in message.pieces]
+    assert tuple(token for one in back for token in one.token_ids) == delta.token_ids
+    assert ("".join(one.text for one in back), back[-1].finish_reason) == (delta.text, "length")
+    assert [one.finish_reason for one in back[:-1]] == [None, None]

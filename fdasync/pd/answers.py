@@ -17,10 +17,11 @@ from fdasync.errors import (
     PeerRefused,
     PeerUnreachable,
     PermanentError,
+    ProtocolError,
 )
 from fdasync.pd.messages import Abort, Failed, Moved, Progress
-from fdasync.pd.results import ended_message, row_messages
-from fdasync.pd.streams import ELSEWHERE, Streams
+from fdasync.pd.results import ended_message, output_messages, row_messages
+from fdasync.pd.streams import ELSEWHERE, Streams, groups
 
 if TYPE_CHECKING:
     from fdasync.door import Ask
@@ -142,8 +143,8 @@ class Answers:
     async def _tell_end(self, caller: Peer, name: str, request: RequestOutput, last: tuple[Piece, ...]) -> None:
         site = self._site
         try:
-            if last:
-                await site.say(caller, Progress(last))
+            for pieces in groups(last):
+                await site.say(caller, Progress(pieces))
             await request.decode()
             try:
                 result = site.door.result(request)
@@ -152,7 +153,12 @@ class Answers:
                 return
             for words, payload in row_messages(name, result):
                 await site.say(caller, words, payload)
+            for outputs in output_messages(name, result):
+                await site.say(caller, outputs)
             await site.say(caller, ended_message(name, result))
+        except ProtocolError as error:
+            # a link does not take it: its caller must know, and nobody else need
+            site.tell(caller, failed(name, error))
         except (PeerUnreachable, PeerRefused, DeadlineExceeded):
             # nobody is there to tell
             return

@@ -71,10 +71,12 @@ class Shape(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
     def difference(self, other: Shape) -> tuple[str, str, str] | None:
         """The first field that differs, with both values in words; None: blocks can be exchanged."""
-        for name in self.__struct_fields__:
-            ours, theirs = getattr(self, name), getattr(other, name)
-            if ours != theirs:
-                return name, f"{ours!r:.200}", f"{theirs!r:.200}"
+        # the model last: a digest says less than anything else
+        for name in (*self.__struct_fields__[1:], "model"):
+            values = getattr(self, name), getattr(other, name)
+            if values[0] != values[1]:
+                ours, theirs = [each.hex() if isinstance(each, bytes) else f"{each!r:.200}" for each in values]
+                return name, ours, theirs
         return None
 
 
@@ -405,23 +407,36 @@ class Rows(Message, frozen=True, array_like=True, tag="rows"):
     count: Count
 
 
-class SampleEnd(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One sample of a result but for its rows, which came before; see `fdasync.Sample`.
+class Outputs(Message, frozen=True, array_like=True, tag="outputs"):
+    """A run of one sample's output, from its token `first` on; at least one comes for each sample of a result.
 
     Attributes:
-        raw, processed: float32 little-endian.
+        raw, processed: float32 little-endian; top: likewise one for each token; None: not asked for.
+    """
+
+    request: Name
+    index: Small
+    first: Count
+    token_ids: Tokens
+    text: Annotated[str, Meta(max_length=1 << 20)]
+    raw: Floats | None
+    processed: Floats | None
+    top: tuple[TopLogprobs | None, ...] | None
+
+
+class SampleEnd(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The end of one sample of a result, whose rows and tokens came before; see `fdasync.Sample`.
+
+    Attributes:
+        num_tokens: that came.
         num_rows: of each spec; None: there are none of any.
         aux: names of the specs.
     """
 
-    token_ids: Tokens
-    text: Annotated[str, Meta(max_length=4 << 20)]
-    raw: Floats | None
-    processed: Floats | None
-    top: tuple[TopLogprobs | None, ...] | None
+    num_tokens: Count
     finish_reason: Words
     cached: tuple[Count, Count, Count]
-    versions: tuple[WeightSpan, ...]
+    versions: Annotated[tuple[WeightSpan, ...], Meta(max_length=4096)]
     stop_token_id: int | None
     num_rows: Count | None
     aux: Annotated[tuple[AuxSpec, ...], Meta(max_length=64)]
@@ -514,6 +529,7 @@ AnyMessage = (
     | Abort
     | Progress
     | Rows
+    | Outputs
     | Moved
     | Ended
     | Failed

@@ -1,7 +1,7 @@
 """A result as messages, and messages as a result: what a caller of a router gets is what an engine's caller gets.
 
-Rows travel beside the rest, in runs no longer than a link takes (`Rows`), before the `Ended` that counts them. Pure.
-Used by `answers.py` and `router.py`.
+Rows and tokens travel in runs no longer than a link takes (`Rows`, `Outputs`), before the `Ended` that counts them:
+a result may be as large as it likes. Pure. Used by `answers.py`, `streams.py` and `dispatch.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from fdasync.cache.aux import AuxSpec
 from fdasync.errors import ProtocolError
-from fdasync.pd.messages import MAX_PAYLOAD_NBYTES, Ended, Rows, SampleEnd
+from fdasync.pd.messages import MAX_PAYLOAD_NBYTES, Ended, Outputs, Rows, SampleEnd
 from fdasync.result import CachedTokens, Delta, Result, Routing, Sample
 
 if TYPE_CHECKING:
@@ -25,6 +25,12 @@ if TYPE_CHECKING:
     from fdasync.pd.messages import Facts, Piece
 
 _ROUTING = "routing"
+#: with 20 alternatives beside each, these take some 2 MB
+RUN_TOKENS = 8192
+RUN_CHARS = 1 << 20
+# no token is longer
+_MAX_TOKEN_CHARS = 256
+_KINDS = ("raw", "processed", "top")
 
 
 def row_messages(name: str, result: Result) -> Iterator[tuple[Rows, memoryview]]:
@@ -39,20 +45,34 @@ def row_messages(name: str, result: Result) -> Iterator[tuple[Rows, memoryview]]
                 yield words, run.view(np.uint8).reshape(-1).data
 
 
+def output_messages(name: str, result: Result) -> Iterator[Outputs]:
+    """Tokens, text and log-probs of all samples, in runs."""
+    for sample in result.samples:
+        count, chars = len(sample.token_ids), len(sample.text)
+        for number in range(max(-(-count // RUN_TOKENS), -(-chars // RUN_CHARS), 1)):
+            first, start = number * RUN_TOKENS, number * RUN_CHARS
+            run = slice(first, first + RUN_TOKENS)
+            raw, processed, top = sample.raw_logprobs, sample.processed_logprobs, sample.top_logprobs
+            yield Outputs(
+                name,
+                sample.index,
+                min(first, count),
+                array("i", sample.token_ids[run]).tobytes(),
+                sample.text[start : start + RUN_CHARS],
+                None if raw is None else raw[run].astype("<f4").tobytes(),
+                None if processed is None else processed[run].astype("<f4").tobytes(),
+                None if top is None else top[run],
+            )
+
+
 def ended_message(name: str, result: Result) -> Ended:
-    """Everything but the rows."""
+    """What is left to say when rows and outputs were sent."""
     samples = []
     for sample in result.samples:
         arrays = _arrays(sample)
         samples.append(
             SampleEnd(
-                token_ids=array("i", sample.token_ids).tobytes(),
-                text=sample.text,
-                raw=None if sample.raw_logprobs is None else sample.raw_logprobs.astype("<f4").tobytes(),
-                processed=None
-                if sample.processed_logprobs is None
-                else sample.processed_logprobs.astype("<f4").tobytes(),
-                top=sample.top_logprobs,
+                num_tokens=len(sample.token_ids),
                 finish_reason=sample.finish_reason,
                 cached=(sample.cached.device, sample.cached.host, sample.cached.store),
                 versions=sample.weight_version,
@@ -86,6 +106,29 @@ class Incoming:
         self._most_rows = most_rows
         self._runs: dict[tuple[int, str], list[NDArray[Any]]] = {}
         self._counts: dict[tuple[int, str], int] = {}
+        self._outputs: dict[int, list[Outputs]] = {}
+        self._tokens: dict[int, int] = {}
+        self._chars: dict[int, int] = {}
+
+    def add_outputs(self, message: Outputs) -> None:
+        """Raises ProtocolError for a run that is not the next one, or is more than there can be."""
+        index, count = message.index, len(message.token_ids) // 4
+        have = self._tokens.get(index, 0)
+        chars = self._chars.get(index, 0) + len(message.text)
+        if index >= self._samples or message.first != have or len(message.token_ids) % 4:
+            raise ProtocolError(f"tokens {message.first} of sample {index} were not expected")
+        if have + count > self._most_rows or chars > self._most_rows * _MAX_TOKEN_CHARS:
+            raise ProtocolError(f"{have + count} tokens and {chars} characters of sample {index} cannot be")
+        for values in (message.raw, message.processed):
+            if values is not None and len(values) != 4 * count:
+                raise ProtocolError(f"{len(values)} bytes of log-probs for {count} tokens")
+        if message.top is not None and len(message.top) != count:
+            raise ProtocolError(f"{len(message.top)} alternatives for {count} tokens")
+        runs = self._outputs.setdefault(index, [])
+        if runs and any((getattr(runs[0], name) is None) != (getattr(message, name) is None) for name in _KINDS):
+            raise ProtocolError(f"the runs of sample {index} do not fit together")
+        runs.append(message)
+        self._tokens[index], self._chars[index] = have + count, chars
 
     def add(self, message: Rows, payload: bytes | memoryview | None) -> None:
         """Raises ProtocolError for rows that are not the next ones, or are not what they are said to be."""
@@ -110,14 +153,16 @@ class Incoming:
     def _sample(self, index: int, end: SampleEnd, facts: Facts, start: int) -> Sample:
         aux = {spec.name: self._rows(index, spec, end.num_rows or 0) for spec in end.aux}
         routing = aux.pop(_ROUTING, None)
-        tokens = _tokens(end.token_ids)
+        runs = self._outputs.pop(index, [])
+        if not runs or self._tokens[index] != end.num_tokens:
+            raise ProtocolError(f"{self._tokens.get(index, 0)} tokens of sample {index} came, of {end.num_tokens}")
         return Sample(
             index=index,
-            token_ids=tokens,
-            text=end.text,
-            raw_logprobs=_floats(end.raw, len(tokens)),
-            processed_logprobs=_floats(end.processed, len(tokens)),
-            top_logprobs=end.top,
+            token_ids=_tokens(b"".join([run.token_ids for run in runs])),
+            text="".join([run.text for run in runs]),
+            raw_logprobs=_floats([run.raw for run in runs]),
+            processed_logprobs=_floats([run.processed for run in runs]),
+            top_logprobs=None if runs[0].top is None else tuple([one for run in runs for one in run.top or ()]),
             finish_reason=end.finish_reason,
             cached=CachedTokens(*end.cached),
             weight_version=end.versions,
@@ -165,9 +210,6 @@ def _tokens(data: bytes) -> tuple[int, ...]:
     return tuple(array("i", data))
 
 
-def _floats(data: bytes | None, count: int) -> NDArray[np.float32] | None:
-    if data is None:
-        return None
-    if len(data) != 4 * count:
-        raise ProtocolError(f"{len(data)} bytes of log-probs for {count} tokens")
-    return np.frombuffer(data, "<f4").astype(np.float32)
+def _floats(runs: list[bytes | None]) -> NDArray[np.float32] | None:
+    known = [run for run in runs if run is not None]
+    return np.frombuffer(b"".join(known), "<f4").astype(np.float32) if known else None

@@ -6,15 +6,20 @@ requests, and merges. Used by `answers.py`; knows requests as what deltas come f
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 from fdasync.errors import DeadlineExceeded, PeerBusy, PeerRefused, PeerUnreachable
 from fdasync.pd.messages import Piece, Progress
+from fdasync.pd.results import RUN_CHARS, RUN_TOKENS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from fdasync.output import RequestOutput
     from fdasync.pd.peer import Peer
     from fdasync.pd.site import Site
+    from fdasync.result import Delta
 
 #: finish reasons of what another instance goes on with, or nobody: no caller is told of them
 ELSEWHERE = frozenset(("handed_over", "no_lease", "lease_lost"))
@@ -25,12 +30,13 @@ _ROOM_S = 60.0
 class _Reader:
     """One caller: its requests by name, and those of which something is new."""
 
-    __slots__ = ("news", "num_requests", "peer", "waits")
+    __slots__ = ("news", "num_requests", "peer", "unsent", "waits")
 
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
         self.news: dict[RequestOutput, None] = {}
         self.num_requests = 0
+        self.unsent: deque[tuple[Piece, ...]] = deque()
         self.waits = False
 
 
@@ -63,7 +69,11 @@ class Streams:
         reader.num_requests -= 1
         if not reader.num_requests:
             self._readers.pop(reader.peer, None)
-        return tuple(self._pieces(name, request))
+        before = [piece for group in reader.unsent for piece in group if piece.request == name]
+        reader.unsent = deque(
+            left for group in reader.unsent if (left := tuple([piece for piece in group if piece.request != name]))
+        )
+        return (*before, *self._pieces(name, request))
 
     def _on_news(self, request: RequestOutput) -> None:
         entry = self._names.get(request)
@@ -77,26 +87,36 @@ class Streams:
     def _flush(self) -> None:
         self._due = False
         for reader in list(self._readers.values()):
-            if reader.news and not reader.waits:
+            if (reader.news or reader.unsent) and not reader.waits:
                 self._tell(reader)
 
     def _tell(self, reader: _Reader) -> None:
-        while reader.news and reader.peer.is_up:
+        while (reader.news or reader.unsent) and reader.peer.is_up:
             if not reader.peer.has_room:
                 reader.waits = True
                 self._site.start(self._wait(reader), f"room for news of {reader.peer.name}")
                 return
-            pieces: list[Piece] = []
-            while reader.news and len(pieces) < _MAX_PIECES:
-                request = next(iter(reader.news))
-                del reader.news[request]
-                pieces += self._pieces(self._names[request][1], request)
-            if pieces:
+            if not reader.unsent:
+                self._gather(reader)
+            if reader.unsent:
                 try:
-                    reader.peer.send(Progress(tuple(pieces)))
+                    reader.peer.send(Progress(reader.unsent[0]))
                 except (PeerUnreachable, PeerRefused, PeerBusy):
                     # it is lost, and its requests are about to be aborted
                     return
+                reader.unsent.popleft()
+
+    def _gather(self, reader: _Reader) -> None:
+        """What is new of some requests, as much as goes into a message; one that has more to say takes several."""
+        pieces: list[Piece] = []
+        tokens = 0
+        while reader.news and len(pieces) < _MAX_PIECES and tokens < RUN_TOKENS:
+            request = next(iter(reader.news))
+            del reader.news[request]
+            new = self._pieces(self._names[request][1], request)
+            tokens += sum(len(piece.token_ids) for piece in new)
+            pieces += new
+        reader.unsent.extend(groups(pieces))
 
     async def _wait(self, reader: _Reader) -> None:
         try:
@@ -117,16 +137,42 @@ class Streams:
                 self._site.door.abort(request)
                 break
             if delta is not None and delta.finish_reason not in ELSEWHERE:
-                pieces.append(
-                    Piece(
-                        name,
-                        delta.index,
-                        delta.token_ids,
-                        delta.text,
-                        delta.raw_logprobs,
-                        delta.processed_logprobs,
-                        delta.top_logprobs,
-                        delta.finish_reason,
-                    )
-                )
+                pieces += _runs(name, delta)
         return pieces
+
+
+def _runs(name: str, delta: Delta) -> list[Piece]:
+    """A delta as pieces that a link takes; the end comes with the last."""
+    count = len(delta.token_ids)
+    raw, processed, top = delta.raw_logprobs, delta.processed_logprobs, delta.top_logprobs
+    pieces = []
+    number = max(-(-count // RUN_TOKENS), -(-len(delta.text) // RUN_CHARS), 1)
+    for at in range(number):
+        run, chars = slice(at * RUN_TOKENS, (at + 1) * RUN_TOKENS), slice(at * RUN_CHARS, (at + 1) * RUN_CHARS)
+        pieces.append(
+            Piece(
+                name,
+                delta.index,
+                delta.token_ids[run],
+                delta.text[chars],
+                None if raw is None else raw[run],
+                None if processed is None else processed[run],
+                None if top is None else top[run],
+                delta.finish_reason if at == number - 1 else None,
+            )
+        )
+    return pieces
+
+
+def groups(pieces: Sequence[Piece]) -> list[tuple[Piece, ...]]:
+    """As many as go into one message, in order."""
+    found: list[list[Piece]] = []
+    tokens = 0
+    for piece in pieces:
+        count = len(piece.token_ids)
+        if not found or len(found[-1]) >= _MAX_PIECES or tokens + count > RUN_TOKENS:
+            found.append([])
+            tokens = 0
+        found[-1].append(piece)
+        tokens += count
+    return [tuple(group) for group in found]
