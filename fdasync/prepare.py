@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from fdasync.cache.prefix import block_keys, root_key
 from fdasync.errors import BadInput, CheckpointError
 from fdasync.events.catalog import Hashed, RequestPrepared
-from fdasync.request import SamplerSpec, SamplingParams
+from fdasync.request import MAX_SALT_CHARS, SamplerSpec, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -124,6 +124,8 @@ class Preparer:
         salt: Any = ask.cache_salt
         if not isinstance(salt, str):
             raise BadInput("cache_salt", "is not a string")
+        if len(salt) > MAX_SALT_CHARS:
+            raise BadInput("cache_salt", f"{len(salt)} characters are too many", limit=f"{MAX_SALT_CHARS} characters")
         routing: Any = ask.routing
         if routing is not None and not isinstance(routing, bool):
             raise BadInput("routing", f"{routing!r} is neither True, False nor None")

@@ -17,6 +17,8 @@ LogprobKind = Literal["none", "raw", "processed", "both"]
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_TOP_LOGPROBS = 64
+#: as much as instances tell each other in one field
+MAX_SALT_CHARS = 4096
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

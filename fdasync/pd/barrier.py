@@ -14,6 +14,7 @@ import msgspec
 
 from fdasync import errors
 from fdasync.errors import BadInput, DeadlineExceeded, FdasyncError, PeerUnreachable, RemoteError
+from fdasync.pd.checks import check_limit_s, check_whole
 from fdasync.pd.messages import Command, Done
 
 if TYPE_CHECKING:
@@ -86,8 +87,11 @@ class Commands:
                 answer.set_exception(error)
 
     async def drain(self, member: Member, limit_s: float) -> None:
+        check_limit_s(limit_s)
+        words = Command(0, "drain", limit_s=float(limit_s))
+        check_whole("drain", words)
         member.leaving = True
-        await self.one(member, Command(0, "drain", limit_s=limit_s), limit_s + 1.0)
+        await self.one(member, words, limit_s + 1.0)
 
     # -- all instances ------------------------------------------------------------------------------
 
@@ -125,10 +129,11 @@ class Commands:
             raise BadInput("mode", f"{mode!r} is neither 'abort' nor 'keep'")
         if version in self._used:
             raise BadInput("version", f"{version} was used before", hint="a version is never used twice")
+        words = Command(0, "update_weights", version=version, path=path, mode=mode)
+        check_whole("source", words)
         self._held = self._loop.create_future()
         try:
             await self._let_hand_overs_finish()
-            words = Command(0, "update_weights", version=version, path=path, mode=mode)
             done, failed = await self._tell_all(words, self._router.config.command_s)
             if not done:
                 raise failed[0][1] if failed else PeerUnreachable("router", "no instance is there")

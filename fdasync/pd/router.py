@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from array import array
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -26,6 +24,7 @@ from fdasync.errors import (
     PeerUnreachable,
 )
 from fdasync.pd.barrier import Commands
+from fdasync.pd.checks import check_path, check_request_id, check_whole, words_of
 from fdasync.pd.dispatch import Dispatch
 from fdasync.pd.fleet import Fleet, Member
 from fdasync.pd.link import Links
@@ -38,10 +37,10 @@ from fdasync.pd.messages import (
     Heartbeat,
     Hello,
     Moved,
+    Outputs,
     Progress,
     Refused,
     Rows,
-    Submit,
 )
 from fdasync.pd.overview import RouterStats, stats_of
 from fdasync.pd.routed import Routed, RoutedGeneration
@@ -49,18 +48,15 @@ from fdasync.pd.zmq_wire import ZmqWire
 from fdasync.request import SamplingParams
 
 if TYPE_CHECKING:
-    from fdasync.pd.messages import Message
+    from collections.abc import Sequence
+
+    from fdasync.pd.messages import Message, Submit
     from fdasync.pd.peer import Peer
     from fdasync.pd.session import LinkConfig
     from fdasync.pd.wire import Frame, Wire
     from fdasync.result import Result
 
     Prompt = str | Sequence[int]
-
-_HASH_SLICE_BLOCKS = 256
-_GRACE_S = 5.0
-_RETRY_S = 0.05
-_MAX_ID_CHARS = 200
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -264,7 +260,7 @@ class Router:
             self.dispatch.abort(request)
 
     def _words(
-        self, prompt: Any, params: Any, priority: int, deadline_s: Any, routing: bool | None, start: int, salt: str,
+        self, prompt: Any, params: Any, priority: Any, deadline_s: Any, routing: Any, start: Any, salt: Any,
         *, streams: bool,
     ) -> Submit:  # fmt: skip
         self._check_open()
@@ -275,20 +271,16 @@ class Router:
         params = params.validated(vocab_size=min((facts.vocab_size for facts in known), default=1 << 31))
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=self._rng.getrandbits(63))
-        deadline_s = self.config.request_deadline_s if deadline_s is None else deadline_s
-        if not isinstance(deadline_s, int | float) or isinstance(deadline_s, bool) or not 0 < deadline_s <= 1e9:
-            raise BadInput("deadline_s", f"{deadline_s!r} is out of range", limit="above 0, up to 1e9")
-        text = prompt if isinstance(prompt, str) else None
-        return Submit(
-            "-", "-", text, b"" if text is not None else _token_bytes(prompt), (), params, streams, priority,
-            float(deadline_s), routing, start, salt,
+        return words_of(
+            prompt, params, priority=priority, routing=routing, start=start, salt=salt, streams=streams,
+            deadline_s=self.config.request_deadline_s if deadline_s is None else deadline_s,
         )  # fmt: skip
 
     def _request(self, words: Submit, request_id: Any, prefill: str, decoders: Sequence[str]) -> Routed:
         if request_id is None:
             request_id = f"{self._rng.getrandbits(64):016x}"
-        if not isinstance(request_id, str) or not 0 < len(request_id) <= _MAX_ID_CHARS:
-            raise BadInput("request_id", f"{request_id!r} is no name", limit=f"1 to {_MAX_ID_CHARS} characters")
+        check_request_id(request_id)
+        check_whole("prompt", msgspec.structs.replace(words, request_id=request_id))
         if self.dispatch.find(request_id) is not None:
             raise DuplicateRequestId(request_id)
         for address in (*([prefill] if prefill else []), *decoders):
@@ -310,7 +302,7 @@ class Router:
         elif isinstance(message, Progress):
             for piece in message.pieces:
                 self.dispatch.take(member, piece, None)
-        elif isinstance(message, Rows | Moved | Ended | Failed):
+        elif isinstance(message, Rows | Outputs | Moved | Ended | Failed):
             self.dispatch.take(member, message, payload)
 
     # -- instances (pd/owner.py) ------------------------------------------------------------------------
@@ -363,6 +355,7 @@ class Router:
         """
         if not isinstance(source, str):
             raise BadInput("source", f"{type(source).__name__} is no folder", hint="a router updates from a folder")
+        check_path("source", source)
         await self.commands.update_weights(version, source, mode)
 
     async def pause(self) -> None:
@@ -381,18 +374,3 @@ class Router:
     def live(self) -> list[Routed]:
         """Requests that have not ended."""
         return self.dispatch.live if self._links is not None else []
-
-
-def _token_bytes(prompt: Any) -> bytes:
-    tolist = getattr(prompt, "tolist", None)
-    values = tolist() if callable(tolist) else prompt
-    if not isinstance(values, Sequence) or isinstance(values, str | bytes | bytearray):
-        raise BadInput("prompt", f"{type(prompt).__name__} is neither text nor a sequence of token ids")
-    if not values:
-        raise BadInput("prompt", "is empty", limit="at least one token")
-    if bool in set(map(type, values)):
-        raise BadInput("prompt", "holds a bool, which is no token id")
-    try:
-        return array("i", values).tobytes()
-    except (TypeError, OverflowError) as error:
-        raise BadInput("prompt", f"holds something that is no token id: {error}") from None
