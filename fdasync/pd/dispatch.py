@@ -27,7 +27,7 @@ from fdasync.errors import (
     ProtocolError,
     RemoteError,
 )
-from fdasync.pd.messages import Abort, Ended, Failed, Moved, Piece, Rows
+from fdasync.pd.messages import Abort, Ended, Failed, Moved, Outputs, Piece, Rows
 from fdasync.pd.results import Incoming, delta_of
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from fdasync.pd.router import RouterConfig
     from fdasync.pd.wire import Frame
     from fdasync.result import Result
+
+News = Piece | Rows | Outputs | Moved | Ended | Failed
 
 _HASH_SLICE_BLOCKS = 256
 #: how long an end may come later than it should before it is made here
@@ -204,7 +206,7 @@ class Dispatch:
 
     # -- what comes back ------------------------------------------------------------------------------
 
-    def take(self, member: Member, message: Piece | Rows | Moved | Ended | Failed, payload: Frame | None) -> None:
+    def take(self, member: Member, message: News, payload: Frame | None) -> None:
         request = self._by_name.get(message.request)
         if request is not None:
             try:
@@ -213,7 +215,11 @@ class Dispatch:
                 self._fail_try(request, member, str(error))
 
     def _on_news(
-        self, request: Routed, member: Member, message: Piece | Rows | Moved | Ended | Failed, payload: Frame | None
+        self,
+        request: Routed,
+        member: Member,
+        message: News,
+        payload: Frame | None,
     ) -> None:
         if isinstance(message, Moved):
             if member is request.first:
@@ -238,6 +244,8 @@ class Dispatch:
             request.add(delta_of(message), self._loop.time())
         elif isinstance(message, Rows):
             request.incoming.add(message, payload)
+        elif isinstance(message, Outputs):
+            request.incoming.add_outputs(message)
         else:
             result = request.incoming.result(message, request.request_id, member.facts, request.words.start)
             self.finish(request, result, None)
