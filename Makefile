@@ -9,13 +9,14 @@ SEEDS ?= 2000
 SPINE := fdasync/scheduler/*,fdasync/cache/*,fdasync/events/*,fdasync/driver.py,fdasync/output.py,fdasync/prepare.py,fdasync/door.py,fdasync/engine.py
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test test-all lint types bench clean venv help
+.PHONY: demo test test-all lint types bench bench-pd clean venv help
 
 help:
 	@echo "make demo      set up, serve a small real checkpoint by a prefill and a decode instance, check every row"
 	@echo "make test      set up, run the CPU tests, the linter and the type checker"
 	@echo "make test-all  the same with the long tests and coverage"
 	@echo "make bench     measure the engine's CPU per decode step, the stores and the tiers"
+	@echo "make bench-pd  measure links, transports, prefill/decode instances, and what goes wrong among them"
 	@echo "make clean     remove what was made here"
 
 venv: $(STAMP)
@@ -41,6 +42,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
 	$(MAKE) --no-print-directory lint types
 
+# SEEDS of one engine, and 5,000 of fleets in parts (tests/test_pd_simulation.py)
 test-all: $(STAMP)
 	rm -f .coverage .coverage.*
 	$(BIN)/python -m coverage run -m pytest -n $(WORKERS) -o faulthandler_timeout=3600 --seeds $(SEEDS)
@@ -60,6 +62,14 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.engine_step
 	$(BIN)/python -m benchmarks.stores
 	$(BIN)/python -m benchmarks.tiers
+
+# in real time for the most part: long
+bench-pd: $(STAMP)
+	$(BIN)/python -m benchmarks.link
+	$(BIN)/python -m benchmarks.transports
+	$(BIN)/python -m benchmarks.pd_isolation
+	$(BIN)/python -m benchmarks.pd_headline
+	$(BIN)/python -m benchmarks.chaos
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage* htmlcov

@@ -16,8 +16,15 @@ PARAMS = SamplingParams(max_tokens=4, temperature=0.0)
 
 
 def prompt(number):
-    """Prompts that share nothing: their first tokens differ."""
-    return [number, *[(number * 31 + at * 7) % 100 for at in range(1, 40)]]
+    """Prompts that share nothing: their first two tokens differ. 10,000 of them, in a vocabulary of 100."""
+    return [number % 100, number // 100, *[(number * 31 + at * 7) % 100 for at in range(2, 40)]]
+
+
+def test_prompts_stay_in_the_vocabulary_however_many_are_asked():
+    many = [prompt(number) for number in range(10_000)]
+    assert len({tuple(tokens[:2]) for tokens in many}) == len(many)
+    assert max(max(tokens) for tokens in many) < 100
+    assert {len(tokens) for tokens in many} == {40}
 
 
 def file_config(path, **values):
