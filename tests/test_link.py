@@ -676,8 +676,6 @@ def test_rubbish_is_counted_and_nothing_else():
             [head + bytes(16), bytes(MAX_PAYLOAD_NBYTES + 1)],
             [head + bytes(16) + b"\xc1"],
             [head + bytes(16) + encode(note(3))],
-            [head + struct.pack("<QQ", 1, 0) + b"\xdd\xff\xff\xff\xff"],
-            [head + struct.pack("<QQ", 2, 0) + encode(Heartbeat())],
             [head[:16] + bytes(32) + b"no hello"],
         ]
         for frames in said:
@@ -707,6 +705,33 @@ def test_rubbish_is_counted_and_nothing_else():
         assert (world.links_b.counters.malformed, world.links_b.counters.late) == (2, 1)
         assert len(world.links_b._by_pipe) == 1
         await wire.aclose()
+        await world.aclose()
+
+    run_sim(main())
+
+
+@pytest.mark.parametrize("by_dialer", [True, False])
+@pytest.mark.parametrize("body", [b"\xdd\xff\xff\xff\xff", encode(Heartbeat())])
+def test_a_message_in_its_turn_that_cannot_be_read_ends_the_session(by_dialer, body):
+    async def main():
+        world = World()
+        peer = await world.connect()
+        other = world.b.up[0]
+        sender, reader, reads = (peer, other, world.b) if by_dialer else (other, peer, world.a)
+        wire = world.wire_a if by_dialer else world.wire_b
+        wire.send(sender.pipe, [reader.session.incoming + struct.pack("<QQ", 1, 0) + body])
+        await settle(0.02)
+        # both are told, each once; nothing of it counts as delivered
+        assert (world.a.log, world.b.log) == (["up b", "lost b"], ["up a", "lost a"])
+        assert (reader.counters.malformed, reader.counters.received) == (1, 0)
+        assert "a message could not be read" in str(reads.errors[0])
+        assert "could not be read" in str(world.a.errors[0])
+        # and the one that was dialed is called again
+        await peer.ready(5.0)
+        await settle()
+        await send_all(peer, range(3))
+        await peer.acknowledged(5.0)
+        assert world.b.got == [0, 1, 2]
         await world.aclose()
 
     run_sim(main())

@@ -79,19 +79,19 @@ class Arrivals:
             self._deliver(peer, session, held, now)
 
     def _deliver(self, peer: Peer, session: Session, frames: list[Frame], now: float) -> None:
+        try:
+            message = decode(frames[0][ENVELOPE_NBYTES:])
+            if isinstance(message, _ASIDE):
+                raise ProtocolError(f"a {type(message).__name__} has a number")
+        except ProtocolError as error:
+            # asking for it again would bring the same, and whoever sent it must not think that it was heard
+            peer.counters.malformed += 1
+            self._links.give_up(peer, f"a message could not be read: {error}")
+            return
         if session.took(now):
             peer.send_aside()
         elif session.owed == 1:
             self._links.arm(session.ack_due)
-        try:
-            message = decode(frames[0][ENVELOPE_NBYTES:])
-        except ProtocolError:
-            # it has had its turn: asking for it again would bring the same
-            peer.counters.malformed += 1
-            return
-        if isinstance(message, _ASIDE):
-            peer.counters.malformed += 1
-            return
         self._owner.on_message(peer, message, frames[1] if len(frames) == 2 else None)
 
     def _take_aside(self, peer: Peer, session: Session, head: Frame) -> None:

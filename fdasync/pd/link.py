@@ -1,8 +1,9 @@
 """Links to other instances and routers, over any wire: who is there, who is lost, and every message once, in order.
 
 A connection that is cut and healed, delay, reordering, repetition and loss cost time and nothing else, as long as a
-peer is not silent for `lost_s`. Then, or when it says Bye, or comes back as another process, the session is over: its
-owner is told once, what was not acknowledged is dropped, and a peer that was dialed is called again.
+peer is not silent for `lost_s`. Then, or when it says Bye, says something that cannot be read in its turn, or comes
+back as another process, the session is over: its owner is told once, what was not acknowledged is dropped, and a peer
+that was dialed is called again.
 
 Knows what a Hello, a Refused, a Bye and a Heartbeat are; of all other messages nothing. One timer serves all peers. A
 service owns a `Links` and is its `LinkOwner`.
@@ -194,6 +195,11 @@ class Links:
             except Exception as error:
                 # whoever takes its place must come up all the same
                 self._owner.on_failure(error)
+
+    def give_up(self, peer: Peer, problem: str) -> None:
+        """End a session that cannot go on: the other side is told, and takes everything for lost as well."""
+        self._bye(peer, problem)
+        self.lose(peer, problem)
 
     def refuse(self, peer: Peer, refused: Refused) -> None:
         """A peer that we dialed and we do not fit together; that stays so until it is dialed again."""
