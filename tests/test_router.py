@@ -6,7 +6,9 @@ import asyncio
 
 import pytest
 
-from fdasync.errors import BadInput, DeadlineExceeded, DuplicateRequestId, InstanceLost, PeerUnreachable, RemoteError
+from fdasync.errors import BadInput, DuplicateRequestId, InstanceLost, PeerUnreachable, RemoteError
+from fdasync.pd.dispatch import grace_s
+from fdasync.pd.messages import Done
 from fdasync.request import SamplingParams
 from tests.router_helpers import in_scene, settle
 
@@ -240,11 +242,39 @@ async def test_a_deadline_that_nobody_tells_of_ends_it_with_what_came(scene):
 
 
 @in_scene("m0")
-async def test_nobody_to_send_it_to_within_its_deadline_is_an_error(scene):
+async def test_nobody_to_send_it_to_within_its_deadline_ends_it_as_every_deadline_does(scene):
     scene.m0.die()
     await settle(4.0)
-    with pytest.raises(DeadlineExceeded):
-        await scene.router.complete(PROMPT, deadline_s=2.0)
+    loop = asyncio.get_running_loop()
+    for deadline_s in (0.01, 2.0):
+        begin = loop.time()
+        result = await scene.router.complete(PROMPT, deadline_s=deadline_s)
+        assert loop.time() - begin == pytest.approx(deadline_s, abs=0.01)
+        assert (result.finish_reason, result.token_ids, result.prompt_token_ids) == ("deadline", (), PROMPT)
+    async with scene.router.generate(PROMPT, deadline_s=2.0) as stream:
+        assert [delta async for delta in stream] == []
+    assert stream.result.finish_reason == "deadline"
+
+
+@in_scene("m0")
+async def test_a_deadline_between_two_tries_or_while_intake_is_held_is_one_too(scene):
+    # it refuses whatever comes, as busy
+    scene.m0.answers = lambda submit: scene.m0.failed(submit.request)
+    assert (await scene.router.complete(PROMPT, deadline_s=0.2)).finish_reason == "deadline"
+    scene.m0.obeys = None
+    update = asyncio.ensure_future(scene.router.update_weights(1, "folder"))
+    await settle()
+    assert (await scene.router.complete(PROMPT, deadline_s=0.5)).finish_reason == "deadline"
+    scene.m0.router.send(Done(scene.m0.commands[0].number, "", "", b"w" * 16, 1))
+    await update
+
+
+@in_scene("m0")
+async def test_what_is_short_does_not_wait_long_for_one_that_is_silent(scene):
+    begin = asyncio.get_running_loop().time()
+    assert (await scene.router.complete(PROMPT, deadline_s=0.05)).finish_reason == "deadline"
+    assert asyncio.get_running_loop().time() - begin < 0.4
+    assert (grace_s(0.05), grace_s(10.0), grace_s(3600.0)) == (0.25, 1.0, 5.0)
 
 
 @in_scene("m0", absent_s=10.0)

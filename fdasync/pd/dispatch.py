@@ -42,9 +42,13 @@ if TYPE_CHECKING:
 News = Piece | Rows | Outputs | Moved | Ended | Failed
 
 _HASH_SLICE_BLOCKS = 256
-#: how long an end may come later than it should before it is made here
-GRACE_S = 5.0
 _RETRY_S = 0.05
+
+
+def grace_s(deadline_s: float) -> float:
+    """How long an end may come later than it should before it is made here: a tenth of the request's time, for an
+    instance that does not answer must not hold up a short one; 0.25 to 5 s, for it may be busy or the network slow."""
+    return min(5.0, max(0.25, deadline_s / 10))
 
 
 class Dispatch:
@@ -110,15 +114,16 @@ class Dispatch:
             self.finish(request, request.so_far("abort"), None)
         else:
             # whoever has it answers; if nobody does, it ends all the same
-            self.set_timer(request, GRACE_S)
+            self.set_timer(request, grace_s(request.words.deadline_s))
 
     async def submit(self, request: Routed) -> None:
-        """Find it an instance. Raises BadInput, DeadlineExceeded, EngineClosed; PeerUnreachable where none is there."""
+        """Find it an instance. One that finds none in its time ends with what there is, as every deadline does
+        (DECISIONS 13). Raises BadInput, EngineClosed; PeerUnreachable where none is there."""
         self._check_open()
         if request.request_id in self._live:
             raise DuplicateRequestId(request.request_id)
         self._live[request.request_id] = request
-        self.set_timer(request, request.words.deadline_s + GRACE_S)
+        self.set_timer(request, request.words.deadline_s + grace_s(request.words.deadline_s))
         try:
             await self._send(request)
         except BaseException as error:
@@ -129,7 +134,7 @@ class Dispatch:
         """Its caller leaves: abort it if it has not ended, and wait until it has."""
         if not request.done.done():
             self.abort(request)
-            await asyncio.wait([request.done], timeout=2 * GRACE_S)
+            await asyncio.wait([request.done], timeout=2 * grace_s(request.words.deadline_s))
 
     async def _send(self, request: Routed) -> None:
         """The next try: to whom, under a new name."""
@@ -137,7 +142,10 @@ class Dispatch:
         seen_at = self._loop.time()
         while not request.done.done():
             self._check_open()
-            await self._wait_open(max(request.ends_at - self._loop.time(), 0.0))
+            try:
+                await self._wait_open(max(request.ends_at - self._loop.time(), 0.0))
+            except DeadlineExceeded:
+                self.finish(request, request.so_far("deadline"), None)
             if request.done.done():
                 return
             keys = await self._keys(request)
@@ -147,13 +155,14 @@ class Dispatch:
             left_s = request.ends_at - self._loop.time()
             if route is not None and left_s > 0 and self._give(request, route.first, route.decoders, keys, left_s):
                 return
-            if left_s <= pause_s:
-                raise DeadlineExceeded("waiting for an instance that takes requests", request.words.deadline_s)
+            if left_s <= 0:
+                self.finish(request, request.so_far("deadline"), None)
+                return
             if self._fleet.up():
                 seen_at = self._loop.time()
             elif self._loop.time() - seen_at >= self._config.absent_s:
                 raise PeerUnreachable("router", f"no instance was there for {self._config.absent_s:g} s")
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(min(pause_s, left_s))
             pause_s = min(2 * pause_s, 1.0)
 
     def _give(

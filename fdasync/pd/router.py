@@ -237,7 +237,8 @@ class Router:
         prefill: str = "",
         decoders: Sequence[str] = (),
     ) -> Result:
-        """The end only; see `generate`. Cancelling it aborts the request."""
+        """The end only; see `generate`. Cancelling it aborts the request. `ttft_s` of the result is None: no tokens
+        are sent before the end. (An engine has it where log-probs or stop strings are asked for.)"""
         words = self._words(prompt, params, priority, deadline_s, routing, start, cache_salt, streams=False)
         request = self._request(words, request_id, prefill, decoders)
         try:
