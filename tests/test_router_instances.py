@@ -10,6 +10,8 @@ import pytest
 from fdasync.cache.prefix import block_keys, root_key
 from fdasync.errors import BadInput, DeadlineExceeded, PeerRefused, PeerUnreachable, WeightsRejected
 from fdasync.pd.messages import Done, Status
+from fdasync.pd.router import Router, connect
+from fdasync.pd.zmq_address import absolute
 from fdasync.testing.loop import run_sim
 from tests.router_helpers import NAMESPACE, Scene, in_scene, settle
 
@@ -18,6 +20,50 @@ PROMPT = tuple(range(12))
 
 def ask(scene, **fields):
     return asyncio.ensure_future(scene.router.complete(PROMPT, **fields))
+
+
+# -- addresses
+
+
+def test_a_router_needs_an_address():
+    for addresses in ([], (), "ipc:///run/m0", [7]):
+        with pytest.raises(BadInput, match="addresses"):
+            connect(addresses)
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:7", "ipc://", "ipc://@x", "ipc://*", "ipc:///run/d0"])
+def test_what_has_no_other_spelling_stays_as_it_is(address):
+    assert absolute(address) == address
+
+
+def test_relative_addresses_are_made_absolute_where_they_are_given(tmp_path, monkeypatch):
+    """Whoever is told of them may have another working directory."""
+    monkeypatch.chdir(tmp_path)
+    spellings = ["ipc://run/p0", f"ipc:///{tmp_path}/run/../run//p0", "ipc://run/./p0"]
+    where = {name: f"ipc://{tmp_path}/run/{name}" for name in ("p0", "d0")}
+    assert [absolute(spelling) for spelling in spellings] == [where["p0"]] * 3
+
+    async def main():
+        made = Scene(("p0", "d0"), {})
+        for name, script in made.scripts.items():
+            assert script.links.listen(f"ipc://run/{name}") == where[name]
+        made.router = Router([*spellings, "ipc://run/d0"], wire=made.network.wire("other"), seed=1)
+        async with made.router as router:
+            assert [member.address for member in router.fleet.members.values()] == [where["p0"], where["d0"]]
+            await router.add(spellings[1])
+            assert len(router.fleet.members) == 2
+            made.p0.answers = lambda submit: made.p0.end(submit.request, (7,))
+            await router.complete(PROMPT, prefill="ipc://run/p0", decoders=["ipc://run/d0", "ipc://./run/d0"])
+            assert made.p0.submits[0].decoders == (where["d0"],)
+            with pytest.raises(BadInput, match="decoders"):
+                router.generate(PROMPT, decoders="ipc://run/d0")
+            with pytest.raises(BadInput, match="is no instance of this router"):
+                router.generate(PROMPT, prefill=7)
+            router.remove("ipc://run/p0")
+        for script in made.scripts.values():
+            await script.links.aclose(0.0)
+
+    run_sim(main())
 
 
 # -- who gets it

@@ -38,6 +38,7 @@ from fdasync.pd.messages import (
     Wanted,
 )
 from fdasync.pd.transport import checksum_parts
+from fdasync.pd.zmq_address import absolute
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -88,7 +89,7 @@ class Asking:
 
     def __init__(self, site: Site, kept: Sequence[str] = ()) -> None:
         self._site = site
-        self._kept = frozenset(kept)
+        self._kept = frozenset(map(absolute, kept))
         self._by_group: dict[tuple[int, int], _Lease] = {}
         self._by_name: dict[LeaseName, _Lease] = {}
         self._moved: dict[str, str] = {}

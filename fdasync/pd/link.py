@@ -22,6 +22,7 @@ from fdasync.pd.arrivals import Arrivals
 from fdasync.pd.messages import Bye, Hello, encode
 from fdasync.pd.peer import Peer
 from fdasync.pd.session import NEVER, NOBODY, PROCESS_NBYTES, Counters, LinkConfig, Session, process_of, session_name
+from fdasync.pd.zmq_address import absolute
 
 if TYPE_CHECKING:
     from fdasync.pd.messages import Refused
@@ -79,8 +80,8 @@ class Links:
         return self._by_incarnation.get(incarnation)
 
     def listen(self, address: str) -> str:
-        """Be reachable at an address; returns the actual one. Raises ConfigError; see `Wire.listen`."""
-        return self._wire.listen(address)
+        """Be reachable at an address; returns the actual one, absolute. Raises ConfigError; see `Wire.listen`."""
+        return self._wire.listen(absolute(address))
 
     def dial(self, address: str) -> Peer:
         """The peer at an address, called until it answers; the same one if it was dialed before.
@@ -89,6 +90,7 @@ class Links:
         """
         if self._closed:
             raise PeerUnreachable(address, "the links are closed")
+        address = absolute(address)
         peer = self._dialed.get(address)
         if peer is None:
             pipe = self._wire.dial(address)

@@ -44,6 +44,7 @@ from fdasync.pd.messages import (
 )
 from fdasync.pd.overview import RouterStats, stats_of
 from fdasync.pd.routed import Routed, RoutedGeneration
+from fdasync.pd.zmq_address import absolute
 from fdasync.pd.zmq_wire import ZmqWire
 from fdasync.request import SamplingParams
 
@@ -88,7 +89,8 @@ class Router:
     """See the module. `async with` connects: every address must answer within `connect_s`, and fit the others.
 
     Args:
-        addresses: of instances, `ipc://path` or `tcp://127.0.0.1:port`.
+        addresses: of instances, `ipc://path` or `tcp://127.0.0.1:port`; at least one. Paths may be relative to the
+            working directory, wherever an address is given.
         links: times and bounds of the links.
         wire: another than ZMQ (tests).
         seed: of what the router draws (missing sampling seeds, request ids); None: from the system.
@@ -105,10 +107,13 @@ class Router:
     ) -> None:
         if isinstance(addresses, str) or not all(isinstance(address, str) for address in addresses):
             raise BadInput("addresses", "a list of addresses is needed")
+        if not addresses:
+            raise BadInput("addresses", "is empty", limit="at least one address")
         self.config = config or RouterConfig()
         self.fleet = Fleet(self.config.direct_below_tokens)
         self.failure: Exception | None = None
-        self._addresses = list(addresses)
+        # two spellings of one address are one instance
+        self._addresses = list(dict.fromkeys(map(absolute, addresses)))
         self._link_config = links
         self._wire = wire
         self._rng = random.Random(seed)
@@ -169,9 +174,9 @@ class Router:
         self._links.hang_up(member.peer)
         del self.fleet.members[member.peer]
 
-    def _member(self, address: str) -> Member:
+    def _member(self, address: Any) -> Member:
         self._check_open()
-        member = self.fleet.find(address)
+        member = self.fleet.find(absolute(address)) if isinstance(address, str) else None
         if member is None:
             known = ", ".join(other.address for other in self.fleet.members.values())
             raise BadInput("address", f"{address!r} is no instance of this router", limit=known)
@@ -284,10 +289,12 @@ class Router:
         check_whole("prompt", msgspec.structs.replace(words, request_id=request_id))
         if self.dispatch.find(request_id) is not None:
             raise DuplicateRequestId(request_id)
-        for address in (*([prefill] if prefill else []), *decoders):
-            self._member(address)
+        if not isinstance(decoders, list | tuple):
+            raise BadInput("decoders", "a list of addresses is needed")
+        first = self._member(prefill).address if prefill else ""
+        others = tuple(dict.fromkeys([self._member(address).address for address in decoders]))
         request = Routed(request_id, words, (), len(words.tokens) // 4 or len(words.text or "") // 4, self._loop.time())
-        request.prefill, request.wanted_decoders = prefill, tuple(decoders)
+        request.prefill, request.wanted_decoders = first, others
         return request
 
     # -- what comes back ------------------------------------------------------------------------------

@@ -20,6 +20,21 @@ _MAX_PATH_NBYTES = 107
 _HINT = "links are not authenticated yet: use ipc:///path or tcp://127.0.0.1:port"
 
 
+def absolute(address: str) -> str:
+    """An ipc address with its absolute path, in its one spelling; others as they are.
+
+    Whoever is told of an address may work in another folder than whoever was given it.
+    """
+    path = address.removeprefix(_IPC)
+    if path == address or not path or path.startswith("@") or path in ("*", "!") or "\0" in path:
+        # what is wrong with these is said by `check_address`
+        return address
+    if not path.startswith("/"):
+        path = os.path.join(os.getcwd(), path)  # blocking: microseconds, the kernel has it at hand
+    # a path may begin with two slashes, which `normpath` keeps
+    return _IPC + "/" + os.path.normpath(path).lstrip("/")
+
+
 def check_address(address: str, *, listens: bool = False) -> None:
     """Raises ConfigError that names the address, if it is none or not of this machine."""
     if address.startswith(_IPC):

@@ -26,6 +26,7 @@ _MIN_S = 15.0
 
 # what blocks on purpose and says so: (file, function)
 _MAY_BLOCK = (
+    ("fdasync/pd/zmq_address.py", "absolute"),
     ("fdasync/pd/zmq_address.py", "remove_file"),
     ("fdasync/process.py", "__init__"),
     ("fdasync/process.py", "_reap"),
