@@ -14,6 +14,7 @@ import time
 
 import uvloop
 
+from fdasync.cache.prefix import block_keys, root_key
 from fdasync.config import EngineConfig
 from fdasync.instance import Instance, shape_of
 from fdasync.pd.link import Links
@@ -94,14 +95,14 @@ class _Asker:
         raise error
 
 
-def _wanted(caller: bytes, namespace: bytes) -> Wanted:
+def _wanted(caller: bytes, namespace: bytes, salt: str) -> Wanted:
     """A request that shares no prefix with any other."""
     return Wanted(
         caller=caller,
         tokens=bytes(4 * PROMPT_TOKENS),
-        block_keys=tuple([os.urandom(16) for _ in range(PROMPT_TOKENS // BLOCK_TOKENS)]),
+        block_keys=tuple(block_keys(root_key(namespace, salt.encode()), [0] * PROMPT_TOKENS, BLOCK_TOKENS)),
         namespace=namespace,
-        salt="",
+        salt=salt,
         params=SamplingParams(max_tokens=256, seed=7),
         streams=True,
         priority=0,
@@ -124,7 +125,7 @@ async def measure(address: str, in_flight: int, count: int) -> list[float]:
     spent: list[float] = []
     left = count + count // 10
     loop = asyncio.get_running_loop()
-    wants = [_wanted(links.incarnation, asker.namespace) for _ in range(in_flight)]
+    wants = [_wanted(links.incarnation, asker.namespace, str(number)) for number in range(in_flight)]
 
     async def one(wanted: Wanted) -> None:
         nonlocal left

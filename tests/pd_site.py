@@ -8,6 +8,7 @@ from typing import Any
 
 from fdasync.actions import AnswerLease, ReceiveBlocks
 from fdasync.cache.host import HostArena
+from fdasync.cache.prefix import block_keys, root_key
 from fdasync.cache.store import Outcome, Part
 from fdasync.door import Ask, Errand
 from fdasync.errors import DeadlineExceeded, PeerBusy, PeerUnreachable
@@ -189,8 +190,9 @@ class LendingStage(Stage):
         self.p0, self.p1 = self.peer("p0"), self.peer("p1")
 
     def question(self, name="r1", attempt=0, tokens=range(10), n=1, keys=None, caller=CALLER, **params):
+        tokens = list(tokens)
         data = b"".join(token.to_bytes(4, "little") for token in tokens)
-        keys = (b"k" * 16,) * (len(data) // 16) if keys is None else keys
+        keys = tuple(block_keys(root_key(NAMESPACE, b""), tokens, 4)) if keys is None else keys
         params = SamplingParams(n=n, **{"seed": 1, **params})
         wanted = Wanted(caller, data, keys, NAMESPACE, "", params, True, 0, 60.0, True, 0)
         return LeaseAsk(name, attempt, wanted, 3.0, 60.0)

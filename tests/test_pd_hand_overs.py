@@ -20,6 +20,7 @@ from fdasync.pd.messages import (
     LeaseAsk,
     LeaseDrop,
 )
+from fdasync.runner.base import TopLogprobs
 from fdasync.testing.loop import run_sim
 from tests.helpers import case_settings
 from tests.message_strategies import messages_of
@@ -83,13 +84,19 @@ async def test_a_hand_over_reaches_the_scheduler_and_is_confirmed(stage):
         {"tail": ref(1)},
         {"tail_rows": 3},
         {"tail": None, "tail_rows": 0},
+        {"raw": float("nan")},
+        {"processed": 5.0},
+        {"top": TopLogprobs((1, 2), (-0.5,))},
+        {"top": TopLogprobs((300,), (-0.5,))},
+        {"top": TopLogprobs((1,), (float("nan"),))},
+        {"cached": (0, 8, 4)},
     ],
 )
 def test_hand_overs_that_make_no_sense_never_reach_the_scheduler(changes):
     async def main():
         stage = Lender()
         group = stage.grant(n=2, logprobs="both", top_logprobs=1)
-        whole = {"index": 0, "raw": -0.5, "processed": -0.25, "top": ((1,), (-0.5,))}
+        whole = {"index": 0, "raw": -0.5, "processed": -0.25, "top": TopLogprobs((1,), (-0.5,))}
         stage.hand(**{**whole, **changes})
         event = only(await stage.settle())
         assert (type(event), event.groups) == (LeaseGivenUp, (group,))

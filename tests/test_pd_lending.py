@@ -11,6 +11,7 @@ from fdasync.errors import BadInput, DuplicateRequestId, EngineBusy
 from fdasync.events.catalog import (
     BlocksOffered,
     BlocksReceived,
+    LeaseAsked,
     LeaseGivenUp,
     LeasesRenewed,
 )
@@ -90,11 +91,28 @@ async def test_questions_that_make_no_sense_are_denied_for_good(stage):
         msgspec.structs.replace(good.wanted, params=SamplingParams()),
         msgspec.structs.replace(good.wanted, block_keys=()),
         msgspec.structs.replace(good.wanted, block_keys=(b"k" * 16,) * 3),
+        # the right number, of another prompt, under another salt, in another order
+        msgspec.structs.replace(good.wanted, block_keys=stage.question(tokens=range(5, 15)).wanted.block_keys),
+        msgspec.structs.replace(good.wanted, salt="x"),
+        msgspec.structs.replace(good.wanted, block_keys=good.wanted.block_keys[::-1]),
     ):
         stage.lending.on_ask(stage.p0, msgspec.structs.replace(good, wanted=wanted))
     assert await stage.settle() == []
-    assert stage.answers() == [("denied", -1.0)] * 4
+    assert stage.answers() == [("denied", -1.0)] * 7
     assert stage.taken == []
+
+
+@played
+async def test_identities_of_a_long_prompt_are_checked_in_slices_to_the_last(stage):
+    long = stage.question(tokens=[number % 200 for number in range(4 * 1000)])
+    keys = long.wanted.block_keys
+    bad = msgspec.structs.replace(long.wanted, block_keys=(*keys[:-1], b"k" * 16))
+    stage.lending.on_ask(stage.p0, msgspec.structs.replace(long, wanted=bad))
+    assert await stage.settle() == []
+    assert stage.answers() == [("denied", -1.0)]
+    stage.lending.on_ask(stage.p0, msgspec.structs.replace(long, attempt=1))
+    assert isinstance(only(await stage.settle()), LeaseAsked)
+    assert len(stage.taken) == 1
 
 
 @played
@@ -208,14 +226,25 @@ async def test_a_receive_ends_also_when_its_lease_is_over(stage):
     assert stage.p0.take(BlocksTaken) == []
 
 
-@pytest.mark.parametrize("bad", ["twice", "empty", "same block twice", "beyond"])
+@pytest.mark.parametrize("bad", ["twice", "empty", "same block twice", "beyond", "before the grant", "too many"])
 def test_offers_that_make_no_sense_end_the_lease(bad):
     async def main():
         stage = Lender()
-        group = stage.grant()
-        stage.offer(7, 0)
-        await stage.settle()
-        indices = {"twice": (1,), "empty": (), "same block twice": (1, 1), "beyond": (2,)}[bad]
+        group = stage.ask() if bad == "before the grant" else stage.grant()
+        if bad != "before the grant":
+            stage.offer(7, 0)
+            await stage.settle()
+        if bad == "too many":
+            stage.offer(6, 1)
+            await stage.settle()
+        indices = {
+            "before the grant": (0,),
+            "too many": (1,),
+            "twice": (1,),
+            "empty": (),
+            "same block twice": (1, 1),
+            "beyond": (2,),
+        }[bad]
         stage.offer(7 if bad == "twice" else 8, *indices)
         event = only(await stage.settle())
         assert (type(event), event.groups) == (LeaseGivenUp, (group,))

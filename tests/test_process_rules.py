@@ -67,6 +67,7 @@ EXCEPTIONS = {
     ("fdasync.cache.host_process", "fdasync.channel"): "the child's side of the same",
     ("fdasync.cache.host_process", "fdasync.process"): "the same",
     ("fdasync.cache.host_process", "fdasync.registry"): "finds the store",
+    ("fdasync.pd.lending", "fdasync.cache.prefix"): "checks that blocks are called what they are",
     ("fdasync.pd.dispatch", "fdasync.cache.prefix"): "looks for prefixes under the names that instances give them",
 }
 

@@ -48,6 +48,17 @@ def block_keys(root: bytes, token_ids: Sequence[int], block_tokens: int, start: 
     return keys
 
 
+def are_block_keys(keys: Sequence[bytes], parent: bytes, tokens: bytes, block_tokens: int, first: int = 0) -> bool:
+    """Whether these are the identities of the blocks of `tokens` (int32 as they lie in memory) from number `first` on,
+    behind `parent`."""
+    step = 4 * block_tokens
+    for number, key in enumerate(keys, first):
+        parent = hashlib.blake2b(parent + tokens[number * step : (number + 1) * step], digest_size=KEY_NBYTES).digest()
+        if parent != key:
+            return False
+    return True
+
+
 class PrefixIndex:
     """Identities of blocks over all tiers, and what may be evicted, in order of last use.
 

@@ -216,7 +216,7 @@ class Wanted(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     Attributes:
         caller: incarnation of the router that the answer goes to.
         tokens: the prompt.
-        block_keys: identities of its full blocks under `namespace` and `salt`; empty: they are not shared.
+        block_keys: identities of its full blocks under `namespace` and `salt`, one for each.
         params: with a seed.
         deadline_s: what is left of it.
         routing, start: rows are wanted, from that position on.
