@@ -54,6 +54,7 @@ from fdasync.pd.messages import (
     Totals,
 )
 from fdasync.pd.news import News
+from fdasync.pd.zmq_address import check_address, check_free
 from fdasync.pd.zmq_wire import ZmqWire
 from fdasync.registry import Registry
 
@@ -75,6 +76,8 @@ if TYPE_CHECKING:
 
 # in order of preference
 _AUTO = ("shm", "tcp")
+# as Hello says
+_NAME_CHARS = 256
 
 
 def shape_of(capacity: Capacity) -> Shape:
@@ -121,6 +124,12 @@ class Instance:
         tokenizer: Tokenizer | None = None,
         store: Store | None = None,
     ) -> None:
+        # a model takes minutes to load: what is wrong is said before
+        if len(name) > _NAME_CHARS:
+            raise ConfigError("name", f"has {len(name)} characters", limit=_NAME_CHARS)
+        check_address(listen, listens=True)
+        for peer in peers:
+            check_address(peer)
         self.engine = Engine(config, runner=runner, tokenizer=tokenizer, store=store)
         if self.engine.config.role == "alone":
             raise ConfigError("config.role", "is 'alone'", hint="an instance is mixed, prefill or decode")
@@ -136,6 +145,7 @@ class Instance:
         self._carriers = Carriers(transports)
         self._links: Links | None = None
         self._site: Site | None = None
+        self._hanging_up: asyncio.Task[None] | None = None
         self._on: dict[type[Message], Callable[[Peer, Any], None]] = {}
         self._does: dict[type[Any], Callable[[Any], None]] = {}
 
@@ -150,6 +160,8 @@ class Instance:
 
     async def start(self) -> None:
         """Start the engine, then be reachable. Raises what `Engine.start` raises, ConfigError for the address."""
+        if self._wire is None:
+            check_free(self._listen)
         await self.engine.start()
         try:
             self._site = site = self.engine.site()
@@ -201,11 +213,15 @@ class Instance:
         self._does[type(action)](action)
 
     def _failed(self) -> None:
-        """The engine is no more: nobody else shall wait for it. Its callers are told as all callers are."""
+        """The engine is no more: nobody else shall wait for it. Its callers are told as all callers are, then all links
+        are hung up: whoever goes on asking would be refused for ever, and whoever asks elsewhere is served."""
         assert self._site is not None
+        assert self._links is not None
         self._site.draining = True
         self._asking.give_up_all("the engine failed")
         self._lending.drop_all("the engine failed")
+        if self._hanging_up is None:
+            self._hanging_up = self._site.start(self._links.aclose(), "hanging up")
 
     async def drain(self, limit_s: float) -> None:
         """Take no new work, and wait until what is here ended or went elsewhere. Raises DeadlineExceeded."""
@@ -222,6 +238,8 @@ class Instance:
                 self._asking.close()
                 await self._end_live(site)
                 await self._links.aclose()
+                if self._hanging_up is not None:
+                    await asyncio.wait([self._hanging_up])
         finally:
             try:
                 await self.engine.aclose()

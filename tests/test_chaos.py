@@ -42,7 +42,7 @@ def play(folder: Path, minutes: float, seed: int, transport: str) -> dict[str, f
 
 
 def test_nothing_goes_wrong_while_processes_and_links_do(tmp_path: Path) -> None:
-    figures = play(tmp_path, minutes=0.5, seed=20, transport="shm")
+    figures = play(tmp_path, minutes=0.75, seed=20, transport="shm")
     assert figures["late_words_refused"] > 0
     assert figures["faults"] > 5
     assert figures["requests_right"] > 50

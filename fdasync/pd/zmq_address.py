@@ -58,12 +58,13 @@ def _check_path(address: str, path: str) -> None:
 
 
 def check_free(address: str) -> None:
-    """Raises ConfigError if somebody listens at an ipc address, or a file is there that is no socket.
+    """Raises ConfigError if somebody listens at an address, or a file is there that is no socket.
 
     The socket file of a listener that died is fine: ZMQ replaces it. It would replace a live one as well, hence this.
     """
     path = address.removeprefix(_IPC)
     if path == address:
+        _check_port(address)
         return
     try:
         mode = os.lstat(path).st_mode  # blocking: microseconds, once for each listener
@@ -83,6 +84,19 @@ def check_free(address: str) -> None:
             # its queue is full, or it is another user's: either way it is somebody's
             pass
     raise ConfigError("address", f"somebody listens at {address!r} already", hint="choose another path")
+
+
+def _check_port(address: str) -> None:
+    port = address.removeprefix(_TCP)
+    if port in ("*", "0"):
+        return
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        # as ZMQ does: connections of a listener that is gone do not matter
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", int(port)))
+        except OSError as error:
+            raise ConfigError("address", f"cannot listen at {address!r}: {error.strerror}") from None
 
 
 def keep_to_us(address: str) -> FileId | None:

@@ -78,7 +78,8 @@ class SyntheticRunner(Runner):
         if capture and config.pass_stamp:
             specs.append(AuxSpec("stamp", (1,), "uint32"))
         costs = dict.fromkeys(("step_s", "token_s", "copy_s", "load_s", "jitter"), 0.0)
-        plain = msgspec.structs.replace(config, weights_id=0, seed=0, stamp_base=0, **costs)
+        # how many blocks there are changes none of them
+        plain = msgspec.structs.replace(config, weights_id=0, seed=0, stamp_base=0, num_blocks=1, **costs)
         token_nbytes = _WORD_NBYTES + (_STAMP_NBYTES if config.pass_stamp else 0)
         return Capacity(
             model="synthetic",

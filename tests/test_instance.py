@@ -1,0 +1,159 @@
+"""An instance before its model is loaded, beside others that do not fit, and when its engine fails."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from random import Random
+
+import msgspec
+import pytest
+
+from fdasync import Instance, SamplingParams
+from fdasync.cache.aux import AuxSpec
+from fdasync.errors import ConfigError, PeerRefused
+from fdasync.instance import shape_of
+from fdasync.pd.messages import Shape
+from fdasync.pd.router import Router
+from fdasync.testing import synthetic_config
+from fdasync.testing.loop import run_sim
+from fdasync.testing.network import SimNetwork
+
+BRIEF = SamplingParams(max_tokens=8)
+LONG = SamplingParams(max_tokens=40)
+
+
+def make(network=None, number=0, *, role="mixed", runner=None, **options):
+    config = synthetic_config(runner or {"step_s": 0.05}, role=role, host_blocks=16)
+    values = {"listen": f"ipc://m{number}", "transports": []}
+    if network is not None:
+        values["wire"] = network.wire(f"m{number}")
+    return Instance(config, **{**values, **options})
+
+
+# -- before anything is loaded
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"listen": "ipc://"}, "ipc://"),
+        ({"listen": "tcp://0.0.0.0:1"}, "0.0.0.0"),
+        ({"listen": "tcp://127.0.0.1:70000"}, "70000"),
+        ({"peers": ["ipc://d0", "nonsense"]}, "nonsense"),
+        ({"peers": ["tcp://127.0.0.1:0"]}, "tcp://127.0.0.1:0"),
+        ({"name": "n" * 257}, "name: has 257 characters"),
+    ],
+)
+def test_wrong_addresses_and_names_are_refused_before_there_is_an_engine(options, named):
+    with pytest.raises(ConfigError) as caught:
+        make(**options)
+    assert named in str(caught.value)
+
+
+def test_the_longest_name_is_taken():
+    make(name="n" * 256)
+
+
+@pytest.mark.parametrize("family", ["ipc", "tcp"])
+async def test_an_address_that_is_taken_is_refused_before_the_model_loads(family, tmp_path):
+    with socket.socket(socket.AF_UNIX if family == "ipc" else socket.AF_INET, socket.SOCK_STREAM) as other:
+        other.bind(str(tmp_path / "s") if family == "ipc" else ("127.0.0.1", 0))
+        other.listen()
+        address = f"ipc://{tmp_path}/s" if family == "ipc" else f"tcp://127.0.0.1:{other.getsockname()[1]}"
+        instance = make(listen=address)
+        with pytest.raises(ConfigError) as caught:
+            await instance.start()
+        assert address in str(caught.value)
+        assert instance.engine.state == "new"
+        await instance.aclose()
+
+
+# -- others that do not fit
+
+
+def test_of_two_shapes_what_people_can_read_is_named_first():
+    ours = Shape(b"m" * 16, "nhd", "bfloat16", 16, 1024, (AuxSpec("routing", (2, 2), "uint8"),))
+    theirs = Shape(b"o" * 16, "hnd", "float16", 32, 2048, ())
+    named = []
+    while (found := ours.difference(theirs)) is not None:
+        named.append(found[0])
+        last = found
+        theirs = msgspec.structs.replace(theirs, **{found[0]: getattr(ours, found[0])})
+    assert named == ["kv_layout", "kv_dtype", "block_tokens", "block_nbytes", "aux", "model"]
+    assert last == ("model", (b"m" * 16).hex(), (b"o" * 16).hex())
+
+
+def test_another_block_size_is_told_by_name_and_another_number_of_blocks_fits():
+    async def main():
+        network = SimNetwork(Random(1))
+        ours = make(network, 0, runner={"num_blocks": 40, "block_tokens": 4})
+        more = make(network, 1, runner={"num_blocks": 80, "block_tokens": 4})
+        other = make(network, 2, runner={"num_blocks": 40, "block_tokens": 8})
+        async with ours, more, other:
+            assert shape_of(ours.engine.capacity) == shape_of(more.engine.capacity)
+            assert ours.engine.capacity.num_blocks != more.engine.capacity.num_blocks
+            async with Router([ours.address, more.address], wire=network.wire("router"), seed=1) as router:
+                with pytest.raises(PeerRefused) as caught:
+                    await router.add(other.address)
+        assert caught.value.field == "shape.block_tokens"
+        assert "has 4" in str(caught.value)
+        assert "has 8" in str(caught.value)
+
+    run_sim(main())
+
+
+# -- a failure
+
+
+def test_an_instance_whose_engine_fails_hangs_up_and_others_serve():
+    async def main():
+        network = SimNetwork(Random(1))
+        one, other = make(network, 0), make(network, 1)
+        async with other:
+            await one.start()
+            async with Router([one.address, other.address], wire=network.wire("router"), seed=1) as router:
+                tasks = [asyncio.ensure_future(router.complete((number, 2), LONG)) for number in range(4)]
+                await asyncio.sleep(0.2)
+                one.engine.fail(RuntimeError("told to"))
+                await asyncio.sleep(1.0)
+                up = {member.address: member.is_up for member in router.stats().instances}
+                assert up == {one.address: False, other.address: True}
+                results = await asyncio.gather(*tasks)
+                assert {len(result.token_ids) for result in results} == {40}
+                assert len((await router.complete((9, 2), BRIEF)).token_ids) == 8
+            await one.aclose()
+            await one.aclose()
+
+    run_sim(main())
+
+
+def test_an_instance_that_closes_as_its_engine_fails_leaves_nothing():
+    async def main():
+        network = SimNetwork(Random(1))
+        one = make(network, 0)
+        await one.start()
+        async with Router([one.address], wire=network.wire("router"), seed=1):
+            one.engine.fail(RuntimeError("told to"))
+            await one.aclose()
+        assert one._hanging_up.done()
+        assert not one._site.tasks()
+
+    run_sim(main())
+
+
+def test_peers_of_an_instance_that_failed_know_at_once():
+    async def main():
+        network = SimNetwork(Random(1))
+        decode = make(network, 1, role="decode")
+        await decode.start()
+        prefill = make(network, 0, role="prefill", peers=[decode.address])
+        async with prefill:
+            peer = prefill._links.dial(decode.address)
+            await peer.ready(5.0)
+            decode.engine.fail(RuntimeError("told to"))
+            await asyncio.sleep(0.7)
+            assert not peer.is_up
+            await decode.aclose()
+
+    run_sim(main())
