@@ -137,8 +137,8 @@ class FinishRequest(msgspec.Struct, frozen=True, array_like=True, tag="finish"):
 
     Attributes:
         reason: stop, length, abort, deadline; "failed" from `Scheduler.salvage` alone; of samples that another
-            instance goes on with "handed_over", or "no_lease" where none would; "lease_lost" on that instance, where
-            nothing came of it.
+            instance goes on with "handed_over", or "no_lease" where none would ("never_lease": ever); "lease_lost" on
+            that one, where nothing came of it.
         note: of "no_lease" and "lease_lost": why.
         token_ids: the returned output tokens.
         num_rows: contiguous aux rows from the request's start that belong to them.

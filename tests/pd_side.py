@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tests.pd_world import Lease, World
 
 #: how a sample may end without anything that its caller could see
-NOTHING = ("no_lease", "lease_lost")
+NOTHING = ("no_lease", "never_lease", "lease_lost")
 
 
 class Side:
@@ -144,7 +144,7 @@ class Side:
             assert count == 0
             assert end.note
             # what went on here ends like anybody's
-            assert end.reason == "no_lease" or key not in self.world.started.get(self.name, {})
+            assert end.reason in ("no_lease", "never_lease") or key not in self.world.started.get(self.name, {})
         else:
             assert end.reason == "deadline" or key in self.aborted
         if request.emits:

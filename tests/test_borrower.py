@@ -182,7 +182,7 @@ def test_an_instance_that_will_never_have_room_is_not_asked_again():
     table.now += 1
     assert asked(table.turn(table.timer(table.now))) == [(1, "d1")]
     turned = table.turn(table.denied(1, -1.0, "too big"))
-    assert (turned.finish.reason, turned.finish.note) == ("no_lease", "d1: too big")
+    assert (turned.finish.reason, turned.finish.note) == ("never_lease", "d1: too big")
     assert of(turned, GiveUpLease) == []
     assert table.is_empty()
 

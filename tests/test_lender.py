@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fdasync.actions import AnswerLease, DropLease, ReceiveBlocks
+from fdasync.events.catalog import LeaseGivenUp
 from tests.pd_helpers import PdTable, leave_on_host, of, only
 
 
@@ -96,12 +97,11 @@ def test_what_is_too_big_is_denied_for_good():
     assert table.is_empty()
 
 
-def test_more_samples_than_there_are_lanes_are_denied_for_good():
+def test_more_samples_than_there_are_lanes_get_a_lease_when_nobody_else_has_one():
     table = PdTable({"beyond_running": 1}, max_running=2)
-    answer = only(table.turn(table.lease(1, range(6), n=4)), AnswerLease)
-    assert (answer.verdict, answer.retry_after_s) == ("denied", -1.0)
-    assert "3" in answer.reason
     assert verdicts(table.turn(table.lease(10, range(6), n=3))) == [(10, "granted")]
+    assert verdicts(table.turn(table.lease(20, range(6), n=4))) == [(20, "queued")]
+    assert verdicts(table.turn(LeaseGivenUp(groups=(10,), reason="enough"))) == [(20, "granted")]
 
 
 def test_other_weights_are_denied_for_now():

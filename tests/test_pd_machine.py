@@ -324,7 +324,7 @@ class PdMachine(RuleBasedStateMachine):
             if end.reason == "handed_over":
                 name, there = world.handed[key]
                 assert world.started[name][there] == key
-                assert world.decodes[name].finished[there].reason not in ("lease_lost", "no_lease")
+                assert world.decodes[name].finished[there].reason not in ("lease_lost", "no_lease", "never_lease")
 
     def finish_everything(self, *, mail=True, seconds=0.25):
         world = self.world

@@ -336,3 +336,17 @@ async def test_closing_ends_what_is_live(scene):
     await settle()
     await scene.router.aclose()
     assert (await task).finish_reason == "abort"
+
+
+@in_scene("p0", "d0")
+async def test_what_no_decode_instance_ever_takes_is_served_whole(scene):
+    task = ask(scene)
+    await settle()
+    first = scene.p0.submits[0]
+    assert first.decoders == (scene.d0.address,)
+    scene.p0.failed(first.request, "InstanceLost", whole=True)
+    await settle()
+    (again,) = scene.d0.submits
+    assert again.decoders == ()
+    scene.d0.end(again.request, (7,))
+    assert (await task).token_ids == (7,)

@@ -167,10 +167,16 @@ class Answers:
 
     def _nowhere(self, caller: Peer, name: str, request: RequestOutput, reasons: set[str]) -> None:
         """Nobody has all of it."""
-        if "no_lease" in reasons:
+        if reasons & {"no_lease", "never_lease"}:
             notes = [sample.finish.note for sample in request.samples if sample.finish is not None]
             problem = next((note for note in notes if note), "")[:_WORDS_CHARS]
-            words = Failed(name, "InstanceLost", f"no decode instance took it: {problem}", retriable=True)
+            words = Failed(
+                name,
+                "InstanceLost",
+                f"no decode instance took it: {problem}",
+                retriable=True,
+                whole="never_lease" in reasons,
+            )
             self._site.tell(caller, words)
 
 

@@ -150,7 +150,7 @@ class Dispatch:
                 return
             keys = await self._keys(request)
             route = self._fleet.choose(
-                keys, request.num_tokens, request.failed, request.prefill, request.wanted_decoders
+                keys, request.num_tokens, request.failed, request.prefill, request.wanted_decoders, whole=request.whole
             )
             left_s = request.ends_at - self._loop.time()
             if route is not None and left_s > 0 and self._give(request, route.first, route.decoders, keys, left_s):
@@ -270,6 +270,7 @@ class Dispatch:
 
     def _on_failed(self, request: Routed, member: Member, message: Failed) -> None:
         if message.retriable:
+            request.whole = request.whole or message.whole
             self._fail_try(request, member, message.problem)
         elif message.error in ("BadInput", "ConfigError", "DuplicateRequestId"):
             error = BadInput(message.field, message.problem, limit=message.limit or None, hint=message.hint)

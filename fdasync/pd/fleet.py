@@ -145,7 +145,14 @@ class Fleet:
         return kept or members
 
     def choose(
-        self, keys: Sequence[bytes], num_tokens: int, without: Sequence[str], prefill: str, decoders: Sequence[str]
+        self,
+        keys: Sequence[bytes],
+        num_tokens: int,
+        without: Sequence[str],
+        prefill: str,
+        decoders: Sequence[str],
+        *,
+        whole: bool = False,
     ) -> Route | None:
         """The route of a request; None: nobody takes work now.
 
@@ -153,6 +160,7 @@ class Fleet:
             keys: identities of its full blocks, as far as known.
             without: addresses of those that failed it before.
             prefill, decoders: who the caller says it shall be; "" and empty: anybody.
+            whole: no decode instance takes it from another one: one instance serves it whole.
         """
         first = self.find(prefill) if prefill else None
         named = [member for address in decoders if (member := self.find(address)) is not None]
@@ -168,7 +176,12 @@ class Fleet:
         mixed = [] if named else self._by_prefill(self._working(["mixed"], without), keys, num_tokens)
         if first is not None and not decodes:
             return Route(first, ())
-        if decodes and prefills and (first is not None or not self._is_direct(decodes[0], keys, num_tokens)):
+        if (
+            not whole
+            and decodes
+            and prefills
+            and (first is not None or not self._is_direct(decodes[0], keys, num_tokens))
+        ):
             if (
                 mixed
                 and not first
@@ -177,8 +190,8 @@ class Fleet:
                 return Route(mixed[0], ())
             return Route(prefills[0], tuple(decodes[:_MAX_DECODERS]))
         # one half is missing: whoever is there serves it whole
-        whole = mixed or decodes or prefills
-        return Route(whole[0], ()) if whole else None
+        anybody = mixed or decodes or prefills
+        return Route(anybody[0], ()) if anybody else None
 
     def _is_direct(self, decode: Member, keys: Sequence[bytes], num_tokens: int) -> bool:
         size = 1 if decode.hello.shape is None else decode.hello.shape.block_tokens

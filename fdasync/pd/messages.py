@@ -464,6 +464,7 @@ class Failed(Message, frozen=True, array_like=True, tag="failed"):
         error: name of its class in `fdasync.errors`.
         field, limit, hint: of BadInput.
         retriable: the same request may succeed elsewhere or later.
+        whole: but only where one instance serves it whole: no decode instance will ever take it from another.
     """
 
     request: Name
@@ -473,6 +474,7 @@ class Failed(Message, frozen=True, array_like=True, tag="failed"):
     limit: Words = ""
     hint: Words = ""
     retriable: bool = False
+    whole: bool = False
 
 
 class BlockNews(Message, frozen=True, array_like=True, tag="blocks"):

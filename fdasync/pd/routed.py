@@ -30,7 +30,8 @@ class Routed:
         name: of the try in hand among instances; "" while there is none.
         sessions: of the decoders, when it was sent: in a later one that is another process.
         first, decoders: who has it; `server`: who answers, once that is known; `decoder`: in whose load it counts.
-        incoming: rows so far.
+        incoming: rows and outputs so far.
+        whole: one instance must serve it: none takes it from another.
         delivered: something of it came.
         done: set at its end, with `result` or `error`.
     """
@@ -54,6 +55,7 @@ class Routed:
         self.decoder: Member | None = None
         self.incoming: Incoming | None = None
         self.aborted = False
+        self.whole = False
         self.first_token_at: float | None = None
         self.pending: list[list[Delta]] = [[] for _ in range(words.params.n)]
         self.taken: list[list[Delta]] = [[] for _ in range(words.params.n)]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fdasync.result import Delta
 
 #: finish reasons of what another instance goes on with, or nobody: no caller is told of them
-ELSEWHERE = frozenset(("handed_over", "no_lease", "lease_lost"))
+ELSEWHERE = frozenset(("handed_over", "no_lease", "never_lease", "lease_lost"))
 _MAX_PIECES = 512
 _ROOM_S = 60.0
 

@@ -275,7 +275,10 @@ class Borrower:
         else:
             errand.at += 1
         errand.state = "denied"
-        if not errand.decoders or event.at >= errand.stop_at:
+        if not errand.decoders:
+            # asking again would change nothing: it must be served in another way
+            self._fail(errand, f"{errand.peer}: {event.reason}", "never_lease")
+        elif event.at >= errand.stop_at:
             self._fail(errand, f"{errand.peer}: {event.reason}")
         elif errand.at < len(errand.decoders):
             self._enqueue(errand)
@@ -318,11 +321,11 @@ class Borrower:
         errand.ready_at = min(until, errand.stop_at)
         self._set_timer(errand.ready_at, errand, errand.attempt)
 
-    def _fail(self, errand: Errand, reason: str) -> None:
+    def _fail(self, errand: Errand, reason: str, end: str = "no_lease") -> None:
         """Its samples end in this turn; until then nothing more is asked or sent for it."""
         self._close(errand, tell=True)
         errand.state = "failed"
-        self.ends += [(seq, "no_lease", reason) for seq in errand.seqs]
+        self.ends += [(seq, end, reason) for seq in errand.seqs]
 
     def _close(self, errand: Errand, *, tell: bool) -> None:
         """Nothing more happens under its lease. What is offered stays in place until it is told that it ended."""

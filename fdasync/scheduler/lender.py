@@ -104,13 +104,10 @@ class Lender:
         most = self._index.pool.num_blocks
         need = max(-(-(seq.max_len - 1) // self._size) for seq in seqs)
         at_once = lease.full + len(seqs)
-        lanes = self._config.max_running + self._rules.beyond_running
         if event.requests[0].namespace != namespace:
             self._deny(lease, _RETRY_S, "it has other weights")
         elif max(need, at_once) > most:
             self._deny(lease, -1.0, f"{max(need, at_once)} KV blocks are needed, it has {most}")
-        elif len(seqs) > lanes:
-            self._deny(lease, -1.0, f"{len(seqs)} samples are more than the {lanes} it takes at a time")
         elif len(self._line) >= self._rules.line:
             self._deny(lease, _RETRY_S, f"{len(self._line)} leases wait in line")
         else:
@@ -188,7 +185,9 @@ class Lender:
         index, roster = self._index, self._roster
         seqs = list(lease.seqs.values())
         most = self._config.max_running + self._rules.beyond_running
-        if roster.num_running + roster.num_leased + len(seqs) > most:
+        alone = not roster.num_running and not roster.num_leased
+        # one may always be leased, however many samples it has: they run in turn
+        if not alone and roster.num_running + roster.num_leased + len(seqs) > most:
             return False
         hits: list[Block] = []
         if index.enabled:
@@ -199,7 +198,6 @@ class Lender:
                 hits.append(block)
         away = [block for block in hits if block.id < 0]
         fresh = lease.full - len(hits) + len(seqs)
-        alone = not roster.num_running and not roster.num_leased
         needed = fresh + len(away) + (0 if alone else roster.reserve(self._config.decode_reserve_blocks))
         if needed > index.available_besides(hits):
             self._copier.need(needed + sum(1 for block in hits if not block.pins))
