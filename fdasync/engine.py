@@ -287,7 +287,7 @@ class Engine:
             deadline_s: from now; at its end the request returns with finish_reason "deadline".
             routing: return expert routing; None: if the engine captures it; True: raise where it does not.
             start: first position whose rows are wanted, inside the prompt; the result echoes it.
-            cache_salt: requests share prefixes only with those of the same salt.
+            cache_salt: requests share prefixes only with those of the same salt, of up to 4096 characters.
 
         Entering waits for a place (`max_requests`) and for tokenising. It raises BadInput, DuplicateRequestId,
         EngineClosed, EngineFailed, CheckpointError of a tokenizer that fails, and DeadlineExceeded, WorkerDied or

@@ -166,7 +166,7 @@ def test_no_request_needs_more_than_all_blocks(count, max_tokens, fits):
         ({"deadline_s": 0}, "deadline_s"), ({"deadline_s": -1.0}, "deadline_s"),
         ({"deadline_s": math.nan}, "deadline_s"), ({"deadline_s": math.inf}, "deadline_s"),
         ({"deadline_s": "soon"}, "deadline_s"), ({"deadline_s": None}, "deadline_s"),
-        ({"cache_salt": None}, "cache_salt"), ({"cache_salt": b"x"}, "cache_salt"),
+        ({"cache_salt": None}, "cache_salt"), ({"cache_salt": "x" * 4097}, "cache_salt"), ({"cache_salt": b"x"}, "cache_salt"),
         ({"params": {"n": 1}}, "params"), ({"params": SamplingParams(n=9)}, "n"),
         ({"params": SamplingParams(temperature=math.nan)}, "temperature"),
         ({"params": SamplingParams(stop_token_ids=(300,))}, "stop_token_ids"),
