@@ -86,7 +86,7 @@ class _Node(Instance):
         self.transport = ProcessTransport(fleet.fabric, self.process, lambda *_: None)
         runner = SyntheticRunner(msgspec.structs.replace(MODEL, seed=len(fleet.nodes)), config.runner_limits())
         super().__init__(
-            config, listen=f"ipc://{name}", name=name, links=_LINKS, wire=self.wire, transports=[self.transport],
+            config, listen=f"ipc:///run/{name}", name=name, links=_LINKS, wire=self.wire, transports=[self.transport],
             runner=runner,
         )  # fmt: skip
         self.fleet = fleet

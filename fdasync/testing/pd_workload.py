@@ -184,7 +184,7 @@ class _Draw:
         name = f"{role[0]}{number}"
         return InstancePlan(
             name=name,
-            address=address or f"ipc://{name}",
+            address=address or f"ipc:///run/{name}",
             config=EngineConfig(
                 runner="synthetic",
                 process="inline",
