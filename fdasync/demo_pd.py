@@ -75,7 +75,7 @@ async def _while_alive(work: Coroutine[Any, Any, Any], dead: asyncio.Future[Chil
         await asyncio.wait([task, dead], return_when=asyncio.FIRST_COMPLETED)
         if dead.done():
             child = dead.result()  # of a future that is done
-            raise ChildEnded(child.name, child.exited.result(), tuple(child.lines))
+            raise ChildEnded(child.name, child.exited.result(), tuple(child.lines))  # of a child that has ended
         return task.result()  # of a task that is done
     finally:
         task.cancel()

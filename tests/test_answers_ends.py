@@ -10,6 +10,7 @@ import pytest
 
 from fdasync.pd.answers import Answers
 from fdasync.pd.messages import Failed, Moved
+from fdasync.pd.site import Site
 
 D0 = "ipc:///run/d0"
 
@@ -30,7 +31,11 @@ class Ending:
         self.moved = {"r": went_to} if went_to else {}
         self.told: list[Any] = []
         self.begun: list[str] = []
-        site: Any = SimpleNamespace(tell=lambda _peer, words: self.told.append(words), start=self._start)
+        site: Any = SimpleNamespace(
+            tell=lambda _peer, words: self.told.append(words),
+            start=self._start,
+            guarded=lambda work: lambda *_: work(),
+        )
         asking: Any = SimpleNamespace(take_moved=lambda name: self.moved.pop(name, ""))
         self.answers = Answers(site, asking)
         self.request: Any = Request(reasons)
@@ -69,3 +74,14 @@ async def test_who_finds_no_room_is_told_so() -> None:
     assert isinstance(words, Failed)
     assert words.retriable
     assert "full" in words.problem
+
+
+async def test_what_a_callback_raises_ends_the_engine_and_is_not_only_logged() -> None:
+    failures: list[BaseException] = []
+    unused: Any = None
+    loop = asyncio.get_running_loop()
+    site = Site(loop, unused, unused, unused, unused, unused, unused, unused, failures.append)
+    loop.call_soon(site.guarded(lambda: next(iter(()))))
+    loop.call_soon(site.guarded(lambda: None))
+    await asyncio.sleep(0)
+    assert [type(failure) for failure in failures] == [StopIteration]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fdasync.cache.aux import AuxSpec
 from fdasync.errors import ProtocolError
 from fdasync.pd import results, streams
-from fdasync.pd.messages import Facts, Outputs, Progress, Rows, WeightSpan, decode, encode
+from fdasync.pd.messages import Facts, LeaseDrop, Outputs, Progress, Rows, WeightSpan, brief, decode, encode
 from fdasync.pd.results import Incoming, delta_of, ended_message, output_messages, row_messages
 from fdasync.result import CachedTokens, Delta, Result, Routing, Sample
 from fdasync.runner.base import TopLogprobs
@@ -232,3 +232,10 @@ def test_a_long_delta_goes_in_several_messages():
     assert tuple(token for one in back for token in one.token_ids) == delta.token_ids
     assert ("".join(one.text for one in back), back[-1].finish_reason) == (delta.text, "length")
     assert [one.finish_reason for one in back[:-1]] == [None, None]
+
+
+def test_words_of_an_error_are_cut_to_what_a_message_carries():
+    for text in ("x" * 10_000, "\ud800 lone", "\U0001f600" * 5000, ""):
+        words = decode(encode(LeaseDrop("r", 0, brief(text))))
+        assert len(words.reason) <= 4096
+        assert words.reason[:1] == (text[:1].encode(errors="replace").decode())

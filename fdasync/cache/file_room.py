@@ -75,7 +75,8 @@ class Threads:
         self._running += 1
         self._jobs.append(None)
         try:
-            return await finish(asyncio.get_running_loop().run_in_executor(self._pool, self._job, work, *arguments))
+            loop = asyncio.get_running_loop()
+            return await finish(loop.run_in_executor(self._pool, self._job, work, *arguments))  # threads: see the class
         finally:
             self._running -= 1
 
@@ -106,7 +107,8 @@ class Threads:
 
     def _take(self, loop: asyncio.AbstractEventLoop) -> None:
         self._takers += 1
-        loop.run_in_executor(self._pool, self._take_items).add_done_callback(self._taken)
+        taking = loop.run_in_executor(self._pool, self._take_items)  # threads: see the class
+        taking.add_done_callback(self._taken)
 
     def _take_items(self) -> None:
         """In a thread: until nothing is left, or a job waits; one item at least, so that jobs keep none out."""

@@ -114,7 +114,8 @@ class Answers:
         streams = asked is not None and asked[0].streams and asked[0].errand is None
         if streams:
             self._streams.add(caller, name, request)
-        request.done.add_done_callback(lambda _: self._ended(caller, name, request, streams))
+        ended = self._site.guarded(lambda: self._ended(caller, name, request, streams))
+        request.done.add_done_callback(ended)
 
     def _ended(self, caller: Peer, name: str, request: RequestOutput, streams: bool) -> None:
         place = caller.incarnation, name

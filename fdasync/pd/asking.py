@@ -36,6 +36,7 @@ from fdasync.pd.messages import (
     LeaseDrop,
     LeaseName,
     Wanted,
+    brief,
 )
 from fdasync.pd.transport import checksum_parts
 from fdasync.pd.zmq_address import absolute
@@ -366,7 +367,7 @@ class Asking:
         lease.hands.clear()
         if tell and lease.told and lease.peer is not None and lease.peer.is_up:
             try:
-                lease.peer.send(LeaseDrop(*lease.name, reason))
+                lease.peer.send(LeaseDrop(*lease.name, brief(reason)))
             except (PeerUnreachable, PeerRefused, PeerBusy):
                 # it is not renewed any more, and ends by itself
                 return

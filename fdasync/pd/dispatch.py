@@ -19,7 +19,6 @@ from fdasync.errors import (
     DeadlineExceeded,
     DuplicateRequestId,
     EngineClosed,
-    FdasyncError,
     InstanceLost,
     PeerBusy,
     PeerRefused,
@@ -307,7 +306,8 @@ class Dispatch:
         try:
             await asyncio.sleep(_RETRY_S * request.tries)
             await self._send(request)
-        except FdasyncError as error:
+        except Exception as error:
+            # a defect too must reach the caller, who else would wait to the deadline
             self.finish(request, None, error)
 
     @staticmethod

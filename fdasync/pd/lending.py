@@ -25,7 +25,7 @@ from fdasync.events.catalog import (
     SampleOffered,
 )
 from fdasync.pd.leases import LeaseBook
-from fdasync.pd.messages import BlocksTaken, HandOff, HandOffTaken, LeaseAnswer, LeaseAsk, LeaseDrop
+from fdasync.pd.messages import BlocksTaken, HandOff, HandOffTaken, LeaseAnswer, LeaseAsk, LeaseDrop, brief
 from fdasync.pd.transport import Receipt
 from fdasync.runner.base import StepOutput
 
@@ -127,7 +127,7 @@ class Lending:
             self._decide(peer, name, message, good)
 
     def _deny(self, peer: Peer, name: LeaseName, reason: str, retry_after_s: float) -> None:
-        self._site.tell(peer, LeaseAnswer(*name, "denied", 0, retry_after_s, reason))
+        self._site.tell(peer, LeaseAnswer(*name, "denied", 0, retry_after_s, brief(reason)))
 
     def _decide(self, peer: Peer, name: LeaseName, message: LeaseAsk, good: bool) -> None:
         if not good:
@@ -269,7 +269,7 @@ class Lending:
 
     def _refuse(self, lease: _Lease, reason: str) -> None:
         """What the other side says under a lease is wrong: it is over."""
-        self._site.tell(lease.owner, LeaseDrop(*lease.name, reason))
+        self._site.tell(lease.owner, LeaseDrop(*lease.name, brief(reason)))
         self._site.bus.publish(LeaseGivenUp(groups=(lease.group,), reason=reason))
         self._over(lease)
 
@@ -284,7 +284,7 @@ class Lending:
             action.verdict,  # type: ignore[arg-type]
             action.prefix_blocks,
             action.retry_after_s,
-            action.reason,
+            brief(action.reason),
         )
         if action.verdict == "denied":
             self._book.remove(lease)
@@ -297,13 +297,13 @@ class Lending:
                 self._book.remove(lease)
             else:
                 self._over(lease)
-            self._site.tell(lease.owner, LeaseDrop(*lease.name, action.reason))
+            self._site.tell(lease.owner, LeaseDrop(*lease.name, brief(action.reason)))
 
     def drop_all(self, reason: str) -> None:
         """Tell all others that nothing comes of what they were given."""
         for lease in self._book.all():
             self._over(lease)
-            self._site.tell(lease.owner, LeaseDrop(*lease.name, reason))
+            self._site.tell(lease.owner, LeaseDrop(*lease.name, brief(reason)))
 
     def confirm(self, action: ConfirmHandOver) -> None:
         """A sample goes on here: its first token is its caller's, and the other side may forget it."""

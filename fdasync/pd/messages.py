@@ -30,7 +30,8 @@ MAX_PAYLOAD_NBYTES = 4 << 20
 
 Meta = msgspec.Meta
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
-Words = Annotated[str, Meta(max_length=4096)]
+_WORDS_CHARS = 4096
+Words = Annotated[str, Meta(max_length=_WORDS_CHARS)]
 Key = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 48)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
@@ -539,6 +540,12 @@ AnyMessage = (
     | Command
     | Done
 )
+
+
+def brief(text: str) -> str:
+    """Words of an error as a message can carry them: the other side refuses longer ones, and what is no text."""
+    return text[:_WORDS_CHARS].encode(errors="replace").decode()
+
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(AnyMessage)

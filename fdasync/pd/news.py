@@ -64,7 +64,7 @@ class News:
 
     def _arm(self) -> None:
         if self._timer is None and self._peers:
-            self._timer = self._site.loop.call_later(_EVERY_S, self._send)
+            self._timer = self._site.loop.call_later(_EVERY_S, self._site.guarded(self._send))
 
     def _send(self) -> None:
         self._timer = None

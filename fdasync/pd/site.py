@@ -92,6 +92,17 @@ class Site:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
 
+    def guarded(self, work: Callable[[], None]) -> Callable[..., None]:
+        """A callback of the loop whose errors end the engine; the loop itself would only log them."""
+
+        def call(*_: object) -> None:
+            try:
+                work()
+            except Exception as error:
+                self._fail(error)
+
+        return call
+
     def tasks(self) -> list[asyncio.Task[None]]:
         return list(self._tasks)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from fdasync.errors import DeadlineExceeded, PeerBusy, PeerRefused, PeerUnreachable
+from fdasync.errors import DeadlineExceeded, PeerBusy, PeerRefused, PeerUnreachable, ProtocolError
 from fdasync.pd.messages import Piece, Progress
 from fdasync.pd.results import RUN_CHARS, RUN_TOKENS
 
@@ -82,7 +82,7 @@ class Streams:
         entry[0].news[request] = None
         if not self._due:
             self._due = True
-            self._site.loop.call_soon(self._flush)
+            self._site.loop.call_soon(self._site.guarded(self._flush))
 
     def _flush(self) -> None:
         self._due = False
@@ -103,6 +103,11 @@ class Streams:
                     reader.peer.send(Progress(reader.unsent[0]))
                 except (PeerUnreachable, PeerRefused, PeerBusy):
                     # it is lost, and its requests are about to be aborted
+                    return
+                except ProtocolError as error:
+                    # more than a link takes, however it is cut: its caller must not wait for what never comes
+                    reader.unsent.clear()
+                    self._site.links.give_up(reader.peer, str(error))
                     return
                 reader.unsent.popleft()
 
