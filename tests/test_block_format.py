@@ -637,12 +637,13 @@ NAMES_OF_MANY = [object_key(NAMESPACE, bytes([number] * 16)) for number in range
 
 
 class Slow(MemoryStore):
-    """Waits in each verb, and counts the verbs and those that are running; `fail` names a key that raises."""
+    """Waits in each verb, for `gate` if there is one, and counts; `fail` names a key that raises."""
 
     def __init__(self) -> None:
         super().__init__(MemoryConfig())
         self.calls = self.running = self.stopped = 0
         self.fail = ""
+        self.gate: asyncio.Event | None = None
         self.on_call: Callable[[], None] = lambda: None
 
     async def _slowly(self, items: Sequence[Item]) -> None:
@@ -654,7 +655,7 @@ class Slow(MemoryStore):
                 await asyncio.sleep(0)
                 raise StoreUnavailable("slow", "not this one")
             # ends late when it is cancelled, as the contract allows
-            await finish(asyncio.ensure_future(asyncio.sleep(0.01)))
+            await finish(asyncio.ensure_future(self.gate.wait() if self.gate else asyncio.sleep(0.01)))
         except asyncio.CancelledError:
             self.stopped += 1
             raise
@@ -730,11 +731,14 @@ async def test_a_large_batch_that_is_cancelled_has_ended_when_it_says_so(verb, c
         started = asyncio.Event()
         inner.on_call = lambda: started.set() if inner.calls == calls else None
         inner.fail = fail
+        # none ends before all have begun, however slow this machine is
+        inner.gate = asyncio.Event()
         await started.wait()
         task.cancel()
         await asyncio.sleep(0)
         assert inner.running > 0
         task.cancel()
+        inner.gate.set()
         await asyncio.wait([task])
         assert task.cancelled()
         assert inner.running == 0

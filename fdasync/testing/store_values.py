@@ -41,7 +41,8 @@ class ValueTests(StoreHooks):
                     (outcome,) = await on.get([into])
                     on.assert_only(before, [into])
                     if outcome.status == "done":
-                        assert on.read(into) == data
+                        whole = on.read(into) == data
+                        assert whole
                     else:
                         assert self.may_forget
                 on.free()

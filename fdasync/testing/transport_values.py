@@ -91,7 +91,9 @@ class ValueTests(TransportHooks):
                 sender.write(part, first)
                 for outcome, receipt in zip(task.result(), receipts, strict=True):
                     seen.add(outcome.status)
-                    assert outcome.status != "done" or receiver.read(receipt.parts[0]) == first
+                    # no bytes in the assertion: where CI is set, pytest would spend minutes on the difference of 2 MiB
+                    whole = receiver.read(receipt.parts[0]) == first
+                    assert outcome.status != "done" or whole
             assert seen <= {"done", "damaged"}
 
     @on_loop
