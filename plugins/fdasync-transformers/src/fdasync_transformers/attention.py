@@ -2,11 +2,13 @@
 
 Stateless: all that a call needs comes with the `fd_ctx` keyword, which the model's forward hands down to
 each attention layer. Registered as an attention function only, never as a mask function, so the
-library builds no masks. Knows no sequences and no scheduling; `ragged.py` says which rows attend to what.
+library builds no masks. Knows no sequences and no scheduling: a `Paging` says where KV is and which rows attend to
+what (`TorchPaging` here, `triton_paging.py` on GPUs).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +17,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from fdasync.errors import RunnerError
-from fdasync_transformers.kv import KVPool, LayerSpec, gather
+from fdasync_transformers.kv import gather
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from fdasync_transformers.kv import KVPool, LayerSpec
     from fdasync_transformers.ragged import Group, RaggedPlan
 
 NAME = "fdasync_paged"
@@ -58,24 +61,36 @@ class LatentCatcher:
         return torch.cat((latent, rotary), dim=-1)[0].transpose(0, 1)
 
 
+class Paging(ABC):
+    """Where the KV of one step goes, and which of it each query sees; made for each step."""
+
+    @abstractmethod
+    def store(self, layer: LayerSpec, key: torch.Tensor, value: torch.Tensor | None) -> None:
+        """Write this step's keys [T, KH, Dk] and values [T, KH, Dv] (None: a latent layer) into the pool."""
+
+    @abstractmethod
+    def attend(
+        self, layer: LayerSpec, query: torch.Tensor, scaling: float, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Queries [T, H, Dk] against all that each may see, what was just stored included: [T, H, Dv].
+
+        Dv of a latent layer is its rank: the leading part of its keys.
+        """
+
+
 @dataclass(frozen=True)
 class StepContext:
     """One step, as the attention layers need it.
 
     Attributes:
         layers: spec by layer index.
-        pool: where KV is written and read.
-        plan: which rows attend to what.
-        blocks, offsets: int64 [T], where each token's KV goes.
+        paging: where KV is written and read.
         positions: int64 [T], absolute position of each token.
         latents: of MLA layers; handed to the model as its cache where there are any.
     """
 
     layers: Mapping[int, LayerSpec]
-    pool: KVPool
-    plan: RaggedPlan
-    blocks: torch.Tensor
-    offsets: torch.Tensor
+    paging: Paging
     positions: torch.Tensor
     latents: LatentCatcher = field(default_factory=LatentCatcher)
 
@@ -112,20 +127,47 @@ def paged_attention(
     rows = query[0].transpose(0, 1)
     if spec.query_scale is not None:
         rows = _scale_queries(rows, fd_ctx.positions, *spec.query_scale)
-    keys = fd_ctx.pool.keys[layer_idx]
     if spec.latent_rank:
-        keys[fd_ctx.blocks, fd_ctx.offsets] = fd_ctx.latents.take()
+        fd_ctx.paging.store(spec, fd_ctx.latents.take(), None)
         up_keys, up_values = _latent_projections(module, spec.latent_rank)
         nope = up_keys.shape[1]
         latent_query = torch.einsum("thn,hnr->thr", rows[..., :nope], up_keys)
         absorbed = torch.cat((latent_query, rows[..., nope:]), dim=-1)
-        # values are the keys' leading part; taking all of them keeps both head sizes equal, which is fast
-        out = _attend(absorbed, keys, keys, fd_ctx.plan.groups(spec.reach), scaling, None)
-        return torch.einsum("thr,hvr->thv", out[..., : spec.latent_rank], up_values).unsqueeze(0), None
-    values = fd_ctx.pool.values[layer_idx]
-    keys[fd_ctx.blocks, fd_ctx.offsets] = key[0].transpose(0, 1)
-    values[fd_ctx.blocks, fd_ctx.offsets] = value[0].transpose(0, 1)
-    return _attend(rows, keys, values, fd_ctx.plan.groups(spec.reach), scaling, s_aux).unsqueeze(0), None
+        out = fd_ctx.paging.attend(spec, absorbed, scaling, None)
+        return torch.einsum("thr,hvr->thv", out, up_values).unsqueeze(0), None
+    fd_ctx.paging.store(spec, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    return fd_ctx.paging.attend(spec, rows, scaling, s_aux).unsqueeze(0), None
+
+
+@dataclass(frozen=True)
+class TorchPaging(Paging):
+    """By torch's own attention, for CPUs: gathers blocks, pads sequences of like shape to one another.
+
+    Attributes:
+        pool: where KV is written and read.
+        plan: which rows attend to what.
+        blocks, offsets: int64 [T], where each token's KV goes.
+    """
+
+    pool: KVPool
+    plan: RaggedPlan
+    blocks: torch.Tensor
+    offsets: torch.Tensor
+
+    def store(self, layer: LayerSpec, key: torch.Tensor, value: torch.Tensor | None) -> None:
+        self.pool.keys[layer.index][self.blocks, self.offsets] = key
+        if value is not None:
+            self.pool.values[layer.index][self.blocks, self.offsets] = value
+
+    def attend(
+        self, layer: LayerSpec, query: torch.Tensor, scaling: float, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        keys = self.pool.keys[layer.index]
+        groups = self.plan.groups(layer.reach)
+        if layer.latent_rank:
+            # values are the keys' leading part; taking all of them keeps both head sizes equal, which is fast
+            return _attend(query, keys, keys, groups, scaling, None)[..., : layer.latent_rank]
+        return _attend(query, keys, self.pool.values[layer.index], groups, scaling, sinks)
 
 
 def _attend(

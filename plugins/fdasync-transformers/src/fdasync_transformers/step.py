@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fdasync_transformers.attention import NAME, LatentCatcher, StepContext, register
+from fdasync_transformers.attention import NAME, LatentCatcher, StepContext, TorchPaging, register
 from fdasync_transformers.ragged import RaggedPlan
 
 if TYPE_CHECKING:
@@ -64,10 +64,12 @@ class StepModel:
         positions = _send(batch.positions, device)
         context = StepContext(
             layers=self._layers,
-            pool=pool,
-            plan=RaggedPlan(batch.counts, batch.starts, tables, size, device, self.layout.dtype),
-            blocks=_send(blocks, device),
-            offsets=_send(offsets, device),
+            paging=TorchPaging(
+                pool=pool,
+                plan=RaggedPlan(batch.counts, batch.starts, tables, size, device, self.layout.dtype),
+                blocks=_send(blocks, device),
+                offsets=_send(offsets, device),
+            ),
             positions=positions,
             latents=latents,
         )
