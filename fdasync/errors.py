@@ -227,6 +227,37 @@ class RunnerError(PermanentError):
         super().__init__(problem if step_id < 0 else f"step {step_id}: {problem}")
 
 
+class DeviceFailed(PermanentError):
+    """The device reported an error: whatever was in flight on it is lost, and nothing more can be run there.
+
+    Attributes:
+        problem: the device's own words.
+    """
+
+    def __init__(self, problem: str) -> None:
+        self.problem = problem
+        super().__init__(f"the device failed: {problem}")
+
+
+class BuffersOut(TransientError):
+    """A pool of buffers is at its limit, and those in use have not come back yet.
+
+    Attributes:
+        pool: its name.
+        wanted_nbytes: the size that was asked for, rounded up as the pool does.
+        limit_nbytes: most that the pool may hold.
+        out: names of the leases in use, and how many bytes each name holds.
+    """
+
+    def __init__(self, pool: str, wanted_nbytes: int, limit_nbytes: int, out: dict[str, int]) -> None:
+        self.pool = pool
+        self.wanted_nbytes = wanted_nbytes
+        self.limit_nbytes = limit_nbytes
+        self.out = out
+        held = ", ".join(f"{name} {nbytes}" for name, nbytes in out.items()) or "nothing"
+        super().__init__(f"{pool}: no room for {wanted_nbytes} bytes (limit: {limit_nbytes}; in use: {held})")
+
+
 class WorkerDied(TransientError):
     """A child process ended that should have gone on.
 

@@ -11,10 +11,12 @@ import pytest
 from fdasync import errors
 from fdasync.errors import (
     BadInput,
+    BuffersOut,
     CheckpointError,
     ConfigError,
     DeadlineExceeded,
     DecodeFailed,
+    DeviceFailed,
     DuplicateRequestId,
     EngineBusy,
     EngineClosed,
@@ -59,6 +61,8 @@ EXAMPLES = [
     (DecodeFailed(KeyError("x"), None), "the tokenizer could not decode: KeyError: 'x'"),
     (RunnerError("smoke", 7), "step 7: smoke"),
     (RunnerError("smoke"), "smoke"),
+    (DeviceFailed("an illegal address"), "the device failed: an illegal address"),
+    (BuffersOut("rows", 8, 9, {"step": 4}), "rows: no room for 8 bytes (limit: 9; in use: step 4)"),
     (WorkerDied("w", 5, -9), "the w process 5 ended by signal 9"),
     (WorkerDied("w", 5, 3), "the w process 5 ended with status 3"),
     (WorkerDied("w", 5, None), "the w process 5 ended with an unknown status"),
