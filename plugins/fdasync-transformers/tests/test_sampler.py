@@ -259,7 +259,7 @@ def test_what_is_drawn_has_the_distribution_asked_for(changes: dict[str, Any]) -
 
 @pytest.mark.parametrize("noise", [0.0, 0.25, 1.0 - 2.0**-53])
 def test_the_ends_never_give_a_token_of_probability_zero(noise: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fdasync_transformers.sampler.uniform", lambda *_: noise)
+    monkeypatch.setattr("fdasync_transformers.sample_plan.uniform", lambda *_: noise)
     logits = torch.full((3, 1001), float("-inf"))
     logits[0, 400:600] = torch.randn(200, generator=torch.Generator().manual_seed(0))
     logits[1, 7] = 3.0
