@@ -44,6 +44,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         tokenizer: entry-point name in `fdasync.tokenizers`; "auto" takes the one the runner names; "none" means
             tokens in, tokens out.
         routing: capture expert routing; "auto": if the model has MoE layers.
+        routing_debug: self-check: the capture records digits of each token's position instead of expert ids, and every
+            row is checked when it comes off the device and when it comes to its request; a wrong one fails the engine.
+            Blocks of such an engine have identities of their own. Rows of results are then of no other use.
         max_context_tokens: most tokens of one request, prompt and output; "auto": the model's.
         block_tokens: tokens of a KV block, a power of two; "auto": the runner's choice.
         num_blocks: KV blocks on the device; "auto": what the runner profiled.
@@ -89,6 +92,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     process: Literal["worker", "inline"] = "worker"
     tokenizer: str = "auto"
     routing: bool | Auto = "auto"
+    routing_debug: bool = False
     max_context_tokens: int | Auto = "auto"
     block_tokens: int | Auto = "auto"
     num_blocks: int | Auto = "auto"
@@ -216,6 +220,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             block_tokens=_or_none(self.block_tokens),
             num_blocks=_or_none(self.num_blocks),
             pipeline_depth=self.pipeline_depth,
+            routing_debug=self.routing_debug,
         )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from fdasync.actions import CopyRows, FinishRequest
+from fdasync.cache.debug_rows import check_debug_rows
 from fdasync.errors import InvariantBroken
 from fdasync.events.catalog import AbortRequested, RequestEnded, StopChecked, StopMatched
 from fdasync.result import Result
@@ -158,7 +159,11 @@ class OutputHub:
         clock: Callable[[], float],
         arena: AuxArena | None,
         on_end: Callable[[RequestOutput], None],
+        *,
+        routing_debug: bool = False,
     ) -> None:
+        """`routing_debug`: rows name positions, and are checked as requests get them."""
+        self._routing_debug = routing_debug
         self._bus = bus
         self._clock = clock
         self._arena = arena
@@ -221,7 +226,17 @@ class OutputHub:
                 most = len(request.prompt) + request.params.max_tokens - 1 - request.start
                 sample.rows = {spec.name: _empty(spec, most) for spec in arena.specs}
             arena.copy_rows(span.slot, span.generation, span.offset, span.count, sample.rows, sample.num_rows)
+            if self._routing_debug:
+                self._check_rows(sample, span.count)
             sample.num_rows += span.count
+
+    def _check_rows(self, sample: SampleOutput, count: int) -> None:
+        """What was copied behind the rows so far must name the positions that it is for."""
+        first = sample.request.start + sample.num_rows
+        rows = sample.rows["routing"][sample.num_rows : sample.num_rows + count]
+        assert self._arena is not None
+        spec = next(spec for spec in self._arena.specs if spec.name == "routing")
+        check_debug_rows(rows, np.arange(first, first + count), spec, f"in the result of sample {sample.key}")
 
     def cut(self, request: RequestOutput, reason: str) -> None:
         """End a request before any of its samples was published: the result is empty."""

@@ -52,6 +52,9 @@ def namespace_of(capacity: Capacity) -> bytes:
         capacity.block_tokens,
         [(spec.name, spec.shape, spec.dtype) for spec in capacity.aux_specs],
     )
+    if capacity.routing_debug:
+        # rows that are no routing never meet rows that are
+        parts = (*parts, "routing_debug")
     return root_key(msgspec.msgpack.encode(parts))
 
 

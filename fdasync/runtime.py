@@ -108,6 +108,10 @@ class Runtime:
         try:
             async with asyncio.timeout(config.start_deadline_s):
                 self.capacity = capacity = await self.runner.open()
+                if capacity.routing_debug != config.routing_debug:
+                    raise ConfigError(
+                        "config.routing_debug", f"runner {config.runner!r} does not know it, or no routing"
+                    )
                 self.namespace = namespace_of(capacity)
                 scheduler = Scheduler(resolve(config, capacity, self.namespace))
                 num_host_blocks = scheduler.config.num_host_blocks
@@ -139,7 +143,9 @@ class Runtime:
             trace=self.trace,
             on_failure=on_failure,
         )
-        self.hub = driver.output = OutputHub(self.bus, loop.time, self._arena, on_end)
+        self.hub = driver.output = OutputHub(
+            self.bus, loop.time, self._arena, on_end, routing_debug=capacity.routing_debug
+        )
         driver.rehasher = Rehasher(self.bus, capacity.block_tokens, lambda: self.namespace, on_failure)
         if self._stack is not None:
             assert self._host is not None

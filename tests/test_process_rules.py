@@ -50,7 +50,7 @@ BASE = ("fdasync.events", "fdasync.actions", "fdasync.request", "fdasync.errors"
 PURE = ("fdasync.scheduler", "fdasync.cache.aux", "fdasync.cache.blocks", "fdasync.cache.lru", "fdasync.cache.prefix")
 CONTRACTS = (
     "fdasync.cache.aux", "fdasync.cache.arena", "fdasync.cache.host", "fdasync.cache.region", "fdasync.cache.store",
-    "fdasync.cache.block_format",
+    "fdasync.cache.block_format", "fdasync.cache.debug_rows",
     "fdasync.gpu.completion", "fdasync.runner.base", "fdasync.pd.messages", "fdasync.pd.transport", "fdasync.result",
 )  # fmt: skip
 ROOMS = ("fdasync.cache", "fdasync.gpu", "fdasync.runner", "fdasync.pd")

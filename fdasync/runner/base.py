@@ -35,6 +35,7 @@ class RunnerLimits(msgspec.Struct, frozen=True, kw_only=True):
         max_context_tokens: bound on a sequence, or None for the model's own.
         block_tokens, num_blocks: as configured, or None to let the runner choose or profile.
         pipeline_depth: most steps in flight.
+        routing_debug: record digits of each token's position instead of expert ids (`cache/debug_rows.py`).
     """
 
     model: str = ""
@@ -45,6 +46,7 @@ class RunnerLimits(msgspec.Struct, frozen=True, kw_only=True):
     block_tokens: int | None = None
     num_blocks: int | None = None
     pipeline_depth: int = 1
+    routing_debug: bool = False
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +68,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
         tokenizer: entry-point name in `fdasync.tokenizers` that fits, or "".
         prefill_tokens_per_s: as measured at start; 0: it was not. What it costs to compute what a store has, until
             steps say better.
+        routing_debug: rows name positions, not experts; as was asked for.
         notes: things worth telling a person, such as special cases in force.
     """
 
@@ -87,6 +90,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     top_k_by_layer: tuple[int, ...] | None = None
     tokenizer: str = ""
     prefill_tokens_per_s: float = 0.0
+    routing_debug: bool = False
     notes: tuple[str, ...] = ()
 
 

@@ -122,6 +122,10 @@ class LaneTable:
                 self._decode_changed = True
         return batch
 
+    def lane_of(self, key: int) -> int:
+        """The lane of a sequence that is here. Raises KeyError."""
+        return self._lane_of[key]
+
     def block_table(self, lane: int, tokens: int) -> NDArray[np.int32]:
         """Block ids that hold the first `tokens` tokens of a lane (a view)."""
         return self.blocks[lane, : -(-tokens // self.block_tokens)]

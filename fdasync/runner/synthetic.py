@@ -21,6 +21,7 @@ import numpy as np
 
 from fdasync.actions import SwapOut
 from fdasync.cache.aux import AuxSpec
+from fdasync.cache.debug_rows import debug_rows
 from fdasync.errors import BadInput, InvariantBroken, RunnerError, WeightsRejected
 from fdasync.runner.base import Capacity, CopyOutput, Runner, RunnerLimits, StepOutput, TensorMeta
 from fdasync.runner.lanes import Batch, LaneTable
@@ -97,6 +98,7 @@ class SyntheticRunner(Runner):
             moe_layer_ids=tuple(range(config.num_moe_layers)) if capture else (),
             num_experts=config.num_experts if capture else 0,
             top_k=config.top_k if capture else 0,
+            routing_debug=limits.routing_debug and capture,
         )
 
     async def bind(self, num_blocks: int, arena: AuxArena | None, host: HostArena | None = None) -> None:
@@ -338,7 +340,7 @@ class SyntheticRunner(Runner):
                 digests[end - count : end] = sums[start:]
         rows: dict[str, NDArray[np.generic]] = {}
         if self._arena is not None:
-            rows["routing"] = self.oracle.rows(digests)
+            rows["routing"] = self._routing(batch, digests)
             if self.config.values_spec:
                 rows["values"] = self.oracle.values(digests)
             if self.config.pass_stamp:
@@ -394,8 +396,14 @@ class SyntheticRunner(Runner):
         if (rows[settled] != stamps[settled]).any():
             raise InvariantBroken("rows in a slot do not belong to the KV in use")
 
+    def _routing(self, batch: Batch, digests: NDArray[np.uint64]) -> NDArray[np.generic]:
+        if not self.limits.routing_debug:
+            return self.oracle.rows(digests)
+        spec = AuxSpec("routing", (self.config.num_moe_layers, self.config.top_k), self.oracle.row_dtype.__name__)
+        return debug_rows(batch.positions, spec)
+
     def _is_free(self, batch: Batch) -> bool:
-        return self.config.free and batch.num_decodes == len(batch.lanes)
+        return self.config.free and not self.limits.routing_debug and batch.num_decodes == len(batch.lanes)
 
     def _free_step(self, batch: Batch) -> tuple[StepOutput, dict[str, NDArray[np.generic]]]:
         tokens = (self._last_token[batch.lanes] + 1) % (self.config.vocab_size - _FREE_MARGIN)

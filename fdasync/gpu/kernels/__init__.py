@@ -1,0 +1,1 @@
+"""Triton kernels of the GPU path; nothing outside this folder imports triton."""
