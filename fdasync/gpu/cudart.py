@@ -1,0 +1,192 @@
+"""The few calls of the CUDA driver that torch has no way to, and host memory registered by them.
+
+The driver's entry points keep their signatures for ever, those of the runtime change with its major version. So copies
+in batches are asked of the driver: `cuMemcpyBatchAsync_v2` (CUDA 13), else `cuMemcpyBatchAsync` (12.8, with an index of
+what failed). Works in the context that torch made current on the calling thread. Knows addresses, no blocks' meaning.
+Called by `copies.py`; loading the module touches no driver.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fdasync.errors import DeviceFailed, RunnerError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from fdasync.cache.host import HostArena
+
+# CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP
+_REGISTER_FLAGS = 3
+# CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: the source is read in stream order
+_ORDER_STREAM = 1
+# CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE: copy engines, not multiprocessors
+_PREFER_OVERLAP = 1
+# one registration at most: a driver may refuse very large ones, and what fails half-way is taken back piece by piece
+PIECE_NBYTES = 1 << 30
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_uint), ("id", ctypes.c_int))
+
+
+class _Attributes(ctypes.Structure):
+    _fields_ = (
+        ("src_access_order", ctypes.c_uint),
+        ("src_hint", _Location),
+        ("dst_hint", _Location),
+        ("flags", ctypes.c_uint),
+    )
+
+
+def _address(array: NDArray[Any]) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+class Driver:
+    """The calls. Raises RunnerError where there is no driver.
+
+    Attributes:
+        has_batch: whether `copy_batch` is there.
+    """
+
+    def __init__(self, library: Any = None) -> None:
+        try:
+            self._library = ctypes.CDLL("libcuda.so.1") if library is None else library
+        except OSError as error:
+            raise RunnerError(f"the CUDA driver cannot be loaded: {error}") from error
+        address, size, handle = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
+        self._register = self._entry("cuMemHostRegister_v2", handle, size, ctypes.c_uint)
+        self._unregister = self._entry("cuMemHostUnregister", handle)
+        self._device_pointer = self._entry("cuMemHostGetDevicePointer_v2", handle, handle, ctypes.c_uint)
+        self._copy = self._entry("cuMemcpyAsync", address, address, size, handle)
+        self._attributes = _Attributes(src_access_order=_ORDER_STREAM, flags=_PREFER_OVERLAP)
+        # index of the first copy that the attributes are for
+        self._first = ctypes.c_size_t(0)
+        self._failed = ctypes.c_size_t(0)
+        arrays = (handle, handle, handle, size, handle, handle, size)
+        self._tail: tuple[Any, ...] = ()
+        self._batch = None
+        if hasattr(self._library, "cuMemcpyBatchAsync_v2"):
+            self._batch = self._entry("cuMemcpyBatchAsync_v2", *arrays, handle)
+        elif hasattr(self._library, "cuMemcpyBatchAsync"):
+            self._batch = self._entry("cuMemcpyBatchAsync", *arrays, handle, handle)
+            self._tail = (ctypes.addressof(self._failed),)
+        self.has_batch = self._batch is not None
+
+    def register(self, address: int, nbytes: int) -> int:
+        """Pin these pages and map them for every device; returns the address that the device knows them by.
+
+        Touches pages that nobody touched before. Raises RunnerError, and nothing is registered then.
+        """
+        status = self._register(address, nbytes, _REGISTER_FLAGS)
+        if status:
+            raise RunnerError(f"{nbytes} bytes of host memory cannot be registered: {self._words(status)}")
+        found = ctypes.c_uint64(0)
+        status = self._device_pointer(ctypes.addressof(found), address, 0)
+        if status:
+            self._unregister(address)
+            raise RunnerError(f"registered host memory has no address on the device: {self._words(status)}")
+        return found.value
+
+    def unregister(self, address: int) -> None:
+        """Let go of what `register` pinned; waits for the device where it must. Raises RunnerError."""
+        status = self._unregister(address)
+        if status:
+            raise RunnerError(f"host memory cannot be unregistered: {self._words(status)}")
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """One copy on a stream. Raises DeviceFailed."""
+        status = self._copy(target, source, nbytes, stream)
+        if status:
+            raise DeviceFailed(f"a copy of {nbytes} bytes could not be launched: {self._words(status)}")
+
+    def copy_batch(
+        self, targets: NDArray[np.uint64], sources: NDArray[np.uint64], nbytes: NDArray[np.uint64], stream: int
+    ) -> None:
+        """Copies in one call, in any order among themselves; the arrays (C-contiguous, of one length) are read at once.
+
+        `stream` may not be the default one (0). Raises DeviceFailed.
+        """
+        if self._batch is None:
+            raise DeviceFailed("this driver has no copies in batches")
+        status = self._batch(
+            _address(targets),
+            _address(sources),
+            _address(nbytes),
+            len(targets),
+            ctypes.addressof(self._attributes),
+            ctypes.addressof(self._first),
+            1,
+            *self._tail,
+            stream,
+        )
+        if status:
+            raise DeviceFailed(f"{len(targets)} copies could not be launched: {self._words(status)}")
+
+    def _entry(self, name: str, *arguments: Any) -> Any:
+        function = getattr(self._library, name)
+        function.argtypes = arguments
+        function.restype = ctypes.c_int
+        return function
+
+    def _words(self, status: int) -> str:
+        """The driver's name of an error."""
+        name = self._entry("cuGetErrorName", ctypes.c_int, ctypes.c_void_p)
+        found = ctypes.c_char_p()
+        if name(status, ctypes.addressof(found)) or found.value is None:
+            return f"error {status}"
+        return f"{found.value.decode()} ({status})"
+
+
+class RegisteredHost:
+    """A host arena's own pages, pinned and mapped for the device; nothing is copied.
+
+    Making it takes about 0.45 s for 1 GB that nobody has touched: for start-up only. Holds the mapping until `close`.
+
+    Attributes:
+        addresses: uint64 [num_blocks], where the device finds the KV of each host block.
+        same: whether these are the host's own addresses, so that a kernel may be given host tensors.
+    """
+
+    def __init__(self, driver: Driver, host: HostArena, piece_nbytes: int = PIECE_NBYTES) -> None:
+        self._driver = driver
+        # keeps the mapping: pages may not go while they are registered
+        self._pages: NDArray[np.uint8] = np.frombuffer(host.region.map, np.uint8)
+        self._pieces: list[int] = []
+        base = _address(self._pages)
+        offset = _address(host.kv) - base
+        blocks = np.arange(host.num_blocks, dtype=np.uint64)
+        own = np.uint64(base + offset) + blocks * np.uint64(host.stride_nbytes)
+        self.addresses = own.copy()
+        # cut between blocks: a copy that touches two registrations is an error
+        step = max(1, piece_nbytes // host.stride_nbytes)
+        try:
+            for first in range(0, host.num_blocks, step):
+                count = min(step, host.num_blocks - first)
+                start = base + first * host.stride_nbytes
+                seen = driver.register(start, count * host.stride_nbytes)
+                self._pieces.append(start)
+                known = np.uint64(seen + offset) + blocks[:count] * np.uint64(host.stride_nbytes)
+                self.addresses[first : first + count] = known
+        except BaseException:
+            self.close()
+            raise
+        self.same = bool((self.addresses == own).all())
+
+    def close(self) -> None:
+        """Unregister; idempotent. No copy may be in flight. Raises RunnerError after trying every piece."""
+        problems = []
+        for start in self._pieces:
+            try:
+                self._driver.unregister(start)
+            except RunnerError as error:
+                problems.append(error)
+        self._pieces = []
+        self._pages = np.empty(0, np.uint8)
+        if problems:
+            raise problems[0]

@@ -1,0 +1,73 @@
+"""A kernel that moves blocks between the device pool and the host tier's registered pages. Pure bytes.
+
+A few programs go over the blocks one after the other, each taking every n-th tile of a block: that fills the bus and
+leaves the other multiprocessors to the step beside it. Knows nothing of futures. Called by `fdasync.gpu.copies`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+# words of 8 bytes that one program moves at a time: 16 KiB
+TILE = 2048
+
+
+@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
+def _move_blocks(table, device, host, device_stride, host_stride, count, words, OUT: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    tiles = tl.cdiv(words, TILE)
+    for block in range(count):
+        # 64 bits: a pool has more words than 32 bits count
+        device_block = device + tl.load(table + block) * device_stride
+        host_block = host + tl.load(table + count + block) * host_stride
+        for tile in range(program, tiles, programs):
+            offset = tile * TILE + tl.arange(0, TILE)
+            inside = offset < words
+            if OUT:
+                tl.store(host_block + offset, tl.load(device_block + offset, mask=inside), mask=inside)
+            else:
+                tl.store(device_block + offset, tl.load(host_block + offset, mask=inside), mask=inside)
+
+
+def word_view(rows: torch.Tensor) -> torch.Tensor:
+    """uint8 rows [n, nbytes] as the widest integers that they divide into."""
+    for word in (torch.int64, torch.int32):
+        size = word.itemsize
+        if not any(number % size for number in (rows.shape[1], rows.stride(0), rows.data_ptr())):
+            return rows.view(word)
+    return rows
+
+
+def move_blocks(
+    device: torch.Tensor,
+    host: torch.Tensor,
+    device_ids: NDArray[np.int64],
+    host_ids: NDArray[np.int64],
+    *,
+    out: bool,
+    programs: int = 16,
+) -> torch.Tensor:
+    """Launch the copy of blocks on the current stream: `device[device_ids[i]]` to `host[host_ids[i]]`, or back.
+
+    `device` [num_blocks, words] and `host` [num_host_blocks, words] come from `word_view`, of one dtype, any distance
+    between rows; `host` is pinned or registered under the host's own addresses. Ids are checked by the caller, and no
+    destination is named twice. Returns the table that the kernel reads: keep it until the kernel is done.
+    """
+    table = torch.from_numpy(np.concatenate((device_ids, host_ids)))
+    if device.is_cuda:
+        # read over the bus, two words a block: cheaper for the host than one more copy
+        table = table.pin_memory()
+    words = device.shape[1]
+    _move_blocks[(min(programs, triton.cdiv(words, TILE)),)](
+        table, device, host, device.stride(0), host.stride(0), len(device_ids), words, OUT=out, TILE=TILE, num_warps=8
+    )
+    return table
