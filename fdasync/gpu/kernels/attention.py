@@ -1,0 +1,398 @@
+"""Attention of one query per sequence over paged KV (decode), and what it shares with `prefill.py`.
+
+The query heads that share a kv head are the rows of one program's tile, so KV is read once per tile. A sequence's keys
+are split among programs, in float32 partials that a second kernel joins; how many splits there are depends on what
+the host knows (sequences, heads, width of the tables) and never on lengths, which the device reads: everything here
+can be captured in a CUDA graph. Knows views, tables and positions; knows no scheduling and no model.
+
+A head's dimensions are two parts, the largest power of two and a padded rest, so that 192 or 576 waste little. Keys
+that a tile does not see are loaded as zeros, values too: a block that is used again may hold NaN, and 0 * NaN is NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+
+from fdasync.errors import BadInput
+
+ReachKind = Literal["full", "window", "chunk"]
+
+REACH_CODES: dict[ReachKind, int] = {"full": 0, "window": 1, "chunk": 2}  # what the kernels take for a kind
+LOG2E = 1.4426950408889634
+MAX_SPLITS = 64
+# programs per processor that a launch aims at: two run at once, as many wait, which evens out ragged lengths
+PROGRAMS_PER_PROCESSOR = 4
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a kernel is cut: rows and keys of a tile, warps of a program, stages of its pipeline of loads."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Float32 partials of decode's splits; one serves all layers of a stream, since each call is done before the next.
+
+    Attributes:
+        partials: [capacity, value_dim], sums of weighted values.
+        stats: [2, capacity], the largest logit (base 2) and the sum of weights of each.
+        processors: of the device; more programs than it can hold are not worth a split.
+    """
+
+    partials: torch.Tensor
+    stats: torch.Tensor
+    processors: int
+
+
+def decode_workspace(max_sequences: int, heads: int, value_dim: int, device: torch.device) -> Workspace:
+    """Room for up to this many sequences of `heads` query heads with values up to `value_dim` wide.
+
+    Calls with more are not split. Allocates 4 * heads * max(256, max_sequences) * (value_dim + 2) bytes, once: the
+    caller keeps it for as long as calls or graphs that use it may run.
+    """
+    # the same room for few sequences with many splits as for many with one or two
+    capacity = heads * max(256, max_sequences)
+    processors = 8
+    if device.type == "cuda":
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return Workspace(
+        torch.empty(capacity, value_dim, dtype=torch.float32, device=device),
+        torch.empty(2, capacity, dtype=torch.float32, device=device),
+        processors,
+    )
+
+
+def split_dims(dim: int) -> tuple[int, int]:
+    """A head's dimensions as two powers of two of at least 16 that cover it; the second is 0 where one does."""
+    if dim <= 16:
+        return 16, 0
+    first = 1 << (dim.bit_length() - 1)
+    rest = dim - first
+    return first, max(16, triton.next_power_of_2(rest)) if rest else 0
+
+
+def decode_launch(group: int, key_dim: int, dtype: torch.dtype) -> Launch:
+    """For `group` query heads per kv head."""
+    rows = max(16, min(64, triton.next_power_of_2(group)))
+    if dtype == torch.float32:
+        # exact dots have no tensor cores: small tiles, or the unrolled code does not fit the registers
+        return Launch(16, 16 if key_dim > 64 else 32, 4, 2)
+    if key_dim > 256:
+        # latent heads: 64 rows x 512 sums fill the registers of 8 warps; two stages of 32 keys are 74 KB
+        return Launch(min(rows, 64), 32, 8 if rows > 16 else 4, 2)
+    # bound by memory: three stages of loads in flight in two programs a processor
+    return Launch(rows, 64 if key_dim <= 128 else 32, 4, 3)
+
+
+def count_splits(
+    sequences: int, heads: int, tiles: int, max_context: int, launch: Launch, capacity: int, processors: int
+) -> int:
+    """Programs among which a sequence's keys are split, for `tiles` tiles of heads per sequence: at least 1."""
+    wanted = PROGRAMS_PER_PROCESSOR * processors // (sequences * tiles)
+    worth = triton.cdiv(max_context, launch.keys)
+    return int(max(1, min(wanted, worth, MAX_SPLITS, capacity // (sequences * heads))))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def first_visible(position, REACH: tl.constexpr, reach_size):  # type: ignore[no-untyped-def]
+    """The first key that a query at this position sees."""
+    if REACH == 1:
+        return tl.maximum(position - reach_size + 1, 0)
+    elif REACH == 2:
+        return position // reach_size * reach_size
+    else:
+        return position * 0
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def load_query(  # type: ignore[no-untyped-def]
+    query, offsets, inside, KEY_DIM: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
+):  # fmt: skip
+    """Rows of queries as their two parts; the second is the first again where there is none (it is not used)."""
+    dims = tl.arange(0, D1)
+    first = tl.load(
+        query + offsets[:, None] + dims[None, :], mask=inside[:, None] & (dims < KEY_DIM)[None, :], other=0.0
+    )
+    second = first
+    if D2 > 0:
+        rest = D1 + tl.arange(0, D2)
+        second = tl.load(
+            query + offsets[:, None] + rest[None, :], mask=inside[:, None] & (rest < KEY_DIM)[None, :], other=0.0
+        )
+    return first, second
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def multiply(left, right, sums, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """sums + left @ right in float32, exact products; WIDEN: for the interpreter, which multiplies bfloat16's bits."""
+    if WIDEN:
+        left = left.to(tl.float32)
+        right = right.to(tl.float32)
+    return tl.dot(left, right, sums, input_precision="ieee")
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def fold_keys(  # type: ignore[no-untyped-def]
+    query, query_rest, best, total, sums,
+    keys, values, table, start, low, high, first, last, scale,
+    keys_block, keys_token, values_block, values_token,
+    BLOCK_TOKENS: tl.constexpr, KEY_DIM: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
+    VALUE_DIM: tl.constexpr, DV: tl.constexpr, SHARED: tl.constexpr, WIDEN: tl.constexpr,
+    BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Take keys start .. start + BLOCK_N into a running softmax (base 2): its largest logit, weights, weighted values.
+
+    Only keys low .. high - 1 are read. With MASKED row r sees keys first[r] .. last[r]; without, every row must see all
+    BLOCK_N. SHARED: the value is the key's first part, which is not loaded twice.
+    """
+    numbers = start + tl.arange(0, BLOCK_N)
+    real = (numbers >= low) & (numbers < high)
+    blocks = tl.load(table + numbers // BLOCK_TOKENS, mask=real, other=0).to(tl.int64)
+    tokens = numbers % BLOCK_TOKENS
+    rows = keys + blocks * keys_block + tokens * keys_token
+    dims = tl.arange(0, D1)
+    if D1 <= KEY_DIM:
+        key = tl.load(rows[:, None] + dims[None, :], mask=real[:, None], other=0.0)
+    else:
+        key = tl.load(rows[:, None] + dims[None, :], mask=real[:, None] & (dims < KEY_DIM)[None, :], other=0.0)
+    logits = tl.zeros([query.shape[0], BLOCK_N], tl.float32)
+    logits = multiply(query, tl.trans(key), logits, WIDEN)
+    if D2 > 0:
+        rest = D1 + tl.arange(0, D2)
+        key_rest = tl.load(rows[:, None] + rest[None, :], mask=real[:, None] & (rest < KEY_DIM)[None, :], other=0.0)
+        logits = multiply(query_rest, tl.trans(key_rest), logits, WIDEN)
+    logits = logits * scale
+    if MASKED:
+        seen = (numbers[None, :] >= first[:, None]) & (numbers[None, :] <= last[:, None])
+        logits = tl.where(seen, logits, float("-inf"))
+        above = tl.maximum(best, tl.max(logits, 1))
+        # a row that has seen nothing yet: -inf less -inf would be NaN
+        base = tl.where(above == float("-inf"), 0.0, above)
+    else:
+        above = tl.maximum(best, tl.max(logits, 1))
+        base = above
+    weights = tl.math.exp2(logits - base[:, None])
+    shrink = tl.math.exp2(best - base)
+    total = total * shrink + tl.sum(weights, 1)
+    sums = sums * shrink[:, None]
+    if SHARED:
+        value = key
+    else:
+        value_dims = tl.arange(0, DV)
+        value_rows = values + blocks * values_block + tokens * values_token
+        if DV == VALUE_DIM:
+            value = tl.load(value_rows[:, None] + value_dims[None, :], mask=real[:, None], other=0.0)
+        else:
+            value = tl.load(
+                value_rows[:, None] + value_dims[None, :],
+                mask=real[:, None] & (value_dims < VALUE_DIM)[None, :],
+                other=0.0,
+            )
+    sums = multiply(weights.to(value.dtype), value, sums, WIDEN)
+    return above, total, sums
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _span(length, splits, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Keys per split, in whole tiles; both kernels must agree on it."""
+    return tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
+
+
+@triton.jit(do_not_specialize=["lanes", "positions", "reach_size", "splits"])  # type: ignore[untyped-decorator]
+def _decode(  # type: ignore[no-untyped-def]
+    query, keys, values, tables, lanes, positions, sinks, out, partials, stats,
+    scale, reach_size, splits, capacity, width,
+    query_row, query_head, keys_block, keys_token, keys_head, values_block, values_token, values_head,
+    table_row, out_row, out_head,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, TILES: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    KEY_DIM: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr,
+    SHARED: tl.constexpr, WIDEN: tl.constexpr, SINKS: tl.constexpr, REACH: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    # one program: one sequence, BLOCK_M heads of one kv head's group, one split of the keys
+    sequence = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1) // TILES
+    in_group = tl.program_id(1) % TILES * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = in_group < GROUP
+    head = kv_head * GROUP + in_group
+    split = tl.program_id(2)
+    lane = tl.load(lanes + sequence)
+    position = tl.load(positions + sequence).to(tl.int32)
+    value_dims = tl.arange(0, DV)
+    out_rows = out + sequence * out_row + head[:, None] * out_head + value_dims[None, :]
+    out_inside = inside[:, None] & (value_dims < VALUE_DIM)[None, :]
+    if (lane < 0) | (position < 0):
+        if not SPLIT:
+            tl.store(out_rows, tl.zeros([BLOCK_M, DV], out.dtype.element_ty), mask=out_inside)
+        return
+    begin = first_visible(position, REACH, reach_size)
+    span = _span(position + 1 - begin, splits, BLOCK_N)
+    low = begin + split * span
+    high = tl.minimum(low + span, position + 1)
+    if low >= high:
+        return
+    queries, queries_rest = load_query(query + sequence * query_row, head * query_head, inside, KEY_DIM, D1, D2)
+    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS:  # noqa: SIM102 - one is known when this is compiled, the other is not
+        if split == 0:
+            best = tl.load(sinks + head, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
+            total += 1.0
+    sums = tl.zeros([BLOCK_M, DV], tl.float32)
+    table = tables + lane.to(tl.int64) * table_row
+    first = tl.zeros([BLOCK_M], tl.int32) + low
+    last = tl.zeros([BLOCK_M], tl.int32) + high - 1
+    for start in range(low, high, BLOCK_N):
+        best, total, sums = fold_keys(
+            queries, queries_rest, best, total, sums,
+            keys + kv_head * keys_head, values + kv_head * values_head, table, start, low, high, first, last, scale,
+            keys_block, keys_token, values_block, values_token,
+            BLOCK_TOKENS, KEY_DIM, D1, D2, VALUE_DIM, DV, SHARED, WIDEN, BLOCK_N, True,
+        )  # fmt: skip
+    if SPLIT:
+        partial = (sequence * splits + split) * HEADS + head
+        tl.store(partials + partial[:, None] * width + value_dims[None, :], sums, mask=out_inside)
+        tl.store(stats + partial, best, mask=inside)
+        tl.store(stats + capacity + partial, total, mask=inside)
+    else:
+        tl.store(out_rows, (sums / total[:, None]).to(out.dtype.element_ty), mask=out_inside)
+
+
+@triton.jit(do_not_specialize=["lanes", "positions", "reach_size", "splits"])  # type: ignore[untyped-decorator]
+def _join(  # type: ignore[no-untyped-def]
+    partials, stats, lanes, positions, out, reach_size, splits, capacity, width, out_row, out_head,
+    HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr, REACH: tl.constexpr,
+    BLOCK_N: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    # one program: one head of one sequence
+    sequence = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    lane = tl.load(lanes + sequence)
+    position = tl.load(positions + sequence).to(tl.int32)
+    dims = tl.arange(0, DV)
+    out_rows = out + sequence * out_row + head * out_head + dims
+    if (lane < 0) | (position < 0):
+        tl.store(out_rows, tl.zeros([DV], out.dtype.element_ty), mask=dims < VALUE_DIM)
+        return
+    length = position + 1 - first_visible(position, REACH, reach_size)
+    used = tl.cdiv(length, _span(length, splits, BLOCK_N))
+    best = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    sums = tl.zeros([DV], tl.float32)
+    for start in range(0, used, AT_ONCE):
+        numbers = start + tl.arange(0, AT_ONCE)
+        live = numbers < used
+        rows = (sequence * splits + numbers) * HEADS + head
+        peaks = tl.load(stats + rows, mask=live, other=float("-inf"))
+        weights = tl.load(stats + capacity + rows, mask=live, other=0.0)
+        parts = tl.load(
+            partials + rows[:, None] * width + dims[None, :],
+            mask=live[:, None] & (dims < VALUE_DIM)[None, :],
+            other=0.0,
+        )
+        # every split that is used saw a key: its peak is finite
+        above = tl.maximum(best, tl.max(peaks, 0))
+        grow = tl.math.exp2(peaks - above)
+        shrink = tl.math.exp2(best - above)
+        total = total * shrink + tl.sum(weights * grow, 0)
+        sums = sums * shrink + tl.sum(parts * grow[:, None], 0)
+        best = above
+    tl.store(out_rows, (sums / total).to(out.dtype.element_ty), mask=dims < VALUE_DIM)
+
+
+def check_views(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None, value_dim: int | None) -> int:
+    """How wide the values are. Raises BadInput for what the kernels would read wrongly."""
+    if query.stride(2) != 1 or keys.stride(3) != 1 or (values is not None and values.stride(3) != 1):
+        raise BadInput("query", "the last dimension of queries, keys and values must be contiguous")
+    if query.shape[1] % keys.shape[2] or query.shape[2] != keys.shape[3]:
+        raise BadInput("query", f"{tuple(query.shape)} does not fit keys {tuple(keys.shape)}")
+    if query.dtype != keys.dtype:
+        raise BadInput("query", f"is {query.dtype} and the pool {keys.dtype}")
+    if values is not None:
+        return values.shape[3]
+    if value_dim is None or value_dim > keys.shape[3]:
+        raise BadInput("value_dim", "must say how much of a latent key is the value", limit=keys.shape[3])
+    return value_dim
+
+
+def attend_decode(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor | None,
+    tables: torch.Tensor,
+    lanes: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    scale: float,
+    reach_kind: ReachKind,
+    reach_size: int,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    workspace: Workspace,
+    value_dim: int | None = None,
+    launch: Launch | None = None,
+    splits: int | None = None,
+) -> None:
+    """Attend one query per sequence to its keys in the pool, its own among them; writes `out`.
+
+    `query` [S, H, Dk], strided but in its last dimension, at absolute `positions` int64 [S]; `keys`
+    [num_blocks, block_tokens, KH, Dk] and `values` [num_blocks, block_tokens, KH, Dv] are views of the pool, block
+    tables int32 [lanes, max_blocks] are contiguous in their last dimension, row `lanes`[s] (int32 [S]) is sequence s's.
+    `values` None: latent layers, whose value is the first `value_dim` elements of the key. A query at p sees keys up
+    to p: all ("full"), key > p - reach_size ("window"), or of its own chunk of `reach_size` ("chunk"). `sinks` [H] or
+    None: one more logit per head (not scaled), whose weight is dropped. `out` [S, H, Dv] is written in full; rows
+    whose lane or position is negative are padding and become zeros, whatever their query holds.
+
+    One or two launches on the current stream (the device of the tensors must be current), no synchronisation, nothing
+    allocated: it can be captured. All tensors must live until it ran; `workspace` is free for the next call on the
+    stream. `launch` and `splits` replace the table's choice, for measurements. Raises BadInput for shapes or strides
+    that do not fit each other.
+    """
+    sequences, heads, key_dim = query.shape
+    if not sequences:
+        return
+    width = check_views(query, keys, values, value_dim)
+    kv_heads = keys.shape[2]
+    group = heads // kv_heads
+    launch = launch or decode_launch(group, key_dim, query.dtype)
+    tiles = triton.cdiv(group, launch.rows)
+    capacity = workspace.partials.shape[0]
+    if workspace.partials.shape[1] < width:
+        capacity = 0
+    if splits is None:
+        max_context = tables.shape[1] * keys.shape[1]
+        splits = count_splits(sequences, heads, kv_heads * tiles, max_context, launch, capacity, workspace.processors)
+    elif splits > 1 and splits * sequences * heads > capacity:
+        raise BadInput("splits", "are more than the workspace has room for", limit=capacity // (sequences * heads))
+    d1, d2 = split_dims(key_dim)
+    dv = max(16, triton.next_power_of_2(width))
+    shared = values is None and width == d1
+    values = keys if values is None else values
+    code = REACH_CODES[reach_kind]
+    partials, stats = workspace.partials, workspace.stats
+    _decode[(sequences, kv_heads * tiles, splits)](
+        query, keys, values, tables, lanes, positions, sinks, out, partials, stats,
+        scale * LOG2E, reach_size, splits, stats.stride(0), partials.stride(0),
+        query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), keys.stride(2),
+        values.stride(0), values.stride(1), values.stride(2), tables.stride(0), out.stride(0), out.stride(1),
+        HEADS=heads, GROUP=group, TILES=tiles, BLOCK_TOKENS=keys.shape[1],
+        KEY_DIM=key_dim, D1=d1, D2=d2, VALUE_DIM=width, DV=dv,
+        SHARED=shared, WIDEN=query.device.type == "cpu", SINKS=sinks is not None, REACH=code, SPLIT=splits > 1,
+        BLOCK_M=launch.rows, BLOCK_N=launch.keys, num_warps=launch.warps, num_stages=launch.stages,
+    )  # fmt: skip
+    if splits > 1:
+        _join[(sequences, heads)](
+            partials, stats, lanes, positions, out, reach_size, splits, stats.stride(0), partials.stride(0),
+            out.stride(0), out.stride(1),
+            HEADS=heads, VALUE_DIM=width, DV=dv, REACH=code, BLOCK_N=launch.keys, AT_ONCE=8, num_warps=4,
+        )  # fmt: skip

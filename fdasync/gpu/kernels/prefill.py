@@ -1,0 +1,179 @@
+"""Attention of many queries per sequence over paged KV (prefill, and chunks of it after a cached prefix).
+
+A step's sequences are cut into tiles of queries on the host; rows of a program's tile are (query, head of the group),
+so that a few kv heads fill the tensor cores as well as many do. Shares everything below that with `attention.py`.
+Knows views, tables and positions; knows no scheduling and no model.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from fdasync.gpu.kernels.attention import (
+    LOG2E,
+    REACH_CODES,
+    Launch,
+    ReachKind,
+    check_views,
+    first_visible,
+    fold_keys,
+    load_query,
+    split_dims,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+PREFILL_TILE = 128
+
+
+def prefill_tiles(counts: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int32]:
+    """Which (sequence, tile of PREFILL_TILE queries in it) there are, int32 [n, 2], for counts of queries per sequence.
+
+    Later tiles come first: they see the most keys, and what is long should not start last.
+    """
+    sizes = np.asarray(counts, dtype=np.int64)
+    tiles = -(-sizes // PREFILL_TILE)
+    sequence = np.repeat(np.arange(len(sizes)), tiles)
+    number = np.arange(len(sequence)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
+    order = np.argsort(-number, kind="stable")
+    return np.stack((sequence, number), axis=1)[order].astype(np.int32)
+
+
+def prefill_launch(key_dim: int, dtype: torch.dtype) -> Launch:
+    """The tile for heads of this size, however many share a kv head."""
+    if dtype == torch.float32:
+        # exact dots have no tensor cores: small tiles, or the unrolled code does not fit the registers
+        return Launch(16, 16, 4, 2) if key_dim > 64 else Launch(32, 32, 4, 2)
+    if key_dim > 256:
+        # latent heads: 64 x 512 sums fill the registers of 8 warps; queries 74 KB, two stages of 32 keys 74 KB
+        return Launch(64, 32, 8, 2)
+    if key_dim > 192:
+        return Launch(64, 32, 4, 2)
+    # two groups of four warps with 64 rows each, the least that Hopper's products take; 96 KB at 128 dimensions
+    return Launch(128, 64 if key_dim <= 128 else 32, 8, 2)
+
+
+@triton.jit(do_not_specialize=["lanes", "starts", "first_rows", "counts", "tiles", "reach_size"])  # type: ignore[untyped-decorator]
+def _prefill(  # type: ignore[no-untyped-def]
+    query, keys, values, tables, lanes, starts, first_rows, counts, tiles, sinks, out,
+    scale, reach_size,
+    query_row, query_head, keys_block, keys_token, keys_head, values_block, values_token, values_head,
+    table_row, out_row, out_head,
+    GROUP: tl.constexpr, PIECES: tl.constexpr, TILE: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    KEY_DIM: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr,
+    SHARED: tl.constexpr, WIDEN: tl.constexpr, SINKS: tl.constexpr, REACH: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    # one program: BLOCK_M rows (query, head in group) of one tile and one kv head; the later ones first
+    tile = tl.program_id(0) // PIECES
+    piece = PIECES - 1 - tl.program_id(0) % PIECES
+    kv_head = tl.program_id(1)
+    sequence = tl.load(tiles + 2 * tile)
+    begin = tl.load(tiles + 2 * tile + 1) * TILE
+    count = tl.load(counts + sequence).to(tl.int32)
+    if begin + piece * BLOCK_M // GROUP >= count:
+        return
+    row = piece * BLOCK_M + tl.arange(0, BLOCK_M)
+    number = begin + row // GROUP
+    inside = (row < TILE * GROUP) & (number < count)
+    head = kv_head * GROUP + row % GROUP
+    start_position = tl.load(starts + sequence).to(tl.int32)
+    lowest = start_position + begin + piece * BLOCK_M // GROUP
+    highest = start_position + tl.minimum(begin + (piece * BLOCK_M + BLOCK_M - 1) // GROUP, count - 1)
+    # rows that are padding see what the last query sees: a softmax over nothing would be 0 / 0
+    position = tl.minimum(start_position + number, highest)
+    token = tl.load(first_rows + sequence).to(tl.int64) + number
+    queries, queries_rest = load_query(query, token * query_row + head * query_head, inside, KEY_DIM, D1, D2)
+    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS:
+        best = tl.load(sinks + head, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
+        total += 1.0
+    sums = tl.zeros([BLOCK_M, DV], tl.float32)
+    table = tables + tl.load(lanes + sequence).to(tl.int64) * table_row
+    first = first_visible(position, REACH, reach_size)
+    low = first_visible(lowest, REACH, reach_size)
+    high = highest + 1
+    keys += kv_head * keys_head
+    values += kv_head * values_head
+    # whole blocks that every query sees need no mask: all but the last few, where the reach is full
+    middle = low
+    if REACH == 0:
+        middle = (lowest + 1) // BLOCK_N * BLOCK_N
+        for start in range(0, middle, BLOCK_N):
+            best, total, sums = fold_keys(
+                queries, queries_rest, best, total, sums,
+                keys, values, table, start, low, high, first, position, scale,
+                keys_block, keys_token, values_block, values_token,
+                BLOCK_TOKENS, KEY_DIM, D1, D2, VALUE_DIM, DV, SHARED, WIDEN, BLOCK_N, False,
+            )  # fmt: skip
+    for start in range(middle, high, BLOCK_N):
+        best, total, sums = fold_keys(
+            queries, queries_rest, best, total, sums,
+            keys, values, table, start, low, high, first, position, scale,
+            keys_block, keys_token, values_block, values_token,
+            BLOCK_TOKENS, KEY_DIM, D1, D2, VALUE_DIM, DV, SHARED, WIDEN, BLOCK_N, True,
+        )  # fmt: skip
+    value_dims = tl.arange(0, DV)
+    out_rows = out + (token * out_row + head * out_head)[:, None] + value_dims[None, :]
+    out_inside = inside[:, None] & (value_dims < VALUE_DIM)[None, :]
+    tl.store(out_rows, (sums / total[:, None]).to(out.dtype.element_ty), mask=out_inside)
+
+
+def attend_prefill(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor | None,
+    tables: torch.Tensor,
+    lanes: torch.Tensor,
+    starts: torch.Tensor,
+    first_rows: torch.Tensor,
+    counts: torch.Tensor,
+    tiles: torch.Tensor,
+    *,
+    scale: float,
+    reach_kind: ReachKind,
+    reach_size: int,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    value_dim: int | None = None,
+    launch: Launch | None = None,
+) -> None:
+    """Attend ragged queries to their sequences' keys in the pool, all of which are stored already; writes `out`.
+
+    `query` [T, H, Dk], strided but in its last dimension: sequence s has `counts`[s] queries in rows `first_rows`[s]..,
+    the first at absolute position `starts`[s] (integers [S], on the device); its keys 0 .. position come from its row
+    `lanes`[s] (int32 [S], not negative) of `tables`. `tiles` int32 [n, 2] is `prefill_tiles(counts)` on the device:
+    sequences that have no tile are left out, and their rows of `out` [T, H, Dv] are not written. Everything else
+    is as in `attend_decode`: views of the pool, reach, sinks, latent layers, errors, the stream, and what may be
+    freed when. Nothing is allocated, but as the number of tiles is the host's, a graph holds for one list of tiles.
+    """
+    _, heads, key_dim = query.shape
+    width = check_views(query, keys, values, value_dim)
+    if not len(tiles):
+        return
+    kv_heads = keys.shape[2]
+    group = heads // kv_heads
+    launch = launch or prefill_launch(key_dim, query.dtype)
+    pieces = triton.cdiv(PREFILL_TILE * group, launch.rows)
+    d1, d2 = split_dims(key_dim)
+    shared = values is None and width == d1
+    values = keys if values is None else values
+    _prefill[(len(tiles) * pieces, kv_heads)](
+        query, keys, values, tables, lanes, starts, first_rows, counts, tiles, sinks, out,
+        scale * LOG2E, reach_size,
+        query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), keys.stride(2),
+        values.stride(0), values.stride(1), values.stride(2), tables.stride(0), out.stride(0), out.stride(1),
+        GROUP=group, PIECES=pieces, TILE=PREFILL_TILE, BLOCK_TOKENS=keys.shape[1],
+        KEY_DIM=key_dim, D1=d1, D2=d2, VALUE_DIM=width, DV=max(16, triton.next_power_of_2(width)),
+        SHARED=shared, WIDEN=query.device.type == "cpu", SINKS=sinks is not None, REACH=REACH_CODES[reach_kind],
+        BLOCK_M=launch.rows, BLOCK_N=launch.keys, num_warps=launch.warps, num_stages=launch.stages,
+    )  # fmt: skip
