@@ -128,7 +128,7 @@ def _penalise(
     wide = (plan.penalised.count, width + 1)
     if "repetition" in sent:
         seen = torch.zeros(wide, dtype=torch.bool, device=logits.device)
-        seen = seen.scatter_(-1, torch.where(counted, ids, width), True)[:, :width]
+        seen = seen.scatter_(-1, ids.masked_fill(~counted, width), True)[:, :width]
         factor = sent["repetition"].unsqueeze(-1)
         part = torch.where(seen, torch.where(part > 0, part / factor, part * factor), part)
     if "presence" in sent:
@@ -136,7 +136,7 @@ def _penalise(
         counts = torch.zeros(wide, dtype=part.dtype, device=logits.device)
         ones = torch.ones_like(ids, dtype=part.dtype)
         # whole numbers: the order of the additions changes nothing
-        counts = counts.scatter_add_(-1, torch.where(counted, ids, width), ones)[:, :width]
+        counts = counts.scatter_add_(-1, ids.masked_fill(~counted, width), ones)[:, :width]
         presence, frequency = sent["presence"].unsqueeze(-1), sent["frequency"].unsqueeze(-1)
         part = part - frequency * counts - presence * (counts > 0)
     return _put(logits, plan.penalised, sent, part)
@@ -203,7 +203,7 @@ def _nucleus(table: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     probs = torch.softmax(ordered, dim=-1)
     before = probs.cumsum(dim=-1) - probs
     keep = before < p
-    keep[:, 0] = True
+    keep[:, :1].fill_(True)
     return torch.zeros_like(keep).scatter(-1, ids, keep)
 
 

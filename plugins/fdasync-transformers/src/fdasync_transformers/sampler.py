@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from fdasync.errors import InvariantBroken, RunnerError
-from fdasync.runner.base import TopLogprobs
+from fdasync.runner.base import StepOutput, TopLogprobs
 from fdasync_transformers.sample_math import compute_samples
 from fdasync_transformers.sample_plan import SamplePlan, plan_samples, uniform
 
@@ -50,6 +50,16 @@ class SampleOutput(msgspec.Struct, frozen=True):
     raw: list[float] | None = None
     processed: list[float] | None = None
     top: list[TopLogprobs | None] | None = None
+
+    def step_output(self, step_id: int) -> StepOutput:
+        """The same, as what a step of these rows returns."""
+        return StepOutput(
+            step_id,
+            tuple(self.tokens),
+            None if self.raw is None else tuple(self.raw),
+            None if self.processed is None else tuple(self.processed),
+            None if self.top is None else tuple(self.top),
+        )
 
 
 def sample(
