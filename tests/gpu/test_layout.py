@@ -55,8 +55,7 @@ def lay(tables: Tables, sequences: list[tuple[int, int, int]], rows: int) -> lis
 def expected(tables: Tables, sequences: list[tuple[int, int, int]], rows: int) -> list[tuple[int, int, int]]:
     out: list[tuple[int, int, int]] = []
     for lane, start, count in sequences:
-        for number in range(count):
-            out.append((0, 0, -1) if lane < 0 else tables.row(lane, start + number))
+        out += [(0, 0, -1) if lane < 0 else tables.row(lane, start + number) for number in range(count)]
     return (out + [(0, 0, -1)] * rows)[:rows]
 
 
