@@ -1,7 +1,7 @@
 """The streams of a device by name, and the same names where there are none.
 
-`compute` runs steps, `copy_out` and `copy_in` move blocks and rows between device and host, `notify` carries host
-functions. Compute has the higher priority: a copy by the copy engines does not feel it, a copy by a kernel gives way.
+`compute` runs steps, `results` takes what they sampled and recorded to the host, `copy_out` and `copy_in` move blocks
+(so that a step's few bytes never queue behind blocks), `notify` carries host functions. Compute has the higher priority: a copy by the copy engines does not feel it, a copy by a kernel gives way.
 On a CPU everything that is launched is done when the call returns, so streams do nothing there and callers need no
 second path. Knows nothing of what runs on them. Made once by a runner, used by what it owns.
 """
@@ -18,10 +18,16 @@ if TYPE_CHECKING:
 
     from fdasync.gpu.completion import DeviceEvent
 
-StreamName = Literal["compute", "copy_out", "copy_in", "notify"]
+StreamName = Literal["compute", "results", "copy_out", "copy_in", "notify"]
 
 # lower is sooner; torch brings what the device does not have into its range
-_PRIORITIES: tuple[tuple[StreamName, int], ...] = (("compute", -1), ("copy_out", 0), ("copy_in", 0), ("notify", 0))
+_PRIORITIES: tuple[tuple[StreamName, int], ...] = (
+    ("compute", -1),
+    ("results", -1),
+    ("copy_out", 0),
+    ("copy_in", 0),
+    ("notify", 0),
+)
 
 
 class Streams:
