@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from fdasync.gpu.completion import DeviceEvent, Work
 
 _WATCHDOG_S = 0.25
+# milliseconds that the end of a port waits for its threads
+_TRIES = 5000
+_STUCK_TRIES = 50
 
 
 class NotifyStream(Protocol):
@@ -133,16 +136,15 @@ class ThreadPort(CompletionPort):
         super().__init__()
         self._queues: dict[str, queue.SimpleQueue[DeviceEvent | None]] = {}
         self._threads: list[threading.Thread] = []
+        self._gave_up = False
 
     async def aclose(self, deadline_s: float = 10.0) -> None:
         """As in the contract; threads that have nothing to wait for have ended then."""
-        stuck = bool(self._in_flight)
         try:
             await super().aclose(deadline_s)
-            stuck = self._problem is not None
         finally:
-            # an idle thread is gone in microseconds; one that is stuck in the driver is not waited for long
-            tries = 50 if stuck else 5000
+            # an idle thread is gone in microseconds; one that is blocked in the driver is not waited for
+            tries = _STUCK_TRIES if self._gave_up else _TRIES
             while tries and any(thread.is_alive() for thread in self._threads):
                 tries -= 1
                 await asyncio.sleep(0.001)
@@ -166,6 +168,10 @@ class ThreadPort(CompletionPort):
 
     def _given(self, work: Work) -> None:
         self._queues[work.lane].put(work.event)
+
+    def _give_up(self, work: Work, error: Exception) -> None:
+        self._gave_up = True
+        super()._give_up(work, error)
 
     def _stop(self) -> None:
         for waiting in self._queues.values():

@@ -1,9 +1,9 @@
 """For tests of the engine, of plugins, and of systems that embed the engine.
 
 Virtual time (`run_sim`), disorder and faults from a seed (`EdgeRunner`), leak checks (`no_leaks`,
-`check_idle`), the conformance suites for runners and stores (`RunnerTests`, `StoreTests`), whole simulations
-(`simulate`). The pytest plugin `fdasync.testing.pytest_plugin` hands these out as fixtures. Names are imported
-when first used.
+`check_idle`), the conformance suites for runners, stores and completion ports (`RunnerTests`, `StoreTests`,
+`PortTests`), whole simulations (`simulate`). The pytest plugin `fdasync.testing.pytest_plugin` hands these out as
+fixtures. Names are imported when first used.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from fdasync.testing.passes import PassModel
     from fdasync.testing.pd_simulation import PdReport, simulate_pd
     from fdasync.testing.pd_workload import PdWorkload
+    from fdasync.testing.ports import PortTests
     from fdasync.testing.runners import RunnerTests
     from fdasync.testing.simulation import SimulationFailed, SimulationReport, simulate
     from fdasync.testing.store_bench import StoreBench
@@ -54,6 +55,7 @@ _HOMES = {
     "passes": ("PassModel",),
     "pd_simulation": ("PdReport", "simulate_pd"),
     "pd_workload": ("PdWorkload",),
+    "ports": ("PortTests",),
     "runners": ("RunnerTests",),
     "simulation": ("SimulationFailed", "SimulationReport", "simulate"),
     "store_bench": ("StoreBench",),
@@ -73,6 +75,7 @@ __all__ = [
     "PassModel",
     "PdReport",
     "PdWorkload",
+    "PortTests",
     "Resources",
     "RunnerTests",
     "SimLoop",
