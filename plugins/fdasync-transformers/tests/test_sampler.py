@@ -544,3 +544,32 @@ def test_a_step_output_has_the_same_in_tuples() -> None:
     assert step.top == tuple(out.top)
     bare = one([1.0, 2.0, 0.5], spec()).step_output(8)
     assert (bare.raw, bare.processed, bare.top) == (None, None, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize("width", [VOCAB, 151_936])
+@pytest.mark.parametrize("own", batches())
+def test_a_gpu_is_never_waited_for_and_agrees_with_the_cpu(own: list[SamplerSpec], width: int) -> None:
+    count = len(own)
+    logits = torch.randn(count, width, generator=torch.Generator().manual_seed(1)) * 3
+    tokens = torch.randint(-2, width + 2, (count, 8), generator=torch.Generator().manual_seed(2), dtype=torch.int32)
+    plan = plan_samples(own, [5] * count, range(count))
+    expected = staged(logits, plan, tokens)
+    sent = {name: torch.from_numpy(array).cuda() for name, array in plan.arrays.items()}
+    there = logits.cuda(), tokens.cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results = compute_samples(there[0], plan, sent, there[1])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    out = read_samples(plan, {name: values.cpu().numpy() for name, values in results.items()})
+    assert out.tokens == expected.tokens
+    assert out.raw == (None if expected.raw is None else pytest.approx(expected.raw, abs=1e-5))
+    assert out.processed == (None if expected.processed is None else pytest.approx(expected.processed, abs=1e-5))
+    assert (out.top is None) == (expected.top is None)
+    for mine, other in zip(out.top or (), expected.top or (), strict=True):
+        assert (mine is None) == (other is None)
+        if mine is not None and other is not None:
+            assert mine.token_ids == other.token_ids
+            assert mine.logprobs == pytest.approx(other.logprobs, abs=1e-5)
