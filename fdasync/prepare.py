@@ -43,7 +43,7 @@ _MAX_ID_CHARS = 256
 
 def namespace_of(capacity: Capacity) -> bytes:
     """Root identity of every block of this model under these weights (DESIGN section 4, Namespace)."""
-    parts = (
+    parts: tuple[object, ...] = (
         1,  # schema of identities
         capacity.fingerprint,
         capacity.weights_id,

@@ -1,7 +1,8 @@
 """The streams of a device by name, and the same names where there are none.
 
 `compute` runs steps, `results` takes what they sampled and recorded to the host, `copy_out` and `copy_in` move blocks
-(so that a step's few bytes never queue behind blocks), `notify` carries host functions. Compute has the higher priority: a copy by the copy engines does not feel it, a copy by a kernel gives way.
+(so that a step's few bytes never queue behind blocks), `notify` carries host functions. Compute has the higher
+priority: a copy by the copy engines does not feel it, a copy by a kernel gives way.
 On a CPU everything that is launched is done when the call returns, so streams do nothing there and callers need no
 second path. Knows nothing of what runs on them. Made once by a runner, used by what it owns.
 """

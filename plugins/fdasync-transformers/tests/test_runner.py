@@ -114,7 +114,7 @@ async def test_a_skipped_sequence_loses_nothing(driver: Driver, saved: tuple[Pat
 
 
 async def test_what_a_past_owner_left_in_a_block_is_not_seen(driver: Driver, saved: tuple[Path, Any]) -> None:
-    pool = driver.runner._pool
+    pool = driver.runner._executor._bound.pool
     assert pool is not None
     pool.blocks.fill_(float("nan"))
     sequences = [driver.sequence(prompt_of(n, seed=n), 9) for n in (3, 8, 18)]

@@ -102,9 +102,9 @@ def test_after_a_failed_copy_nothing_is_taken(tmp_path: Path) -> None:
         async with on_bench(make_runner(tmp_path), host_blocks=2) as on:
             with pytest.raises(RunnerError, match="host block 2 does not exist"):
                 await on.runner.copy(SwapOut(0, (0,), (2,)))
-            with pytest.raises(RunnerError, match="no copies after a failure"):
+            with pytest.raises(RunnerError, match="nothing more after a failure"):
                 await on.runner.copy(SwapIn(1, (0,), (0,)))
-            with pytest.raises(RunnerError, match="no steps after a failure"):
+            with pytest.raises(RunnerError, match="nothing more after a failure"):
                 await on.runner.launch(RunStep(0))
 
     asyncio.run(test())

@@ -1,8 +1,9 @@
-"""Expert routing, captured where it takes effect: at the input of each experts module.
+"""Expert routing, captured where it takes effect.
 
-A forward pre-hook copies the ids that the experts are about to use into one preallocated buffer
-[max_step_tokens, layers, max k], so what is recorded is what was computed - never a recomputation.
-Shared experts and dense layers are no routing. Knows no sequences. Called by `runner.py` and `step.py`.
+On GPUs routers that a kernel can replace write the ids as they route (`fused_router.py`). For all others a forward
+pre-hook on the experts copies the ids that they are about to use. Either way what is recorded in the one transient
+buffer (`fdasync.gpu.capture`) is what was computed - never a recomputation. Shared experts and dense layers are no
+routing. Knows no sequences. Called by `runner.py`, the executors and the step models.
 """
 
 from __future__ import annotations
@@ -14,14 +15,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fdasync.cache.aux import AuxSpec
+from fdasync.cache.debug_rows import check_debug_rows
 from fdasync.errors import RunnerError, UnsupportedModel
+from fdasync.gpu.capture import CaptureBuffer
 from fdasync_transformers.families import expected_moe_layers, expected_top_k
+from fdasync_transformers.fused_router import fuse_routers
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from torch.utils.hooks import RemovableHandle
     from transformers import PreTrainedConfig, PreTrainedModel
+
+    from fdasync_transformers.fused_router import FusedRouters
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -84,37 +90,81 @@ def find_moe_layers(model: PreTrainedModel) -> MoELayers | None:
 
 
 class RoutingCapture:
-    """Hooks on a model, and the buffer they fill; one per runner, removed by `close`."""
+    """Fused routers and hooks on a model, and the buffer that they fill; one per runner, removed by `close`.
 
-    def __init__(self, model: PreTrainedModel, layers: MoELayers, max_step_tokens: int) -> None:
+    Attributes:
+        layers: the MoE layers.
+        notes: which routers are not fused and why, for people.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layers: MoELayers,
+        max_step_tokens: int,
+        *,
+        debug: bool = False,
+        depth: int = 1,
+        fuse: bool = False,
+    ) -> None:
+        """`debug`: record positions, not ids; `depth`: steps in flight; `fuse`: route by kernel where that can be."""
         self.layers = layers
-        dtype = torch.uint8 if layers.spec.dtype == "uint8" else torch.int16
-        shape = (max_step_tokens, *layers.spec.shape)
-        # columns past a layer's own k stay zero for ever
-        self._buffer = torch.zeros(shape, dtype=dtype, device=model.device)
-        self._filled = 0
+        self.notes: tuple[str, ...] = ()
+        self._buffer = CaptureBuffer(max_step_tokens, layers.spec, model.device, debug=debug, depth=depth)
+        self._positions: torch.Tensor | None = None
         self._hooks: list[RemovableHandle] = []
+        self._fused: FusedRouters | None = None
+        fused: tuple[int, ...] = ()
+        if fuse:
+            self._fused = fuse_routers(model, layers, self._buffer, self._pass_positions)
+            fused, self.notes = self._fused.rows, self._fused.notes
         for row, (name, k) in enumerate(zip(layers.names, layers.top_k, strict=True)):
-            self._hooks.append(self._attach(model.get_submodule(name), model, name, row, k))
+            if row not in fused:
+                self._hooks.append(self._attach(model.get_submodule(name), model, name, row, k))
 
-    def begin(self) -> None:
-        """Call before a forward pass."""
-        self._filled = 0
+    @property
+    def nbytes(self) -> int:
+        """Of the transient buffers on the device."""
+        return self._buffer.nbytes
+
+    def begin(self, positions: torch.Tensor | None = None) -> None:
+        """Call before a forward pass of tokens at these positions (int64 [T]; needed in debug)."""
+        self._positions = positions
+        self._buffer.begin()
+
+    def end(self) -> None:
+        """Call after it. Raises RunnerError if a layer was not captured."""
+        self._buffer.expect()
+
+    def stage(self, count: int) -> torch.Tensor:
+        """Rows of the last pass's `count` tokens set aside on the device; see `CaptureBuffer.stage`."""
+        return self._buffer.stage(count)
 
     def rows(self, count: int) -> NDArray[np.generic]:
         """Rows of the pass's `count` tokens, [count, layers, max k], as the spec's dtype; valid until the next pass.
 
-        Raises RunnerError if a layer was not captured, or captured twice.
+        Waits for the device. Raises RunnerError if a layer was not captured.
         """
-        if self._filled != len(self.layers.ids):
-            raise RunnerError(f"routing of {self._filled} layers was captured, {len(self.layers.ids)} were to be")
-        host: NDArray[np.generic] = self._buffer[:count].cpu().numpy()
+        self.end()
+        host: NDArray[np.generic] = self._buffer.buffer[:count].cpu().numpy()
         return host.view(self.layers.spec.dtype)
+
+    def check(self, rows: NDArray[np.generic], positions: NDArray[np.int64]) -> None:
+        """In debug, raise InvariantBroken unless these rows are of these positions."""
+        if self._buffer.debug:
+            check_debug_rows(rows, positions, self.layers.spec, "as it came off the device")
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        if self._fused is not None:
+            self._fused.undo()
+
+    def _pass_positions(self) -> torch.Tensor:
+        if self._positions is None:
+            raise RunnerError("routing_debug, and the pass has no positions")
+        return self._positions
 
     def _attach(self, experts: torch.nn.Module, model: PreTrainedModel, name: str, row: int, k: int) -> RemovableHandle:
         router = model.get_submodule(name.removesuffix("experts") + "router") if _takes_no_ids(experts) else None
@@ -123,21 +173,15 @@ class RoutingCapture:
             def before_experts(_: torch.nn.Module, args: tuple[Any, ...]) -> None:
                 if len(args) < 2:
                     raise RunnerError(f"{name} was called without expert ids")
-                self._put(args[1], row, k)
+                self._buffer.put(args[1], row, k, self._positions)
 
             return experts.register_forward_pre_hook(before_experts)
 
         def after_router(_: torch.nn.Module, _args: object, output: tuple[torch.Tensor, ...]) -> None:
             # the very call that the router made on the very same logits: same ids, ties included
-            self._put(torch.topk(output[1], k, dim=1).indices, row, k)
+            self._buffer.put(torch.topk(output[1], k, dim=1).indices, row, k, self._positions)
 
         return router.register_forward_hook(after_router)
-
-    def _put(self, ids: torch.Tensor, row: int, k: int) -> None:
-        if ids.dim() != 2 or ids.shape[1] != k or ids.shape[0] > len(self._buffer):
-            raise RunnerError(f"expert ids of shape {tuple(ids.shape)} where [tokens, {k}] was expected")
-        self._buffer[: ids.shape[0], row, :k] = ids
-        self._filled += 1
 
 
 def _takes_no_ids(experts: torch.nn.Module) -> bool:

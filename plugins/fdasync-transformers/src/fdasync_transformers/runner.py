@@ -1,7 +1,8 @@
 """Serves Hugging Face mixture-of-experts checkpoints through transformers, with paged KV and exact routing.
 
 The `Runner` of this plugin. Puts the parts together: loading, mends, probe, self-check, steps, sampling.
-Computes where `launch` is called, so it belongs in a worker process. Knows sequences by lane, blocks by id
+Steps and copies are an executor's: on a CPU it computes where `launch` is called,
+so the runner belongs in a worker process. Knows sequences by lane, blocks by id
 and slots by number; knows nothing of requests or text. Created by the registry from the entry point
 `transformers` of `fdasync.runners`.
 """
@@ -10,23 +11,25 @@ from __future__ import annotations
 
 import asyncio
 import os
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
-import numpy as np
 import torch
 
-from fdasync.actions import RunStep, SwapIn, SwapOut
 from fdasync.errors import CheckpointError, ConfigError, FdasyncError, InvariantBroken, RunnerError, UnsupportedModel
-from fdasync.runner.base import Capacity, CopyOutput, Runner, RunnerLimits, StepOutput
+from fdasync.runner.base import Capacity, Runner, RunnerLimits
 from fdasync.runner.lanes import LaneTable
 from fdasync_transformers import families, loading, probe, selfcheck
 from fdasync_transformers.capture import MoELayers, RoutingCapture, find_moe_layers
+from fdasync_transformers.device_executor import DeviceExecutor
+from fdasync_transformers.device_step import DeviceStepModel
+from fdasync_transformers.executor import Bound, Executor
+from fdasync_transformers.gpu_services import make_services
+from fdasync_transformers.graphs import ladder
+from fdasync_transformers.host_executor import HostExecutor
 from fdasync_transformers.kv import KVLayout, KVPool
 from fdasync_transformers.profile import choose_num_blocks, prefill_tokens_per_s
-from fdasync_transformers.sampler import sample
 from fdasync_transformers.step import StepModel
-from fdasync_transformers.swap import BlockCopier
 from fdasync_transformers.weights import LiveWeights
 
 if TYPE_CHECKING:
@@ -34,10 +37,10 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
+    from fdasync.actions import RunStep, SwapIn, SwapOut
     from fdasync.cache.arena import AuxArena
     from fdasync.cache.host import HostArena
-    from fdasync.runner.base import TensorMeta
-    from fdasync.runner.lanes import Batch
+    from fdasync.runner.base import CopyOutput, StepOutput, TensorMeta
 
 
 _MAX_THREADS = 1024
@@ -52,10 +55,17 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         logits_dtype: the dtype that sampling and log-probs work in.
         num_threads: of torch in the runner's process. None: on a CPU device one core fewer than there are (the
             engine's loop needs one, and torch's threads wait for the slowest of them); else as it is.
-        experts: the library's implementation of the experts; "auto" is its default.
+        experts: the library's implementation of the experts; "auto" is its default, but "batched_mm" on GPUs in other
+            dtypes than bfloat16, where the default waits for the device.
         kv_cache_nbytes: memory for KV when `num_blocks` is None; None takes a share of what is free.
         latent_mla: page the latents of MLA layers instead of the expanded keys and values.
         self_check: compare a mixed paged batch with the plain model at start-up, and refuse if they differ.
+        kernels: what computes attention: "triton" on GPUs, "torch" on CPUs; "auto" chooses. Triton on a CPU (its
+            interpreter, for tests) is very slow.
+        fused_router: on GPUs, route by one kernel where a family's routing allows it.
+        cuda_graphs: replay decode steps from CUDA graphs.
+        graph_sizes: batch sizes to capture, rising; None: a ladder up to `max_running`.
+        completion: how the end of a step on a GPU is noticed; see `fdasync.gpu.completion`.
     """
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -66,6 +76,11 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     kv_cache_nbytes: int | None = None
     latent_mla: bool = True
     self_check: bool = True
+    kernels: Literal["auto", "triton", "torch"] = "auto"
+    fused_router: bool = True
+    cuda_graphs: bool = True
+    graph_sizes: tuple[int, ...] | None = None
+    completion: Literal["adaptive", "hostfunc", "thread"] = "adaptive"
 
 
 class TransformersRunner(Runner):
@@ -79,13 +94,9 @@ class TransformersRunner(Runner):
         self._step_model: StepModel | None = None
         self._moe: MoELayers | None = None
         self._capacity: Capacity | None = None
-        self._pool: KVPool | None = None
-        self._table: LaneTable | None = None
-        self._arena: AuxArena | None = None
         self._capture: RoutingCapture | None = None
-        self._copier: BlockCopier | None = None
+        self._executor: Executor | None = None
         self._weights: LiveWeights | None = None
-        self._failure = ""
 
     async def open(self) -> Capacity:
         """Load, mend, look, check, size. Blocks its loop while it does.
@@ -126,7 +137,7 @@ class TransformersRunner(Runner):
         mends = families.mend(model)
         max_context = min(max_context, mends.max_context_tokens or max_context)
         layers = probe.attention_layers(model, latent=config.latent_mla, query_scales=mends.query_scales)
-        self._step_model = StepModel(model, KVLayout(layers, model.dtype))
+        self._step_model = self._make_step_model(model, KVLayout(layers, model.dtype))
         block_tokens = limits.block_tokens or self._step_model.layout.choose_block_tokens()
         notes = [*mends.notes, f"experts: {model.config._experts_implementation or 'own'}"]
         if reference is not None:
@@ -139,57 +150,63 @@ class TransformersRunner(Runner):
         return self._capacity
 
     async def bind(self, num_blocks: int, arena: AuxArena | None, host: HostArena | None = None) -> None:
-        """Allocate the pool and hook the experts. Raises ConfigError when the pool does not fit."""
-        step_model, capacity = self._step_model, self._capacity
+        """Allocate the pool, hook or fuse the routers, capture graphs. Blocks its loop while it does.
+
+        Raises ConfigError when the pool does not fit, or the model does what no graph can hold.
+        """
+        step_model, capacity, limits = self._step_model, self._capacity, self.limits
         if step_model is None or capacity is None:
             raise InvariantBroken("bind before open")
         if (arena is not None) != (self._moe is not None):
             raise InvariantBroken("an arena is bound exactly when routing is captured")
+        device = step_model.model.device
+        on_device = isinstance(step_model, DeviceStepModel)
         try:
-            self._pool = KVPool(step_model.layout, num_blocks, capacity.block_tokens, step_model.model.device)
+            pool = KVPool(step_model.layout, num_blocks, capacity.block_tokens, device)
         except (RuntimeError, MemoryError) as error:
             raise ConfigError("num_blocks", f"{num_blocks} KV blocks cannot be allocated: {error}") from error
-        self._table = LaneTable(self.limits.max_running, capacity.max_context_tokens, capacity.block_tokens, num_blocks)
-        self._arena = arena
-        self._copier = None if host is None else BlockCopier(self._pool, host)
         if self._moe is not None:
-            self._capture = RoutingCapture(step_model.model, self._moe, self.limits.max_step_tokens)
-        step_model.capture = self._capture
+            self._capture = step_model.capture = RoutingCapture(
+                step_model.model,
+                self._moe,
+                limits.max_step_tokens,
+                debug=limits.routing_debug,
+                depth=limits.pipeline_depth if on_device else 1,
+                fuse=step_model.fuses and self.config.fused_router,
+            )
+        bound = Bound(
+            pool=pool,
+            table=LaneTable(limits.max_running, capacity.max_context_tokens, capacity.block_tokens, num_blocks),
+            arena=arena,
+            host=host,
+            capture=self._capture,
+            vocab_size=capacity.vocab_size,
+            logits_dtype=self.config.logits_dtype,
+        )
+        if not isinstance(step_model, DeviceStepModel):
+            self._executor = HostExecutor(step_model, bound)
+            return
+        self._executor = executor = DeviceExecutor(step_model, bound, make_services(device, self.config.completion))
+        if self.config.cuda_graphs and device.type == "cuda":
+            try:
+                executor.capture_graphs(self.config.graph_sizes or ladder(limits.max_running))
+            except RuntimeError as error:
+                problem = f"decode steps of this model cannot be captured: {error}"
+                raise ConfigError("runner_config.cuda_graphs", problem, hint="set it to False") from error
 
     def launch(self, step: RunStep) -> asyncio.Future[StepOutput]:
-        """Perform a step; the future is done on return. Never raises: a failure ends the future, and the runner."""
-        future: asyncio.Future[StepOutput] = asyncio.get_running_loop().create_future()
-        if self._failure or self._half_loaded:
-            problem = f"no steps after a failure: {self._failure}" if self._failure else self._half_loaded
-            future.set_exception(RunnerError(problem, step.step_id))
-            return future
-        try:
-            output = self._perform(step)  # blocking: a CPU forward pass; the runner lives in a worker process
-        except Exception as error:  # a model may raise anything, and a step must still end
-            self._failure = f"{type(error).__name__}: {error}"
-            failed = RunnerError(self._failure, step.step_id)
-            failed.__cause__ = error
-            future.set_exception(failed)
-        else:
-            future.set_result(output)
-        return future
+        """On the CPU the future is done on return, on a GPU when the device is. A failure ends it, and the runner."""
+        if self._half_loaded:
+            return _failed(RunnerError(self._half_loaded, step.step_id))
+        if self._executor is None:
+            return _failed(RunnerError("the runner is closed, or not bound yet", step.step_id))
+        return self._executor.launch(step)
 
     def copy(self, copy: SwapOut | SwapIn) -> asyncio.Future[CopyOutput]:
-        """Move blocks; the future is done on return. Never raises: a failure ends the future, and the runner."""
-        future: asyncio.Future[CopyOutput] = asyncio.get_running_loop().create_future()
-        if self._failure:
-            future.set_exception(RunnerError(f"no copies after a failure: {self._failure}"))
-            return future
-        try:
-            output = self._move(copy)  # blocking: memory to memory; the runner lives in a worker process
-        except Exception as error:
-            self._failure = f"{type(error).__name__}: {error}"
-            failed = RunnerError(self._failure)
-            failed.__cause__ = error
-            future.set_exception(failed)
-        else:
-            future.set_result(output)
-        return future
+        """As `launch`."""
+        if self._executor is None:
+            return _failed(RunnerError("the runner is closed, or not bound yet"))
+        return self._executor.copy(copy)
 
     # -- new weights; all of it blocks the loop of the worker process -------------------------------
 
@@ -218,76 +235,31 @@ class TransformersRunner(Runner):
         return "no steps with weights of which only a part was replaced" if broken else ""
 
     async def aclose(self) -> None:
-        """Free model, KV and hooks; idempotent. No step is ever under way between calls."""
-        self._failure = self._failure or "the runner is closed"
-        if self._capture is not None:
-            self._capture.close()
-        on_gpu = self._step_model is not None and self._step_model.model.device.type == "cuda"
-        self._capture = self._step_model = self._pool = self._table = self._arena = None
-        self._copier = self._weights = None
-        if on_gpu:
-            torch.cuda.empty_cache()
+        """Free model, KV, graphs and hooks; idempotent. Waits for what the device has, bounded."""
+        executor, self._executor = self._executor, None
+        try:
+            if executor is not None:
+                await executor.aclose()
+        finally:
+            if self._capture is not None:
+                self._capture.close()
+            on_gpu = self._step_model is not None and self._step_model.model.device.type == "cuda"
+            self._capture = self._step_model = self._weights = None
+            if on_gpu:
+                torch.cuda.empty_cache()
 
-    def _perform(self, step: RunStep) -> StepOutput:
-        step_model, table, pool = self._step_model, self._table, self._pool
-        if step_model is None or table is None or pool is None:
-            raise InvariantBroken("a step before bind")
-        batch = table.plan(step)
-        for start in step.starts:
-            column, offset = divmod(start.num_cached, pool.block_tokens)
-            if offset:
-                # begun by another instance, within a block that was copied whole
-                pool.clear_past(start.blocks[column], offset)
-        if not len(batch.positions):
-            return StepOutput(step.step_id, ())
-        rows = (np.cumsum(batch.counts) - 1)[batch.sampled]
-        logits = step_model.run(batch, table, pool, rows)
-        if self._capture is not None and self._arena is not None:
-            values = {"routing": self._capture.rows(len(batch.positions))}
-            self._arena.scatter(batch.aux_index, batch.generations, values)
-        if not len(rows):
-            if logits.is_cuda:
-                torch.cuda.synchronize(logits.device)  # the KV must be there when the step is done
-            return StepOutput(step.step_id, ())
-        return self._sample(batch, table, logits)
-
-    def _move(self, copy: SwapOut | SwapIn) -> CopyOutput:
-        copier, table = self._copier, self._table
-        if copier is None or table is None:
-            raise InvariantBroken("a copy, and there is no host tier")
-        rows_before = self._arena.written_nbytes if self._arena is not None else 0
-        if isinstance(copy, SwapOut):
-            moved = copier.out(copy.device, copy.host)
-        else:
-            moved = copier.back(copy.host, copy.device)
-            table.place(copy.device, copy.slots, copy.generations)
-        rows = self._arena.written_nbytes - rows_before if self._arena is not None else 0
-        return CopyOutput(copy.copy_id, moved, rows)
-
-    def _sample(self, batch: Batch, table: LaneTable, logits: torch.Tensor) -> StepOutput:
-        """Sample, and keep the tokens where the next step reads them."""
-        lanes = batch.lanes[batch.sampled]
-        positions = table.length[lanes]
-        chosen = lanes.tolist()
-        specs = [spec for lane in chosen if (spec := table.samplers[lane]) is not None]
-        ends = positions.tolist()
-        histories = [table.tokens[lane, :end] for lane, end in zip(chosen, ends, strict=True)]
-        logits = logits[:, : self._vocab_size].to(getattr(torch, self.config.logits_dtype))
-        out = sample(logits, specs, ends, histories)
-        # a sequence at the end of its context samples a token that no step will read
-        kept = positions < table.tokens.shape[1]
-        table.tokens[lanes[kept], positions[kept]] = np.array(out.tokens, np.int32)[kept]
-        return StepOutput(
-            batch.step_id,
-            tuple(out.tokens),
-            None if out.raw is None else tuple(out.raw),
-            None if out.processed is None else tuple(out.processed),
-            None if out.top is None else tuple(out.top),
-        )
-
-    @property
-    def _vocab_size(self) -> int:
-        return 0 if self._capacity is None else self._capacity.vocab_size
+    def _make_step_model(self, model: PreTrainedModel, layout: KVLayout) -> StepModel:
+        """By kernels on GPUs, by torch on CPUs, unless the config says otherwise. Raises ConfigError."""
+        kernels = self.config.kernels
+        if kernels == "auto":
+            kernels = "triton" if model.device.type == "cuda" else "torch"
+        if kernels == "torch":
+            if model.device.type == "cuda":
+                raise ConfigError("runner_config.kernels", '"torch" is for CPUs: it waits for a GPU at every step')
+            return StepModel(model, layout)
+        if model.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise ConfigError("runner_config.kernels", '"triton" on a CPU needs the environment TRITON_INTERPRET=1')
+        return DeviceStepModel(model, layout, self.limits.max_running)
 
     def _describe(
         self,
@@ -318,9 +290,16 @@ class TransformersRunner(Runner):
             top_k=0 if moe is None else max(moe.top_k),
             top_k_by_layer=moe.top_k if moe is not None and uneven else None,
             tokenizer="transformers" if (checkpoint.folder / "tokenizer.json").exists() else "",
+            routing_debug=self.limits.routing_debug and moe is not None,
             prefill_tokens_per_s=prefill_tokens_per_s(self._step_model, self.limits, max_context, block_tokens),
             notes=notes,
         )
+
+
+def _failed(error: RunnerError) -> asyncio.Future[Any]:
+    future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    future.set_exception(error)
+    return future
 
 
 def _check_config(config: TransformersConfig) -> None:
@@ -345,7 +324,10 @@ def _device(name: str) -> torch.device:
 
 def _set_experts(model: PreTrainedModel, experts: str) -> None:
     if experts == "auto":
-        return
+        # torch's grouped product of other dtypes reads the group sizes back
+        if model.device.type != "cuda" or model.dtype == torch.bfloat16:
+            return
+        experts = "batched_mm"
     try:
         model.set_experts_implementation(experts)
     except ValueError as error:

@@ -85,7 +85,7 @@ def check(step_model: StepModel, layers: MoELayers | None, reference: Reference,
     Raises UnsupportedModel with the figures if they disagree by more than the dtype explains.
     """
     model = step_model.model
-    capture = None if layers is None else RoutingCapture(model, layers, _MOST_TOKENS)
+    capture = None if layers is None else RoutingCapture(model, layers, _MOST_TOKENS, fuse=step_model.fuses)
     step_model.capture = capture
     try:
         logits, routing = _paged_passes(step_model, capture, reference, block_tokens)

@@ -6,7 +6,7 @@ every step, by `selfcheck.py` and `profile.py` at start-up: all three run the sa
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -35,6 +35,9 @@ class StepModel:
         layout: of the pools that `run` takes.
         capture: routing of the last step, or None where capture is off; may be replaced between steps.
     """
+
+    #: routers are replaced by a kernel where they can be
+    fuses: ClassVar[bool] = False
 
     def __init__(self, model: PreTrainedModel, layout: KVLayout) -> None:
         register()
@@ -74,7 +77,7 @@ class StepModel:
             latents=latents,
         )
         if self.capture is not None:
-            self.capture.begin()
+            self.capture.begin(positions)
         with torch.inference_mode(), sdpa_kernel(_ATTENTION_BACKENDS):
             output = self.model(
                 input_ids=_send(input_ids, device)[None],

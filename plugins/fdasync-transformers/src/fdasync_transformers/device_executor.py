@@ -1,0 +1,242 @@
+"""Steps and copies on a GPU: `launch` queues work and returns; completions become futures.
+
+A step is three stretches of device work. On `compute`: what changed is sent, the model runs (a graph replay for
+decodes), rows of the capture buffer are staged, tokens are sampled and written to where the next step reads them. On
+`results`: staged rows and sampled tokens go to leased page-locked memory. Then an event: the completion port makes
+it a future, whose callback scatters the rows into the arena and reads the tokens. So a step may be launched while
+the one before it runs, and nothing here waits for the device.
+
+Knows no requests. Made by `runner.py` once the model is there; one for each runner, used from its loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+
+from fdasync.actions import RunStep, SwapIn, SwapOut
+from fdasync.errors import InvariantBroken, RunnerError
+from fdasync.gpu import packed
+from fdasync.gpu.copies import BlockCopies
+from fdasync.gpu.kernels.layout import scatter_updates
+from fdasync.runner.base import CopyOutput, StepOutput
+from fdasync_transformers.device_lanes import DeviceLanes
+from fdasync_transformers.device_step import batch_arrays, device_batch
+from fdasync_transformers.executor import Executor, step_output
+from fdasync_transformers.graphs import GraphLadder
+from fdasync_transformers.sampler import compute_samples, plan_samples, read_samples
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Mapping
+
+    from numpy.typing import NDArray
+
+    from fdasync.runner.lanes import Batch
+    from fdasync_transformers.device_step import DeviceStepModel
+    from fdasync_transformers.executor import Bound
+    from fdasync_transformers.gpu_services import GpuServices
+    from fdasync_transformers.sampler import SamplePlan
+
+T = TypeVar("T")
+
+# what is the sampler's, among the arrays of a step
+_SAMPLER = "sampler."
+
+
+class DeviceExecutor(Executor):
+    """See the module and `Executor`.
+
+    Attributes:
+        graphs: of decode steps; None where there are none.
+    """
+
+    def __init__(self, model: DeviceStepModel, bound: Bound, services: GpuServices) -> None:
+        self.graphs: GraphLadder | None = None
+        self._model = model
+        self._bound = bound
+        self._services = services
+        self._lanes = DeviceLanes(bound.table, services.streams.device)
+        self._copies = (
+            None
+            if bound.host is None
+            else BlockCopies(bound.pool.blocks, bound.host, services.streams, services.events, services.port)
+        )
+        self._failure = ""
+        # weights, tables and buffers were written on the stream that is current
+        services.streams.follow()
+
+    def capture_graphs(self, sizes: tuple[int, ...]) -> None:
+        """Capture decode steps at these batch sizes. Blocks its loop. Raises RuntimeError as `GraphLadder` says."""
+        with self._services.streams.on("compute"):
+            self.graphs = GraphLadder(self._model, self._lanes, self._bound.pool, sizes)
+
+    def launch(self, step: RunStep) -> asyncio.Future[StepOutput]:
+        return self._queue(lambda: self._start(step), step.step_id)
+
+    def copy(self, copy: SwapOut | SwapIn) -> asyncio.Future[CopyOutput]:
+        return self._queue(lambda: self._move(copy))
+
+    async def aclose(self) -> None:
+        """Bounded: what the device does not end in time is named in the error of whoever waits for it."""
+        self._failure = self._failure or "the runner is closed"
+        if self._copies is not None:
+            await self._copies.aclose()
+        await self._services.port.aclose()
+        self.graphs = None
+
+    # -- futures --------------------------------------------------------------------------------------
+
+    def _queue(self, start: Callable[[], asyncio.Future[T]], step_id: int = -1) -> asyncio.Future[T]:
+        """What `start` queued, as a future that fails with RunnerError and fails the runner with it."""
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        if self._failure:
+            future.set_exception(RunnerError(f"nothing more after a failure: {self._failure}", step_id))
+            return future
+        try:
+            inner = start()
+        except Exception as error:  # a model may raise anything, and a step must still end
+            self._fail(future, error, step_id)
+        else:
+            inner.add_done_callback(partial(self._ended, future, step_id))
+        return future
+
+    def _ended(self, future: asyncio.Future[T], step_id: int, inner: asyncio.Future[T]) -> None:
+        error = asyncio.CancelledError() if inner.cancelled() else inner.exception()
+        if error is not None:
+            self._fail(future, error, step_id)
+        elif not future.done():
+            future.set_result(inner.result())  # of one that is done
+
+    def _fail(self, future: asyncio.Future[Any], error: BaseException, step_id: int) -> None:
+        self._failure = self._failure or f"{type(error).__name__}: {error}"
+        if not future.done():
+            failed = RunnerError(f"{type(error).__name__}: {error}", step_id)
+            failed.__cause__ = error
+            future.set_exception(failed)
+
+    # -- steps ----------------------------------------------------------------------------------------
+
+    def _start(self, step: RunStep) -> asyncio.Future[StepOutput]:
+        bound, services, lanes = self._bound, self._services, self._lanes
+        batch = bound.table.plan(step)
+        total = len(batch.positions)
+        index, values = lanes.deltas(step, bound.table)
+        rows = (np.cumsum(batch.counts) - 1)[batch.sampled] if total else np.zeros(0, np.int64)
+        plan = self._plan_samples(batch)
+        arrays: dict[str, NDArray[np.generic]] = {}
+        if len(index):
+            arrays["delta_index"], arrays["delta_values"] = index, values
+        if total:
+            arrays.update(batch_arrays(batch, rows))
+        if plan is not None:
+            sampling = batch.lanes[batch.sampled]
+            arrays["next_index"] = lanes.after(sampling, bound.table.length[sampling])
+            arrays.update({_SAMPLER + name: array for name, array in plan.arrays.items()})
+        leases: list[Any] = []
+        results: dict[str, torch.Tensor] = {}
+        with services.streams.on("compute"):
+            if arrays:
+                sent, lease = packed.send(arrays, services.pinned, services.streams.device)
+                leases.append(lease)
+                if len(index):
+                    scatter_updates(lanes.flat, sent["delta_index"], sent["delta_values"])
+                if total:
+                    results = self._compute(batch, plan, sent)
+            computed = services.events.take()
+            services.streams.record("compute", computed.event)
+        leases.append(computed)
+        fetched: dict[str, NDArray[np.generic]] = {}
+        with services.streams.on("results"):
+            services.streams.wait("results", computed.event)
+            if results:
+                fetched, buffer = packed.fetch(results, services.pinned)
+                leases.append(buffer)
+            copied = services.events.take()
+            services.streams.record("results", copied.event)
+        leases.append(copied)
+        kind: Hashable = ("decode", total) if total == batch.num_decodes else ("mixed", total.bit_length())
+        return services.port.completion(
+            copied.event,
+            lane="compute",
+            kind=kind,
+            leases=leases,
+            # holds the device's tensors until they were copied
+            on_done=lambda: self._finish(batch, plan, fetched, results),
+        )
+
+    def _compute(self, batch: Batch, plan: SamplePlan | None, sent: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Queue forward pass and sampling; what of it the host wants."""
+        bound, lanes = self._bound, self._lanes
+        total = len(batch.positions)
+        logits = None
+        if self.graphs is not None and total == batch.num_decodes:
+            logits = self.graphs.replay(sent["lanes"], sent["starts"])
+        if logits is None:
+            logits = self._model.forward(device_batch(batch, sent), lanes, bound.pool)
+        results: dict[str, torch.Tensor] = {}
+        if bound.capture is not None:
+            results["routing"] = bound.capture.stage(total)
+        if plan is not None:
+            logits = logits[:, : bound.vocab_size].to(getattr(torch, bound.logits_dtype))
+            sampled = compute_samples(logits, plan, _own(sent), lanes.tokens)
+            scatter_updates(lanes.flat, sent["next_index"], sampled["tokens"].to(torch.int32))
+            results.update({_SAMPLER + name: tensor for name, tensor in sampled.items()})
+        return results
+
+    def _plan_samples(self, batch: Batch) -> SamplePlan | None:
+        if not len(batch.sampled):
+            return None
+        table = self._bound.table
+        lanes = batch.lanes[batch.sampled]
+        specs = [spec for lane in lanes.tolist() if (spec := table.samplers[lane]) is not None]
+        return plan_samples(specs, table.length[lanes], lanes)
+
+    def _finish(
+        self,
+        batch: Batch,
+        plan: SamplePlan | None,
+        fetched: dict[str, NDArray[np.generic]],
+        results: dict[str, torch.Tensor],
+    ) -> StepOutput:
+        """The device is done: rows to their slots, tokens to whoever waits."""
+        results.clear()
+        capture, arena = self._bound.capture, self._bound.arena
+        if capture is not None and arena is not None and "routing" in fetched:
+            rows = fetched["routing"].view(capture.layers.spec.dtype)
+            capture.check(rows, batch.positions)
+            arena.scatter(batch.aux_index, batch.generations, {"routing": rows})
+        if plan is None:
+            return StepOutput(batch.step_id, ())
+        return step_output(batch.step_id, read_samples(plan, _own(fetched)))
+
+    # -- copies ---------------------------------------------------------------------------------------
+
+    def _move(self, copy: SwapOut | SwapIn) -> asyncio.Future[CopyOutput]:
+        """Rows stay in their slots: a copy moves none."""
+        if self._copies is None:
+            raise InvariantBroken("a copy, and there is no host tier")
+        if isinstance(copy, SwapOut):
+            inner = self._copies.out(copy.device, copy.host)
+        else:
+            inner = self._copies.back(copy.host, copy.device)
+            self._bound.table.place(copy.device, copy.slots, copy.generations)
+        future: asyncio.Future[CopyOutput] = asyncio.get_running_loop().create_future()
+
+        def copied(done: asyncio.Future[int]) -> None:
+            error = asyncio.CancelledError() if done.cancelled() else done.exception()
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(CopyOutput(copy.copy_id, done.result(), 0))  # of one that is done
+
+        inner.add_done_callback(copied)
+        return future
+
+
+def _own(arrays: Mapping[str, T]) -> dict[str, T]:
+    """The sampler's arrays, by the names that it gave them."""
+    return {name.removeprefix(_SAMPLER): array for name, array in arrays.items() if name.startswith(_SAMPLER)}

@@ -1,0 +1,120 @@
+"""One step on the model by kernels, on a GPU (or, for tests, on a CPU in Triton's interpreter).
+
+The same model and the same library code as `step.py`; what differs is that positions, slots and token ids are
+computed on the device, attention is `TritonPaging`, and nothing waits. Decode steps can be replayed from CUDA graphs
+(`graphs.py`). Knows the model and the pool; knows nothing of sampling, arenas or futures. Called by
+`device_executor.py` for every step, by `selfcheck.py` and `profile.py` at start-up.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import torch
+
+from fdasync.gpu.kernels.layout import step_layout
+from fdasync.gpu.kernels.prefill import prefill_tiles
+from fdasync_transformers.attention import LatentCatcher, StepContext
+from fdasync_transformers.device_lanes import DeviceLanes
+from fdasync_transformers.step import StepModel
+from fdasync_transformers.triton_paging import DeviceBatch, TritonPaging, Workspaces
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from transformers import PreTrainedModel
+
+    from fdasync.runner.lanes import Batch, LaneTable
+    from fdasync_transformers.kv import KVLayout, KVPool
+
+
+class DeviceStepModel(StepModel):
+    """A model switched to paged attention by kernels; see `StepModel`."""
+
+    fuses: ClassVar[bool] = True
+
+    def __init__(self, model: PreTrainedModel, layout: KVLayout, max_running: int) -> None:
+        super().__init__(model, layout)
+        self._workspaces = Workspaces(max_running, model.device)
+
+    def run(self, batch: Batch, table: LaneTable, pool: KVPool, rows: NDArray[np.int64]) -> torch.Tensor:
+        """As `StepModel.run`, for steps that stand alone: sends the whole table, and waits for the device."""
+        device = self.model.device
+        lanes = DeviceLanes(table, device)
+        lanes.mirror(table)
+        arrays = batch_arrays(batch, rows)
+        sent = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+        return self.forward(device_batch(batch, sent), lanes, pool)
+
+    def forward(self, batch: DeviceBatch, lanes: DeviceLanes, pool: KVPool) -> torch.Tensor:
+        """Queue the step on the current stream: logits of the rows asked for, in the model's dtype.
+
+        `capture` then holds the routing, the pool the KV. Nothing waits for the device.
+        """
+        positions = torch.empty(batch.tokens, dtype=torch.int64, device=self.model.device)
+        ids, slots = torch.empty_like(positions), torch.empty_like(positions)
+        step_layout(
+            batch.lanes,
+            batch.starts,
+            batch.first_rows,
+            lanes.tables,
+            lanes.tokens,
+            pool.block_tokens,
+            positions,
+            ids,
+            slots,
+        )
+        latents = LatentCatcher()
+        context = StepContext(
+            layers=self._layers,
+            paging=TritonPaging(pool, lanes.tables, batch, positions, slots, self._workspaces),
+            positions=positions,
+            latents=latents,
+        )
+        if self.capture is not None:
+            self.capture.begin(positions)
+        with torch.inference_mode():
+            output = self.model(
+                input_ids=ids[None],
+                position_ids=positions[None],
+                past_key_values=latents if self._latent else None,
+                use_cache=False,
+                logits_to_keep=0 if batch.rows is None else batch.rows,
+                fd_ctx=context,
+            )
+        if self.capture is not None:
+            self.capture.end()
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+
+def batch_arrays(batch: Batch, rows: NDArray[np.int64]) -> dict[str, NDArray[np.generic]]:
+    """What the device is sent of a step's shape, by the names that `device_batch` takes."""
+    tokens, decodes = len(batch.positions), batch.num_decodes
+    arrays: dict[str, NDArray[np.generic]] = {
+        "lanes": batch.lanes.astype(np.int32),
+        "starts": batch.starts,
+        "first_rows": np.concatenate([[0], np.cumsum(batch.counts)]).astype(np.int32),
+    }
+    if decodes < len(batch.lanes):
+        arrays["counts"] = batch.counts.astype(np.int32)
+        tiles = prefill_tiles(batch.counts[decodes:])
+        tiles[:, 0] += decodes
+        arrays["tiles"] = tiles
+    if len(rows) < tokens:
+        arrays["rows"] = rows
+    return arrays
+
+
+def device_batch(batch: Batch, sent: dict[str, torch.Tensor]) -> DeviceBatch:
+    """The shape of a step from the tensors that came of its arrays."""
+    return DeviceBatch(
+        tokens=len(batch.positions),
+        decodes=batch.num_decodes,
+        lanes=sent["lanes"],
+        starts=sent["starts"],
+        first_rows=sent["first_rows"],
+        counts=sent.get("counts"),
+        tiles=sent.get("tiles"),
+        rows=sent.get("rows"),
+    )

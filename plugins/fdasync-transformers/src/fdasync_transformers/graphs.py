@@ -1,0 +1,88 @@
+"""CUDA graphs of decode steps at a short ladder of batch sizes: a step costs the host one launch.
+
+Each graph computes from the device's own tables, so nothing but lanes and positions is sent for a step. A step of
+n sequences runs at the next size of the ladder; rows past n are padding that writes nowhere. Captured once, before
+the first step; weights are updated in place, so graphs stay valid. Knows no sampling. Made by `device_executor.py`.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from fdasync_transformers.triton_paging import DeviceBatch
+
+if TYPE_CHECKING:
+    from fdasync_transformers.device_lanes import DeviceLanes
+    from fdasync_transformers.device_step import DeviceStepModel
+    from fdasync_transformers.kv import KVPool
+
+
+def ladder(max_running: int) -> tuple[int, ...]:
+    """Batch sizes to capture: every power of two, half-way points from 16 on, and `max_running` itself."""
+    sizes = {1, max_running}
+    power = 2
+    while power < max_running:
+        sizes.add(power)
+        if power >= 16 and power * 3 // 2 < max_running:
+            sizes.add(power * 3 // 2)
+        power *= 2
+    return tuple(sorted(sizes))
+
+
+@dataclass(frozen=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    logits: torch.Tensor
+
+
+class GraphLadder:
+    """Graphs of one model over one pool.
+
+    Attributes:
+        sizes: batch sizes captured, rising.
+    """
+
+    def __init__(self, model: DeviceStepModel, lanes: DeviceLanes, pool: KVPool, sizes: tuple[int, ...]) -> None:
+        """Capture on the current stream, which must not be the default one. Waits for the device; blocks its loop.
+
+        Raises RuntimeError where the model does what a graph cannot hold.
+        """
+        self.sizes = sizes
+        device = model.model.device
+        most = sizes[-1]
+        self._lanes = torch.full((most,), -1, dtype=torch.int32, device=device)
+        self._starts = torch.zeros(most, dtype=torch.int64, device=device)
+        first_rows = torch.arange(most + 1, dtype=torch.int32, device=device)
+        self._captured: dict[int, _Captured] = {}
+        memory = None
+        # the largest first: the others then fit into its memory
+        for size in reversed(sizes):
+            batch = DeviceBatch(size, size, self._lanes[:size], self._starts[:size], first_rows[: size + 1])
+            # kernels are compiled and libraries take their workspaces before anything is captured
+            model.forward(batch, lanes, pool)
+            torch.cuda.synchronize(device)  # blocking: start-up, in a process of its own
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=memory, stream=torch.cuda.current_stream(device)):
+                logits = model.forward(batch, lanes, pool)
+            memory = graph.pool()
+            self._captured[size] = _Captured(graph, logits)
+        torch.cuda.synchronize(device)  # blocking: start-up, in a process of its own
+
+    def replay(self, lanes: torch.Tensor, starts: torch.Tensor) -> torch.Tensor | None:
+        """Queue a decode step of these sequences (int32 and int64 [n]): logits [n, V], of meaning until the next
+        replay on the same stream. None where there are more than the ladder holds."""
+        count = len(lanes)
+        place = bisect.bisect_left(self.sizes, count)
+        if place == len(self.sizes):
+            return None
+        size = self.sizes[place]
+        self._lanes[:count].copy_(lanes, non_blocking=True)
+        self._lanes[count:size].fill_(-1)
+        self._starts[:count].copy_(starts, non_blocking=True)
+        captured = self._captured[size]
+        captured.graph.replay()
+        return captured.logits[:count]
