@@ -225,10 +225,9 @@ class BlockCopies:
     async def aclose(self, deadline_s: float = 10.0) -> None:
         """Take no more calls, wait for those in flight, unregister the pages; idempotent, may be called again.
 
-        Before the port is closed, which sees them end.
-
-        Raises DeadlineExceeded naming what is still in flight: the pages stay registered then. Cancelling it stops
-        the waiting. RunnerError where the driver refuses to unregister.
+        Close the port after it: the port sees the copies end. Raises DeadlineExceeded naming what is still in flight
+        (the pages stay registered then), RunnerError where the driver refuses to unregister. Cancelling it stops the
+        waiting.
         """
         self._closing = True
         if self._jobs:

@@ -21,7 +21,7 @@ TILE = 2048
 
 
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
-def _move_blocks(table, device, host, device_stride, host_stride, count, words, OUT: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+def _move_blocks(table, device, host, device_stride, host_stride, count, words, OUT: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     tiles = tl.cdiv(words, TILE)
