@@ -59,12 +59,13 @@ def _step_layout_kernel(  # type: ignore[no-untyped-def]
     # grows with the logarithm of the sequences only, and a step of one long sequence is as parallel as any
     low = tl.zeros((rows,), dtype=tl.int32)
     high = tl.zeros((rows,), dtype=tl.int32) + num_sequences
-    for _ in range(rounds):
+    while rounds > 0:
         middle = (low + high) // 2
         begun = tl.load(first_rows + middle) <= row
         open_ = low + 1 < high
         low = tl.where(open_ & begun, middle, low)
         high = tl.where(open_ & (begun == 0), middle, high)
+        rounds -= 1
     end = tl.load(first_rows + num_sequences)
     lane = tl.load(lanes + low)
     begin = tl.load(first_rows + low)

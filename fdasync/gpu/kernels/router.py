@@ -23,6 +23,17 @@ _COPY_TOKENS = 64
 _INTERPRETED_ROWS = 16
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _row_max(values, rows: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[rows, 1]; of a single row a scalar, which has no layout that would have to be changed later."""
+    return tl.max(values) if rows == 1 else tl.max(values, axis=1, keep_dims=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _row_sum(values, rows: tl.constexpr):  # type: ignore[no-untyped-def]
+    return tl.sum(values) if rows == 1 else tl.sum(values, axis=1, keep_dims=True)
+
+
 # strides are a model's own and never change; the alignment of a layer's place in the buffer does
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["capture"])  # type: ignore[untyped-decorator]
 def _route_kernel(  # type: ignore[no-untyped-def]
@@ -49,8 +60,8 @@ def _route_kernel(  # type: ignore[no-untyped-def]
     here = (row < num_tokens)[:, None]
     raw = tl.load(logits + row[:, None] * logits_stride + expert[None, :], mask=here & real, other=0.0)
     score = tl.where(real, raw.to(tl.float32), float("-inf"))
-    top = tl.max(score, axis=1)
-    total = tl.sum(tl.where(real, tl.exp(score - top[:, None]), 0.0), axis=1)
+    top = _row_max(score, rows)
+    total = _row_sum(tl.where(real, tl.exp(score - top), 0.0), rows)
 
     # A key orders by score, then by the lower id, so that a round is one integer maximum. Keys are made of the
     # logits: the softmax keeps their order, and rounds some that differ to the same. A NaN is below every number,
@@ -76,16 +87,16 @@ def _route_kernel(  # type: ignore[no-untyped-def]
     slot = tl.arange(0, slots)[None, :]
     chosen = tl.zeros((rows, slots), dtype=tl.int32)
     for number in tl.static_range(top_k):
-        best = padded - 1 - (tl.max(key, axis=1) & low).to(tl.int32)
-        chosen = tl.where(slot == number, best[:, None], chosen)
-        key = tl.where(expert[None, :] == best[:, None], gone, key)
+        best = padded - 1 - (_row_max(key, rows) & low).to(tl.int32)
+        chosen = tl.where(slot == number, best, chosen)
+        key = tl.where(expert[None, :] == best, gone, key)
 
     mask = here & (slot < top_k)
     picked = tl.load(logits + row[:, None] * logits_stride + chosen, mask=mask, other=0.0).to(tl.float32)
-    picked = tl.where(mask, picked, top[:, None])
-    share = tl.where(slot < top_k, tl.div_rn(tl.exp(picked - top[:, None]), total[:, None]), 0.0)
+    picked = tl.where(mask, picked, top)
+    share = tl.where(slot < top_k, tl.div_rn(tl.exp(picked - top), total), 0.0)
     if renormalise:
-        share = tl.div_rn(share, tl.sum(share, axis=1)[:, None])
+        share = tl.div_rn(share, _row_sum(share, rows))
     at = row[:, None] * top_k + slot
     tl.store(weights + at, share.to(weights.dtype.element_ty), mask=mask)
     tl.store(ids + at, chosen.to(ids.dtype.element_ty), mask=mask)
