@@ -331,3 +331,135 @@ def test_a_workspace_that_is_too_narrow_means_no_splits(device: torch.device) ->
         store_kv(query, query[..., ::2], case.keys, case.values, at[1])
     attend_decode(query[:0], case.keys, case.values, case.tables, *at, workspace=narrow, **common)
     assert len(prefill(shape, case, None, query[:0], [], [])) == 0
+
+
+# -- what only a GPU can show -------------------------------------------------------------------
+
+
+LARGE = {
+    "Qwen3": Shape(heads=32, kv_heads=4, key_dim=128, value_dim=128, dtype=torch.bfloat16),
+    "gpt-oss": Shape(
+        heads=64, kv_heads=8, key_dim=64, value_dim=64, reach=("window", 128), sinks=True, dtype=torch.bfloat16
+    ),
+    "DeepSeek": Shape(heads=128, key_dim=576, value_dim=512, latent=True, dtype=torch.bfloat16),
+    "192 and 128": Shape(heads=10, kv_heads=2, key_dim=192, value_dim=128, reach=("chunk", 512), dtype=torch.float16),
+    "one head a group": Shape(heads=8, kv_heads=8, key_dim=80, value_dim=80, dtype=torch.bfloat16),
+    "float32": Shape(heads=8, kv_heads=2, key_dim=128, value_dim=128),
+    "float32, latent": Shape(heads=16, key_dim=576, value_dim=512, latent=True),
+}
+
+
+def dense(
+    shape: Shape, case: Case, sinks: torch.Tensor | None, query: torch.Tensor, number: int, start: int
+) -> torch.Tensor:
+    """All of a sequence's queries at once, in float64 on the device."""
+    group = shape.heads // shape.kv_heads
+    keys = case.flat_keys[number].to(query.device).double().repeat_interleave(group, dim=1)
+    values = case.flat_values[number].to(query.device).double().repeat_interleave(group, dim=1)
+    logits = torch.einsum("qhd,nhd->hqn", query.double(), keys) * 0.3
+    at = torch.arange(start, start + len(query), device=query.device)[:, None]
+    key_at = torch.arange(len(keys), device=query.device)[None, :]
+    kind, size = shape.reach
+    seen = key_at <= at
+    if kind == "window":
+        seen &= key_at > at - size
+    elif kind == "chunk":
+        seen &= key_at // size == at // size
+    logits.masked_fill_(~seen, -torch.inf)
+    if sinks is not None:
+        logits = torch.cat((logits, sinks.double()[:, None, None].expand(-1, len(query), 1)), dim=2)
+    weights = torch.softmax(logits, dim=2)[..., : len(keys)]
+    return torch.einsum("hqn,nhd->qhd", weights, values).cpu()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", LARGE.values(), ids=LARGE.keys())
+def test_large(device: torch.device, shape: Shape) -> None:
+    """The tiles that are really used, at lengths where every loop turns often."""
+    starts, counts = [0, 1500, 700, 1023, 0], [300, 129, 1, 200, 17]
+    lengths = [start + count for start, count in zip(starts, counts, strict=True)]
+    case, sinks = make_layer(shape, lengths, device, block_tokens=16)
+    query = make_query(shape, sum(counts), device) / shape.key_dim**0.25
+    out = prefill(shape, case, sinks, query, starts, counts)
+    row = 0
+    for number, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        want = dense(shape, case, sinks, query[row : row + count], number, start)
+        assert_close(out[row : row + count], want, shape.dtype)
+        row += count
+    positions = torch.tensor(lengths, device=device) - 1
+    for splits in (None, 1, 7):
+        out = decode(shape, case, sinks, query[:5], case.lanes, positions, splits=splits)
+        for number, length in enumerate(lengths):
+            want = dense(shape, case, sinks, query[number : number + 1], number, length - 1)
+            assert_close(out[number : number + 1], want, shape.dtype)
+
+
+@pytest.mark.gpu
+def test_a_graph_follows_lengths_and_tables(device: torch.device) -> None:
+    shape = SHAPES["four heads a group"]
+    case, _ = make_layer(shape, [300, 70, 41], device, block_tokens=16)
+    query, out = make_query(shape, 3, device), torch.empty(3, 8, 32, device=device)
+    workspace = decode_workspace(3, 8, 32, device)
+    lanes, positions = case.lanes.clone(), torch.tensor([2, 2, 2], device=device)
+    key, value = torch.randn(3, 2, 32, device=device), torch.randn(3, 2, 32, device=device)
+    slots = torch.full((3,), -1, device=device)
+
+    def step() -> None:
+        store_kv(key, value, case.keys, case.values, slots)
+        attend_decode(
+            query, case.keys, case.values, case.tables, lanes, positions, scale=0.3, reach_kind="full", reach_size=0,
+            sinks=None, out=out, workspace=workspace, splits=4,
+        )  # fmt: skip
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    lanes.copy_(case.lanes[[1, 0, 2]])
+    positions.copy_(torch.tensor([69, 299, -1]))
+    slots.copy_(torch.stack((case.slots[1][69], case.slots[0][299], slots[2])))
+    graph.replay()
+    case.flat_keys[1][69], case.flat_values[1][69] = key[0].cpu(), value[0].cpu()
+    case.flat_keys[0][299], case.flat_values[0][299] = key[1].cpu(), value[1].cpu()
+    assert_close(out[:2], expected(shape, case, None, query[:2], [(1, 69), (0, 299)]), shape.dtype)
+    assert not out[2].any()
+
+
+@pytest.mark.gpu
+def test_steps_of_other_sizes_compile_nothing(device: torch.device) -> None:
+    from fdasync.gpu.kernels import attention, prefill, store
+
+    shape = SHAPES["four heads a group"]
+    case, _ = make_layer(shape, [60, 61, 62, 63, 64], device, block_tokens=16)
+    kernels = (attention._decode, attention._join, prefill._prefill, store._store)
+
+    def compiled() -> int:
+        return sum(len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels)
+
+    def step(count: int, offset: int) -> None:
+        query = make_query(shape, 5, device)[:count]
+        lanes = case.lanes[offset : offset + count]
+        positions = torch.arange(60 - offset, 60 - offset + count, device=device)
+        workspace, out = decode_workspace(5, 8, 32, device), torch.empty(5, 8, 32, device=device)
+        reach: dict[str, Any] = {"reach_kind": "window", "reach_size": 7 + count, "sinks": None, "scale": 1.0 / count}
+        attend_decode(
+            query, case.keys, case.values, case.tables, lanes, positions, out=out[:count], workspace=workspace,
+            splits=1 + count, **reach,
+        )  # fmt: skip
+        one = torch.ones(8, dtype=torch.int64, device=device)[offset : offset + count]
+        tiles = torch.zeros(2 * count + 1, dtype=torch.int32, device=device)[1:].view(count, 2)
+        tiles[:, 0] = torch.arange(count)
+        attend_prefill(
+            query, case.keys, case.values, case.tables, lanes, positions, positions - positions[0], one, tiles,
+            out=out, **reach,
+        )  # fmt: skip
+        slots = torch.full((8,), -1, device=device)[offset : offset + count]
+        store_kv(query[:, :2], query[:, 2:4], case.keys, case.values, slots)
+
+    step(4, 0)
+    before = compiled()
+    assert before >= 4
+    for count, offset in ((1, 0), (3, 1), (2, 3), (4, 1)):
+        step(count, offset)
+    assert compiled() == before

@@ -224,7 +224,7 @@ def _decode(  # type: ignore[no-untyped-def]
     kv_head = tl.program_id(1) // TILES
     in_group = tl.program_id(1) % TILES * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = in_group < GROUP
-    head = kv_head * GROUP + in_group
+    head = (kv_head * GROUP + in_group).to(tl.int64)
     split = tl.program_id(2)
     lane = tl.load(lanes + sequence)
     position = tl.load(positions + sequence).to(tl.int32)

@@ -84,7 +84,7 @@ def _prefill(  # type: ignore[no-untyped-def]
     row = piece * BLOCK_M + tl.arange(0, BLOCK_M)
     number = begin + row // GROUP
     inside = (row < TILE * GROUP) & (number < count)
-    head = kv_head * GROUP + row % GROUP
+    head = (kv_head * GROUP + row % GROUP).to(tl.int64)
     start_position = tl.load(starts + sequence).to(tl.int32)
     lowest = start_position + begin + piece * BLOCK_M // GROUP
     highest = start_position + tl.minimum(begin + (piece * BLOCK_M + BLOCK_M - 1) // GROUP, count - 1)

@@ -1,0 +1,312 @@
+"""Paged attention against what the machine can do: bytes of KV for decode, products for prefill; needs a CUDA GPU.
+
+Heads of Qwen3-30B-A3B (32 query heads, 4 kv heads of 128, bf16) in a page-first pool: a block is 16 tokens of 48
+layers, 1.5 MiB, and a sequence's blocks are scattered. Decode is timed inside a CUDA graph of all 48 layers, so that no
+layer finds its KV in the L2 cache because it was just read. Medians of interleaved rounds; the first warms up.
+
+    limit_copy_gbps        of one large copy on the device, read plus written
+    limit_sdpa_tflops_*    torch's own attention over contiguous keys and values, as many sequences of as many tokens
+    decode_us_SxN          one layer's decode of S sequences of N tokens; decode_gbps_* of KV read, decode_share_* of
+                           the copy's rate
+    prefill_us_SxN         one layer's prefill of S prompts of N tokens; prefill_tflops_* of the causal half,
+                           prefill_share_* of torch's own
+    store_us_N             one layer's new keys and values of N tokens, inside a graph
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from benchmarks._report import Report
+from fdasync.gpu.kernels.attention import Launch, attend_decode, decode_workspace
+from fdasync.gpu.kernels.prefill import attend_prefill, prefill_tiles
+from fdasync.gpu.kernels.store import store_kv
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+BLOCK_TOKENS = 16
+HEADS, KV_HEADS, DIM = 32, 4, 128
+SCALE = DIM**-0.5
+
+DECODE_SWEEP = [
+    Launch(16, keys, warps, stages)
+    for keys, warps, stages in (
+        (32, 2, 4), (32, 4, 3), (32, 4, 5), (64, 4, 2), (64, 4, 3), (64, 4, 5), (64, 8, 3), (128, 4, 3), (128, 8, 3),
+    )
+]  # fmt: skip
+SPLIT_SWEEP = (1, 2, 4, 8, 16, 32, 64)
+PREFILL_SWEEP = [
+    Launch(rows, keys, warps, stages)
+    for rows, keys, warps, stages in (
+        (64, 64, 4, 2), (64, 64, 4, 3), (128, 32, 8, 3), (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 5),
+        (128, 128, 8, 2), (128, 128, 8, 3),
+    )
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large everything is; a rehearsal takes less."""
+
+    layers: int = 48
+    decodes: tuple[tuple[int, int], ...] = ((1, 1024), (64, 1024), (256, 1024), (1, 8192), (64, 8192))
+    prefills: tuple[tuple[int, int], ...] = ((1, 8192), (8, 1024))
+    prefill_layers: int = 4
+    stores: tuple[int, ...] = (1, 256, 8192)
+    copy_nbytes: int = 4 << 30
+
+
+REHEARSAL = Sizes(2, ((1, 40), (3, 40)), ((1, 40), (2, 20)), 1, (1, 8), 1 << 20)
+
+
+@dataclass
+class Rig:
+    """The pool, all layers' views of it, and tables that scatter each sequence's blocks over it."""
+
+    device: torch.device
+    sizes: Sizes
+    pool: torch.Tensor = field(init=False)
+    keys: list[torch.Tensor] = field(init=False)
+    values: list[torch.Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        tokens = max(count * length for count, length in (*self.sizes.decodes, *self.sizes.prefills))
+        blocks = tokens // BLOCK_TOKENS + 2 * max(count for count, _ in (*self.sizes.decodes, *self.sizes.prefills))
+        width = BLOCK_TOKENS * KV_HEADS * DIM
+        self.pool = torch.empty(blocks, 2 * self.sizes.layers * width, dtype=torch.bfloat16, device=self.device)
+        self.pool.normal_()
+        shape = (blocks, BLOCK_TOKENS, KV_HEADS, DIM)
+        strides = (self.pool.stride(0), KV_HEADS * DIM, DIM, 1)
+        views = [self.pool.as_strided(shape, strides, number * width) for number in range(2 * self.sizes.layers)]
+        self.keys, self.values = views[::2], views[1::2]
+
+    def tables(self, sequences: int, length: int) -> torch.Tensor:
+        need = -(-length // BLOCK_TOKENS)
+        order = np.random.default_rng(1).permutation(len(self.pool))[: sequences * need]
+        return torch.from_numpy(order.astype(np.int32)).view(sequences, need).to(self.device)
+
+    def ms(self, run: Callable[[], object], repeats: int = 1) -> float:
+        """Of the device, per repetition; of the host in a rehearsal."""
+        if self.device.type == "cpu":
+            began = time.perf_counter()
+            run()
+            return (time.perf_counter() - began) * 1e3
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(repeats):
+            run()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / repeats
+
+    def graph(self, run: Callable[[], object]) -> Callable[[], object]:
+        """The same work as one graph; it has run once before, so that nothing is compiled within.
+
+        What `run` holds lives as long as what is returned: a graph knows addresses only.
+        """
+        run()
+        if self.device.type == "cpu":
+            return run
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        return partial(_replay, graph, run)
+
+    def decode(
+        self, sequences: int, length: int, launch: Launch | None = None, splits: int | None = None
+    ) -> Callable[[], object]:
+        """All layers' decode of `sequences` queries at the end of as many tokens."""
+        tables = self.tables(sequences, length)
+        lanes = torch.arange(sequences, dtype=torch.int32, device=self.device)
+        positions = torch.full((sequences,), length - 1, device=self.device)
+        query = torch.randn(sequences, HEADS, DIM, device=self.device).bfloat16()
+        out = torch.empty_like(query)
+        workspace = decode_workspace(sequences, HEADS, DIM, self.device)
+
+        def run() -> None:
+            for keys, values in zip(self.keys, self.values, strict=True):
+                attend_decode(
+                    query, keys, values, tables, lanes, positions, scale=SCALE, reach_kind="full", reach_size=0,
+                    sinks=None, out=out, workspace=workspace, launch=launch, splits=splits,
+                )  # fmt: skip
+
+        return self.graph(run)
+
+    def prefill(self, sequences: int, length: int, launch: Launch | None = None) -> Callable[[], object]:
+        """Some layers' prefill of `sequences` prompts."""
+        tables = self.tables(sequences, length)
+        lanes = torch.arange(sequences, dtype=torch.int32, device=self.device)
+        starts = torch.zeros(sequences, dtype=torch.int64, device=self.device)
+        first_rows = torch.arange(sequences, device=self.device) * length
+        counts = torch.full((sequences,), length, device=self.device)
+        tiles = torch.from_numpy(prefill_tiles([length] * sequences)).to(self.device)
+        query = torch.randn(sequences * length, HEADS, DIM, device=self.device).bfloat16()
+        out = torch.empty_like(query)
+
+        def run() -> None:
+            for keys, values in zip(self.keys[: self.sizes.prefill_layers], self.values, strict=False):
+                attend_prefill(
+                    query, keys, values, tables, lanes, starts, first_rows, counts, tiles, scale=SCALE,
+                    reach_kind="full", reach_size=0, sinks=None, out=out, launch=launch,
+                )  # fmt: skip
+
+        run()
+        return run
+
+    def sdpa(self, sequences: int, length: int) -> Callable[[], object]:
+        """What torch does with as many prompts whose keys and values are contiguous, each head's own."""
+        query, key, value = (
+            torch.randn(sequences, HEADS, length, DIM, device=self.device).bfloat16() for _ in range(3)
+        )
+
+        def run() -> None:
+            for _ in range(self.sizes.prefill_layers):
+                scaled_dot_product_attention(query, key, value, is_causal=True)
+
+        run()
+        return run
+
+    def store(self, tokens: int) -> Callable[[], object]:
+        """All layers' new keys and values."""
+        key = torch.randn(tokens, KV_HEADS, DIM, device=self.device).bfloat16()
+        need = -(-tokens // BLOCK_TOKENS)
+        slots = self.tables(1, need * BLOCK_TOKENS)[0].long().repeat_interleave(BLOCK_TOKENS) * BLOCK_TOKENS
+        slots += torch.arange(BLOCK_TOKENS, device=self.device).repeat(need)
+
+        def run() -> None:
+            for keys, values in zip(self.keys, self.values, strict=True):
+                store_kv(key, key, keys, values, slots[:tokens])
+
+        return self.graph(run)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, kept: Callable[[], object]) -> None:
+    del kept
+    graph.replay()
+
+
+def decode_bytes(sequences: int, length: int) -> int:
+    return sequences * length * KV_HEADS * DIM * 2 * 2
+
+
+def prefill_flops(sequences: int, length: int) -> float:
+    """Of the products that a causal mask leaves."""
+    return 4.0 * sequences * HEADS * DIM * length * (length + 1) / 2
+
+
+def measure(rig: Rig, rounds: int, report: Report) -> None:
+    sizes = rig.sizes
+    works: dict[str, tuple[Callable[[], object], int, int]] = {}
+    source = torch.empty(sizes.copy_nbytes // 2, dtype=torch.uint8, device=rig.device)
+    target = torch.empty_like(source)
+    works["copy"] = (lambda: target.copy_(source), 1, 3)
+    for count, length in sizes.decodes:
+        works[f"decode_{count}x{length}"] = (rig.decode(count, length), sizes.layers, 1)
+    for count, length in sizes.prefills:
+        works[f"prefill_{count}x{length}"] = (rig.prefill(count, length), sizes.prefill_layers, 1)
+        works[f"sdpa_{count}x{length}"] = (rig.sdpa(count, length), sizes.prefill_layers, 1)
+    for count in sizes.stores:
+        works[f"store_{count}"] = (rig.store(count), sizes.layers, 1)
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for number in range(rounds + 1):
+        for name, (run, layers, repeats) in works.items():
+            us = rig.ms(run, repeats) * 1e3 / layers
+            if number:
+                times[name].append(us)
+    copied = report.add("limit_copy_gbps", [sizes.copy_nbytes / us / 1e3 for us in times["copy"]])
+    for count, length in sizes.decodes:
+        took = times[f"decode_{count}x{length}"]
+        report.add(f"decode_us_{count}x{length}", took)
+        speed = report.add(f"decode_gbps_{count}x{length}", [decode_bytes(count, length) / us / 1e3 for us in took])
+        report.add(f"decode_share_{count}x{length}", [speed / copied])
+    for count, length in sizes.prefills:
+        took, flops = times[f"prefill_{count}x{length}"], prefill_flops(count, length)
+        report.add(f"prefill_us_{count}x{length}", took)
+        speed = report.add(f"prefill_tflops_{count}x{length}", [flops / us / 1e6 for us in took])
+        limit = report.add(
+            f"limit_sdpa_tflops_{count}x{length}", [flops / us / 1e6 for us in times[f"sdpa_{count}x{length}"]]
+        )
+        report.add(f"prefill_share_{count}x{length}", [speed / limit])
+    for count in sizes.stores:
+        report.add(f"store_us_{count}", times[f"store_{count}"])
+
+
+def best_of(rig: Rig, run: Callable[[], object], layers: int) -> float:
+    """Microseconds of a layer; the device is warm."""
+    return statistics.median(rig.ms(run) for _ in range(3)) * 1e3 / layers
+
+
+def sweep(rig: Rig, budget_s: float, report: Report) -> None:
+    """Every launch of the lists above for every size, after what the table chooses; stops when the budget is spent."""
+    began = time.perf_counter()
+    sizes = rig.sizes
+    found: dict[str, list[tuple[float, str]]] = {}
+
+    def note(case: str, name: str, us: float) -> None:
+        found.setdefault(case, []).append((us, name))
+        report.conditions[f"sweep {case} {name}"] = round(us, 2)
+
+    def spent() -> bool:
+        return time.perf_counter() - began > budget_s
+
+    for count, length in sizes.prefills:
+        note(f"prefill {count}x{length}", "table", best_of(rig, rig.prefill(count, length), sizes.prefill_layers))
+    for launch in PREFILL_SWEEP:
+        for count, length in sizes.prefills:
+            if not spent():
+                us = best_of(rig, rig.prefill(count, length, launch), sizes.prefill_layers)
+                note(f"prefill {count}x{length}", str(launch), us)
+    for count, length in sizes.decodes:
+        note(f"decode {count}x{length}", "table", best_of(rig, rig.decode(count, length), sizes.layers))
+    for launch in DECODE_SWEEP:
+        for count, length in sizes.decodes:
+            for splits in SPLIT_SWEEP:
+                # more splits than tiles of keys do nothing, and the workspace has room for 256 in all
+                if splits > 1 and (splits > math.ceil(length / launch.keys) or count * splits > 256):
+                    continue
+                if not spent():
+                    us = best_of(rig, rig.decode(count, length, launch, splits), sizes.layers)
+                    note(f"decode {count}x{length}", f"{launch} splits={splits}", us)
+    for case, results in found.items():
+        print(f"{case}: {results[0][0]:.1f} us as it is", file=sys.stderr)
+        for us, name in sorted(results)[:6]:
+            print(f"    {us:9.1f}  {name}", file=sys.stderr)
+    report.conditions["sweep_s"] = round(time.perf_counter() - began, 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9, help="of everything (default 9)")
+    parser.add_argument("--sweep", action="store_true", help="try other launches and splits as well")
+    parser.add_argument("--sweep-s", type=float, default=60.0, help="seconds that the sweep may take (default 60)")
+    parser.add_argument("--rehearse", action="store_true", help="tiny sizes on the CPU: shows that it runs, no figures")
+    parser.add_argument("--json", dest="json_path", help="write the figures here")
+    options = parser.parse_args()
+    if not options.rehearse and not torch.cuda.is_available():
+        raise SystemExit("gpu_attention needs a CUDA GPU, and torch sees none")
+    device = torch.device("cpu") if options.rehearse else torch.device("cuda", torch.cuda.current_device())
+    report = Report("paged attention, one layer of Qwen3-30B-A3B's heads")
+    report.conditions["torch"] = torch.__version__
+    report.conditions["gpu"] = "rehearsal" if options.rehearse else torch.cuda.get_device_name(device)
+    rig = Rig(device, REHEARSAL if options.rehearse else Sizes())
+    measure(rig, options.rounds, report)
+    if options.sweep:
+        sweep(rig, options.sweep_s, report)
+    report.finish(options.json_path)
+
+
+if __name__ == "__main__":
+    main()
