@@ -97,6 +97,11 @@ def test_padding_sequences_at_the_end_own_nothing():
 def test_a_position_or_lane_that_no_table_holds_reads_nothing():
     tables = Tables(3, 4, 4)
     assert lay(tables, [(1, 14, 4)], 4) == [tables.row(1, 14), tables.row(1, 15), (0, 0, -1), (0, 0, -1)]
+    blocks, tokens = tables.args
+    tables.args = (blocks, tokens[:, :15])
+    assert lay(tables, [(1, 14, 2)], 2) == [tables.row(1, 14), (0, 0, -1)]
+    tables.args = (blocks[:, :3], tokens)
+    assert lay(tables, [(1, 11, 2)], 2) == [tables.row(1, 11), (0, 0, -1)]
     assert lay(tables, [(3, 0, 1), (0, -1, 2)], 3) == [(0, 0, -1), (0, 0, -1), tables.row(0, 0)]
 
 
