@@ -135,7 +135,7 @@ def expected(
 @shapes
 @pytest.mark.parametrize("splits", [1, 3])
 def test_decode(device: torch.device, shape: Shape, splits: int) -> None:
-    lengths = [1, 5, 40, 71]
+    lengths = [1, 5, 17, 50]
     case, sinks = make_layer(shape, lengths, device)
     query = make_query(shape, len(lengths), device)
     positions = torch.tensor([length - 1 for length in lengths], device=device)
@@ -185,7 +185,7 @@ def test_padding_rows_become_zeros(device: torch.device, splits: int) -> None:
 @shapes
 def test_prefill(device: torch.device, shape: Shape) -> None:
     """Ragged, after cached prefixes, one token, a whole prompt; between them rows of nobody."""
-    starts, counts = [0, 37, 30, 17], [19, 1, 12, 26]
+    starts, counts = [0, 37, 30, 17], [19, 1, 5, 12]
     case, sinks = make_layer(shape, [start + count for start, count in zip(starts, counts, strict=True)], device)
     query = make_query(shape, sum(counts) + 4, device)
     launch = replace(prefill_launch(shape.key_dim, shape.dtype), rows=32, keys=16)
@@ -218,7 +218,7 @@ def test_decode_is_prefill_of_one_token(device: torch.device, name: str) -> None
     assert_close(decoded, prefilled.cpu().double(), shape.dtype)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_lengths(device: torch.device, data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(["full", "window", "chunk"]))

@@ -115,21 +115,22 @@ def first_visible(position, REACH: tl.constexpr, reach_size):  # type: ignore[no
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def load_query(  # type: ignore[no-untyped-def]
-    query, offsets, inside, KEY_DIM: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
-):  # fmt: skip
-    """Rows of queries as their two parts; the second is the first again where there is none (it is not used)."""
-    dims = tl.arange(0, D1)
-    first = tl.load(
-        query + offsets[:, None] + dims[None, :], mask=inside[:, None] & (dims < KEY_DIM)[None, :], other=0.0
-    )
-    second = first
-    if D2 > 0:
-        rest = D1 + tl.arange(0, D2)
-        second = tl.load(
-            query + offsets[:, None] + rest[None, :], mask=inside[:, None] & (rest < KEY_DIM)[None, :], other=0.0
-        )
-    return first, second
+def load_rows(  # type: ignore[no-untyped-def]
+    rows, real, DIM: tl.constexpr, BEGIN: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr
+):
+    """Elements BEGIN .. BEGIN + WIDTH of rows that are `real`, zeros elsewhere and past DIM; without MASKED all are."""
+    dims = BEGIN + tl.arange(0, WIDTH)
+    where = rows[:, None] + dims[None, :]
+    if MASKED:
+        if BEGIN + WIDTH <= DIM:
+            return tl.load(where, mask=real[:, None], other=0.0)
+        else:
+            return tl.load(where, mask=real[:, None] & (dims < DIM)[None, :], other=0.0)
+    else:
+        if BEGIN + WIDTH <= DIM:
+            return tl.load(where)
+        else:
+            return tl.load(where, mask=(dims < DIM)[None, :], other=0.0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -152,24 +153,22 @@ def fold_keys(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Take keys start .. start + BLOCK_N into a running softmax (base 2): its largest logit, weights, weighted values.
 
-    Only keys low .. high - 1 are read. With MASKED row r sees keys first[r] .. last[r]; without, every row must see all
-    BLOCK_N. SHARED: the value is the key's first part, which is not loaded twice.
+    With MASKED row r sees keys first[r] .. last[r], and only keys low .. high - 1 are read; without, every row must see
+    all BLOCK_N. SHARED: the value is the key's first part, which is not loaded twice.
     """
     numbers = start + tl.arange(0, BLOCK_N)
     real = (numbers >= low) & (numbers < high)
-    blocks = tl.load(table + numbers // BLOCK_TOKENS, mask=real, other=0).to(tl.int64)
+    if MASKED:
+        blocks = tl.load(table + numbers // BLOCK_TOKENS, mask=real, other=0).to(tl.int64)
+    else:
+        blocks = tl.load(table + numbers // BLOCK_TOKENS).to(tl.int64)
     tokens = numbers % BLOCK_TOKENS
     rows = keys + blocks * keys_block + tokens * keys_token
-    dims = tl.arange(0, D1)
-    if D1 <= KEY_DIM:
-        key = tl.load(rows[:, None] + dims[None, :], mask=real[:, None], other=0.0)
-    else:
-        key = tl.load(rows[:, None] + dims[None, :], mask=real[:, None] & (dims < KEY_DIM)[None, :], other=0.0)
+    key = load_rows(rows, real, KEY_DIM, 0, D1, MASKED)
     logits = tl.zeros([query.shape[0], BLOCK_N], tl.float32)
     logits = multiply(query, tl.trans(key), logits, WIDEN)
     if D2 > 0:
-        rest = D1 + tl.arange(0, D2)
-        key_rest = tl.load(rows[:, None] + rest[None, :], mask=real[:, None] & (rest < KEY_DIM)[None, :], other=0.0)
+        key_rest = load_rows(rows, real, KEY_DIM, D1, D2, MASKED)
         logits = multiply(query_rest, tl.trans(key_rest), logits, WIDEN)
     logits = logits * scale
     if MASKED:
@@ -188,16 +187,8 @@ def fold_keys(  # type: ignore[no-untyped-def]
     if SHARED:
         value = key
     else:
-        value_dims = tl.arange(0, DV)
         value_rows = values + blocks * values_block + tokens * values_token
-        if DV == VALUE_DIM:
-            value = tl.load(value_rows[:, None] + value_dims[None, :], mask=real[:, None], other=0.0)
-        else:
-            value = tl.load(
-                value_rows[:, None] + value_dims[None, :],
-                mask=real[:, None] & (value_dims < VALUE_DIM)[None, :],
-                other=0.0,
-            )
+        value = load_rows(value_rows, real, VALUE_DIM, 0, DV, MASKED)
     sums = multiply(weights.to(value.dtype), value, sums, WIDEN)
     return above, total, sums
 
@@ -241,7 +232,11 @@ def _decode(  # type: ignore[no-untyped-def]
     high = tl.minimum(low + span, position + 1)
     if low >= high:
         return
-    queries, queries_rest = load_query(query + sequence * query_row, head * query_head, inside, KEY_DIM, D1, D2)
+    query_rows = query + sequence * query_row + head * query_head
+    queries = load_rows(query_rows, inside, KEY_DIM, 0, D1, True)
+    queries_rest = queries
+    if D2 > 0:
+        queries_rest = load_rows(query_rows, inside, KEY_DIM, D1, D2, True)
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if SINKS:  # noqa: SIM102 - one is known when this is compiled, the other is not

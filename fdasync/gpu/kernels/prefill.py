@@ -22,7 +22,7 @@ from fdasync.gpu.kernels.attention import (
     check_views,
     first_visible,
     fold_keys,
-    load_query,
+    load_rows,
     split_dims,
 )
 
@@ -91,7 +91,11 @@ def _prefill(  # type: ignore[no-untyped-def]
     # rows that are padding see what the last query sees: a softmax over nothing would be 0 / 0
     position = tl.minimum(start_position + number, highest)
     token = tl.load(first_rows + sequence).to(tl.int64) + number
-    queries, queries_rest = load_query(query, token * query_row + head * query_head, inside, KEY_DIM, D1, D2)
+    query_rows = query + token * query_row + head * query_head
+    queries = load_rows(query_rows, inside, KEY_DIM, 0, D1, True)
+    queries_rest = queries
+    if D2 > 0:
+        queries_rest = load_rows(query_rows, inside, KEY_DIM, D1, D2, True)
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if SINKS:
