@@ -65,8 +65,8 @@ class Estimate:
         duration = self.duration_s
         if duration is None:
             self.duration_s = (low_s + high_s) / 2
-            # so wide a margin that the next look comes early enough
-            self.error_s = max(self.error_s, (high_s - low_s) / 2)
+            # so wide a margin that the next look comes early enough; what was learnt of another duration is void
+            self.error_s = (high_s - low_s) / 2
             self._misses = 0
             return
         if high_s - low_s > self.margin_s():

@@ -141,7 +141,8 @@ class CompletionPort(ABC):
 
         The future fails with `DeviceFailed` once the device has, also for events given later, and with
         `DeadlineExceeded` if the port is closed before the event is done; `on_done` does not run then, and the leases
-        are lost. Raises InvariantBroken when the port is closed or closing; nothing was taken then.
+        are lost. Raises InvariantBroken when the port is closed or closing, and OSError if a new lane needs an fd or a
+        thread and there is none; nothing was taken then.
         """
         if self._closing:
             raise InvariantBroken(f"work for the {lane} lane was given to a closed completion port")
@@ -152,11 +153,16 @@ class CompletionPort(ABC):
             return future
         works = self._lanes.get(lane)
         if works is None:
-            works = self._lanes[lane] = deque()
             self._open_lane(lane)
+            works = self._lanes[lane] = deque()
         works.append(work)
         self._in_flight += 1
-        self._given(work)
+        try:
+            self._given(work)
+        except BaseException:
+            works.remove(work)
+            self._in_flight -= 1
+            raise
         return future
 
     def in_flight(self) -> dict[str, int]:
@@ -188,7 +194,7 @@ class CompletionPort(ABC):
     # -- for the kinds of ports
 
     def _open_lane(self, lane: str) -> None:  # noqa: B027
-        """Called once for each lane, before its first work."""
+        """Called once for each lane, before its first work. What it raises, `completion` does."""
 
     @abstractmethod
     def _given(self, work: Work) -> None:

@@ -138,8 +138,7 @@ class PinnedPool:
             whole = free.pop()
         else:
             self._make_room(size)
-            # blocking: page-locks memory, once for each buffer
-            whole = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+            whole = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)  # blocking: page-locks, once for each
             self.nbytes += size
         self._out[name] += size
         return PinnedLease(self, whole, nbytes, name)

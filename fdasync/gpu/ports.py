@@ -151,7 +151,6 @@ class ThreadPort(CompletionPort):
 
     def _open_lane(self, lane: str) -> None:
         waiting: queue.SimpleQueue[DeviceEvent | None] = queue.SimpleQueue()
-        self._queues[lane] = waiting
 
         def tell(problem: str) -> None:
             if problem:
@@ -163,8 +162,9 @@ class ThreadPort(CompletionPort):
         thread = threading.Thread(
             target=_wait_for_each, args=(waiting, self._loop, tell), name=f"completion {lane}", daemon=True
         )
+        thread.start()  # blocking: until the thread runs, once for each lane
         self._threads.append(thread)
-        thread.start()
+        self._queues[lane] = waiting
 
     def _given(self, work: Work) -> None:
         self._queues[work.lane].put(work.event)
