@@ -133,10 +133,13 @@ class Driver:
         if leaves:
             await self.step(leaves=leaves)
 
-    async def step(self, *, leaves: Any = (), starts: Any = (), appends: Any = (), chunks: Any = (), skips: Any = ()):
+    def launch(self, *, leaves: Any = (), starts: Any = (), appends: Any = (), chunks: Any = (), skips: Any = ()):
         self.step_id += 1
         step = RunStep(self.step_id, tuple(leaves), tuple(starts), tuple(appends), tuple(skips), tuple(chunks))
-        return await self.runner.launch(step)
+        return self.runner.launch(step)
+
+    async def step(self, **parts: Any):
+        return await self.launch(**parts)
 
     def start(self, seq: Sequence, cached: list[int] | None = None) -> SeqStart:
         """Start a sequence, on `cached` leading blocks of another where given."""

@@ -507,6 +507,12 @@ def test_rows_without_a_distribution_give_ids_in_range_until_they_are_read(bad: 
         read_samples(plan, {n: values.numpy() for n, values in results.items()})
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_stop_mask_hides_no_broken_logit(bad: float) -> None:
+    with pytest.raises(RunnerError, match="row 0 "):
+        one([1.0, bad, 0.0], spec(min_tokens=9, stop_ids=(1,)))
+
+
 def test_a_search_that_ends_on_an_impossible_id_takes_the_likeliest(monkeypatch: pytest.MonkeyPatch) -> None:
     # as a parallel prefix sum may make it end; a sequential one never does
     monkeypatch.setattr(torch, "searchsorted", lambda _, target, **__: torch.full(target.shape, 2))

@@ -69,9 +69,7 @@ class Paging(ABC):
         """Write this step's keys [T, KH, Dk] and values [T, KH, Dv] (None: a latent layer) into the pool."""
 
     @abstractmethod
-    def attend(
-        self, layer: LayerSpec, query: torch.Tensor, scaling: float, sinks: torch.Tensor | None
-    ) -> torch.Tensor:
+    def attend(self, layer: LayerSpec, query: torch.Tensor, scaling: float, sinks: torch.Tensor | None) -> torch.Tensor:
         """Queries [T, H, Dk] against all that each may see, what was just stored included: [T, H, Dv].
 
         Dv of a latent layer is its rank: the leading part of its keys.
@@ -159,9 +157,7 @@ class TorchPaging(Paging):
         if value is not None:
             self.pool.values[layer.index][self.blocks, self.offsets] = value
 
-    def attend(
-        self, layer: LayerSpec, query: torch.Tensor, scaling: float, sinks: torch.Tensor | None
-    ) -> torch.Tensor:
+    def attend(self, layer: LayerSpec, query: torch.Tensor, scaling: float, sinks: torch.Tensor | None) -> torch.Tensor:
         keys = self.pool.keys[layer.index]
         groups = self.plan.groups(layer.reach)
         if layer.latent_rank:

@@ -36,6 +36,8 @@ _NOT_IN_FINGERPRINT = frozenset(
     | {"pad_token_id", "problem_type", "return_dict", "router_aux_loss_coef", "transformers_version", "use_cache"}
     | {"initializer_range", "_commit_hash", "experts_implementation", "_experts_implementation", "torch_dtype"}
 )
+#: stands for the weights id of weights that `draw` drew
+DRAWN_ID = "0" * 32
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STORED_FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -54,8 +56,8 @@ class Checkpoint:
         return str(self.config.model_type)
 
 
-def read_checkpoint(folder: str) -> Checkpoint:
-    """Read and check a folder without loading it.
+def read_checkpoint(folder: str, *, with_tensors: bool = True) -> Checkpoint:
+    """Read and check a folder without loading it; its config alone where no tensors are wanted.
 
     Raises CheckpointError naming the file and what is wrong; UnsupportedModel for a type that the library
     does not know, that is no causal language model, or that is quantized.
@@ -87,7 +89,7 @@ def read_checkpoint(folder: str) -> Checkpoint:
     if architectures and not any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in architectures):
         raise UnsupportedModel(model_type, f"the checkpoint is a {architectures[0]}, not a causal language model")
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    return Checkpoint(path, config, model_class, read_tensor_table(path))
+    return Checkpoint(path, config, model_class, read_tensor_table(path) if with_tensors else {})
 
 
 def load(checkpoint: Checkpoint, dtype: str, device: torch.device) -> PreTrainedModel:
@@ -96,6 +98,32 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device) -> PreTrained
     Parts that the library keeps in float32 stay so. Raises CheckpointError and UnsupportedModel before
     memory is taken, CheckpointError for a file that fails while it is read.
     """
+    model = _build(checkpoint, dtype)
+    placements = place(model, checkpoint.tensors, checkpoint.folder)
+    model.to_empty(device=device)
+    model.tie_weights()
+    stream(model, checkpoint, placements)
+    return _finished(model)
+
+
+def draw(checkpoint: Checkpoint, dtype: str, device: torch.device) -> PreTrainedModel:
+    """As `load`, with weights drawn on the device: the same on every such device, of no other meaning."""
+    model = _build(checkpoint, dtype)
+    model.to_empty(device=device)
+    model.tie_weights()
+    random = torch.Generator(device).manual_seed(0)
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point():
+            if tensor.dim() > 1:
+                tensor.normal_(0.0, 0.02, generator=random)
+            else:
+                # norms; biases of any kind are none
+                tensor.fill_(0.0 if name.endswith("bias") else 1.0)
+    return _finished(model)
+
+
+def _build(checkpoint: Checkpoint, dtype: str) -> PreTrainedModel:
+    """The model on the meta device, in its final dtypes."""
     chosen = _choose_dtype(checkpoint, dtype)
     model_class: Any = checkpoint.model_class
     try:
@@ -105,11 +133,11 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device) -> PreTrained
         raise CheckpointError(
             str(checkpoint.folder / "config.json"), f"no {checkpoint.model_type} can be built from it: {error}"
         ) from error
-    placements = place(model, checkpoint.tensors, checkpoint.folder)
     _keep_float32(model, chosen)
-    model.to_empty(device=device)
-    model.tie_weights()
-    stream(model, checkpoint, placements)
+    return model
+
+
+def _finished(model: PreTrainedModel) -> PreTrainedModel:
     _fill_buffers(model)
     model.config.output_router_logits = False
     model.requires_grad_(False)

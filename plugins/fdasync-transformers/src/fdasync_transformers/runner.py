@@ -51,6 +51,7 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
     Attributes:
         dtype: of weights and KV; "auto" is the checkpoint's own.
+        weights: "random" draws them on the device and reads none: the folder then needs only a config. For benchmarks.
         device: "auto" is the first GPU, else the CPU; or any torch device name.
         logits_dtype: the dtype that sampling and log-probs work in.
         num_threads: of torch in the runner's process. None: on a CPU device one core fewer than there are (the
@@ -69,6 +70,7 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     """
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    weights: Literal["checkpoint", "random"] = "checkpoint"
     device: str = "auto"
     logits_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     num_threads: int | None = None
@@ -121,14 +123,15 @@ class TransformersRunner(Runner):
             torch.set_num_threads(config.num_threads)
         elif device.type == "cpu":
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
-        checkpoint = loading.read_checkpoint(limits.model)
+        random = config.weights == "random"
+        checkpoint = loading.read_checkpoint(limits.model, with_tensors=not random)
         families.refuse_unservable(checkpoint.config)
         if limits.capture is True and not families.expected_moe_layers(checkpoint.config):
             raise ConfigError(
                 "routing", f"{checkpoint.model_type} has no MoE layers", hint='set capture to "auto" or False'
             )
         facts = loading.config_facts(checkpoint.config)
-        model = loading.load(checkpoint, config.dtype, device)
+        model = (loading.draw if random else loading.load)(checkpoint, config.dtype, device)
         families.refuse_stateful(model)
         _set_experts(model, config.experts)
         self._moe = find_moe_layers(model) if limits.capture is not False else None
@@ -275,7 +278,7 @@ class TransformersRunner(Runner):
         return Capacity(
             model=f"{checkpoint.folder.name} ({checkpoint.model_type})",
             fingerprint=loading.fingerprint(model),
-            weights_id=loading.weights_id(model),
+            weights_id=loading.DRAWN_ID if self.config.weights == "random" else loading.weights_id(model),
             vocab_size=int(model.config.vocab_size),
             eos_ids=loading.eos_ids(checkpoint),
             max_context_tokens=max_context,

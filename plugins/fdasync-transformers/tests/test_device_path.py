@@ -1,0 +1,230 @@
+"""The path of GPUs: on one where there is one, else on the CPU in Triton's interpreter, which is the same code but for
+graphs and streams. Held against the path of CPUs, which `test_runner.py` holds against the library."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from families_zoo import make_checkpoint
+from step_driver import Driver
+
+from fdasync import Engine, EngineConfig, SamplingParams
+from fdasync.actions import Chunk
+from fdasync.errors import ConfigError, RunnerError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = {"kernels": "triton", "device": "cuda" if ON_GPU else "cpu", "num_threads": 1}
+# what the interpreter is given is small: a kernel takes it a tenth of a second
+NEW = 12 if ON_GPU else 2
+FAMILIES = ["qwen3_moe", "ernie4_5_moe", "deepseek_v3", "gpt_oss", "llama4_text"]
+MORE = ["glm4_moe", "mixtral", "qwen2_moe", "olmoe", "hunyuan_v1_moe", "glm4_moe_lite", "phimoe", "granitemoe"]
+
+
+async def answers(folder: Path, config: dict[str, Any], *, depth: int = 1) -> list[tuple[list[int], Any, list[float]]]:
+    """Tokens, rows as sets and log-probs of a ragged batch: late arrivals, chunks, penalties, sampling."""
+    driver = await Driver.open(folder, config={"self_check": False, **config}, pipeline_depth=depth)
+    try:
+        asked = [
+            driver.sequence([1 + at * 7 % 50 for at in range(5)], NEW),
+            driver.sequence([3, 5, 9, 11, 2, 3, 4, 5, 6, 7, 9], NEW, 1, temperature=1.0, seed=4, raw=True),
+            driver.sequence([3] * 9, NEW, repetition_penalty=1.3, presence_penalty=0.2),
+        ]
+        await driver.run(asked, chunks=2)
+        return [(one.tokens, np.sort(driver.rows(one), -1), one.raw) for one in asked]
+    finally:
+        await driver.close()
+
+
+def assert_same(
+    got: list[tuple[list[int], Any, list[float]]], wanted: list[tuple[list[int], Any, list[float]]]
+) -> None:
+    for (tokens, rows, raw), (right_tokens, right_rows, right_raw) in zip(got, wanted, strict=True):
+        assert tokens == right_tokens
+        assert np.array_equal(rows, right_rows)
+        assert np.allclose(raw, right_raw, atol=2e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES + [pytest.param(one, marks=pytest.mark.gpu) for one in MORE])
+async def test_it_answers_as_the_path_of_cpus(tmp_path: Path, family: str) -> None:
+    make_checkpoint(tmp_path, family)
+    wanted = await answers(tmp_path, {"kernels": "torch"})
+    assert_same(await answers(tmp_path, DEVICE), wanted)
+
+
+async def test_a_step_is_launched_before_the_one_before_it_is_done(tmp_path: Path) -> None:
+    """The sampled token never comes to the host on its way to the next step; rows of both steps are right."""
+    make_checkpoint(tmp_path, "qwen3_moe")
+    found = []
+    for config, ahead in (({"kernels": "torch"}, False), (DEVICE, True)):
+        driver = await Driver.open(tmp_path, config={"self_check": False, **config}, pipeline_depth=2)
+        one = driver.sequence([4, 8, 15, 16, 23, 42], 5, temperature=0.7, seed=3)
+        two = driver.sequence([9, 8, 7], 5)
+        starts = [driver.start(one), driver.start(two)]
+        flights = [driver.launch(starts=starts, chunks=[Chunk(one.key, 6, True), Chunk(two.key, 3, True)])]
+        for _ in range(4):
+            if not ahead:
+                await flights[-1]
+            # planned without knowing any token
+            one.tokens.append(0)
+            two.tokens.append(0)
+            appends = [entry for seq in (one, two) for entry in driver.append(seq)]
+            flights.append(driver.launch(appends=appends))
+            if ahead and len(flights) % 2 == 0:
+                # launched one behind the other, with no turn of the loop between
+                assert not flights[-2].done()
+                await flights[-1]
+                assert flights[-2].done()
+        outputs = [(await flight).tokens for flight in flights]
+        one.tokens, two.tokens = [tokens[0] for tokens in outputs], [tokens[1] for tokens in outputs]
+        found.append((outputs, np.sort(driver.rows(one), -1), np.sort(driver.rows(two), -1)))
+        await driver.close()
+    assert found[0][0] == found[1][0]
+    assert np.array_equal(found[0][1], found[1][1])
+    assert np.array_equal(found[0][2], found[1][2])
+
+
+async def complete_all(config: EngineConfig, folder: Path) -> list[Any]:
+    prompts = [[number, *[(number * 31 + at * 7) % 100 for at in range(9)]] for number in range(4)]
+    params = [SamplingParams(max_tokens=6, temperature=0.0), SamplingParams(max_tokens=6, temperature=1.0, seed=5)]
+    async with Engine(config) as engine:
+        first = await asyncio.gather(*[engine.complete(prompt, params[0]) for prompt in prompts])
+        # again: prefixes of the first come from the host tier by now
+        second = await asyncio.gather(*[engine.complete(prompt, params[1]) for prompt in prompts[:2]])
+        assert any(result.cached.total for result in second)
+        return [*first, *second]
+
+
+@pytest.mark.parametrize("process", ["inline", pytest.param("worker", marks=pytest.mark.gpu)])
+async def test_an_engine_with_little_memory(tmp_path: Path, process: Any) -> None:
+    """Two steps in flight, preemption, swaps: tokens and rows are those of the path of CPUs with one in flight."""
+    make_checkpoint(tmp_path, "qwen3_moe")
+
+    def config(runner: dict[str, Any], depth: int) -> EngineConfig:
+        return EngineConfig(
+            model=str(tmp_path),
+            runner_config={"dtype": "float32", "self_check": False, **runner},
+            process=process,
+            tokenizer="none",
+            block_tokens=4,
+            num_blocks=9,
+            host_blocks=32,
+            max_context_tokens=32,
+            max_running=4,
+            max_step_tokens=64,
+            pipeline_depth=depth,
+        )
+
+    wanted = await complete_all(config({"kernels": "torch", "num_threads": 1}, 1), tmp_path)
+    got = await complete_all(config(DEVICE, 2), tmp_path)
+    for one, other in zip(got, wanted, strict=True):
+        assert one.samples[0].token_ids == other.samples[0].token_ids
+        mine, theirs = one.samples[0].routing.array, other.samples[0].routing.array
+        assert np.array_equal(np.sort(mine, -1), np.sort(theirs, -1))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "ernie4_5_moe"])
+async def test_rows_name_their_positions_under_routing_debug(tmp_path: Path, family: str) -> None:
+    """By the fused router and by the hook; the runner checks each row as it comes, and would fail."""
+    make_checkpoint(tmp_path, family)
+    driver = await Driver.open(tmp_path, config={"self_check": False, **DEVICE}, routing_debug=True)
+    assert driver.capacity.routing_debug
+    one = driver.sequence([5, 6, 7, 8, 9], 3)
+    await driver.run([one], chunks=2)
+    rows = driver.rows(one)
+    layers, slots = rows.shape[1:]
+    digits = [(position + 1 >> 8 * ((layer * slots + slot) % 4)) + layer & 255
+              for position in range(len(rows)) for layer in range(layers) for slot in range(slots)]  # fmt: skip
+    assert rows.ravel().tolist() == digits
+    await driver.close()
+
+
+async def test_a_capture_that_gives_other_rows_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path, "qwen3_moe")
+    driver = await Driver.open(tmp_path, config={"self_check": False, **DEVICE}, routing_debug=True)
+    capture = driver.runner._executor._bound.capture
+    honest = capture.stage
+    monkeypatch.setattr(capture, "stage", lambda count: honest(count).flip(0))
+    one = driver.sequence([5, 6, 7, 8, 9], 2)
+    with pytest.raises(RunnerError, match="row of position 0"):
+        await driver.run([one])
+    with pytest.raises(RunnerError, match="nothing more after a failure"):
+        await driver.step()
+    await driver.close()
+
+
+async def test_a_model_that_gives_nan_fails_the_step_by_row(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3_moe")
+    driver = await Driver.open(tmp_path, config={"self_check": False, "cuda_graphs": False, **DEVICE})
+    with torch.no_grad():
+        driver.runner._step_model.model.lm_head.weight[7] = float("nan")
+    with pytest.raises(RunnerError, match="row 0 of the logits has NaN"):
+        await driver.run([driver.sequence([5, 6, 7], 2)])
+    await driver.close()
+
+
+async def test_the_self_check_runs_the_kernels(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3_moe")
+    driver = await Driver.open(tmp_path, config=DEVICE)
+    assert any(note.startswith("self-check: ") for note in driver.capacity.notes)
+    await driver.close()
+
+
+@pytest.mark.skipif(ON_GPU, reason="what is refused where there is no GPU")
+async def test_kernels_on_a_cpu_need_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path, "qwen3_moe")
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(ConfigError, match="TRITON_INTERPRET"):
+        await Driver.open(tmp_path, config=DEVICE)
+
+
+@pytest.mark.gpu
+async def test_torch_attention_is_refused_on_a_gpu(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3_moe")
+    with pytest.raises(ConfigError, match="is for CPUs"):
+        await Driver.open(tmp_path, config={"kernels": "torch", "device": "cuda"})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+async def test_no_step_waits_for_the_device(tmp_path: Path, dtype: str) -> None:
+    """torch raises where anything would: prefill, mixed steps, graphs, every kind of sampling."""
+    make_checkpoint(tmp_path, "qwen3_moe")
+    driver = await Driver.open(tmp_path, config={"self_check": False, **DEVICE, "dtype": dtype}, pipeline_depth=2)
+    honest = driver.runner.launch
+
+    def strictly(step: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return honest(step)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    driver.runner.launch = strictly  # type: ignore[method-assign]
+    asked = [
+        driver.sequence([1, 2, 3, 4, 5], 6),
+        driver.sequence([3, 5, 9], 6, 1, temperature=1.0, seed=4, raw=True, processed=True, top=3),
+        driver.sequence([3] * 9, 6, 2, temperature=0.8, top_k=5, top_p=0.9, min_p=0.01, repetition_penalty=1.3),
+        driver.sequence([6] * 9, 6, 3, frequency_penalty=0.2, min_tokens=2, stop_ids=(4, 5)),
+    ]
+    await driver.run(asked, chunks=2)
+    assert all(len(one.tokens) == 6 for one in asked)
+    await driver.close()
+
+
+@pytest.mark.gpu
+async def test_steps_without_graphs_are_the_same(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3_moe")
+    assert_same(await answers(tmp_path, {**DEVICE, "cuda_graphs": False}), await answers(tmp_path, DEVICE))
+
+
+@pytest.mark.gpu
+async def test_unfused_routers_are_the_same(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3_moe")
+    assert_same(await answers(tmp_path, {**DEVICE, "fused_router": False}), await answers(tmp_path, DEVICE))
