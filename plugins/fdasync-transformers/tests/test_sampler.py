@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fdasync.errors import InvariantBroken, RunnerError
 from fdasync.request import SamplerSpec
+from fdasync.runner.base import TopLogprobs
 
 OFF: dict[str, Any] = {
     "prompt_len": 3,
@@ -511,6 +512,36 @@ def test_rows_without_a_distribution_give_ids_in_range_until_they_are_read(bad: 
 def test_a_stop_mask_hides_no_broken_logit(bad: float) -> None:
     with pytest.raises(RunnerError, match="row 0 "):
         one([1.0, bad, 0.0], spec(min_tokens=9, stop_ids=(1,)))
+
+
+def test_rows_that_did_not_ask_have_zeros_and_alternatives_are_made_once() -> None:
+    own = [spec(temperature=1.0, processed=True, raw=True, top=2), spec(temperature=1.0, top=2), spec()]
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(4))
+    plan = plan_samples(own, [5] * 3, range(3))
+    sent = {name: torch.from_numpy(array) for name, array in plan.arrays.items()}
+    results = compute_samples(logits, plan, sent, None)
+    assert results["top_ids"].shape == (1, 2)
+    out = read_samples(plan, {name: values.numpy() for name, values in results.items()})
+    for values in (out.raw, out.processed):
+        assert values is not None
+        assert values[0] < 0.0
+        assert values[1:] == [0.0, 0.0]
+    assert out.top is not None
+    assert out.top[1:] == [None, None]
+
+
+def test_alternatives_arrive_in_any_order() -> None:
+    plan = plan_samples([spec(raw=True, top=4)], [5], [0])
+    arrays = {
+        "tokens": np.array([3]),
+        "finite": np.array([True]),
+        "raw": np.array([-1.0], np.float32),
+        "top_values": np.array([[-2.0, float("-inf"), -1.0, -1.0]]),
+        "top_ids": np.array([[5, 0, 9, 3]]),
+    }
+    top = read_samples(plan, arrays).top
+    assert top is not None
+    assert top[0] == TopLogprobs((3, 9, 5), (-1.0, -1.0, -2.0))
 
 
 def test_a_search_that_ends_on_an_impossible_id_takes_the_likeliest(monkeypatch: pytest.MonkeyPatch) -> None:
