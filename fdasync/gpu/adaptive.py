@@ -47,7 +47,7 @@ class Estimate:
     """How long works of one kind take: moving averages of the duration and of its absolute error, in seconds.
 
     Attributes:
-        duration_s: None before the first, and when two in a row were over before anybody looked.
+        duration_s: None before the first, and when two in a row, or one by far, were over before anybody looked.
     """
 
     __slots__ = ("_misses", "duration_s", "error_s")
@@ -69,17 +69,19 @@ class Estimate:
             self.error_s = (high_s - low_s) / 2
             self._misses = 0
             return
-        if high_s - low_s > self.margin_s():
+        width_s, margin_s = high_s - low_s, self.margin_s()
+        far = duration - high_s > 2 * margin_s
+        if width_s > margin_s or (far and width_s > _FLOOR_S):
             if low_s <= duration <= high_s:
                 # the loop was late, or this one was; the estimate may be right
                 return
             if high_s < duration:
                 # over before the first look: how long before, nobody knows
                 self._misses += 1
-                if self._misses == 2:
+                if far or self._misses == 2:
                     self.duration_s = None
-                    return
-                self._move(max(high_s - self.margin_s(), 0.0) - duration)
+                else:
+                    self._move(max(high_s - margin_s, 0.0) - duration)
                 return
         self._misses = 0
         self._move(min(max(duration, low_s), high_s) - duration)

@@ -385,14 +385,17 @@ async def test_a_step_that_hangs_burns_no_core():
     await port.aclose()
 
 
-async def test_a_far_too_long_estimate_is_given_up_soon():
+@pytest.mark.parametrize("first_s", [12e-3, 1.0])
+async def test_a_far_too_long_estimate_is_given_up_soon(first_s):
     world = World()
     port = world.port()
-    await play(world, port, 1.0)
+    for _ in range(12):
+        await play(world, port, first_s)
     lates, asked = zip(*[await play(world, port, 5e-3) for _ in range(30)], strict=True)
-    assert max(lates) <= 25e-3
-    assert max(lates[3:]) <= 1.5e-3
-    assert max(lates[6:]) <= 40e-6
+    # the first sleeps are too long, the next step is an unknown one, and then all is learnt
+    assert max(lates) <= min(first_s, 25e-3)
+    assert max(lates[2:]) <= 1.5e-3
+    assert max(lates[4:]) <= 40e-6
     # and what it was wrong by does not keep it asking
     assert max(asked[15:]) <= 60
     await port.aclose()
@@ -565,17 +568,17 @@ async def test_real_steps_complete_when_they_end(name):
     seen_s, device_s = [], []
     for _ in range(30):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True, blocking=True)
+        began = time.perf_counter()
         start.record(stream)
         with torch.cuda.stream(stream):
             torch.cuda._sleep(6_000_000)
         end.record(stream)
-        began = time.perf_counter()
         await asyncio.wait_for(port.completion(end, kind="sleep"), 10)
         seen_s.append(time.perf_counter() - began)
         device_s.append(start.elapsed_time(end) / 1000)
     late = sorted(seen - device for seen, device in zip(seen_s, device_s, strict=True))
-    # never early (the clock began after the device, by some microseconds), and not late by much
-    assert late[0] > -200e-6
+    # never early, as far as two clocks can tell, and not late by much
+    assert late[0] > -50e-6
     assert late[len(late) // 2] < 2e-3
     if name == "adaptive":
         assert port.predicted_s("compute", "sleep") == pytest.approx(sorted(device_s)[15], rel=0.3)
