@@ -145,6 +145,18 @@ def test_decode(device: torch.device, shape: Shape, splits: int) -> None:
     assert_close(out, expected(shape, case, sinks, query, whose), shape.dtype)
 
 
+def test_decode_joins_many_splits(device: torch.device) -> None:
+    shape = Shape(heads=2, sinks=True)
+    case, sinks = make_layer(shape, [305, 40], device)
+    # what the first splits saw must shrink when later ones see more
+    case.flat_keys[0] *= torch.linspace(0.1, 3, 305)[:, None, None]
+    case.keys[case.slots[0] // 4, case.slots[0] % 4] = case.flat_keys[0].to(device)
+    query = make_query(shape, 2, device)
+    positions = torch.tensor([304, 39], device=device)
+    out = decode(shape, case, sinks, query, case.lanes, positions, splits=20, launch=Launch(16, 16, 4, 2))
+    assert_close(out, expected(shape, case, sinks, query, [(0, 304), (1, 39)]), shape.dtype)
+
+
 def test_decode_sees_nothing_after_its_position(device: torch.device) -> None:
     shape = Shape()
     case, _ = make_layer(shape, [40], device)
@@ -188,7 +200,8 @@ def test_prefill(device: torch.device, shape: Shape) -> None:
     starts, counts = [0, 37, 30, 17], [19, 1, 5, 12]
     case, sinks = make_layer(shape, [start + count for start, count in zip(starts, counts, strict=True)], device)
     query = make_query(shape, sum(counts) + 4, device)
-    launch = replace(prefill_launch(shape.key_dim, shape.dtype), rows=32, keys=16)
+    # of several keys' tiles the first may hold nothing that a tile's last query sees
+    launch = replace(prefill_launch(shape.key_dim, shape.dtype), rows=64, keys=16)
     out = prefill(shape, case, sinks, query, starts, counts, gap=1, launch=launch)
     mine, whose, row = [], [], 0
     for number, (start, count) in enumerate(zip(starts, counts, strict=True)):

@@ -145,7 +145,7 @@ def multiply(left, right, sums, WIDEN: tl.constexpr):  # type: ignore[no-untyped
 @triton.jit  # type: ignore[untyped-decorator]
 def fold_keys(  # type: ignore[no-untyped-def]
     query, query_rest, best, total, sums,
-    keys, values, table, start, low, high, first, last, scale,
+    keys, values, table, start, high, first, last, scale,
     keys_block, keys_token, values_block, values_token,
     BLOCK_TOKENS: tl.constexpr, KEY_DIM: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
     VALUE_DIM: tl.constexpr, DV: tl.constexpr, SHARED: tl.constexpr, WIDEN: tl.constexpr,
@@ -153,11 +153,11 @@ def fold_keys(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Take keys start .. start + BLOCK_N into a running softmax (base 2): its largest logit, weights, weighted values.
 
-    With MASKED row r sees keys first[r] .. last[r], and only keys low .. high - 1 are read; without, every row must see
-    all BLOCK_N. SHARED: the value is the key's first part, which is not loaded twice.
+    With MASKED row r sees keys first[r] .. last[r], and no key from `high` on is read; without, every row must see all
+    BLOCK_N. SHARED: the value is the key's first part, which is not loaded twice.
     """
     numbers = start + tl.arange(0, BLOCK_N)
-    real = (numbers >= low) & (numbers < high)
+    real = numbers < high
     if MASKED:
         blocks = tl.load(table + numbers // BLOCK_TOKENS, mask=real, other=0).to(tl.int64)
     else:
@@ -250,7 +250,7 @@ def _decode(  # type: ignore[no-untyped-def]
     for start in range(low, high, BLOCK_N):
         best, total, sums = fold_keys(
             queries, queries_rest, best, total, sums,
-            keys + kv_head * keys_head, values + kv_head * values_head, table, start, low, high, first, last, scale,
+            keys + kv_head * keys_head, values + kv_head * values_head, table, start, high, first, last, scale,
             keys_block, keys_token, values_block, values_token,
             BLOCK_TOKENS, KEY_DIM, D1, D2, VALUE_DIM, DV, SHARED, WIDEN, BLOCK_N, True,
         )  # fmt: skip

@@ -115,14 +115,14 @@ def _prefill(  # type: ignore[no-untyped-def]
         for start in range(0, middle, BLOCK_N):
             best, total, sums = fold_keys(
                 queries, queries_rest, best, total, sums,
-                keys, values, table, start, low, high, first, position, scale,
+                keys, values, table, start, high, first, position, scale,
                 keys_block, keys_token, values_block, values_token,
                 BLOCK_TOKENS, KEY_DIM, D1, D2, VALUE_DIM, DV, SHARED, WIDEN, BLOCK_N, False,
             )  # fmt: skip
     for start in range(middle, high, BLOCK_N):
         best, total, sums = fold_keys(
             queries, queries_rest, best, total, sums,
-            keys, values, table, start, low, high, first, position, scale,
+            keys, values, table, start, high, first, position, scale,
             keys_block, keys_token, values_block, values_token,
             BLOCK_TOKENS, KEY_DIM, D1, D2, VALUE_DIM, DV, SHARED, WIDEN, BLOCK_N, True,
         )  # fmt: skip
