@@ -33,6 +33,7 @@ class _OnACheckpoint(RunnerSuite):
 
     loads = True
     dtype = "float32"
+    device = "cpu"
     logprob_error = 1e-4
 
     @pytest.fixture(autouse=True, params=["qwen3_moe", "ernie4_5_moe", "glm4_moe"])
@@ -51,7 +52,7 @@ class _OnACheckpoint(RunnerSuite):
         return self.make_of(limits, 0)
 
     def make_of(self, limits: RunnerLimits, weights: int) -> Runner:
-        own = {"dtype": self.dtype, "num_threads": 1, "self_check": False}
+        own = {"dtype": self.dtype, "device": self.device, "num_threads": 1, "self_check": False}
         return self.make_runner(own, msgspec.structs.replace(limits, model=str(self.folders[weights])))
 
     def make_runner(self, own: dict[str, Any], limits: RunnerLimits) -> Runner:
@@ -78,6 +79,17 @@ class _OnACheckpoint(RunnerSuite):
 
 class TestTransformers(_OnACheckpoint, RunnerTests):
     pass
+
+
+@pytest.mark.gpu
+class TestOnAGpu(_OnACheckpoint, RunnerTests):
+    """Steps and copies in flight, graphs, fused routers."""
+
+    overlaps = True
+    device = "cuda"
+
+    def make_runner(self, own: dict[str, Any], limits: RunnerLimits) -> Runner:
+        return TransformersRunner(TransformersConfig(**own, graph_sizes=(1, 4)), limits)
 
 
 class TestInHalfPrecision(_OnACheckpoint, TailTests):
