@@ -12,14 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fdasync.errors import BadInput
-from fdasync.gpu.kernels.attention import (
-    Launch,
-    attend_decode,
-    count_splits,
-    decode_launch,
-    decode_workspace,
-    split_dims,
-)
+from fdasync.gpu.kernels.attention import attend_decode, count_splits, decode_launch, decode_workspace
+from fdasync.gpu.kernels.attention_tile import Launch, split_dims
 from fdasync.gpu.kernels.prefill import PREFILL_TILE, attend_prefill, prefill_launch, prefill_tiles
 from fdasync.gpu.kernels.store import store_kv
 from tests.gpu.attention_reference import Case, assert_close, make_case, reference

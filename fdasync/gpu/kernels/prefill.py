@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fdasync.gpu.kernels.attention import (
+from fdasync.gpu.kernels.attention_tile import (
     LOG2E,
     REACH_CODES,
     Launch,
@@ -56,6 +56,7 @@ def prefill_launch(key_dim: int, dtype: torch.dtype) -> Launch:
         # latent heads: 64 x 512 sums fill the registers of 8 warps; queries 74 KB, two stages of 32 keys 74 KB
         return Launch(64, 32, 8, 2)
     if key_dim > 192:
+        # queries and two stages of keys and values of 128 rows would be 128 KB
         return Launch(64, 32, 4, 2)
     # two groups of four warps with 64 rows each, the least that Hopper's products take; 96 KB at 128 dimensions
     return Launch(128, 64 if key_dim <= 128 else 32, 8, 2)

@@ -1,0 +1,148 @@
+"""What decode and prefill have in common: a tile of query rows takes in tiles of keys, by way of a running softmax.
+
+A head's dimensions are two parts, the largest power of two and a padded rest, so that 192 or 576 waste little. Keys
+past the end are loaded as zeros, values too: a block that is used again may hold NaN, and 0 * NaN is NaN. Knows views
+and one sequence's table; whose rows they are is for `attention.py` and `prefill.py`, its only callers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import triton
+import triton.language as tl
+
+from fdasync.errors import BadInput
+
+if TYPE_CHECKING:
+    import torch
+
+ReachKind = Literal["full", "window", "chunk"]
+
+REACH_CODES: dict[ReachKind, int] = {"full": 0, "window": 1, "chunk": 2}  # what the kernels take for a kind
+LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a kernel is cut: rows and keys of a tile, warps of a program, stages of its pipeline of loads."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def split_dims(dim: int) -> tuple[int, int]:
+    """A head's dimensions as two powers of two of at least 16 that cover it; the second is 0 where one does."""
+    if dim <= 16:
+        return 16, 0
+    first = 1 << (dim.bit_length() - 1)
+    rest = dim - first
+    return first, max(16, triton.next_power_of_2(rest)) if rest else 0
+
+
+def check_views(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None, value_dim: int | None) -> int:
+    """How wide the values are. Raises BadInput for what the kernels would read wrongly."""
+    if query.stride(2) != 1 or keys.stride(3) != 1 or (values is not None and values.stride(3) != 1):
+        raise BadInput("query", "the last dimension of queries, keys and values must be contiguous")
+    if query.shape[1] % keys.shape[2] or query.shape[2] != keys.shape[3]:
+        raise BadInput("query", f"{tuple(query.shape)} does not fit keys {tuple(keys.shape)}")
+    if query.dtype != keys.dtype:
+        raise BadInput("query", f"is {query.dtype} and the pool {keys.dtype}")
+    if values is not None:
+        return values.shape[3]
+    if value_dim is None or value_dim > keys.shape[3]:
+        raise BadInput("value_dim", "must say how much of a latent key is the value", limit=keys.shape[3])
+    return value_dim
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def first_visible(position, REACH: tl.constexpr, reach_size):  # type: ignore[no-untyped-def]
+    """The first key that a query at this position sees."""
+    if REACH == 1:
+        return tl.maximum(position - reach_size + 1, 0)
+    elif REACH == 2:
+        return position // reach_size * reach_size
+    else:
+        return position * 0
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def load_rows(  # type: ignore[no-untyped-def]
+    rows, real, DIM: tl.constexpr, BEGIN: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr
+):
+    """Elements BEGIN .. BEGIN + WIDTH of rows that are `real`, zeros elsewhere and past DIM; without MASKED all are."""
+    dims = BEGIN + tl.arange(0, WIDTH)
+    where = rows[:, None] + dims[None, :]
+    if MASKED:
+        if BEGIN + WIDTH <= DIM:
+            return tl.load(where, mask=real[:, None], other=0.0)
+        else:
+            return tl.load(where, mask=real[:, None] & (dims < DIM)[None, :], other=0.0)
+    else:
+        if BEGIN + WIDTH <= DIM:
+            return tl.load(where)
+        else:
+            return tl.load(where, mask=(dims < DIM)[None, :], other=0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def multiply(left, right, sums, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """sums + left @ right in float32, exact products; WIDEN: for the interpreter, which multiplies bfloat16's bits."""
+    if WIDEN:
+        left = left.to(tl.float32)
+        right = right.to(tl.float32)
+    return tl.dot(left, right, sums, input_precision="ieee")
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def fold_keys(  # type: ignore[no-untyped-def]
+    query, query_rest, best, total, sums,
+    keys, values, table, start, high, first, last, scale,
+    keys_block, keys_token, values_block, values_token,
+    BLOCK_TOKENS: tl.constexpr, KEY_DIM: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
+    VALUE_DIM: tl.constexpr, DV: tl.constexpr, SHARED: tl.constexpr, WIDEN: tl.constexpr,
+    BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Take keys start .. start + BLOCK_N into a running softmax (base 2): its largest logit, weights, weighted values.
+
+    With MASKED row r sees keys first[r] .. last[r], and no key from `high` on is read; without, every row must see all
+    BLOCK_N. SHARED: the value is the key's first part, which is not loaded twice.
+    """
+    numbers = start + tl.arange(0, BLOCK_N)
+    real = numbers < high
+    if MASKED:
+        blocks = tl.load(table + numbers // BLOCK_TOKENS, mask=real, other=0).to(tl.int64)
+    else:
+        blocks = tl.load(table + numbers // BLOCK_TOKENS).to(tl.int64)
+    tokens = numbers % BLOCK_TOKENS
+    rows = keys + blocks * keys_block + tokens * keys_token
+    key = load_rows(rows, real, KEY_DIM, 0, D1, MASKED)
+    logits = tl.zeros([query.shape[0], BLOCK_N], tl.float32)
+    logits = multiply(query, tl.trans(key), logits, WIDEN)
+    if D2 > 0:
+        key_rest = load_rows(rows, real, KEY_DIM, D1, D2, MASKED)
+        logits = multiply(query_rest, tl.trans(key_rest), logits, WIDEN)
+    logits = logits * scale
+    if MASKED:
+        seen = (numbers[None, :] >= first[:, None]) & (numbers[None, :] <= last[:, None])
+        logits = tl.where(seen, logits, float("-inf"))
+        above = tl.maximum(best, tl.max(logits, 1))
+        # a row that has seen nothing yet: -inf less -inf would be NaN
+        base = tl.where(above == float("-inf"), 0.0, above)
+    else:
+        above = tl.maximum(best, tl.max(logits, 1))
+        base = above
+    weights = tl.math.exp2(logits - base[:, None])
+    shrink = tl.math.exp2(best - base)
+    total = total * shrink + tl.sum(weights, 1)
+    sums = sums * shrink[:, None]
+    if SHARED:
+        value = key
+    else:
+        value_rows = values + blocks * values_block + tokens * values_token
+        value = load_rows(value_rows, real, VALUE_DIM, 0, DV, MASKED)
+    sums = multiply(weights.to(value.dtype), value, sums, WIDEN)
+    return above, total, sums
