@@ -17,7 +17,7 @@ import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fdasync.errors import DeviceFailed, InvariantBroken
+from fdasync.errors import DeadlineExceeded, DeviceFailed, InvariantBroken
 from fdasync.gpu.adaptive import AdaptivePort, Estimate
 from fdasync.gpu.native import Notifier, TimerFd, cuda_launcher
 from fdasync.gpu.ports import AlreadyDone, FakeEvent, FakePort, HostFunctionPort, ThreadPort, make_port
@@ -167,6 +167,20 @@ def test_fake_works_take_time_one_after_the_other(run_sim):
     assert run_sim(main()) == pytest.approx({"a": 2.0, "b": 2.5, "c": 0.5, "d": 2.5}, abs=1e-6)
 
 
+def test_a_closed_fake_fires_nothing(run_sim):
+    async def main():
+        port = FakePort(done_after=5.0)
+        event = FakeEvent()
+        future = port.completion(event)
+        with pytest.raises(DeadlineExceeded):
+            await port.aclose(1.0)
+        assert isinstance(future.exception(), DeadlineExceeded)
+        await asyncio.sleep(10.0)
+        assert not event.query()
+
+    run_sim(main())
+
+
 async def test_what_is_already_done_completes_on_the_next_turn():
     port = make_port("fake")
     event = AlreadyDone()
@@ -245,11 +259,12 @@ async def test_a_host_function_port_needs_few_files():
     events = [FakeEvent() for _ in range(200)]
     futures = [port.completion(event) for event in events]
     assert len(Resources.now().fds) - before <= 33
-    for event in events:
+    for event, future in zip(events, futures, strict=True):
         event.fire()
-    await asyncio.wait_for(asyncio.gather(*futures), 5)
+        await asyncio.wait_for(future, 5)
+    # each had its own call: none was left to the luck of a neighbour's
+    assert streams.made[0].called == 200
     await port.aclose()
-    assert streams.made[0].called <= 200
 
 
 async def test_the_watchdog_sees_what_the_driver_does_not_tell():
@@ -464,9 +479,17 @@ async def test_an_idle_port_sets_no_alarm():
 
 def test_a_first_look_gives_a_margin_that_reaches_it():
     estimate = Estimate()
-    estimate.learn(4e-3, 5e-3)
-    assert estimate.duration_s == pytest.approx(4.5e-3)
+    estimate.learn(4e-3, 6e-3)
+    assert estimate.duration_s == pytest.approx(5e-3)
     assert estimate.duration_s - estimate.margin_s() <= 4e-3
+
+
+def test_what_is_over_too_early_once_makes_the_next_look_earlier():
+    estimate = Estimate()
+    for _ in range(20):
+        estimate.learn(5e-3, 5e-3)
+    estimate.learn(0.0, 4.5e-3)
+    assert estimate.duration_s - estimate.margin_s() < 4.4e-3
 
 
 def test_a_wide_look_around_the_estimate_says_nothing():
