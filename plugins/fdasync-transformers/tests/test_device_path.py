@@ -54,7 +54,7 @@ def assert_same(
 @pytest.mark.parametrize("family", FAMILIES + [pytest.param(one, marks=pytest.mark.gpu) for one in MORE])
 async def test_it_answers_as_the_path_of_cpus(tmp_path: Path, family: str) -> None:
     make_checkpoint(tmp_path, family)
-    wanted = await answers(tmp_path, {"kernels": "torch"})
+    wanted = await answers(tmp_path, {"device": "cpu"})
     assert_same(await answers(tmp_path, DEVICE), wanted)
 
 
@@ -62,7 +62,7 @@ async def test_a_step_is_launched_before_the_one_before_it_is_done(tmp_path: Pat
     """The sampled token never comes to the host on its way to the next step; rows of both steps are right."""
     make_checkpoint(tmp_path, "qwen3_moe")
     found = []
-    for config, ahead in (({"kernels": "torch"}, False), (DEVICE, True)):
+    for config, ahead in (({"device": "cpu"}, False), (DEVICE, True)):
         driver = await Driver.open(tmp_path, config={"self_check": False, **config}, pipeline_depth=2)
         one = driver.sequence([4, 8, 15, 16, 23, 42], 5, temperature=0.7, seed=3)
         two = driver.sequence([9, 8, 7], 5)
@@ -121,7 +121,7 @@ async def test_an_engine_with_little_memory(tmp_path: Path, process: Any) -> Non
             pipeline_depth=depth,
         )
 
-    wanted = await complete_all(config({"kernels": "torch", "num_threads": 1}, 1), tmp_path)
+    wanted = await complete_all(config({"device": "cpu", "num_threads": 1}, 1), tmp_path)
     got = await complete_all(config(DEVICE, 2), tmp_path)
     for one, other in zip(got, wanted, strict=True):
         assert one.samples[0].token_ids == other.samples[0].token_ids

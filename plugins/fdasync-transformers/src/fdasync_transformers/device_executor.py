@@ -66,6 +66,8 @@ class DeviceExecutor(Executor):
             else BlockCopies(bound.pool.blocks, bound.host, services.streams, services.events, services.port)
         )
         self._failure = ""
+        #: the step launched last: those that cannot be launched fail behind it
+        self._last: asyncio.Future[Any] | None = None
         # weights, tables and buffers were written on the stream that is current
         services.streams.follow()
 
@@ -83,23 +85,34 @@ class DeviceExecutor(Executor):
     async def aclose(self) -> None:
         """Bounded: what the device does not end in time is named in the error of whoever waits for it."""
         self._failure = self._failure or "the runner is closed"
-        if self._copies is not None:
-            await self._copies.aclose()
-        await self._services.port.aclose()
-        self.graphs = None
+        try:
+            if self._copies is not None:
+                await self._copies.aclose()
+        finally:
+            await self._services.port.aclose()
+            self.graphs = None
 
     # -- futures --------------------------------------------------------------------------------------
 
     def _queue(self, start: Callable[[], asyncio.Future[T]], step_id: int = -1) -> asyncio.Future[T]:
-        """What `start` queued, as a future that fails with RunnerError and fails the runner with it."""
+        """What `start` queued, as a future that fails with RunnerError and fails the runner with it.
+
+        Steps end in the order of launch, also those that could not be started.
+        """
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        if self._failure:
-            future.set_exception(RunnerError(f"nothing more after a failure: {self._failure}", step_id))
-            return future
+        before = self._last
+        if step_id >= 0:
+            self._last = future
         try:
+            if self._failure:
+                raise RunnerError(f"nothing more after a failure: {self._failure}")
             inner = start()
         except Exception as error:  # a model may raise anything, and a step must still end
-            self._fail(future, error, step_id)
+            failed = self._failed(error, step_id)
+            if step_id < 0 or before is None or before.done():
+                future.set_exception(failed)
+            else:
+                before.add_done_callback(lambda _: None if future.done() else future.set_exception(failed))
         else:
             inner.add_done_callback(partial(self._ended, future, step_id))
         return future
@@ -107,16 +120,21 @@ class DeviceExecutor(Executor):
     def _ended(self, future: asyncio.Future[T], step_id: int, inner: asyncio.Future[T]) -> None:
         error = asyncio.CancelledError() if inner.cancelled() else inner.exception()
         if error is not None:
-            self._fail(future, error, step_id)
+            failed = self._failed(error, step_id)
+            if not future.done():
+                future.set_exception(failed)
         elif not future.done():
             future.set_result(inner.result())  # of one that is done
 
-    def _fail(self, future: asyncio.Future[Any], error: BaseException, step_id: int) -> None:
-        self._failure = self._failure or f"{type(error).__name__}: {error}"
-        if not future.done():
+    def _failed(self, error: BaseException, step_id: int) -> RunnerError:
+        """The error of this step or copy; from now on the runner takes no more."""
+        if isinstance(error, RunnerError):
+            failed = RunnerError(error.problem, step_id)
+        else:
             failed = RunnerError(f"{type(error).__name__}: {error}", step_id)
-            failed.__cause__ = error
-            future.set_exception(failed)
+        failed.__cause__ = error
+        self._failure = self._failure or failed.problem
+        return failed
 
     # -- steps ----------------------------------------------------------------------------------------
 

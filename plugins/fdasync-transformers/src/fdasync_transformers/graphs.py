@@ -56,12 +56,13 @@ class GraphLadder:
         most = sizes[-1]
         self._lanes = torch.full((most,), -1, dtype=torch.int32, device=device)
         self._starts = torch.zeros(most, dtype=torch.int64, device=device)
-        first_rows = torch.arange(most + 1, dtype=torch.int32, device=device)
+        # graphs read it at its address for as long as they live, like the two above
+        self._first_rows = torch.arange(most + 1, dtype=torch.int32, device=device)
         self._captured: dict[int, _Captured] = {}
         memory = None
         # the largest first: the others then fit into its memory
         for size in reversed(sizes):
-            batch = DeviceBatch(size, size, self._lanes[:size], self._starts[:size], first_rows[: size + 1])
+            batch = DeviceBatch(size, size, self._lanes[:size], self._starts[:size], self._first_rows[: size + 1])
             # kernels are compiled and libraries take their workspaces before anything is captured
             model.forward(batch, lanes, pool)
             torch.cuda.synchronize(device)  # blocking: start-up, in a process of its own
