@@ -1,0 +1,79 @@
+"""The library's own continuous batching on the model of `gpu_serving`: a process of its own, for it may fail.
+
+    python -m benchmarks._gpu_library FOLDER REQUESTS NEW_TOKENS OUT [--device cpu]
+
+Draws the same weights (one seed), sends all requests at once, greedy, without an end token, and writes what it found
+to OUT as JSON after every round, so that whoever stops it has the rounds before: `{"rates": [...], "notes": {...}}`,
+rates in new tokens per second, prefill included. The library chooses its own settings; attention is torch's own
+(`sdpa`) unless flash attention is installed, since nothing is downloaded. Its graphs are captured before the clock
+starts. The first round warms up, and counts only if it is all there is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from fdasync_transformers import loading
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+from benchmarks._gpu_model import Scale, tiny
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder")
+    parser.add_argument("requests", type=int)
+    parser.add_argument("new_tokens", type=int)
+    parser.add_argument("out")
+    parser.add_argument("--device", default="cuda")
+    args = parser.parse_args()
+    scale = Scale() if args.device == "cuda" else tiny()
+    out = Path(args.out)
+    found: dict[str, Any] = {"rates": [], "notes": {"transformers": transformers.__version__}}
+    checkpoint = loading.read_checkpoint(args.folder, with_tensors=False)
+    model: Any = loading.draw(checkpoint, scale.dtype, torch.device(args.device))
+    flash = importlib.util.find_spec("flash_attn") is not None
+    model.set_attn_implementation("flash_attention_2" if flash else "sdpa")
+    # no id is -1
+    generation = GenerationConfig(
+        max_new_tokens=args.new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0, use_cache=True
+    )
+    settings = ContinuousBatchingConfig(auto_switch_to_flash=flash)
+    for seed in (100, 101, 102):
+        prompts = scale.prompts(args.requests, seed)
+        # the manager with its graphs stays from one round to the next; the first one makes it
+        began = time.perf_counter()
+        results = model.generate_batch(
+            prompts,
+            generation_config=generation,
+            continuous_batching_config=settings,
+            progress_bar=False,
+            persistent_manager=True,
+        )
+        seconds = time.perf_counter() - began
+        made = sum(len(result.generated_tokens) for result in results.values())
+        if made != args.requests * args.new_tokens:
+            errors = {str(result.error)[:500] for result in results.values() if result.error}
+            found["notes"]["problem"] = f"{made} of {args.requests * args.new_tokens} tokens came; {errors or ''}"
+            out.write_text(json.dumps(found))
+            raise SystemExit(found["notes"]["problem"])
+        found["rates"].append(made / seconds)
+        found["notes"] |= {
+            "attention": str(model.config._attn_implementation),
+            "experts": str(model.config._experts_implementation),
+            "settings": {name: str(value) for name, value in vars(settings).items() if value is not None},
+        }
+        out.write_text(json.dumps(found))
+        print(f"  library: {made / seconds:.1f} tokens/s", flush=True)
+    model.destroy_cached_continuous_batching_manager()
+
+
+if __name__ == "__main__":
+    main()
