@@ -29,6 +29,8 @@ async def measure(
     """Figures of the engine; new tokens per second of the library's requests where they are wanted, else None."""
     sizes = tuple(size for size in scale.sizes if size > 1) if replies else ()
     requests, new = scale.library
+    if not sizes and not library:
+        return None
     running = max([*sizes, requests if library else 1])
     longest = scale.context + max(scale.engine_tokens, new) + 1
     # rounds of other prompts may stay in the cache beside these
@@ -76,11 +78,13 @@ async def _compare(engine: Engine, scale: Scale, report: Report, size: int) -> N
         for way in ways if turn % 2 == 0 else reversed(ways):
             wall, rate = await _round(engine, prompts, params, routing=ways[way], steady=True)
             rates[way].append(size * scale.engine_tokens / wall)
-            if way == "replies":
+            if way == "replies" and rate:
                 steady.append(rate)
     for way, values in rates.items():
         report.add(f"engine_tokens_per_s_{size}_{way}", values)
     add_ratio(report, f"replies_over_none_{size}", rates["replies"], rates["none"])
+    if not steady:
+        return
     rate = report.add(f"engine_steady_tokens_per_s_{size}", steady)
     runner = report.figures.get(f"decode_tokens_per_s_{size}_on")
     if runner:
@@ -90,7 +94,7 @@ async def _compare(engine: Engine, scale: Scale, report: Report, size: int) -> N
 async def _round(
     engine: Engine, prompts: Sequence[list[int]], params: SamplingParams, *, routing: bool, steady: bool
 ) -> tuple[float, float]:
-    """Seconds until all replies are there, and tokens per second while all decode (0 where not `steady`).
+    """Seconds until all replies are there, and tokens per second while all decode (0 where that is not known).
 
     Raises RuntimeError where a reply is not what was asked for.
     """
@@ -99,7 +103,7 @@ async def _round(
     try:
         results = await asyncio.gather(*[engine.complete(prompt, params, routing=routing) for prompt in prompts])
         wall = time.perf_counter() - began
-        rate = 0.0 if watch is None else await asyncio.wait_for(watch, 5.0)
+        rate = watch.result() if watch is not None and watch.done() else 0.0
     finally:
         if watch is not None:
             watch.cancel()
@@ -113,16 +117,18 @@ async def _round(
 
 
 async def _steady(engine: Engine, size: int, new_tokens: int) -> float:
-    """Tokens per second between the first steps of a round and its last."""
+    """Tokens per second between the first steps of a round and its last; 0 where that was not seen."""
 
-    async def reach(step: int) -> tuple[int, float]:
+    async def reach(step: int, running: int) -> tuple[int, float]:
         # polled, and rarely: a tap that is told of every step would be in the figure
-        while (now := engine.stats().scheduler).steps < step or now.running < size:  # noqa: ASYNC110
+        while (now := engine.stats().scheduler).steps < step or now.running < running:  # noqa: ASYNC110
             await asyncio.sleep(0.002)
         return now.steps, time.perf_counter()
 
     edge = min(_EDGE, new_tokens // 8)
-    first, _ = await reach(0)
-    begin_step, began = await reach(first + edge)
-    end_step, ended = await reach(begin_step + max(1, new_tokens - 3 * edge))
+    first, _ = await reach(0, size)
+    begin_step, began = await reach(first + edge, 0)
+    end_step, ended = await reach(begin_step + max(1, new_tokens - 4 * edge - 2), 0)
+    if engine.stats().scheduler.running < size:
+        return 0.0
     return (end_step - begin_step) * size / (ended - began)

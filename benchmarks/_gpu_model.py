@@ -114,7 +114,7 @@ class Scale:
     seconds: float = 0.5
     lead: int = 4
     trial: int = 8
-    engine_tokens: int = 80
+    engine_tokens: int = 72
     engine_pairs: int = 3
     library: tuple[int, int] = (64, 128)
     copy_nbytes: int = 8 << 30
@@ -153,7 +153,7 @@ def tiny() -> Scale:
     """What a CPU can do in seconds, in Triton's interpreter."""
     return Scale(
         config=_SMALL, device="cpu", dtype="float32", block_tokens=8, context=16, sizes=(1, 2), most_steps=12,
-        prefill_prompts=1, pairs=1, seconds=0.0, lead=1, trial=2, engine_tokens=8, engine_pairs=1, library=(2, 4),
+        prefill_prompts=1, pairs=1, seconds=0.0, lead=1, trial=2, engine_tokens=12, engine_pairs=1, library=(2, 4),
         copy_nbytes=1 << 20,
     )  # fmt: skip
 

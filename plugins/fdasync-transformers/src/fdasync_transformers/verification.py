@@ -10,8 +10,7 @@ the request is then judged there: exact, tied, or wrong.
 selection (for a change of group: on the group scores). The score is the router logit where the selection
 is by logits or by a softmax of them. Where a correction bias is added to the softmax or sigmoid, only the
 sum decides, and no logit stands for it, so the score is that sum; see `replay.Selection`. Tokens are judged
-the same way on their logits. A caller may state another tolerance, for a model in half precision say, whose
-rounding orders scores either way that are much farther apart.
+the same way on their logits.
 
 Knows nothing of engines: it reads a few fields of a result. Called by users, tests and benchmarks.
 """
@@ -138,33 +137,26 @@ def verify(
     *,
     progress: Callable[[int, int], None] | None = None,
     max_differences: int = 20,
-    tolerance: float | None = None,
 ) -> Report:
     """Check requests against a plain forward pass of the same weights.
 
     Args:
-        model: checkpoint folder (loaded in float32 on the CPU), or a causal LM in eval mode, on any device. It must be
-            in float32 unless a tolerance is given.
+        model: checkpoint folder (loaded in float32 on the CPU), or a causal LM in eval mode and float32.
         served: the requests.
         progress: called with (requests done, requests in all) after each.
         max_differences: most wrong, and most tied, differences that the report lists.
-        tolerance: what counts as tied, over the largest score; None: 1e-5. State one for a model in half precision.
-            `Report.ok` then still asks that no more than 0.1 % is tied.
 
     Raises:
-        BadInput: records whose shapes, ranges, layers or number of experts cannot be those of the model; a model in
-            training mode, or in another dtype without a tolerance; a tolerance that is none.
+        BadInput: records whose shapes, ranges, layers or number of experts cannot be those of the model.
         CheckpointError: the folder does not load.
         UnsupportedModel: rows differ and the family's routing cannot be forced (llama4).
     """
-    if tolerance is not None and not 0.0 <= tolerance < 1.0:
-        raise BadInput("tolerance", f"{tolerance!r} is out of range", limit="from 0, below 1")
     requests = list(served)
-    reference = _reference(model, any_dtype=tolerance is not None)
+    reference = _reference(model)
     sites = find_routers(reference)
     vocab_size = int(reference.get_input_embeddings().weight.shape[0])
     records = [_Record(request, f"served[{i}]", sites, vocab_size) for i, request in enumerate(requests)]
-    tally = _Tally(max_differences, TOLERANCE if tolerance is None else tolerance)
+    tally = _Tally(max_differences)
     with torch.no_grad(), _spare_core():
         for number, record in enumerate(records):
             _check(reference, sites, number, record, tally)
@@ -234,9 +226,8 @@ class _Record:
 class _Tally:
     """Counts and the first differences."""
 
-    def __init__(self, max_differences: int, tolerance: float) -> None:
+    def __init__(self, max_differences: int) -> None:
         self._limit = max_differences
-        self._tolerance = tolerance
         self._counts = {
             "token": {"checked": 0, "tied": 0, "wrong": 0},
             "row": {"checked": 0, "tied": 0, "wrong": 0},
@@ -251,7 +242,7 @@ class _Tally:
     def differs(
         self, request: int, position: int, layer: int | None, served: Any, reference: Any, distance: float
     ) -> None:
-        verdict: Literal["tied", "wrong"] = "tied" if distance <= self._tolerance else "wrong"
+        verdict: Literal["tied", "wrong"] = "tied" if distance <= TOLERANCE else "wrong"
         self._counts["token" if layer is None else "row"][verdict] += 1
         if len(self._listed[verdict]) < self._limit:
             ids = tuple(int(i) for i in served), tuple(int(i) for i in reference)
@@ -367,11 +358,11 @@ def _spare_core() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _reference(model: Any, *, any_dtype: bool) -> Any:
+def _reference(model: Any) -> Any:
     if isinstance(model, torch.nn.Module):
         if model.training:
             raise BadInput("model", "is in training mode", hint="call model.eval()")
-        if not any_dtype and any(p.dtype != torch.float32 for p in model.parameters() if p.is_floating_point()):
+        if any(p.dtype != torch.float32 for p in model.parameters() if p.is_floating_point()):
             raise BadInput("model", "is not in float32", hint="load it with dtype=torch.float32, or give its folder")
         return model
     auto: Any = import_module("transformers").AutoModelForCausalLM
