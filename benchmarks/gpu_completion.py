@@ -135,6 +135,7 @@ async def measure_waits(cycles_per_us: float, repeats: int) -> dict[tuple[str, f
         for step_ms in STEPS_MS:
             for kind in LOADS:
                 steps = Steps(ports, int(step_ms * 1000 * cycles_per_us), f"{step_ms:g} {kind}")
+                print(f"  steps of {step_ms:g} ms, {kind} loop", file=sys.stderr, flush=True)
                 async with load(kind):
                     for turn in range(-_LEARN, repeats):
                         for way in (SPIN, *PORTS):
@@ -221,7 +222,8 @@ def main() -> None:
     cycles = int(KERNEL_US * cycles_per_us)
     bubbles: dict[str, list[float]] = {name: [] for name in PORTS}
     plain = []
-    for _ in range(3 if args.quick else 9):
+    for number in range(3 if args.quick else 9):
+        print(f"  back to back, round {number + 1}", file=sys.stderr, flush=True)
         plain.append(uvloop.run(back_to_back_us(cycles, _BUBBLE_STEPS, None)))
         for name in PORTS:
             took = uvloop.run(back_to_back_us(cycles, _BUBBLE_STEPS, name))

@@ -113,6 +113,7 @@ def make_case(
 def assert_close(out: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
     """Within what the dtype allows, of the expected values' scale."""
     assert out.isfinite().all()
-    limit = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
+    # float32: sums of up to 576 products of a key and thousands of weights, each rounded once
+    limit = {torch.float32: 4e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
     error = (out.cpu().double() - expected).abs().max().item() / max(expected.abs().max().item(), 1e-3)
     assert error < limit, f"error {error:.2e} of the scale, {math.log10(error / limit):.1f} orders over the limit"
