@@ -104,11 +104,10 @@ async def compare(rig: Rig, report: Report, ways: Sequence[str], count: int) -> 
     scale = rig.scale
     for arm in rig.arms.values():
         await arm.shrink(count)
-    trial = {way: await _step_s(rig, way, scale.trial) for way in ways}
-    most = scale.most_steps - scale.lead - 1
-    steps = max(2, min(most, round(scale.seconds / trial["on"])))
+    steps = 2
     if scale.seconds:
-        steps = max(8, steps)
+        trial_s = [await _step_s(rig, way, scale.trial) for way in ways]
+        steps = max(8, min(scale.most_steps - scale.lead - 1, round(scale.seconds / min(trial_s))))
     for way in ways:  # as long as those that count, so that clocks and memory are where they will be
         await _step_s(rig, way, steps)
     rates: dict[str, list[float]] = {way: [] for way in ways}
@@ -149,7 +148,7 @@ def copy_bytes_per_s(device: torch.device, nbytes: int) -> float:
     took = []
     for turn in range(12):
         if device.type == "cuda":
-            began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             began.record()
             target.copy_(source)
             ended.record()

@@ -46,7 +46,7 @@ def main() -> None:
     flash = importlib.util.find_spec("flash_attn") is not None
     model.set_attn_implementation("flash_attention_2" if flash else "sdpa")
     # no id is -1
-    generation = GenerationConfig(
+    generation = GenerationConfig(  # type: ignore[no-untyped-call]
         max_new_tokens=args.new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0, use_cache=True
     )
     settings = ContinuousBatchingConfig(auto_switch_to_flash=flash)

@@ -100,6 +100,7 @@ class Scale:
         engine_pairs: rounds with and without replies.
         library: (requests, new tokens) of the comparison with the library.
         copy_nbytes: of the copy that the floor is measured by.
+        traced_steps, traced_s: a trace is at least as long as both; so many of its last steps are looked at.
     """
 
     config: dict[str, Any] = field(default_factory=lambda: _LARGE)
@@ -118,7 +119,8 @@ class Scale:
     engine_pairs: int = 3
     library: tuple[int, int] = (64, 128)
     copy_nbytes: int = 8 << 30
-    profile_steps: int = 30
+    traced_steps: int = 30
+    traced_s: float = 0.4
 
     @property
     def max_step_tokens(self) -> int:
@@ -153,7 +155,7 @@ def tiny() -> Scale:
     """What a CPU can do in seconds, in Triton's interpreter."""
     return Scale(
         config=_SMALL, device="cpu", dtype="float32", block_tokens=8, context=16, sizes=(1, 2), most_steps=12,
-        prefill_prompts=1, pairs=1, seconds=0.0, lead=1, trial=2, engine_tokens=12, engine_pairs=1, library=(2, 4),
+        prefill_prompts=1, pairs=1, seconds=0.0, lead=1, trial=2, engine_tokens=6, engine_pairs=1, library=(2, 4),
         copy_nbytes=1 << 20,
     )  # fmt: skip
 
@@ -248,6 +250,12 @@ class Arm:
             self.running = count
             self.rewind()
             await self.decode(leaves)
+
+    async def grow(self, count: int) -> None:
+        """Let sequences that left come again, up to `count`; KV of all but the last block of each is still there."""
+        if count > self.running:
+            self.select()
+            await self.prefill(range(self.running, count), self._rig.scale.context - self._rig.scale.block_tokens)
 
     def rewind(self) -> None:
         """Forget what was decoded: every sequence is at the end of its prompt again. Nothing may be in flight.
@@ -354,7 +362,8 @@ class Rig:
                 routed += tensor.nbytes
             else:
                 dense += tensor.nbytes
-        return dense + routed * experts / total + count * self.scale.context * self.step_model.layout.token_nbytes
+        kv = count * self.scale.context * int(self.step_model.layout.token_nbytes)
+        return float(dense + routed * experts / total + kv)
 
     async def close(self) -> None:
         """Free everything on the device."""

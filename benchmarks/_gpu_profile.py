@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import statistics
 import tempfile
-from collections import Counter, deque
+from collections import defaultdict, deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,19 +92,23 @@ def read_trace(path: str) -> list[Event]:
     return sorted(found, key=lambda event: event.start)
 
 
-def break_down(events: Iterable[Event], skip: int = 2) -> Breakdown:
-    """Of whole steps but the first `skip`. Raises ValueError where fewer than two are left."""
+def break_down(events: Iterable[Event], last: int = 30) -> Breakdown:
+    """Of the last steps but the very last, whose end is not seen. Raises ValueError where there are fewer than three.
+
+    The first ones are not to be trusted: tracers lose events at their beginning.
+    """
     steps: list[list[Event]] = []
     for event in events:
         if event.name.startswith(_SENT):
             steps.append([])
         elif steps and not event.name.startswith(_FETCHED):
             steps[-1].append(event)
-    steps = [step for step in steps if step][skip:]
+    # of the first one there may be the second half only
+    steps = [step for step in steps if step][1:][-last - 1 :]
     if len(steps) < 3:
-        raise ValueError(f"the trace shows {len(steps)} steps behind the first {skip}")
-    busy: Counter[str] = Counter()
-    kernels: Counter[str] = Counter()
+        raise ValueError(f"the trace shows {len(steps)} whole steps")
+    busy: defaultdict[str, float] = defaultdict(float)
+    kernels: defaultdict[str, float] = defaultdict(float)
     idles: list[float] = []
     lengths: list[float] = []
     for step, following in itertools.pairwise(steps):
@@ -120,7 +125,8 @@ def break_down(events: Iterable[Event], skip: int = 2) -> Breakdown:
     shares = {group: busy[group] / whole for group in (*[name for name, _ in _GROUPS], _REST, SAMPLING)}
     shares[IDLE] = sum(idles) / whole
     shares[GAPS] = max(0.0, 1 - sum(shares.values()))
-    named = [(name[:120], time / whole) for name, time in kernels.most_common(15)]
+    longest = sorted(kernels.items(), key=lambda item: -item[1])[:15]
+    named = [(name[:120], time / whole) for name, time in longest]
     return Breakdown(len(lengths), statistics.median(lengths), shares, statistics.median(idles), named)
 
 
@@ -138,6 +144,8 @@ async def trace(arm: Arm, depth: int, steps: int) -> list[Event]:
     """Decode steps of what runs in this arm, traced on the device."""
     from torch.profiler import ProfilerActivity, profile
 
+    # what was captured in graphs does not survive the tracer's leaving and coming again
+    os.environ.setdefault("TEARDOWN_CUPTI", "0")
     arm.select()
     arm.rewind()
     flights: deque[asyncio.Future[Any]] = deque()

@@ -113,14 +113,21 @@ async def by_hand(run: Run, folder: str) -> None:
             steps_s[count] = await decode.compare(rig, report, ways, count)
             run.say(f"{count} running: {steps_s[count] * 1e3:.3f} ms a step")
             run.save()
-            if "b" in run.parts and rig.device.type == "cuda":
+        if "d" in run.parts:
+            decode.floor(rig, report, steps_s)
+            run.save()
+        if "b" in run.parts:
+            # after all that is timed: a tracer that was there once may cost something for good
+            await rig.arms["on"].grow(scale.sizes[-1])
+            for count in reversed(scale.sizes):
+                await rig.arms["on"].shrink(count)
+                if rig.device.type != "cuda":
+                    continue
                 try:
                     await profile(run, rig, count, steps_s[count])
                 except Exception as error:  # traces come from elsewhere, in forms that change
                     run.failed(f"profile_{count}", error)
-            run.save()
-        if "d" in run.parts:
-            decode.floor(rig, report, steps_s)
+                run.save()
     finally:
         gc.unfreeze()
         await rig.close()
@@ -130,13 +137,14 @@ async def profile(run: Run, rig: Rig, count: int, step_s: float) -> None:
     """Idle shares and tables of one size."""
     from benchmarks import _gpu_profile as profiling
 
-    arm, report = rig.arms["on"], run.report
-    if count == run.scale.sizes[-1]:
+    arm, report, scale = rig.arms["on"], run.report, run.scale
+    if count == scale.sizes[-1]:
         await profiling.trace(arm, 2, 4)  # the first trace of a process costs seconds, and its steps are slow
+    steps = min(scale.most_steps - 8, max(scale.traced_steps + 4, round(scale.traced_s / step_s)))
     found = {}
     for depth in (2, 1):
-        events = await profiling.trace(arm, depth, run.scale.profile_steps)
-        found[depth] = broken = profiling.break_down(events)
+        events = await profiling.trace(arm, depth, steps)
+        found[depth] = broken = profiling.break_down(events, scale.traced_steps)
         report.conditions[f"profile_{count}_depth{depth}"] = {
             "steps": broken.steps,
             "step_us": round(broken.step_us, 1),
@@ -167,8 +175,8 @@ def library(run: Run, folder: str, ours: float | None) -> None:
         if done.returncode:
             problem = f"exit status {done.returncode}: {done.stderr[-3000:]}"
     except subprocess.TimeoutExpired as error:
-        tail = error.stderr or b""
-        text = tail.decode(errors="replace") if isinstance(tail, bytes) else tail
+        # bytes, whatever was asked for
+        text = bytes(error.stderr or b"").decode(errors="replace")
         problem = f"stopped after {error.timeout:.0f} s: {text[-1500:]}"
     except OSError as error:
         problem = f"{type(error).__name__}: {error}"
@@ -264,10 +272,11 @@ def main() -> None:
         os.environ["TRITON_INTERPRET"] = "1"
         args.parts -= {"c"}
     import torch
-    import transformers
 
     if not args.tiny and not torch.cuda.is_available():
         raise SystemExit("this benchmark measures a CUDA GPU, and torch sees none here; --tiny rehearses it on a CPU")
+    import transformers
+
     from benchmarks import _gpu_model
 
     scale = scale_of(args)
