@@ -25,8 +25,12 @@ if TYPE_CHECKING:
 
 #: what is compared: arm, and steps in flight
 WAYS = {"on": ("on", 2), "off": ("off", 2), "depth1": ("on", 1)}
-_AIMS = {"capture_on_over_off": 0.998, "depth2_over_depth1_64": 1.0, "depth2_over_depth1_1": 1.0}
-_AIMS["depth2_over_depth1_256"] = 1.0
+_AIMS = {
+    "capture_on_over_off": 0.998,
+    "depth2_over_depth1_1": 1.0,
+    "depth2_over_depth1_64": 1.0,
+    "depth2_over_depth1_256": 1.0,
+}
 
 
 async def stretch(arm: Arm, depth: int, lead: int, steps: int) -> float:

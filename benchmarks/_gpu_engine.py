@@ -16,7 +16,7 @@ from fdasync import Engine, EngineConfig, SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from benchmarks._gpu_model import Scale
+    from benchmarks._gpu_scale import Scale
     from benchmarks._report import Report
 
 # decode steps at both ends of a round that the steady rate leaves out, at most

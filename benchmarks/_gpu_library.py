@@ -24,7 +24,7 @@ import transformers
 from fdasync_transformers import loading
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from benchmarks._gpu_model import Scale, tiny
+from benchmarks._gpu_scale import Scale, tiny
 
 # no further round after this long
 _ENOUGH_S = 40.0
@@ -75,12 +75,20 @@ def main() -> None:
         found["notes"] |= {
             "attention": str(model.config._attn_implementation),
             "experts": str(model.config._experts_implementation),
-            "settings": {name: str(value) for name, value in vars(settings).items() if value is not None},
+            "settings": {
+                name: str(value) for name, value in vars(_chosen(model, settings)).items() if value is not None
+            },
         }
         out.write_text(json.dumps(found))
         print(f"  library: {made / seconds:.1f} tokens/s", flush=True)
     # threads and graphs end with the process
     os._exit(0)
+
+
+def _chosen(model: Any, settings: ContinuousBatchingConfig) -> ContinuousBatchingConfig:
+    """The settings with what the library made of them, where it keeps them."""
+    manager = getattr(model, "_cached_continuous_batching_manager", None)
+    return getattr(manager, "continuous_batching_config", settings)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,8 @@ from benchmarks._report import Report
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from benchmarks._gpu_model import Rig, Scale
+    from benchmarks._gpu_model import Rig
+    from benchmarks._gpu_scale import Scale
 
 # of the library's process: loading, and three rounds of a few seconds each
 _LIBRARY_LOAD_S = 60.0
@@ -251,7 +252,7 @@ def parse() -> argparse.Namespace:
 
 
 def scale_of(args: argparse.Namespace) -> Scale:
-    from benchmarks._gpu_model import Scale, tiny
+    from benchmarks._gpu_scale import Scale, tiny
 
     changes: dict[str, Any] = {}
     if args.quick:
@@ -277,7 +278,7 @@ def main() -> None:
         raise SystemExit("this benchmark measures a CUDA GPU, and torch sees none here; --tiny rehearses it on a CPU")
     import transformers
 
-    from benchmarks import _gpu_model
+    from benchmarks._gpu_scale import write_folder
 
     scale = scale_of(args)
     run = Run(scale, args.parts, args.json)
@@ -296,7 +297,7 @@ def main() -> None:
         # a step is done before its launch returns: even the ratio of depths is of what the clock sees, not of work
         run.report.conditions["void"] = "a rehearsal on a CPU: no figure says anything of a GPU"
     with tempfile.TemporaryDirectory() as name:
-        measure(run, _gpu_model.write_folder(Path(name), scale))
+        measure(run, write_folder(Path(name), scale))
     run.finish()
     if run.errors:
         for part, error in run.errors.items():
