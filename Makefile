@@ -9,7 +9,7 @@ SEEDS ?= 2000
 SPINE := fdasync/scheduler/*,fdasync/cache/*,fdasync/events/*,fdasync/driver.py,fdasync/output.py,fdasync/prepare.py,fdasync/door.py,fdasync/engine.py
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test test-all lint types bench bench-pd clean venv help
+.PHONY: demo test test-all lint types bench bench-pd bench-gpu clean venv help
 
 help:
 	@echo "make demo      set up, serve a small real checkpoint by a prefill and a decode instance, check every row"
@@ -17,6 +17,7 @@ help:
 	@echo "make test-all  the same with the long tests and coverage"
 	@echo "make bench     measure the engine's CPU per decode step, the stores and the tiers"
 	@echo "make bench-pd  measure links, transports, prefill/decode instances, and what goes wrong among them"
+	@echo "make bench-gpu measure completion, capture, attention, copies, serving and exactness on a CUDA GPU"
 	@echo "make clean     remove what was made here"
 
 venv: $(STAMP)
@@ -70,6 +71,17 @@ bench-pd: $(STAMP)
 	$(BIN)/python -m benchmarks.pd_isolation
 	$(BIN)/python -m benchmarks.pd_headline
 	$(BIN)/python -m benchmarks.chaos
+
+# needs a CUDA GPU with 80 GB and more, and torch's CUDA build in the environment that PYTHON names
+bench-gpu:
+	$(PYTHON) -m pytest -m gpu tests/gpu plugins
+	$(PYTHON) -m benchmarks.gpu_completion
+	$(PYTHON) -m benchmarks.gpu_capture
+	$(PYTHON) -m benchmarks.gpu_attention
+	$(PYTHON) -m benchmarks.gpu_copies
+	$(PYTHON) -m benchmarks.gpu_exact
+	$(PYTHON) -m benchmarks.gpu_swap
+	$(PYTHON) -m benchmarks.gpu_serving
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage* htmlcov

@@ -28,7 +28,7 @@ _PACKAGES = (
     ("torch", "runners on real models", False),
     ("transformers", "the transformers runner", False),
     ("tokenizers", "text in and out", False),
-    ("triton", "GPU kernels (not used yet)", False),
+    ("triton", "kernels of the transformers runner on GPUs", False),
     ("pyzmq", "links between instances", True),
     ("hypothesis", "conformance suites in fdasync.testing", False),
     ("blockbuster", "the no-blocking fixture in fdasync.testing", False),
