@@ -8,6 +8,9 @@ does everything once, so that a slow moment of the machine falls on all of it; t
     cpu_us_*           CPU of the launching thread for one block of n
     call_*             GB/s of `await BlockCopies.out(...)` by the host's clock, through the adaptive port
     gap_us_1000_*      longest stop of the loop while 1,000 blocks are copied in by one call
+    start_us_1000_*    of that, the call itself: ids and the first submission
+    ids_us_1000        of that, the ids
+    gap_us_idle        longest stop of a loop that does nothing for 30 ms: the machine's own
     slow_*             time of a step beside copies over its time alone: 20 products of 8192^3, or passes over 4 GiB;
                        the copies begin before and end after it, beside_gbps_* is how fast they were
 """
@@ -28,10 +31,11 @@ import numpy as np
 import torch
 import uvloop
 
+from benchmarks._block_kernel import KernelWay
 from benchmarks._report import Report, calibrate_us
 from fdasync.cache.host import HostArena
 from fdasync.gpu.adaptive import AdaptivePort
-from fdasync.gpu.copies import BatchWay, BlockCopies, KernelWay, SingleWay
+from fdasync.gpu.copies import BatchWay, BlockCopies, SingleWay
 from fdasync.gpu.cudart import Driver
 from fdasync.gpu.leases import EventPool
 from fdasync.gpu.streams import Streams
@@ -41,7 +45,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fdasync.gpu.copies import Lane, Way
+    from fdasync.gpu.block_rows import Lane
+    from fdasync.gpu.copies import Way
 
 MEASURED: tuple[tuple[Lane, str], ...] = (("copy_out", "out"), ("copy_in", "in"))
 PRODUCTS = 20
@@ -86,21 +91,18 @@ def timed(rig: Rig, lane: Lane, launch: Callable[[], object]) -> tuple[float, fl
     with rig.streams.on(lane):
         rig.streams.record(lane, start)
         cpu = time.thread_time()
-        kept = launch()
+        launch()
         cpu = time.thread_time() - cpu
         rig.streams.record(lane, end)
     end.synchronize()
-    del kept
     return start.elapsed_time(end) / 1e3, cpu
 
 
-def submit(way: Way, lane: Lane, device: NDArray[np.int64], host: NDArray[np.int64]) -> list[object]:
+def submit(way: Way, lane: Lane, device: NDArray[np.int64], host: NDArray[np.int64]) -> None:
     """All of it at once, in parts of the way's own size."""
     step = way.at_once
-    return [
+    for first in range(0, len(device), step):
         way.submit(lane, device[first : first + step], host[first : first + step])
-        for first in range(0, len(device), step)
-    ]
 
 
 def check(rig: Rig) -> None:
@@ -149,8 +151,18 @@ async def gaps(stop: asyncio.Event) -> float:
     return longest
 
 
+async def idle_gap() -> float:
+    """The longest turn of a loop that nobody uses, in seconds."""
+    stop = asyncio.Event()
+    watch = asyncio.ensure_future(gaps(stop))
+    await asyncio.sleep(0.03)
+    stop.set()
+    return await watch
+
+
 async def calls(rig: Rig, kept: bool) -> None:
     """One round through BlockCopies, each way in turn."""
+    own = rig.copies._way
     for name, way in rig.ways.items():
         rig.copies._way = way
         for lane, short in MEASURED:
@@ -163,15 +175,27 @@ async def calls(rig: Rig, kept: bool) -> None:
                 rig.values[f"call_{short}_{name}_64"].append(nbytes / took / 1e9)
         # more than the arena has: blocks may be read twice
         device = rig.rng.permutation(rig.sizes.blocks)[: rig.sizes.long_call]
-        sources = rig.rng.integers(0, rig.sizes.host_blocks, rig.sizes.long_call).tolist()
+        ids = rig.rng.integers(0, rig.sizes.host_blocks, rig.sizes.long_call).tolist(), device.tolist()
         stop = asyncio.Event()
         watch = asyncio.ensure_future(gaps(stop))
         await asyncio.sleep(0)
-        await rig.copies.back(sources, device.tolist())
+        began = time.perf_counter()
+        moved = rig.copies.back(*ids)
+        start = time.perf_counter() - began
+        await moved
         stop.set()
         longest = await watch
         if kept:
             rig.values[f"gap_us_1000_{name}"].append(longest * 1e6)
+            rig.values[f"start_us_1000_{name}"].append(start * 1e6)
+    began = time.perf_counter()
+    rig.copies._rows.ids("copy_in", ids[1], ids[0])
+    took, longest = time.perf_counter() - began, await idle_gap()
+    if kept:
+        rig.values["ids_us_1000"].append(took * 1e6)
+        rig.values["gap_us_idle"].append(longest * 1e6)
+    # a way by kernel holds views of the pages
+    rig.copies._way = own
 
 
 def steps(rig: Rig) -> dict[str, Callable[[], None]]:
@@ -199,7 +223,6 @@ def beside(rig: Rig, step: Callable[[], None], lanes: tuple[Lane, ...], way: Way
     rounds = max(2, math.ceil(alone_s * 1.8 * 60e9 / (half * rig.host.block_nbytes)))
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     marks = {lane: [torch.cuda.Event(enable_timing=True) for _ in range(2)] for lane in lanes}
-    kept: list[object] = []
     for lane in lanes:
         # the two directions share no block
         high = lane == "copy_in"
@@ -208,7 +231,7 @@ def beside(rig: Rig, step: Callable[[], None], lanes: tuple[Lane, ...], way: Way
             rig.streams.record(lane, marks[lane][0])
             for _ in range(rounds):
                 blocks = rig.rng.permutation(rig.sizes.blocks // 2)[:half] + rig.sizes.blocks // 2 * high
-                kept.append(submit(way, lane, blocks, places))  # type: ignore[arg-type]
+                submit(way, lane, blocks, places)  # type: ignore[arg-type]
             rig.streams.record(lane, marks[lane][1])
     with rig.streams.on("compute"):
         rig.streams.record("compute", start)

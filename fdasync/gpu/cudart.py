@@ -150,7 +150,7 @@ class RegisteredHost:
 
     Attributes:
         addresses: uint64 [num_blocks], where the device finds the KV of each host block.
-        same: whether these are the host's own addresses, so that a kernel may be given host tensors.
+        same: whether these are the host's own addresses, so that a kernel may be given host tensors (for benchmarks).
     """
 
     def __init__(self, driver: Driver, host: HostArena, piece_nbytes: int = PIECE_NBYTES) -> None:

@@ -18,18 +18,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks._block_kernel import KernelWay, move_blocks, word_view
 from fdasync.cache.host import HostArena
 from fdasync.errors import DeadlineExceeded, DeviceFailed, InvariantBroken, RunnerError
 from fdasync.gpu.copies import BlockCopies
 from fdasync.gpu.cudart import Driver, RegisteredHost
-from fdasync.gpu.kernels.blocks import move_blocks, word_view
 from fdasync.gpu.leases import EventPool
 from fdasync.gpu.ports import AlreadyDone, make_port
 from fdasync.gpu.streams import Streams
 
 BLOCKS, HOST_BLOCKS, NBYTES = 12, 9, 96
 COUNTS = st.integers(0, HOST_BLOCKS)
-WAYS = ["rows", "batch", "old batch", "single", "kernel"]
+WAYS = ["rows", "batch", "old batch", "single"]
 
 
 class HandPort:
@@ -145,13 +145,15 @@ class Bed:
         driver = None
         if device.type == "cpu" and way != "rows":
             old = {"old batch": "cuMemcpyBatchAsync", "single": ""}
-            self.library = Library(0 if way == "kernel" else 1 << 46, old.get(way, "cuMemcpyBatchAsync_v2"))
+            self.library = Library(1 << 46, old.get(way, "cuMemcpyBatchAsync_v2"))
             driver = Driver(self.library)
+        elif way == "single":
+            driver = Driver()
+            driver.has_batch = False
         self.events = event_pool(device)
         self.port = HandPort() if by_hand else make_port("adaptive" if device.type == "cuda" else "fake")
-        name = "batch" if way in ("rows", "old batch") else way
-        streams = Streams(device)
-        self.copies = BlockCopies(self.blocks, self.host, streams, self.events, self.port, way=name, driver=driver)
+        self.copies = BlockCopies(self.blocks, self.host, Streams(device), self.events, self.port, driver=driver)
+        assert self.copies.way == way.removeprefix("old ")
 
     def pool(self) -> np.ndarray:
         return self.blocks.view(torch.uint8).cpu().numpy()
@@ -161,9 +163,6 @@ class Bed:
         await self.port.aclose()
         assert not self.events.outstanding
         assert self.library is None or not self.library.pages
-        if self.way == "kernel":
-            # Triton's interpreter leaves a cycle that holds the tensors of the last launch
-            gc.collect()
         self.host.close()
 
     def give_up(self) -> None:
@@ -201,7 +200,7 @@ async def test_blocks_move_out_and_back(device, way):
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_any_permutation(device, data):
-    way = data.draw(st.sampled_from(["batch", "single", "kernel", *(["rows"] if device.type == "cpu" else [])]))
+    way = data.draw(st.sampled_from(["batch", "single", *(["rows"] if device.type == "cpu" else [])]))
     nbytes = data.draw(st.sampled_from([2, 14, 24, 4096, 20_004]))
     calls = data.draw(
         st.lists(
@@ -387,20 +386,25 @@ def test_pages_are_registered_in_pieces_between_blocks():
     host.close()
 
 
-async def test_a_kernel_is_not_given_addresses_that_are_not_the_hosts():
-    cpu = torch.device("cpu")
-    library = Library(1 << 46)
-    host = HostArena.create(2, NBYTES)
-    blocks = torch.ones((2, NBYTES), dtype=torch.uint8)
-    copies = BlockCopies(blocks, host, Streams(cpu), event_pool(cpu), HandPort(), way="kernel", driver=Driver(library))
-    await copies.out([0, 1], [1, 0])
-    assert library.calls == [1, 1]
-    await copies.aclose()
-    host.close()
+async def test_the_benchmarks_kernel_moves_the_same_bytes(device):
+    """Through the same calls as the other ways, and with a block's last tile not full."""
+    nbytes = 20_004
+    bed = Bed(device, "batch", nbytes=nbytes)
+    bed.copies._way = KernelWay(bed.blocks.view(torch.uint8), bed.host, programs=2)
+    await bed.copies.out([3, 0, 11], [8, 2, 0])
+    bed.host_bytes[[8, 2, 0]] = bed.pool_bytes[[3, 0, 11]]
+    np.testing.assert_array_equal(bed.host.kv, bed.host_bytes)
+    await bed.copies.back([8, 5], [1, 2])
+    bed.pool_bytes[[1, 2]] = bed.host_bytes[[8, 5]]
+    np.testing.assert_array_equal(bed.pool(), bed.pool_bytes)
+    bed.copies._way = bed.copies._rows
+    # Triton's interpreter leaves a cycle that holds the tensors of the last launch
+    gc.collect()
+    await bed.close()
 
 
 @pytest.mark.parametrize(("nbytes", "stride", "word"), [(64, 64, 8), (64, 68, 4), (6, 8, 1), (12, 16, 4)])
-def test_a_kernel_moves_words_as_wide_as_they_divide(device, nbytes, stride, word):
+def test_the_benchmarks_kernel_moves_words_as_wide_as_they_divide(device, nbytes, stride, word):
     pool = torch.arange(4 * stride, dtype=torch.int64).to(torch.uint8).reshape(4, stride)[:, :nbytes].to(device)
     host = torch.zeros((3, stride), dtype=torch.uint8)
     host = (host.pin_memory() if device.type == "cuda" else host)[:, :nbytes]

@@ -11,12 +11,12 @@ import torch
 from families_zoo import make_checkpoint
 from fdasync_transformers import TransformersConfig, TransformersRunner
 from fdasync_transformers.kv import KVLayout, KVPool, LayerSpec
-from fdasync_transformers.swap import BlockCopier
 from safetensors.torch import load_file
 
 from fdasync.actions import RunStep, SwapIn, SwapOut
 from fdasync.cache.host import HostArena
 from fdasync.errors import InvariantBroken, RunnerError, WeightsBroken
+from fdasync.gpu.block_rows import BlockRows
 from fdasync.runner.base import RunnerLimits, TensorMeta
 from fdasync.testing import on_bench
 
@@ -53,7 +53,7 @@ def test_blocks_come_back_bit_for_bit_and_only_they_are_touched(dtype: torch.dty
     pool = make_pool(dtype)
     blocks = pool.blocks.view(torch.uint8)
     before = blocks.clone()
-    copier = BlockCopier(pool, host)
+    copier = BlockRows(pool.blocks, host)
     assert copier.out([4, 0, 2], [1, 3, 0]) == 3 * host.block_nbytes
     assert torch.equal(blocks, before)
     for block, place in ((4, 1), (0, 3), (2, 0)):
@@ -70,7 +70,7 @@ def test_blocks_come_back_bit_for_bit_and_only_they_are_touched(dtype: torch.dty
 @pytest.mark.parametrize("host", [4 * NBYTES + 1], indirect=True)
 def test_host_blocks_of_another_size_are_refused(host: HostArena) -> None:
     with pytest.raises(InvariantBroken, match="host blocks have 353 bytes, those of the pool 352"):
-        BlockCopier(make_pool(torch.float32), host)
+        BlockRows(make_pool(torch.float32).blocks, host)
 
 
 @pytest.mark.parametrize("host", [4 * NBYTES], indirect=True)
@@ -82,7 +82,7 @@ def test_blocks_that_do_not_exist_are_refused_before_any_is_copied(
 ) -> None:
     pool = make_pool(torch.float32)
     before = pool.blocks.view(torch.uint8).clone()
-    copier = BlockCopier(pool, host)
+    copier = BlockRows(pool.blocks, host)
     with pytest.raises(InvariantBroken, match=r"does not exist|host blocks"):
         copier.out(device, places)
     assert not host.kv.any()

@@ -13,10 +13,10 @@ import torch
 
 from fdasync.actions import RunStep, SwapIn, SwapOut
 from fdasync.errors import InvariantBroken, RunnerError
+from fdasync.gpu.block_rows import BlockRows
 from fdasync.runner.base import CopyOutput, StepOutput
 from fdasync_transformers.executor import Executor, step_output
 from fdasync_transformers.sampler import sample
-from fdasync_transformers.swap import BlockCopier
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +34,7 @@ class HostExecutor(Executor):
     def __init__(self, model: StepModel, bound: Bound) -> None:
         self._model = model
         self._bound = bound
-        self._copier = None if bound.host is None else BlockCopier(bound.pool, bound.host)
+        self._blocks = None if bound.host is None else BlockRows(bound.pool.blocks, bound.host)
         self._failure = ""
 
     def launch(self, step: RunStep) -> asyncio.Future[StepOutput]:
@@ -95,14 +95,14 @@ class HostExecutor(Executor):
         return step_output(batch.step_id, out)
 
     def _move(self, copy: SwapOut | SwapIn) -> CopyOutput:
-        copier, table, arena = self._copier, self._bound.table, self._bound.arena
-        if copier is None:
+        blocks, table, arena = self._blocks, self._bound.table, self._bound.arena
+        if blocks is None:
             raise InvariantBroken("a copy, and there is no host tier")
         rows_before = arena.written_nbytes if arena is not None else 0
         if isinstance(copy, SwapOut):
-            moved = copier.out(copy.device, copy.host)
+            moved = blocks.out(copy.device, copy.host)
         else:
-            moved = copier.back(copy.host, copy.device)
+            moved = blocks.back(copy.host, copy.device)
             table.place(copy.device, copy.slots, copy.generations)
         rows = arena.written_nbytes - rows_before if arena is not None else 0
         return CopyOutput(copy.copy_id, moved, rows)
