@@ -52,6 +52,31 @@ class BadInput(PermanentError, ValueError):
         super().__init__(text)
 
 
+class RoutingMismatch(BadInput):
+    """Recorded rows do not fit the model or the sequence that they are to be replayed on.
+
+    Attributes:
+        problem: what does not fit, in words.
+        sequence: number of the sequence in the batch.
+        request_id: the caller's name for it, or "".
+        layer: hidden-layer number, or -1 where it is not about one.
+        position: absolute, or -1 where it is not about one.
+    """
+
+    def __init__(
+        self, problem: str, *, sequence: int, request_id: str = "", layer: int = -1, position: int = -1
+    ) -> None:
+        self.sequence = sequence
+        self.request_id = request_id
+        self.layer = layer
+        self.position = position
+        where = [f"routing[{sequence}]"]
+        where += [f"request {request_id!r}"] if request_id else []
+        where += [f"layer {layer}"] if layer >= 0 else []
+        where += [f"position {position}"] if position >= 0 else []
+        super().__init__(", ".join(where), problem)
+
+
 class ConfigError(BadInput):
     """A configuration value or key is wrong."""
 

@@ -31,6 +31,7 @@ from fdasync.errors import (
     PluginError,
     ProtocolError,
     RemoteError,
+    RoutingMismatch,
     RunnerError,
     StoreBusy,
     StoreRejected,
@@ -48,6 +49,11 @@ from fdasync.runner.wire import Failed, ToEngine, pack_error, unpack_error
 EXAMPLES = [
     (BadInput("top_p", "is odd", limit=3, hint="try less"), "top_p: is odd (limit: 3); try less"),
     (BadInput("top_p", "is odd"), "top_p: is odd"),
+    (
+        RoutingMismatch("expert 9 does not exist", sequence=2, request_id="r7", layer=3, position=17),
+        "routing[2], request 'r7', layer 3, position 17: expert 9 does not exist",
+    ),
+    (RoutingMismatch("is no record", sequence=0), "routing[0]: is no record"),
     (ConfigError("config.x", "is odd", limit=0), "config.x: is odd (limit: 0)"),
     (DuplicateRequestId("r1"), "'r1' names a request that is still live"),
     (CheckpointError("/m", "no weights"), "/m: no weights"),

@@ -11,33 +11,45 @@ if TYPE_CHECKING:
     from fdasync_transformers.checkpoints import make_random_checkpoint
     from fdasync_transformers.named import named_tensors
     from fdasync_transformers.replay import forced_routing
+    from fdasync_transformers.replay_batch import Replay, checkpoint_contexts, replay_routing
+    from fdasync_transformers.replay_layout import Packed, Padded
     from fdasync_transformers.runner import TransformersConfig, TransformersRunner
     from fdasync_transformers.tokenizer import load_tokenizer
     from fdasync_transformers.verification import Difference, Report, Served, verify
 
 _HOME = {
     "Difference": "verification",
+    "Packed": "replay_layout",
+    "Padded": "replay_layout",
+    "Replay": "replay_batch",
     "Report": "verification",
     "Served": "verification",
     "TransformersConfig": "runner",
     "TransformersRunner": "runner",
+    "checkpoint_contexts": "replay_batch",
     "forced_routing": "replay",
     "load_tokenizer": "tokenizer",
     "make_random_checkpoint": "checkpoints",
     "named_tensors": "named",
+    "replay_routing": "replay_batch",
     "verify": "verification",
 }
 
 __all__ = [
     "Difference",
+    "Packed",
+    "Padded",
+    "Replay",
     "Report",
     "Served",
     "TransformersConfig",
     "TransformersRunner",
+    "checkpoint_contexts",
     "forced_routing",
     "load_tokenizer",
     "make_random_checkpoint",
     "named_tensors",
+    "replay_routing",
     "verify",
 ]
 

@@ -4,13 +4,14 @@ This is how a trainer replays the routing of a rollout: the experts come from th
 chosen experts from the live logits, with their gradients. One code path serves all families: while a router
 runs, the one `topk` over its experts is answered with the recorded ids (and the `topk` over expert groups
 with the groups of those ids); everything else of the router stays the library's own. Knows nothing of
-engines or requests. Called by `verify.py` and by training code.
+engines, requests, or sequences in a batch. Called by `replay_batch.py`, `verification.py` and training code.
 """
 
 from __future__ import annotations
 
 import re
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from fdasync.errors import BadInput, InvariantBroken, UnsupportedModel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _BIAS = "e_score_correction_bias"
@@ -140,7 +141,7 @@ def forced_routing(
             if site.dense:
                 raise UnsupportedModel("llama4", "its experts take no ids, so its routing cannot be forced")
             rows = _checked(given, site)
-            hook = _Hook(site, rows, live)
+            hook = RouterHook(site, partial(_same, rows), live)
             stack.callback(site.router.register_forward_pre_hook(hook.before).remove)
             stack.callback(site.router.register_forward_hook(hook.after, always_call=True).remove)
         yield
@@ -169,6 +170,10 @@ def observed_routing(model: torch.nn.Module, ids_by_layer: dict[int, torch.Tenso
         yield
 
 
+def _same(rows: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return rows.to(device)
+
+
 def _checked(given: Any, site: RouterSite) -> torch.Tensor:
     field = f"rows_by_layer[{site.layer}]"
     rows = torch.as_tensor(given)
@@ -181,10 +186,20 @@ def _checked(given: Any, site: RouterSite) -> torch.Tensor:
     return rows
 
 
-class _Hook:
-    """Puts a `_Selector` around each call of one router, and takes it away again."""
+class RouterHook:
+    """Puts a `_Selector` around each call of one router, and takes it away again.
 
-    def __init__(self, site: RouterSite, rows: torch.Tensor, live: dict[int, Selection] | None) -> None:
+    `before` and `after` are a forward pre-hook and a forward hook (`always_call`) of the router.
+
+    Args:
+        site: whose router.
+        rows: asked in each call for int64 ids [T, >= k] on the device given; as `rows_by_layer` of `forced_routing`.
+        live: filled with what the router would have chosen; None looks at nothing.
+    """
+
+    def __init__(
+        self, site: RouterSite, rows: Callable[[torch.device], torch.Tensor], live: dict[int, Selection] | None
+    ) -> None:
         self._site = site
         self._rows = rows
         self._live = live
@@ -196,7 +211,7 @@ class _Hook:
             raise UnsupportedModel("phimoe", "in training mode its router samples experts; call router.eval()")
         if self._live is not None:
             self._live[site.layer] = _look(site, args)
-        selector: Any = _Selector(site, self._rows)
+        selector: Any = _Selector(site, self._rows(args[0].device))
         selector.__enter__()
         self._open.append(selector)
 

@@ -1,0 +1,130 @@
+"""One forward pass of a replay: its rows, forced while it runs, and again where checkpointing recomputes a part of it.
+
+Recomputation forces the rows of its own pass, whenever backward runs, as each checkpointed function carries them.
+Checkpointing that gives no chance to do so is refused in the forward pass, so that nothing is ever recomputed with live
+routing in silence. Knows no sequences. Called by `replay_batch.py`.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fdasync.errors import BadInput
+from fdasync_transformers.replay import RouterHook, RouterSite
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from fdasync_transformers.replay_rows import Table
+
+
+class Pass:
+    """One forward pass: its rows, kept for as long as something may recompute a part of it.
+
+    Attributes:
+        running: until the forward pass has ended; a call after that is a recomputation.
+        covered: above 0 while a function runs whose recomputation will bring these rows.
+        seen: layers whose router ran.
+    """
+
+    def __init__(self, sites: dict[int, RouterSite], table: Table) -> None:
+        self.sites = sites
+        self.table = table
+        self.running = True
+        self.covered = 0
+        self.seen: set[int] = set()
+        self._places = {layer: place for place, layer in enumerate(sites)}
+        self._with_grad = torch.is_grad_enabled()
+        self._on: dict[torch.device, torch.Tensor] = {}
+
+    def rows(self, layer: int, device: torch.device) -> torch.Tensor:
+        """int64 [T, K]; the table is copied once to each device that asks."""
+        if device not in self._on:
+            self._on[device] = torch.from_numpy(self.table.ids).to(device)
+        return self._on[device][self._places[layer]].long()
+
+    def watch(self, site: RouterSite) -> None:
+        """A router is about to run in the forward pass; refuses what would be recomputed without these rows."""
+        self.seen.add(site.layer)
+        if torch.compiler.is_compiling():
+            raise compiled()
+        if self.covered:
+            return
+        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        recomputed = hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+        # checkpointing of the reentrant kind, of torch or of anyone, runs its forward without gradients
+        if recomputed or (self._with_grad and not torch.is_grad_enabled()):
+            raise BadInput(
+                "model",
+                f"layer {site.layer} is checkpointed, and not by the library: it would be recomputed with live routing",
+                hint="use activation_checkpointing_enable(), or context_fn=checkpoint_contexts(model)",
+            )
+
+
+class Forcing:
+    """While entered, the routers of `sites` choose the pass's rows. May be entered again, as recomputing may be."""
+
+    def __init__(self, work: Pass, sites: Sequence[RouterSite], *, watch: bool = False) -> None:
+        self._work = work
+        self._sites = sites
+        self._watch = watch
+        self._open: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for site in self._sites:
+
+                def rows(device: torch.device, layer: int = site.layer) -> torch.Tensor:
+                    return self._work.rows(layer, device)
+
+                def watch(_router: Any, _args: Any, site: RouterSite = site) -> None:
+                    self._work.watch(site)
+
+                hook = RouterHook(site, rows, None)
+                if self._watch:
+                    stack.callback(site.router.register_forward_pre_hook(watch).remove)
+                stack.callback(site.router.register_forward_pre_hook(hook.before).remove)
+                stack.callback(site.router.register_forward_hook(hook.after, always_call=True).remove)
+            self._open.append(stack.pop_all())
+
+    def __exit__(self, *_: Any) -> None:
+        self._open.pop().close()
+
+
+class Covered:
+    """While entered, what runs in the forward pass will be recomputed with its rows."""
+
+    def __init__(self, work: Pass) -> None:
+        self._work = work
+
+    def __enter__(self) -> None:
+        self._work.covered += 1
+
+    def __exit__(self, *_: Any) -> None:
+        self._work.covered -= 1
+
+
+class Checkpointing:
+    """Stands for a module's checkpointing function during one pass: what it checkpoints carries the pass's rows."""
+
+    def __init__(self, own: Callable[..., Any], work: Pass, sites: Sequence[RouterSite]) -> None:
+        self._own = own
+        self._work = work
+        self._sites = sites
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        work, sites = self._work, self._sites
+
+        def with_rows(*inner: Any, **named: Any) -> Any:
+            with Covered(work) if work.running else Forcing(work, sites):
+                return function(*inner, **named)
+
+        return self._own(with_rows, *args, **kwargs)
+
+
+def compiled() -> BadInput:
+    """The error about torch.compile."""
+    return BadInput("model", "is compiled by torch.compile, which replay does not work under", hint="run it eagerly")
