@@ -82,7 +82,7 @@ class Judge:
     Args:
         folders: checkpoint of each name of weights.
         weights: name of the weights of each version.
-        tolerance: of ties, over the largest score; None: that of `verify`.
+        dtype: of the reference; `verify` wants float32.
     """
 
     def __init__(
@@ -91,51 +91,56 @@ class Judge:
         weights: dict[int, str],
         device: torch.device,
         dtype: torch.dtype,
-        tolerance: float | None = None,
     ) -> None:
         self._folders = folders
         self._weights = weights
         self._device = device
         self._dtype = dtype
-        self._tolerance = tolerance
         self._models: dict[str, Any] = {}
         self._said: dict[bytes, Findings] = {}
 
     def model(self, weights: str) -> Any:
         """The library's model, eager in attention and experts; loaded when first asked for."""
         if weights not in self._models:
-            model = AutoModelForCausalLM.from_pretrained(
-                self._folders[weights], dtype=self._dtype, attn_implementation="eager", local_files_only=True
-            )
-            model.set_experts_implementation("eager")
-            model.requires_grad_(False)
-            self._models[weights] = model.to(self._device).eval()
+            self._models[weights] = self._load(weights)
         return self._models[weights]
+
+    def _load(self, weights: str) -> Any:
+        model = AutoModelForCausalLM.from_pretrained(
+            self._folders[weights], dtype=self._dtype, attn_implementation="eager", local_files_only=True
+        )
+        model.set_experts_implementation("eager")
+        model.requires_grad_(False)
+        return model.to(self._device).eval()
 
     def judge(self, answers: list[Answer]) -> Findings:
         """All of them."""
         found = Findings()
         for answer in answers:
-            found.add(self._one(answer))
+            key = self._key(answer)
+            if key not in self._said:
+                self._said[key] = self._one(answer)
+            found.add(self._said[key])
             found.counts["answers"] += 1
         return found
 
-    def _one(self, answer: Answer) -> Findings:
+    def _key(self, answer: Answer) -> bytes:
+        """Equal where the verdicts are: order within a row does not count."""
         rows = None if answer.routing is None else np.sort(answer.routing.array, axis=-1)
         weights = [self._weights[version] for _, _, version in answer.spans] or [self._weights[0]]
         facts = (answer.prompt, answer.tokens, answer.greedy, weights, answer.spans[:-1], answer.finish_reason)
-        key = hashlib.sha256(repr(facts).encode() + (b"" if rows is None else rows.tobytes())).digest()
-        if key not in self._said:
-            if len(answer.spans) > 1:
-                self._said[key] = self._in_two(answer)
-            else:
-                start = 0 if answer.routing is None else answer.routing.start
-                served = Served(answer.prompt, answer.tokens, answer.greedy, answer.routing, bool(answer.tokens))
-                self._said[key] = self._verify(self.model(weights[0]), served, start)
-        return self._said[key]
+        return hashlib.sha256(repr(facts).encode() + (b"" if rows is None else rows.tobytes())).digest()
+
+    def _one(self, answer: Answer) -> Findings:
+        if len(answer.spans) > 1:
+            return self._in_two(answer)
+        weights = self._weights[answer.spans[0][2] if answer.spans else 0]
+        start = 0 if answer.routing is None else answer.routing.start
+        served = Served(answer.prompt, answer.tokens, answer.greedy, answer.routing, bool(answer.tokens))
+        return self._verify(self.model(weights), served, start)
 
     def _verify(self, model: Any, served: Served, first: int) -> Findings:
-        report = verify(model, [served], max_differences=_MAX_DIFFERENCES, tolerance=self._tolerance)
+        report = verify(model, [served], max_differences=_MAX_DIFFERENCES)
         found = Findings()
         found.counts.update(
             exact_rows=report.rows_exact,

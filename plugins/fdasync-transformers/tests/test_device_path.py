@@ -98,7 +98,14 @@ async def complete_all(config: EngineConfig, folder: Path) -> list[Any]:
         # again: prefixes of the first come from the host tier by now
         second = await asyncio.gather(*[engine.complete(prompt, params[1]) for prompt in prompts[:2]])
         assert any(result.cached.total for result in second)
-        return [*first, *second]
+        # with two steps in flight the one behind a stop is computed already: its token and its row leave the result
+        stop = first[0].samples[0].token_ids[2]
+        stopped = await engine.complete(
+            prompts[0], SamplingParams(max_tokens=6, temperature=0.0, stop_token_ids=(stop,))
+        )
+        assert stopped.samples[0].finish_reason == "stop"
+        assert len(stopped.samples[0].token_ids) < 6
+        return [*first, *second, stopped]
 
 
 @pytest.mark.parametrize("process", ["inline", pytest.param("worker", marks=pytest.mark.gpu)])
@@ -125,6 +132,7 @@ async def test_an_engine_with_little_memory(tmp_path: Path, process: Any) -> Non
     got = await complete_all(config(DEVICE, 2), tmp_path)
     for one, other in zip(got, wanted, strict=True):
         assert one.samples[0].token_ids == other.samples[0].token_ids
+        assert one.samples[0].finish_reason == other.samples[0].finish_reason
         mine, theirs = one.samples[0].routing.array, other.samples[0].routing.array
         assert np.array_equal(np.sort(mine, -1), np.sort(theirs, -1))
 
