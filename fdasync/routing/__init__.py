@@ -1,0 +1,41 @@
+"""Expert rows between a result and a trainer: one function each way for each trainer's documented format.
+
+All of it is plain numpy on the caller's thread, tens of milliseconds to seconds for long samples
+(`python -m benchmarks.routing_bytes`): away from an event loop's turn. Knows no engine and no network. Called by users;
+docs/routing.md says which function is for whom.
+"""
+
+from fdasync.result import Routing
+from fdasync.routing.checks import RoutingLayout, check_routing
+from fdasync.routing.layers import expand_layers, moe_layers_only
+from fdasync.routing.nemo_rl import from_nemo_rl, to_nemo_rl
+from fdasync.routing.prime_rl import from_prime_rl, to_prime_rl
+from fdasync.routing.sglang import from_sglang, to_sglang
+from fdasync.routing.skyrl import from_skyrl, to_skyrl
+from fdasync.routing.turns import RoutingLog, append
+from fdasync.routing.verl import from_verl, to_verl
+from fdasync.routing.vllm import from_vllm, to_vllm
+from fdasync.routing.wire import MAX_NBYTES
+
+__all__ = [
+    "MAX_NBYTES",
+    "Routing",
+    "RoutingLayout",
+    "RoutingLog",
+    "append",
+    "check_routing",
+    "expand_layers",
+    "from_nemo_rl",
+    "from_prime_rl",
+    "from_sglang",
+    "from_skyrl",
+    "from_verl",
+    "from_vllm",
+    "moe_layers_only",
+    "to_nemo_rl",
+    "to_prime_rl",
+    "to_sglang",
+    "to_skyrl",
+    "to_verl",
+    "to_vllm",
+]

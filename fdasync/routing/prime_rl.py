@@ -1,0 +1,51 @@
+"""Rows as prime-rl's servers send them: `{"data": base64, "shape": [...], "start": n, "dtype": name}`.
+
+Contract, read in prime-rl of August 2026 (`src/prime_rl/inference/vllm/routed_experts.py`): three axes, C order, uint8
+unless an id above 255 is there, else uint16; `start` is the position of the first row, so that a turn sends only what
+is new. Payloads before the dtype field are uint8.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fdasync.errors import BadInput
+from fdasync.routing.checks import RoutingLayout, check_num_rows, rows_of
+from fdasync.routing.layers import expand_layers, moe_layers_only
+from fdasync.routing.wire import MAX_NBYTES, pack, unpack
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from fdasync.result import Routing
+
+
+def to_prime_rl(routing: Routing, num_hidden_layers: int | None = None) -> dict[str, Any]:
+    """For `choices[].routed_experts`. `num_hidden_layers` adds zero rows for dense layers.
+
+    Raises BadInput as `expand_layers`.
+    """
+    rows = expand_layers(routing, num_hidden_layers)
+    return {**pack(rows.astype("uint8" if int(rows.max(initial=0)) < 1 << 8 else "uint16")), "start": routing.start}
+
+
+def from_prime_rl(
+    payload: Mapping[str, Any],
+    layout: RoutingLayout,
+    *,
+    num_hidden_layers: int | None = None,
+    num_tokens: int | None = None,
+    max_nbytes: int = MAX_NBYTES,
+) -> Routing:
+    """The other way; arguments as of `from_vllm`, with the start of the payload.
+
+    Raises BadInput: no such payload, a shape that lies or is another's, too many bytes, picks in a dense layer, ids out
+    of range, an expert twice in a row.
+    """
+    field = "routed_experts"
+    array = unpack(payload, field, ("uint8", "uint16"), max_nbytes, default="uint8")
+    start = payload.get("start", 0)
+    if type(start) is not int or start < 0:
+        raise BadInput(f"{field}.start", f"{start!r} is no position", limit="0 or more")
+    check_num_rows(array.shape[0], start, num_tokens, field)
+    return rows_of(moe_layers_only(array, layout, num_hidden_layers, field), layout, start, field)
