@@ -493,9 +493,9 @@ def test_a_router_that_is_not_called_is_noticed() -> None:
     model = make_model("qwen3_moe")
     block = model.model.layers[2].mlp
     block.forward = lambda hidden: hidden  # as a kernel that replaces the whole block
-    with pytest.raises(UnsupportedModel, match=r"layers \[2\] were not called"):
-        with replay_routing(model, [random_routing(model, 13)]):
-            model(input_ids=ids_of(14))
+    replayed = replay_routing(model, [random_routing(model, 13)])
+    with pytest.raises(UnsupportedModel, match=r"layers \[2\] were not called"), replayed:
+        model(input_ids=ids_of(14))
 
 
 def test_fused_and_compiled_and_wrapped_models_are_refused() -> None:
@@ -511,6 +511,16 @@ def test_fused_and_compiled_and_wrapped_models_are_refused() -> None:
         pass
     model.model.layers[0]._compiled_call_impl = lambda *_: None  # what `layer.compile()` leaves
     with pytest.raises(BadInput, match=r"torch\.compile"), replay_routing(model, [None]):
+        pass
+
+
+def test_arguments_of_other_types_are_refused() -> None:
+    model = make_model("qwen3_moe")
+    record: Any = random_routing(model, 3)
+    lengths: Any = [4]
+    with pytest.raises(BadInput, match="is a Routing"), replay_routing(model, record):
+        pass
+    with pytest.raises(BadInput, match="is a list"), replay_routing(model, [record], layout=lengths):
         pass
 
 

@@ -107,6 +107,10 @@ class Replay:
         request_ids: Sequence[str],
     ) -> None:
         self.replayed_tokens = self.live_tokens = self.padding_tokens = 0
+        if not isinstance(routing, list | tuple):
+            raise BadInput("routing", f"is a {type(routing).__name__}", limit="a list, one entry per sequence")
+        if layout is not None and not isinstance(layout, Layout):
+            raise BadInput("layout", f"is a {type(layout).__name__}", limit="Padded, Packed or None")
         self._model = model
         self._kind, self._sites = _replayable(model)
         self._top_k = [int(site.router.top_k) for site in self._sites.values()]  # type: ignore[arg-type]

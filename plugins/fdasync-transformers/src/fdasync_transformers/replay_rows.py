@@ -122,10 +122,12 @@ def _checked(given: Any, index: int, name: str, sites: Mapping[int, RouterSite],
     if array.shape[2] != max(top_k):
         raise wrong(f"has {array.shape[2]} experts per token, the model chooses {max(top_k)}")
     order = np.argsort(layer_ids)
-    if uneven is not None and [uneven[i] for i in order] != list(top_k):
-        differs = next((i for i, place in enumerate(order) if uneven[place] != top_k[i]), 0)
-        problem = f"has {uneven[order[differs]]} experts per token, the model chooses {top_k[differs]}"
-        raise wrong(problem, layers[differs])
+    if uneven is not None and len(uneven) != len(layers):
+        raise wrong(f"tells the experts per token of {len(uneven)} layers and names {len(layers)}")
+    for place, column in enumerate(order):
+        if uneven is not None and uneven[column] != top_k[place]:
+            problem = f"has {uneven[column]} experts per token, the model chooses {top_k[place]}"
+            raise wrong(problem, layers[place])
     if start < 0:
         raise wrong(f"starts at position {start}")
     if layer_ids != layers:
