@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from fdasync.errors import BadInput
 from fdasync.result import Routing
@@ -167,14 +168,15 @@ def table(figures: Mapping[str, Mismatch], *, title: str = "rollout and trainer"
     if not figures:
         raise BadInput("figures", "is empty")
     taus = sorted({one.tau for one in figures.values()})
-    drawn = Table(title=title)
+    # names and title are text, not markup
+    drawn = Table(title=Text(title))
     drawn.add_column("")
     ratio = f"ratio > {', '.join(f'{tau:g}' for tau in taus)}"
     for column in ("tokens", "K3 KL", ratio, "picks differ", "routers differ", "tokens differ", "layers/token"):
         drawn.add_column(column, justify="right")
     for name, one in figures.items():
         drawn.add_row(
-            name,
+            Text(name),
             f"{one.tokens:,}",
             f"{one.k3:.3e}",
             _percent(one.extreme_share),

@@ -7,6 +7,9 @@ import io
 import json
 import math
 import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -439,27 +442,34 @@ def cut(routing: Routing, first: int, stop: int) -> Routing:
 
 
 class TestTurns:
-    @given(routings(even=True), st.data())
-    def test_turns_join_to_the_whole(self, case, data):
-        whole = rows(30, 2, 3, 9, start=case[0].start)
+    @given(st.integers(0, 3), st.lists(st.tuples(st.integers(0, 9), st.integers(0, 15)), max_size=6))
+    def test_turns_join_to_the_whole(self, begin, turns):
+        """Turns that go `back` rows and bring `count`, in any order within a row; the last brings what is left."""
+        end = begin + 30
+        whole = rows(30, 2, 3, 9, start=begin)
         log = RoutingLog()
-        begin = whole.start
-        log.add(cut(whole, begin, begin + data.draw(st.integers(0, 30))))
-        added = log.stop - begin
-        while log.stop < begin + 30:
-            # anything from a full repeat to just what is new, in any order within a row
-            first = data.draw(st.integers(begin, log.stop))
-            turn = cut(whole, first, data.draw(st.integers(log.stop, begin + 30)))
-            turn.array[:] = np.random.default_rng(first).permuted(turn.array, axis=2)
-            if turn.array.shape[0] and data.draw(st.booleans()):
-                turn = cut(turn, first, data.draw(st.integers(first, first + len(turn.array))))
+        added = log.add(cut(whole, begin, begin + 2))
+        for number, (back, count) in enumerate([*turns, (0, 30)]):
+            first = max(begin, log.stop - back)
+            turn = cut(whole, first, min(first + count, end))
+            turn.array[:] = np.random.default_rng(number).permuted(turn.array, axis=2)
+            before = log.stop
             added += log.add(turn)
-            if data.draw(st.booleans()):
-                added += log.add(cut(whole, log.stop, min(log.stop + 5, begin + 30)))
+            assert log.stop == max(before, first + len(turn.array))
         joined = log.routing()
         assert added == 30
         assert joined.start == begin
         assert sets_of(joined) == sets_of(whole)
+
+    def test_nothing_yet_is_a_turn_too(self):
+        whole = rows(9, 2, 2, 8, start=3)
+        log = RoutingLog()
+        assert log.stop == 0
+        assert log.add(cut(whole, 3, 3)) == 0
+        assert log.stop == 3
+        assert log.routing().array.shape == (0, 2, 2)
+        log.add(whole)
+        assert_same(log.routing(), whole)
 
     def test_a_short_turn_drops_nothing(self):
         whole = rows(9, 2, 2, 8)
@@ -546,3 +556,21 @@ def test_garbage_is_refused_with_one_type(garbage, at):
             except BadInput:
                 continue
             assert math.prod(rows_read.array.shape) <= 64
+
+
+def test_the_benchmark_writes_what_payloads_weigh(tmp_path: Path) -> None:
+    out = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "benchmarks.routing_bytes", "--tokens", "31", "--runs", "1", "--json", str(out)]
+    root = Path(__file__).parent.parent
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(out.read_text())
+    figures = report["figures"]
+    # 30 rows; base64 in a JSON string
+    assert figures["deepseek_v3_rows_bytes"] == 30 * 58 * 8
+    assert figures["deepseek_v3_sglang_bytes"] == 4 * math.ceil(30 * 61 * 8 * 4 / 3) + 2
+    assert figures["deepseek_v3_verl_bytes"] == 31 * 58 * 8 * 2
+    assert figures["qwen3_30b_a3b_vllm_bytes"] == 4 * math.ceil((128 + 30 * 48 * 8) / 3) + 2
+    assert report["conditions"]["tokens"] == 31
+    assert len([name for name in figures if name.endswith("_encode_s")]) == 12
+    assert "skyrl" in done.stdout
