@@ -214,7 +214,9 @@ class TransformersRunner(Runner):
     # -- new weights; all of it blocks the loop of the worker process -------------------------------
 
     async def load_folder(self, path: str) -> str:
-        return self._opened_weights.load_folder(path)
+        weights_id = self._opened_weights.load_folder(path)
+        self._settle()
+        return weights_id
 
     async def begin_tensors(self, tensors: Sequence[TensorMeta]) -> None:
         self._opened_weights.begin(tensors)
@@ -224,6 +226,12 @@ class TransformersRunner(Runner):
 
     async def end_tensors(self) -> None:
         self._opened_weights.end()
+        self._settle()
+
+    def _settle(self) -> None:
+        """New weights were written on another stream than steps run on: the next step must find them there."""
+        if self._step_model is not None and self._step_model.model.device.type == "cuda":
+            torch.cuda.synchronize(self._step_model.model.device)  # blocking: no step is in flight, in a worker process
 
     @property
     def _opened_weights(self) -> LiveWeights:
