@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import io
 import math
-import sys
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fdasync.errors import BadInput
+from fdasync.exact import exact, exact_sum, parts_of
 from fdasync.result import Routing
 from fdasync.routing.checks import RoutingLayout, check_routing
 
@@ -71,7 +70,7 @@ class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
         Schulman's third estimator (joschu.net/blog/kl-approx.html), of which arXiv 2510.11370 reports: never below 0,
         unbiased for tokens that the rollout drew. Nothing is clipped; inf where any term is.
         """
-        return math.inf if self.k3_infinite else float(_exact(self.k3_parts) / self.tokens)
+        return math.inf if self.k3_infinite else float(exact(self.k3_parts) / self.tokens)
 
     @property
     def extreme_share(self) -> float:
@@ -104,7 +103,7 @@ class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
             raise BadInput("tau", f"{other.tau} cannot be merged with {self.tau}")
         mine, theirs = msgspec.structs.asdict(self), msgspec.structs.asdict(other)
         summed = {name: value + theirs[name] for name, value in mine.items() if isinstance(value, int)}
-        parts = _parts_of(_exact(self.k3_parts) + _exact(other.k3_parts))
+        parts = parts_of(exact(self.k3_parts) + exact(other.k3_parts))
         return Mismatch(**{**mine, **summed, "tau": self.tau, "k3_parts": parts})
 
 
@@ -152,7 +151,7 @@ def mismatch(
     rows = {} if rollout_routing is None or trainer_routing is None else _rows(rollout_routing, trainer_routing)
     return Mismatch(
         tokens=terms.size,
-        k3_parts=_parts_of(_exact_sum(terms[finite])),
+        k3_parts=parts_of(exact_sum(terms[finite])),
         k3_infinite=int(terms.size - finite.sum()),
         extreme_tokens=far,
         tau=float(tau),
@@ -256,42 +255,6 @@ def _k3_terms(
         series = 1 + x / k * series
     terms[small] = x * x / 2 * series
     return terms, int((np.abs(d) > log_tau).sum())
-
-
-def _exact_sum(values: NDArray[np.float64]) -> Fraction:
-    """The sum of finite float64 values, not rounded."""
-    if not values.size:
-        return Fraction(0)
-    fraction, exponent = np.frexp(values)
-    # 53-bit integers, added in two halves so that 2**36 of them cannot overflow
-    whole = np.ldexp(fraction, 53).astype(np.int64)
-    lowest = int(exponent.min())
-    groups, where = np.unique(exponent, return_inverse=True)
-    order = np.argsort(where, kind="stable")
-    firsts = np.searchsorted(where[order], np.arange(groups.size))
-    high = np.add.reduceat(whole[order] >> 27, firsts)
-    low = np.add.reduceat(whole[order] & ((1 << 27) - 1), firsts)
-    total = 0
-    for group, above, below in zip(groups, high, low, strict=True):
-        total += ((int(above) << 27) + int(below)) << (int(group) - lowest)
-    return Fraction(total) * Fraction(2) ** (lowest - 53)
-
-
-def _exact(parts: tuple[float, ...]) -> Fraction:
-    return sum((Fraction(part) for part in parts), Fraction(0))
-
-
-def _parts_of(value: Fraction) -> tuple[float, ...]:
-    """Floats that add up to exactly this sum of floats, the same ones for the same sum."""
-    parts = []
-    while value:
-        try:
-            part = float(value)
-        except OverflowError:  # several terms near the largest float
-            part = sys.float_info.max
-        parts.append(part)
-        value -= Fraction(part)
-    return tuple(parts)
 
 
 def _rows(rollout: Routing | Sequence[Routing], trainer: Routing | Sequence[Routing]) -> dict[str, int]:

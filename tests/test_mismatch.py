@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from fdasync import BadInput, Routing
 from fdasync.mismatch import Mismatch, mismatch, table
+from tests.helpers import case_settings
 
 logprobs = st.floats(-30, 0)
 pairs = st.tuples(logprobs, st.one_of(logprobs, st.none()), st.floats(-1e-3, 1e-3))
@@ -34,6 +35,7 @@ def routing(sets: Any, start: int = 0, experts: int = 16, **more: Any) -> Routin
 
 
 class TestLogprobs:
+    @case_settings(60)
     @given(st.lists(pairs, min_size=1, max_size=30))
     def test_k3_is_that_of_60_digits(self, given_pairs):
         rollout = [a for a, _, _ in given_pairs]
@@ -68,6 +70,7 @@ class TestLogprobs:
         one = mismatch([-1.0, -1000.0, -1.0], [-1.0, -1.0, -math.inf])
         assert one.k3 == math.inf
         assert (one.k3_infinite, one.extreme_tokens, one.tokens) == (2, 2, 3)
+        assert mismatch([-1000.0], [-1.0]).k3 == math.inf
         # several of the largest that a float holds: their sum is none, their mean is
         assert mismatch([-709.0] * 5, [0.0] * 5).k3 == pytest.approx(math.exp(709), rel=1e-12)
 
@@ -86,6 +89,7 @@ class TestLogprobs:
         assert mismatch(*[[*side, []] for side in ragged]) == wanted
         assert wanted.tokens == 12
 
+    @case_settings(60)
     @given(st.lists(st.lists(pairs, min_size=1, max_size=5), min_size=1, max_size=5), st.randoms())
     def test_merging_is_exact_in_any_order(self, batches, random):
         sides = [([a for a, _, _ in batch], [a if b is None else b for a, b, _ in batch]) for batch in batches]
@@ -107,6 +111,7 @@ class TestLogprobs:
         [
             (([], []), "rollout_logprobs"),
             (([[], []], [[], []]), "rollout_logprobs"),
+            ((np.zeros((0, 4)), np.zeros((0, 4))), "rollout_logprobs"),
             (([-1.0], [-1.0, -2.0]), "trainer_logprobs"),
             (([[-1.0], [-1.0]], [[-1.0]]), "trainer_logprobs"),
             (([[-1.0], [-1.0, -2.0]], [[-1.0, -2.0], [-1.0]]), "trainer_logprobs"),
@@ -151,6 +156,7 @@ class TestRows:
         assert twice.differing_picks == 8
         assert twice.differing_picks_share == found.differing_picks_share
 
+    @case_settings(60)
     @given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(1, 4), st.booleans())
     def test_sets_are_compared_at_positions_of_both(self, seed, layers, top_k, uneven):
         random = np.random.default_rng(seed)

@@ -107,15 +107,12 @@ def check_routing(routing: Routing, field: str = "routing") -> RoutingLayout:
 
 
 def rows_of(values: NDArray[np.generic], layout: RoutingLayout, start: int, field: str) -> Routing:
-    """Rows from integers of any dtype, [n, MoE layers, top_k]; the array is new.
+    """Rows from integers of any dtype, [n, MoE layers, top_k], whose shape was checked; the array is new.
 
     Raises BadInput, which names position, layer and expert, as `check_routing`.
     """
     layout.check()
     check_start(start)
-    wanted = (len(layout.layer_ids), layout.top_k)
-    if values.ndim != 3 or values.shape[1:] != wanted or values.dtype.kind not in "iu":
-        raise BadInput(field, f"{values.dtype} {list(values.shape)}", limit=f"integers [n, {wanted[0]}, {wanted[1]}]")
     _check_rows(values, layout, start, field)
     return Routing(
         array=values.astype(layout.dtype, order="C"),
