@@ -108,6 +108,14 @@ class TestRefused:
         routing = rows(6, 2, 2, 8)
         with pytest.raises(BadInput, match="has 6 rows from position 4 on, 7 tokens have 2"):
             from_sglang(to_sglang(routing, 2), RoutingLayout.of(routing), 2, start=4, num_tokens=7)
+        layout = RoutingLayout.of(routing)
+        for read in (
+            lambda: from_vllm(to_vllm(routing), layout, num_tokens=8),
+            lambda: from_skyrl(to_skyrl(routing), layout, num_tokens=8),
+            lambda: from_prime_rl(to_prime_rl(routing), layout, num_tokens=8),
+        ):
+            with pytest.raises(BadInput, match="has 6 rows from position 0 on, 8 tokens have 7"):
+                read()
 
     @pytest.mark.parametrize(
         ("change", "why"),

@@ -72,6 +72,8 @@ class TestTurns:
         with pytest.raises(BadInput, match="positions 4 to 5 have no rows") as caught:
             append(cut(whole, 0, 4), cut(whole, 6, 9))
         assert (caught.value.field, caught.value.limit) == ("second.start", 4)
+        with pytest.raises(BadInput, match="positions 4 to 4 have no rows"):
+            append(cut(whole, 0, 4), cut(whole, 5, 9))
         with pytest.raises(BadInput, match="1 is before 2"):
             append(cut(whole, 2, 4), cut(whole, 1, 9))
 
