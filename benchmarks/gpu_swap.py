@@ -1,6 +1,6 @@
 """Swapping KV between device and host on a GPU: what it costs decodes, and what a hit on the host saves.
 
-    python -m benchmarks.gpu_swap [--json FILE] [--rounds 7] [--tiny]
+    python -m benchmarks.gpu_swap [--json FILE] [--rounds 5] [--tiny]
 
 The shape of Qwen3-30B-A3B in bfloat16 with weights drawn on the device, blocks of 16 tokens (1.5 MiB).
 
@@ -170,7 +170,7 @@ async def _count_rows(swaps: AsyncIterable[Any], report: Report) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", help="write the figures here, after every part")
-    parser.add_argument("--rounds", type=int, default=7, help="of every stretch and prompt (default 7)")
+    parser.add_argument("--rounds", type=int, default=5, help="of every stretch and prompt (default 5)")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal on a CPU in Triton's interpreter")
     args = parser.parse_args()
     if not args.tiny and not torch.cuda.is_available():
@@ -178,7 +178,7 @@ def main() -> None:
     scale, lengths = (
         (dataclasses.replace(tiny(), most_steps=8), (32,))
         if args.tiny
-        else (Scale(sizes=(32, 64), most_steps=60), (8192, 1024))
+        else (Scale(sizes=(32, 64), most_steps=40), (8192, 1024))
     )
     report = Report("Swapping between device and host on a GPU")
     report.conditions |= {"torch": torch.__version__, "rounds": args.rounds, "dtype": scale.dtype}
