@@ -1,0 +1,143 @@
+"""A small mixture-of-experts language model for `replay_kl`, trained on the text of Python's own library.
+
+A Qwen3-MoE with the proportions of larger ones: 8 of 64 experts in each of 8 layers, 7 million parameters, one token
+for each byte. It learns enough in two minutes of one core that its routers mean something, and its text stays as
+uncertain as text is, which the short answers of `examples/small_moe.py` are not. Saved as an ordinary checkpoint, and
+kept for the next run if the folder is. Knows no engine.
+"""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+VOCAB_SIZE = 256
+MAX_CONTEXT = 1024
+STEPS = 400
+
+_BATCH, _WIDTH = 4, 256
+_LEARNING_RATE = 3e-3
+_BALANCE = 0.01
+_HELD_OUT = 10  # every tenth file
+_MARK = "replay_kl.json"
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "router_aux_loss_coef": _BALANCE,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": MAX_CONTEXT,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def corpus() -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Text to train on, and text held out: the sources at the top of Python's library. About 5 and 0.5 MB."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    parts: tuple[list[bytes], list[bytes]] = ([], [])
+    for at, path in enumerate(files):
+        parts[at % _HELD_OUT == 0].append(path.read_bytes())
+    train, held_out = (np.frombuffer(b"".join(part), np.uint8) for part in parts)
+    return train, held_out
+
+
+def trained(folder: Path, steps: int, device: torch.device, say: Callable[[str], None]) -> dict[str, Any]:
+    """Train the model into a folder, or find it there from an earlier call with the same arguments.
+
+    Returns what is known of it: `steps`, `loss` and `held_out_loss` in nats per token, `parameters`. Raises SystemExit
+    for a folder that holds something else.
+    """
+    mark = folder / _MARK
+    if folder.exists() and any(folder.iterdir()):
+        facts: dict[str, Any] = json.loads(mark.read_text(encoding="utf-8")) if mark.is_file() else {}
+        if facts.get("steps") != steps or facts.get("shape") != _SHAPE:
+            raise SystemExit(f"{folder} holds something else than this benchmark's model of {steps} steps")
+        say(f"the model of an earlier run: {steps} steps, held-out loss {facts['held_out_loss']:.3f} nats")
+        return facts
+    train, held_out = corpus()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model, loss = _train(train, steps, device, say)
+    unseen = _loss(model, _batch(held_out, np.random.default_rng(1), 32, device))
+    say(f"held-out loss {unseen:.3f} nats for each token")
+    model.save_pretrained(folder)
+    parameters = sum(one.numel() for one in model.parameters())
+    facts = {"steps": steps, "loss": round(loss, 4), "held_out_loss": round(unseen, 4), "parameters": parameters}
+    mark.write_text(json.dumps({**facts, "shape": _SHAPE}), encoding="utf-8")
+    return {**facts, "shape": _SHAPE}
+
+
+def _train(text: NDArray[np.uint8], steps: int, device: torch.device, say: Callable[[str], None]) -> tuple[Any, float]:
+    # imported here: transformers takes seconds to load, and `--help` should not
+    hf: Any = import_module("transformers")
+    ALL_EXPERTS_FUNCTIONS.register("split", _split_experts)
+    config = hf.Qwen3MoeConfig(**_SHAPE, experts_implementation="split")
+    model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
+    warm = max(steps // 10, 1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / warm, max((steps - step) / max(steps - warm, 1), 0.05))
+    )
+    rng = np.random.default_rng(0)
+    began, loss = time.perf_counter(), 0.0
+    for step in range(1, steps + 1):
+        ids = _batch(text, rng, _BATCH, device)
+        output = model(input_ids=ids, labels=ids, use_cache=False, output_router_logits=True)
+        # with the loss that balances experts: else a few would do all the work
+        output.loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if step % max(steps // 10, 1) == 0:
+            loss = float(output.loss.detach() - _BALANCE * output.aux_loss.detach())
+            say(f"training: step {step} of {steps}, loss {loss:.3f}, {time.perf_counter() - began:.0f} s")
+    return model.eval(), loss
+
+
+@torch.no_grad()
+def _loss(model: Any, ids: torch.Tensor) -> float:
+    return float(model(input_ids=ids, labels=ids, use_cache=False).loss)
+
+
+def _batch(text: NDArray[np.uint8], rng: np.random.Generator, rows: int, device: torch.device) -> torch.Tensor:
+    starts = rng.integers(0, text.size - _WIDTH, rows)
+    return torch.from_numpy(np.stack([text[at : at + _WIDTH] for at in starts]).astype(np.int64)).to(device)
+
+
+def _split_experts(experts: Any, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The library's experts, for training on a CPU: its own ways take seconds a step there, as the gradient of every
+    expert is a tensor as large as all of them. [T, H], [T, K], [T, K] -> [T, H]."""
+    flat = ids.reshape(-1)
+    order = torch.argsort(flat, stable=True)
+    counts = torch.bincount(flat, minlength=experts.num_experts).tolist()
+    parts = []
+    inputs = hidden[order // ids.shape[1]].split(counts)
+    for rows, gate_up, down in zip(inputs, experts.gate_up_proj.unbind(0), experts.down_proj.unbind(0), strict=True):
+        gate, up = (rows @ gate_up.t()).chunk(2, dim=-1)
+        parts.append((experts.act_fn(gate) * up) @ down.t())
+    done = torch.cat(parts) * weights.reshape(-1)[order].unsqueeze(-1)
+    return torch.zeros_like(hidden).index_add(0, order // ids.shape[1], done)
