@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from fdasync_transformers import Served, forced_routing, verify
+from fdasync_transformers.quiet import no_progress_bars
 from transformers import AutoModelForCausalLM
 
 if TYPE_CHECKING:
@@ -106,9 +107,10 @@ class Judge:
         return self._models[weights]
 
     def _load(self, weights: str) -> Any:
-        model = AutoModelForCausalLM.from_pretrained(
-            self._folders[weights], dtype=self._dtype, attn_implementation="eager", local_files_only=True
-        )
+        with no_progress_bars():
+            model = AutoModelForCausalLM.from_pretrained(
+                self._folders[weights], dtype=self._dtype, attn_implementation="eager", local_files_only=True
+            )
         model.set_experts_implementation("eager")
         model.requires_grad_(False)
         return model.to(self._device).eval()
@@ -128,7 +130,8 @@ class Judge:
         """Equal where the verdicts are: order within a row does not count."""
         rows = None if answer.routing is None else np.sort(answer.routing.array, axis=-1)
         weights = [self._weights[version] for _, _, version in answer.spans] or [self._weights[0]]
-        facts = (answer.prompt, answer.tokens, answer.greedy, weights, answer.spans[:-1], answer.finish_reason)
+        start = 0 if answer.routing is None else answer.routing.start
+        facts = (start, answer.prompt, answer.tokens, answer.greedy, weights, answer.spans[:-1], answer.finish_reason)
         return hashlib.sha256(repr(facts).encode() + (b"" if rows is None else rows.tobytes())).digest()
 
     def _one(self, answer: Answer) -> Findings:

@@ -11,12 +11,12 @@ Small random checkpoints of three families, in float32 and in bfloat16. Each par
     pd_tcp     the same over tcp, one step in flight
     bf16_tight, bf16_plain, bf16_worker
 
-Rows and tokens are exact, tied or wrong, as `fdasync_transformers.verify` has it. In float32 a tie is within 1e-5 of the
-boundary of the selection, over the largest score. In bfloat16 the reference takes over the engine's rows, so that one
-swapped expert does not change all that follows; what remains is the rounding of the router's input, which is measured
-(`_gpu_half.py`): a row is tied if shifts of its logits by `bf16_tolerance` of their spread make it the choice (that
-figure is the largest of all layers and families; each has its own). `bf16_differs` is the share of rows that are not
-exact, beside the share of rows that the reference alone chooses otherwise in float32, `bf16_reference_differs`.
+Rows and tokens are exact, tied or wrong, as `fdasync_transformers.verify` has it. In float32 a tie is within 1e-5 of
+the boundary of the selection, over the largest score. In bfloat16 the reference takes over the engine's rows, so that
+one swapped expert does not change all that follows; what remains is the rounding of the router's input, which is
+measured (`_gpu_half.py`): a row is tied if shifts of its logits by `bf16_tolerance` of their spread make it the choice
+(that figure is the largest of all layers and families; each has its own). `bf16_differs` is the share of rows that are
+not exact, beside the share of rows that the reference alone chooses otherwise in float32, `bf16_reference_differs`.
 
 wrong_rows, wrong_tokens, missing_rows and bf16_wrong_rows must be 0; the exit status says whether they are, and whether
 every part did what it is there for.
@@ -39,7 +39,6 @@ from typing import Any
 import torch
 import uvloop
 from fdasync_transformers import make_random_checkpoint
-from fdasync_transformers.quiet import no_progress_bars
 
 from benchmarks import _gpu_plays as plays
 from benchmarks._gpu_half import HalfJudge
@@ -51,6 +50,8 @@ FAMILIES = ("qwen3_moe", "ernie4_5_moe", "glm4_moe")
 # weights of each version in the plays
 WEIGHTS = {0: "first", 1: "other", 2: "first"}
 _LIMIT_S = 150.0
+# of the checkpoints' weights; with wide ones roundings grow from layer to layer, and any row could be a tie
+_STD, _CALM_STD = 0.3, 0.1
 
 Maker = Callable[[plays.Play], Coroutine[Any, Any, plays.Played]]
 
@@ -148,12 +149,18 @@ class Exact:
                 )
 
     async def _make(self, family: str) -> None:
-        """Two checkpoints of a family, and who judges them in either dtype."""
-        folders = {
-            name: make_random_checkpoint(self._folder / family / name, family, seed=seed, size=self._scale.size)
-            for seed, name in enumerate(("first", "other"))
-        }
-        for half in {kind.bf16 for kind in self._kinds.values()}:
+        """Two checkpoints of a family for either dtype, and who judges them."""
+        for half in sorted({kind.bf16 for kind in self._kinds.values()}):
+            folders = {
+                name: make_random_checkpoint(
+                    self._folder / family / f"{name}{'_calm' if half else ''}",
+                    family,
+                    seed=seed,
+                    size=self._scale.size,
+                    std=_CALM_STD if half else _STD,
+                )
+                for seed, name in enumerate(("first", "other"))
+            }
             dtype = torch.bfloat16 if half else torch.float32
             runner = {**self._runner, "dtype": "bfloat16" if half else "float32"}
             scratch = self._folder / family
@@ -162,8 +169,7 @@ class Exact:
                 self._judges[family, half] = Judge(folders, WEIGHTS, self._device, dtype)
                 continue
             judge = self._judges[family, half] = HalfJudge(folders, WEIGHTS, self._device, dtype)
-            with no_progress_bars():
-                judge.calibrate()
+            judge.calibrate()
             tolerance = {str(layer): round(value, 4) for layer, value in judge.tolerance.items()}
             self._report.conditions.setdefault("bf16_tolerance", {})[family] = tolerance
             self._parts.say(f"{family}: tolerances {tolerance}, the reference's own share {judge.own_share:.3f}")
@@ -188,8 +194,7 @@ class Exact:
         gc.collect()
 
     async def _judge(self, family: str, name: str, kind: Kind, played: plays.Played) -> None:
-        with no_progress_bars():
-            found = self._judges[family, kind.bf16].judge(played.answers)
+        found = self._judges[family, kind.bf16].judge(played.answers)
         self.found.setdefault((family, kind.bf16), Findings()).add(found)
         self._report.conditions["parts"][f"{family} {name}"] = {**found.counts, **played.books, "worst": found.worst}
         self._parts.say(f"{family} {name}: {dict(found.counts)}")
@@ -252,6 +257,8 @@ def main(arguments: list[str] | None = None) -> int:
     families = tuple(options.families.split(",")) if options.families else FAMILIES[: 1 if options.quick else None]
     runner: dict[str, Any] = {"device": options.device, "kernels": options.kernels}
     if options.device == "cpu":
+        # threads of torch wait for the slowest of them
+        torch.set_num_threads(1)
         runner |= {"num_threads": 1, "self_check": False}
     report.conditions["scale"] = str(scale)
     parts = Parts(report, options.json_path)
