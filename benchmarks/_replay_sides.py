@@ -35,6 +35,7 @@ GROUP = 4  # samples of a prompt
 _PREFIX = 64  # tokens that prompts of one document share
 _OWN = (8, 64)
 _ANSWER = (64, 160)
+_SHORT = (20, 40)
 _DOCUMENTS = 8
 
 
@@ -77,16 +78,24 @@ class Pass:
     live: int = 0
     seconds: float = 0.0
 
+    def part(self, count: int) -> Pass:
+        """The log-probs and rows of the first sequences."""
+        return Pass(self.logprobs[:count], self.routing[:count])
+
 
 def asks(text: NDArray[np.uint8], tokens: int) -> list[Ask]:
-    """Prompts from a text, for at least so many sampled tokens in all; the same for the same arguments."""
+    """Prompts from a text, for at least so many sampled tokens in all; the same for the same arguments.
+
+    Fewer than 1,000 tokens, for a test, are of shorter answers.
+    """
+    answer = _ANSWER if tokens >= 1000 else _SHORT
     rng = random.Random(0)
     starts = [rng.randrange(text.size - 4096) for _ in range(_DOCUMENTS)]
     found: list[Ask] = []
     while sum(GROUP * ask.max_tokens for ask in found) < tokens:
         at = starts[len(found) % _DOCUMENTS]
         stop = at + _PREFIX + rng.randint(*_OWN)
-        found.append(Ask(text[at:stop].tolist(), rng.randint(*_ANSWER)))
+        found.append(Ask(text[at:stop].tolist(), rng.randint(*answer)))
     return found
 
 
@@ -110,7 +119,7 @@ async def rollout(
         max_context_tokens=512,
         seed=0,
     )
-    found: list[Sampled] = []
+    groups: dict[int, list[Sampled]] = {}
     began = time.perf_counter()
     async with Engine(config) as engine:
         notes = engine.capacity.notes
@@ -118,13 +127,14 @@ async def rollout(
         async def one(number: int, ask: Ask) -> None:
             params = SamplingParams(n=GROUP, max_tokens=ask.max_tokens, ignore_eos=True, logprobs="raw", seed=number)
             result = await engine.complete(ask.prompt, params)
+            groups[number] = []
             for sample in result.samples:
                 assert sample.raw_logprobs is not None
                 assert sample.routing is not None
                 ids = [*ask.prompt, *sample.token_ids]
-                found.append(Sampled(ids, len(ask.prompt), sample.raw_logprobs, sample.routing))
-            if len(found) % (GROUP * 16) == 0:
-                say(f"rollout: {len(found)} of {GROUP * len(asked)} samples, {time.perf_counter() - began:.0f} s")
+                groups[number].append(Sampled(ids, len(ask.prompt), sample.raw_logprobs, sample.routing))
+            if len(groups) % 10 == 0:
+                say(f"rollout: {len(groups)} of {len(asked)} prompts, {time.perf_counter() - began:.0f} s")
 
         async with asyncio.TaskGroup() as group:
             for number, ask in enumerate(asked):
@@ -144,14 +154,16 @@ async def rollout(
         "notes": list(notes),
         "seconds": round(time.perf_counter() - began, 1),
     }
-    return found, facts
+    return [one for number in sorted(groups) for one in groups[number]], facts
 
 
 def _few_blocks(asked: Sequence[Ask]) -> int:
-    """Half of what the largest MAX_RUNNING samples would want if they shared nothing; enough for any one of them."""
-    wants = [-(-(len(ask.prompt) + ask.max_tokens) // BLOCK_TOKENS) for ask in asked for _ in range(GROUP)]
-    wants.sort(reverse=True)
-    return max(wants[0] + 2, sum(wants[:MAX_RUNNING]) // 2)
+    """Two thirds of what runs at first wants at its end, a prompt counted once; enough for any one sample."""
+    first = asked[: MAX_RUNNING // GROUP]
+    prompts = sum(-(-len(ask.prompt) // BLOCK_TOKENS) for ask in first)
+    answers = sum(-(-ask.max_tokens // BLOCK_TOKENS) for ask in first)
+    longest = max(len(ask.prompt) + ask.max_tokens for ask in asked)
+    return max(-(-longest // BLOCK_TOKENS) + 2, (prompts + GROUP * answers) * 2 // 3)
 
 
 class Trainer:
@@ -193,27 +205,23 @@ class Trainer:
         return done.finished(began)
 
     @torch.no_grad()
-    def decode(self, sequences: Sequence[Sampled], batch: int) -> Pass:
-        """One position at a time from the first on, with the library's own cache: the batch shape of decoding."""
+    def decode(self, sequences: Sequence[Sampled]) -> Pass:
+        """One position of all of them at a time, with the library's own cache: the batch shape of decoding."""
         began, done = time.perf_counter(), _Collected(sequences, self._layers, self.model.config.num_experts)
-        order = sorted(range(len(sequences)), key=lambda one: len(sequences[one].ids))
-        for first in range(0, len(order), batch):
-            chosen = order[first : first + batch]
-            ids, _ = self._padded([sequences[one].ids for one in chosen])
-            cache, logits, experts = None, [], []
-            for position in range(ids.shape[1] - 1):
-                seen: dict[int, torch.Tensor] = {}
-                with observed_routing(self.model, seen):
-                    output = self.model(
-                        input_ids=ids[:, position : position + 1], past_key_values=cache, use_cache=True
-                    )
-                cache = output.past_key_values
-                logits.append(output.logits[:, 0])
-                experts.append(torch.stack([seen[layer] for layer in self._layers], dim=1))
-            for row, one in enumerate(chosen):
-                length = len(sequences[one].ids)
-                own = torch.stack([part[row] for part in logits[: length - 1]])
-                done.put(one, own, torch.stack([part[row] for part in experts[: length - 1]]))
+        ids, _ = self._padded([one.ids for one in sequences])
+        cache, logits, experts = None, [], []
+        # what follows the end of a sequence is of no use, and changes nothing of it
+        for position in range(ids.shape[1] - 1):
+            seen: dict[int, torch.Tensor] = {}
+            with observed_routing(self.model, seen):
+                output = self.model(input_ids=ids[:, position : position + 1], past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            logits.append(output.logits[:, 0])
+            experts.append(torch.stack([seen[layer] for layer in self._layers], dim=1))
+        all_logits, all_experts = torch.stack(logits, dim=1), torch.stack(experts, dim=1)
+        for row, one in enumerate(sequences):
+            length = len(one.ids)
+            done.put(row, all_logits[row, : length - 1], all_experts[row, : length - 1])
         return done.finished(began)
 
     def _padded(self, all_ids: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,10 +3,10 @@
 A small mixture-of-experts language model is trained (`_replay_model.py`), sampled by the engine in bfloat16, and the
 log-probs of the sampled tokens are computed again by the library's own model in bfloat16 (`_replay_sides.py`):
 
-    off     padded batches of 16, live routers
-    on      the same batches within `replay_routing`
-    self    live routers: batches of 16 against one sequence at a time, the trainer alone, no engine
-    decode  live routers: batches of 16 against one position at a time with the library's own KV cache; no engine either
+    off          padded batches of 16, live routers
+    on           the same batches within `replay_routing`
+    self         live routers: batches of 16 against one sequence at a time, the trainer alone, no engine
+    self_decode  as self, against one position at a time with the library's own KV cache; of 64 sequences
 
 The two sides differ in attention (paged, gathered block by block, one query at a time against a whole causal pass),
 in how many tokens each product is of, hence its kernel and order of sums, and in where prefill was cut. Both take the
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 BATCH = 16
-DECODE_BATCH = 128
+DECODED = 64
 _RATIO_AIM = 0.5
 _DRAWS = 2000
 
@@ -95,12 +95,17 @@ def compare(
 ) -> dict[str, Arm]:
     """Figures of the arms under their names, `suffix` behind them."""
     arms = {name: Arm(sequences, played, passes[name]) for name in ("off", "on")}
-    arms |= {name: Arm(sequences, passes[name], passes["off"]) for name in ("self", "self_decode") if name in passes}
-    drawn = np.random.default_rng(0).integers(0, len(sequences), (_DRAWS, len(sequences)))
+    for name in ("self", "self_decode"):
+        if name in passes:
+            # one of a part of the sequences is compared with that part
+            count = len(passes[name].logprobs)
+            arms[name] = Arm(sequences[:count], passes[name], passes["off"].part(count))
     kl_self = arms["self"].all.k3
     for name, arm in arms.items():
         aim = kl_self if name == "on" else None
-        report.put(f"kl_{name}{suffix}", arm.all.k3, _interval(arm.draws(drawn)), aim)
+        report.put(f"kl_{name}{suffix}", arm.all.k3, _interval(arm.draws(_drawn(len(arm.sums)))), aim)
+    # the same draws for both
+    drawn = _drawn(len(sequences))
     ratio = arms["on"].draws(drawn) / arms["off"].draws(drawn)
     report.put(f"kl_ratio{suffix}", arms["on"].all.k3 / arms["off"].all.k3, _interval(ratio), _RATIO_AIM)
     for name, arm in arms.items():
@@ -174,7 +179,7 @@ def main() -> None:
                 "seconds": {name: round(one.seconds, 1) for name, one in passes.items()},
             }
             if not suffix:
-                passes["self_decode"] = trainer.decode(sequences, DECODE_BATCH)
+                passes["self_decode"] = trainer.decode(sequences[:DECODED])
                 say("one position at a time")
             found = compare(report, suffix, sequences, played, passes)
             arms |= {f"{name}{suffix}": arm for name, arm in found.items()}
@@ -193,6 +198,10 @@ def main() -> None:
     }
     print(table({name: arm.all for name, arm in arms.items()}))
     report.finish(options.json_path)
+
+
+def _drawn(count: int) -> NDArray[np.int64]:
+    return np.random.default_rng(0).integers(0, count, (_DRAWS, count))
 
 
 def _interval(draws: NDArray[np.float64]) -> tuple[float, float]:
