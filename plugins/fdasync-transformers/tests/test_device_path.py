@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 from families_zoo import make_checkpoint
+from fdasync_transformers import device_executor, gpu_services
 from step_driver import Driver
 
 from fdasync import Engine, EngineConfig, SamplingParams
 from fdasync.actions import Chunk
 from fdasync.errors import ConfigError, RunnerError
+from fdasync.gpu.ports import FakePort
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -190,6 +192,33 @@ async def test_kernels_on_a_cpu_need_the_interpreter(tmp_path: Path, monkeypatch
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ConfigError, match="TRITON_INTERPRET"):
         await Driver.open(tmp_path, config=DEVICE)
+
+
+@pytest.mark.parametrize("sizes", [(), (0, 1), (2, 1), (1, 1, 2), (-1,), (1, 5)])
+async def test_sizes_of_graphs_that_make_no_sense_are_refused(tmp_path: Path, sizes: tuple[int, ...]) -> None:
+    make_checkpoint(tmp_path, "qwen3_moe")
+    with pytest.raises(ConfigError, match="graph_sizes"):
+        await Driver.open(tmp_path, config={"device": "cpu", "graph_sizes": sizes})
+
+
+async def test_what_fails_to_bind_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The port of the device path holds a timer, or its loop's callbacks."""
+    make_checkpoint(tmp_path, "qwen3_moe")
+    closed = []
+
+    class Port(FakePort):
+        async def aclose(self, deadline_s: float = 10.0) -> None:
+            closed.append(self)
+            await super().aclose(deadline_s)
+
+    def refuses(*args: object) -> None:
+        raise RuntimeError("no room for tables")
+
+    monkeypatch.setattr(gpu_services, "make_port", lambda *_: Port())
+    monkeypatch.setattr(device_executor, "DeviceLanes", refuses)
+    with pytest.raises(RuntimeError, match="no room for tables"):
+        await Driver.open(tmp_path, config={"self_check": False, **DEVICE})
+    assert len(closed) == 1
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from fdasync.cache.arena import AuxArena
     from fdasync.cache.host import HostArena
     from fdasync.runner.base import CopyOutput, StepOutput, TensorMeta
+    from fdasync_transformers.gpu_services import GpuServices
 
 
 _MAX_THREADS = 1024
@@ -116,9 +118,14 @@ class TransformersRunner(Runner):
             raise CheckpointError(self.limits.model, problem) from error
 
     def _open(self) -> Capacity:
-        config, limits = self.config, self.limits
-        _check_config(config)
+        config = self.config
+        _check_config(config, self.limits)
         device = _device(config.device)
+        with _current(device):
+            return self._load(device)
+
+    def _load(self, device: torch.device) -> Capacity:
+        config, limits = self.config, self.limits
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         elif device.type == "cpu":
@@ -157,13 +164,34 @@ class TransformersRunner(Runner):
 
         Raises ConfigError when the pool does not fit, or the model does what no graph can hold.
         """
-        step_model, capacity, limits = self._step_model, self._capacity, self.limits
+        step_model, capacity = self._step_model, self._capacity
         if step_model is None or capacity is None:
             raise InvariantBroken("bind before open")
         if (arena is not None) != (self._moe is not None):
             raise InvariantBroken("an arena is bound exactly when routing is captured")
         device = step_model.model.device
-        on_device = isinstance(step_model, DeviceStepModel)
+        services = None
+        if isinstance(step_model, DeviceStepModel):
+            # before anything that may fail, and closed by what fails: it holds a timer
+            services = make_services(device, self.config.completion)
+        try:
+            with _current(device):
+                self._executor = self._bind(step_model, capacity, services, num_blocks, arena, host)
+        except BaseException:
+            if services is not None:
+                await services.port.aclose()
+            raise
+
+    def _bind(
+        self,
+        step_model: StepModel,
+        capacity: Capacity,
+        services: GpuServices | None,
+        num_blocks: int,
+        arena: AuxArena | None,
+        host: HostArena | None,
+    ) -> Executor:
+        device, limits = step_model.model.device, self.limits
         try:
             pool = KVPool(step_model.layout, num_blocks, capacity.block_tokens, device)
         except (RuntimeError, MemoryError) as error:
@@ -174,7 +202,7 @@ class TransformersRunner(Runner):
                 self._moe,
                 limits.max_step_tokens,
                 debug=limits.routing_debug,
-                depth=limits.pipeline_depth if on_device else 1,
+                depth=limits.pipeline_depth if step_model.fuses else 1,
                 fuse=step_model.fuses and self.config.fused_router,
             )
         bound = Bound(
@@ -186,16 +214,16 @@ class TransformersRunner(Runner):
             vocab_size=capacity.vocab_size,
             logits_dtype=self.config.logits_dtype,
         )
-        if not isinstance(step_model, DeviceStepModel):
-            self._executor = HostExecutor(step_model, bound)
-            return
-        self._executor = executor = DeviceExecutor(step_model, bound, make_services(device, self.config.completion))
+        if services is None or not isinstance(step_model, DeviceStepModel):
+            return HostExecutor(step_model, bound)
+        executor = DeviceExecutor(step_model, bound, services)
         if self.config.cuda_graphs and device.type == "cuda":
             try:
                 executor.capture_graphs(self.config.graph_sizes or ladder(limits.max_running))
             except RuntimeError as error:
                 problem = f"decode steps of this model cannot be captured: {error}"
                 raise ConfigError("runner_config.cuda_graphs", problem, hint="set it to False") from error
+        return executor
 
     def launch(self, step: RunStep) -> asyncio.Future[StepOutput]:
         """On the CPU the future is done on return, on a GPU when the device is. A failure ends it, and the runner."""
@@ -313,7 +341,19 @@ def _failed(error: RunnerError) -> asyncio.Future[Any]:
     return future
 
 
-def _check_config(config: TransformersConfig) -> None:
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """While it is entered, kernels are launched on this device, where it is a GPU and not the first one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _check_config(config: TransformersConfig, limits: RunnerLimits) -> None:
+    sizes = config.graph_sizes
+    if sizes is not None and (not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1):
+        raise ConfigError(
+            "runner_config.graph_sizes", f"{list(sizes)} are not rising batch sizes", hint="such as 1, 8, 64"
+        )
+    if sizes is not None and sizes[-1] > limits.max_running:
+        raise ConfigError("runner_config.graph_sizes", f"{sizes[-1]} never run at once", limit=limits.max_running)
     if config.num_threads is not None and not 1 <= config.num_threads <= _MAX_THREADS:
         raise ConfigError(
             "runner_config.num_threads", f"{config.num_threads} is out of range", limit=f"1 to {_MAX_THREADS}"
