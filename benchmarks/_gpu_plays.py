@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _SETTLE_S = 20.0
 # what a step of these models is believed to do, so that a store is asked at all
-_BELIEVED_TOKENS_PER_S = 20.0
+_BELIEVED_TOKENS_PER_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Scale:
     output: tuple[int, int] = (12, 40)
     long: int = 96
     block_tokens: int = 16
-    tight: int = 32
+    tight: int = 26
     roomy: int = 192
     host: int = 256
     chunk: int = 64
@@ -257,6 +257,8 @@ async def stored(play: Play, **values: Any) -> Played:
         played.books = demand(engine.stats().scheduler, written_blocks=1)
     runner = _Believed(msgspec.convert(config.runner_config, TransformersConfig), config.runner_limits())
     async with Engine(config, runner=runner) as engine:
+        # alone: when a prompt was computed its speed is known, and little is fetched any more
+        played.answers += await ask(engine, max(jobs, key=lambda job: len(job.prompt)))
         played.answers += await burst(engine, jobs)
         played.books |= demand(engine.stats().scheduler, hit_tokens_store=1, fetched_blocks=1)
     return played
