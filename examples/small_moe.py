@@ -3,9 +3,10 @@
     python examples/small_moe.py FOLDER [--steps N] [--seed N]
 
 The task is to sort letters: "hdbca>" is answered by "abcdh;". The model, a Qwen3-MoE of 2 million parameters, is
-trained by next-token prediction on random problems until it is right on about half of them, sampled at temperature 1:
-its routers mean something, and reinforcement learning has something to improve. Saved as an ordinary checkpoint with a
-tokenizer of one token per character. Knows no engine; called by `rl_loop.py` and by benchmarks.
+trained by next-token prediction on random problems, half of them answered the wrong way round, "hdcba;". So its routers
+mean something, and of samples at temperature 1 about two in five are right: reinforcement learning has something to
+improve. Saved as an ordinary checkpoint with a tokenizer of one token per character. Knows no engine; called by
+`rl_loop.py`.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ VOCAB_SIZE = FIRST + len(LETTERS)
 SHORTEST, LONGEST = 6, 14
 #: of an answer, its end included
 MAX_NEW_TOKENS = LONGEST + 1
-STEPS = 200
+STEPS = 270
 
 _BATCH = 64
 _LEARNING_RATE = 2e-3
 _BALANCE = 0.01
-_RECIPE = 1  # counted up when anything else that changes the weights is changed here
+_RECIPE = 2  # counted up when anything else that changes the weights is changed here
 _MARK = "small_moe.json"
 
 
@@ -53,9 +54,12 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 def problems(n: int, seed: int) -> list[Problem]:
-    """`n` random problems of SHORTEST to LONGEST letters; the same for the same seed."""
+    """`n` random problems, as many of each length from SHORTEST to LONGEST as can be; the same for the same seed."""
     rng = Random(seed)
-    return [_problem(rng, rng.randint(SHORTEST, LONGEST)) for _ in range(n)]
+    lengths: list[int] = []
+    while len(lengths) < n:
+        lengths += rng.sample(range(SHORTEST, LONGEST + 1), LONGEST - SHORTEST + 1)
+    return [_problem(rng, length) for length in lengths[:n]]
 
 
 def reward(problem: Problem, token_ids: Sequence[int]) -> float:
@@ -173,6 +177,7 @@ def _train(seed: int, steps: int, say: Callable[[str], None]) -> Any:
         length = rng.randint(SHORTEST, LONGEST)  # one for the batch: no padding
         batch = [_problem(rng, length) for _ in range(_BATCH)]
         ids = torch.tensor([problem.prompt + problem.answer for problem in batch])
+        ids[::2, -1 - length : -1] = ids[::2, -1 - length : -1].flip(1)
         output = model(input_ids=ids, use_cache=False, output_router_logits=True)
         logits = output.logits[:, length:-1].flatten(0, 1)
         loss = torch.nn.functional.cross_entropy(logits, ids[:, length + 1 :].flatten())

@@ -1,0 +1,272 @@
+"""The embedder: a whole RL loop in one program, with the rollout's experts replayed in the trainer.
+
+    python examples/rl_loop.py                       # both arms, replay off and on, and a picture: rl_loop.png
+    python examples/rl_loop.py --arm on --steps 10
+
+A small MoE (`small_moe.py`, trained first, once) learns to sort letters. Per step: groups of samples, rewards, one
+GRPO-like update, `update_weights` in memory. Requests that still run then go on under the new weights and are trained
+on later. The two arms differ in one line: whether the trainer's passes are within `replay_routing`.
+
+The rollout computes in bfloat16, in a worker process and in batches that change all the time; the trainer in float32,
+in padded micro-batches. Their log-probs differ by the rounding, and by experts that were chosen differently because of
+it; replay takes the latter away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import time
+from collections import deque
+from contextlib import nullcontext
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import small_moe  # beside this file, as is rl_loop_report
+import torch
+from fdasync_transformers import named_tensors, replay_routing
+from fdasync_transformers.quiet import no_progress_bars
+from rich.console import Console
+from rich.live import Live
+from rl_loop_report import StepFigures, cells, draw, steps_table, summary
+
+from fdasync import Engine, EngineConfig, SamplingParams
+from fdasync.mismatch import mismatch
+from fdasync.result import Sample
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from fdasync import Result
+
+STEPS = 36
+GROUP = 8  # samples of a problem
+PROBLEMS = 36  # groups of a step: four of each length
+AHEAD = 12  # groups more that are under way while a step's are awaited
+MICRO_BATCH = 64
+LEARNING_RATE = 1e-4
+WARM_UP = 10  # steps
+CLIP_LOW, CLIP_HIGH = 0.2, 0.28
+
+
+class Experience(msgspec.Struct, frozen=True):
+    """One sample as the trainer takes it."""
+
+    prompt: tuple[int, ...]
+    sample: Sample
+    reward: float
+    advantage: float
+
+
+def advantages(rewards: Sequence[float]) -> list[float]:
+    """GRPO: rewards of a group, centred and scaled; zeros where all are the same."""
+    array = np.asarray(rewards, np.float64)
+    return [float(one) for one in (array - array.mean()) / (array.std() + 1e-6)]
+
+
+class Rollouts:
+    """Groups of samples, in order; AHEAD of them more are always under way. Owned by one arm's loop."""
+
+    def __init__(self, engine: Engine, seed: int, steps: int) -> None:
+        self._engine = engine
+        self._asked = small_moe.problems(steps * PROBLEMS, seed=seed + 1000)
+        self._next = 0
+        self._running: deque[asyncio.Task[list[Experience]]] = deque()
+
+    async def take(self, group: asyncio.TaskGroup) -> list[Experience]:
+        """The oldest PROBLEMS groups, when they have ended. `group` owns the tasks."""
+        while len(self._running) < PROBLEMS + AHEAD and self._next < len(self._asked):
+            self._running.append(group.create_task(self._ask(self._next)))
+            self._next += 1
+        return [one for _ in range(PROBLEMS) for one in await self._running.popleft()]
+
+    async def _ask(self, number: int) -> list[Experience]:
+        problem = self._asked[number]
+        params = SamplingParams(
+            n=GROUP, temperature=1.0, max_tokens=small_moe.MAX_NEW_TOKENS, logprobs="raw", seed=number
+        )
+        result = await self._engine.complete(problem.prompt, params, request_id=f"problem-{number}", deadline_s=120)
+        return scored(problem, result)
+
+
+def scored(problem: small_moe.Problem, result: Result) -> list[Experience]:
+    rewards = [small_moe.reward(problem, sample.token_ids) for sample in result.samples]
+    return [
+        Experience(problem.prompt, sample, reward, advantage)
+        for sample, reward, advantage in zip(result.samples, rewards, advantages(rewards), strict=True)
+    ]
+
+
+class Trainer:
+    """The model in float32, as the optimizer needs it."""
+
+    def __init__(self, folder: Path, *, replay: bool) -> None:
+        hf: Any = import_module("transformers")
+        with no_progress_bars():
+            self.model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model.set_experts_implementation("eager")
+        self.model.train()
+        self.replay = replay
+        self._optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0
+        )
+        # the first steps of Adam go as far for noise as for a gradient
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda step: min((step + 1) / WARM_UP, 1.0))
+
+    async def update(self, batch: list[Experience]) -> tuple[list[np.ndarray], float]:
+        """One optimizer step; returns the log-probs of each sample's tokens before it, and the share of clipped tokens.
+
+        It computes on the engine's own loop, a micro-batch at a time, and the loop has its turn between them. That is
+        fine here because the engine is paused and a micro-batch takes a quarter of a second. A trainer whose steps take
+        longer belongs in a process of its own (or the engine does: `fdasync serve`): a loop that is blocked neither
+        answers requests nor sees that a worker has died.
+        """
+        tokens = sum(len(one.sample.token_ids) for one in batch)
+        logprobs: list[np.ndarray] = []
+        clipped = 0
+        for at in range(0, len(batch), MICRO_BATCH):
+            part = batch[at : at + MICRO_BATCH]
+            mine, theirs, gain, mask = self._forward(part)
+            ratio = (mine - theirs).exp()
+            cut = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
+            objective = torch.minimum(ratio * gain, cut * gain)
+            # the mean over the tokens of the whole batch, whatever the micro-batches
+            loss = -(objective * mask).sum() / tokens
+            torch.autograd.backward(loss)
+            clipped += int(((cut * gain < ratio * gain) & mask).sum())
+            logprobs += [row[keep].numpy() for row, keep in zip(mine.detach(), mask, strict=True)]
+            await asyncio.sleep(0)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self._optimizer.step()
+        self._schedule.step()
+        self._optimizer.zero_grad()
+        return logprobs, clipped / tokens
+
+    def _forward(self, part: list[Experience]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Log-probs of the trainer and of the rollout, advantages, and which places are sampled tokens; all [B, T]."""
+        width = max(len(one.prompt) + len(one.sample.token_ids) for one in part)
+        ids = torch.full((len(part), width), small_moe.PAD)
+        real = torch.zeros(len(part), width, dtype=torch.int64)
+        theirs = torch.zeros(len(part), width)
+        sampled = torch.zeros(len(part), width, dtype=torch.bool)
+        for row, one in enumerate(part):
+            first, last = len(one.prompt), len(one.prompt) + len(one.sample.token_ids)
+            assert one.sample.raw_logprobs is not None
+            ids[row, :last] = torch.tensor(one.prompt + one.sample.token_ids)
+            real[row, :last] = 1
+            theirs[row, first:last] = torch.from_numpy(one.sample.raw_logprobs)
+            sampled[row, first:last] = True
+        # rows belong to requests: those of one that crossed an update were recorded under either weights
+        rows = [one.sample.routing for one in part]
+        with replay_routing(self.model, rows) if self.replay else nullcontext():
+            logits = self.model(input_ids=ids, attention_mask=real, use_cache=False).logits[:, :-1].float()
+        mine = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        gain = torch.tensor([one.advantage for one in part])[:, None]
+        return mine, theirs[:, 1:], gain, sampled[:, 1:]
+
+
+async def run_arm(folder: Path, *, replay: bool, steps: int, seed: int, tell: Callable[[StepFigures], None]) -> None:
+    """One run of the loop: a fresh engine, a fresh trainer, the same problems and seeds whatever `replay`."""
+    config = EngineConfig(
+        model=str(folder),
+        runner_config={"dtype": "bfloat16", "num_threads": 1},
+        max_running=AHEAD * GROUP,  # so that groups are at different places when an update comes
+        seed=seed,
+    )
+    trainer = Trainer(folder, replay=replay)  # blocking: reads its weights before the engine is there
+    async with Engine(config) as engine:
+        rollouts = Rollouts(engine, seed, steps)
+        async with asyncio.TaskGroup() as group:
+            for version in range(steps):
+                began = time.perf_counter()
+                batch = await rollouts.take(group)
+                rollout_s = time.perf_counter() - began
+                # what still runs waits where it is, while the trainer has the loop
+                await engine.pause()
+                logprobs, clipped = await trainer.update(batch)
+                await engine.update_weights(version + 1, named_tensors(trainer.model), mode="keep")
+                await engine.resume()
+                train_s = time.perf_counter() - began - rollout_s
+                tell(figures(batch, logprobs, version, clipped, rollout_s, train_s))
+
+
+def figures(
+    batch: list[Experience], logprobs: list[np.ndarray], version: int, clipped: float, rollout_s: float, train_s: float
+) -> StepFigures:
+    spans = [one.sample.weight_version for one in batch]
+    fresh = [at for at, own in enumerate(spans) if all(span.version == version for span in own)]
+    theirs = [np.asarray(one.sample.raw_logprobs) for one in batch]
+    return StepFigures(
+        reward=float(np.mean([one.reward for one in batch])),
+        fresh=mismatch([theirs[at] for at in fresh], [logprobs[at] for at in fresh]),
+        crossed=sum(len(own) > 1 for own in spans),
+        stale=sum(span.stop - span.start for own in spans for span in own if span.version < version),
+        clipped=clipped,
+        rollout_s=rollout_s,
+        train_s=train_s,
+    )
+
+
+async def compare(
+    folder: Path, names: list[str], steps: int, seed: int, console: Console
+) -> dict[str, list[StepFigures]]:
+    """The arms, one after the other, shown while they run."""
+    runs: dict[str, list[StepFigures]] = {}
+    for name in names:
+        done = runs[f"replay {name}"] = []
+        # no refreshing by itself: that would take a thread, and an engine's process has none
+        with Live(console=console, auto_refresh=False, transient=True) as live:
+
+            def tell(one: StepFigures, name: str = name, done: list[StepFigures] = done, live: Live = live) -> None:
+                done.append(one)
+                if console.is_terminal:
+                    live.update(steps_table(f"replay {name}", done), refresh=True)
+                else:
+                    console.print(f"replay {name}:", "  ".join(cells(len(done), one)), soft_wrap=True)
+
+            await run_arm(folder, replay=name == "on", steps=steps, seed=seed, tell=tell)
+    return runs
+
+
+def main() -> int:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fdasync" / "small_moe"
+    parser = argparse.ArgumentParser(
+        description="A whole RL loop on a small MoE: rollouts, rewards, updates, with routing replay off and on.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--steps", type=int, default=STEPS, help="updates of each arm")
+    parser.add_argument("--arm", choices=("off", "on", "both"), default="both", help="replay in the trainer")
+    parser.add_argument("--png", type=Path, default=Path("rl_loop.png"), help="where the picture goes")
+    parser.add_argument("--folder", type=Path, default=cache, help="the model to start from, trained there first")
+    parser.add_argument("--pretrain-steps", type=int, default=small_moe.STEPS, help="of that training")
+    parser.add_argument("--seed", type=int, default=0, help="of the model, the problems and the engine")
+    chosen = parser.parse_args()
+    if chosen.steps < 1:
+        parser.error("--steps must be 1 or more")
+    if find_spec("matplotlib") is None:
+        sys.exit("the picture needs matplotlib: pip install 'fdasync[examples]'")
+    # a model this small gains nothing from a second thread, and the engine's worker wants the other core
+    torch.set_num_threads(1)
+    console = Console()
+    began = time.perf_counter()
+    try:
+        small_moe.pretrain(chosen.folder, chosen.seed, chosen.pretrain_steps, say=console.print)
+        names = ["off", "on"] if chosen.arm == "both" else [chosen.arm]
+        runs = asyncio.run(compare(chosen.folder, names, chosen.steps, chosen.seed, console))
+    except KeyboardInterrupt:
+        # the engine has been closed by then, and its worker is gone
+        return 130
+    draw(runs, chosen.png)
+    print(summary(runs))
+    print(f"{chosen.png} drawn; {time.perf_counter() - began:.0f} s in all")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""What `rl_loop.py` shows: a table that grows while it runs, two at the end, and a picture."""
+
+from __future__ import annotations
+
+from functools import reduce
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from fdasync.mismatch import Mismatch, table
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class StepFigures(msgspec.Struct, frozen=True):
+    """What a step was.
+
+    Attributes:
+        reward: mean over its samples.
+        fresh: rollout against trainer before the update, over the samples that ran under the trainer's weights alone.
+        crossed: samples that were running when an update came, and went on under the new weights.
+        stale: tokens that were sampled under older weights than the trainer's.
+        clipped: share of tokens whose ratio the clip cut off.
+    """
+
+    reward: float
+    fresh: Mismatch
+    crossed: int
+    stale: int
+    clipped: float
+    rollout_s: float
+    train_s: float
+
+
+def steps_table(name: str, done: list[StepFigures], last: int = 12) -> Table:
+    drawn = Table(title=f"{name}: the latest steps")
+    for column in ("step", "reward", "K3 KL", "ratio > 2", "crossed", "stale tokens", "clipped", "rollout", "update"):
+        drawn.add_column(column, justify="right")
+    for number, one in list(enumerate(done, 1))[-last:]:
+        drawn.add_row(*cells(number, one))
+    return drawn
+
+
+def cells(number: int, one: StepFigures) -> tuple[str, ...]:
+    extreme = f"{one.fresh.extreme_share:.2%}"
+    seconds = (f"{one.rollout_s:.1f} s", f"{one.train_s:.1f} s")
+    counts = (str(one.crossed), str(one.stale), f"{one.clipped:.2%}")
+    return (str(number), f"{one.reward:.3f}", f"{one.fresh.k3:.2e}", extreme, *counts, *seconds)
+
+
+def draw(runs: dict[str, list[StepFigures]], path: Path) -> None:
+    """Two panels, reward and KL by step."""
+    matplotlib: Any = import_module("matplotlib")
+    matplotlib.use("Agg")
+    pyplot: Any = import_module("matplotlib.pyplot")
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    for name, done in runs.items():
+        rewards = [one.reward for one in done]
+        smooth = [float(np.mean(rewards[max(0, at - 4) : at + 1])) for at in range(len(rewards))]
+        (line,) = left.plot(smooth, label=name)
+        left.plot(rewards, color=line.get_color(), alpha=0.25)
+        right.plot([one.fresh.k3 for one in done], label=name)
+    left.set(title="reward (mean of 5 steps)", xlabel="step", ylim=(0, 1))
+    right.set(title="K3 KL of rollout and trainer", xlabel="step", yscale="log")
+    left.legend()
+    right.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
+
+
+def summary(runs: dict[str, list[StepFigures]]) -> str:
+    """What was measured, in two tables: rewards, and how far the trainer was from the rollout."""
+    console = Console(width=120, color_system=None)
+    drawn = Table(title="reinforcement learning")
+    for column in ("", "first fifth", "last fifth", "crossed an update", "stale tokens", "rollout", "update"):
+        drawn.add_column(column, justify="right" if column else "left")
+    for name, done in runs.items():
+        fifth = max(len(done) // 5, 1)
+        first, last = (f"{np.mean([one.reward for one in part]):.3f}" for part in (done[:fifth], done[-fifth:]))
+        crossed, stale = sum(one.crossed for one in done), sum(one.stale for one in done)
+        seconds = (f"{sum(one.rollout_s for one in done):.0f} s", f"{sum(one.train_s for one in done):.0f} s")
+        drawn.add_row(name, first, last, f"{crossed} samples", f"{stale}", *seconds)
+    with console.capture() as capture:
+        console.print(drawn)
+    merged = {name: reduce(Mismatch.merge, [one.fresh for one in done]) for name, done in runs.items()}
+    return capture.get() + table(merged)
