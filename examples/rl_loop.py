@@ -47,8 +47,7 @@ if TYPE_CHECKING:
 
 STEPS = 36
 GROUP = 8  # samples of a problem
-PROBLEMS = 36  # groups of a step: four of each length
-AHEAD = 12  # groups more that are under way while a step's are awaited
+PROBLEMS = 36  # groups of a step: four of each length; a third as many more are under way while they are awaited
 MICRO_BATCH = 64
 LEARNING_RATE = 1e-4
 WARM_UP = 10  # steps
@@ -71,20 +70,22 @@ def advantages(rewards: Sequence[float]) -> list[float]:
 
 
 class Rollouts:
-    """Groups of samples, in order; AHEAD of them more are always under way. Owned by one arm's loop."""
+    """Groups of samples, in order, `ahead` more of them than are awaited always under way. Owned by one arm's loop."""
 
-    def __init__(self, engine: Engine, seed: int, steps: int) -> None:
+    def __init__(self, engine: Engine, seed: int, steps: int, problems: int, ahead: int) -> None:
         self._engine = engine
-        self._asked = small_moe.problems(steps * PROBLEMS, seed=seed + 1000)
+        self._problems = problems
+        self._ahead = ahead
+        self._asked = small_moe.problems(steps * problems, seed=seed + 1000)
         self._next = 0
         self._running: deque[asyncio.Task[list[Experience]]] = deque()
 
     async def take(self, group: asyncio.TaskGroup) -> list[Experience]:
-        """The oldest PROBLEMS groups, when they have ended. `group` owns the tasks."""
-        while len(self._running) < PROBLEMS + AHEAD and self._next < len(self._asked):
+        """The oldest groups, as many as a step has, when they have ended. `group` owns the tasks."""
+        while len(self._running) < self._problems + self._ahead and self._next < len(self._asked):
             self._running.append(group.create_task(self._ask(self._next)))
             self._next += 1
-        return [one for _ in range(PROBLEMS) for one in await self._running.popleft()]
+        return [one for _ in range(self._problems) for one in await self._running.popleft()]
 
     async def _ask(self, number: int) -> list[Experience]:
         problem = self._asked[number]
@@ -171,17 +172,20 @@ class Trainer:
         return mine, theirs[:, 1:], gain, sampled[:, 1:]
 
 
-async def run_arm(folder: Path, *, replay: bool, steps: int, seed: int, tell: Callable[[StepFigures], None]) -> None:
+async def run_arm(
+    folder: Path, *, replay: bool, steps: int, problems: int, seed: int, tell: Callable[[StepFigures], None]
+) -> None:
     """One run of the loop: a fresh engine, a fresh trainer, the same problems and seeds whatever `replay`."""
+    ahead = (problems + 2) // 3
     config = EngineConfig(
         model=str(folder),
         runner_config={"dtype": "bfloat16", "num_threads": 1},
-        max_running=AHEAD * GROUP,  # so that groups are at different places when an update comes
+        max_running=ahead * GROUP,  # so that groups are at different places when an update comes
         seed=seed,
     )
     trainer = Trainer(folder, replay=replay)  # blocking: reads its weights before the engine is there
     async with Engine(config) as engine:
-        rollouts = Rollouts(engine, seed, steps)
+        rollouts = Rollouts(engine, seed, steps, problems, ahead)
         async with asyncio.TaskGroup() as group:
             for version in range(steps):
                 began = time.perf_counter()
@@ -214,7 +218,7 @@ def figures(
 
 
 async def compare(
-    folder: Path, names: list[str], steps: int, seed: int, console: Console
+    folder: Path, names: list[str], steps: int, problems: int, seed: int, console: Console
 ) -> dict[str, list[StepFigures]]:
     """The arms, one after the other, shown while they run."""
     runs: dict[str, list[StepFigures]] = {}
@@ -230,7 +234,7 @@ async def compare(
                 else:
                     console.print(f"replay {name}:", "  ".join(cells(len(done), one)), soft_wrap=True)
 
-            await run_arm(folder, replay=name == "on", steps=steps, seed=seed, tell=tell)
+            await run_arm(folder, replay=name == "on", steps=steps, problems=problems, seed=seed, tell=tell)
     return runs
 
 
@@ -241,14 +245,15 @@ def main() -> int:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--steps", type=int, default=STEPS, help="updates of each arm")
+    parser.add_argument("--problems", type=int, default=PROBLEMS, help=f"groups of {GROUP} samples in a step")
     parser.add_argument("--arm", choices=("off", "on", "both"), default="both", help="replay in the trainer")
     parser.add_argument("--png", type=Path, default=Path("rl_loop.png"), help="where the picture goes")
     parser.add_argument("--folder", type=Path, default=cache, help="the model to start from, trained there first")
     parser.add_argument("--pretrain-steps", type=int, default=small_moe.STEPS, help="of that training")
     parser.add_argument("--seed", type=int, default=0, help="of the model, the problems and the engine")
     chosen = parser.parse_args()
-    if chosen.steps < 1:
-        parser.error("--steps must be 1 or more")
+    if chosen.steps < 1 or chosen.problems < 2:
+        parser.error("--steps must be 1 or more, --problems 2 or more")
     if find_spec("matplotlib") is None:
         sys.exit("the picture needs matplotlib: pip install 'fdasync[examples]'")
     # a model this small gains nothing from a second thread, and the engine's worker wants the other core
@@ -258,7 +263,7 @@ def main() -> int:
     try:
         small_moe.pretrain(chosen.folder, chosen.seed, chosen.pretrain_steps, say=console.print)
         names = ["off", "on"] if chosen.arm == "both" else [chosen.arm]
-        runs = asyncio.run(compare(chosen.folder, names, chosen.steps, chosen.seed, console))
+        runs = asyncio.run(compare(chosen.folder, names, chosen.steps, chosen.problems, chosen.seed, console))
     except KeyboardInterrupt:
         # the engine has been closed by then, and its worker is gone
         return 130

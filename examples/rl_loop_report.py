@@ -54,17 +54,18 @@ def cells(number: int, one: StepFigures) -> tuple[str, ...]:
 
 
 def draw(runs: dict[str, list[StepFigures]], path: Path) -> None:
-    """Two panels, reward and KL by step."""
+    """Two panels, reward and KL by step; the folder of `path` is made."""
     matplotlib: Any = import_module("matplotlib")
     matplotlib.use("Agg")
     pyplot: Any = import_module("matplotlib.pyplot")
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
     for name, done in runs.items():
+        steps = range(1, len(done) + 1)
         rewards = [one.reward for one in done]
         smooth = [float(np.mean(rewards[max(0, at - 4) : at + 1])) for at in range(len(rewards))]
-        (line,) = left.plot(smooth, label=name)
-        left.plot(rewards, color=line.get_color(), alpha=0.25)
-        right.plot([one.fresh.k3 for one in done], label=name)
+        (line,) = left.plot(steps, smooth, label=name)
+        left.plot(steps, rewards, color=line.get_color(), alpha=0.25)
+        right.plot(steps, [one.fresh.k3 for one in done], label=name)
     left.set(title="reward (mean of 5 steps)", xlabel="step", ylim=(0, 1))
     right.set(title="K3 KL of rollout and trainer", xlabel="step", yscale="log")
     left.legend()

@@ -148,7 +148,7 @@ def test_a_model_is_trained_once(rl: Any, model: Path, tmp_path: Path, monkeypat
 
 
 def started(model: Path, cwd: Path, *more: str) -> subprocess.Popen[str]:
-    options = ["--folder", str(model), "--pretrain-steps", str(PRETRAIN_STEPS), *more]
+    options = ["--folder", str(model), "--pretrain-steps", str(PRETRAIN_STEPS), "--problems", "12", *more]
     return subprocess.Popen(
         [sys.executable, "-u", str(EXAMPLES / "rl_loop.py"), *options],
         cwd=cwd,
