@@ -186,7 +186,7 @@ class Rig:
             rig.arms["off"] = Arm(rig, "off", None, None)
             fused.undo()
             say("arm off: captured")
-        rig.capture = RoutingCapture(step_model.model, moe, scale.max_step_tokens, depth=2, fuse=True)
+        rig.capture = RoutingCapture(step_model.model, moe, scale.max_step_tokens, fuse=True)
         _all_fused(0 if rig.capture._fused is None else len(rig.capture._fused.rows), moe, rig.capture.notes)
         rig.arms["on"] = Arm(rig, "on", rig.capture, rig.arena)
         say("arm on: captured")

@@ -34,16 +34,14 @@ class CaptureBuffer:
             written, so columns past a layer's own k stay zero. Its own; never replaced.
     """
 
-    def __init__(
-        self, max_step_tokens: int, spec: AuxSpec, device: torch.device, *, debug: bool = False, depth: int = 2
-    ) -> None:
-        """Allocate the buffer and `depth + 1` staging buffers of the same size, zeroed.
+    def __init__(self, max_step_tokens: int, spec: AuxSpec, device: torch.device, *, debug: bool = False) -> None:
+        """Allocate the buffer, zeroed.
 
         Raises BadInput: `spec` is not uint8 or uint16 (L, K), or a number is below 1.
         """
         if len(spec.shape) != 2 or spec.dtype not in ("uint8", "uint16"):
             raise BadInput("spec", f"{spec.dtype} {spec.shape} where uint8 or uint16 (layers, k) was expected")
-        for name, number in (("max_step_tokens", max_step_tokens), ("depth", depth), ("spec", math.prod(spec.shape))):
+        for name, number in (("max_step_tokens", max_step_tokens), ("spec", math.prod(spec.shape))):
             if number < 1:
                 raise BadInput(name, "is below 1")
         self.spec = spec
@@ -52,8 +50,6 @@ class CaptureBuffer:
         dtype = torch.uint8 if spec.dtype == "uint8" else torch.int16
         shape = (max_step_tokens, *spec.shape)
         self.buffer = torch.zeros(shape, dtype=dtype, device=device)
-        self._staging = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(depth + 1)]
-        self._turn = 0
         self._filled: set[int] = set()
         self._kernel = device.type == "cuda"
         self._bits, digits = (8, 4) if spec.dtype == "uint8" else (16, 2)
@@ -64,8 +60,8 @@ class CaptureBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device, staging buffers included."""
-        return (1 + len(self._staging)) * self.buffer.nbytes
+        """Bytes on the device, without what `stage` gives away."""
+        return self.buffer.nbytes
 
     @property
     def filled(self) -> int:
@@ -137,23 +133,19 @@ class CaptureBuffer:
     def stage(self, count: int) -> torch.Tensor:
         """Copy the rows of the pass's first `count` tokens aside, on the device and the current stream.
 
-        The `depth + 1` staging buffers are used in turn, so what is returned holds until `stage` was called
-        `depth + 1` times more. Call it on the stream that computes, after the pass. Before that call the caller
-        makes the stream wait (`wait_event`) for the copy-out that read the buffer `depth + 1` calls ago; nothing
-        here waits for it.
+        So the next pass may write over the buffer while these rows are on their way to the host. Call it on the stream
+        that computes, after the pass.
 
         Returns:
-            [count, L, K] of the buffer's dtype, contiguous, on the device; the buffer's own.
+            [count, L, K] of the buffer's dtype, contiguous, on the device; the caller's, who keeps it until whatever
+            reads it on another stream is done.
 
         Raises:
             RunnerError: more tokens than a pass has.
         """
         if not 0 <= count <= self.max_step_tokens:
             raise RunnerError(f"rows of {count} tokens, a step has at most {self.max_step_tokens}")
-        staged = self._staging[self._turn][:count]
-        self._turn = (self._turn + 1) % len(self._staging)
-        staged.copy_(self.buffer[:count])
-        return staged
+        return self.buffer[:count].clone()
 
     def _put_digits(self, count: int, row: int, k: int, positions: torch.Tensor | None) -> None:
         if positions is None or positions.dim() != 1 or len(positions) != count:

@@ -94,6 +94,11 @@ class CompletionPort(ABC):
         self._idle: asyncio.Future[None] | None = None
         self.lost = 0
 
+    @property
+    def problem(self) -> str | None:
+        """What the device failed with; None while it has not."""
+        return self._problem
+
     @overload
     def completion(
         self,

@@ -196,9 +196,14 @@ class BlockCopies:
         if self._jobs:
             stuck = ", ".join(f"{job.lane} of {len(job.device)} blocks" for job in self._jobs)
             raise DeadlineExceeded(f"block copies in flight ({stuck})", deadline_s)
-        if self._registered is not None and not self._lost:
+        if self._registered is None:
+            return
+        if self._lost or self._port.problem is not None:
+            # the device may still write there, and takes no calls after a failure
+            self._registered.keep_for_good()
+        else:
             self._registered.close()  # blocking: unpins the pages, once, when nothing runs any more
-            self._registered = None
+        self._registered = None
 
     def _start(self, lane: Lane, device_ids: Sequence[int], host_ids: Sequence[int]) -> asyncio.Future[int]:
         if self._closing:

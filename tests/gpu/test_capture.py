@@ -90,15 +90,12 @@ def test_what_does_not_fit_is_refused(device):
     ):
         with pytest.raises(BadInput):
             CaptureBuffer(*arguments)
-    with pytest.raises(BadInput):
-        CaptureBuffer(4, SPEC, device, depth=0)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_a_staged_step_outlives_as_many_as_are_in_flight(device, depth):
-    buffer = CaptureBuffer(4, SPEC, device, depth=depth)
+def test_what_is_staged_outlives_any_number_of_passes(device):
+    buffer = CaptureBuffer(4, SPEC, device)
     staged = []
-    for number in range(1, depth + 2):
+    for number in range(1, 6):
         buffer.begin()
         for row in range(3):
             buffer.put(torch.full((2, 4), number, dtype=torch.int64, device=device), row, 4)
@@ -107,10 +104,7 @@ def test_a_staged_step_outlives_as_many_as_are_in_flight(device, depth):
         assert rows.is_contiguous()
         assert rows.shape == (2, 3, 4)
         assert bool((rows == number).all())
-    reused = buffer.stage(1)
-    assert reused.data_ptr() == staged[0].data_ptr()
-    assert bool((reused == depth + 1).all())
-    assert buffer.nbytes == (depth + 2) * 4 * 12
+    assert buffer.nbytes == 4 * 12
 
 
 @given(

@@ -235,6 +235,8 @@ def attend_decode(
     sequences, heads, key_dim = query.shape
     if not sequences:
         return
+    if not len(lanes) == len(positions) == len(out) == sequences:
+        raise BadInput("lanes", f"{len(lanes)}, with {len(positions)} positions for {sequences} queries")
     width = check_views(query, keys, values, value_dim)
     kv_heads = keys.shape[2]
     group = heads // kv_heads

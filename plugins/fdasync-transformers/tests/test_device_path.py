@@ -4,22 +4,29 @@ graphs and streams. Held against the path of CPUs, which `test_runner.py` holds 
 from __future__ import annotations
 
 import asyncio
+import weakref
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 from families_zoo import make_checkpoint
-from fdasync_transformers import device_executor, gpu_services
+from fdasync_transformers import TransformersConfig, TransformersRunner, device_executor, gpu_services, triton_paging
+from fdasync_transformers.device_executor import DeviceExecutor
+from msgspec.structs import replace
 from step_driver import Driver
 
 from fdasync import Engine, EngineConfig, SamplingParams
 from fdasync.actions import Chunk
-from fdasync.errors import ConfigError, RunnerError
+from fdasync.errors import ConfigError, RunnerError, UnsupportedModel
 from fdasync.gpu.ports import FakePort
+from fdasync.testing import RunnerTests
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from fdasync.runner.base import Runner, RunnerLimits
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = {"kernels": "triton", "device": "cuda" if ON_GPU else "cpu", "num_threads": 1}
@@ -33,12 +40,15 @@ async def answers(folder: Path, config: dict[str, Any], *, depth: int = 1) -> li
     """Tokens, rows as sets and log-probs of a ragged batch: late arrivals, chunks, penalties, sampling."""
     driver = await Driver.open(folder, config={"self_check": False, **config}, pipeline_depth=depth)
     try:
+        services = getattr(driver.runner._executor, "_services", None)
         asked = [
             driver.sequence([1 + at * 7 % 50 for at in range(5)], NEW),
             driver.sequence([3, 5, 9, 11, 2, 3, 4, 5, 6, 7, 9], NEW, 1, temperature=1.0, seed=4, raw=True),
             driver.sequence([3] * 9, NEW, repetition_penalty=1.3, presence_penalty=0.2),
         ]
         await driver.run(asked, chunks=2)
+        if services is not None:
+            assert (services.events.outstanding, services.pinned.outstanding, services.port.lost) == ({}, {}, 0)
         return [(one.tokens, np.sort(driver.rows(one), -1), one.raw) for one in asked]
     finally:
         await driver.close()
@@ -201,24 +211,158 @@ async def test_sizes_of_graphs_that_make_no_sense_are_refused(tmp_path: Path, si
         await Driver.open(tmp_path, config={"device": "cpu", "graph_sizes": sizes})
 
 
-async def test_what_fails_to_bind_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The port of the device path holds a timer, or its loop's callbacks."""
+@pytest.mark.parametrize("error", [RuntimeError("no room"), torch.OutOfMemoryError("no room")])
+async def test_what_fails_to_bind_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: RuntimeError
+) -> None:
+    """The port of the device path holds a timer; pages of the host tier are registered with the driver."""
     make_checkpoint(tmp_path, "qwen3_moe")
     closed = []
+    honest = DeviceExecutor.aclose
+
+    async def close(self: DeviceExecutor) -> None:
+        await honest(self)
+        closed.append(self)
+
+    def refuses(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr(DeviceExecutor, "aclose", close)
+    monkeypatch.setattr(DeviceExecutor, "warm", refuses)
+    with pytest.raises(ConfigError if isinstance(error, torch.OutOfMemoryError) else RuntimeError, match="no room"):
+        await Driver.open(tmp_path, config={"self_check": False, **DEVICE})
+    assert len(closed) == 1
+    assert closed[0]._services.port._stopped
+
+    # and what fails before there is an executor closes the port all the same
+    ports = []
 
     class Port(FakePort):
         async def aclose(self, deadline_s: float = 10.0) -> None:
-            closed.append(self)
+            ports.append(self)
             await super().aclose(deadline_s)
-
-    def refuses(*args: object) -> None:
-        raise RuntimeError("no room for tables")
 
     monkeypatch.setattr(gpu_services, "make_port", lambda *_: Port())
     monkeypatch.setattr(device_executor, "DeviceLanes", refuses)
-    with pytest.raises(RuntimeError, match="no room for tables"):
+    with pytest.raises(ConfigError if isinstance(error, torch.OutOfMemoryError) else RuntimeError, match="no room"):
         await Driver.open(tmp_path, config={"self_check": False, **DEVICE})
-    assert len(closed) == 1
+    assert len(ports) == 1
+
+
+async def test_a_launch_that_fails_half_way_gives_everything_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was queued before it runs on: buffers return with its end, not before, and not never."""
+    make_checkpoint(tmp_path, "qwen3_moe")
+    driver = await Driver.open(tmp_path, config={"self_check": False, **DEVICE}, pipeline_depth=2)
+    executor = driver.runner._executor
+
+    def breaks(*args: object, **kwargs: object) -> None:
+        raise torch.OutOfMemoryError("no room for this step")
+
+    monkeypatch.setattr(executor._model, "forward", breaks)
+    with pytest.raises(RunnerError, match="no room for this step"):
+        await driver.run([driver.sequence([5, 6, 7], 2)])
+    services = executor._services
+    await driver.close()
+    assert (services.events.outstanding, services.pinned.outstanding, services.port.lost) == ({}, {}, 0)
+
+
+async def test_a_step_that_cannot_start_fails_behind_those_in_flight(tmp_path: Path) -> None:
+    """Whether or not somebody still waits for them."""
+    make_checkpoint(tmp_path, "qwen3_moe")
+    for give_up in (False, True):
+        driver = await Driver.open(tmp_path, config={"self_check": False, **DEVICE}, pipeline_depth=2)
+        one = driver.sequence([5, 6, 7], 2)
+        ended: list[str] = []
+        flight = driver.launch(starts=[driver.start(one)], chunks=[Chunk(one.key, 3, True)])
+        inner = driver.runner._executor._last
+        inner.add_done_callback(lambda _, ended=ended: ended.append("the step"))
+        wrong = driver.launch(leaves=(99,))
+        wrong.add_done_callback(lambda _, ended=ended: ended.append("the wrong one"))
+        if give_up:
+            flight.cancel()
+        with pytest.raises(RunnerError, match="99"):
+            await wrong
+        assert ended == ["the step", "the wrong one"]
+        await driver.close()
+
+
+async def test_a_closed_runner_holds_nothing_when_it_empties_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path, "qwen3_moe")
+    driver = await Driver.open(tmp_path, config={"self_check": False, **DEVICE})
+    runner = driver.runner
+    held = [weakref.ref(runner._executor._bound.pool), weakref.ref(runner._step_model.model)]
+    seen: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.extend(ref() is not None for ref in held))
+    if not ON_GPU:
+        # a model on a GPU, for all that the close looks at
+        runner._step_model = SimpleNamespace(model=SimpleNamespace(device=torch.device("cuda", 0)))
+    await driver.close()
+    assert seen == [False, False]
+
+
+async def test_after_a_device_error_steps_fail_and_the_close_is_quiet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every call of a device that failed raises; a close makes none that it need not."""
+    make_checkpoint(tmp_path, "qwen3_moe")
+    driver = await Driver.open(tmp_path, config={"self_check": False, **DEVICE}, pipeline_depth=2)
+    executor = driver.runner._executor
+
+    def broken() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    one = driver.sequence([5, 6, 7], 3)
+    flight = driver.launch(starts=[driver.start(one)], chunks=[Chunk(one.key, 3, True)])
+    executor._services.port._fail("an illegal memory access was encountered")
+    with pytest.raises(RunnerError, match="illegal memory access"):
+        await flight
+    with pytest.raises(RunnerError, match="nothing more after a failure"):
+        await driver.step()
+    monkeypatch.setattr(torch.cuda, "empty_cache", broken)
+    driver.runner._step_model = SimpleNamespace(model=SimpleNamespace(device=torch.device("cuda", 0)))
+    await driver.close()
+
+
+async def test_the_self_check_would_find_a_decode_kernel_that_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path, "qwen3_moe")
+
+    def zeros(*args: object, out: torch.Tensor, **kwargs: object) -> None:
+        out.zero_()
+
+    monkeypatch.setattr(triton_paging, "attend_decode", zeros)
+    with pytest.raises(UnsupportedModel, match="differs from separate sequences"):
+        await Driver.open(tmp_path, config=DEVICE)
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "test_steps_overlap_and_complete_in_order",
+        "test_a_step_fails_after_those_before_it",
+        "test_swapped_out_and_in_elsewhere_blocks_answer_as_before",
+    ],
+)
+def test_the_contract(tmp_path: Path, test: str) -> None:
+    """Of the conformance suite what tells the two paths apart; all of it runs on a GPU (`test_contract.py`)."""
+    make_checkpoint(tmp_path, "qwen3_moe")
+
+    class OnTheDevicePath(RunnerTests):
+        __test__ = False
+
+        def new_loop(self) -> asyncio.AbstractEventLoop:
+            return asyncio.SelectorEventLoop()
+
+        def make(self, limits: RunnerLimits) -> Runner:
+            own = {"dtype": "float32", "self_check": False, **DEVICE}
+            return TransformersRunner(TransformersConfig(**own), replace(limits, model=str(tmp_path)))
+
+    getattr(OnTheDevicePath(), test)()
 
 
 @pytest.mark.gpu

@@ -104,13 +104,12 @@ class RoutingCapture:
         max_step_tokens: int,
         *,
         debug: bool = False,
-        depth: int = 1,
         fuse: bool = False,
     ) -> None:
-        """`debug`: record positions, not ids; `depth`: steps in flight; `fuse`: route by kernel where that can be."""
+        """`debug`: record positions, not ids; `fuse`: route by kernel where that can be."""
         self.layers = layers
         self.notes: tuple[str, ...] = ()
-        self._buffer = CaptureBuffer(max_step_tokens, layers.spec, model.device, debug=debug, depth=depth)
+        self._buffer = CaptureBuffer(max_step_tokens, layers.spec, model.device, debug=debug)
         self._positions: torch.Tensor | None = None
         self._hooks: list[RemovableHandle] = []
         self._fused: FusedRouters | None = None
@@ -121,6 +120,11 @@ class RoutingCapture:
         for row, (name, k) in enumerate(zip(layers.names, layers.top_k, strict=True)):
             if row not in fused:
                 self._hooks.append(self._attach(model.get_submodule(name), model, name, row, k))
+
+    @property
+    def token_nbytes(self) -> int:
+        """Of a token's rows."""
+        return self.layers.spec.token_nbytes
 
     @property
     def nbytes(self) -> int:

@@ -60,21 +60,31 @@ class DeviceExecutor(Executor):
         self._bound = bound
         self._services = services
         self._lanes = DeviceLanes(bound.table, services.streams.device)
+        self._failure = ""
+        #: the step launched last, for nobody to cancel: those that cannot be launched fail behind it
+        self._last: asyncio.Future[Any] | None = None
+        # weights, tables and buffers were written on the stream that is current
+        services.streams.follow()
+        # last: it pins pages, which only a close gives back
         self._copies = (
             None
             if bound.host is None
             else BlockCopies(bound.pool.blocks, bound.host, services.streams, services.events, services.port)
         )
-        self._failure = ""
-        #: the step launched last: those that cannot be launched fail behind it
-        self._last: asyncio.Future[Any] | None = None
-        # weights, tables and buffers were written on the stream that is current
-        services.streams.follow()
 
     def capture_graphs(self, sizes: tuple[int, ...]) -> None:
-        """Capture decode steps at these batch sizes. Blocks its loop. Raises RuntimeError as `GraphLadder` says."""
+        """Capture decode steps at these batch sizes, and check them. Blocks its loop.
+
+        Raises RuntimeError where the model does what a graph cannot hold, or answers otherwise from one.
+        """
         with self._services.streams.on("compute"):
-            self.graphs = GraphLadder(self._model, self._lanes, self._bound.pool, sizes)
+            graphs = GraphLadder(self._model, self._lanes, self._bound.pool, sizes)
+            wrong = graphs.differing(self._model, self._lanes, self._bound.pool)
+            if wrong:
+                raise RuntimeError(f"the graph of {wrong} sequences does not answer as its operations do")
+            # a block that was written to is as new again
+            self._bound.pool.blocks[0].zero_()
+            self.graphs = graphs
 
     def launch(self, step: RunStep) -> asyncio.Future[StepOutput]:
         return self._queue(lambda: self._start(step), step.step_id)
@@ -92,6 +102,31 @@ class DeviceExecutor(Executor):
             await self._services.port.aclose()
             self.graphs = None
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether there are streams and graphs."""
+        return self._services.streams.device.type == "cuda"
+
+    @property
+    def device_failed(self) -> bool:
+        """The device answers no more; what it holds goes with the process."""
+        return self._services.port.problem is not None
+
+    def warm(self, max_step_tokens: int) -> None:
+        """Page-lock the buffers that steps will need and compile what sends their deltas. Blocks its loop."""
+        services, depth = self._services, 3
+        largest = max_step_tokens * (0 if self._bound.capture is None else self._bound.capture.token_nbytes) + (1 << 16)
+        leases = []
+        size = 1 << 12
+        while size < 2 * largest:
+            leases += [services.pinned.take(size) for _ in range(2 * depth)]
+            size *= 2
+        with services.streams.on("compute"):
+            nothing = torch.full((1,), -1, dtype=torch.int64, device=services.streams.device)
+            scatter_updates(self._lanes.flat, nothing, nothing.to(torch.int32))
+        for lease in leases:
+            lease.release()
+
     # -- futures --------------------------------------------------------------------------------------
 
     def _queue(self, start: Callable[[], asyncio.Future[T]], step_id: int = -1) -> asyncio.Future[T]:
@@ -100,20 +135,19 @@ class DeviceExecutor(Executor):
         Steps end in the order of launch, also those that could not be started.
         """
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        before = self._last
-        if step_id >= 0:
-            self._last = future
         try:
             if self._failure:
                 raise RunnerError(f"nothing more after a failure: {self._failure}")
             inner = start()
         except Exception as error:  # a model may raise anything, and a step must still end
             failed = self._failed(error, step_id)
-            if step_id < 0 or before is None or before.done():
+            if step_id < 0 or self._last is None or self._last.done():
                 future.set_exception(failed)
             else:
-                before.add_done_callback(lambda _: None if future.done() else future.set_exception(failed))
+                self._last.add_done_callback(lambda _: None if future.done() else future.set_exception(failed))
         else:
+            if step_id >= 0:
+                self._last = inner
             inner.add_done_callback(partial(self._ended, future, step_id))
         return future
 
@@ -156,35 +190,46 @@ class DeviceExecutor(Executor):
             arrays.update({_SAMPLER + name: array for name, array in plan.arrays.items()})
         leases: list[Any] = []
         results: dict[str, torch.Tensor] = {}
-        with services.streams.on("compute"):
-            if arrays:
-                sent, lease = packed.send(arrays, services.pinned, services.streams.device)
-                leases.append(lease)
-                if len(index):
-                    scatter_updates(lanes.flat, sent["delta_index"], sent["delta_values"])
-                if total:
-                    results = self._compute(batch, plan, sent)
-            computed = services.events.take()
-            services.streams.record("compute", computed.event)
-        leases.append(computed)
         fetched: dict[str, NDArray[np.generic]] = {}
-        with services.streams.on("results"):
-            services.streams.wait("results", computed.event)
-            if results:
-                fetched, buffer = packed.fetch(results, services.pinned)
-                leases.append(buffer)
-            copied = services.events.take()
-            services.streams.record("results", copied.event)
-        leases.append(copied)
+        try:
+            with services.streams.on("compute"):
+                if arrays:
+                    sent, lease = packed.send(arrays, services.pinned, services.streams.device)
+                    leases.append(lease)
+                    if len(index):
+                        scatter_updates(lanes.flat, sent["delta_index"], sent["delta_values"])
+                    if total:
+                        results = self._compute(batch, plan, sent)
+            self._pass_on(leases)
+            with services.streams.on("results"):
+                if results:
+                    fetched, buffer = packed.fetch(results, services.pinned)
+                    leases.append(buffer)
+        except Exception:
+            # what was queued runs on: its buffers come back, and a close waits, as for any other
+            self._completion(leases, ("broken",), lambda: None).add_done_callback(_seen)
+            raise
         kind: Hashable = ("decode", total) if total == batch.num_decodes else ("mixed", total.bit_length())
-        return services.port.completion(
-            copied.event,
-            lane="compute",
-            kind=kind,
-            leases=leases,
-            # holds the device's tensors until they were copied
-            on_done=lambda: self._finish(batch, plan, fetched, results),
-        )
+        # what reads the device's tensors on another stream keeps them until it was done
+        return self._completion(leases, kind, lambda: self._finish(batch, plan, fetched, results))
+
+    def _pass_on(self, leases: list[Any]) -> None:
+        """What follows on `results` waits for all that was queued on `compute`."""
+        streams = self._services.streams
+        computed = self._services.events.take()
+        leases.append(computed)
+        streams.record("compute", computed.event)
+        streams.wait("results", computed.event)
+
+    def _completion(self, leases: list[Any], kind: Hashable, on_done: Callable[[], T]) -> asyncio.Future[T]:
+        """A future of the end of all that was queued on `results`, and before `_pass_on` on `compute`."""
+        services = self._services
+        if kind == ("broken",):
+            self._pass_on(leases)
+        copied = services.events.take()
+        leases.append(copied)
+        services.streams.record("results", copied.event)
+        return services.port.completion(copied.event, lane="compute", kind=kind, leases=leases, on_done=on_done)
 
     def _compute(self, batch: Batch, plan: SamplePlan | None, sent: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Queue forward pass and sampling; what of it the host wants."""
@@ -258,3 +303,9 @@ class DeviceExecutor(Executor):
 def _own(arrays: Mapping[str, T]) -> dict[str, T]:
     """The sampler's arrays, by the names that it gave them."""
     return {name.removeprefix(_SAMPLER): array for name, array in arrays.items() if name.startswith(_SAMPLER)}
+
+
+def _seen(future: asyncio.Future[Any]) -> None:
+    """Whoever waits learns of the error elsewhere."""
+    if not future.cancelled():
+        future.exception()

@@ -8,7 +8,7 @@ computed on the device, attention is `TritonPaging`, and nothing waits. Decode s
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -31,10 +31,11 @@ if TYPE_CHECKING:
 class DeviceStepModel(StepModel):
     """A model switched to paged attention by kernels; see `StepModel`."""
 
-    fuses: ClassVar[bool] = True
-
-    def __init__(self, model: PreTrainedModel, layout: KVLayout, max_running: int) -> None:
+    def __init__(self, model: PreTrainedModel, layout: KVLayout, max_running: int, *, fuse: bool = True) -> None:
+        """`max_running`: most sequences that decode in a step; `fuse`: route by kernel where that can be."""
         super().__init__(model, layout)
+        self.fuses = fuse
+        self.interpreted = model.device.type == "cpu"
         self._workspaces = Workspaces(max_running, model.device)
 
     def run(self, batch: Batch, table: LaneTable, pool: KVPool, rows: NDArray[np.int64]) -> torch.Tensor:

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from fdasync_transformers.kv import KVPool
 
 
+# of one token's logits, over their spread: sums in another order, a near tie in a router
+_MOST_ERROR = 0.2
+
+
 def ladder(max_running: int) -> tuple[int, ...]:
     """Batch sizes to capture: every power of two, half-way points from 16 on, and `max_running` itself."""
     sizes = {1, max_running}
@@ -73,6 +77,25 @@ class GraphLadder:
             self._captured[size] = _Captured(graph, logits)
         torch.cuda.synchronize(device)  # blocking: start-up, in a process of its own
 
+    def differing(self, model: DeviceStepModel, lanes: DeviceLanes, pool: KVPool) -> int:
+        """A batch size whose graph answers otherwise than the same step launched operation by operation; 0: none.
+
+        Computes one token at the beginning of lane 0, for start-up. Waits for the device.
+        """
+        device = model.model.device
+        lane = torch.zeros(1, dtype=torch.int32, device=device)
+        start = torch.zeros(1, dtype=torch.int64, device=device)
+        wanted = model.forward(DeviceBatch(1, 1, lane, start, self._first_rows[:2]), lanes, pool).float()
+        spread = (wanted - wanted.mean()).norm()
+        for size, captured in self._captured.items():
+            self._set(lane, start, size)
+            captured.graph.replay()
+            error = (captured.logits[:1].float() - wanted).norm() / spread
+            # blocking: start-up, in a process of its own
+            if not float(error) < _MOST_ERROR:
+                return size
+        return 0
+
     def replay(self, lanes: torch.Tensor, starts: torch.Tensor) -> torch.Tensor | None:
         """Queue a decode step of these sequences (int32 and int64 [n]): logits [n, V], of meaning until the next
         replay on the same stream. None where there are more than the ladder holds."""
@@ -81,9 +104,14 @@ class GraphLadder:
         if place == len(self.sizes):
             return None
         size = self.sizes[place]
-        self._lanes[:count].copy_(lanes, non_blocking=True)
-        self._lanes[count:size].fill_(-1)
-        self._starts[:count].copy_(starts, non_blocking=True)
+        self._set(lanes, starts, size)
         captured = self._captured[size]
         captured.graph.replay()
         return captured.logits[:count]
+
+    def _set(self, lanes: torch.Tensor, starts: torch.Tensor, size: int) -> None:
+        """Queue what the next replay of this size reads: these sequences, and padding behind them."""
+        count = len(lanes)
+        self._lanes[:count].copy_(lanes, non_blocking=True)
+        self._lanes[count:size].fill_(-1)
+        self._starts[:count].copy_(starts, non_blocking=True)

@@ -58,7 +58,19 @@ def _free_nbytes(step_model: StepModel, limits: RunnerLimits, max_context_tokens
     peak = _step_peak_nbytes(step_model, limits, max_context_tokens, block_tokens)
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
-    return int(free * _GPU_SHARE) - peak
+    return int(free * _GPU_SHARE) - peak - _beside_nbytes(step_model, limits, max_context_tokens, block_tokens)
+
+
+def _beside_nbytes(step_model: StepModel, limits: RunnerLimits, max_context_tokens: int, block_tokens: int) -> int:
+    """What a runner keeps on the device beside model and KV, and what sampling takes at most."""
+    vocab = int(step_model.model.config.vocab_size)
+    columns = -(-max_context_tokens // block_tokens)
+    tables = limits.max_running * columns * (1 + block_tokens) * 4
+    # the logits of every captured size, at most those of twice the largest, in the model's dtype
+    graphs = 2 * limits.max_running * vocab * step_model.layout.dtype.itemsize
+    # float32 logits, and tables in float64 of values, ids and probabilities where a row asks for top-p
+    sampling = limits.max_running * vocab * (4 + 4 * 8)
+    return tables + graphs + sampling
 
 
 def _step_peak_nbytes(step_model: StepModel, limits: RunnerLimits, max_context_tokens: int, block_tokens: int) -> int:
@@ -82,7 +94,9 @@ def _step_peak_nbytes(step_model: StepModel, limits: RunnerLimits, max_context_t
 def prefill_tokens_per_s(
     step_model: StepModel, limits: RunnerLimits, max_context_tokens: int, block_tokens: int
 ) -> float:
-    """Speed of one prefill of some hundred tokens; the better of two, as the first warms up."""
+    """Speed of one prefill of some hundred tokens; the better of two, as the first warms up. 0: not measured."""
+    if step_model.interpreted:
+        return 0.0
     count = min(_SPEED_TOKENS, limits.max_step_tokens, max_context_tokens)
     took = []
     for _ in range(2):

@@ -10,6 +10,7 @@ and slots by number; knows nothing of requests or text. Created by the registry 
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 
 
 _MAX_THREADS = 1024
+# of expert weights that one product may gather on a GPU, in dtypes that have no grouped product there
+_MAX_GATHERED_NBYTES = 16 << 30
 
 
 class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -140,7 +143,7 @@ class TransformersRunner(Runner):
         facts = loading.config_facts(checkpoint.config)
         model = (loading.draw if random else loading.load)(checkpoint, config.dtype, device)
         families.refuse_stateful(model)
-        _set_experts(model, config.experts)
+        _set_experts(model, config.experts, limits.max_step_tokens)
         self._moe = find_moe_layers(model) if limits.capture is not False else None
         max_context = _max_context(model, limits)
         reference = selfcheck.plain_passes(model, self._moe, max_context) if config.self_check else None
@@ -176,11 +179,34 @@ class TransformersRunner(Runner):
             services = make_services(device, self.config.completion)
         try:
             with _current(device):
-                self._executor = self._bind(step_model, capacity, services, num_blocks, arena, host)
-        except BaseException:
-            if services is not None:
+                self._executor = executor = self._bind(step_model, capacity, services, num_blocks, arena, host)
+                if isinstance(executor, DeviceExecutor):
+                    self._warm(executor)
+        except BaseException as error:
+            bound, self._executor = self._executor, None
+            if bound is not None:
+                await bound.aclose()
+            elif services is not None:
                 await services.port.aclose()
+            if isinstance(error, torch.OutOfMemoryError):
+                problem = f"tables, capture and graphs beside {num_blocks} KV blocks cannot be allocated: {error}"
+                raise ConfigError(
+                    "num_blocks", problem, hint="ask for fewer, or for fewer or shorter sequences"
+                ) from error
             raise
+
+    def _warm(self, executor: DeviceExecutor) -> None:
+        """Whatever the first steps would else wait for."""
+        executor.warm(self.limits.max_step_tokens)
+        if not self.config.cuda_graphs or not executor.on_gpu:
+            return
+        try:
+            executor.capture_graphs(self.config.graph_sizes or ladder(self.limits.max_running))
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, FdasyncError) as error:
+            problem = f"decode steps of this model cannot be captured: {error}"
+            raise ConfigError("runner_config.cuda_graphs", problem, hint="set it to False") from error
 
     def _bind(
         self,
@@ -202,8 +228,7 @@ class TransformersRunner(Runner):
                 self._moe,
                 limits.max_step_tokens,
                 debug=limits.routing_debug,
-                depth=limits.pipeline_depth if step_model.fuses else 1,
-                fuse=step_model.fuses and self.config.fused_router,
+                fuse=step_model.fuses,
             )
         bound = Bound(
             pool=pool,
@@ -216,14 +241,7 @@ class TransformersRunner(Runner):
         )
         if services is None or not isinstance(step_model, DeviceStepModel):
             return HostExecutor(step_model, bound)
-        executor = DeviceExecutor(step_model, bound, services)
-        if self.config.cuda_graphs and device.type == "cuda":
-            try:
-                executor.capture_graphs(self.config.graph_sizes or ladder(limits.max_running))
-            except RuntimeError as error:
-                problem = f"decode steps of this model cannot be captured: {error}"
-                raise ConfigError("runner_config.cuda_graphs", problem, hint="set it to False") from error
-        return executor
+        return DeviceExecutor(step_model, bound, services)
 
     def launch(self, step: RunStep) -> asyncio.Future[StepOutput]:
         """On the CPU the future is done on return, on a GPU when the device is. A failure ends it, and the runner."""
@@ -276,15 +294,19 @@ class TransformersRunner(Runner):
     async def aclose(self) -> None:
         """Free model, KV, graphs and hooks; idempotent. Waits for what the device has, bounded."""
         executor, self._executor = self._executor, None
+        dead = False
         try:
             if executor is not None:
                 await executor.aclose()
         finally:
+            dead = isinstance(executor, DeviceExecutor) and executor.device_failed
             if self._capture is not None:
                 self._capture.close()
             on_gpu = self._step_model is not None and self._step_model.model.device.type == "cuda"
-            self._capture = self._step_model = self._weights = None
-            if on_gpu:
+            self._capture = self._step_model = self._weights = executor = None
+            if on_gpu and not dead:
+                # models hold themselves in circles; what nobody holds any more goes back to the device
+                gc.collect()
                 torch.cuda.empty_cache()
 
     def _make_step_model(self, model: PreTrainedModel, layout: KVLayout) -> StepModel:
@@ -298,7 +320,7 @@ class TransformersRunner(Runner):
             return StepModel(model, layout)
         if model.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             raise ConfigError("runner_config.kernels", '"triton" on a CPU needs the environment TRITON_INTERPRET=1')
-        return DeviceStepModel(model, layout, self.limits.max_running)
+        return DeviceStepModel(model, layout, self.limits.max_running, fuse=self.config.fused_router)
 
     def _describe(
         self,
@@ -373,16 +395,38 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _set_experts(model: PreTrainedModel, experts: str) -> None:
+def _set_experts(model: PreTrainedModel, experts: str, max_step_tokens: int) -> None:
     if experts == "auto":
         # torch's grouped product of other dtypes reads the group sizes back
         if model.device.type != "cuda" or model.dtype == torch.bfloat16:
             return
         experts = "batched_mm"
+        gathered = _gathered_nbytes(model, max_step_tokens)
+        if gathered > _MAX_GATHERED_NBYTES:
+            raise ConfigError(
+                "runner_config.dtype",
+                f"{model.dtype} on a GPU gathers the weights of each token's experts: {gathered / 1e9:.0f} GB a step",
+                limit=f"{_MAX_GATHERED_NBYTES / 1e9:.0f} GB",
+                hint="use bfloat16, or a smaller max_step_tokens",
+            )
     try:
         model.set_experts_implementation(experts)
     except ValueError as error:
         raise ConfigError("runner_config.experts", str(error), hint='use "auto"') from error
+
+
+def _gathered_nbytes(model: PreTrainedModel, max_step_tokens: int) -> int:
+    """Of one product of `batched_mm`, in the largest step."""
+    layers = find_moe_layers(model)
+    if layers is None:
+        return 0
+    largest = max(
+        parameter[0].nbytes
+        for name in layers.names
+        for parameter in model.get_submodule(name).parameters(recurse=False)
+        if parameter.dim() == 3
+    )
+    return max_step_tokens * max(layers.top_k) * largest
 
 
 def _max_context(model: PreTrainedModel, limits: RunnerLimits) -> int:

@@ -122,32 +122,38 @@ def _paged_passes(
     logits: list[list[torch.Tensor]] = [[] for _ in needed]
     routing: list[list[NDArray[np.generic]]] = [[] for _ in needed]
     done = [0] * len(needed)
+    decoding: list[int] = []
     used = 0
     for number in range(len(_CHUNKS[0])):
+        counts = [min(_CHUNKS[key][number], len(ids) - done[key]) for key, ids in enumerate(reference.tokens)]
+        decodes = [key for key in decoding if counts[key] > 0]
         starts: list[SeqStart] = []
         chunks: list[Chunk] = []
         for key, ids in enumerate(reference.tokens):
-            count = min(_CHUNKS[key][number], len(ids) - done[key])
-            if count <= 0:
+            if counts[key] <= 0 or key in decoding:
                 continue
             if done[key] == 0:
                 blocks = tuple(order[used : used + needed[key]].tolist())
                 used += needed[key]
                 starts.append(SeqStart(key, ids.astype("<i4").tobytes(), 0, blocks, (), (), _GREEDY))
-            chunks.append(Chunk(key, count, False))
-        if not chunks:
+            # what follows comes one by one: as decodes, whose tokens are known here
+            chunks.append(Chunk(key, counts[key], max(_CHUNKS[key][number + 1 :], default=0) <= 1))
+        rows_of = [*decodes, *[chunk.key for chunk in chunks]]
+        if not rows_of:
             continue
-        batch = table.plan(RunStep(number, starts=tuple(starts), chunks=tuple(chunks)))
-        total = sum(chunk.count for chunk in chunks)
+        skips = tuple(key for key in decoding if key not in decodes)
+        batch = table.plan(RunStep(number, starts=tuple(starts), skips=skips, chunks=tuple(chunks)))
+        decoding += [chunk.key for chunk in chunks if chunk.last]
+        total = sum(counts[key] for key in rows_of)
         out = step_model.run(batch, table, pool, np.arange(total)).float()
         rows = None if capture is None else capture.rows(total).copy()
         first = 0
-        for chunk in chunks:
-            logits[chunk.key].append(out[first : first + chunk.count])
+        for key in rows_of:
+            logits[key].append(out[first : first + counts[key]])
             if rows is not None:
-                routing[chunk.key].append(rows[first : first + chunk.count])
-            first += chunk.count
-            done[chunk.key] += chunk.count
+                routing[key].append(rows[first : first + counts[key]])
+            first += counts[key]
+            done[key] += counts[key]
     return [torch.cat(parts) for parts in logits], [np.concatenate(parts) for parts in routing if parts]
 
 

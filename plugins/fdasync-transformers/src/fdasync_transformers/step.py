@@ -6,7 +6,7 @@ every step, by `selfcheck.py` and `profile.py` at start-up: all three run the sa
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -34,10 +34,9 @@ class StepModel:
         model: owned by the caller; its attention implementation is set here.
         layout: of the pools that `run` takes.
         capture: routing of the last step, or None where capture is off; may be replaced between steps.
+        fuses: routers are replaced by a kernel where they can be.
+        interpreted: kernels run in Triton's interpreter, whose speed says nothing.
     """
-
-    #: routers are replaced by a kernel where they can be
-    fuses: ClassVar[bool] = False
 
     def __init__(self, model: PreTrainedModel, layout: KVLayout) -> None:
         register()
@@ -45,6 +44,8 @@ class StepModel:
         self.model = model
         self.layout = layout
         self.capture: RoutingCapture | None = None
+        self.fuses = False
+        self.interpreted = False
         self._layers = {layer.index: layer for layer in layout.layers}
         self._latent = any(layer.latent_rank for layer in layout.layers)
 
