@@ -157,7 +157,7 @@ def measure_copy_out(report: Report, rounds: int, device: torch.device) -> None:
     report.figures["buffer_mb"] = round(buffer.nbytes / 1e6, 3)
     report.figures["request_table_mb"] = round(table / 1e6, 3)
     report.conditions |= {
-        "buffer": f"{max(SIZES)} tokens of a step, staging buffers included",
+        "buffer": f"{max(SIZES)} tokens of a step",
         "request_table": f"{TABLE_REQUESTS} requests of {TABLE_TOKENS} tokens",
     }
 
