@@ -11,13 +11,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from fdasync_transformers import TransformersConfig, TransformersRunner
 from fdasync_transformers.capture import RoutingCapture
 from fdasync_transformers.device_executor import DeviceExecutor
 from fdasync_transformers.executor import Bound
 from fdasync_transformers.fused_router import fuse_routers
 from fdasync_transformers.gpu_services import make_services
 from fdasync_transformers.kv import KVPool
-from fdasync_transformers.runner import TransformersConfig, TransformersRunner
 
 from fdasync.actions import BlockAppend, Chunk, RunStep, SeqStart
 from fdasync.cache.arena import AuxArena

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from fdasync_transformers.runner import TransformersConfig, TransformersRunner
+from fdasync_transformers import TransformersConfig, TransformersRunner
 
 from fdasync.actions import BlockAppend, Chunk, RunStep, SeqStart
 from fdasync.cache.arena import AuxArena

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 from families_zoo import VOCAB, make_checkpoint
-from fdasync_transformers import ragged
+from fdasync_transformers import TransformersConfig, TransformersRunner, ragged
 from fdasync_transformers.attention import paged_attention
 from fdasync_transformers.kv import KVLayout, KVPool, LayerSpec, Reach
-from fdasync_transformers.runner import TransformersConfig, TransformersRunner
 from step_driver import Driver, Sequence
 
 from fdasync.actions import Chunk, RunStep

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from fdasync_transformers.replay import forced_routing
     from fdasync_transformers.replay_batch import Replay, checkpoint_contexts, replay_routing
     from fdasync_transformers.replay_layout import Packed, Padded
-    from fdasync_transformers.runner import TransformersConfig, TransformersRunner
+    from fdasync_transformers.runner import TransformersRunner
+    from fdasync_transformers.runner_config import TransformersConfig
     from fdasync_transformers.tokenizer import load_tokenizer
     from fdasync_transformers.verification import Difference, Report, Served, verify
 
@@ -24,7 +25,7 @@ _HOME = {
     "Replay": "replay_batch",
     "Report": "verification",
     "Served": "verification",
-    "TransformersConfig": "runner",
+    "TransformersConfig": "runner_config",
     "TransformersRunner": "runner",
     "checkpoint_contexts": "replay_batch",
     "forced_routing": "replay",

@@ -1,10 +1,9 @@
 """Serves Hugging Face mixture-of-experts checkpoints through transformers, with paged KV and exact routing.
 
 The `Runner` of this plugin. Puts the parts together: loading, mends, probe, self-check, steps, sampling.
-Steps and copies are an executor's: on a CPU it computes where `launch` is called,
-so the runner belongs in a worker process. Knows sequences by lane, blocks by id
-and slots by number; knows nothing of requests or text. Created by the registry from the entry point
-`transformers` of `fdasync.runners`.
+Steps and copies are an executor's: on a CPU it computes where `launch` is called, so the runner belongs in a worker
+process. Knows sequences by lane, blocks by id and slots by number; knows nothing of requests or text. Created by the
+registry from the entry point `transformers` of `fdasync.runners`.
 """
 
 from __future__ import annotations
@@ -13,9 +12,8 @@ import asyncio
 import gc
 import os
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import msgspec
 import torch
 
 from fdasync.errors import CheckpointError, ConfigError, FdasyncError, InvariantBroken, RunnerError, UnsupportedModel
@@ -31,12 +29,14 @@ from fdasync_transformers.graphs import ladder
 from fdasync_transformers.host_executor import HostExecutor
 from fdasync_transformers.kv import KVLayout, KVPool
 from fdasync_transformers.profile import choose_num_blocks, prefill_tokens_per_s
+from fdasync_transformers.runner_config import TransformersConfig, check_config, device_of, set_experts
 from fdasync_transformers.step import StepModel
 from fdasync_transformers.weights import LiveWeights
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import msgspec
     from transformers import PreTrainedModel
 
     from fdasync.actions import RunStep, SwapIn, SwapOut
@@ -44,50 +44,6 @@ if TYPE_CHECKING:
     from fdasync.cache.host import HostArena
     from fdasync.runner.base import CopyOutput, StepOutput, TensorMeta
     from fdasync_transformers.gpu_services import GpuServices
-
-
-_MAX_THREADS = 1024
-# of expert weights that one product may gather on a GPU, in dtypes that have no grouped product there
-_MAX_GATHERED_NBYTES = 16 << 30
-
-
-class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of the `transformers` runner.
-
-    Attributes:
-        dtype: of weights and KV; "auto" is the checkpoint's own.
-        weights: "random" draws them on the device and reads none: the folder then needs only a config. For benchmarks.
-        device: "auto" is the first GPU, else the CPU; or any torch device name.
-        logits_dtype: the dtype that sampling and log-probs work in.
-        num_threads: of torch in the runner's process. None: on a CPU device one core fewer than there are (the
-            engine's loop needs one, and torch's threads wait for the slowest of them); else as it is.
-        experts: the library's implementation of the experts; "auto" is its default, but "batched_mm" on GPUs in other
-            dtypes than bfloat16, where the default waits for the device.
-        kv_cache_nbytes: memory for KV when `num_blocks` is None; None takes a share of what is free.
-        latent_mla: page the latents of MLA layers instead of the expanded keys and values.
-        self_check: compare a mixed paged batch with the plain model at start-up, and refuse if they differ.
-        kernels: what computes attention: "triton" on GPUs, "torch" on CPUs; "auto" chooses. Triton on a CPU (its
-            interpreter, for tests) is very slow.
-        fused_router: on GPUs, route by one kernel where a family's routing allows it.
-        cuda_graphs: replay decode steps from CUDA graphs.
-        graph_sizes: batch sizes to capture, rising; None: a ladder up to `max_running`.
-        completion: how the end of a step on a GPU is noticed; see `fdasync.gpu.completion`.
-    """
-
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    weights: Literal["checkpoint", "random"] = "checkpoint"
-    device: str = "auto"
-    logits_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    num_threads: int | None = None
-    experts: Literal["auto", "eager", "grouped_mm", "batched_mm"] = "auto"
-    kv_cache_nbytes: int | None = None
-    latent_mla: bool = True
-    self_check: bool = True
-    kernels: Literal["auto", "triton", "torch"] = "auto"
-    fused_router: bool = True
-    cuda_graphs: bool = True
-    graph_sizes: tuple[int, ...] | None = None
-    completion: Literal["adaptive", "hostfunc", "thread"] = "adaptive"
 
 
 class TransformersRunner(Runner):
@@ -122,8 +78,8 @@ class TransformersRunner(Runner):
 
     def _open(self) -> Capacity:
         config = self.config
-        _check_config(config, self.limits)
-        device = _device(config.device)
+        check_config(config, self.limits)
+        device = device_of(config.device)
         with _current(device):
             return self._load(device)
 
@@ -143,7 +99,7 @@ class TransformersRunner(Runner):
         facts = loading.config_facts(checkpoint.config)
         model = (loading.draw if random else loading.load)(checkpoint, config.dtype, device)
         families.refuse_stateful(model)
-        _set_experts(model, config.experts, limits.max_step_tokens)
+        set_experts(model, config.experts, limits.max_step_tokens)
         self._moe = find_moe_layers(model) if limits.capture is not False else None
         max_context = _max_context(model, limits)
         reference = selfcheck.plain_passes(model, self._moe, max_context) if config.self_check else None
@@ -366,67 +322,6 @@ def _failed(error: RunnerError) -> asyncio.Future[Any]:
 def _current(device: torch.device) -> AbstractContextManager[object]:
     """While it is entered, kernels are launched on this device, where it is a GPU and not the first one."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def _check_config(config: TransformersConfig, limits: RunnerLimits) -> None:
-    sizes = config.graph_sizes
-    if sizes is not None and (not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1):
-        raise ConfigError(
-            "runner_config.graph_sizes", f"{list(sizes)} are not rising batch sizes", hint="such as 1, 8, 64"
-        )
-    if sizes is not None and sizes[-1] > limits.max_running:
-        raise ConfigError("runner_config.graph_sizes", f"{sizes[-1]} never run at once", limit=limits.max_running)
-    if config.num_threads is not None and not 1 <= config.num_threads <= _MAX_THREADS:
-        raise ConfigError(
-            "runner_config.num_threads", f"{config.num_threads} is out of range", limit=f"1 to {_MAX_THREADS}"
-        )
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError("runner_config.device", f"{name!r} cannot be used: {error}") from error
-    if device.type == "meta":
-        raise ConfigError("runner_config.device", "'meta' holds no data")
-    return device
-
-
-def _set_experts(model: PreTrainedModel, experts: str, max_step_tokens: int) -> None:
-    if experts == "auto":
-        # torch's grouped product of other dtypes reads the group sizes back
-        if model.device.type != "cuda" or model.dtype == torch.bfloat16:
-            return
-        experts = "batched_mm"
-        gathered = _gathered_nbytes(model, max_step_tokens)
-        if gathered > _MAX_GATHERED_NBYTES:
-            raise ConfigError(
-                "runner_config.dtype",
-                f"{model.dtype} on a GPU gathers the weights of each token's experts: {gathered / 1e9:.0f} GB a step",
-                limit=f"{_MAX_GATHERED_NBYTES / 1e9:.0f} GB",
-                hint="use bfloat16, or a smaller max_step_tokens",
-            )
-    try:
-        model.set_experts_implementation(experts)
-    except ValueError as error:
-        raise ConfigError("runner_config.experts", str(error), hint='use "auto"') from error
-
-
-def _gathered_nbytes(model: PreTrainedModel, max_step_tokens: int) -> int:
-    """Of one product of `batched_mm`, in the largest step."""
-    layers = find_moe_layers(model)
-    if layers is None:
-        return 0
-    largest = max(
-        parameter[0].nbytes
-        for name in layers.names
-        for parameter in model.get_submodule(name).parameters(recurse=False)
-        if parameter.dim() == 3
-    )
-    return max_step_tokens * max(layers.top_k) * largest
 
 
 def _max_context(model: PreTrainedModel, limits: RunnerLimits) -> int:
