@@ -38,7 +38,8 @@ async def test_stats_tell_what_instances_did_and_which_are_away(tmp_path: Path) 
         assert first.status is not None
         assert second.status is not None
         assert first.status.totals.asked == second.status.totals.leases_granted == 1
-        assert 0 < first.status.totals.asked_s == first.status.totals.asked_most_s < 10
+        # the clock is one of milliseconds
+        assert 0 <= first.status.totals.asked_s == first.status.totals.asked_most_s < 10
         assert second.status.totals.tokens == len(result.token_ids) == 9
         assert second.status.totals.received_blocks == 10
         assert second.status.totals.received_nbytes > 0

@@ -181,7 +181,6 @@ class RegisteredHost:
     def keep_for_good(self) -> None:
         """Never unregister, never unmap: for pages that a device which failed may still write to."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._pages))
-        self._pieces = []
 
     def close(self) -> None:
         """Unregister; idempotent. No copy may be in flight. Raises RunnerError after trying every piece."""

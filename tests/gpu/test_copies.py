@@ -154,6 +154,7 @@ class Bed:
         self.port = HandPort() if by_hand else make_port("adaptive" if device.type == "cuda" else "fake")
         self.copies = BlockCopies(self.blocks, self.host, Streams(device), self.events, self.port, driver=driver)
         assert self.copies.way == way.removeprefix("old ")
+        self.registered = self.copies._registered
 
     def pool(self) -> np.ndarray:
         return self.blocks.view(torch.uint8).cpu().numpy()
@@ -170,7 +171,11 @@ class Bed:
         assert self.library is None or self.library.pages
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        self.copies._registered.close()
+        pages = self.registered._pages
+        self.registered.close()
+        # of the reference that keeps a mapping for good
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(pages))
+        del pages
         self.host.close()
 
 
