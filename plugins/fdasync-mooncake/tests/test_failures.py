@@ -88,8 +88,8 @@ async def test_the_master_dies_and_comes_back(own_master, lender, blocks):
         assert first_s < 8
         assert max(later_s) < 1
         own_master.start()
-        # the master kept everything in its memory
-        assert await get_one(store, blocks, "k") == "miss"
+        # the master kept everything in its memory; that it is up does not say yet that it takes calls
+        await until("the master answers", 20, "miss", lambda: get_or_why(store, blocks, "k"))
         await until("puts work again", 20, "done", lambda: put_one(store, blocks, "k"))
         assert await get_one(store, blocks, "k") == "done"
         assert store.spawned == 1
