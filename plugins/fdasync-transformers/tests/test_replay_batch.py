@@ -9,6 +9,7 @@ import torch
 from families_zoo import make_model
 from fdasync_transformers import Packed, Padded, replay_routing
 from fdasync_transformers.replay import find_routers
+from fdasync_transformers.replay_packing import refuse_mixing
 from replay_helpers import (
     FAMILIES,
     LENGTHS,
@@ -17,7 +18,6 @@ from replay_helpers import (
     ids_of,
     loss_of,
     nothing_left,
-    observe,
     random_routing,
     same,
 )
@@ -81,18 +81,84 @@ def test_packed_sequences_that_would_mix_are_refused(family: str) -> None:
         model(input_ids=inputs["input_ids"], use_cache=False)
 
 
-def test_packed_with_lengths_for_flash_attention() -> None:
-    model = make_model("qwen3_moe")
-    inputs, _, _ = batch_of(model, "packed")
+BOUNDS = torch.tensor([0, 9, 13, 26], dtype=torch.int32)
+LENGTHS_OF_FLASH: dict[str, Any] = {"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS}
+ALL_OF_FLASH = LENGTHS_OF_FLASH | {"max_length_q": 13, "max_length_k": 13}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_every_packed_form_that_is_accepted_equals_alone(family: str, attention: str) -> None:
+    model = make_model(family, attn_implementation=attention)
     routing = [random_routing(model, n - 1, n) for n in LENGTHS]
+    alone = []
+    for n, record in zip(LENGTHS, routing, strict=True):
+        with torch.no_grad(), replay_routing(model, [record]):
+            alone.append(model(input_ids=ids_of(n), use_cache=False).logits[0])
+    inputs, packed, starts = batch_of(model, "packed")
+    own = torch.block_diag(*(torch.ones(n, n).tril() for n in LENGTHS)).bool()
+    four = {"attention_mask": torch.where(own, 0.0, torch.finfo(torch.float32).min)[None, None]}
+    forms: list[tuple[dict[str, Any], Any]] = [
+        (inputs | {"use_cache": False}, None),
+        (inputs | {"use_cache": False}, packed),
+        (inputs | {"use_cache": False} | LENGTHS_OF_FLASH, None),
+        (inputs | {"use_cache": False} | four, packed),
+    ]
+    for arguments, layout in forms:
+        with torch.no_grad(), replay_routing(model, routing, layout=layout) as replay:
+            logits = model(**arguments).logits[0]
+        assert replay.replayed_tokens == 23
+        for (_, first), expected in zip(starts, alone, strict=True):
+            torch.testing.assert_close(logits[first : first + len(expected)], expected, rtol=1e-4, atol=5e-5)
+    # the cache that checkpointing switches off
+    checkpointed(model.train())
     with replay_routing(model, routing):
-        expected = observe(model, **inputs)
-    inputs.pop("position_ids")
-    bounds = torch.tensor([0, 9, 13, 26], dtype=torch.int32)
-    with replay_routing(model, routing) as replay:
-        got = observe(model, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, **inputs)
-    assert all(torch.equal(got[layer][:8], expected[layer][:8]) for layer in got)
-    assert replay.replayed_tokens == 23
+        logits = model(**inputs).logits[0].detach()
+    for (_, first), expected in zip(starts, alone, strict=True):
+        torch.testing.assert_close(logits[first : first + len(expected)], expected, rtol=1e-4, atol=5e-5)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_packed_forms_that_would_mix_are_refused(attention: str) -> None:
+    model = make_model("qwen3_moe", attn_implementation=attention)
+    inputs, packed, starts = batch_of(model, "packed")
+    ids, positions = {"input_ids": inputs["input_ids"]}, {"position_ids": inputs["position_ids"]}
+    ones, uncached = {"attention_mask": torch.ones_like(inputs["input_ids"])}, {"use_cache": False}
+    bad: list[tuple[dict[str, Any], Any, str]] = [
+        (ids | positions | ones | uncached, None, "2-D attention_mask"),
+        (ids | positions | ones | uncached, packed, "2-D attention_mask"),
+        (ids | ALL_OF_FLASH | uncached, None, "position_ids alone"),
+        (ids | uncached, packed, "position_ids alone"),
+        (ids | {"position_ids": torch.arange(26)[None]} | uncached, packed, "position_ids alone"),
+        (ids | positions, None, "use_cache=False"),
+        (ids | positions | {"use_cache": True}, None, "use_cache=False"),
+    ]
+    alone = model(input_ids=ids_of(LENGTHS[2]), use_cache=False).logits[0]
+    for arguments, layout, reason in bad:
+        # each of them does mix
+        (_, first) = starts[2]
+        assert not torch.allclose(model(**arguments).logits[0, first:], alone, atol=1e-2)
+        replayed = replay_routing(model, [None] * 3, layout=layout)
+        with pytest.raises(UnsupportedModel, match=reason), replayed:
+            model(**arguments)
+    assert nothing_left(model)
+
+
+def test_what_flash_attention_reads() -> None:
+    """No flash attention runs on a CPU: only what is asked of its arguments."""
+    model = make_model("qwen3_moe")
+    inputs, packed, _ = batch_of(model, "packed")
+    spans, positions = packed.spans(1, 26), {"position_ids": inputs["position_ids"]}
+    model.config._attn_implementation = "flash_attention_2"
+    for arguments in (positions, ALL_OF_FLASH, positions | LENGTHS_OF_FLASH, positions | {"use_cache": True}):
+        refuse_mixing("x", model, arguments, spans)
+    ones = {"attention_mask": torch.ones((1, 26))}
+    for arguments in ({}, LENGTHS_OF_FLASH, positions | ones, ALL_OF_FLASH | ones):
+        with pytest.raises(UnsupportedModel, match="attend to each other"):
+            refuse_mixing("x", model, arguments, spans)
+    model.config._attn_implementation = "one_of_my_own"
+    with pytest.raises(UnsupportedModel, match="not known"):
+        refuse_mixing("x", model, positions, spans)
 
 
 def test_arguments_by_place_and_embeddings() -> None:

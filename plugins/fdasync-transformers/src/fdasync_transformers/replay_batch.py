@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fdasync.errors import BadInput, UnsupportedModel
-from fdasync_transformers.families import refuse_stateful
 from fdasync_transformers.replay import RouterSite, find_routers
 from fdasync_transformers.replay_layout import Layout, derived
+from fdasync_transformers.replay_packing import refuse_mixing
 from fdasync_transformers.replay_pass import Checkpointing, Covered, Forcing, Pass, compiled
 from fdasync_transformers.replay_rows import Table, checked_rows, table_of
 
@@ -62,7 +62,8 @@ def replay_routing(
             pass of a part of the model; checkpointing that would recompute with live routing; a compiled model.
         UnsupportedModel: llama4 (its experts take no ids); phimoe (gradients through its forced rows are of no use); a
             model without experts; a fused router; noise on router inputs in training mode; packed sequences where one
-            would see the other; routers that the model does not call, or whose selection is not seen exactly once.
+            would see the other (`replay_packing.py` tells which do not); routers that the model does not call, or whose
+            selection is not seen exactly once.
     """
     replay = Replay(model, routing, layout, request_ids)
     with ExitStack() as stack:
@@ -199,7 +200,7 @@ class Replay:
         batch, width = int(given.shape[0]), int(given.shape[1])
         spans = derived(arguments, batch, width) if self._layout is None else self._layout.spans(batch, width)
         if batch == 1 and len(spans.lengths) > 1:
-            _refuse_mixing(self._kind, self._model, arguments)
+            refuse_mixing(self._kind, self._model, arguments, spans)
         num_experts = max(site.num_experts for site in self._sites.values())
         return table_of(self._rows, spans, len(self._sites), max(self._top_k), num_experts, self._request_ids)
 
@@ -236,17 +237,6 @@ def _replayable(model: torch.nn.Module) -> tuple[str, dict[int, RouterSite]]:
         if not isinstance(getattr(site.router, "top_k", None), int):
             raise UnsupportedModel(kind, f"{name} does not tell how many experts it chooses")
     return kind, sites
-
-
-def _refuse_mixing(kind: str, model: Any, arguments: dict[str, Any]) -> None:
-    """Several sequences are packed in a row: refuse models known to let one see the other, without a word."""
-    if arguments.get("cu_seq_lens_q") is None:
-        refuse_stateful(model)  # its state would run on into the next sequence
-    mask = arguments.get("attention_mask")
-    own_mask = mask is not None and getattr(mask, "ndim", 0) != 2
-    # the library makes its masks without the positions, which only flash attention looks at by itself
-    if kind == "gpt_oss" and not own_mask and "flash" not in str(model.config._attn_implementation):
-        raise UnsupportedModel(kind, "without flash attention, packed sequences attend to each other: pad them")
 
 
 def _refuse_noise(kind: str, layer: int, module: torch.nn.Module) -> None:
