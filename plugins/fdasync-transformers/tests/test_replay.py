@@ -261,6 +261,20 @@ def test_an_error_within_leaves_no_hook_and_no_mode() -> None:
     assert all(torch.equal(rows, live[layer]) for layer, rows in observe(model, ids).items())
 
 
+def test_an_interrupt_within_a_router_leaves_no_mode() -> None:
+    model, ids = build("qwen3_moe"), tokens()
+    router = find_routers(model)[1].router
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    router.forward = interrupt  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt), forced_routing(model, random_rows(model, 21)):
+        model(input_ids=ids, use_cache=False)
+    assert torch.overrides._get_current_function_mode() is None
+    assert (torch.topk(torch.arange(8.0).repeat(21, 1), 2).indices == torch.tensor([7, 6])).all()
+
+
 def test_bad_rows_are_refused() -> None:
     model = build("qwen3_moe")
     for rows, problem in [

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from families_zoo import make_model
 from fdasync_transformers import Packed, Padded, replay_routing
-from fdasync_transformers.replay import find_routers
+from fdasync_transformers.replay import find_routers, forced_routing
 from fdasync_transformers.replay_packing import refuse_mixing
 from replay_helpers import (
     FAMILIES,
@@ -21,8 +22,12 @@ from replay_helpers import (
     random_routing,
     same,
 )
+from torch.overrides import BaseTorchFunctionMode as BaseMode
 
 from fdasync.errors import BadInput, UnsupportedModel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def batch_of(model: Any, layout: str) -> tuple[dict[str, Any], Any, list[tuple[int, int]]]:
@@ -217,6 +222,73 @@ def test_an_interrupt_leaves_nothing() -> None:
     with pytest.raises(KeyboardInterrupt), replay_routing(model, [random_routing(model, 13)]):
         loss_of(model, ids_of(14))
     handle.remove()
+    assert nothing_left(model)
+
+
+@contextmanager
+def interrupted(model: Any, kind: type[BaseException]) -> Iterator[None]:
+    """Within the context, the router of the second layer is interrupted in its forward."""
+    router = list(find_routers(model).values())[1].router
+
+    def interrupt(*_: Any) -> None:
+        raise kind
+
+    router.forward = interrupt
+    try:
+        yield
+    finally:
+        del router.forward
+
+
+def library_topk() -> bool:
+    table = torch.arange(8.0).repeat(14, 1)
+    ids = torch.topk(table, 2).indices
+    return bool((ids == torch.tensor([7, 6])).all()) and torch.overrides._get_current_function_mode() is None
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_within_a_router_leaves_nothing(kind: type[BaseException]) -> None:
+    model, ids = make_model("qwen3_moe").train(), ids_of(14)
+    record = random_routing(model, 13)
+    with replay_routing(model, [record]):
+        expected = backward(model, loss_of(model, ids))
+    with interrupted(model, kind), pytest.raises(kind), replay_routing(model, [record]):
+        loss_of(model, ids)
+    assert library_topk()
+    assert nothing_left(model)
+    # caught within the context, which then goes on
+    with replay_routing(model, [record]):
+        with interrupted(model, kind), pytest.raises(kind):
+            loss_of(model, ids)
+        assert same(backward(model, loss_of(model, ids)), expected)
+    assert nothing_left(model)
+    # in a recomputation, within and after the context
+    checkpointed(model)
+    with replay_routing(model, [record]):
+        first, second = loss_of(model, ids), loss_of(model, ids)
+        with interrupted(model, kind), pytest.raises(kind):
+            first.backward()
+        assert library_topk()
+    with interrupted(model, kind), pytest.raises(kind):
+        second.backward()
+    assert library_topk()
+    assert nothing_left(model)
+
+
+@pytest.mark.parametrize("outer_first", [False, True])
+def test_an_interrupt_within_contexts_within_each_other(outer_first: bool) -> None:
+    model, ids = make_model("qwen3_moe"), ids_of(14)
+    rows = {layer: torch.arange(site.router.top_k).repeat(14, 1) for layer, site in find_routers(model).items()}
+    contexts: list[Any] = [forced_routing(model, rows), replay_routing(model, [random_routing(model, 13)])]
+    for context in contexts:
+        context.__enter__()
+    with BaseMode() as own:  # one that was entered meanwhile, and stays
+        with interrupted(model, KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            model(input_ids=ids)
+        for context in contexts if outer_first else contexts[::-1]:
+            context.__exit__(None, None, None)
+        assert torch.overrides._get_current_function_mode() is own
+    assert library_topk()
     assert nothing_left(model)
 
 

@@ -144,6 +144,7 @@ def forced_routing(
             hook = RouterHook(site, partial(_same, rows), live)
             stack.callback(site.router.register_forward_pre_hook(hook.before).remove)
             stack.callback(site.router.register_forward_hook(hook.after, always_call=True).remove)
+            stack.callback(hook.close)
         yield
 
 
@@ -189,7 +190,8 @@ def _checked(given: Any, site: RouterSite) -> torch.Tensor:
 class RouterHook:
     """Puts a `_Selector` around each call of one router, and takes it away again.
 
-    `before` and `after` are a forward pre-hook and a forward hook (`always_call`) of the router.
+    `before` and `after` are a forward pre-hook and a forward hook (`always_call`) of the router. `close` is for when
+    they are gone: an interrupt (KeyboardInterrupt, SystemExit) goes past every hook.
 
     Args:
         site: whose router.
@@ -220,9 +222,25 @@ class RouterHook:
         if not self._open:
             return
         selector = self._open.pop()
-        selector.__exit__(None, None, None)
+        _take_off(selector)
         if output is not None:  # None: the router itself raised (checkpointing stops a recomputation so)
             selector.check()
+
+    def close(self) -> None:
+        """Takes away what a call left that was interrupted; nothing else does."""
+        while self._open:
+            _take_off(self._open.pop())
+
+
+def _take_off(mode: TorchFunctionMode) -> None:
+    """Leave a mode, wherever it lies among those entered: an interrupted call may have left another above it."""
+    above: list[TorchFunctionMode] = []
+    while (top := torch.overrides._get_current_function_mode()) is not None and top is not mode:
+        above.append(torch.overrides._pop_mode())
+    if top is mode:
+        torch.overrides._pop_mode()
+    for other in reversed(above):
+        torch.overrides._push_mode(other)
 
 
 class _Selector(TorchFunctionMode):

@@ -142,6 +142,7 @@ class Replay:
         for layer, *modules in self._beside:
             for module in modules:
                 _refuse_noise(self._kind, layer, module)
+        self._undo_pass()  # of a pass that was interrupted
         arguments = dict(zip(self._parameters, args, strict=False)) | kwargs
         work = Pass(self._sites, self._table(arguments))
         with ExitStack() as stack:
@@ -167,7 +168,7 @@ class Replay:
         self.replayed_tokens, self.live_tokens, self.padding_tokens = table.replayed, table.live, table.padding
 
     def _undo_pass(self) -> None:
-        # also when the context ends: an interrupt goes past every hook
+        # also when the context ends, or the next pass begins: an interrupt goes past every hook
         if self._pass is not None:
             self._undo.close()
             self._pass.running = False

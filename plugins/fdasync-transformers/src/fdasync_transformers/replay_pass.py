@@ -88,6 +88,7 @@ class Forcing:
                     stack.callback(site.router.register_forward_pre_hook(watch).remove)
                 stack.callback(site.router.register_forward_pre_hook(hook.before).remove)
                 stack.callback(site.router.register_forward_hook(hook.after, always_call=True).remove)
+                stack.callback(hook.close)
             self._open.append(stack.pop_all())
 
     def __exit__(self, *_: Any) -> None:
