@@ -22,6 +22,7 @@ from replay_helpers import (
     random_routing,
     same,
 )
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from fdasync.errors import BadInput
@@ -161,3 +162,57 @@ def test_other_checkpointing_needs_its_contexts() -> None:
         loss.backward(retain_graph=True)
         assert same(grads_of(model, of="all"), expected)
     assert not same(live, expected)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_the_whole_model_checkpointed(reentrant: bool) -> None:
+    model, ids = make_model("qwen3_moe").train(), ids_of(14)
+    embedded = model.get_input_embeddings()(ids).detach().requires_grad_(True)
+    routing = [random_routing(model, 13)]
+
+    def score(hidden: Any) -> Any:
+        return model(inputs_embeds=hidden, use_cache=False).logits.float().logsumexp(-1).sum()
+
+    with replay_routing(model, routing):
+        expected = backward(model, score(embedded))
+    with pytest.raises(BadInput, match="layer 0 is checkpointed"), replay_routing(model, routing):
+        checkpoint(score, embedded, use_reentrant=reentrant)
+    with replay_routing(model, routing), torch.no_grad():  # no gradients for another reason
+        score(embedded)
+    assert nothing_left(model)
+    assert same(backward(model, score(embedded)), backward(model, checkpoint(score, embedded, use_reentrant=reentrant)))
+    if not reentrant:
+        # the contexts are asked for before the pass has begun
+        contexts = checkpoint_contexts(model)
+        with pytest.raises(BadInput, match="checkpointed"), replay_routing(model, routing):
+            checkpoint(score, embedded, use_reentrant=False, context_fn=contexts)
+    assert not same(backward(model, score(embedded)), expected)
+
+
+def test_hooks_over_those_of_a_checkpoint() -> None:
+    model, ids = make_model("qwen3_moe").train(), ids_of(14)
+    routing = [random_routing(model, 13)]
+    with replay_routing(model, routing):
+        expected = backward(model, loss_of(model, ids))
+    for layer in model.model.layers:
+
+        def offloaded(*args: Any, own: Any = layer.mlp.forward, **kwargs: Any) -> Any:
+            with save_on_cpu():
+                return own(*args, **kwargs)
+
+        layer.mlp.forward = offloaded
+    # no checkpoint: nothing is recomputed, and the hooks are as they were
+    with replay_routing(model, routing), save_on_cpu(), save_on_cpu():
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        loss = loss_of(model, ids)
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) == top
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    assert same(backward(model, loss), expected)
+    undo = own_checkpointing(model, use_reentrant=False)
+    with pytest.raises(BadInput, match="layer 0 is checkpointed"), replay_routing(model, routing):
+        loss_of(model, ids)
+    undo()
+    own_checkpointing(model, use_reentrant=False, context_fn=checkpoint_contexts(model))
+    with replay_routing(model, routing):
+        loss = loss_of(model, ids)
+    assert same(backward(model, loss), expected)

@@ -75,6 +75,10 @@ BAD = [
     (good(top_k_by_layer=(2,)), "of 1 layers and names 2", -1, -1),
     (good(start=-1), "starts at position -1", -1, -1),
     (good().array, "is no routing record", -1, -1),
+    (good(start=1.7), "is no routing record", -1, -1),
+    (good(start=True), "True is no integer", -1, -1),
+    (good(num_experts=8.9), "is no routing record", -1, -1),
+    (good(layer_ids=(1.0, 3)), "is no routing record", -1, -1),
 ]
 
 
@@ -184,6 +188,7 @@ def positions(*values: int) -> torch.Tensor:
 
 
 ONE = torch.ones((1, 5), dtype=torch.long)
+LEFT = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
 
 
 @pytest.mark.parametrize(
@@ -223,7 +228,16 @@ def test_rows_without_a_mask_are_whole_sequences() -> None:
         ({"position_ids": positions(0, 1, 3, 4, 5)}, 1, "count up from 0"),
         ({"position_ids": positions(0, 2, 0, 1, 2)}, 1, "count up from 0"),
         ({"position_ids": torch.zeros((3, 1, 5))}, 1, "tell no sequences"),
-        ({"position_ids": positions(0, 1, 2, 0, 1)}, 2, "no attention mask"),
+        ({"position_ids": positions(0, 1, 2, 0, 1)}, 2, "row 0"),
+        ({"position_ids": torch.arange(5).expand(2, 5) + 3}, 2, "row 0"),
+        ({"attention_mask": ONE.expand(2, 5), "position_ids": positions(0, 1, 2, 0, 1)}, 2, "row 0"),
+        ({"attention_mask": ONE.expand(2, 5), "position_ids": torch.arange(10).reshape(2, 5)}, 2, "row 1"),
+        ({"attention_mask": LEFT, "position_ids": torch.arange(5)[None]}, 2, "row 1"),
+        ({"cu_seq_lens_q": torch.tensor([1, 2, 4])}, 1, "from 0 on"),
+        ({"cu_seq_lens_q": torch.tensor([[0, 2, 4]])}, 1, "from 0 on"),
+        ({"cu_seq_lens_q": torch.tensor([0.0, 2.0])}, 1, "from 0 on"),
+        ({"cu_seq_lens_q": torch.tensor([], dtype=torch.int32)}, 1, "from 0 on"),
+        ({"cu_seq_lens_q": torch.tensor([0, 4, 2])}, 1, "flat list"),
         ({"cu_seq_lens_q": torch.tensor([0, 2, 6])}, 1, "6 packed tokens"),
         ({"cu_seq_lens_q": torch.tensor([0, 2, 4])}, 2, "one row"),
     ],

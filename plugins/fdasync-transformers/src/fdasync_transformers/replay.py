@@ -240,7 +240,7 @@ def _take_off(mode: TorchFunctionMode) -> None:
     if top is mode:
         torch.overrides._pop_mode()
     for other in reversed(above):
-        torch.overrides._push_mode(other)
+        torch.overrides._push_mode(other)  # type: ignore[no-untyped-call]
 
 
 class _Selector(TorchFunctionMode):

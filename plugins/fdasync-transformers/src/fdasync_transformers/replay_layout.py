@@ -88,14 +88,18 @@ def derived(arguments: Mapping[str, Any], batch: int, width: int) -> Spans:
     """The layout that a pass's arguments tell, in this order.
 
     `cu_seq_lens_q`: packed. In one row, `position_ids` that restart at 0: packed, within the ones of a mask if there is
-    one. A 2-D `attention_mask`: padded. Neither: every row is a whole sequence.
+    one. A 2-D `attention_mask`: padded. Neither: every row is a whole sequence. In several rows, `position_ids` only
+    have to agree: 0, 1, 2 and so on in each sequence.
 
     Raises:
         BadInput: they do not tell (a mask that is not 2-D, positions that do not count up from 0).
     """
     bounds = arguments.get("cu_seq_lens_q")
     if bounds is not None:
-        return Packed(np.diff(_array(bounds)).tolist()).spans(batch, width)
+        table = _array(bounds)
+        if table.ndim != 1 or table.dtype.kind not in "iu" or not table.size or table[0] != 0:
+            raise BadInput("layout", "cu_seq_lens_q that is no flat list of token counts from 0 on", hint=_HINT)
+        return Packed(np.diff(table.astype(np.int64)).tolist()).spans(batch, width)
     mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
     if mask is not None and getattr(mask, "ndim", 0) != 2:
         raise BadInput("layout", "the attention mask is not [B, T] and tells no sequences", hint=_HINT)
@@ -103,14 +107,17 @@ def derived(arguments: Mapping[str, Any], batch: int, width: int) -> Spans:
         spans = Padded(mask).spans(batch, width)
     else:
         spans = Spans(np.arange(batch) * width, np.full(batch, width, dtype=np.int64), batch * width)
-    if positions is None or (mask is not None and batch > 1):
+    if positions is None:
         return spans
     table = _array(positions)
     if table.ndim != 2 or table.shape[1] != width or table.shape[0] not in (1, batch):
         raise BadInput("layout", f"position_ids of shape {table.shape} tell no sequences", hint=_HINT)
     if batch > 1:
-        if not (table == np.arange(width)).all():
-            raise BadInput("layout", "position_ids that do not count up from 0, and no attention mask", hint=_HINT)
+        for row, (first, length) in enumerate(zip(spans.offsets % width, spans.lengths, strict=True)):
+            own = table[row % len(table), first : first + length]
+            if not np.array_equal(own, np.arange(length)):
+                problem = f"position_ids that do not count up from 0 in the sequence of row {row}"
+                raise BadInput("layout", problem, hint=_HINT)
         return spans
     first = int(spans.offsets[0])
     own = table[0, first : first + int(spans.lengths[0])].astype(np.int64)

@@ -8,9 +8,11 @@ routing in silence. Knows no sequences. Called by `replay_batch.py`.
 from __future__ import annotations
 
 from contextlib import ExitStack
+from inspect import currentframe
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.function import FunctionCtx
 
 from fdasync.errors import BadInput
 from fdasync_transformers.replay import RouterHook, RouterSite
@@ -38,6 +40,8 @@ class Pass:
         self.seen: set[int] = set()
         self._places = {layer: place for place, layer in enumerate(sites)}
         self._with_grad = torch.is_grad_enabled()
+        # the model as a whole may be within checkpointing that switched gradients off before this
+        self._within_function = not self._with_grad and _within_function()
         self._on: dict[torch.device, torch.Tensor] = {}
 
     def rows(self, layer: int, device: torch.device) -> torch.Tensor:
@@ -53,10 +57,9 @@ class Pass:
             raise compiled()
         if self.covered:
             return
-        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        recomputed = hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
         # checkpointing of the reentrant kind, of torch or of anyone, runs its forward without gradients
-        if recomputed or (self._with_grad and not torch.is_grad_enabled()):
+        reentrant = self._within_function or (self._with_grad and not torch.is_grad_enabled())
+        if reentrant or _within_hooks():
             raise BadInput(
                 "model",
                 f"layer {site.layer} is checkpointed, and not by the library: it would be recomputed with live routing",
@@ -124,6 +127,33 @@ class Checkpointing:
                 return function(*inner, **named)
 
         return self._own(with_rows, *args, **kwargs)
+
+
+def _within_hooks() -> bool:
+    """Whether a function that torch checkpoints (not reentrant) runs: its hooks may lie under others (save_on_cpu)."""
+    autograd: Any = torch._C._autograd
+    above: list[Any] = []
+    found = False
+    while not found and (hooks := autograd._top_saved_tensors_default_hooks(False)) is not None:
+        found = getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+        if not found:
+            above.append(hooks)
+            autograd._pop_saved_tensors_default_hooks()
+    for hooks in reversed(above):
+        autograd._push_saved_tensors_default_hooks(*hooks)
+    return found
+
+
+def _within_function() -> bool:
+    """Whether an autograd.Function's forward calls this, as reentrant checkpointing does, of torch or of anyone."""
+    frame = currentframe()
+    while frame is not None:
+        code = frame.f_code
+        first = code.co_varnames[0] if code.co_name == "forward" and code.co_argcount else ""
+        if first and isinstance(frame.f_locals.get(first), FunctionCtx):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def compiled() -> BadInput:

@@ -5,6 +5,7 @@ Knows no hooks and no passes: arrays in, arrays out. Called by `replay_batch.py`
 
 from __future__ import annotations
 
+from operator import index as as_integer
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -104,8 +105,8 @@ def _checked(given: Any, index: int, name: str, sites: Mapping[int, RouterSite],
         return RoutingMismatch(problem, sequence=index, request_id=name, layer=layer, position=position)
 
     try:
-        array, start, uneven = np.asarray(given.array), int(given.start), given.top_k_by_layer
-        layer_ids, num_experts = [int(layer) for layer in given.layer_ids], int(given.num_experts)
+        array, start, uneven = np.asarray(given.array), _whole(given.start), given.top_k_by_layer
+        layer_ids, num_experts = [_whole(layer) for layer in given.layer_ids], _whole(given.num_experts)
     except (AttributeError, TypeError, ValueError) as error:
         raise wrong(f"is no routing record: {error}") from error
     layers = list(sites)
@@ -140,6 +141,13 @@ def _checked(given: Any, index: int, name: str, sites: Mapping[int, RouterSite],
         problem = f"expert {outside[0]} does not exist" if outside else "an expert twice"
         raise wrong(f"{problem} in {ids} (of {num_experts} experts)", layers[place], start + row)
     return Rows(array, start)
+
+
+def _whole(value: Any) -> int:
+    """An integer of any kind; not a bool, and nothing that would have to be cut to one."""
+    if isinstance(value, bool):
+        raise TypeError(f"{value} is no integer")
+    return as_integer(value)
 
 
 def _impossible(array: Array, top_k: Sequence[int], num_experts: int) -> tuple[int, int] | None:
