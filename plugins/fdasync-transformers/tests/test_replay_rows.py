@@ -15,6 +15,7 @@ from fdasync_transformers.replay_layout import Spans, derived
 from fdasync_transformers.replay_rows import Rows, checked_rows, table_of
 from hypothesis import given
 from hypothesis import strategies as st
+from replay_helpers import random_routing
 
 from fdasync import Routing
 from fdasync.errors import BadInput, RoutingMismatch
@@ -169,7 +170,7 @@ def test_any_batch_is_laid_out_token_by_token(batch: Any, where: str, extra: int
     for found in (spans, told):
         assert found.offsets.tolist() == spans.offsets.tolist()
         assert found.lengths.tolist() == lengths
-        table = table_of(checked_rows(routing, SITES, TOP_K, []), found, 2, 3, 8, [])
+        table = table_of(checked_rows(routing, SITES, TOP_K, []), found, 2, 3, 8, [], partial=True)
         counts = {"replayed": 0, "live": 0, "padding": mask.size - len(owner)}
         for token in range(mask.size):
             index, position = owner.get(token, (0, -1))
@@ -251,3 +252,35 @@ def test_arguments_that_tell_no_layout(arguments: Any, batch: int, problem: str)
 def test_lengths_that_are_none(lengths: Any) -> None:
     with pytest.raises(BadInput, match="flat list"):
         Packed(lengths).spans(1, 5)
+
+
+def test_rows_that_end_early_are_refused_unless_meant() -> None:
+    spans = Padded(np.array([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])).spans(2, 5)
+    for start in range(4):
+        for count in range(6 - start):
+            rows = [None, Rows(good(count).array, start)]
+            table = table_of(rows, spans, 2, 3, 8, ["a", "b"], partial=True)
+            assert table.replayed == count
+            if start + count >= 4:
+                assert np.array_equal(table_of(rows, spans, 2, 3, 8, ["a", "b"]).ids, table.ids)
+                continue
+            with pytest.raises(
+                RoutingMismatch, match=f"to {start + count}, and the sequence 5 tokens.*partial"
+            ) as caught:
+                table_of(rows, spans, 2, 3, 8, ["a", "b"])
+            assert (caught.value.sequence, caught.value.request_id) == (1, "b")
+            assert caught.value.position == start + count
+
+
+def test_a_record_of_another_request_is_refused_in_the_pass() -> None:
+    model = make_model("qwen3_moe")
+    ids = torch.arange(3, 17)[None]
+    short, whole = random_routing(model, 3), random_routing(model, 14)
+    with replay_routing(model, [short], request_ids=["r7"]), pytest.raises(RoutingMismatch, match=r"r7.* 14 tokens"):
+        model(input_ids=ids)
+    with replay_routing(model, [short], partial=True) as replay:
+        model(input_ids=ids)
+    assert (replay.replayed_tokens, replay.live_tokens) == (3, 11)
+    with replay_routing(model, [whole]) as replay:
+        model(input_ids=ids)
+    assert (replay.replayed_tokens, replay.live_tokens) == (14, 0)

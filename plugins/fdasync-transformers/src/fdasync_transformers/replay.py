@@ -234,13 +234,14 @@ class RouterHook:
 
 def _take_off(mode: TorchFunctionMode) -> None:
     """Leave a mode, wherever it lies among those entered: an interrupted call may have left another above it."""
+    modes: Any = torch.overrides
     above: list[TorchFunctionMode] = []
-    while (top := torch.overrides._get_current_function_mode()) is not None and top is not mode:
-        above.append(torch.overrides._pop_mode())
+    while (top := modes._get_current_function_mode()) is not None and top is not mode:
+        above.append(modes._pop_mode())
     if top is mode:
-        torch.overrides._pop_mode()
+        modes._pop_mode()
     for other in reversed(above):
-        torch.overrides._push_mode(other)  # type: ignore[no-untyped-call]
+        modes._push_mode(other)
 
 
 class _Selector(TorchFunctionMode):

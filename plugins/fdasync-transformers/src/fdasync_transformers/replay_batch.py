@@ -35,6 +35,7 @@ def replay_routing(
     *,
     layout: Layout | None = None,
     request_ids: Sequence[str] = (),
+    partial: bool = False,
 ) -> Iterator[Replay]:
     """Within the context, forward passes of `model` choose the experts that a rollout chose.
 
@@ -51,6 +52,9 @@ def replay_routing(
         routing: one record per sequence of the batch, in order, or None. Must not change while the context is open.
         layout: where the sequences lie; None reads it off the arguments of each pass (`replay_layout.derived`).
         request_ids: names of the sequences, for errors.
+        partial: take rows that end early, and route the rest of their sequence live: of a request that was aborted, of
+            turns that have no rows yet. Otherwise rows must reach the last token or the one before it, as those of a
+            whole rollout do, so that a record that was cut, or is another request's, does not pass in silence.
 
     Yields:
         What the passes were: see `Replay`.
@@ -65,7 +69,7 @@ def replay_routing(
             would see the other (`replay_packing.py` tells which do not); routers that the model does not call, or whose
             selection is not seen exactly once.
     """
-    replay = Replay(model, routing, layout, request_ids)
+    replay = Replay(model, routing, layout, request_ids, partial)
     with ExitStack() as stack:
         stack.callback(model.register_forward_pre_hook(replay._begin, with_kwargs=True).remove)
         stack.callback(model.register_forward_hook(replay._end, always_call=True).remove)
@@ -107,6 +111,7 @@ class Replay:
         routing: Sequence[Routing | None],
         layout: Layout | None,
         request_ids: Sequence[str],
+        partial: bool,
     ) -> None:
         self.replayed_tokens = self.live_tokens = self.padding_tokens = 0
         if not isinstance(routing, list | tuple):
@@ -119,6 +124,7 @@ class Replay:
         self._request_ids = request_ids
         self._rows = checked_rows(routing, self._sites, self._top_k, request_ids)
         self._layout = layout
+        self._partial = partial
         self._parameters = list(signature(model.forward).parameters)
         # what may be checkpointed, and the routers that a recomputation of it runs
         self._checkpointable = [
@@ -203,7 +209,8 @@ class Replay:
         if batch == 1 and len(spans.lengths) > 1:
             refuse_mixing(self._kind, self._model, arguments, spans)
         num_experts = max(site.num_experts for site in self._sites.values())
-        return table_of(self._rows, spans, len(self._sites), max(self._top_k), num_experts, self._request_ids)
+        sizes = len(self._sites), max(self._top_k), num_experts
+        return table_of(self._rows, spans, *sizes, self._request_ids, partial=self._partial)
 
 
 def _open_replays(model: torch.nn.Module) -> Iterator[Replay]:

@@ -69,13 +69,21 @@ def checked_rows(
 
 
 def table_of(
-    rows: Sequence[Rows | None], spans: Spans, num_layers: int, top_k: int, num_experts: int, request_ids: Sequence[str]
+    rows: Sequence[Rows | None],
+    spans: Spans,
+    num_layers: int,
+    top_k: int,
+    num_experts: int,
+    request_ids: Sequence[str],
+    *,
+    partial: bool = False,
 ) -> Table:
     """Lay rows out for a pass.
 
     Raises:
         BadInput: another number of sequences than of records.
-        RoutingMismatch: rows past the end of their sequence.
+        RoutingMismatch: rows past the end of their sequence; unless `partial`, rows that reach neither its last token
+            nor the one before.
     """
     if len(rows) != len(spans.lengths):
         hint = "one entry per sequence, None for one that routes live; or give layout="
@@ -86,12 +94,15 @@ def table_of(
         if record is None:
             continue
         length, count = int(spans.lengths[index]), len(record.array)
-        if record.start + count > length:
+        end = record.start + count
+        # the last sampled token was never forwarded; a rollout that was may have a row of it
+        if end > length or (end < length - 1 and not partial):
+            hint = "" if end > length else "; partial=True takes rows that end early"
             raise RoutingMismatch(
-                f"has rows of positions {record.start} to {record.start + count}, and the sequence {length} tokens",
+                f"has rows of positions {record.start} to {end}, and the sequence {length} tokens{hint}",
                 sequence=index,
                 request_id=request_ids[index] if request_ids else "",
-                position=max(length, record.start),
+                position=max(length, record.start) if end > length else end,
             )
         first = int(spans.offsets[index]) + record.start
         ids[:, first : first + count] = record.array.transpose(1, 0, 2)
