@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from fdasync.errors import UnsupportedModel
-from fdasync_transformers.families import refuse_stateful
+from fdasync_transformers.families import decoder_of, refuse_stateful
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -78,6 +78,6 @@ def _makes_cache(model: Any, arguments: Mapping[str, Any]) -> bool:
     wanted = arguments.get("use_cache")
     if wanted is None:
         wanted = getattr(model.config, "use_cache", True)
-    # checkpointing switches it off in training
-    checkpointed = any(getattr(part, "gradient_checkpointing", False) and part.training for part in model.modules())
-    return bool(wanted) and not checkpointed
+    # the decoder's checkpointing switches it off in training
+    decoder = decoder_of(model)
+    return bool(wanted) and not (getattr(decoder, "gradient_checkpointing", False) and decoder.training)
