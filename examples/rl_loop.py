@@ -97,15 +97,32 @@ class Rollouts:
 
 
 def scored(problem: small_moe.Problem, result: Result) -> list[Experience]:
-    rewards = [small_moe.reward(problem, sample.token_ids) for sample in result.samples]
+    """The samples of a group that ended by themselves; the others are left out, and `StepFigures` counts them.
+
+    One that a deadline or an abort cut short is no wrong answer, and the group's mean is not to know of it.
+    """
+    ended = [sample for sample in result.samples if sample.finish_reason in ("stop", "length")]
+    if not ended:
+        return []
+    rewards = [small_moe.reward(problem, sample.token_ids) for sample in ended]
     return [
         Experience(problem.prompt, sample, reward, advantage)
-        for sample, reward, advantage in zip(result.samples, rewards, advantages(rewards), strict=True)
+        for sample, reward, advantage in zip(ended, rewards, advantages(rewards), strict=True)
     ]
 
 
+def clipped_objective(ratio: torch.Tensor, gain: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """PPO's objective of each token, to be raised, and whether the clip took its gradient; shapes broadcast."""
+    whole, cut = ratio * gain, ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * gain
+    return torch.minimum(whole, cut), cut < whole
+
+
 class Trainer:
-    """The model in float32, as the optimizer needs it."""
+    """The model in float32, as the optimizer needs it.
+
+    Attributes:
+        replayed_tokens: tokens of the latest update, prompts included, that had the rollout's experts in it.
+    """
 
     def __init__(self, folder: Path, *, replay: bool) -> None:
         hf: Any = import_module("transformers")
@@ -114,6 +131,7 @@ class Trainer:
         self.model.set_experts_implementation("eager")
         self.model.train()
         self.replay = replay
+        self.replayed_tokens = 0
         self._optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0
         )
@@ -129,18 +147,19 @@ class Trainer:
         answers requests nor sees that a worker has died.
         """
         tokens = sum(len(one.sample.token_ids) for one in batch)
+        if not tokens:
+            raise RuntimeError("no request of this step ended by itself: there is nothing to train on")
+        self.replayed_tokens = 0
         logprobs: list[np.ndarray] = []
         clipped = 0
         for at in range(0, len(batch), MICRO_BATCH):
             part = batch[at : at + MICRO_BATCH]
             mine, theirs, gain, mask = self._forward(part)
-            ratio = (mine - theirs).exp()
-            cut = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
-            objective = torch.minimum(ratio * gain, cut * gain)
+            objective, cut = clipped_objective((mine - theirs).exp(), gain)
             # the mean over the tokens of the whole batch, whatever the micro-batches
             loss = -(objective * mask).sum() / tokens
             torch.autograd.backward(loss)
-            clipped += int(((cut * gain < ratio * gain) & mask).sum())
+            clipped += int((cut & mask).sum())
             logprobs += [row[keep].numpy() for row, keep in zip(mine.detach(), mask, strict=True)]
             await asyncio.sleep(0)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -165,8 +184,11 @@ class Trainer:
             sampled[row, first:last] = True
         # rows belong to requests: those of one that crossed an update were recorded under either weights
         rows = [one.sample.routing for one in part]
-        with replay_routing(self.model, rows) if self.replay else nullcontext():
+        if self.replay and None in rows:
+            raise RuntimeError("a sample came without its experts: it would be trained on with others, unnoticed")
+        with replay_routing(self.model, rows) if self.replay else nullcontext() as replay:
             logits = self.model(input_ids=ids, attention_mask=real, use_cache=False).logits[:, :-1].float()
+        self.replayed_tokens += 0 if replay is None else replay.replayed_tokens
         mine = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
         gain = torch.tensor([one.advantage for one in part])[:, None]
         return mine, theirs[:, 1:], gain, sampled[:, 1:]
@@ -197,11 +219,20 @@ async def run_arm(
                 await engine.update_weights(version + 1, named_tensors(trainer.model), mode="keep")
                 await engine.resume()
                 train_s = time.perf_counter() - began - rollout_s
-                tell(figures(batch, logprobs, version, clipped, rollout_s, train_s))
+                left_out = problems * GROUP - len(batch)
+                counts = (left_out, trainer.replayed_tokens)
+                tell(figures(batch, logprobs, version, clipped, rollout_s, train_s, *counts))
 
 
 def figures(
-    batch: list[Experience], logprobs: list[np.ndarray], version: int, clipped: float, rollout_s: float, train_s: float
+    batch: list[Experience],
+    logprobs: list[np.ndarray],
+    version: int,
+    clipped: float,
+    rollout_s: float,
+    train_s: float,
+    left_out: int = 0,
+    replayed: int = 0,
 ) -> StepFigures:
     spans = [one.sample.weight_version for one in batch]
     fresh = [at for at, own in enumerate(spans) if all(span.version == version for span in own)]
@@ -212,6 +243,8 @@ def figures(
         crossed=sum(len(own) > 1 for own in spans),
         stale=sum(span.stop - span.start for own in spans for span in own if span.version < version),
         clipped=clipped,
+        left_out=left_out,
+        replayed=replayed,
         rollout_s=rollout_s,
         train_s=train_s,
     )
@@ -261,7 +294,10 @@ def main() -> int:
     console = Console()
     began = time.perf_counter()
     try:
-        small_moe.pretrain(chosen.folder, chosen.seed, chosen.pretrain_steps, say=console.print)
+        try:
+            small_moe.pretrain(chosen.folder, chosen.seed, chosen.pretrain_steps, say=console.print)
+        except OSError as error:  # a file, a folder of something else, one that cannot be written
+            sys.exit(f"rl_loop.py: --folder {chosen.folder}: {error}")
         names = ["off", "on"] if chosen.arm == "both" else [chosen.arm]
         runs = asyncio.run(compare(chosen.folder, names, chosen.steps, chosen.problems, chosen.seed, console))
     except KeyboardInterrupt:

@@ -26,6 +26,8 @@ class StepFigures(msgspec.Struct, frozen=True):
         crossed: samples that were running when an update came, and went on under the new weights.
         stale: tokens that were sampled under older weights than the trainer's.
         clipped: share of tokens whose ratio the clip cut off.
+        left_out: samples that a deadline or an abort cut short; not trained on, in no other figure.
+        replayed: tokens, prompts included, that had the rollout's experts in the trainer's passes.
     """
 
     reward: float
@@ -33,13 +35,27 @@ class StepFigures(msgspec.Struct, frozen=True):
     crossed: int
     stale: int
     clipped: float
+    left_out: int
+    replayed: int
     rollout_s: float
     train_s: float
 
 
 def steps_table(name: str, done: list[StepFigures], last: int = 12) -> Table:
     drawn = Table(title=f"{name}: the latest steps")
-    for column in ("step", "reward", "K3 KL", "ratio > 2", "crossed", "stale tokens", "clipped", "rollout", "update"):
+    for column in (
+        "step",
+        "reward",
+        "K3 KL",
+        "ratio > 2",
+        "crossed",
+        "stale tokens",
+        "clipped",
+        "left out",
+        "replayed",
+        "rollout",
+        "update",
+    ):
         drawn.add_column(column, justify="right")
     for number, one in list(enumerate(done, 1))[-last:]:
         drawn.add_row(*cells(number, one))
@@ -49,7 +65,7 @@ def steps_table(name: str, done: list[StepFigures], last: int = 12) -> Table:
 def cells(number: int, one: StepFigures) -> tuple[str, ...]:
     extreme = f"{one.fresh.extreme_share:.2%}"
     seconds = (f"{one.rollout_s:.1f} s", f"{one.train_s:.1f} s")
-    counts = (str(one.crossed), str(one.stale), f"{one.clipped:.2%}")
+    counts = (str(one.crossed), str(one.stale), f"{one.clipped:.2%}", str(one.left_out), str(one.replayed))
     return (str(number), f"{one.reward:.3f}", f"{one.fresh.k3:.2e}", extreme, *counts, *seconds)
 
 
@@ -79,14 +95,16 @@ def summary(runs: dict[str, list[StepFigures]]) -> str:
     """What was measured, in two tables: rewards, and how far the trainer was from the rollout."""
     console = Console(width=120, color_system=None)
     drawn = Table(title="reinforcement learning")
-    for column in ("", "first fifth", "last fifth", "crossed an update", "stale tokens", "rollout", "update"):
+    counted = ("crossed an update", "stale tokens", "left out", "replayed tokens")
+    for column in ("", "first fifth", "last fifth", *counted, "rollout", "update"):
         drawn.add_column(column, justify="right" if column else "left")
     for name, done in runs.items():
         fifth = max(len(done) // 5, 1)
         first, last = (f"{np.mean([one.reward for one in part]):.3f}" for part in (done[:fifth], done[-fifth:]))
         crossed, stale = sum(one.crossed for one in done), sum(one.stale for one in done)
         seconds = (f"{sum(one.rollout_s for one in done):.0f} s", f"{sum(one.train_s for one in done):.0f} s")
-        drawn.add_row(name, first, last, f"{crossed} samples", f"{stale}", *seconds)
+        left_out, replayed = sum(one.left_out for one in done), sum(one.replayed for one in done)
+        drawn.add_row(name, first, last, f"{crossed} samples", f"{stale}", f"{left_out}", f"{replayed}", *seconds)
     with console.capture() as capture:
         console.print(drawn)
     merged = {name: reduce(Mismatch.merge, [one.fresh for one in done]) for name, done in runs.items()}
