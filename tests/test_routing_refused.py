@@ -76,6 +76,14 @@ class TestRefused:
             (npy("{'descr': '|u1', 'fortran_order': False, 'shape': (__import__('os'),), }"), "does not write"),
             (npy("(" * 900), "does not write"),
             (
+                npy("{'descr': '|u1', 'fortran_order': False, 'shape': (9223372036854775807, 0, 8), }"),
+                "too large for any array",
+            ),
+            (
+                npy("{'descr': '|u1', 'fortran_order': False, 'shape': (9999999999999999999, 0, 8), }"),
+                "too large for any array",
+            ),
+            (
                 npy("{'descr': '|u1', 'fortran_order': False, 'shape': (1, 2, 2), }", bytes(4), b"\x02\x00"),
                 "format 1.0",
             ),
@@ -130,6 +138,10 @@ class TestRefused:
             ({"shape": [1 << 40, 2, 2]}, "4398046511104 bytes"),
             ({"shape": [2, 2, 2]}, "4 bytes for uint8"),
             ({"shape": 4}, "no shape"),
+            ({"data": "", "shape": [1 << 70, 0, 8]}, "longer than any array"),
+            ({"data": "", "shape": [10**5000, 0, 8]}, "longer than any array"),
+            ({"data": "", "shape": [1 << 40, 0, 1 << 40]}, "too large for any array"),
+            ({"data": "", "shape": [1, 0, 2]}, r"\[1, 0, 2\]|0 layers"),
             ({"data": None}, "text is needed"),
             ({"data": "AAA"}, "not base64"),
         ],
@@ -144,6 +156,22 @@ class TestRefused:
         payload = {"data": base64.b64encode(GOOD.astype("<i2")).decode(), "shape": [1, 2, 2], "dtype": "int16"}
         with pytest.raises(BadInput, match="uint8 is enough"):
             from_skyrl(payload, LAYOUT)
+
+    def test_a_zero_in_the_shape_hides_no_other_axis(self):
+        for text in ("9999999999999999999x0x2", "0x9999999999999999999x2", "4294967296x4294967296x0"):
+            with pytest.raises(BadInput, match="too large for any array"):
+                from_nemo_rl(f"nrlre1:int8:{text}:", LAYOUT)
+
+    @pytest.mark.parametrize("start", [1 << 63, 10**30, 10**5000], ids=["int64", "30", "5000"])
+    def test_a_start_beyond_any_position(self, start):
+        payload = {"data": base64.b64encode(GOOD).decode(), "shape": [1, 2, 2], "dtype": "uint8"}
+        for read in (
+            lambda: from_prime_rl({**payload, "start": start}, LAYOUT),
+            lambda: from_skyrl(payload, LAYOUT, start=start),
+            lambda: from_vllm(b64(GOOD), LAYOUT, start=start),
+        ):
+            with pytest.raises(BadInput, match="beyond any position"):
+                read()
 
     @pytest.mark.parametrize("payload", [None, [], "x", {}, {"data": ""}])
     def test_no_payload(self, payload):

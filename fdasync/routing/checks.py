@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MAX_EXPERTS = 65_536
+# rows after it still have positions that an int64 holds
+MAX_START = 1 << 62
 # rows are looked at in parts: the comparisons need a few copies of a part, not of all
 _PART_CELLS = 1 << 20
 
@@ -124,7 +126,9 @@ def rows_of(values: NDArray[np.generic], layout: RoutingLayout, start: int, fiel
 
 
 def check_start(start: int, field: str = "start") -> None:
-    """Raise BadInput unless it is a position."""
+    """Raise BadInput unless it is a position, one that an int64 holds with any rows after it."""
+    if _is_count(start) and start > MAX_START:  # not shown: it may have more digits than Python writes
+        raise BadInput(field, "is beyond any position", limit=f"0 to {MAX_START}")
     if not _is_count(start):
         raise BadInput(field, f"{start!r} is no position", limit="0 or more")
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fdasync.errors import BadInput
-from fdasync.routing.checks import RoutingLayout, check_num_rows, rows_of
+from fdasync.routing.checks import RoutingLayout, check_num_rows, check_start, rows_of
 from fdasync.routing.layers import expand_layers, moe_layers_only
 from fdasync.routing.wire import MAX_NBYTES, pack, unpack
 
@@ -45,7 +44,6 @@ def from_prime_rl(
     field = "routed_experts"
     array = unpack(payload, field, ("uint8", "uint16"), max_nbytes, default="uint8")
     start = payload.get("start", 0)
-    if type(start) is not int or start < 0:
-        raise BadInput(f"{field}.start", f"{start!r} is no position", limit="0 or more")
+    check_start(start, f"{field}.start")
     check_num_rows(array.shape[0], start, num_tokens, field)
     return rows_of(moe_layers_only(array, layout, num_hidden_layers, field), layout, start, field)

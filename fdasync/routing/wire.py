@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 # of decoded bytes: an int32 payload of 61 layers x 8 holds 550,000 tokens in it
 MAX_NBYTES = 1 << 30
+_MOST_SHAPE = (1 << 63) - 1
 _NPY_MAGIC = b"\x93NUMPY\x01\x00"
 _NPY_HEADER = re.compile(
     rb"\{'descr': '([^']{1,8})', 'fortran_order': (False|True), 'shape': \(((?:\d{1,19}, ?)*(?:\d{1,19})?)\), \} *\n"
@@ -48,7 +49,13 @@ def decode(text: object, field: str, max_nbytes: int) -> bytes:
 
 
 def shaped(raw: bytes, shape: tuple[int, ...], dtype: np.dtype[Any], field: str) -> NDArray[np.generic]:
-    """A read-only view of these bytes. Raises BadInput unless they are exactly as many as the shape says."""
+    """A read-only view of these bytes. Raises BadInput unless they are exactly as many as the shape says.
+
+    Nor may a shape without bytes, one with a zero, have an axis that no array could have.
+    """
+    # numpy refuses a shape by its product without the zeros
+    if math.prod(dim for dim in shape if dim) * dtype.itemsize > _MOST_SHAPE:
+        raise BadInput(field, f"{list(shape)} is too large for any array")
     nbytes = math.prod(shape) * dtype.itemsize
     if len(raw) != nbytes:
         raise BadInput(field, f"{len(raw)} bytes for {dtype.name} {list(shape)}, which takes {nbytes}")
@@ -107,6 +114,8 @@ def unpack(
         raise BadInput(f"{field}.dtype", f"{name!r} is none of this format", limit=list(dtypes))
     if not isinstance(shape, list | tuple) or len(shape) != 3 or any(type(dim) is not int or dim < 0 for dim in shape):
         raise BadInput(f"{field}.shape", f"{shape!r} is no shape", limit="[n, layers, top_k]")
+    if any(dim > _MOST_SHAPE for dim in shape):  # not shown: it may have more digits than Python writes
+        raise BadInput(f"{field}.shape", "has an axis longer than any array", limit="[n, layers, top_k]")
     dtype = np.dtype(name).newbyteorder("<")
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes > max_nbytes:
