@@ -112,32 +112,36 @@ def mismatch(
     trainer_logprobs: ArrayLike | Sequence[ArrayLike],
     *,
     mask: ArrayLike | Sequence[ArrayLike] | None = None,
-    rollout_routing: Routing | Sequence[Routing] | None = None,
-    trainer_routing: Routing | Sequence[Routing] | None = None,
+    rollout_routing: Routing | Sequence[Routing | None] | None = None,
+    trainer_routing: Routing | Sequence[Routing | None] | None = None,
     tau: float = 2.0,
 ) -> Mismatch:
     """Compare a batch.
 
     Args:
         rollout_logprobs, trainer_logprobs: log-probs (natural) of the sampled tokens: one sample [n], a padded batch
-            [samples, n], or a sequence of samples [n_i] of any lengths; both of the same shapes. Arrays, lists, or CPU
-            tensors. Compared as float64.
+            [samples, n], or a sequence of samples [n_i] of any lengths, 0 among them; both of the same shapes. Arrays,
+            lists, or CPU tensors that numpy can view: detached, and no bfloat16 (give `tensor.detach().float()`).
+            Compared as float64.
         mask: of the same shapes, bools or 0 and 1: which tokens count; None for all. What it leaves out may hold
             anything.
         rollout_routing, trainer_routing: rows, one Routing or one per sample; both or neither. Compared at the
-            positions that both have, prompt included: the mask does not touch them.
-        tau: probability ratio above which a token is extreme; above 1.
+            positions that both have, prompt included: the mask does not touch them. A sample of 0 tokens, aborted
+            early, may have None or rows without a common position, and then adds nothing.
+        tau: probability ratio above which a token is extreme; a number above 1.
 
     Raises:
         BadInput: shapes that differ, no token to compare, a log-prob that is NaN, above 0, or -inf on both sides; a
             mask of other values; rows as in `check_routing`, of other layers, experts or top_k, or with no position in
             common; tau not above 1.
     """
-    if not tau > 1 or math.isinf(tau):
-        raise BadInput("tau", f"{tau!r} is out of range", limit="above 1")
+    number = isinstance(tau, int | float | np.integer | np.floating)
+    if not number or not tau > 1 or not _is_finite(tau):
+        raise BadInput("tau", f"{tau!r} is out of range", limit="a number above 1")
     rollout = _samples(rollout_logprobs, "rollout_logprobs")
     trainer = _samples(trainer_logprobs, "trainer_logprobs")
     _check_shapes(rollout, trainer, "trainer_logprobs")
+    empty = {at for at, one in enumerate(rollout) if not one.size}
     masks = None if mask is None else _samples(mask, "mask")
     if masks is not None:
         _check_shapes(rollout, masks, "mask")
@@ -148,7 +152,7 @@ def mismatch(
     finite = np.isfinite(terms)
     if (rollout_routing is None) != (trainer_routing is None):
         raise BadInput("trainer_routing" if trainer_routing is None else "rollout_routing", "is missing")
-    rows = {} if rollout_routing is None or trainer_routing is None else _rows(rollout_routing, trainer_routing)
+    rows = {} if rollout_routing is None or trainer_routing is None else _rows(rollout_routing, trainer_routing, empty)
     return Mismatch(
         tokens=terms.size,
         k3_parts=parts_of(exact_sum(terms[finite])),
@@ -196,13 +200,21 @@ def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.3f}%"
 
 
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int that no float holds
+        return False
+
+
 def _samples(given: Any, field: str) -> list[NDArray[np.float64]]:
     """One float64 array [n] for each sample."""
     ragged = isinstance(given, list | tuple) and any(np.ndim(one) for one in given)
     try:
         arrays = [np.asarray(one, np.float64) for one in given] if ragged else [np.asarray(given, np.float64)]
     except (TypeError, ValueError, RuntimeError) as error:
-        raise BadInput(field, f"is not of numbers: {error}") from None
+        hint = "of a tensor, give tensor.detach().float().cpu()" if _has_tensor(given) else ""
+        raise BadInput(field, f"cannot be read as numbers: {error}", hint=hint) from None
     if not ragged and arrays[0].ndim == 2:
         arrays = list(arrays[0])
     wrong = next((at for at, one in enumerate(arrays) if one.ndim != 1), None)
@@ -210,6 +222,11 @@ def _samples(given: Any, field: str) -> list[NDArray[np.float64]]:
         problem = f"sample {wrong} has {arrays[wrong].ndim} axes"
         raise BadInput(field, problem, limit="[n], [samples, n], or a list of [n]")
     return arrays
+
+
+def _has_tensor(given: Any) -> bool:
+    # by a method of theirs: torch is not needed here
+    return any(hasattr(one, "detach") for one in (given, *(given if isinstance(given, list | tuple) else ())))
 
 
 def _check_shapes(one: list[NDArray[Any]], two: list[NDArray[Any]], field: str) -> None:
@@ -257,7 +274,10 @@ def _k3_terms(
     return terms, int((np.abs(d) > log_tau).sum())
 
 
-def _rows(rollout: Routing | Sequence[Routing], trainer: Routing | Sequence[Routing]) -> dict[str, int]:
+def _rows(
+    rollout: Routing | Sequence[Routing | None], trainer: Routing | Sequence[Routing | None], empty: set[int]
+) -> dict[str, int]:
+    """Counts; samples of the indices `empty` need no rows."""
     ones = [rollout] if isinstance(rollout, Routing) else list(rollout)
     twos = [trainer] if isinstance(trainer, Routing) else list(trainer)
     if len(ones) != len(twos):
@@ -266,14 +286,20 @@ def _rows(rollout: Routing | Sequence[Routing], trainer: Routing | Sequence[Rout
         ("rows", "row_layers", "row_picks", "differing_rows", "differing_layers", "differing_picks"), 0
     )
     for at, (one, two) in enumerate(zip(ones, twos, strict=True)):
-        layout = check_routing(one, f"rollout_routing[{at}]")
-        theirs = check_routing(two, f"trainer_routing[{at}]")
+        if at in empty and (one is None or two is None):
+            continue
+        layout = check_routing(one, f"rollout_routing[{at}]")  # type: ignore[arg-type]  # None: it says so
+        theirs = check_routing(two, f"trainer_routing[{at}]")  # type: ignore[arg-type]
+        assert one is not None
+        assert two is not None
         for name, value in msgspec.structs.asdict(layout).items():
             if getattr(theirs, name) != value:
                 problem = f"is {getattr(theirs, name)!r}, and {value!r} in the rollout"
                 raise BadInput(f"trainer_routing[{at}].{name}", problem)
         start = max(one.start, two.start)
         stop = min(one.start + one.array.shape[0], two.start + two.array.shape[0])
+        if stop <= start and at in empty:
+            continue
         if stop <= start:
             problem = f"sample {at} has no position in common with the rollout's rows"
             raise BadInput("trainer_routing", problem)

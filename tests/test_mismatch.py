@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -134,14 +135,44 @@ class TestLogprobs:
         for mask, why in (([0.5, 1], "other values"), ([1], "1 entries for 2"), ([0, 0], "no token counts")):
             with pytest.raises(BadInput, match=why):
                 mismatch([-1.0, -1.0], [-1.0, -1.0], mask=mask)
-        for tau in (1.0, 0.0, -2.0, math.nan, math.inf):
+        for tau in (1.0, 0.0, -2.0, math.nan, math.inf, None, "2", True, [2.0], 2j, 10**400, np.float64("nan")):
             with pytest.raises(BadInput, match="tau"):
                 mismatch([-1.0], [-1.0], tau=tau)
         with pytest.raises(BadInput, match="tau"):
             mismatch([-1.0], [-1.0]).merge(mismatch([-1.0], [-1.0], tau=3))
 
+    def test_a_sample_without_tokens_adds_nothing(self):
+        wanted = mismatch([-1.0, -2.0], [-1.5, -2.0])
+        for rollout, trainer in (([[], [-1.0, -2.0]], [[], [-1.5, -2.0]]), ([[-1.0, -2.0], []], [[-1.5, -2.0], []])):
+            assert mismatch(rollout, trainer) == wanted
+            assert mismatch(rollout, trainer, mask=[[True] * len(one) for one in rollout]) == wanted
+
+    def test_tensors(self):
+        one, two = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -2.0]])
+        wanted = mismatch([-1.0, -2.0], [-1.5, -2.0])
+        assert mismatch(one, two) == mismatch(list(one), list(two)) == mismatch(one.half(), two.double()) == wanted
+        assert mismatch([*one, one[0, :0]], [*two, two[0, :0]], mask=[[1, 1], []]) == wanted
+        for bad, why in (
+            (two.bfloat16(), "BFloat16"),
+            (two.clone().requires_grad_(), "requires grad"),
+            (two.to("meta"), "meta"),
+        ):
+            for form in (bad, list(bad)):
+                with pytest.raises(BadInput, match=rf"trainer_logprobs.*{why}.*detach\(\)\.float\(\)\.cpu\(\)"):
+                    mismatch(one, form)
+
 
 class TestRows:
+    def test_a_sample_without_tokens_may_have_none(self):
+        some, none = routing([[[0, 1]]] * 3), routing(np.zeros((0, 1, 2)))
+        wanted = mismatch([-1.0], [-1.5], rollout_routing=some, trainer_routing=some)
+        for first, second in ((none, some), (some, none), (none, none), (None, some), (some, None), (None, None)):
+            rows = {"rollout_routing": [first, some], "trainer_routing": [second, some]}
+            assert mismatch([[], [-1.0]], [[], [-1.5]], **rows) == wanted
+            for logprobs in ([[-1.0], []], [[-1.0], [-1.0]]):  # that sample has a token: rows were lost
+                with pytest.raises(BadInput, match=r"no position in common|a Routing is needed"):
+                    mismatch(logprobs, logprobs, **rows)
+
     def test_a_known_case(self):
         one = routing([[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[0, 1], [2, 3]], [[0, 1], [2, 3]]])
         # the same sets in another order; one pick of one layer; both of one and one of the other
