@@ -206,8 +206,8 @@ class DeviceExecutor(Executor):
                     fetched, buffer = packed.fetch(results, services.pinned)
                     leases.append(buffer)
         except Exception:
-            # what was queued runs on: its buffers come back, and a close waits, as for any other
-            self._completion(leases, ("broken",), lambda: None).add_done_callback(_seen)
+            # what was queued runs on: its buffers and tensors come back, and a close waits, as for any other
+            self._completion(leases, ("broken",), results.clear).add_done_callback(_seen)
             raise
         kind: Hashable = ("decode", total) if total == batch.num_decodes else ("mixed", total.bit_length())
         # what reads the device's tensors on another stream keeps them until it was done
