@@ -31,6 +31,7 @@ from fdasync.pd.messages import (
 )
 from fdasync.pd.session import LinkConfig
 from fdasync.pd.zmq_wire import ZmqWire
+from fdasync.process import settle
 from fdasync.request import SamplingParams
 from fdasync.scheduler import LeaseRules
 
@@ -150,6 +151,8 @@ async def measure(address: str, in_flight: int, count: int) -> list[float]:
 
 async def main(address: str) -> None:
     async with Instance(decode_config(), listen=address):
+        # as `fdasync serve` does
+        settle()
         print("listening", flush=True)
         async with asyncio.timeout(600.0):
             await asyncio.Event().wait()

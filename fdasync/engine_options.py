@@ -32,6 +32,10 @@ _OPTIONS = (
         "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), help="Of weights and KV."
     ),
     click.option(
+        "--device", help="Of the model: cpu, cuda:1, ... Default: a GPU if there is one; several instances take GPUs"
+        " in turn.",
+    ),
+    click.option(
         "--num-threads", type=_COUNT, help="CPU threads of each model process. Default: instances share the cores."
     ),
     click.option("--num-blocks", type=_COUNT, help="KV blocks on the device. Default: what fits."),
@@ -65,13 +69,16 @@ def engine_config(options: dict[str, Any], role: str | None = None) -> EngineCon
 
     Raises ConfigError, BadInput naming the option or the file's key.
     """
-    taken = {name: options.pop(name) for name in ("model", "config_path", "runner", "dtype", "num_threads", *_PLAIN)}
+    taken = {
+        name: options.pop(name)
+        for name in ("model", "config_path", "runner", "dtype", "device", "num_threads", *_PLAIN)
+    }
     values = {} if taken["config_path"] is None else read_config(taken["config_path"])
     if taken["model"] is not None:
         values["model"] = str(taken["model"])
     if taken["runner"] is not None:
         values["runner"] = taken["runner"]
-    own = {name: taken[name] for name in ("dtype", "num_threads") if taken[name] is not None}
+    own = {name: taken[name] for name in ("dtype", "device", "num_threads") if taken[name] is not None}
     if own and isinstance(values.setdefault("runner_config", {}), dict):
         values["runner_config"] = {**values["runner_config"], **own}
     values.update({name: taken[name] for name in _PLAIN if taken[name] is not None})

@@ -32,24 +32,34 @@ _START_S = 10.0
 
 
 def plans_for(config: EngineConfig, counts: dict[Role, int], **values: object) -> list[Plan]:
-    """So many instances of each role with this configuration; they share the cores, and each has its own store."""
+    """So many instances of each role with this configuration; they share cores, GPUs and memory, and each has its own
+    store."""
     names = [(f"{role[0]}{number}", role) for role, count in counts.items() for number in range(count)]
-    runner_config = config.runner_config
-    if config.runner == "transformers" and runner_config.get("num_threads") is None:
-        # torch's threads wait for the slowest of them: more of them than cores are many times slower than one
-        cores = max(len(os.sched_getaffinity(0)) - 1, 1)
-        runner_config = {**runner_config, "num_threads": max(cores // len(names), 1)}
     return [
         Plan(
             name=name,
             role=role,
             config=msgspec.structs.replace(
-                config, role=role, runner_config=runner_config, store_config=store_of_instance(config, name)
+                config,
+                role=role,
+                runner_config={**config.runner_config, **_place(config, place, len(names))},
+                store_config=store_of_instance(config, name),
             ),
             **values,  # type: ignore[arg-type]
         )
-        for name, role in names
+        for place, (name, role) in enumerate(names)
     ]
+
+
+def _place(config: EngineConfig, instance: int, instances: int) -> dict[str, int]:
+    """What a runner on shared hardware has to know of the others."""
+    if config.runner != "transformers":
+        return {}
+    place = {"instance": instance, "instances": instances}
+    if config.runner_config.get("num_threads") is None:
+        # torch's threads wait for the slowest of them: more of them than cores are many times slower than one
+        place["num_threads"] = max(max(len(os.sched_getaffinity(0)) - 1, 1) // instances, 1)
+    return place
 
 
 class LocalFleet:

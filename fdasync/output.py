@@ -46,7 +46,6 @@ class RequestOutput:
     Attributes:
         done: set when every sample ended, or the engine failed.
         failure: what ended the engine, and with it the request.
-        spoiled: what the tokenizer raised over its tokens.
         asked: what the caller asked for, and how its first sample was prepared; None until then.
         on_news: told of everything that `waiter` would be told; for one who reads many requests.
         limit: of the wait at the door and of its preparation; an abort ends those too.
@@ -65,7 +64,6 @@ class RequestOutput:
         "prompt",
         "request_id",
         "samples",
-        "spoiled",
         "start",
         "started_at",
         "waiter",
@@ -86,10 +84,17 @@ class RequestOutput:
         self.asked: tuple[Ask, RequestPrepared] | None = None
         self.limit: asyncio.Timeout | None = None
         self.failure: BaseException | None = None
-        self.spoiled: Exception | None = None
         self.done = asyncio.get_running_loop().create_future()
         self.waiter: asyncio.Future[None] | None = None
         self.on_news: Callable[[RequestOutput], None] | None = None
+
+    @property
+    def spoiled(self) -> Exception | None:
+        """What the tokenizer raised over its tokens."""
+        for sample in self.samples:
+            if sample.spoiled is not None:
+                return sample.spoiled
+        return None
 
     def wake(self) -> None:
         """Tell the reader that there is something to take."""
@@ -168,34 +173,35 @@ class OutputHub:
         self._clock = clock
         self._arena = arena
         self._on_end = on_end
-        self._samples: dict[int, SampleOutput] = {}
+        # no sample refers to its request: what has ended goes at once, and leaves the garbage collector nothing to find
+        self._live: dict[int, tuple[RequestOutput, SampleOutput]] = {}
 
     def __len__(self) -> int:
-        return len(self._samples)
+        return len(self._live)
 
     def add(self, request: RequestOutput, keys: list[int], tokenizer: Tokenizer | None) -> None:
         """Take on a request whose samples are about to be published under these keys."""
-        request.samples = [SampleOutput(key, index, request, tokenizer) for index, key in enumerate(keys)]
+        params, start = request.params, request.start
+        request.samples = [SampleOutput(key, index, params, start, tokenizer) for index, key in enumerate(keys)]
         request.open = len(keys)
-        self._samples.update((sample.key, sample) for sample in request.samples)
+        self._live.update((sample.key, (request, sample)) for sample in request.samples)
 
     def requests(self) -> list[RequestOutput]:
         """Live requests, oldest first."""
-        return list({id(sample.request): sample.request for sample in self._samples.values()}.values())
+        return list({id(request): request for request, _ in self._live.values()}.values())
 
-    def find(self, key: int) -> SampleOutput | None:
-        """A live sample."""
-        return self._samples.get(key)
+    def find(self, key: int) -> tuple[RequestOutput, SampleOutput] | None:
+        """A live sample, and the request that it is of."""
+        return self._live.get(key)
 
     def emit(self, action: EmitTokens, output: StepOutput) -> None:
-        samples = self._samples
+        live = self._live
         now = self._clock()
         for key, token, row in zip(action.keys, action.tokens, action.rows, strict=True):
-            sample = samples[key]
+            request, sample = live[key]
             if sample.matched:
                 continue  # overrun: the scheduler has not read of the match yet
             sample.tokens.append(token)
-            request = sample.request
             if request.first_token_at is None:
                 request.first_token_at = now
             if sample.raw is not None:
@@ -206,7 +212,7 @@ class OutputHub:
                 sample.top.append(_given(output.top, "top log-probs")[row])
             if sample.stops:
                 found = sample.find_stop(token)
-                if request.spoiled is not None:
+                if sample.spoiled is not None:
                     self._bus.publish(AbortRequested(keys=tuple([other.key for other in request.samples])))
                     sample.matched = True
                 elif found:
@@ -220,9 +226,8 @@ class OutputHub:
         arena = self._arena
         assert arena is not None
         for span in spans:
-            sample = self._samples[span.key]
+            request, sample = self._live[span.key]
             if not sample.rows:
-                request = sample.request
                 most = len(request.prompt) + request.params.max_tokens - 1 - request.start
                 sample.rows = {spec.name: _empty(spec, most) for spec in arena.specs}
             arena.copy_rows(span.slot, span.generation, span.offset, span.count, sample.rows, sample.num_rows)
@@ -232,7 +237,7 @@ class OutputHub:
 
     def _check_rows(self, sample: SampleOutput, count: int) -> None:
         """What was copied behind the rows so far must name the positions that it is for."""
-        first = sample.request.start + sample.num_rows
+        first = sample.start + sample.num_rows
         rows = sample.rows["routing"][sample.num_rows : sample.num_rows + count]
         assert self._arena is not None
         spec = next(spec for spec in self._arena.specs if spec.name == "routing")
@@ -240,33 +245,33 @@ class OutputHub:
 
     def cut(self, request: RequestOutput, reason: str) -> None:
         """End a request before any of its samples was published: the result is empty."""
-        request.samples = [SampleOutput(-1, index, request, None) for index in range(request.params.n)]
+        params, start = request.params, request.start
+        request.samples = [SampleOutput(-1, index, params, start, None) for index in range(params.n)]
         for sample in request.samples:
             sample.finish = FinishRequest(-1, reason, (), 0, (0, 0, 0), ())
-            self._give_rows(sample)
+            self._give_rows(request, sample)
         request.ended_at = self._clock()
         self._bus.publish(request.ended())
         request.done.set_result(None)
 
     def finish(self, action: FinishRequest) -> None:
-        sample = self._samples.pop(action.key)
-        request = sample.request
+        request, sample = self._live.pop(action.key)
         keep = len(sample.tokens)
         if sample.matched and keep < len(action.token_ids):
             # it was ended before the scheduler read of the match: what follows the match is overrun all the same
             rows = min(action.num_rows, max(len(request.prompt) + keep - 1 - request.start, 0))
             action = replace(action, token_ids=action.token_ids[:keep], num_rows=rows)
         sample.finish = action
-        self._give_rows(sample)
+        self._give_rows(request, sample)
         request.open -= 1
         if not request.open:
             self.end(request)
         else:
             request.wake()
 
-    def _give_rows(self, sample: SampleOutput) -> None:
+    def _give_rows(self, request: RequestOutput, sample: SampleOutput) -> None:
         """Who wants rows and has none gets none of each kind, not nothing."""
-        if not sample.rows and self._arena is not None and sample.request.wants_rows:
+        if not sample.rows and self._arena is not None and request.wants_rows:
             sample.rows = {spec.name: _empty(spec, 0) for spec in self._arena.specs}
 
     def end(self, request: RequestOutput) -> None:
@@ -288,12 +293,12 @@ class OutputHub:
                 self._rescue_rows(action.spans, cause)
             elif isinstance(action, FinishRequest):
                 self.finish(action)
-        self._samples.clear()
+        self._live.clear()
         for request in requests:
             # those that the scheduler had not heard of yet
             for sample in request.samples:
                 if sample.finish is None:
-                    self._give_rows(sample)
+                    self._give_rows(request, sample)
             if not request.done.done():
                 self.end(request)
 

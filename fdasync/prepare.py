@@ -14,6 +14,7 @@ from collections.abc import Sequence, Sized
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
+import numpy as np
 from msgspec.structs import replace
 
 from fdasync.cache.prefix import block_keys, root_key
@@ -162,29 +163,30 @@ class Preparer:
             raise BadInput("prompt", f"{len(prompt)} tokens leave no room to answer", limit=most)
         if isinstance(prompt, array) and prompt.typecode == "i":
             # from another instance, or a caller who knows: nothing in it can be anything but a number
-            return self._check_vocabulary(tuple(prompt))
+            return self._check_vocabulary(prompt)
         tolist = getattr(prompt, "tolist", None)
         values = tolist() if callable(tolist) else prompt
         if not isinstance(values, Sequence) or isinstance(values, str | bytes | bytearray):
             raise BadInput("prompt", f"{type(prompt).__name__} is neither text nor a sequence of token ids")
         try:
-            tokens = tuple(array("q", values))
+            tokens = array("q", values)
         except (TypeError, OverflowError) as error:
             raise BadInput("prompt", f"holds something that is no token id: {error}") from None
         if bool in set(map(type, values)):
             raise BadInput("prompt", "holds a bool, which is no token id")
         return self._check_vocabulary(tokens)
 
-    def _check_vocabulary(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+    def _check_vocabulary(self, tokens: array[int]) -> tuple[int, ...]:
         if not tokens:
             raise BadInput("prompt", "is empty", limit="at least one token")
         vocab = self.capacity.vocab_size
-        low, high = min(tokens), max(tokens)
+        view = np.asarray(tokens)
+        low, high = int(view.min()), int(view.max())
         if low < 0 or high >= vocab:
             raise BadInput(
                 "prompt", f"token id {low if low < 0 else high} is outside the vocabulary", limit=f"0 to {vocab - 1}"
             )
-        return tokens
+        return tuple(tokens)
 
     def _check_length(self, tokens: Sequence[int], params: SamplingParams, start: int, *, elsewhere: bool) -> None:
         capacity = self.capacity

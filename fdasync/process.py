@@ -8,6 +8,7 @@ death closes that end, and the kernel kills it should this process die first (it
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 import subprocess
@@ -129,3 +130,14 @@ def die_with_parent() -> None:
 
     pr_set_pdeathsig = 1
     ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def settle() -> None:
+    """Take all that this process has made so far out of the garbage collector's rounds. For processes that are ours
+    alone, when they are ready to serve: never where a caller's own program runs.
+
+    A full round over a library like torch and its models stops the loop for a tenth of a second, and again whenever
+    enough was made since; of what was made before this call none is looked at any more.
+    """
+    gc.collect()
+    gc.freeze()

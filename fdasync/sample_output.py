@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fdasync.actions import FinishRequest
-    from fdasync.output import RequestOutput
+    from fdasync.request import SamplingParams
     from fdasync.runner.base import Capacity, TopLogprobs
     from fdasync.tokenizer import Tokenizer
 
@@ -35,6 +35,8 @@ class SampleOutput:
         rows: per spec, an array for every row it can ever have; `num_rows` are filled. Untouched pages cost nothing.
         sent_tokens, sent_chars: already in deltas.
         finish: the action that ended it.
+        start: the position of its first row.
+        spoiled: what the tokenizer raised over its tokens.
     """
 
     __slots__ = (
@@ -48,22 +50,22 @@ class SampleOutput:
         "processed",
         "raw",
         "released",
-        "request",
         "rows",
         "sent_chars",
         "sent_last",
         "sent_tokens",
+        "spoiled",
+        "start",
         "stops",
         "text",
         "tokens",
         "top",
     )  # fmt: skip
 
-    def __init__(self, key: int, index: int, request: RequestOutput, tokenizer: Tokenizer | None) -> None:
-        params = request.params
+    def __init__(self, key: int, index: int, params: SamplingParams, start: int, tokenizer: Tokenizer | None) -> None:
         self.key = key
         self.index = index
-        self.request = request
+        self.start = start
         self.tokens: list[int] = []
         self.raw: list[float] | None = [] if params.logprobs in ("raw", "both") else None
         self.processed: list[float] | None = [] if params.logprobs in ("processed", "both") else None
@@ -80,6 +82,7 @@ class SampleOutput:
         self.sent_chars = 0
         self.sent_last = False
         self.finish: FinishRequest | None = None
+        self.spoiled: Exception | None = None
 
     # -- text -------------------------------------------------------------------------------------
 
@@ -98,7 +101,7 @@ class SampleOutput:
             self.text += self.decoder.flush() if token_ids is None else self.decoder.feed(token_ids)
         except Exception as error:
             # a plugin's error, about this request's tokens: this request's alone
-            self.request.spoiled = error
+            self.spoiled = error
             self.decoder = None
 
     def find_stop(self, token: int) -> bool:
@@ -182,7 +185,7 @@ class SampleOutput:
             if routing is None
             else Routing(
                 array=routing,
-                start=self.request.start,
+                start=self.start,
                 layer_ids=capacity.moe_layer_ids,
                 num_experts=capacity.num_experts,
                 top_k_by_layer=capacity.top_k_by_layer,

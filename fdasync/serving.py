@@ -20,7 +20,7 @@ from fdasync.instance import Instance
 from fdasync.jsonlog import JsonLogTap
 from fdasync.lines import LineWriter
 from fdasync.metrics import PrometheusTap
-from fdasync.process import die_with_parent
+from fdasync.process import die_with_parent, settle
 from fdasync.signals import Signals
 
 if TYPE_CHECKING:
@@ -126,6 +126,7 @@ class _Service:
             deaths = stack.enter_context(closing(engine.bus.subscribe(EngineDied, limit=1)))
             died = asyncio.ensure_future(anext(deaths))
             try:
+                settle()
                 self._tell_ready(port)
                 await self._until_signal(died)
                 return await (self._failed(died) if died.done() else self._drain(died))

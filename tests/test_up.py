@@ -140,5 +140,7 @@ def test_instances_share_cores_and_have_stores_of_their_own(tmp_path: Path) -> N
         ("p0", "prefill", "prefill"), ("d0", "decode", "decode"), ("d1", "decode", "decode"),
     ]  # fmt: skip
     assert [plan.config.store_config["path"] for plan in plans] == ["kv/p0", "kv/d0", "kv/d1"]
+    places = [plan.config.runner_config for plan in plans]
+    assert [(place["instance"], place["instances"]) for place in places] == [(0, 3), (1, 3), (2, 3)]
     threads = {plan.config.runner_config["num_threads"] for plan in plans}
     assert threads == {max((max(len(os.sched_getaffinity(0)) - 1, 1)) // 3, 1)}

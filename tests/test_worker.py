@@ -205,9 +205,9 @@ def test_a_runner_that_is_not_installed_is_refused_at_once():
 
 
 _PLUGIN = """
-    import asyncio, os, time
+    import asyncio, gc, os, time
     import msgspec
-    from fdasync.errors import CheckpointError, UnsupportedModel
+    from fdasync.errors import CheckpointError, RunnerError, UnsupportedModel
     from fdasync.runner.base import Runner, StepOutput
     from fdasync.runner.synthetic import SyntheticRunner
 
@@ -246,6 +246,11 @@ _PLUGIN = """
             done = asyncio.get_running_loop().create_future()
             done.set_result(StepOutput(step.step_id + 1, (1,)))
             return done
+
+    class Collected(SyntheticRunner):
+        # tells how much the garbage collector leaves alone
+        def launch(self, step):
+            raise RunnerError(f"{gc.get_freeze_count()}")
 """
 
 
@@ -256,6 +261,7 @@ def bad_plugin(tmp_path: Path, monkeypatch):
     runners = {
         "bad": "fdasync_bad:Bad", "broken": "fdasync_broken:Bad", "nothing": "fdasync_bad:Config",
         "busy": "fdasync_bad:Busy", "disorderly": "fdasync_bad:Disorderly",
+        "collected": "fdasync_bad:Collected",
     }  # fmt: skip
     install_runners(tmp_path, monkeypatch, _PLUGIN, runners)
 
@@ -320,6 +326,14 @@ async def test_a_worker_that_answers_out_of_order_breaks_the_protocol(bad_plugin
         assert isinstance(caught.value.cause, ProtocolError)
         assert "out of order" in str(caught.value.cause)
     assert children() == []
+
+
+async def test_what_a_worker_made_before_its_first_step_is_nothing_for_its_garbage_collector(bad_plugin):
+    async with Engine(msgspec.structs.replace(config_of(), runner="collected")) as engine:
+        with pytest.raises(EngineFailed) as caught:
+            await engine.complete(PROMPT, SamplingParams(max_tokens=1))
+        # all modules and what they hold
+        assert int(str(caught.value.cause).split()[-1]) > 10_000
 
 
 async def test_closing_a_busy_worker_kills_it_without_asking(bad_plugin, capfd):

@@ -39,7 +39,7 @@ from fdasync.cache.region import SharedRegion
 from fdasync.cache.sealed import Sealed
 from fdasync.channel import Channel
 from fdasync.errors import ProtocolError, StoreUnavailable
-from fdasync.process import die_with_parent
+from fdasync.process import die_with_parent, settle
 from fdasync.registry import Registry
 
 if TYPE_CHECKING:
@@ -125,6 +125,7 @@ class _Host:
             self._store = store if message.schema is None else Sealed(store, message.schema)
             await self._store.open(self._regions)
             answer: Opened | Refused = Opened(self._store.capabilities)
+            settle()
         except Exception as error:
             answer = pack_error(0, message.store, error)
         self._channel.send(self._encoder.encode(answer))

@@ -102,8 +102,8 @@ class Asking:
     def ask(self, action: AskLease) -> None:
         """Ends in `LeaseAnswered`."""
         site = self._site
-        sample = site.hub.find(action.group)
-        asked = None if sample is None else sample.request.asked
+        live = site.hub.find(action.group)
+        asked = None if live is None else live[0].asked
         if asked is None or asked[0].errand is None:
             raise InvariantBroken(f"a lease is asked for group {action.group}, which is no errand")
         lease = _Lease(action, asked[0].errand.name, *asked, site.loop)
@@ -220,12 +220,12 @@ class Asking:
     def hand_over(self, action: HandOver) -> None:
         """Ends in `HandedOver`."""
         lease = self._by_group.get((action.group, action.attempt))
-        sample = self._site.hub.find(action.key)
-        if lease is None or lease.over or sample is None:
+        live = self._site.hub.find(action.key)
+        if lease is None or lease.over or live is None:
             self._site.bus.publish(HandedOver(offer=action.offer, taken=False))
             return
         lease.hands[action.offer] = (action.index, ())
-        self._site.start(self._hand_over(lease, action, sample), f"hand-over {action.offer}")
+        self._site.start(self._hand_over(lease, action, live[1]), f"hand-over {action.offer}")
 
     async def _hand_over(self, lease: _Lease, action: HandOver, sample: SampleOutput) -> None:
         site = self._site

@@ -310,9 +310,9 @@ class Lending:
         lease = self._book.group(action.group)
         if lease is None:
             # it was over before this turn was
-            sample = self._site.hub.find(action.key)
-            if sample is not None:
-                self._lose(sample.request)
+            live = self._site.hub.find(action.key)
+            if live is not None:
+                self._lose(live[0])
             return
         index = lease.keys.index(action.key)
         hand = lease.hands[index]

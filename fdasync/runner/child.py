@@ -18,7 +18,7 @@ from fdasync.cache.arena import AuxArena
 from fdasync.cache.host import HostArena
 from fdasync.channel import Channel
 from fdasync.errors import InvariantBroken, RunnerError
-from fdasync.process import die_with_parent
+from fdasync.process import die_with_parent, settle
 from fdasync.registry import Registry
 from fdasync.runner.tensors import TensorReceiver
 from fdasync.runner.wire import (
@@ -162,6 +162,7 @@ class _Host:
             if message.num_host_blocks:
                 self._host = HostArena.attach(fds.pop(0), message.num_host_blocks, message.block_nbytes)
             await runner.bind(message.num_blocks, self._arena, self._host)
+            settle()
         elif isinstance(message, LoadFolder):
             return Loaded(await runner.load_folder(message.path))
         elif isinstance(message, BeginTensors):

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 # of what is free; a CPU shares its memory with everyone else on the machine
 _CPU_SHARE = 0.5
 _GPU_SHARE = 0.92
+# what a process takes of a GPU before it has made anything: context, kernels, libraries
+_CONTEXT_NBYTES = 1 << 30
 
 # enough to tell what a token costs, not so many that a start takes long
 _SPEED_TOKENS = 256
@@ -34,16 +36,24 @@ _GREEDY = SamplerSpec(0, 0, 0, 0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, (), False, Fa
 
 
 def choose_num_blocks(
-    step_model: StepModel, limits: RunnerLimits, max_context_tokens: int, block_tokens: int, nbytes: int | None
+    step_model: StepModel,
+    limits: RunnerLimits,
+    max_context_tokens: int,
+    block_tokens: int,
+    nbytes: int | None,
+    share: float = 1.0,
 ) -> int:
-    """Blocks that `nbytes` (None: a share of the free memory) hold, no more than all lanes can use.
+    """Blocks that `nbytes` hold, no more than all lanes can use.
+
+    Args:
+        nbytes: None: of what memory is free, `share` at most; the rest is for others that start at the same time.
 
     Raises ConfigError when not even one fits.
     """
     useful = limits.max_running * -(-max_context_tokens // block_tokens)
     block_nbytes = block_tokens * step_model.layout.token_nbytes
     if nbytes is None:
-        nbytes = _free_nbytes(step_model, limits, max_context_tokens, block_tokens)
+        nbytes = _free_nbytes(step_model, limits, max_context_tokens, block_tokens, share)
     if nbytes < block_nbytes:
         raise ConfigError(
             "kv_cache_nbytes", f"{nbytes} bytes hold no block of {block_nbytes}", hint="give more, or a smaller model"
@@ -51,13 +61,18 @@ def choose_num_blocks(
     return min(useful, nbytes // block_nbytes)
 
 
-def _free_nbytes(step_model: StepModel, limits: RunnerLimits, max_context_tokens: int, block_tokens: int) -> int:
+def _free_nbytes(
+    step_model: StepModel, limits: RunnerLimits, max_context_tokens: int, block_tokens: int, share: float
+) -> int:
     device = step_model.model.device
     if device.type != "cuda":
-        return int(_free_host_nbytes() * _CPU_SHARE)
+        return int(_free_host_nbytes() * _CPU_SHARE * share)
     peak = _step_peak_nbytes(step_model, limits, max_context_tokens, block_tokens)
     torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info(device)
+    free, total = torch.cuda.mem_get_info(device)
+    if share < 1:
+        # the others may not have taken theirs yet
+        free = min(free, int(total * share) - torch.cuda.memory_reserved(device) - _CONTEXT_NBYTES)
     return int(free * _GPU_SHARE) - peak - _beside_nbytes(step_model, limits, max_context_tokens, block_tokens)
 
 

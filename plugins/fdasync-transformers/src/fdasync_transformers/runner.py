@@ -29,7 +29,7 @@ from fdasync_transformers.graphs import ladder
 from fdasync_transformers.host_executor import HostExecutor
 from fdasync_transformers.kv import KVLayout, KVPool
 from fdasync_transformers.profile import choose_num_blocks, prefill_tokens_per_s
-from fdasync_transformers.runner_config import TransformersConfig, check_config, device_of, set_experts
+from fdasync_transformers.runner_config import TransformersConfig, check_config, device_of, memory_share, set_experts
 from fdasync_transformers.step import StepModel
 from fdasync_transformers.weights import LiveWeights
 
@@ -79,7 +79,7 @@ class TransformersRunner(Runner):
     def _open(self) -> Capacity:
         config = self.config
         check_config(config, self.limits)
-        device = device_of(config.device)
+        device = device_of(config)
         with _current(device):
             return self._load(device)
 
@@ -112,7 +112,7 @@ class TransformersRunner(Runner):
         if reference is not None:
             notes.append(selfcheck.check(self._step_model, self._moe, reference, block_tokens))
         num_blocks = limits.num_blocks or choose_num_blocks(
-            self._step_model, limits, max_context, block_tokens, config.kv_cache_nbytes
+            self._step_model, limits, max_context, block_tokens, config.kv_cache_nbytes, memory_share(config, device)
         )
         self._weights = LiveWeights(model, facts)
         self._capacity = self._describe(checkpoint, max_context, block_tokens, num_blocks, tuple(notes))

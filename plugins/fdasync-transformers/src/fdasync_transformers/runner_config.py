@@ -29,7 +29,9 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     Attributes:
         dtype: of weights and KV; "auto" is the checkpoint's own.
         weights: "random" draws them on the device and reads none: the folder then needs only a config. For benchmarks.
-        device: "auto" is the first GPU, else the CPU; or any torch device name.
+        device: "auto" is a GPU, else the CPU; or any torch device name.
+        instance, instances: this is number `instance` of so many runners that start on this machine together. "auto"
+            takes GPUs in turn; memory that is taken because it is free is shared evenly by those on the same device.
         logits_dtype: the dtype that sampling and log-probs work in.
         num_threads: of torch in the runner's process. None: on a CPU device one core fewer than there are (the
             engine's loop needs one, and torch's threads wait for the slowest of them); else as it is.
@@ -49,6 +51,8 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     weights: Literal["checkpoint", "random"] = "checkpoint"
     device: str = "auto"
+    instance: int = 0
+    instances: int = 1
     logits_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     num_threads: int | None = None
     experts: Literal["auto", "eager", "grouped_mm", "batched_mm"] = "auto"
@@ -71,16 +75,22 @@ def check_config(config: TransformersConfig, limits: RunnerLimits) -> None:
         )
     if sizes is not None and sizes[-1] > limits.max_running:
         raise ConfigError("runner_config.graph_sizes", f"{sizes[-1]} never run at once", limit=limits.max_running)
+    if not 0 <= config.instance < config.instances:
+        raise ConfigError(
+            "runner_config.instance", f"{config.instance} is none of {config.instances}", hint="they count from 0"
+        )
     if config.num_threads is not None and not 1 <= config.num_threads <= _MAX_THREADS:
         raise ConfigError(
             "runner_config.num_threads", f"{config.num_threads} is out of range", limit=f"1 to {_MAX_THREADS}"
         )
 
 
-def device_of(name: str) -> torch.device:
-    """The device of this name; "auto" chooses. Raises ConfigError where it cannot be used."""
+def device_of(config: TransformersConfig) -> torch.device:
+    """The device that is meant. Raises ConfigError where it cannot be used."""
+    name = config.device
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        return torch.device("cuda", config.instance % count) if count else torch.device("cpu")
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
@@ -89,6 +99,13 @@ def device_of(name: str) -> torch.device:
     if device.type == "meta":
         raise ConfigError("runner_config.device", "'meta' holds no data")
     return device
+
+
+def memory_share(config: TransformersConfig, device: torch.device) -> float:
+    """What part of the device's memory is this runner's, of those that start together."""
+    spread = config.device == "auto" and device.type == "cuda"
+    others = range(device.index, config.instances, torch.cuda.device_count()) if spread else range(config.instances)
+    return 1 / len(others)
 
 
 def set_experts(model: PreTrainedModel, experts: str, max_step_tokens: int) -> None:
