@@ -8,6 +8,7 @@ death closes that end, and the kernel kills it should this process die first (it
 from __future__ import annotations
 
 import asyncio
+import atexit
 import gc
 import os
 import socket
@@ -141,3 +142,5 @@ def settle() -> None:
     """
     gc.collect()
     gc.freeze()
+    # libraries look for leaks when the interpreter ends
+    atexit.register(gc.unfreeze)

@@ -103,7 +103,7 @@ class Stage:
     """A site, its bus and its fakes.
 
     Attributes:
-        samples: what the hub knows, by key; `emitted`: what it was told to emit.
+        samples: what the hub knows, by key: requests and their samples; `emitted`: what it was told to emit.
         hung_up: peers that are not called any more.
         failures: what ended the engine.
     """
@@ -144,7 +144,7 @@ class Stage:
         events = [make_request(first + index, prompt, 8, 4, group=first) for index in range(wanted.params.n)]
         request = SimpleNamespace(prompt=prompt, params=wanted.params, request_id=name)
         for event in events:
-            self.samples[event.key] = SimpleNamespace(request=request)
+            self.samples[event.key] = request, SimpleNamespace()
         return request, events
 
     def errand(self, key: int, tokens: Any = range(10), n: int = 1, **params: Any) -> Any:
@@ -157,7 +157,7 @@ class Stage:
         event = make_request(key, tokens, 1, 4, deadline=1e6)
         request = SimpleNamespace(asked=(asked, event))
         for index in range(n):
-            self.samples[key + index] = SimpleNamespace(request=request, raw=[-0.5], processed=[-0.25], top=None)
+            self.samples[key + index] = request, SimpleNamespace(raw=[-0.5], processed=[-0.25], top=None)
         return request
 
     async def settle(self, seconds: float = 0.05) -> list[Any]:

@@ -221,7 +221,7 @@ async def test_blocks_are_offered_until_they_are_taken(stage):
 async def test_hand_overs_carry_token_log_probs_and_tail(stage):
     await stage.grant(n=2, logprobs="both")
     # computed again under new weights: the last one counts
-    stage.samples[1].raw = [-9.0, -0.5]
+    stage.samples[1][1].raw = [-9.0, -0.5]
     stage.hand(8, 0)
     stage.hand(9, 1)
     await stage.settle()

@@ -332,7 +332,7 @@ def test_a_short_run_ends_with_a_picture_and_tables(model: Path, tmp_path: Path)
     assert process.returncode == 0, out
     assert (tmp_path / "out" / "loop.png").read_bytes().startswith(b"\x89PNG")
     for name in ("off", "on"):
-        assert len(re.findall(rf"^replay {name}: [12] ", out, re.MULTILINE)) == 2
+        assert len(re.findall(rf"^replay {name}: [12] ", out, re.MULTILINE)) == 2, out
     # of the tables at the end: samples that crossed an update, and the KL
     crossed = re.findall(r"replay (?:off|on) +│.*│ +([\d,]+) samples", out)
     replayed = dict(re.findall(r"│ (replay off|replay on) .* samples │ +\d+ │ +0 │ +(\d+) │", out))

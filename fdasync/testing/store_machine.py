@@ -137,7 +137,7 @@ class StoreMachine(RuleBasedStateMachine):
         things = [thing for place, thing in enumerate(things) if thing[0] not in names[:place]]
         items = [self._filled(*thing) for thing in things]
         data = [self.bench.read(item) for item in items]
-        held = [self.run(self.model.exists_prefix([item.key])) == 1 for item in items]
+        held = [self.run(self._model_value(item.key, item.nbytes)) for item in items]
 
         async def play() -> None:
             task = asyncio.ensure_future(self.bench.store.put(items))
@@ -148,9 +148,12 @@ class StoreMachine(RuleBasedStateMachine):
 
         self.run(play())
         self.bench.scribble(items)
-        for item, each, was_there in zip(items, data, held, strict=True):
-            if not was_there:
+        for item, each, old in zip(items, data, held, strict=True):
+            if old is None:
                 self.run(self._look(item.key, item.nbytes, [each]))
+            elif self.hooks.may_forget:
+                # it may have forgotten the old one first
+                self.run(self._look(item.key, item.nbytes, [each, old]))
         self.bench.free()
 
     @precondition(lambda self: self.bench.store.capabilities.durability != "none")
