@@ -36,11 +36,21 @@ FAMILIES = ["qwen3_moe", "ernie4_5_moe", "deepseek_v3", "gpt_oss", "llama4_text"
 MORE = ["glm4_moe", "mixtral", "qwen2_moe", "olmoe", "hunyuan_v1_moe", "glm4_moe_lite", "phimoe", "granitemoe"]
 
 
-async def answers(folder: Path, config: dict[str, Any], *, depth: int = 1) -> list[tuple[list[int], Any, list[float]]]:
-    """Tokens, rows as sets and log-probs of a ragged batch: late arrivals, chunks, penalties, sampling."""
-    driver = await Driver.open(folder, config={"self_check": False, **config}, pipeline_depth=depth)
+async def answers(
+    folder: Path, config: dict[str, Any], *, depth: int = 1, flat_tokens: int | None = None
+) -> list[tuple[list[int], Any, list[float]]]:
+    """Tokens, rows as sets and log-probs of a ragged batch: late arrivals, chunks, penalties, sampling.
+
+    `flat_tokens`: steps of so few tokens are computed as decodes.
+    """
+    driver = await Driver.open(
+        folder, config={"self_check": False, **config}, pipeline_depth=depth, max_running=flat_tokens or 4
+    )
     try:
-        services = getattr(driver.runner._executor, "_services", None)
+        executor: Any = driver.runner._executor
+        services = getattr(executor, "_services", None)
+        if flat_tokens is not None:
+            executor.flat_tokens = flat_tokens
         asked = [
             driver.sequence([1 + at * 7 % 50 for at in range(5)], NEW),
             driver.sequence([3, 5, 9, 11, 2, 3, 4, 5, 6, 7, 9], NEW, 1, temperature=1.0, seed=4, raw=True),
@@ -68,6 +78,47 @@ async def test_it_answers_as_the_path_of_cpus(tmp_path: Path, family: str) -> No
     make_checkpoint(tmp_path, family)
     wanted = await answers(tmp_path, {"device": "cpu"})
     assert_same(await answers(tmp_path, DEVICE), wanted)
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", *[pytest.param(one, marks=pytest.mark.gpu) for one in FAMILIES[1:] + MORE]]
+)
+async def test_few_tokens_are_computed_as_decodes(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks beside decodes, several tokens of a sequence in a step: as by the kernels for prefill."""
+    make_checkpoint(tmp_path, family)
+    wanted = await answers(tmp_path, {"device": "cpu"})
+    shapes = []
+    plain = device_executor.batch_arrays
+
+    def seen(batch: Any, rows: Any, *, flat: bool) -> Any:
+        shapes.append((flat, len(batch.positions) > len(batch.lanes), len(rows) < len(batch.positions)))
+        return plain(batch, rows, flat=flat)
+
+    monkeypatch.setattr(device_executor, "batch_arrays", seen)
+    assert_same(await answers(tmp_path, DEVICE, flat_tokens=16), wanted)
+    assert all(flat for flat, *_ in shapes)
+    # steps with several tokens of a sequence, and some of whose tokens nothing is sampled from
+    assert (True, True, True) in shapes
+
+
+async def test_chunks_that_would_read_much_are_no_decodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path, "qwen3_moe")
+    driver = await Driver.open(tmp_path, config={"self_check": False, **DEVICE}, max_running=16)
+    executor: Any = driver.runner._executor
+    executor.flat_tokens = 16
+    one = driver.sequence([7] * 8, 2)
+    flat = []
+    plain = executor._is_flat
+    monkeypatch.setattr(executor, "_is_flat", lambda batch: flat.append(plain(batch)) or flat[-1])
+    token_nbytes = executor._model.layout.token_nbytes
+    # the first four tokens read 1 + 2 + 3 + 4, the others 5 + 6 + 7 + 8, the decode behind them 9
+    monkeypatch.setattr(device_executor, "_MOST_READ_NBYTES", 10 * token_nbytes)
+    await driver.launch(starts=[driver.start(one)], chunks=[Chunk(one.key, 4, False)])
+    await driver.launch(chunks=[Chunk(one.key, 4, True)])
+    one.tokens.append(0)
+    await driver.launch(appends=driver.append(one))
+    assert flat == [True, False, True]
+    await driver.close()
 
 
 async def test_a_step_is_launched_before_the_one_before_it_is_done(tmp_path: Path) -> None:

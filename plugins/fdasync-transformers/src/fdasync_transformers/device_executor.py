@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# of keys and values that chunks may read once for each of their tokens to be computed as decodes: some 8 ms of an H200,
+# where launching a step of 48 layers operation by operation takes ten times as long
+_MOST_READ_NBYTES = 32 << 30
 # what is the sampler's, among the arrays of a step
 _SAMPLER = "sampler."
 
@@ -52,10 +55,12 @@ class DeviceExecutor(Executor):
 
     Attributes:
         graphs: of decode steps; None where there are none.
+        flat_tokens: a step of no more tokens is computed as if each were a decode, which a graph can replay.
     """
 
     def __init__(self, model: DeviceStepModel, bound: Bound, services: GpuServices) -> None:
         self.graphs: GraphLadder | None = None
+        self.flat_tokens = 0
         self._model = model
         self._bound = bound
         self._services = services
@@ -85,6 +90,7 @@ class DeviceExecutor(Executor):
             # a block that was written to is as new again
             self._bound.pool.blocks[0].zero_()
             self.graphs = graphs
+            self.flat_tokens = graphs.sizes[-1]
 
     def launch(self, step: RunStep) -> asyncio.Future[StepOutput]:
         return self._queue(lambda: self._start(step), step.step_id)
@@ -179,11 +185,12 @@ class DeviceExecutor(Executor):
         index, values = lanes.deltas(step, bound.table)
         rows = (np.cumsum(batch.counts) - 1)[batch.sampled] if total else np.zeros(0, np.int64)
         plan = self._plan_samples(batch)
+        flat = self._is_flat(batch)
         arrays: dict[str, NDArray[np.generic]] = {}
         if len(index):
             arrays["delta_index"], arrays["delta_values"] = index, values
         if total:
-            arrays.update(batch_arrays(batch, rows))
+            arrays.update(batch_arrays(batch, rows, flat=flat))
         if plan is not None:
             sampling = batch.lanes[batch.sampled]
             arrays["next_index"] = lanes.after(sampling, bound.table.length[sampling])
@@ -199,7 +206,7 @@ class DeviceExecutor(Executor):
                     if len(index):
                         scatter_updates(lanes.flat, sent["delta_index"], sent["delta_values"])
                     if total:
-                        results = self._compute(batch, plan, sent)
+                        results = self._compute(batch, plan, sent, flat)
             self._pass_on(leases)
             with services.streams.on("results"):
                 if results:
@@ -209,9 +216,17 @@ class DeviceExecutor(Executor):
             # what was queued runs on: its buffers and tensors come back, and a close waits, as for any other
             self._completion(leases, ("broken",), results.clear).add_done_callback(_seen)
             raise
-        kind: Hashable = ("decode", total) if total == batch.num_decodes else ("mixed", total.bit_length())
+        kind: Hashable = ("decode", total) if flat else ("mixed", total.bit_length())
         # what reads the device's tensors on another stream keeps them until it was done
         return self._completion(leases, kind, lambda: self._finish(batch, plan, fetched, results))
+
+    def _is_flat(self, batch: Batch) -> bool:
+        """Whether every token is computed as a decode: all are, or there are few and what they read is little."""
+        total = len(batch.positions)
+        if total == batch.num_decodes:
+            return True
+        read = (batch.positions[batch.num_decodes :] + 1).sum() * self._model.layout.token_nbytes
+        return total <= self.flat_tokens and int(read) <= _MOST_READ_NBYTES
 
     def _pass_on(self, leases: list[Any]) -> None:
         """What follows on `results` waits for all that was queued on `compute`."""
@@ -231,15 +246,19 @@ class DeviceExecutor(Executor):
         services.streams.record("results", copied.event)
         return services.port.completion(copied.event, lane="compute", kind=kind, leases=leases, on_done=on_done)
 
-    def _compute(self, batch: Batch, plan: SamplePlan | None, sent: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _compute(
+        self, batch: Batch, plan: SamplePlan | None, sent: dict[str, torch.Tensor], flat: bool
+    ) -> dict[str, torch.Tensor]:
         """Queue forward pass and sampling; what of it the host wants."""
         bound, lanes = self._bound, self._lanes
         total = len(batch.positions)
         logits = None
-        if self.graphs is not None and total == batch.num_decodes:
+        if self.graphs is not None and flat:
             logits = self.graphs.replay(sent["lanes"], sent["starts"])
+            if logits is not None and "rows" in sent:
+                logits = logits.index_select(0, sent["rows"])
         if logits is None:
-            logits = self._model.forward(device_batch(batch, sent), lanes, bound.pool)
+            logits = self._model.forward(device_batch(batch, sent, flat=flat), lanes, bound.pool)
         results: dict[str, torch.Tensor] = {}
         if bound.capture is not None:
             results["routing"] = bound.capture.stage(total)

@@ -89,15 +89,27 @@ class DeviceStepModel(StepModel):
         return logits
 
 
-def batch_arrays(batch: Batch, rows: NDArray[np.int64]) -> dict[str, NDArray[np.generic]]:
-    """What the device is sent of a step's shape, by the names that `device_batch` takes."""
+def batch_arrays(batch: Batch, rows: NDArray[np.int64], *, flat: bool = False) -> dict[str, NDArray[np.generic]]:
+    """What the device is sent of a step's shape, by the names that `device_batch` takes.
+
+    Args:
+        flat: every token as a decode of its own. A layer writes the KV of all tokens before any of them attends, so
+            those of one sequence see each other.
+    """
     tokens, decodes = len(batch.positions), batch.num_decodes
-    arrays: dict[str, NDArray[np.generic]] = {
-        "lanes": batch.lanes.astype(np.int32),
-        "starts": batch.starts,
-        "first_rows": np.concatenate([[0], np.cumsum(batch.counts)]).astype(np.int32),
-    }
-    if decodes < len(batch.lanes):
+    if flat:
+        arrays: dict[str, NDArray[np.generic]] = {
+            "lanes": np.repeat(batch.lanes, batch.counts).astype(np.int32),
+            "starts": batch.positions,
+            "first_rows": np.arange(tokens + 1, dtype=np.int32),
+        }
+    else:
+        arrays = {
+            "lanes": batch.lanes.astype(np.int32),
+            "starts": batch.starts,
+            "first_rows": np.concatenate([[0], np.cumsum(batch.counts)]).astype(np.int32),
+        }
+    if decodes < len(batch.lanes) and not flat:
         arrays["counts"] = batch.counts.astype(np.int32)
         tiles = prefill_tiles(batch.counts[decodes:])
         tiles[:, 0] += decodes
@@ -107,11 +119,12 @@ def batch_arrays(batch: Batch, rows: NDArray[np.int64]) -> dict[str, NDArray[np.
     return arrays
 
 
-def device_batch(batch: Batch, sent: dict[str, torch.Tensor]) -> DeviceBatch:
+def device_batch(batch: Batch, sent: dict[str, torch.Tensor], *, flat: bool = False) -> DeviceBatch:
     """The shape of a step from the tensors that came of its arrays."""
+    tokens = len(batch.positions)
     return DeviceBatch(
-        tokens=len(batch.positions),
-        decodes=batch.num_decodes,
+        tokens=tokens,
+        decodes=tokens if flat else batch.num_decodes,
         lanes=sent["lanes"],
         starts=sent["starts"],
         first_rows=sent["first_rows"],
