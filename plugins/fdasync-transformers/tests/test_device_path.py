@@ -14,6 +14,7 @@ import torch
 from families_zoo import make_checkpoint
 from fdasync_transformers import TransformersConfig, TransformersRunner, device_executor, gpu_services, triton_paging
 from fdasync_transformers.device_executor import DeviceExecutor
+from fdasync_transformers.mixed_graphs import token_ladder
 from msgspec.structs import replace
 from step_driver import Driver
 
@@ -37,11 +38,17 @@ MORE = ["glm4_moe", "mixtral", "qwen2_moe", "olmoe", "hunyuan_v1_moe", "glm4_moe
 
 
 async def answers(
-    folder: Path, config: dict[str, Any], *, depth: int = 1, flat_tokens: int | None = None
+    folder: Path,
+    config: dict[str, Any],
+    *,
+    depth: int = 1,
+    flat_tokens: int | None = None,
+    tiled_tokens: tuple[int, ...] = (),
 ) -> list[tuple[list[int], Any, list[float]]]:
     """Tokens, rows as sets and log-probs of a ragged batch: late arrivals, chunks, penalties, sampling.
 
-    `flat_tokens`: steps of so few tokens are computed as decodes.
+    `flat_tokens`: steps of so few tokens are computed as decodes; `tiled_tokens`: steps with prompts are padded to one
+    of so many, and computed in tiles.
     """
     driver = await Driver.open(
         folder, config={"self_check": False, **config}, pipeline_depth=depth, max_running=flat_tokens or 4
@@ -51,6 +58,10 @@ async def answers(
         services = getattr(executor, "_services", None)
         if flat_tokens is not None:
             executor.flat_tokens = flat_tokens
+        if tiled_tokens:
+            executor.flat_tokens = 0
+            with executor._services.streams.on("compute"):
+                executor.capture_mixed(tiled_tokens, 4)
         asked = [
             driver.sequence([1 + at * 7 % 50 for at in range(5)], NEW),
             driver.sequence([3, 5, 9, 11, 2, 3, 4, 5, 6, 7, 9], NEW, 1, temperature=1.0, seed=4, raw=True),
@@ -90,15 +101,54 @@ async def test_few_tokens_are_computed_as_decodes(tmp_path: Path, family: str, m
     shapes = []
     plain = device_executor.batch_arrays
 
-    def seen(batch: Any, rows: Any, *, flat: bool) -> Any:
-        shapes.append((flat, len(batch.positions) > len(batch.lanes), len(rows) < len(batch.positions)))
-        return plain(batch, rows, flat=flat)
+    def seen(batch: Any, rows: Any, way: str) -> Any:
+        shapes.append((way, len(batch.positions) > len(batch.lanes), len(rows) < len(batch.positions)))
+        return plain(batch, rows, way)
 
     monkeypatch.setattr(device_executor, "batch_arrays", seen)
     assert_same(await answers(tmp_path, DEVICE, flat_tokens=16), wanted)
-    assert all(flat for flat, *_ in shapes)
+    assert {way for way, *_ in shapes} == {"decodes"}
     # steps with several tokens of a sequence, and some of whose tokens nothing is sampled from
-    assert (True, True, True) in shapes
+    assert ("decodes", True, True) in shapes
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", *[pytest.param(one, marks=pytest.mark.gpu) for one in FAMILIES[1:] + MORE]]
+)
+async def test_steps_with_prompts_in_padded_tiles(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As graphs of a few numbers of tokens compute them: decodes in tiles too, rows and sequences that are nobody's."""
+    make_checkpoint(tmp_path, family)
+    wanted = await answers(tmp_path, {"device": "cpu"})
+    ways = []
+    plain = device_executor.batch_arrays
+
+    def seen(batch: Any, rows: Any, way: str) -> Any:
+        ways.append((way, batch.num_decodes > 0, len(rows) < len(batch.lanes)))
+        return plain(batch, rows, way)
+
+    monkeypatch.setattr(device_executor, "batch_arrays", seen)
+    # steps have up to 11 tokens
+    assert_same(await answers(tmp_path, DEVICE, tiled_tokens=(6, 16)), wanted)
+    assert {way for way, *_ in ways} == {"tiles", "decodes"}
+    # decodes beside chunks, and chunks that nothing is sampled from
+    assert {("tiles", True, False), ("tiles", False, True)} <= set(ways)
+
+
+async def test_long_contexts_do_not_decode_in_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path, "qwen3_moe")
+    monkeypatch.setattr(device_executor, "_MOST_TILED_TOKENS", 8)
+    ways = []
+    plain = device_executor.DeviceExecutor._way
+    monkeypatch.setattr(DeviceExecutor, "_way", lambda self, batch: ways.append(plain(self, batch)) or ways[-1])
+    wanted = await answers(tmp_path, {"device": "cpu"})
+    assert_same(await answers(tmp_path, DEVICE, tiled_tokens=(16,)), wanted)
+    assert set(ways) == {"tiles", "both", "decodes"}
+
+
+def test_sizes_of_steps_with_prompts() -> None:
+    assert token_ladder(2048) == token_ladder(8192) == (512, 768, 1024, 1280, 1536, 1792, 2048)
+    assert token_ladder(600) == (512, 600)
+    assert token_ladder(256) == token_ladder(64) == ()
 
 
 async def test_chunks_that_would_read_much_are_no_decodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,17 +157,17 @@ async def test_chunks_that_would_read_much_are_no_decodes(tmp_path: Path, monkey
     executor: Any = driver.runner._executor
     executor.flat_tokens = 16
     one = driver.sequence([7] * 8, 2)
-    flat = []
-    plain = executor._is_flat
-    monkeypatch.setattr(executor, "_is_flat", lambda batch: flat.append(plain(batch)) or flat[-1])
-    token_nbytes = executor._model.layout.token_nbytes
+    ways = []
+    plain = executor._way
+    monkeypatch.setattr(executor, "_way", lambda batch: ways.append(plain(batch)) or ways[-1])
+    token_nbytes = executor.model.layout.token_nbytes
     # the first four tokens read 1 + 2 + 3 + 4, the others 5 + 6 + 7 + 8, the decode behind them 9
     monkeypatch.setattr(device_executor, "_MOST_READ_NBYTES", 10 * token_nbytes)
     await driver.launch(starts=[driver.start(one)], chunks=[Chunk(one.key, 4, False)])
     await driver.launch(chunks=[Chunk(one.key, 4, True)])
     one.tokens.append(0)
     await driver.launch(appends=driver.append(one))
-    assert flat == [True, False, True]
+    assert ways == ["decodes", "both", "decodes"]
     await driver.close()
 
 
@@ -311,7 +361,7 @@ async def test_a_launch_that_fails_half_way_gives_everything_back(
     def breaks(*args: object, **kwargs: object) -> None:
         raise torch.OutOfMemoryError("no room for this step")
 
-    monkeypatch.setattr(executor._model, "forward", breaks)
+    monkeypatch.setattr(executor.model, "forward", breaks)
     with pytest.raises(RunnerError, match="no room for this step"):
         await driver.run([driver.sequence([5, 6, 7], 2)])
     services = executor._services

@@ -102,4 +102,4 @@ def test_of_a_shared_gpu_what_others_have_not_taken_yet_is_theirs(
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 10 * GIB)
     step: Any = Step()
     limits: Any = None
-    assert profile._free_nbytes(step, limits, 1, 1, share) == int(fits_gib * GIB * 0.92) - 5 * GIB
+    assert profile._free_nbytes(step, limits, 1, 1, share, 0) == int(fits_gib * GIB * 0.92) - 5 * GIB

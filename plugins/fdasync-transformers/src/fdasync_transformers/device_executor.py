@@ -28,6 +28,7 @@ from fdasync_transformers.device_lanes import DeviceLanes
 from fdasync_transformers.device_step import batch_arrays, device_batch
 from fdasync_transformers.executor import Executor, step_output
 from fdasync_transformers.graphs import GraphLadder
+from fdasync_transformers.mixed_graphs import MixedLadder
 from fdasync_transformers.sampler import compute_samples, plan_samples, read_samples
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fdasync.runner.lanes import Batch
-    from fdasync_transformers.device_step import DeviceStepModel
+    from fdasync_transformers.device_step import DeviceStepModel, Way
     from fdasync_transformers.executor import Bound
     from fdasync_transformers.gpu_services import GpuServices
     from fdasync_transformers.sampler import SamplePlan
@@ -46,6 +47,8 @@ T = TypeVar("T")
 # of keys and values that chunks may read once for each of their tokens to be computed as decodes: some 8 ms of an H200,
 # where launching a step of 48 layers operation by operation takes ten times as long
 _MOST_READ_NBYTES = 32 << 30
+# of the context of a decode that is computed in tiles: one program reads all of a head's, one key tile after the other
+_MOST_TILED_TOKENS = 8192
 # what is the sampler's, among the arrays of a step
 _SAMPLER = "sampler."
 
@@ -56,12 +59,15 @@ class DeviceExecutor(Executor):
     Attributes:
         graphs: of decode steps; None where there are none.
         flat_tokens: a step of no more tokens is computed as if each were a decode, which a graph can replay.
+        model: whose steps these are.
+        mixed: graphs of steps with prompts in them; None where there are none.
     """
 
     def __init__(self, model: DeviceStepModel, bound: Bound, services: GpuServices) -> None:
         self.graphs: GraphLadder | None = None
         self.flat_tokens = 0
-        self._model = model
+        self.mixed: MixedLadder | None = None
+        self.model = model
         self._bound = bound
         self._services = services
         self._lanes = DeviceLanes(bound.table, services.streams.device)
@@ -83,14 +89,25 @@ class DeviceExecutor(Executor):
         Raises RuntimeError where the model does what a graph cannot hold, or answers otherwise from one.
         """
         with self._services.streams.on("compute"):
-            graphs = GraphLadder(self._model, self._lanes, self._bound.pool, sizes)
-            wrong = graphs.differing(self._model, self._lanes, self._bound.pool)
+            graphs = GraphLadder(self.model, self._lanes, self._bound.pool, sizes)
+            wrong = graphs.differing(self.model, self._lanes, self._bound.pool)
             if wrong:
                 raise RuntimeError(f"the graph of {wrong} sequences does not answer as its operations do")
             # a block that was written to is as new again
             self._bound.pool.blocks[0].zero_()
             self.graphs = graphs
             self.flat_tokens = graphs.sizes[-1]
+
+    def capture_mixed(self, sizes: tuple[int, ...], sequences: int) -> None:
+        """Capture steps with prompts in them, of so many tokens and at most so many sequences, and check them. As
+        `capture_graphs`."""
+        with self._services.streams.on("compute"):
+            mixed = MixedLadder(self.model, self._lanes, self._bound.pool, sizes, sequences)
+            wrong = mixed.differing() if self.on_gpu else 0
+            if wrong:
+                raise RuntimeError(f"the graph of {wrong} tokens does not answer as its operations do")
+            self._bound.pool.blocks[0].zero_()
+            self.mixed = mixed
 
     def launch(self, step: RunStep) -> asyncio.Future[StepOutput]:
         return self._queue(lambda: self._start(step), step.step_id)
@@ -106,7 +123,7 @@ class DeviceExecutor(Executor):
                 await self._copies.aclose()
         finally:
             await self._services.port.aclose()
-            self.graphs = None
+            self.graphs = self.mixed = None
 
     @property
     def on_gpu(self) -> bool:
@@ -185,12 +202,12 @@ class DeviceExecutor(Executor):
         index, values = lanes.deltas(step, bound.table)
         rows = (np.cumsum(batch.counts) - 1)[batch.sampled] if total else np.zeros(0, np.int64)
         plan = self._plan_samples(batch)
-        flat = self._is_flat(batch)
+        way = self._way(batch)
         arrays: dict[str, NDArray[np.generic]] = {}
         if len(index):
             arrays["delta_index"], arrays["delta_values"] = index, values
         if total:
-            arrays.update(batch_arrays(batch, rows, flat=flat))
+            arrays.update(batch_arrays(batch, rows, way))
         if plan is not None:
             sampling = batch.lanes[batch.sampled]
             arrays["next_index"] = lanes.after(sampling, bound.table.length[sampling])
@@ -206,7 +223,7 @@ class DeviceExecutor(Executor):
                     if len(index):
                         scatter_updates(lanes.flat, sent["delta_index"], sent["delta_values"])
                     if total:
-                        results = self._compute(batch, plan, sent, flat)
+                        results = self._compute(batch, plan, sent, way)
             self._pass_on(leases)
             with services.streams.on("results"):
                 if results:
@@ -216,17 +233,22 @@ class DeviceExecutor(Executor):
             # what was queued runs on: its buffers and tensors come back, and a close waits, as for any other
             self._completion(leases, ("broken",), results.clear).add_done_callback(_seen)
             raise
-        kind: Hashable = ("decode", total) if flat else ("mixed", total.bit_length())
+        kind: Hashable = ("decode", total) if way == "decodes" else ("mixed", total // 256)
         # what reads the device's tensors on another stream keeps them until it was done
         return self._completion(leases, kind, lambda: self._finish(batch, plan, fetched, results))
 
-    def _is_flat(self, batch: Batch) -> bool:
-        """Whether every token is computed as a decode: all are, or there are few and what they read is little."""
-        total = len(batch.positions)
-        if total == batch.num_decodes:
-            return True
-        read = (batch.positions[batch.num_decodes :] + 1).sum() * self._model.layout.token_nbytes
-        return total <= self.flat_tokens and int(read) <= _MOST_READ_NBYTES
+    def _way(self, batch: Batch) -> Way:
+        """How the tokens of a step attend: as a graph can replay them, where one can."""
+        total, decodes = len(batch.positions), batch.num_decodes
+        if total == decodes:
+            return "decodes"
+        read = (batch.positions[decodes:] + 1).sum() * self.model.layout.token_nbytes
+        if total <= self.flat_tokens and int(read) <= _MOST_READ_NBYTES:
+            return "decodes"
+        mixed = self.mixed
+        fits = mixed is not None and mixed.size_of(total, len(batch.lanes)) > 0
+        short = not decodes or int(batch.positions[:decodes].max()) < _MOST_TILED_TOKENS
+        return "tiles" if fits and short else "both"
 
     def _pass_on(self, leases: list[Any]) -> None:
         """What follows on `results` waits for all that was queued on `compute`."""
@@ -247,18 +269,20 @@ class DeviceExecutor(Executor):
         return services.port.completion(copied.event, lane="compute", kind=kind, leases=leases, on_done=on_done)
 
     def _compute(
-        self, batch: Batch, plan: SamplePlan | None, sent: dict[str, torch.Tensor], flat: bool
+        self, batch: Batch, plan: SamplePlan | None, sent: dict[str, torch.Tensor], way: Way
     ) -> dict[str, torch.Tensor]:
         """Queue forward pass and sampling; what of it the host wants."""
         bound, lanes = self._bound, self._lanes
         total = len(batch.positions)
         logits = None
-        if self.graphs is not None and flat:
+        if self.mixed is not None and way == "tiles":
+            logits = self.mixed.replay(sent, total)
+        elif self.graphs is not None and way == "decodes":
             logits = self.graphs.replay(sent["lanes"], sent["starts"])
             if logits is not None and "rows" in sent:
                 logits = logits.index_select(0, sent["rows"])
         if logits is None:
-            logits = self._model.forward(device_batch(batch, sent, flat=flat), lanes, bound.pool)
+            logits = self.model.forward(device_batch(batch, sent, way), lanes, bound.pool)
         results: dict[str, torch.Tensor] = {}
         if bound.capture is not None:
             results["routing"] = bound.capture.stage(total)

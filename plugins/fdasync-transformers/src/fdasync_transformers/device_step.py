@@ -8,7 +8,7 @@ computed on the device, attention is `TritonPaging`, and nothing waits. Decode s
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 
     from fdasync.runner.lanes import Batch, LaneTable
     from fdasync_transformers.kv import KVLayout, KVPool
+
+
+#: how a step's tokens attend. "both": sequences that decode by the kernel for one query, others in tiles. "decodes":
+#: every token as a decode of its own; a layer writes the KV of all tokens before any of them attends, so those of one
+#: sequence see each other. "tiles": every sequence in tiles.
+Way = Literal["both", "decodes", "tiles"]
 
 
 class DeviceStepModel(StepModel):
@@ -89,15 +95,14 @@ class DeviceStepModel(StepModel):
         return logits
 
 
-def batch_arrays(batch: Batch, rows: NDArray[np.int64], *, flat: bool = False) -> dict[str, NDArray[np.generic]]:
+def batch_arrays(batch: Batch, rows: NDArray[np.int64], way: Way = "both") -> dict[str, NDArray[np.generic]]:
     """What the device is sent of a step's shape, by the names that `device_batch` takes.
 
     Args:
-        flat: every token as a decode of its own. A layer writes the KV of all tokens before any of them attends, so
-            those of one sequence see each other.
+        rows: whose logits are wanted.
     """
-    tokens, decodes = len(batch.positions), batch.num_decodes
-    if flat:
+    tokens = len(batch.positions)
+    if way == "decodes":
         arrays: dict[str, NDArray[np.generic]] = {
             "lanes": np.repeat(batch.lanes, batch.counts).astype(np.int32),
             "starts": batch.positions,
@@ -109,22 +114,23 @@ def batch_arrays(batch: Batch, rows: NDArray[np.int64], *, flat: bool = False) -
             "starts": batch.starts,
             "first_rows": np.concatenate([[0], np.cumsum(batch.counts)]).astype(np.int32),
         }
-    if decodes < len(batch.lanes) and not flat:
-        arrays["counts"] = batch.counts.astype(np.int32)
-        tiles = prefill_tiles(batch.counts[decodes:])
-        tiles[:, 0] += decodes
-        arrays["tiles"] = tiles
-    if len(rows) < tokens:
+        decodes = batch.num_decodes if way == "both" else 0
+        if decodes < len(batch.lanes):
+            arrays["counts"] = batch.counts.astype(np.int32)
+            tiles = prefill_tiles(batch.counts[decodes:])
+            tiles[:, 0] += decodes
+            arrays["tiles"] = tiles
+    if len(rows) < tokens or way == "tiles":
         arrays["rows"] = rows
     return arrays
 
 
-def device_batch(batch: Batch, sent: dict[str, torch.Tensor], *, flat: bool = False) -> DeviceBatch:
+def device_batch(batch: Batch, sent: dict[str, torch.Tensor], way: Way = "both") -> DeviceBatch:
     """The shape of a step from the tensors that came of its arrays."""
     tokens = len(batch.positions)
     return DeviceBatch(
         tokens=tokens,
-        decodes=tokens if flat else batch.num_decodes,
+        decodes={"both": batch.num_decodes, "decodes": tokens, "tiles": 0}[way],
         lanes=sent["lanes"],
         starts=sent["starts"],
         first_rows=sent["first_rows"],

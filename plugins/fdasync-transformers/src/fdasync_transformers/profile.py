@@ -41,19 +41,22 @@ def choose_num_blocks(
     max_context_tokens: int,
     block_tokens: int,
     nbytes: int | None,
+    *,
     share: float = 1.0,
+    graphs: int = 0,
 ) -> int:
     """Blocks that `nbytes` hold, no more than all lanes can use.
 
     Args:
         nbytes: None: of what memory is free, `share` at most; the rest is for others that start at the same time.
+        graphs: of steps with prompts that will be captured.
 
     Raises ConfigError when not even one fits.
     """
     useful = limits.max_running * -(-max_context_tokens // block_tokens)
     block_nbytes = block_tokens * step_model.layout.token_nbytes
     if nbytes is None:
-        nbytes = _free_nbytes(step_model, limits, max_context_tokens, block_tokens, share)
+        nbytes = _free_nbytes(step_model, limits, max_context_tokens, block_tokens, share, graphs)
     if nbytes < block_nbytes:
         raise ConfigError(
             "kv_cache_nbytes", f"{nbytes} bytes hold no block of {block_nbytes}", hint="give more, or a smaller model"
@@ -62,7 +65,12 @@ def choose_num_blocks(
 
 
 def _free_nbytes(
-    step_model: StepModel, limits: RunnerLimits, max_context_tokens: int, block_tokens: int, share: float
+    step_model: StepModel,
+    limits: RunnerLimits,
+    max_context_tokens: int,
+    block_tokens: int,
+    share: float,
+    graphs: int,
 ) -> int:
     device = step_model.model.device
     if device.type != "cuda":
@@ -73,7 +81,12 @@ def _free_nbytes(
     if share < 1:
         # the others may not have taken theirs yet
         free = min(free, int(total * share) - torch.cuda.memory_reserved(device) - _CONTEXT_NBYTES)
-    return int(free * _GPU_SHARE) - peak - _beside_nbytes(step_model, limits, max_context_tokens, block_tokens)
+    beside = _beside_nbytes(step_model, limits, max_context_tokens, block_tokens)
+    if graphs:
+        # what a step takes is theirs for good, and each keeps the logits of as many rows as may sample
+        logits = limits.max_running * int(step_model.model.config.vocab_size) * step_model.layout.dtype.itemsize
+        beside += peak + graphs * logits
+    return int(free * _GPU_SHARE) - peak - beside
 
 
 def _beside_nbytes(step_model: StepModel, limits: RunnerLimits, max_context_tokens: int, block_tokens: int) -> int:

@@ -29,7 +29,14 @@ from fdasync_transformers.graphs import ladder
 from fdasync_transformers.host_executor import HostExecutor
 from fdasync_transformers.kv import KVLayout, KVPool
 from fdasync_transformers.profile import choose_num_blocks, prefill_tokens_per_s
-from fdasync_transformers.runner_config import TransformersConfig, check_config, device_of, memory_share, set_experts
+from fdasync_transformers.runner_config import (
+    TransformersConfig,
+    check_config,
+    device_of,
+    graph_tokens,
+    memory_share,
+    set_experts,
+)
 from fdasync_transformers.step import StepModel
 from fdasync_transformers.weights import LiveWeights
 
@@ -112,7 +119,13 @@ class TransformersRunner(Runner):
         if reference is not None:
             notes.append(selfcheck.check(self._step_model, self._moe, reference, block_tokens))
         num_blocks = limits.num_blocks or choose_num_blocks(
-            self._step_model, limits, max_context, block_tokens, config.kv_cache_nbytes, memory_share(config, device)
+            self._step_model,
+            limits,
+            max_context,
+            block_tokens,
+            config.kv_cache_nbytes,
+            share=memory_share(config, device),
+            graphs=len(graph_tokens(config, limits, model)) if config.cuda_graphs else 0,
         )
         self._weights = LiveWeights(model, facts)
         self._capacity = self._describe(checkpoint, max_context, block_tokens, num_blocks, tuple(notes))
@@ -158,10 +171,13 @@ class TransformersRunner(Runner):
             return
         try:
             executor.capture_graphs(self.config.graph_sizes or ladder(self.limits.max_running))
+            sizes = graph_tokens(self.config, self.limits, executor.model.model)
+            if sizes:
+                executor.capture_mixed(sizes, self.limits.max_running)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, FdasyncError) as error:
-            problem = f"decode steps of this model cannot be captured: {error}"
+            problem = f"steps of this model cannot be captured: {error}"
             raise ConfigError("runner_config.cuda_graphs", problem, hint="set it to False") from error
 
     def _bind(

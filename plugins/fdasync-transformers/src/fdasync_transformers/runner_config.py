@@ -12,6 +12,7 @@ import torch
 
 from fdasync.errors import ConfigError
 from fdasync_transformers.capture import find_moe_layers
+from fdasync_transformers.mixed_graphs import token_ladder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 _MAX_THREADS = 1024
 # of expert weights that one product may gather on a GPU, in dtypes that have no grouped product there
 _MAX_GATHERED_NBYTES = 16 << 30
+_MOST_KEPT_NBYTES = 1 << 30
 
 
 class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,7 +46,9 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
             interpreter, for tests) is very slow.
         fused_router: on GPUs, route by one kernel where a family's routing allows it.
         cuda_graphs: replay decode steps from CUDA graphs.
-        graph_sizes: batch sizes to capture, rising; None: a ladder up to `max_running`.
+        graph_sizes: batch sizes of decode steps to capture, rising; None: a ladder up to `max_running`.
+        graph_tokens: tokens of steps with prompts to capture, rising; None: multiples of 256 up to 2,048, as far as a
+            step may have; (): none.
         completion: how the end of a step on a GPU is noticed; see `fdasync.gpu.completion`.
     """
 
@@ -63,6 +67,7 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     fused_router: bool = True
     cuda_graphs: bool = True
     graph_sizes: tuple[int, ...] | None = None
+    graph_tokens: tuple[int, ...] | None = None
     completion: Literal["adaptive", "hostfunc", "thread"] = "adaptive"
 
 
@@ -75,6 +80,13 @@ def check_config(config: TransformersConfig, limits: RunnerLimits) -> None:
         )
     if sizes is not None and sizes[-1] > limits.max_running:
         raise ConfigError("runner_config.graph_sizes", f"{sizes[-1]} never run at once", limit=limits.max_running)
+    tokens = config.graph_tokens
+    if tokens and (list(tokens) != sorted(set(tokens)) or tokens[0] < 1 or tokens[-1] > limits.max_step_tokens):
+        raise ConfigError(
+            "runner_config.graph_tokens",
+            f"{list(tokens)} are not rising numbers of tokens",
+            limit=limits.max_step_tokens,
+        )
     if not 0 <= config.instance < config.instances:
         raise ConfigError(
             "runner_config.instance", f"{config.instance} is none of {config.instances}", hint="they count from 0"
@@ -127,6 +139,17 @@ def set_experts(model: PreTrainedModel, experts: str, max_step_tokens: int) -> N
         model.set_experts_implementation(experts)
     except ValueError as error:
         raise ConfigError("runner_config.experts", str(error), hint='use "auto"') from error
+
+
+def graph_tokens(config: TransformersConfig, limits: RunnerLimits, model: PreTrainedModel) -> tuple[int, ...]:
+    """Tokens of steps with prompts to capture. None by default where a step gathers experts' weights: a graph would
+    keep that memory."""
+    if config.graph_tokens is not None:
+        return config.graph_tokens
+    gathers = model.config._experts_implementation == "batched_mm"
+    if gathers and _gathered_nbytes(model, limits.max_step_tokens) > _MOST_KEPT_NBYTES:
+        return ()
+    return token_ladder(limits.max_step_tokens)
 
 
 def _gathered_nbytes(model: PreTrainedModel, max_step_tokens: int) -> int:

@@ -50,6 +50,7 @@ class DeviceBatch:
         counts: int32 [S], tokens of each; None where all are decodes.
         tiles: int32 [n, 2] of `prefill_tiles`, of the sequences that are no decodes; None where all are.
         rows: int64 [N], rows whose logits are wanted; None: all.
+        padded: there may be rows that belong to no sequence.
     """
 
     tokens: int
@@ -60,6 +61,7 @@ class DeviceBatch:
     counts: torch.Tensor | None = None
     tiles: torch.Tensor | None = None
     rows: torch.Tensor | None = None
+    padded: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,9 @@ class TritonPaging(Paging):
         keys = self.pool.keys[layer.index]
         values = None if layer.latent_rank else self.pool.values[layer.index]
         value_dim = layer.latent_rank or layer.value_dim
-        out = query.new_empty(query.shape[0], heads, value_dim)
+        # what belongs to no sequence is written by nobody, and a router must not read what happens to be there
+        make = query.new_zeros if batch.padded else query.new_empty
+        out = make(query.shape[0], heads, value_dim)
         shared: dict[str, Any] = {
             "scale": scaling,
             "reach_kind": layer.reach.kind,
