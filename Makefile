@@ -82,6 +82,7 @@ bench-gpu:
 	$(PYTHON) -m benchmarks.gpu_exact
 	$(PYTHON) -m benchmarks.gpu_swap
 	$(PYTHON) -m benchmarks.gpu_serving
+	-$(PYTHON) -m benchmarks.gpu_pd  # needs two
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage* htmlcov
