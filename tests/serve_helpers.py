@@ -18,7 +18,7 @@ from fdasync import EngineConfig
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-COMMAND = [sys.executable, "-c", "from fdasync.cli import main; main()"]
+COMMAND = [sys.executable, "-c", "from fdasync_command import main; main()"]
 RUNNER = {"vocab_size": 100, "block_tokens": 4, "num_blocks": 64, "max_context_tokens": 256}
 DEADLINE_S = 30.0
 
