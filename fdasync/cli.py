@@ -5,6 +5,7 @@ Parses, prints, sets exit codes; the work is in `demo.py`, `doctor.py` and the r
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -144,7 +145,8 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_ERROR)
     except OSError as error:
-        click.echo(f"fdasync: {error}", err=True)
+        hint = "; raise the limit with `ulimit -n 1024`, or more" if error.errno == errno.EMFILE else ""
+        click.echo(f"fdasync: {error}{hint}", err=True)
         sys.exit(EXIT_ERROR)
     except FdasyncError as error:
         kind = "bad input" if isinstance(error, BadInput) else type(error).__name__

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import gc
 import os
+import resource
 import socket
 import subprocess
 import sys
 from typing import TYPE_CHECKING
 
 from fdasync.channel import Channel
-from fdasync.errors import DeadlineExceeded, WorkerDied
+from fdasync.errors import ConfigError, DeadlineExceeded, WorkerDied
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -131,6 +133,23 @@ def die_with_parent() -> None:
 
     pr_set_pdeathsig = 1
     ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def allow_files(needed: int) -> None:
+    """Let this process open as many files as it may: the soft limit becomes the hard one. For processes that are ours
+    alone, first thing. Raises ConfigError if that is fewer than `needed`.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):
+            # a sandbox may forbid it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        raise ConfigError(
+            "open files", f"this process may open {soft}, and needs more", limit=f"{needed} or more",
+            hint=f"say `ulimit -n {max(needed, 1024)}` first, or have the hard limit raised",
+        )  # fmt: skip
 
 
 def settle() -> None:

@@ -20,7 +20,7 @@ from fdasync.instance import Instance
 from fdasync.jsonlog import JsonLogTap
 from fdasync.lines import LineWriter
 from fdasync.metrics import PrometheusTap
-from fdasync.process import die_with_parent, settle
+from fdasync.process import allow_files, die_with_parent, settle
 from fdasync.signals import Signals
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ EXIT_INTERRUPTED = 130
 _STDOUT, _STDERR = 1, 2
 _MAX_WAITING_NBYTES = 64 << 10
 _LOOK_S = 1.0
+# open files of an instance with a worker, a store and a few links
+_FILES = 64
 # it is woken by a signal or by the engine's end
 _LONG_S = 3600.0
 
@@ -70,6 +72,7 @@ def run_serve(config: EngineConfig, options: ServeOptions) -> int:
         if os.getppid() != options.parent:
             # it died first
             return EXIT_FAILED
+    allow_files(_FILES)
     if options.ready_fd is not None:
         try:
             os.fstat(options.ready_fd)

@@ -127,6 +127,11 @@ def errors(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, 
     ("arguments", "words"),
     [
         (["--listen", "tcp://0.0.0.0:80"], ["neither ipc nor loopback", "not authenticated"]),
+        (["--listen", "tcp://127.0.0.1:99999"], ["tcp://127.0.0.1:99999", "out of range", "65535"]),
+        (["--listen", "tcp://127.0.0.1:123456789"], ["out of range"]),
+        (["--listen", "tcp://127.0.0.1:x"], ["has no port"]),
+        (["--listen", "tcp://127.0.0.1"], ["has no port"]),
+        (["--listen", "ipc:///x", "--peer", "tcp://127.0.0.1:0"], ["out of range"]),
         (["--listen", "ipc:///no/such/folder/x"], ["/no/such/folder/x", "No such file"]),
         (["--listen", "nonsense"], ["'nonsense'"]),
         ([], ["--listen"]),
@@ -182,7 +187,7 @@ def test_a_model_that_cannot_be_loaded_is_told_in_one_line(tmp_path: Path) -> No
 
 
 def options(**values: Any) -> dict[str, Any]:
-    names = ("model", "config_path", "runner", "dtype", "num_threads", "num_blocks", "block_tokens",
+    names = ("model", "config_path", "runner", "dtype", "device", "num_threads", "num_blocks", "block_tokens",
              "max_context_tokens", "max_running", "max_step_tokens", "host_blocks", "seed")  # fmt: skip
     return {**dict.fromkeys(names), "store": "", **values}
 

@@ -17,6 +17,7 @@ FileId = tuple[int, int]
 _IPC, _TCP = "ipc://", "tcp://127.0.0.1:"
 # of a Unix socket's path with its closing zero, in Linux
 _MAX_PATH_NBYTES = 107
+_MAX_PORT, _PORT_DIGITS = 65535, 5
 _HINT = "links are not authenticated yet: use ipc:///path or tcp://127.0.0.1:port"
 
 
@@ -41,12 +42,16 @@ def check_address(address: str, *, listens: bool = False) -> None:
         _check_path(address, address.removeprefix(_IPC))
         return
     port = address.removeprefix(_TCP)
-    if port == address:
+    if port == address and f"{address}:" != _TCP:
         raise ConfigError("address", f"{address!r} is neither ipc nor loopback", hint=_HINT)
     if listens and port == "*":
         return
-    if not (port.isascii() and port.isdigit() and (0 if listens else 1) <= int(port[:6]) <= 65535 and len(port) < 6):
-        raise ConfigError("address", f"{address!r} has no port", limit="1 to 65535, and 0 or * to listen")
+    limit = "1 to 65535, and 0 or * to listen"
+    # digits of other alphabets are numbers to Python, and none to ZMQ
+    if not (port.isascii() and port.isdigit()):
+        raise ConfigError("address", f"{address!r} has no port", limit=limit)
+    if len(port) > _PORT_DIGITS or not (0 if listens else 1) <= int(port) <= _MAX_PORT:
+        raise ConfigError("address", f"the port of {address!r} is out of range", limit=limit)
 
 
 def _check_path(address: str, path: str) -> None:

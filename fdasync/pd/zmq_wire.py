@@ -10,6 +10,9 @@ Knows no messages and no sessions. Used by `Links`.
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+import resource
 from typing import TYPE_CHECKING
 
 import zmq
@@ -30,6 +33,27 @@ _RECONNECT_MS = (50, 1000)
 _LINGER_MS = 50
 _TRY_FULL_S = 0.005
 _MORE = zmq.NOBLOCK | zmq.SNDMORE
+# what a context and its first sockets open; ZMQ ends the process where it can open no more
+_FILES = 24
+
+
+def _check_files() -> None:
+    """Raises ConfigError if ZMQ would find no room for its descriptors."""
+    tried: list[int] = []
+    try:
+        for _ in range(_FILES):
+            tried.append(os.eventfd(0))  # noqa: PERF401
+    except OSError:
+        raise _too_many_files() from None
+    finally:
+        for fd in tried:
+            os.close(fd)
+
+
+def _too_many_files() -> ConfigError:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    hint = "say `ulimit -n 1024`, or more, first"
+    return ConfigError("open files", "this process has too many open for another link", limit=limit, hint=hint)
 
 
 class ZmqPipe(Pipe):
@@ -109,12 +133,16 @@ class ZmqWire(Wire):
         self._on_frames = on_frames
         self._on_room = on_room
         self._loop = asyncio.get_running_loop()
+        _check_files()
         self._context = zmq.Context(io_threads=1)
 
     def _port(self, kind: int, read: Callable[[_Port], None], options: dict[int, int | bytes]) -> _Port:
         if self._context is None or self._closed:
             raise ProtocolError("the wire is closed, or was not opened")
-        sock = self._context.socket(kind)
+        try:
+            sock = self._context.socket(kind)
+        except zmq.ZMQError as error:
+            raise _too_many_files() if error.errno == errno.EMFILE else error from None
         low, high = _RECONNECT_MS
         common: dict[int, int | bytes] = {
             zmq.LINGER: 0,
