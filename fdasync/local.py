@@ -3,17 +3,14 @@
     async with LocalFleet(plans) as fleet:
         async with fdasync.connect(fleet.addresses) as router: ...
 
-All start at the same time. Whatever happens, all are ended and reaped, and the folder is removed. Knows no requests;
-what a child is, is in `local_child.py`. Used by `up.py` and `demo_serving.py`.
+All start at the same time. Whatever happens, all are ended and reaped, and their sockets are removed. Knows no
+requests; what a child is, is in `local_child.py`, what the folder is, in `local_folder.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import shutil
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -21,9 +18,11 @@ import msgspec
 from fdasync.engine_options import store_of_instance
 from fdasync.errors import ConfigError, DeadlineExceeded
 from fdasync.local_child import Child, Plan, Role
+from fdasync.local_folder import Folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from fdasync.config import EngineConfig
 
@@ -66,7 +65,7 @@ class LocalFleet:
     """See the module.
 
     Args:
-        folder: where the sockets go; made if missing; None: a temporary one.
+        folder: where the sockets go, and nothing else; made if missing; None: a private temporary one.
         on_end: called with a child that ended by itself, or not as it was asked to.
     """
 
@@ -76,8 +75,7 @@ class LocalFleet:
         self.children: list[Child] = []
         self._plans = plans
         self._wanted = folder
-        self._folder: Path | None = None
-        self._made = False
+        self._folder: Folder | None = None
         self._on_end = on_end or (lambda _child: None)
 
     @property
@@ -97,19 +95,15 @@ class LocalFleet:
         await self.aclose()
 
     def open(self) -> None:
-        """Start them, all at once. Raises ConfigError for the folder, OSError; call `aclose` in any case."""
-        if self._wanted is None:
-            self._folder, self._made = Path(tempfile.mkdtemp(prefix="fdasync-")), True  # blocking: once, at start
-        else:
-            folder = self._wanted.absolute()
-            self._made = not folder.exists()  # blocking: the same
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # blocking: the same
-            self._folder = folder
-        for plan in self._plans:
+        """Start them, all at once. Raises ConfigError, for the folder before any is started; call `aclose` in any case."""
+        self._folder = folder = Folder(self._wanted)
+        addresses = [f"ipc://{folder.path / plan.name}" for plan in self._plans]
+        folder.check(addresses)
+        for plan, address in zip(self._plans, addresses, strict=True):
             try:
-                self.children.append(Child(plan, self._folder, self._on_end))
+                self.children.append(Child(plan, address, self._on_end))
             except OSError as error:
-                raise ConfigError("folder", f"{plan.name} cannot be started: {error}") from None
+                raise ConfigError("instances", f"{plan.name} cannot be started: {error}") from None
 
     async def ready(self) -> None:
         """Until all take requests. Raises ChildEnded for the first that does not, DeadlineExceeded."""
@@ -138,12 +132,6 @@ class LocalFleet:
                 child.kill()
             folder, self._folder = self._folder, None
             if folder is not None:
-                self._clean(folder)
-
-    def _clean(self, folder: Path) -> None:
-        if self._made:
-            shutil.rmtree(folder, ignore_errors=True)  # blocking: a few small files, once
-            return
-        for child in self.children:
-            for path in (folder / child.name, folder / f"{child.name}.json"):
-                path.unlink(missing_ok=True)  # blocking: the same
+                for child in self.children:
+                    child.remove_socket()
+                folder.close()

@@ -13,16 +13,19 @@ import signal
 import subprocess
 import sys
 from collections import deque
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from fdasync.config import EngineConfig
 from fdasync.errors import DeadlineExceeded, FdasyncError
+from fdasync.pd.zmq_address import file_at, remove_dead
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
+
+    from fdasync.pd.zmq_address import FileId
 
 Role = Literal["mixed", "prefill", "decode"]
 
@@ -30,6 +33,8 @@ _TAIL_LINES = 20
 _MAX_LINE_CHARS = 2000
 _READ_NBYTES = 1 << 16
 _COMMAND = "from fdasync.cli import main; main()"
+# its configuration comes as its stdin: no file that could be in somebody's way, or be left behind
+_CONFIG = "/proc/self/fd/0"
 # beyond what a child's engine takes to close
 _END_S = 10.0
 _KILL_S = 10.0
@@ -73,10 +78,11 @@ class Child:
         lines: the last that it said on stderr.
     """
 
-    def __init__(self, plan: Plan, folder: Path, on_end: Callable[[Child], None]) -> None:
+    def __init__(self, plan: Plan, address: str, on_end: Callable[[Child], None]) -> None:
         """Raises OSError if no process can be started."""
         self.name, self.role = plan.name, plan.role
-        self.address = f"ipc://{folder / plan.name}"
+        self.address = address
+        self._file: FileId | None = None
         self.state = "loading"
         self.lines: deque[str] = deque(maxlen=_TAIL_LINES)
         self._on_end = on_end
@@ -86,32 +92,13 @@ class Child:
         self.ready.add_done_callback(lambda future: future.cancelled() or future.exception())
         self._close_s = plan.config.close_deadline_s
         self._text = b""
-        config = folder / f"{plan.name}.json"
-        config.write_bytes(msgspec.json.encode(plan.config))  # blocking: a small file, once
-        ready_fd, ready_end = os.pipe()
-        error_fd, error_end = os.pipe()
         arguments = [
-            *("serve", "--config", str(config), "--role", plan.role, "--listen", self.address, "--name", plan.name),
-            *("--transport", plan.transport, "--drain-s", f"{plan.drain_s:g}", "--ready-fd", str(ready_end)),
+            *("serve", "--config", _CONFIG, "--role", plan.role, "--listen", self.address, "--name", plan.name),
+            *("--transport", plan.transport, "--drain-s", f"{plan.drain_s:g}"),
             *("--parent", str(os.getpid()), "--json-log", plan.json_log),
         ]
+        ready_fd, error_fd = self._start(arguments, msgspec.json.encode(plan.config))
         self._fds = {ready_fd, error_fd}
-        try:
-            self._process = subprocess.Popen(  # blocking: fork and exec, milliseconds, once
-                [sys.executable, "-P", "-c", _COMMAND, *arguments],
-                pass_fds=[ready_end],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=error_end,
-                process_group=0,
-            )
-        except BaseException:
-            for fd in self._fds:
-                os.close(fd)
-            raise
-        finally:
-            os.close(ready_end)
-            os.close(error_end)
         self.pid = self._process.pid
         self._error_fd = error_fd
         try:
@@ -127,6 +114,33 @@ class Child:
         for fd, read in ((ready_fd, self._on_ready), (error_fd, self._on_error)):
             os.set_blocking(fd, False)
             self._loop.add_reader(fd, read, fd)
+
+    def _start(self, arguments: list[str], config: bytes) -> tuple[int, int]:
+        """Our ends of what says that it is ready, and of its stderr. Raises OSError, and nothing is left then."""
+        with ExitStack() as theirs, ExitStack() as ours:
+
+            def pipe() -> tuple[int, int]:
+                read, write = os.pipe()
+                ours.callback(os.close, read)
+                theirs.callback(os.close, write)
+                return read, write
+
+            config_fd = os.memfd_create(f"{self.name}.json")
+            theirs.callback(os.close, config_fd)
+            os.write(config_fd, config)  # blocking: memory
+            os.lseek(config_fd, 0, os.SEEK_SET)
+            ready_fd, ready_end = pipe()
+            error_fd, error_end = pipe()
+            self._process = subprocess.Popen(  # blocking: fork and exec, milliseconds, once
+                [sys.executable, "-P", "-c", _COMMAND, *arguments, "--ready-fd", str(ready_end)],
+                pass_fds=[ready_end],
+                stdin=config_fd,
+                stdout=subprocess.DEVNULL,
+                stderr=error_end,
+                process_group=0,
+            )
+            ours.pop_all()
+            return ready_fd, error_fd
 
     def drain(self) -> None:
         """Ask it to take no new requests, and to end when it has none. One that is not ready ends."""
@@ -159,8 +173,13 @@ class Child:
         if not self.exited.done():
             raise DeadlineExceeded(f"reaping {self.name}, process {self.pid}", _KILL_S)
 
+    def remove_socket(self) -> None:
+        """Remove what it left at its address, if it was killed."""
+        remove_dead(self.address, self._file)
+
     def _on_ready(self, fd: int) -> None:
         if os.read(fd, _READ_NBYTES):
+            self._file = file_at(self.address)
             self.state = "ready" if self.state == "loading" else self.state
             if not self.ready.done():
                 self.ready.set_result(None)
@@ -204,7 +223,10 @@ class Child:
             self._on_end(self)
 
     def _has_more(self) -> bool:
-        return bool(select.select([self._error_fd], [], [], 0)[0])
+        # `select` knows no descriptors above 1023
+        poll = select.poll()
+        poll.register(self._error_fd, select.POLLIN)
+        return bool(poll.poll(0))
 
 
 def in_words(status: int) -> str:

@@ -87,8 +87,8 @@ def serve(**options: Any) -> None:
 @click.option(
     "--folder",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Where the sockets are made: addresses are ipc://FOLDER/p0, .../d0 and so on. Default: a private temporary"
-    " folder, removed at the end.",
+    help="Where the sockets are made, which are removed at the end, and nothing else: addresses are ipc://FOLDER/p0,"
+    " .../d0 and so on. Made if missing. Default: a private temporary folder.",
 )
 @click.option(
     "--drain-s",

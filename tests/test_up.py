@@ -100,6 +100,69 @@ def test_the_second_signal_ends_all_at_once(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_its_folder_keeps_what_others_put_there(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    arguments = ("--mixed", "2", "--folder", str(run), "--store", f"file:{run}/store")
+    with up(tmp_path, config_file(tmp_path), *arguments) as (running, _, pids):
+        (run / "notes").write_text("mine")
+        (run / "m0.json").write_text("mine too")
+        # it leaves its socket behind
+        os.kill(pids["m1"], signal.SIGKILL)
+        running.until("m1 .* was ended by SIGKILL")
+        running.signal(signal.SIGTERM)
+        assert running.wait() == 1, running.text
+    assert sorted(os.listdir(run)) == ["m0.json", "notes", "store"]
+    assert sorted(os.listdir(run / "store")) == ["m0", "m1"]
+    assert (run / "m0.json").read_text() == "mine too"
+
+
+def test_a_second_one_in_its_folder_is_refused_and_harms_nobody(tmp_path: Path) -> None:
+    config, run = config_file(tmp_path), tmp_path / "run"
+    arguments = ("--mixed", "1", "--folder", str(run))
+
+    async def ask(addresses: list[str]) -> None:
+        async with fdasync.connect(addresses) as router:
+            assert (await router.complete([1, 2, 3], SamplingParams(max_tokens=2))).samples
+
+    with up(tmp_path, config, *arguments) as (running, addresses, _):
+        (tmp_path / "second").mkdir()
+        with command(tmp_path / "second", "up", "--config", str(config), *arguments) as second:
+            assert second.wait() == 2
+        assert f"other instances have their sockets in {run}" in second.text
+        assert len(second.text.splitlines()) == 1, second.text
+        uvloop.run(ask(addresses))
+        running.signal(signal.SIGTERM)
+        assert running.wait() == 0, running.text
+    assert not run.exists()
+
+
+def test_files_of_others_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "p0").write_text("mine")
+    arguments = ("--prefill", "1", "--decode", "1", "--folder", str(tmp_path))
+    with command(tmp_path, "up", "--config", str(config_file(tmp_path)), *arguments) as running:
+        assert running.wait() == 2
+    assert f"{tmp_path}/p0" in running.text
+    assert "loading" not in running.text
+    assert (tmp_path / "p0").read_text() == "mine"
+
+
+def test_it_takes_the_folder_of_one_that_was_killed(tmp_path: Path) -> None:
+    config, run = config_file(tmp_path), tmp_path / "run"
+    arguments = ("--mixed", "1", "--folder", str(run))
+    with command(tmp_path, "up", "--config", str(config), *arguments) as running:
+        running.until("ready; connect with")
+        pids = children(running.process.pid)
+        running.signal(signal.SIGKILL)
+        running.wait()
+        wait_for(lambda: not any(map(is_running, pids.values())), "the end of its children")
+    assert os.listdir(run) == ["m0"]
+    (tmp_path / "out").unlink()
+    with up(tmp_path, config, *arguments) as (running, _, _):
+        running.signal(signal.SIGTERM)
+        assert running.wait() == 0, running.text
+    assert not os.listdir(run)
+
+
 def test_a_child_that_cannot_start_ends_all_and_is_named(tmp_path: Path) -> None:
     config = config_file(tmp_path, {"no_such_key": 1})
     with command(tmp_path, "up", "--config", str(config), "--prefill", "1", "--decode", "1") as running:
