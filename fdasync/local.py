@@ -95,7 +95,7 @@ class LocalFleet:
         await self.aclose()
 
     def open(self) -> None:
-        """Start them, all at once. Raises ConfigError, for the folder before any is started; call `aclose` in any case."""
+        """Start them, all at once. Raises ConfigError, for the folder before any started; call `aclose` in any case."""
         self._folder = folder = Folder(self._wanted)
         addresses = [f"ipc://{folder.path / plan.name}" for plan in self._plans]
         folder.check(addresses)

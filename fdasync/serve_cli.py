@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
 from fdasync.engine_options import engine_config, engine_options
 
@@ -61,7 +60,8 @@ def serve(**options: Any) -> None:
     When requests may come, a line "fdasync serve: ready at ADDRESS as NAME (ROLE): ..." goes to stdout, and with
     --ready-fd a JSON object with name, role, address, pid, model, block_tokens, num_blocks and metrics_port.
 
-    The first signal drains: no new work, what is here ends or goes elsewhere. The second ends at once.
+    The first signal drains: no new work, what is here ends or goes elsewhere. The second ends at once, as a terminal
+    that closes does.
 
     Exit code 0: drained. 1: it failed while it ran, or requests were cut short. 2: it could not start.
     130: interrupted while it loaded.
@@ -110,7 +110,8 @@ def up(ctx: click.Context, /, **options: Any) -> None:
     Each is a process of its own (`fdasync serve`), reachable for this user only, over ipc. What to connect with is
     printed when all are ready: `fdasync.connect([...])` has the face of an engine.
 
-    The first signal drains all, prefill instances first; the second ends all at once; the third kills.
+    The first signal drains all, prefill instances first; the second ends all at once, as a terminal that closes does;
+    the third kills. A reader of its output that ends (| head) ends nothing: what is left to say goes to stderr.
 
     Exit code 0: all drained. 1: one ended by itself, or requests were cut short. 2: one could not start.
     130: interrupted while they loaded.
@@ -124,4 +125,4 @@ def up(ctx: click.Context, /, **options: Any) -> None:
     if bool(plan.prefill) != bool(plan.decode) and not plan.mixed:
         missing = "--decode" if plan.prefill else "--prefill"
         raise click.UsageError(f"one half is missing: add {missing} 1, or run --mixed ones", ctx)
-    sys.exit(run_up(config, plan, Console()))
+    sys.exit(run_up(config, plan))

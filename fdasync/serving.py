@@ -180,7 +180,8 @@ class _Service:
                     told = waits_for
                 await signals.wait(draining, died, count=2, timeout_s=_LOOK_S)
             if not draining.done() and not died.done():
-                self._voice.say(f"ending at once: {self._waits_for()} no longer")
+                waits_for = self._waits_for()
+                self._voice.say(f"ending at once: {waits_for} no longer" if waits_for else "ending at once")
                 return EXIT_FAILED
         finally:
             draining.cancel()

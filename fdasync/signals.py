@@ -1,6 +1,7 @@
 """Ctrl-C and SIGTERM as something to wait for, counted: the first one asks, the second one insists.
 
-No handler runs code of ours anywhere but on the loop. Used by `serve`, `up` and `demo`.
+A terminal that closes (SIGHUP) insists at once: nobody is there to wait for a drain, or to be told of it; where it is
+ignored (`nohup`) it stays so. No handler runs code of ours anywhere but on the loop. Used by `serve` and `up`.
 """
 
 from __future__ import annotations
@@ -9,33 +10,38 @@ import asyncio
 import signal
 from typing import Any
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# and what each counts
+_SIGNALS = {signal.SIGINT: 1, signal.SIGTERM: 1, signal.SIGHUP: 2}
 
 
 class Signals:
     """`with Signals() as signals: await signals.reach(1, timeout_s)`; needs a running loop.
 
     Attributes:
-        count: so many came.
+        count: so many came; a SIGHUP is two.
     """
 
     def __init__(self) -> None:
         self.count = 0
+        self._handled: list[signal.Signals] = []
         self._loop = asyncio.get_running_loop()
         self._changed: asyncio.Future[None] = self._loop.create_future()
 
     def __enter__(self) -> Signals:
-        for number in _SIGNALS:
-            self._loop.add_signal_handler(number, self._came)
+        for number, counts in _SIGNALS.items():
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue
+            self._loop.add_signal_handler(number, self._came, counts)
+            self._handled.append(number)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for number in _SIGNALS:
-            self._loop.remove_signal_handler(number)
+        while self._handled:
+            self._loop.remove_signal_handler(self._handled.pop())
         self._changed.cancel()
 
-    def _came(self) -> None:
-        self.count += 1
+    def _came(self, counts: int) -> None:
+        self.count += counts
         changed, self._changed = self._changed, self._loop.create_future()
         changed.set_result(None)
 

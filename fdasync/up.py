@@ -1,27 +1,32 @@
 """`fdasync up`: several instances on this machine, a table of how they do, and their end.
 
 Owns a `LocalFleet` of `fdasync serve` children and a `Router` that asks them how they are; serves no requests itself.
-No engine runs here: a terminal that is stopped holds up what is shown, and nothing else. Called by `serve_cli.py`.
+No engine runs here: a terminal that is stopped holds up what is shown, and nothing else, and a reader that ends costs
+what is shown (`outlet.py`). Called by `serve_cli.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 import uvloop
+from rich.console import Console
 from rich.live import Live
 
 from fdasync.local import LocalFleet, plans_for
 from fdasync.local_child import Child, ChildEnded, Role, in_words
+from fdasync.outlet import Outlet
 from fdasync.pd.router import Router, RouterConfig, connect
+from fdasync.process import allow_files
 from fdasync.signals import Signals
 from fdasync.up_table import Rates, fleet_table
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from typing import TextIO
 
     from fdasync.config import EngineConfig
 
@@ -31,6 +36,8 @@ _EXIT_INTERRUPTED = 130
 _REFRESH_S = 0.5
 _CONNECT_S = 30.0
 _SHOWN_LINES = 8
+# open files: of this process, and for each instance
+_FILES, _CHILD_FILES = 48, 8
 
 
 class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,16 +52,18 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     json_log: Path | None = None
 
 
-def run_up(config: EngineConfig, options: UpOptions, console: Console) -> int:
+def run_up(config: EngineConfig, options: UpOptions) -> int:
     """Run them until a signal; returns the exit code. Raises FdasyncError where they cannot start."""
-    return uvloop.run(_Up(config, options, console).run())
+    allow_files(_FILES + _CHILD_FILES * (options.prefill + options.decode + options.mixed))
+    return uvloop.run(_Up(config, options, Outlet(sys.stdout, "fdasync up")).run())
 
 
 class _Up:
     """See the module."""
 
-    def __init__(self, config: EngineConfig, options: UpOptions, console: Console) -> None:
-        self._console = console
+    def __init__(self, config: EngineConfig, options: UpOptions, out: Outlet) -> None:
+        self._out = out
+        self._console = Console(file=cast("TextIO", out))
         self._options = options
         self._failed = False
         self._running = False
@@ -107,7 +116,7 @@ class _Up:
         listed = ", ".join(f'"{address}"' for address in self._fleet.addresses)
         async with connect(self._fleet.addresses, RouterConfig(connect_s=_CONNECT_S)) as router:
             self._say("ready; connect with")
-            self._console.print(f"    fdasync.connect([{listed}])", soft_wrap=True, markup=False, highlight=False)
+            self._print(f"    fdasync.connect([{listed}])")
             rates = Rates()
             with Live(console=self._console, auto_refresh=False, transient=False) as live:
                 while self._fleet.alive() and not signals.count:
@@ -121,8 +130,8 @@ class _Up:
 
     async def _drain(self, signals: Signals, live: Live, router: Router, rates: Rates) -> bool:
         """Prefill instances first, so that what they began finds others. True: requests were cut short."""
-        if not self._fleet.alive():
-            return False
+        if not self._fleet.alive() or signals.count > 1:
+            return bool(self._fleet.alive())
         self._say("draining; another signal ends all at once")
         order: tuple[tuple[Role, ...], ...] = (("prefill",), ("decode", "mixed"))
         for roles in order:
@@ -165,11 +174,17 @@ class _Up:
         self._show(tuple(child.lines))
 
     def _say(self, text: str) -> None:
-        self._console.print(f"fdasync up: {text}", highlight=False, soft_wrap=True)
+        self._print(f"fdasync up: {text}", markup=True)
 
     def _show(self, lines: tuple[str, ...]) -> None:
         for line in lines[-_SHOWN_LINES:]:
-            self._console.print(f"    {line}", markup=False, highlight=False, soft_wrap=True)
+            self._print(f"    {line}")
+
+    def _print(self, text: str, *, markup: bool = False) -> None:
+        if not self._out.lost:
+            self._console.print(text, markup=markup, highlight=False, soft_wrap=True)
+        if self._out.lost:
+            self._out.complain(text, markup=markup)
 
     def _refresh(self, live: Live, router: Router, rates: Rates) -> None:
         stats = router.stats()

@@ -73,10 +73,9 @@ def command(folder: Path, *arguments: str, **options: Any) -> Iterator[Running]:
     """Run it; killed at the end if it still runs."""
     out = folder / "out"
     with out.open("ab") as file:
-        process = subprocess.Popen(
-            [*COMMAND, *arguments], stdin=subprocess.DEVNULL, stdout=file, stderr=file,
-            env={**os.environ, "COLUMNS": "160", "TMPDIR": str(folder)}, **options,
-        )  # fmt: skip
+        environment = {**os.environ, "COLUMNS": "160", "TMPDIR": str(folder)}
+        options = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file, "env": environment, **options}
+        process = subprocess.Popen([*COMMAND, *arguments], **options)
     try:
         yield Running(process, out)
     finally:

@@ -87,6 +87,16 @@ def test_the_second_signal_ends_at_once(tmp_path: Path) -> None:
     assert "Traceback" not in running.text
 
 
+def test_a_terminal_that_closes_ends_it_at_once(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/m0"
+    with command(tmp_path, "serve", "--config", str(config_file(tmp_path)), "--listen", address) as running:
+        running.until("ready at")
+        running.signal(signal.SIGHUP)
+        assert running.wait() == 1, running.text
+    assert "ending at once" in running.text
+    assert not (tmp_path / "m0").exists()
+
+
 def test_a_worker_that_dies_ends_it_with_the_reason(tmp_path: Path) -> None:
     config = config_file(tmp_path, process="worker")
     with command(tmp_path, "serve", "--config", str(config), "--listen", f"ipc://{tmp_path}/m0") as running:

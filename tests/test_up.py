@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
+import select
 import signal
+import termios
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import uvloop
@@ -17,7 +20,7 @@ from fdasync import EngineConfig, SamplingParams
 from fdasync.local import plans_for
 from fdasync.testing import check_sample, oracle_of
 from fdasync.testing.engines import until
-from tests.serve_helpers import children, command, config_file, config_of, is_running, wait_for
+from tests.serve_helpers import DEADLINE_S, children, command, config_file, config_of, is_running, wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,9 +30,11 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def up(folder: Path, config: Path, *arguments: str) -> Iterator[tuple[Running, list[str], dict[str, int]]]:
+def up(
+    folder: Path, config: Path, *arguments: str, **options: Any
+) -> Iterator[tuple[Running, list[str], dict[str, int]]]:
     """`fdasync up`, its addresses and its processes; the test fails if anything of it is left."""
-    with command(folder, "up", "--config", str(config), *arguments) as running:
+    with command(folder, "up", "--config", str(config), *arguments, **options) as running:
         addresses = json.loads(running.until(r"fdasync\.connect\((\[.*\])\)")[1])
         pids = children(running.process.pid)
         assert len(pids) == len(addresses)
@@ -98,6 +103,73 @@ def test_the_second_signal_ends_all_at_once(tmp_path: Path) -> None:
         assert running.wait() == 1, running.text
     assert "ending all at once" in running.text
     assert not (tmp_path / "run").exists()
+
+
+def test_nothing_is_left_when_its_terminal_closes(tmp_path: Path) -> None:
+    terminal, theirs = os.openpty()
+
+    def lead() -> None:
+        os.setsid()
+        fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
+
+    with command(
+        tmp_path, "up", "--config", str(config_file(tmp_path)), "--mixed", "2", "--folder", str(tmp_path / "run"),
+        stdin=theirs, stdout=theirs, stderr=theirs, preexec_fn=lead,
+    ) as running:  # fmt: skip
+        os.close(theirs)
+        said = b""
+        while b"fdasync.connect(" not in said:
+            assert select.select([terminal], [], [], DEADLINE_S)[0], said
+            said += os.read(terminal, 1 << 16)
+        pids = children(running.process.pid)
+        assert len(pids) == 2
+        os.close(terminal)
+        assert running.wait() == 1
+        wait_for(lambda: not any(map(is_running, pids.values())), "the end of its processes")
+    assert not (tmp_path / "run").exists()
+    assert not list(tmp_path.glob("fdasync-*"))
+
+
+def test_a_hangup_ends_all_at_once(tmp_path: Path) -> None:
+    with up(tmp_path, config_file(tmp_path), "--mixed", "1", "--folder", str(tmp_path / "run")) as (running, _, _):
+        running.signal(signal.SIGHUP)
+        assert running.wait() == 1, running.text
+    assert "ending all at once" in running.text
+    assert "draining" not in running.text
+    assert not (tmp_path / "run").exists()
+
+
+def test_nohup_keeps_it(tmp_path: Path) -> None:
+    def ignore() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    with up(tmp_path, config_file(tmp_path), "--mixed", "1", preexec_fn=ignore) as (running, _, _):
+        running.signal(signal.SIGHUP)
+        running.signal(signal.SIGTERM)
+        assert running.wait() == 0, running.text
+    assert "all drained" in running.text
+
+
+def test_it_goes_on_when_nobody_reads_stdout_any_more(tmp_path: Path) -> None:
+    ours, theirs = os.pipe()
+    config = config_file(tmp_path)
+    os.close(ours)
+
+    async def ask(addresses: list[str]) -> None:
+        async with fdasync.connect(addresses) as router:
+            assert (await router.complete([1, 2, 3], SamplingParams(max_tokens=2))).samples
+
+    # what it says is read from stderr
+    with up(tmp_path, config, "--mixed", "1", stdout=theirs) as (running, addresses, _):
+        os.close(theirs)
+        uvloop.run(ask(addresses))
+        running.signal(signal.SIGTERM)
+        assert running.wait() == 0, running.text
+    lines = running.text.splitlines()
+    assert lines[0].startswith("fdasync up: stdout is gone (Broken pipe); it goes on")
+    assert lines[1].startswith("fdasync up: loading m0")
+    assert lines[-1] == "fdasync up: all drained"
+    assert "Traceback" not in running.text
 
 
 def test_its_folder_keeps_what_others_put_there(tmp_path: Path) -> None:
