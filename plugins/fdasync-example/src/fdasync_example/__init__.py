@@ -1,7 +1,11 @@
-"""The smallest useful store for fdasync: blocks in an SQLite file. Read `store.py`; it is meant to be copied."""
+"""The smallest useful plugins for fdasync: a store in an SQLite file, and a transport over Unix sockets.
+
+Read `store.py` and `transport.py`; they are meant to be copied.
+"""
 
 from __future__ import annotations
 
 from fdasync_example.store import SqliteConfig, SqliteStore
+from fdasync_example.transport import UnixTransport
 
-__all__ = ["SqliteConfig", "SqliteStore"]
+__all__ = ["SqliteConfig", "SqliteStore", "UnixTransport"]
