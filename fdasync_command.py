@@ -29,6 +29,10 @@ def main() -> None:
     except KeyboardInterrupt:
         # beside what `command` itself catches
         sys.exit(EXIT_INTERRUPTED)
+    finally:
+        if ours:
+            # it has ended, and its exit code stands: one more must not kill it while Python cleans up
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _leave(_number: int, _frame: object) -> None:

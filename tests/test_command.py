@@ -51,6 +51,23 @@ def test_ctrl_c_while_it_imports_is_a_short_end(module: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
+def test_one_more_ctrl_c_at_its_end_changes_nothing() -> None:
+    script = """
+        import atexit, os, signal
+        from fdasync_command import main
+
+        atexit.register(os.kill, os.getpid(), signal.SIGINT)
+        main()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), "plugins", "--no-such-option"],
+        capture_output=True, text=True, timeout=DEADLINE_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "--no-such-option" in done.stderr
+    assert "Interrupt" not in done.stderr
+
+
 def test_its_own_import_is_light() -> None:
     script = "import sys; before = set(sys.modules); import fdasync_command; print(sorted(set(sys.modules) - before))"
     said = subprocess.run(
