@@ -52,6 +52,18 @@ class BadInput(PermanentError, ValueError):
         super().__init__(text)
 
 
+class UpdateUnderWay(BadInput):
+    """Weights are being updated already, by this caller or another; nothing was started, the version is not used up.
+
+    Attributes:
+        where: whose update it is, or which instance says so.
+    """
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        super().__init__("update_weights", f"another update is under way ({where})", hint="wait for its end")
+
+
 class RoutingMismatch(BadInput):
     """Recorded rows do not fit the model or the sequence that they are to be replayed on.
 

@@ -25,7 +25,7 @@ from fdasync.actions import (
 from fdasync.cache.prefix import root_key
 from fdasync.door import Ask, Errand
 from fdasync.engine import Engine
-from fdasync.errors import BadInput, ConfigError, EngineClosed, FdasyncError, PeerUnreachable
+from fdasync.errors import BadInput, ConfigError, EngineClosed, FdasyncError, PeerUnreachable, UpdateUnderWay
 from fdasync.events.catalog import LinkChanged
 from fdasync.pd.answers import Answers, failed
 from fdasync.pd.asking import Asking
@@ -146,6 +146,8 @@ class Instance:
         self._links: Links | None = None
         self._site: Site | None = None
         self._hanging_up: asyncio.Task[None] | None = None
+        # who is about to update weights, and until when
+        self._claimed: tuple[Peer | None, float] = (None, 0.0)
         self._on: dict[type[Message], Callable[[Peer, Any], None]] = {}
         self._does: dict[type[Any], Callable[[Any], None]] = {}
 
@@ -424,8 +426,17 @@ class Instance:
         assert self._site is not None
         error, problem = "", ""
         try:
-            if message.verb == "update_weights":
-                await self.engine.update_weights(message.version, message.path, message.mode)
+            if message.verb == "claim":
+                self._claim(peer, message.limit_s)
+            elif message.verb == "release":
+                self._release(peer)
+            elif message.verb == "update_weights":
+                self._claim(peer)
+                try:
+                    await self.engine.update_weights(message.version, message.path, message.mode)
+                finally:
+                    self._release(peer)
+                    self._news.announce()
             elif message.verb == "pause":
                 await self.engine.pause()
             elif message.verb == "resume":
@@ -437,3 +448,16 @@ class Instance:
         version = self.engine.stats().scheduler.weight_version
         words = Done(message.number, error, problem, self._site.namespace(), version)
         self._site.tell(peer, words)
+
+    def _claim(self, peer: Peer, limit_s: float = 0.0) -> None:
+        """For so long no other router may update weights; 0: as it is. Raises UpdateUnderWay."""
+        assert self._site is not None
+        holder, until = self._claimed
+        if holder is not None and holder is not peer and holder.is_up and self._site.loop.time() < until:
+            raise UpdateUnderWay(f"of {holder.name}")
+        if limit_s:
+            self._claimed = peer, self._site.loop.time() + limit_s
+
+    def _release(self, peer: Peer) -> None:
+        if self._claimed[0] is peer:
+            self._claimed = None, 0.0

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from fdasync.errors import BadInput, DeadlineExceeded, EngineClosed, WeightsBroken, WeightsRejected
+from fdasync.errors import BadInput, DeadlineExceeded, EngineClosed, UpdateUnderWay, WeightsBroken, WeightsRejected
 from fdasync.events.catalog import AbortRequested, PauseRequested, ResumeRequested, WeightsChanged
 from fdasync.prepare import namespace_of
 from fdasync.runner.base import TensorMeta
@@ -135,7 +135,7 @@ class Weights:
         if mode not in ("abort", "keep"):
             raise BadInput("mode", f"{mode!r} is neither 'abort' nor 'keep'")
         if self._updating:
-            raise BadInput("update_weights", "another update is under way", hint="wait for its end")
+            raise UpdateUnderWay("of this engine")
         load = self._loader(source)
         self._updating = True
         work = self._update(version, load, mode)

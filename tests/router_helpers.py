@@ -46,7 +46,8 @@ class Script:
     """An instance that does what the test says: p0 prefills, d0 decodes, m0 does both.
 
     Attributes:
-        submits, aborts, commands: what it was told.
+        submits, aborts, commands: what it was told; claims are answered by `claims` alone.
+        namespace: of its weights, as it says when it comes up.
         answers, obeys: what it does about a Submit, or a Command, at once; None: nothing.
     """
 
@@ -59,6 +60,8 @@ class Script:
         self.submits: list[Submit] = []
         self.aborts: list[str] = []
         self.commands: list[Command] = []
+        self.namespace = NAMESPACE
+        self.claims: Callable[[Command], Done | None] = lambda command: Done(command.number)
         self.answers: Callable[[Submit], None] | None = None
         self.failures: list[Exception] = []
         self.obeys: Callable[[Command], Done | None] | None = lambda command: Done(command.number, "", "", b"w" * 16, 1)
@@ -70,7 +73,7 @@ class Script:
 
     def hello(self) -> Hello:
         facts = Facts("m", 300, 1000, 100, (), 0, None, "", "", 64, 0)
-        return Hello(PROTOCOL, self.name, ROLES[self.name[0]], self.address, self.shape, (), NAMESPACE, facts)  # type: ignore[arg-type]
+        return Hello(PROTOCOL, self.name, ROLES[self.name[0]], self.address, self.shape, (), self.namespace, facts)  # type: ignore[arg-type]
 
     def check(self, hello: Hello) -> None:
         return None
@@ -88,6 +91,10 @@ class Script:
                 self.answers(message)
         elif isinstance(message, Abort):
             self.aborts.append(message.request)
+        elif isinstance(message, Command) and message.verb in ("claim", "release"):
+            done = self.claims(message)
+            if done is not None:
+                self.router.send(done)
         elif isinstance(message, Command):
             self.commands.append(message)
             done = None if self.obeys is None else self.obeys(message)
@@ -131,6 +138,7 @@ class Scene:
     def __init__(self, names: tuple[str, ...], config: dict[str, Any]) -> None:
         self.network = SimNetwork(random.Random(1))
         self.scripts: dict[str, Script] = {}
+        self.begun = 0
         for name in names:
             self.begin(name)
         self.router = Router(
@@ -138,8 +146,11 @@ class Scene:
             wire=self.network.wire("router"), seed=1,
         )  # fmt: skip
 
-    def begin(self, name: str) -> Script:
-        script = self.scripts[name] = Script(self.network, name, len(self.scripts) + 1)
+    def begin(self, name: str, namespace: bytes = NAMESPACE) -> Script:
+        """Another instance, or another process in the place of one that died."""
+        self.begun += 1
+        script = self.scripts[name] = Script(self.network, name, self.begun)
+        script.namespace = namespace
         return script
 
     def __getattr__(self, name: str) -> Script:

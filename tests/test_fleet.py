@@ -13,7 +13,7 @@ SHAPE = Shape(bytes(16), "l", "d", 4, 64, ())
 
 class FakePeer:
     def __init__(self, address, role):
-        self.address, self.is_up = address, True
+        self.address, self.is_up, self.role, self.incarnation = address, True, role, address.encode()
         facts = Facts("m", 300, 100, 100, (), 0, None, "", "", 8, 0)
         self.hello = Hello(PROTOCOL, address, role, address, SHAPE, (), b"n" * 16, facts)
 

@@ -157,10 +157,11 @@ class Dispatch:
             if left_s <= 0:
                 self.finish(request, request.so_far("deadline"), None)
                 return
-            if self._fleet.up():
+            if self._fleet.may_serve(request.prefill, request.wanted_decoders):
                 seen_at = self._loop.time()
             elif self._loop.time() - seen_at >= self._config.absent_s:
-                raise PeerUnreachable("router", f"no instance was there for {self._config.absent_s:g} s")
+                problem = f"no instance was there for {self._config.absent_s:g} s that takes it"
+                raise PeerUnreachable("router", problem)
             await asyncio.sleep(min(pause_s, left_s))
             pause_s = min(2 * pause_s, 1.0)
 
@@ -203,7 +204,7 @@ class Dispatch:
             return ()
         size = member.hello.shape.block_tokens
         tokens = array("i", request.words.tokens)
-        parent = root_key(member.namespace, request.words.salt.encode(errors="surrogatepass"))
+        parent = root_key(self._fleet.namespace, request.words.salt.encode(errors="surrogatepass"))
         keys: list[bytes] = []
         step = size * _HASH_SLICE_BLOCKS
         for first in range(0, len(tokens), step):

@@ -40,6 +40,8 @@ class Member:
         live: requests that it serves, or prefills.
         leaving: it takes no more requests.
         sessions: how often it came up.
+        behind: it has other weights than the router's others, and gets no requests; changed: since this process of it
+            came up first; dropped: why it is not used any more.
     """
 
     def __init__(self, peer: Peer) -> None:
@@ -53,6 +55,10 @@ class Member:
         self.live = 0
         self.leaving = False
         self.sessions = 0
+        self.behind = False
+        self.changed = False
+        self.dropped = ""
+        self._incarnation = b""
 
     @property
     def hello(self) -> Hello:
@@ -70,23 +76,37 @@ class Member:
         return self.peer.address
 
     @property
+    def is_leaving(self) -> bool:
+        """It drains, or soon will."""
+        return self.leaving or (self.status is not None and self.status.state == "draining")
+
+    @property
     def takes_work(self) -> bool:
-        state = "running" if self.status is None else self.status.state
-        return self.peer.is_up and not self.leaving and state != "draining"
+        return self.peer.is_up and not self.behind and not self.is_leaving
 
     def came_up(self) -> None:
         """A new session: what it had is not known any more."""
         self.sessions += 1
         self.status = None
         self.blocks.clear()
+        before, self._incarnation = self._incarnation, self.peer.incarnation
+        self.changed = before == self._incarnation and (self.changed or self.namespace != self.hello.namespace)
         self.namespace = self.hello.namespace
         self.weight_version = self.facts.weight_version
         self.leaving = False
+
+    def has(self, namespace: bytes, version: int) -> None:
+        """It has the router's weights."""
+        if namespace != self.namespace:
+            self.blocks.clear()
+        self.namespace, self.weight_version = namespace, version
+        self.behind = self.changed = False
 
     def learn(self, news: BlockNews) -> None:
         """It gained and lost blocks."""
         if news.reset or news.namespace != self.namespace:
             self.blocks.clear()
+            self.changed = self.changed or news.namespace != self.namespace
             self.namespace = news.namespace
         self.blocks.update(news.added)
         self.blocks.difference_update(news.removed)
@@ -122,10 +142,14 @@ class Fleet:
     Args:
         direct_below_tokens: prompts that lack fewer tokens on a decode instance go there at once, without prefill
             elsewhere.
+
+    Attributes:
+        namespace: of the weights that all are to have; empty before the first came up.
     """
 
     def __init__(self, direct_below_tokens: int) -> None:
         self._direct_below_tokens = direct_below_tokens
+        self.namespace = b""
         self.members: dict[Peer, Member] = {}
 
     def add(self, peer: Peer) -> Member:
@@ -137,6 +161,20 @@ class Fleet:
     def up(self) -> list[Member]:
         """Those that are there, working or not."""
         return [member for member in self.members.values() if member.peer.is_up]
+
+    def may_serve(self, prefill: str, decoders: Sequence[str]) -> bool:
+        """Whether there is somebody who may take a request of whom its caller names, now or later."""
+        if prefill:
+            first = self.find(prefill)
+            if first is None or not first.peer.is_up or first.is_leaving:
+                return False
+        if decoders and not self._named(decoders):
+            return False
+        return any(not member.is_leaving for member in self.up())
+
+    def _named(self, decoders: Sequence[str]) -> list[Member]:
+        named = [member for address in decoders if (member := self.find(address)) is not None]
+        return [member for member in named if not member.is_leaving and member.peer.role != "prefill"]
 
     def _working(self, roles: Iterable[str], without: Iterable[str]) -> list[Member]:
         members = [member for member in self.members.values() if member.takes_work and member.hello.role in roles]
@@ -163,7 +201,8 @@ class Fleet:
             whole: no decode instance takes it from another one: one instance serves it whole.
         """
         first = self.find(prefill) if prefill else None
-        named = [member for address in decoders if (member := self.find(address)) is not None]
+        # one that is not there may be to whoever hands over
+        named = [member for member in self._named(decoders) if member.takes_work or not member.peer.is_up]
         if (prefill and (first is None or not first.takes_work)) or (decoders and not named):
             return None
         decodes = named or self._by_decode(self._working(["decode"], without), keys)

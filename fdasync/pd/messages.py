@@ -495,11 +495,12 @@ class Command(Message, frozen=True, array_like=True, tag="command"):
 
     Attributes:
         number: of the router's commands.
-        verb: update_weights (version, path, mode), pause, resume, drain (within limit_s).
+        verb: claim (no other router may update weights for limit_s, or until this one's update or its link is over),
+            release (it may), update_weights (version, path, mode), pause, resume, drain (within limit_s).
     """
 
     number: Count
-    verb: Literal["update_weights", "pause", "resume", "drain"]
+    verb: Literal["claim", "release", "update_weights", "pause", "resume", "drain"]
     version: Count = 0
     path: Words = ""
     mode: Literal["abort", "keep"] = "abort"

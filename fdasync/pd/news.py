@@ -52,6 +52,12 @@ class News:
             self._changes[key] = False
         self._arm()
 
+    def announce(self) -> None:
+        """The weights may be others now: routers shall know, even where no block changed."""
+        self._renew()
+        if any(self._peers.values()):
+            self._arm()
+
     def _renew(self) -> None:
         namespace = self._site.namespace()
         if namespace != self._namespace:

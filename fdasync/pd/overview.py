@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from fdasync.pd.barrier import Dropped
+from fdasync.pd.agreement import Dropped
 from fdasync.pd.messages import Status
 
 if TYPE_CHECKING:
     from fdasync.pd.fleet import Member
     from fdasync.pd.router import Router
+
+_BEHIND = "it has other weights than the others, and gets no requests until it has theirs"
 
 
 class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,13 +25,13 @@ class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name, role: as it said them; "" as long as it never answered.
-        is_up: there is a link to it; `problem`: why there is none.
+        is_up: there is a link to it; `problem`: why there is none, or why it gets no requests all the same.
         state: "running", "paused" or "draining", by its own last word; "away" where there is no link.
         status: its last word, None before the first; `status_at`: when it came, in the loop's time; `status_age_s`: so
             old.
         live: requests of this router that it serves, or prefills.
         known_blocks: identities that this router knows it to have.
-        weight_version: of its weights.
+        weight_version: of its weights; of one that somebody else than this router updated, what it was before.
     """
 
     name: str
@@ -68,15 +70,14 @@ def stats_of(router: Router, now: float) -> RouterStats:
 
 def _of(member: Member, now: float) -> InstanceStats:
     peer, hello, status = member.peer, member.peer.hello, member.status
-    leaving = member.leaving or (status is not None and status.state == "draining")
     running = "running" if status is None else status.state
     return InstanceStats(
         name="" if hello is None else hello.name,
         address=member.address,
         role="" if hello is None else hello.role,
         is_up=peer.is_up,
-        problem="" if peer.is_up else peer.problem,
-        state=("draining" if leaving else running) if peer.is_up else "away",
+        problem=(_BEHIND if member.behind else "") if peer.is_up else peer.problem,
+        state=("draining" if member.is_leaving else running) if peer.is_up else "away",
         status=status,
         status_at=member.status_at,
         status_age_s=now - member.status_at if status is not None else 0.0,

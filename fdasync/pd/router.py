@@ -21,6 +21,7 @@ from fdasync.errors import (
     DeadlineExceeded,
     DuplicateRequestId,
     EngineClosed,
+    PeerRefused,
     PeerUnreachable,
 )
 from fdasync.pd.barrier import Commands
@@ -66,7 +67,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     direct_below_tokens: prompts that lack fewer tokens on a decode instance are not prefilled elsewhere.
     request_deadline_s: of requests that name none.
     connect_s: how long `start` waits for the first instances.
-    absent_s: how long a request waits while no instance is there at all; it may wait for a busy one to its deadline.
+    absent_s: how long a request waits while no instance is there that takes it, of those that its caller names if so;
+        it may wait for a busy one to its deadline.
     handoff_s: how long a weight update waits for requests that are being handed over, before it starts them again.
     command_s: how long an instance may take for a weight update, a pause or a resume.
     """
@@ -141,7 +143,7 @@ class Router:
             members = [self._dial(address) for address in self._addresses]
             async with asyncio.timeout(self.config.connect_s):
                 for member in members:
-                    await member.peer.ready(self.config.connect_s)
+                    await self._ready(member)
         except TimeoutError:
             missing = ", ".join(member.address for member in self.fleet.members.values() if not member.peer.is_up)
             await self.aclose()
@@ -154,14 +156,33 @@ class Router:
         assert self._links is not None
         return self.fleet.add(self._links.dial(address))
 
+    async def _ready(self, member: Member) -> None:
+        """Until it is up, or came with weights for which it is not used."""
+        try:
+            await member.peer.ready(self.config.connect_s)
+        except PeerUnreachable:
+            if not member.dropped:
+                raise
+
     async def add(self, address: str) -> None:
-        """Another instance joins. Raises PeerRefused, DeadlineExceeded, ConfigError."""
+        """Another instance joins. One that has other weights is brought up to date first, with this router's last
+        update (within `command_s`). Raises PeerRefused if that fails, or if it does not fit; DeadlineExceeded,
+        ConfigError. Cancelling stops the waiting only."""
         self._check_open()
-        await self._dial(address).peer.ready(self.config.connect_s)
+        member = self._dial(address)
+        await self._ready(member)
+        await self.commands.wait_open(self.config.command_s)
+        await self.commands.agreement.quiet(self.config.command_s, member)
+        if member.dropped:
+            raise PeerRefused(address, "weights", member.dropped)
 
     async def drain(self, address: str, limit_s: float = 3600.0) -> None:
-        """An instance takes no new requests; returns when all of its requests ended. Raises BadInput, PeerUnreachable,
-        DeadlineExceeded, RemoteError."""
+        """An instance takes no new requests; returns when all of its requests ended.
+
+        It takes none any more afterwards, also where this raises or is cancelled: drain it again to wait longer,
+        `remove` it, or start it anew to have it back. Raises BadInput, PeerUnreachable, DeadlineExceeded where they did
+        not end within `limit_s`, RemoteError.
+        """
         await self.commands.drain(self._member(address), limit_s)
 
     def remove(self, address: str) -> None:
@@ -189,7 +210,10 @@ class Router:
         self._closed = True
         if self._links is not None:
             self.dispatch.close()
-            await self._links.aclose()
+            try:
+                await self.commands.aclose()
+            finally:
+                await self._links.aclose()
 
     def _check_started(self) -> None:
         if self._links is None:
@@ -292,6 +316,10 @@ class Router:
         if not isinstance(decoders, list | tuple):
             raise BadInput("decoders", "a list of addresses is needed")
         first = self._member(prefill).address if prefill else ""
+        for member in map(self._member, decoders):
+            if member.peer.role == "prefill":
+                problem = f"{member.address} is a prefill instance"
+                raise BadInput("decoders", problem, hint="name instances that decode, or are mixed")
         others = tuple(dict.fromkeys([self._member(address).address for address in decoders]))
         request = Routed(request_id, words, (), len(words.tokens) // 4 or len(words.text or "") // 4, self._loop.time())
         request.prefill, request.wanted_decoders = first, others
@@ -305,6 +333,7 @@ class Router:
             return
         if isinstance(message, BlockNews):
             member.learn(message)
+            self.commands.agreement.judge(member)
         elif isinstance(message, Done):
             self.commands.on_done(member, message)
         elif isinstance(message, Progress):
@@ -333,8 +362,10 @@ class Router:
         return Heartbeat()
 
     def on_up(self, peer: Peer) -> None:
-        if peer in self.fleet.members:
-            self.fleet.members[peer].came_up()
+        member = self.fleet.members.get(peer)
+        if member is not None:
+            member.came_up()
+            self.commands.agreement.judge(member)
 
     def on_heartbeat(self, peer: Peer, heartbeat: Heartbeat) -> None:
         member = self.fleet.members.get(peer)
@@ -358,8 +389,13 @@ class Router:
         """New weights from a checkpoint folder for all instances, under one weights id; see `Engine.update_weights`.
 
         A barrier (DECISIONS 22): requests that come meanwhile wait, requests that are being handed over get `handoff_s`
-        to arrive and are started again after that. Who fails is dropped and named in `stats().dropped`. Raises
-        BadInput, and the error of the instances where none took the weights.
+        to arrive and are started again after that. Who fails is dropped and named in `stats().dropped`. Who was not
+        there is brought up to date when it comes (again), before it gets requests, so the folder has to stay what it is
+        until the next update.
+
+        Cancelling stops the waiting only: the update goes on to its end. Give the same again to wait for that, and to
+        hear of it if it has ended. Raises BadInput; UpdateUnderWay where this or another router updates them already,
+        which changes nothing; EngineClosed; and the error of the instances where none took the weights.
         """
         if not isinstance(source, str):
             raise BadInput("source", f"{type(source).__name__} is no folder", hint="a router updates from a folder")
