@@ -44,6 +44,12 @@ def play(folder: Path, minutes: float, seed: int, transport: str) -> dict[str, f
     return figures
 
 
+def assert_served(figures: dict[str, float], right: float) -> None:
+    """0.99 to 0.999 are as a rule; what is lost was lost with an error that says "ask again"."""
+    assert figures["served_right"] > right
+    assert figures.get("requests_lost", 0) < (1 - right) * figures["requests"]
+
+
 def test_the_short_play_is_given_up_before_pytest_gives_up(pytestconfig: pytest.Config) -> None:
     assert float(pytestconfig.getini("faulthandler_timeout")) > 60 * SHORT * FACTOR + MORE_S
 
@@ -53,7 +59,7 @@ def test_nothing_goes_wrong_while_processes_and_links_do(tmp_path: Path) -> None
     assert figures["late_words_refused"] > 0
     assert figures["faults"] > 5
     assert figures["requests_right"] > 50
-    assert figures["served_right"] > 0.5
+    assert_served(figures, right=0.9)
 
 
 @pytest.mark.slow
@@ -62,4 +68,4 @@ def test_nothing_goes_wrong_while_processes_and_links_do(tmp_path: Path) -> None
 def test_nothing_goes_wrong_for_longer(tmp_path: Path, seed: int, transport: str) -> None:
     figures = play(tmp_path, minutes=3.0, seed=seed, transport=transport)
     assert figures["faults"] > 40
-    assert figures["served_right"] > 0.7
+    assert_served(figures, right=0.95)

@@ -39,7 +39,8 @@ def test_pd_simulation(pd_seeds: SimSeeds):
     if pd_seeds.tried >= 40:
         # a simulation that no longer gets into trouble proves nothing
         assert not {"stop", "length", "abort", "deadline", "cancelled", "InstanceLost"} - outcomes.keys()
-        troubles = ("kill", "freeze", "part", "drain", "join", "update", "pause", "die", "fail", "corrupt", "stall")
+        troubles = ("kill", "freeze", "part", "drain", "join", "update", "pause", "die", "fail", "corrupt", "stall",
+                    "old_weights")  # fmt: skip
         work = ("handed_over", "leases_granted", "leases_denied", "leases_dropped", "received_blocks", "preemptions")
         assert all(counts[name] for name in (*work, *troubles))
 

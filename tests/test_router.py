@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from fdasync.errors import BadInput, DuplicateRequestId, InstanceLost, PeerUnreachable, RemoteError
@@ -242,6 +243,22 @@ async def test_a_deadline_that_nobody_tells_of_ends_it_with_what_came(scene):
 
 
 @in_scene("m0")
+async def test_what_fails_for_want_of_time_is_a_deadline_and_no_loss(scene):
+    """Something of it was delivered, so it could not be tried again."""
+    async with scene.router.generate(PROMPT, deadline_s=2.0) as stream:
+        await settle()
+        name = scene.m0.submits[0].request
+        scene.m0.tokens(name, 7)
+        # the router's own end comes a grace later
+        await settle(1.9)
+        scene.m0.failed(name, "InstanceLost")
+        deltas = [delta async for delta in stream]
+    assert [delta.token_ids for delta in deltas] == [(7,)]
+    assert (stream.result.finish_reason, stream.result.token_ids) == ("deadline", (7,))
+    assert stream.result.total_s < 2.0 + grace_s(2.0)
+
+
+@in_scene("m0")
 async def test_nobody_to_send_it_to_within_its_deadline_ends_it_as_every_deadline_does(scene):
     scene.m0.die()
     await settle(4.0)
@@ -285,6 +302,47 @@ async def test_where_no_instance_is_left_a_request_ends_long_before_its_deadline
     with pytest.raises(PeerUnreachable, match="no instance was there for 10 s"):
         await scene.router.complete(PROMPT, deadline_s=600.0)
     assert 10.0 <= asyncio.get_running_loop().time() - begin < 12.0
+
+
+@in_scene("p0", "d0", "d1", absent_s=10.0)
+async def test_nobody_waits_to_the_deadline_for_instances_that_drain(scene):
+    """Heartbeats say so, and that they are there."""
+    loop = asyncio.get_running_loop()
+
+    async def refused(**fields):
+        begin = loop.time()
+        with pytest.raises(PeerUnreachable, match="no instance was there for 10 s"):
+            await scene.router.complete(PROMPT, deadline_s=600.0, **fields)
+        assert 10.0 <= loop.time() - begin < 12.0
+
+    scene.d0.status = msgspec.structs.replace(scene.d0.status, state="draining")
+    await settle(1.0)
+    await refused(decoders=[scene.d0.address])
+    scene.router.fleet.find(scene.p0.address).leaving = True
+    await refused(prefill=scene.p0.address)
+    scene.router.fleet.find(scene.d1.address).leaving = True
+    await refused()
+    assert not any(script.submits for script in scene.scripts.values())
+
+
+@in_scene("m0", absent_s=10.0)
+async def test_one_that_is_being_brought_up_to_date_is_waited_for(scene):
+    scene.router.fleet.find(scene.m0.address).behind = True
+    task = ask(scene)
+    await settle(60.0)
+    assert not task.done()
+    scene.router.fleet.find(scene.m0.address).behind = False
+    await settle(2.0)
+    scene.m0.end(scene.m0.submits[0].request, (7,))
+    await task
+
+
+@in_scene("p0", "d0")
+async def test_a_prefill_instance_decodes_for_nobody(scene):
+    for decoders in ([scene.p0.address], [scene.d0.address, scene.p0.address]):
+        with pytest.raises(BadInput, match="is a prefill instance") as caught:
+            await scene.router.complete(PROMPT, decoders=decoders)
+        assert caught.value.field == "decoders"
 
 
 @in_scene("m0")
@@ -336,6 +394,8 @@ async def test_closing_ends_what_is_live(scene):
     await settle()
     await scene.router.aclose()
     assert (await task).finish_reason == "abort"
+    # a goodbye may be lost; this is not
+    assert scene.m0.aborts == [scene.m0.submits[0].request]
 
 
 @in_scene("p0", "d0")

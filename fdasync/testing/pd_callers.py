@@ -40,6 +40,7 @@ class Callers:
         name = f"request-{number}"
         loop = asyncio.get_running_loop()
         began = loop.time()
+        updates, current = self._fleet.updates, self._fleet.current
         try:
             if plan.way in ("stream", "slow", "leave"):
                 result: Result | None = await self._read(name, plan)
@@ -58,6 +59,8 @@ class Callers:
             else:
                 try:
                     self._check_result(name, plan, result)
+                    if current is not None and updates == self._fleet.updates:
+                        self._check_version(result, current)
                 except AssertionError as error:
                     error.add_note(f"{name}: {plan}")
                     raise
@@ -101,6 +104,13 @@ class Callers:
         partial = error.partial if isinstance(error, InstanceLost) else None
         if partial is not None and len(self._fleet.versions) == 1:
             self._check_tokens(plan, partial)
+
+    @staticmethod
+    def _check_version(result: Result, current: int) -> None:
+        """No update was under way while it ran."""
+        for sample in result.samples:
+            told = {span.version for span in sample.weight_version}
+            assert told <= {current}, f"served under the versions {told}, the router's is {current}"
 
     def _check_tokens(self, plan: RequestPlan, result: Result) -> None:
         for sample in result.samples:

@@ -97,6 +97,8 @@ class Fleet:
         versions: weights id of each version.
         answered: who answered which request, under which name.
         aborting: an update may have aborted somebody.
+        updates: that began so far; current: the version that all answers must be of, None while one is under way, or
+            where the last one failed.
     """
 
     def __init__(self, work: PdWorkload, folder: str) -> None:
@@ -111,10 +113,14 @@ class Fleet:
         self.counts: Counter[str] = Counter()
         self.answered: dict[str, tuple[str, str]] = {}
         self.aborting = False
+        self.updates = 0
+        self.current: int | None = 0
+        self._random = Random(f"versions {work.seed}")
 
     def machine(self, plan: InstancePlan) -> Machine:
-        """Another one, with the latest weights."""
-        version = max(self.versions)
+        """Another one, with the latest weights or with older ones."""
+        version = self._random.choice((max(self.versions), *self.versions))
+        self.counts["old_weights"] += version != self.current
         machine = Machine(
             plan, self.network, self.fabric, self.work.links, weights_id=self.versions[version], version=version
         )

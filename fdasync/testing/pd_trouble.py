@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from fdasync.errors import FdasyncError
+from fdasync.errors import FdasyncError, UpdateUnderWay
 from fdasync.testing.pd_workload import STAMPS
 
 if TYPE_CHECKING:
@@ -129,9 +129,20 @@ class Trouble:
         fleet.aborting = fleet.aborting or incident.mode == "abort"
 
         async def update() -> None:
+            fleet.updates += 1
+            before, fleet.current = fleet.current, None
+            number = fleet.updates
             try:
                 await fleet.router.update_weights(version, f"{fleet.folder}/{incident.weights_id}", incident.mode)
+            except UpdateUnderWay:
+                # the other one decides
+                fleet.counts["updates_refused"] += 1
+                fleet.updates -= 1
+                fleet.current = before
             except FdasyncError:
                 fleet.counts["updates_failed"] += 1
+            else:
+                assert number == fleet.updates
+                fleet.current = version
 
         await fleet.wait(fleet.process.start(update(), "update"))
