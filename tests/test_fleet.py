@@ -145,6 +145,24 @@ def test_whom_the_caller_names_serves_it():
     assert stage.choose(prefill="m0") == ("m0", ["d0", "d1"])
 
 
+def test_who_is_named_and_cannot_take_it_now_is_passed_over():
+    stage = Stage("p0", "p1", "d0", "d1", "d2", "m0")
+    stage["d1"].behind = True
+    stage["d2"].peer.is_up = False
+    # one that is not there may be to p0
+    assert stage.choose(decoders=["p1", "d1", "d2", "d0", "m0"]) == ("p0", ["d2", "d0", "m0"])
+    stage["d0"].leaving = True
+    stage.status("m0", "draining")
+    assert stage.choose(decoders=["p1", "d1", "d0", "m0"]) is None
+    assert stage.fleet.may_serve("", ["d1"])
+    for decoders in (["p1"], ["d0", "m0"], ["unheard of"]):
+        assert not stage.fleet.may_serve("", decoders)
+    assert stage.fleet.may_serve("p0", [])
+    stage["p0"].peer.is_up = False
+    assert not stage.fleet.may_serve("p0", [])
+    assert stage.fleet.may_serve("", [])
+
+
 def test_who_is_named_as_both_serves_it_whole():
     stage = Stage("p0", "d0", "m0")
     assert stage.choose(prefill="d0") == ("d0", [])

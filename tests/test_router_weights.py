@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ import pytest
 import fdasync
 from fdasync import Instance, SamplingParams
 from fdasync.errors import BadInput, EngineClosed, PeerRefused, UpdateUnderWay, WeightsRejected
-from fdasync.pd.messages import BlockNews, Done
+from fdasync.pd.messages import BlockNews, Command, Done
 from fdasync.runner.synthetic import WEIGHTS_FILE
 from fdasync.testing import synthetic_config
 from tests.router_helpers import NAMESPACE, in_scene, settle
@@ -138,6 +139,35 @@ async def test_one_that_dies_while_it_is_brought_up_to_date_is_told_again(scene)
 
 
 @in_scene("m0", "m1")
+async def test_one_that_goes_and_comes_between_two_questions_is_told_again(scene):
+    await scene.router.update_weights(1, "/w")
+    first = await come_back(scene, "m1")
+    first.router.send(Done(first.commands[0].number, "UpdateUnderWay", "wait", NAMESPACE, 0))
+    await settle(0.1)
+    await first.links.aclose(0.0)
+    scene.begin("m1").obeys = lambda command: Done(command.number, "", "", NEW, 1)
+    await settle(3.0)
+    assert problems(scene) == {"m0": "", "m1": ""}
+
+
+@in_scene("m0", "m1")
+async def test_one_that_somebody_else_updates_meanwhile_is_not_dropped(scene):
+    refusal = lambda command: Done(command.number, "UpdateUnderWay", "wait", NAMESPACE, 0)  # noqa: E731
+    scene.m1.obeys = refusal
+    await scene.router.update_weights(1, "/w")
+    await settle(1.0)
+    assert "other weights" in problems(scene)["m1"]
+    scene.m1.obeys = lambda command: Done(command.number, "", "", NEW, 1)
+    await settle(1.0)
+    assert problems(scene) == {"m0": "", "m1": ""}
+    assert dropped(scene) == {}
+    # where nobody takes it, it has not begun
+    scene.m0.obeys = scene.m1.obeys = refusal
+    with pytest.raises(UpdateUnderWay):
+        await scene.router.update_weights(2, "/w")
+
+
+@in_scene("m0", "m1")
 async def test_without_an_update_one_with_other_weights_is_dropped_by_name(scene):
     again = await come_back(scene, "m1", OTHER)
     assert "other weights" in dropped(scene)[again.address]
@@ -177,10 +207,11 @@ async def test_one_that_joins_during_an_update_is_brought_up_to_date_after_it(sc
     scene.m0.obeys = None
     update = asyncio.ensure_future(scene.router.update_weights(1, "/w"))
     await settle()
-    joined = scene.begin("m1")
+    joined = scene.begin("m1", OTHER)
     task = asyncio.ensure_future(scene.router.add(joined.address))
     await settle(1.0)
     assert joined.commands == []
+    assert dropped(scene) == {}
     scene.m0.router.send(Done(scene.m0.commands[0].number, "", "", NEW, 1))
     await update
     await asyncio.wait_for(task, 1.0)
@@ -233,6 +264,27 @@ async def test_instances_that_somebody_else_updates_are_followed_when_most_have_
     await settle()
     assert not any(problems(scene).values())
     assert dropped(scene) == {}
+
+
+@in_scene("m0", "m1", "m2")
+async def test_after_following_others_its_own_older_update_counts_no_more_and_its_next_one_does(scene):
+    await scene.router.update_weights(1, "/w")
+    for script in (scene.m0, scene.m1, scene.m2):
+        script.router.send(BlockNews(OTHER, True, (), ()))
+        await settle()
+    again = await come_back(scene, "m0")
+    assert again.commands == []
+    for script in (scene.m1, scene.m2):
+        scene.network.partition(scene.router._wire, script.wire)
+    await settle(5.0)
+    again.obeys = lambda command: Done(command.number, "", "", NEW, 2)
+    await scene.router.update_weights(2, "/v")
+    for script in (scene.m1, scene.m2):
+        script.namespace = OTHER
+        scene.network.heal(scene.router._wire, script.wire)
+    await settle(5.0)
+    assert [[command.version for command in script.commands] for script in (scene.m1, scene.m2)] == [[1, 2], [1, 2]]
+    assert not any(problems(scene).values())
 
 
 # -- updates that are cancelled
@@ -356,15 +408,40 @@ async def test_of_two_routers_that_update_at_once_one_does(tmp_path: Path, weigh
         assert sorted(type(outcome).__name__ for outcome in outcomes) == ["NoneType", "UpdateUnderWay"]
         version = 10 if outcomes[0] is None else 11
         assert {each.engine.stats().scheduler.weight_version for each in (p0, d0, d1)} == {version}
+        assert p0._site is not None
         async with asyncio.timeout(10):
             for router in (one, two):
-                while len({member.namespace for member in router.fleet.up()} | {router.fleet.namespace}) > 1:  # noqa: ASYNC110 - nobody announces it
+                # it has served nothing: no block tells the other of it
+                while {member.namespace for member in router.fleet.up()} != {p0._site.namespace()}:  # noqa: ASYNC110 - nobody announces it
                     await asyncio.sleep(0.01)
         for router in (one, two):
             result = await router.complete(list(range(40)), SamplingParams(max_tokens=3), deadline_s=10)
             assert [span.version for span in result.samples[0].weight_version] == [version]
             assert router.stats().dropped == ()
             assert not any(each.problem for each in router.stats().instances)
+
+
+async def test_an_instance_is_claimed_until_the_update_or_the_link_is_over(tmp_path: Path, weights: str) -> None:
+    address = f"ipc://{tmp_path}/m0"
+    async with instance(tmp_path, "mixed", "m0"), fdasync.connect([address]) as two:
+        (member,) = two.fleet.up()
+        words = Command(0, "update_weights", version=5, path=weights)
+        async with fdasync.connect([address]) as one:
+            await one.commands._claim_all()
+            with pytest.raises(UpdateUnderWay, match="m0"):
+                await two.update_weights(1, weights)
+            with pytest.raises(UpdateUnderWay):
+                await two.commands.one(member, words, 5.0)
+            await one.update_weights(1, weights)
+            await two.update_weights(2, weights)
+            await one.commands._claim_all()
+        async with asyncio.timeout(5):
+            while True:
+                # it knows in a moment that the other said goodbye
+                with contextlib.suppress(UpdateUnderWay):
+                    await two.update_weights(3, weights)
+                    break
+        assert two.stats().instances[0].weight_version == 3
 
 
 async def test_a_decode_instance_that_is_started_anew_serves_the_new_weights(tmp_path: Path, weights: str) -> None:
