@@ -119,7 +119,7 @@ class Fleet:
 
     def machine(self, plan: InstancePlan) -> Machine:
         """Another one, with the latest weights or with older ones."""
-        version = self._random.choice((max(self.versions), *self.versions))
+        version = self._random.choice((max(self.versions), *self.versions, 0))
         self.counts["old_weights"] += version != self.current
         machine = Machine(
             plan, self.network, self.fabric, self.work.links, weights_id=self.versions[version], version=version

@@ -296,4 +296,17 @@ class _Draw:
             )
         if random.random() < 0.1:
             plans.append(Incident(at_s=random.uniform(0.0, max(self.span_s, 0.3)), kind="router"))
+        plans += self._after_updates(plans)
         return tuple(sorted(plans, key=lambda plan: plan.at_s))
+
+    def _after_updates(self, plans: list[Incident]) -> list[Incident]:
+        """Who comes soon after an update may have the weights of before. Drawn apart: the rest of a seed stays."""
+        before, self.random = self.random, Random(f"after updates {self.seed}")
+        random = self.random
+        late = []
+        for plan in plans:
+            if plan.kind == "update" and random.random() < 0.7:
+                at_s = plan.at_s + random.choice((0.05, 0.2, 0.5))
+                late.append(Incident(at_s=at_s, kind="join", plan=self._joiner()))
+        self.random = before
+        return late
