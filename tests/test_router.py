@@ -9,7 +9,7 @@ import pytest
 
 from fdasync.errors import BadInput, DuplicateRequestId, InstanceLost, PeerUnreachable, RemoteError
 from fdasync.pd.dispatch import grace_s
-from fdasync.pd.messages import Done
+from fdasync.pd.messages import Done, Failed
 from fdasync.request import SamplingParams
 from tests.router_helpers import in_scene, settle
 
@@ -152,6 +152,16 @@ async def test_retries_are_bounded(scene):
     with pytest.raises(InstanceLost):
         await scene.router.complete(PROMPT)
     assert len(scene.m0.submits) == 3
+
+
+@in_scene("p0", "d0", retries=1)
+async def test_a_loss_says_why_no_decode_instance_took_it(scene):
+    words = "no instance had room for it within 60 s, d0 last said: it has other weights"
+    scene.p0.answers = lambda submit: scene.p0.router.send(
+        Failed(submit.request, "InstanceLost", words, retriable=True)
+    )
+    with pytest.raises(InstanceLost, match=words):
+        await ask(scene)
 
 
 @in_scene("m0", "m1")
