@@ -1,9 +1,9 @@
 """Links to other instances and routers, over any wire: who is there, who is lost, and every message once, in order.
 
 A connection that is cut and healed, delay, reordering, repetition and loss cost time and nothing else, as long as a
-peer is not silent for `lost_s`. Then, or when it says Bye, says something that cannot be read in its turn, or comes
-back as another process, the session is over: its owner is told once, what was not acknowledged is dropped, and a peer
-that was dialed is called again.
+peer is not silent for `lost_s` (a router: `router_lost_s`). Then, or when it says Bye, acknowledges nothing, says
+something that cannot be read in its turn, or comes back as another process, the session is over: its owner is told
+once, what was not acknowledged is dropped, and a peer that was dialed is called again.
 
 Knows what a Hello, a Refused, a Bye and a Heartbeat are; of all other messages nothing. One timer serves all peers. A
 service owns a `Links` and is its `LinkOwner`.
@@ -271,6 +271,7 @@ class Links:
             if late > self.config.beat_s and peer.session is not None:
                 # this loop stood still, and what came meanwhile is not read yet
                 peer.session.heard += late
+                peer.session.cut_at = NEVER
             try:
                 due = min(due, self._look_after(peer, now))
             except Exception as error:
@@ -289,15 +290,18 @@ class Links:
                 peer.hello_wait_s = min(2 * peer.hello_wait_s, self.config.retry_most_s)
                 self.say_hello(peer)
             return peer.hello_due
-        lost_due = session.heard + self.config.lost_s
+        lost_due = self._lost_due(peer, session, now)
         if now >= lost_due:
             self._bye(peer, "nothing was heard from you")
-            self.lose(peer, f"silent for {self.config.lost_s:g} s")
+            self.lose(peer, f"silent for {lost_due - session.heard:g} s")
             return self._look_after(peer, now)
         if peer.state == "greeted":
             return lost_due
         if now >= peer.beat_due:
             peer.beat_due = now + self.config.beat_s
+            if session.is_deaf():
+                self.give_up(peer, f"acknowledged nothing for {self.config.deaf_s:g} s")
+                return self._look_after(peer, now)
             peer.send_aside(encode(self._owner.beat(peer)))
         if now >= session.retry_due:
             session.retry(now)
@@ -305,3 +309,16 @@ class Links:
         if now >= session.ack_due:
             peer.send_aside()
         return min(lost_due, peer.beat_due, session.retry_due, session.ack_due)
+
+    def _lost_due(self, peer: Peer, session: Session, now: float) -> float:
+        """When its silence has lasted too long."""
+        config = self.config
+        due = session.heard + config.lost_s
+        if peer.state != "up" or peer.role != "router":
+            return due
+        # its loop may stand still; that its process is gone, its connection tells
+        if not peer.pipe.is_cut:
+            session.cut_at = NEVER
+        elif session.cut_at == NEVER:
+            session.cut_at = now
+        return max(due, min(session.heard + config.router_lost_s, session.cut_at + config.lost_s))

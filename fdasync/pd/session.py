@@ -55,7 +55,10 @@ class LinkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     Attributes:
         beat_s: between heartbeats.
-        lost_s: a peer that is silent for so long is lost.
+        lost_s: an instance that is silent for so long is lost.
+        router_lost_s: a router that is silent for so long is lost: its loop stands still while its process does
+            something else (a trainer's step). One whose connection closed has `lost_s` to come back.
+        deaf_s: a peer that is heard and acknowledges nothing of what it was sent for so long is lost.
         window_messages, window_nbytes: sent and not acknowledged; what comes above is refused with `PeerBusy`. One
             message may go beyond the bytes.
         ack_messages, ack_s: an acknowledgement is sent alone after so many messages, or after so long.
@@ -64,6 +67,8 @@ class LinkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     beat_s: float = 0.5
     lost_s: float = 3.0
+    router_lost_s: float = 300.0
+    deaf_s: float = 10.0
     window_messages: int = 4096
     window_nbytes: int = 64 << 20
     ack_messages: int = 64
@@ -118,6 +123,7 @@ class Session:
         incoming: how every frame of theirs for this session begins.
         confirmed: the other side has shown that it knows both names.
         heard: when anything came.
+        cut_at: since when its connection is closed, as far as the wire knows; NEVER: it is not.
         owed: messages that arrived and were not acknowledged.
         ack_due, retry_due: when to acknowledge, and when to send again; NEVER where there is nothing to do.
         unacked_nbytes: bytes of the messages that are not acknowledged.
@@ -127,9 +133,12 @@ class Session:
     __slots__ = (
         "_config",
         "_cursor",
+        "_deaf_beats",
         "_head",
         "_held",
         "_held_nbytes",
+        "_known_base",
+        "_known_heard",
         "_last",
         "_limit",
         "_reached",
@@ -139,6 +148,7 @@ class Session:
         "base",
         "confirmed",
         "counters",
+        "cut_at",
         "expected",
         "heard",
         "incoming",
@@ -155,7 +165,11 @@ class Session:
         self.counters = counters
         self.confirmed = False
         self.heard = now
+        self.cut_at = NEVER
         self._config = config
+        # as they were at the last beat
+        self._known_base, self._known_heard = 1, now
+        self._deaf_beats = 0
         self.bind(NOBODY)
         # sending: messages [base, last] are not acknowledged; those from the cursor on go next, up to the limit
         self._unacked: dict[int, Sent] = {}
@@ -254,6 +268,18 @@ class Session:
             self._limit = min(_FIRST_BURST, self._config.window_messages)
         self._retry_s = min(2 * self._retry_s, self._config.retry_most_s)
         self.retry_due = now + self._retry_s
+
+    def is_deaf(self) -> bool:
+        """Asked at each beat: whether the other side goes on talking and has acknowledged nothing for too long.
+
+        Beats at which nothing was heard do not count: a process that stood still has not read anything either.
+        """
+        if not self._unacked or self.base != self._known_base:
+            self._deaf_beats = 0
+        elif self.heard != self._known_heard:
+            self._deaf_beats += 1
+        self._known_base, self._known_heard = self.base, self.heard
+        return self._deaf_beats * self._config.beat_s >= self._config.deaf_s
 
     # -- receiving ----------------------------------------------------------------------------
 

@@ -23,12 +23,14 @@ class Pipe:
 
     Attributes:
         address: what was dialed; "" where the other side dialed us.
+        is_cut: where the other side dialed us: its connection was closed when something was last sent.
     """
 
-    __slots__ = ("address",)
+    __slots__ = ("address", "is_cut")
 
     def __init__(self, address: str) -> None:
         self.address = address
+        self.is_cut = False
 
 
 class Wire(ABC):

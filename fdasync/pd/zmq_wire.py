@@ -211,6 +211,9 @@ class ZmqWire(Wire):
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             # whoever dialed us went away; it may come back
+            pipe.is_cut = True
+            return True
+        pipe.is_cut = False
         return True
 
     def hang_up(self, pipe: Pipe) -> None:

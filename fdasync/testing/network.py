@@ -90,7 +90,7 @@ class SimNetwork:
     def kill(self, wire: SimWire) -> None:
         """Its process died: what it sends from now on vanishes, and so does what was sent to it. Its address is free.
 
-        What it sent before still arrives. Whoever owns it does not notice.
+        What it sent before still arrives. Whoever owns it does not notice; those whom it dialed do when they send.
         """
         wire.dead = True
         self.release(wire)
@@ -126,6 +126,8 @@ class SimNetwork:
         if pipe.closed or pipe.wire.dead:
             return True
         target = self._target(pipe)
+        if pipe.other is not None and not pipe.address:
+            pipe.is_cut = pipe.other.closed or pipe.other.wire.dead
         weather = self._between.get(frozenset((pipe.wire, target)), self.weather) if target else self.weather
         if pipe.on_the_way >= weather.room:
             pipe.refused = True
