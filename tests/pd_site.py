@@ -16,6 +16,7 @@ from fdasync.events.bus import EventBus
 from fdasync.events.catalog import LeaseAsked
 from fdasync.pd.lending import Lending
 from fdasync.pd.messages import PROTOCOL, BlockRef, BlocksOffer, HandOff, Hello, LeaseAnswer, LeaseAsk, Wanted, encode
+from fdasync.pd.session import LinkConfig
 from fdasync.pd.site import Site
 from fdasync.request import SamplingParams
 from tests.helpers import make_capacity, make_request
@@ -104,7 +105,7 @@ class Stage:
 
     Attributes:
         samples: what the hub knows, by key: requests and their samples; `emitted`: what it was told to emit.
-        hung_up: peers that are not called any more.
+        hung_up: peers that are not called any more; given_up: those whose session was ended, and why.
         failures: what ended the engine.
     """
 
@@ -127,13 +128,24 @@ class Stage:
         )  # fmt: skip
         self.carriers = self.site.carriers = FakeCarriers()  # type: ignore[assignment]
         self.hung_up: list[Any] = []
-        links = SimpleNamespace(dial=self.peer, find=self.callers.get, hang_up=self.hung_up.append)
+        self.given_up: list[Any] = []
+        links = SimpleNamespace(
+            dial=self.peer,
+            find=self.callers.get,
+            hang_up=self.hung_up.append,
+            give_up=self._give_up,
+            config=LinkConfig(),
+        )
         self.site.links = links  # type: ignore[assignment]
 
     def peer(self, name: str) -> FakePeer:
         if name not in self.peers:
             self.peers[name] = FakePeer(name)
         return self.peers[name]
+
+    def _give_up(self, peer: FakePeer, problem: str) -> None:
+        self.given_up.append((peer, problem))
+        peer.is_up = False
 
     def _take_over(self, name: str, wanted: Any) -> Any:
         if self.refusal is not None:

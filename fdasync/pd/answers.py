@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from fdasync.errors import (
     BadInput,
-    DeadlineExceeded,
     FdasyncError,
     PeerRefused,
     PeerUnreachable,
@@ -160,7 +159,7 @@ class Answers:
         except ProtocolError as error:
             # a link does not take it: its caller must know, and nobody else need
             site.tell(caller, failed(name, error))
-        except (PeerUnreachable, PeerRefused, DeadlineExceeded):
+        except (PeerUnreachable, PeerRefused):
             # nobody is there to tell
             return
         finally:

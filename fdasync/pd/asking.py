@@ -209,7 +209,7 @@ class Asking:
         try:
             assert lease.peer is not None
             await site.say(lease.peer, BlocksOffer(*lease.name, action.offer, tuple(refs)))
-        except (PeerUnreachable, PeerRefused, DeadlineExceeded) as error:
+        except (PeerUnreachable, PeerRefused) as error:
             self._lost(lease, str(error))
 
     async def _ref(self, index: int, host: int, slot: int) -> BlockRef:
@@ -252,7 +252,7 @@ class Asking:
         try:
             assert lease.peer is not None
             await site.say(lease.peer, words)
-        except (PeerUnreachable, PeerRefused, DeadlineExceeded) as error:
+        except (PeerUnreachable, PeerRefused) as error:
             self._lost(lease, str(error))
 
     # -- what comes back ----------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fdasync.errors import DeadlineExceeded, PeerBusy, PeerRefused, PeerUnreachable
 from fdasync.pd.carriers import Carriers
+from fdasync.pd.messages import encode
 
 if TYPE_CHECKING:
     import asyncio
@@ -30,8 +31,33 @@ if TYPE_CHECKING:
 #: numbers of the regions that transports are opened with
 HOST_REGION = 0
 AUX_REGION = 1
-# a peer that takes nothing for so long is as good as gone: its link will say so
+# a peer that leaves no room for so long is as good as gone, unless it may be silent for longer
 _ROOM_S = 60.0
+#: of what waits for one peer to keep up; it holds small answers only: tokens merge where they come from
+BACKLOG_MESSAGES = 1 << 16
+BACKLOG_NBYTES = 16 << 20
+
+
+class _Backlog:
+    """What waits for room in a peer's window, in order; `over`: it became too much, and the session ends."""
+
+    __slots__ = ("messages", "nbytes", "over")
+
+    def __init__(self) -> None:
+        self.messages: deque[tuple[Message, int]] = deque()
+        self.nbytes = 0
+        self.over = False
+
+    def add(self, message: Message) -> bool:
+        """Keep it; False: that was too much."""
+        nbytes = len(encode(message))
+        self.messages.append((message, nbytes))
+        self.nbytes += nbytes
+        self.over = len(self.messages) > BACKLOG_MESSAGES or self.nbytes > BACKLOG_NBYTES
+        return not self.over
+
+    def drop_first(self) -> None:
+        self.nbytes -= self.messages.popleft()[1]
 
 
 class Site:
@@ -68,7 +94,7 @@ class Site:
         self.draining = False
         self._fail = fail
         self._tasks: dict[asyncio.Task[None], None] = {}
-        self._backlogs: dict[Peer, deque[Message]] = {}
+        self._backlogs: dict[Peer, _Backlog] = {}
 
     @property
     def regions(self) -> list[SharedRegion]:
@@ -107,36 +133,50 @@ class Site:
         return list(self._tasks)
 
     def tell(self, peer: Peer, message: Message) -> None:
-        """Send without waiting; what does not go now goes in order as soon as the peer keeps up, while it is up."""
-        backlog = self._backlogs.get(peer)
-        if backlog is not None:
-            backlog.append(message)
-            return
-        try:
-            peer.send(message)
-        except PeerBusy:
-            self._backlogs[peer] = deque([message])
-            self.start(self._catch_up(peer), f"backlog of {peer.name}")
-        except (PeerUnreachable, PeerRefused):
-            # its loss ends everything with it
-            return
+        """Send without waiting; what does not go now goes in order as soon as the peer keeps up, while it is up.
 
-    async def _catch_up(self, peer: Peer) -> None:
-        backlog = self._backlogs[peer]
+        The session of a peer for which too much waits ends: it is lost, and hears so.
+        """
+        backlog = self._backlogs.get(peer)
+        if backlog is None:
+            try:
+                peer.send(message)
+                return
+            except PeerBusy:
+                backlog = self._backlogs[peer] = _Backlog()
+                self.start(self._catch_up(peer, backlog), f"backlog of {peer.name}")
+            except (PeerUnreachable, PeerRefused):
+                # its loss ends everything with it
+                return
+        if not backlog.over and not backlog.add(message):
+            problem = f"{len(backlog.messages)} messages of {backlog.nbytes} bytes wait for it, more than are kept"
+            # not from within what it does to a lease or a request
+            self.loop.call_soon(self.guarded(lambda: self.links.give_up(peer, problem)))
+
+    async def _catch_up(self, peer: Peer, backlog: _Backlog) -> None:
         try:
-            while backlog:
-                await self.say(peer, backlog[0])
-                backlog.popleft()
-        except (PeerUnreachable, PeerRefused, DeadlineExceeded):
+            while backlog.messages:
+                await self.say(peer, backlog.messages[0][0])
+                backlog.drop_first()
+        except (PeerUnreachable, PeerRefused):
             return
         finally:
             del self._backlogs[peer]
 
     async def say(self, peer: Peer, message: Message, payload: bytes | memoryview | None = None) -> None:
-        """Send as soon as the peer keeps up. Raises PeerUnreachable, PeerRefused, DeadlineExceeded."""
+        """Send as soon as the peer keeps up. Raises PeerUnreachable, PeerRefused.
+
+        The session of a peer that leaves no room for long ends: nothing of it is left out.
+        """
         while True:
             try:
                 peer.send(message, payload)
                 return
             except PeerBusy:
-                await peer.room(_ROOM_S)
+                limit_s = max(_ROOM_S, 2 * self.links.config.router_lost_s if peer.role == "router" else 0.0)
+                try:
+                    await peer.room(limit_s)
+                except DeadlineExceeded:
+                    problem = f"it left no room for {limit_s:g} s"
+                    self.links.give_up(peer, problem)
+                    raise PeerUnreachable(peer.address or peer.name, problem) from None

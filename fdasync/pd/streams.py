@@ -126,7 +126,10 @@ class Streams:
     async def _wait(self, reader: _Reader) -> None:
         try:
             await reader.peer.room(_ROOM_S)
-        except (PeerUnreachable, PeerRefused, DeadlineExceeded):
+        except DeadlineExceeded:
+            # its link says when it is lost; until then all waits and merges
+            pass
+        except (PeerUnreachable, PeerRefused):
             return
         finally:
             reader.waits = False
