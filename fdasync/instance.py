@@ -174,7 +174,7 @@ class Instance:
             self._dispatch()
             site.carriers = self._carriers
             await self._carriers.open(site.regions)
-            site.links = self._links = Links(self._wire or ZmqWire(), self, self._link_config)
+            site.links = self._links = Links(self._wire or ZmqWire(on_doors=self._on_doors), self, self._link_config)
             self._news = News(site)
             self.address = self._links.listen(self._listen)
             self.engine.attend(self.perform, self._failed)
@@ -376,6 +376,9 @@ class Instance:
             self._news.remove(peer)
             self._lending.on_lost(peer, str(error))
             self._answers.on_lost(peer)
+
+    def _on_doors(self, address: str, problem: str) -> None:
+        self.engine.bus.publish(LinkChanged(peer=address, role="listener", up=not problem, problem=problem))
 
     def on_failure(self, error: Exception) -> None:
         self.engine.fail(error)

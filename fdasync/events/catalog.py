@@ -416,7 +416,8 @@ class LinkChanged(Told, frozen=True, kw_only=True):
     """A link to another instance or a router came about, or was lost.
 
     Attributes:
-        peer: its name; role: mixed, prefill, decode or router.
+        peer: its name; role: mixed, prefill, decode or router; "listener" where it is an address of ours, which is
+            closed for a moment when few file descriptors are left (`pd/zmq_doors.py`).
         problem: why it was lost.
     """
 

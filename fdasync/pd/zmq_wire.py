@@ -20,7 +20,8 @@ import zmq
 from fdasync.errors import ConfigError, ProtocolError
 from fdasync.pd.session import MAX_FRAME_NBYTES
 from fdasync.pd.wire import NAME_NBYTES, Frame, Pipe, Wire
-from fdasync.pd.zmq_address import FileId, check_address, check_free, keep_to_us, remove_file
+from fdasync.pd.zmq_address import check_address, check_free
+from fdasync.pd.zmq_doors import Doors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -107,16 +108,25 @@ class ZmqWire(Wire):
     Args:
         high_water: messages that are queued for one pipe, on either side, before `send` refuses more.
         max_frame_nbytes: a longer frame is not read; whoever sent it is disconnected by ZMQ.
+        on_doors: told with an address and a reason when it is closed for lack of file descriptors (`zmq_doors.py`), and
+            with "" when it is listened at again.
     """
 
-    def __init__(self, *, high_water: int = _HIGH_WATER, max_frame_nbytes: int = MAX_FRAME_NBYTES) -> None:
+    def __init__(
+        self,
+        *,
+        high_water: int = _HIGH_WATER,
+        max_frame_nbytes: int = MAX_FRAME_NBYTES,
+        on_doors: Callable[[str, str], None] | None = None,
+    ) -> None:
         self._high_water = high_water
         self._max_frame_nbytes = max_frame_nbytes
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._router: _Port | None = None
         self._inbound: dict[bytes, ZmqPipe] = {}
         self._dealers: dict[_Port, ZmqPipe] = {}
-        self._files: dict[str, FileId] = {}
+        self._on_doors = on_doors
+        self.doors: Doors | None = None
         self._name = b""
         self._dials = 0
         # pipes to those who dialed us that refused frames
@@ -162,14 +172,11 @@ class ZmqWire(Wire):
         if self._router is None:
             options: dict[int, int | bytes] = {zmq.ROUTER_MANDATORY: 1, zmq.ROUTER_HANDOVER: 1}
             self._router = self._port(zmq.ROUTER, self._read_router, options)
-        try:
-            self._router.sock.bind(address)
-        except zmq.ZMQError as error:
-            raise ConfigError("address", f"cannot listen at {address!r}: {error.strerror}") from None
-        if (file := keep_to_us(address)) is not None:
-            self._files[address] = file
+        if self.doors is None:
+            self.doors = Doors(self._router.sock, self._loop, self._on_doors)
+        actual = self.doors.listen(address)
         self._router.again()
-        return bytes(self._router.sock.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+        return actual
 
     def dial(self, address: str) -> Pipe:
         check_address(address)
@@ -235,8 +242,8 @@ class ZmqWire(Wire):
         for pipe in (*self._dealers.values(), *self._inbound.values()):
             pipe.closed = True
         # first, while nobody can take the address
-        for address, file in self._files.items():
-            remove_file(address, file)
+        if self.doors is not None:
+            self.doors.close()
         for port in ports:
             port.close(0)
         self._dealers.clear()
