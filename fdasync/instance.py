@@ -54,6 +54,7 @@ from fdasync.pd.messages import (
     Totals,
 )
 from fdasync.pd.news import News
+from fdasync.pd.shm import shm_problem
 from fdasync.pd.zmq_address import check_address, check_free
 from fdasync.pd.zmq_wire import ZmqWire
 from fdasync.registry import Registry
@@ -74,8 +75,6 @@ if TYPE_CHECKING:
     from fdasync.scheduler import SchedulerStats
     from fdasync.tokenizer import Tokenizer
 
-# in order of preference
-_AUTO = ("shm", "tcp")
 # as Hello says
 _NAME_CHARS = 256
 
@@ -92,6 +91,17 @@ def shape_of(capacity: Capacity) -> Shape:
     )
 
 
+def _auto(listen: str) -> tuple[tuple[str, ...], str]:
+    """The transports of an instance that names none, in order of preference, and what to say of them."""
+    if not listen.startswith("ipc://"):
+        # whoever can call it at all can reach a port
+        return ("shm", "tcp"), ""
+    problem = shm_problem()
+    if not problem:
+        return ("shm",), ""
+    return ("tcp",), f"blocks go over tcp, by a port that all users of this machine reach: no shared memory: {problem}"
+
+
 class Instance:
     """See the module.
 
@@ -101,12 +111,15 @@ class Instance:
         peers: addresses of decode instances to connect to at once; others are when a router names them.
         name: for people; default: where it listens.
         transport: how it reads blocks of others, and lets others read its own: the name of one in
-            `fdasync.transports`, or "auto" for shm, and tcp where that does not do.
+            `fdasync.transports`, or "auto": shm, and tcp besides where it listens at a tcp address itself, or instead
+            where memory cannot be shared. A tcp transport has a port on the loopback, open to all users of the machine
+            (who cannot read anything without its token); where it listens at an ipc address there is none otherwise.
         wire, transports, runner, tokenizer, store: objects instead of what the configuration names (tests).
 
     Attributes:
         engine: the engine; it may be used directly as well.
         address: where it listens, once entered.
+        notice: what its user should know of how blocks go, "" where there is nothing to say.
     """
 
     def __init__(
@@ -139,9 +152,11 @@ class Instance:
         self._name = name
         self._link_config = links
         self._wire = wire
+        self.notice = ""
         if transports is None:
             registry = Registry()
-            transports = [registry.make_transport(kind) for kind in (_AUTO if transport == "auto" else (transport,))]
+            kinds, self.notice = _auto(listen) if transport == "auto" else ((transport,), "")
+            transports = [registry.make_transport(kind) for kind in kinds]
         self._carriers = Carriers(transports)
         self._links: Links | None = None
         self._site: Site | None = None

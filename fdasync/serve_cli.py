@@ -36,8 +36,8 @@ _MAX_INSTANCES = 64
     default="auto",
     show_default=True,
     metavar="NAME",
-    help="How blocks come from other instances: shm (mapped memory), tcp, a plugin's name, or auto for whichever of the"
-    " first two works.",
+    help="How blocks come from other instances: shm (mapped memory), tcp (a loopback port), a plugin's name, or auto:"
+    " shm where that works, else tcp; both where --listen is a tcp address.",
 )
 @engine_options
 @click.option(

@@ -153,6 +153,8 @@ class _Service:
             f"ready at {ready.address} as {ready.name} ({ready.role}): {ready.model}, {ready.num_blocks} blocks of"
             f" {ready.block_tokens} tokens"
         )
+        if instance.notice:
+            self._voice.say(instance.notice)
         if metrics_port is not None:
             self._voice.say(f"metrics at http://127.0.0.1:{metrics_port}/metrics")
         fd = self._options.ready_fd

@@ -51,6 +51,20 @@ def test_wrong_addresses_and_names_are_refused_before_there_is_an_engine(options
     assert named in str(caught.value)
 
 
+@pytest.mark.parametrize(("listen", "problem", "names"), [
+    ("ipc://m0", "", ["shm"]),
+    ("ipc://m0", "no procfs", ["tcp"]),
+    ("tcp://127.0.0.1:0", "", ["shm", "tcp"]),
+    ("tcp://127.0.0.1:0", "no procfs", ["shm", "tcp"]),
+])  # fmt: skip
+def test_an_instance_that_only_its_user_can_call_opens_no_port(listen, problem, names, monkeypatch):
+    monkeypatch.setattr("fdasync.instance.shm_problem", lambda: problem)
+    instance = make(listen=listen, transports=None)
+    assert list(instance._carriers._transports) == names
+    assert ("no procfs" in instance.notice) == (names == ["tcp"])
+    assert make(listen=listen, transports=None, transport="tcp").notice == ""
+
+
 def test_the_longest_name_is_taken():
     make(name="n" * 256)
 

@@ -14,7 +14,7 @@ import uvloop
 from fdasync.cache.region import SharedRegion
 from fdasync.cache.store import Outcome
 from fdasync.errors import InvariantBroken
-from fdasync.pd.shm import ShmTransport
+from fdasync.pd.shm import ShmTransport, shm_problem
 from fdasync.pd.shm_peer import Peer
 from fdasync.testing.leaks import Resources
 from fdasync.testing.transport_bench import TransportHooks
@@ -39,6 +39,25 @@ async def refusal(regions=None, **fields) -> str:
         receiver.assert_only(before)
         assert (outcome.status, outcome.transient) == ("failed", False)
         return outcome.problem
+
+
+def test_whether_memory_can_be_shared_here(monkeypatch):
+    assert shm_problem() == ""
+    before = Resources.now()
+    monkeypatch.setattr("os.geteuid", lambda: 12345)
+    assert "not dumpable" in shm_problem()
+    monkeypatch.undo()
+
+    def refuse(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fdasync.pd.shm_peer.os.memfd_create", refuse)
+    assert "not implemented" in shm_problem()
+    monkeypatch.undo()
+    monkeypatch.setattr("fdasync.pd.shm_peer.mmap.mmap", refuse)
+    monkeypatch.setattr("fdasync.pd.shm_peer._opened", refuse)
+    assert "not implemented" in shm_problem()
+    assert Resources.now().left_since(before) == []
 
 
 @pytest.mark.both_loops

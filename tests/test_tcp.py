@@ -178,6 +178,47 @@ async def test_so_many_connections_and_no_more(monkeypatch):
             writer.close()
 
 
+async def test_strangers_take_no_place_from_who_has_the_token():
+    async with Hooks().sides() as (sender, receiver):
+        server = sender.transport._server
+        strangers = [await dial(sender) for _ in range(tcp_server.MAX_STRANGERS + 6)]
+        await asyncio.sleep(0.05)
+        assert server.drops["stranger"] == 6
+        # the oldest made room
+        assert all([await hung_up(*stranger) for stranger in strangers[:6]])
+        assert await receiver.take(sender.source, [receiver.wanted(sender, "a", 100)]) == ["done"]
+        assert len(server) == tcp_server.MAX_STRANGERS
+        # and the next ones none of those who greeted
+        strangers += [await dial(sender) for _ in range(tcp_server.MAX_STRANGERS)]
+        (connection,) = [each for each in server._connections if each not in server._strangers]
+        assert await receiver.take(sender.source, [receiver.wanted(sender, "b", 100)]) == ["done"]
+        assert connection in server._connections
+        for _, writer in strangers:
+            writer.close()
+
+
+async def test_who_does_not_greet_in_time_goes_however_busy_it_is(monkeypatch):
+    monkeypatch.setattr(tcp_server, "_GREET_S", 0.2)
+    hooks = Hooks()
+    hooks.make = lambda: TcpTransport(stuck_s=30.0)
+    async with hooks.sides() as (sender, receiver):
+        server = sender.transport._server
+        assert await receiver.take(sender.source, [receiver.wanted(sender, "a", 100)]) == ["done"]
+        ends = [await dial(sender)]
+        _, writer = ends[0]
+        await asyncio.sleep(0.1)
+        ends.append(await dial(sender, MAGIC))
+        writer.write(MAGIC[:4])
+        await asyncio.sleep(0.15)
+        assert (server.drops["stranger"], len(server)) == (1, 2)
+        await asyncio.sleep(0.15)
+        assert (server.drops["stranger"], len(server)) == (2, 1)
+        assert server.drops["stuck"] == 0
+        assert server._timer is None
+        for _, writer in ends:
+            writer.close()
+
+
 async def test_without_fds_it_waits_and_does_not_spin():
     async with Hooks().sides() as (sender, receiver):
         server = sender.transport._server

@@ -45,6 +45,25 @@ if TYPE_CHECKING:
     from fdasync.pd.transport import Receipt
 
 
+def shm_problem() -> str:
+    """Why other processes of this user cannot map memory of ours; "" if they can, as far as we can tell."""
+    token = os.urandom(TOKEN_NBYTES)
+    try:
+        if os.lstat(f"/proc/{os.getpid()}").st_uid != os.geteuid():  # blocking: procfs, microseconds
+            return "other processes of this user may not look into this one (it is not dumpable)"
+        fd = make_identity(token, ())
+    except OSError as error:
+        return str(error)
+    try:
+        found = Peer.map(Source(boot_id(), os.getpid(), ((fd, IDENTITY_NBYTES),), token, ""))
+    finally:
+        os.close(fd)
+    if isinstance(found, Peer):
+        found.close()
+        return ""
+    return found.problem
+
+
 class ShmTransport(Transport):
     """See the module.
 

@@ -2,7 +2,9 @@
 
 Bytes go from the regions into the kernel as they lie, at most a slice in one callback, so that receivers take turns.
 Nothing is read from a region that is not on offer at that moment. Who does not greet, asks for half a thing or
-does not take what it asked for is dropped at a deadline. Knows no receipts and no calls. Made by `TcpTransport`.
+does not take what it asked for is dropped at a deadline. Every process of the machine can connect: *strangers*, who
+have not greeted with the token yet, have few places and little time, and take none from those who have. Knows no
+receipts and no calls. Made by `TcpTransport`.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ if TYPE_CHECKING:
     from fdasync.cache.region import SharedRegion
     from fdasync.pd.receipts import Offers
 
+#: of those who greeted, and of those who did not yet: the oldest of these makes room
 MAX_CONNECTIONS = 64
+MAX_STRANGERS = 64
+_GREET_S = 1.0
 _BACKLOG = 64
 _ACCEPTS_PER_TURN = 8
 # what stands in for bytes of a run that was withdrawn in the middle of its reply: its checksum will be wrong
@@ -63,8 +68,11 @@ class Server:
         self.regions = regions
         self.offers = offers
         self.stuck_s = stuck_s
-        self.drops = {"full": 0, "protocol": 0, "stuck": 0}
+        self.drops = {"full": 0, "protocol": 0, "stranger": 0, "stuck": 0}
         self._connections: dict[ServerConnection, None] = {}
+        # until when each has to greet, in the order in which they came
+        self._strangers: dict[ServerConnection, float] = {}
+        self._timer: asyncio.TimerHandle | None = None
         self._paused = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._sock = socket.socket(family, socket.SOCK_STREAM)
@@ -93,17 +101,37 @@ class Server:
                 self.loop.remove_reader(self._sock.fileno())
                 self._paused = True
                 return
-            if len(self._connections) >= MAX_CONNECTIONS:
-                self.drops["full"] += 1
-                sock.close()
-                continue
-            self._connections[ServerConnection(self, sock)] = None
+            if len(self._strangers) >= MAX_STRANGERS:
+                self.drop(next(iter(self._strangers)), "stranger")
+            connection = ServerConnection(self, sock)
+            self._connections[connection] = None
+            self._strangers[connection] = self.loop.time() + _GREET_S
+            if self._timer is None:
+                self._timer = self.loop.call_later(_GREET_S, self._drop_strangers)
+
+    def _drop_strangers(self) -> None:
+        """Those whose time is over."""
+        self._timer = None
+        now = self.loop.time()
+        for connection in [each for each, until in self._strangers.items() if until <= now]:
+            self.drop(connection, "stranger")
+        if self._strangers:
+            self._timer = self.loop.call_at(next(iter(self._strangers.values())), self._drop_strangers)
+
+    def greeted(self, connection: ServerConnection) -> bool:
+        """It has shown the token. False: there are too many who did, and it was dropped."""
+        del self._strangers[connection]
+        if len(self._connections) - len(self._strangers) <= MAX_CONNECTIONS:
+            return True
+        self.drop(connection, "full")
+        return False
 
     def drop(self, connection: ServerConnection, why: str = "") -> None:
         """End a connection, counted unless it ended in order."""
         if connection not in self._connections:
             return
         del self._connections[connection]
+        self._strangers.pop(connection, None)
         connection.close()
         if why:
             self.drops[why] += 1
@@ -123,6 +151,8 @@ class Server:
             self._sock.close()
         for connection in list(self._connections):
             self.drop(connection)
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 class ServerConnection:
@@ -193,6 +223,8 @@ class ServerConnection:
                 check_greeting(self._unread[:GREETING_NBYTES], self._server.token)
                 del self._unread[:GREETING_NBYTES]
                 self._greeted = True
+                if not self._server.greeted(self):
+                    return
             self._replies.extend(read_requests(self._unread, MAX_REQUESTS - len(self._replies)))
         except ProtocolError:
             self._server.drop(self, "protocol")
