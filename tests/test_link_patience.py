@@ -112,6 +112,26 @@ def test_a_connection_that_came_back_is_forgotten():
     run_sim(main())
 
 
+def test_a_connection_that_was_cut_before_our_loop_stood_still_is_looked_at_once_more():
+    async def main():
+        world = world_of_a_router()
+        await world.connect()
+        world.network.freeze(world.wire_a)
+        world.links_a._timer.cancel()
+        await asyncio.sleep(10.0)
+        world.wire_a.dead = True
+        await asyncio.sleep(1.0)
+        assert world.b.up[0].pipe.is_cut
+        world.wire_a.dead = False
+        asyncio.get_running_loop()._now_ns += 5 * 10**9
+        await asyncio.sleep(2.0)
+        assert not world.b.up[0].pipe.is_cut
+        assert world.b.log == ["up a"]
+        await world.aclose()
+
+    run_sim(main())
+
+
 @pytest.mark.parametrize("role", ["mixed", "router"])
 def test_a_peer_that_goes_on_talking_and_acknowledges_nothing_is_lost(role):
     async def main():

@@ -259,6 +259,17 @@ async def test_what_is_sent_under_a_lease_that_is_over_comes_back(stage):
 
 
 @played
+async def test_a_hand_over_whose_lease_ends_while_its_checksums_are_made_shows_nothing(stage):
+    await stage.grant()
+    stage.hand()
+    stage.asking.give_up(GiveUpLease(1, 0, "d0"))
+    event = only(await stage.settle())
+    assert (type(event), event.offer, event.taken) == (HandedOver, 8, False)
+    assert stage.d0.take(HandOff) == []
+    assert stage.carriers.on_offer == [], "it can be read, and nobody takes it back"
+
+
+@played
 async def test_a_sample_that_ended_in_the_same_turn_is_not_handed_over(stage):
     await stage.grant()
     del stage.samples[1]

@@ -116,6 +116,17 @@ async def test_identities_of_a_long_prompt_are_checked_in_slices_to_the_last(sta
 
 
 @played
+async def test_a_question_whose_asker_is_lost_while_it_is_checked_takes_no_room(stage):
+    long = stage.question(tokens=[number % 200 for number in range(4 * 1000)])
+    stage.lending.on_ask(stage.p0, long)
+    stage.p0.is_up = False
+    stage.lending.on_lost(stage.p0, "gone")
+    assert await stage.settle() == []
+    assert stage.taken == []
+    assert len(stage.lending._book) == 0
+
+
+@played
 async def test_what_the_door_refuses_is_denied_for_good_or_for_now(stage):
     for refusal, for_good in (
         (BadInput("prompt", "too long"), True),

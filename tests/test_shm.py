@@ -14,8 +14,10 @@ import uvloop
 from fdasync.cache.region import SharedRegion
 from fdasync.cache.store import Outcome
 from fdasync.errors import InvariantBroken
+from fdasync.pd.messages import Source
+from fdasync.pd.receipts import boot_id
 from fdasync.pd.shm import ShmTransport, shm_problem
-from fdasync.pd.shm_peer import Peer
+from fdasync.pd.shm_peer import IDENTITY_NBYTES, Peer, make_identity
 from fdasync.testing.leaks import Resources
 from fdasync.testing.transport_bench import TransportHooks
 from fdasync.testing.transport_process import SenderProcess
@@ -97,6 +99,42 @@ def test_only_sealed_shared_memory_is_mapped(tmp_path):
     finally:
         for fd in [*held, loose]:
             os.close(fd)
+
+
+def test_a_file_of_a_disk_is_looked_at_and_never_opened(tmp_path, monkeypatch):
+    # it may be far away, and take its time
+    path = tmp_path / "file"
+    path.write_bytes(bytes(4096))
+    opened, open_ = [], os.open
+
+    def spy(name, flags, *more):
+        opened.append(flags & os.O_PATH)
+        return open_(name, flags, *more)
+
+    with path.open("rb") as file:
+        source = Source(boot_id(), os.getpid(), ((file.fileno(), 4096),), bytes(16), "")
+        monkeypatch.setattr("fdasync.pd.shm_peer.os.open", spy)
+        found = Peer.map(source)
+        monkeypatch.undo()
+    assert "not shared memory" in found.problem
+    assert opened == [os.O_PATH]
+
+
+def test_a_frozen_page_of_something_else_is_no_identity():
+    token = b"t" * 16
+    fds = [make_identity(token, ())]
+    try:
+        for first in (b"fdasync-blocks-2", b"x" * 16):
+            fds.append(os.memfd_create("other", os.MFD_ALLOW_SEALING))
+            os.pwrite(fds[-1], (first + token).ljust(IDENTITY_NBYTES, b"\0"), 0)
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+            fcntl.fcntl(fds[-1], fcntl.F_ADD_SEALS, seals)
+        found = [Peer.map(Source(boot_id(), os.getpid(), ((fd, IDENTITY_NBYTES),), token, "")) for fd in fds]
+    finally:
+        for fd in fds:
+            os.close(fd)
+    assert isinstance(found[0], Peer)
+    assert all("another process" in other.problem for other in found[1:])
 
 
 async def test_an_fd_that_is_used_again_is_seen():

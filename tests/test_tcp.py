@@ -14,10 +14,12 @@ import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fdasync.cache.store import Part
+from fdasync.cache.store import Outcome, Part
 from fdasync.errors import BadInput
 from fdasync.pd import tcp_server
+from fdasync.pd.calls import Calls
 from fdasync.pd.tcp import TcpTransport
+from fdasync.pd.tcp_job import RUN_NBYTES, Job
 from fdasync.pd.tcp_wire import (
     GREETING_NBYTES,
     MAGIC,
@@ -33,6 +35,7 @@ from fdasync.pd.tcp_wire import (
     pack_request,
     parse_address,
 )
+from fdasync.pd.transport import Receipt
 from fdasync.testing.transport_bench import TransportHooks
 
 REPLY = struct.Struct("<QII")
@@ -302,6 +305,19 @@ async def test_nobody_listens():
         source = msgspec.structs.replace(sender.source, address=f"127.0.0.1:{port}")
         (outcome,) = await receiver.start(source, [receiver.wanted(sender, "a", 100_000)])
         assert (outcome.status, outcome.transient) == ("failed", True)
+
+
+async def test_of_a_receipt_whose_outcome_is_known_no_more_is_asked_for():
+    async with Hooks().sides() as (sender, receiver):
+        ours = tuple([receiver.part(3 * RUN_NBYTES) for _ in range(2)])
+        theirs, sums = sender.block("a", 3 * RUN_NBYTES)
+        receipts = [Receipt(theirs * 2, ours, sums * 2), Receipt(theirs, ours[:1], sums)]
+        job = Job(Calls().start(b"", asyncio.get_running_loop().time() + 9.0), receipts, [None, None], receiver.regions)
+        first = next(job.runs)
+        assert (first.place, first.part, first.start) == (0, 0, 0)
+        # its bytes were wrong, say
+        job.outcomes[0] = Outcome("damaged", "checksum")
+        assert [(run.place, run.part, run.start // RUN_NBYTES) for run in job.runs] == [(1, 0, 0), (1, 0, 1), (1, 0, 2)]
 
 
 @contextlib.asynccontextmanager

@@ -319,7 +319,7 @@ class Asking:
 
     def leases(self, peer: Peer) -> tuple[LeaseName, ...]:
         """What a peer is told with each heartbeat: these are still wanted."""
-        return tuple([lease.name for lease in self._by_name.values() if lease.peer is peer and lease.told])
+        return tuple([lease.name for lease in self._by_name.values() if lease.peer is peer])
 
     def give_up_all(self, reason: str) -> None:
         """Tell all others that nothing more comes."""
