@@ -341,7 +341,8 @@ class Instance:
             stats.queued_tokens,
             stats.running,
             stats.leased,
-            stats.free_blocks + stats.idle_blocks,
+            # what is promised to leases is as good as taken; more may be promised than is free at once
+            max(stats.free_blocks + stats.idle_blocks - stats.reserved_blocks, 0),
             stats.num_blocks,
             self._totals(stats),
         )

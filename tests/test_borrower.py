@@ -111,6 +111,80 @@ def test_work_ahead_at_a_silent_instance_costs_the_others_nothing():
     assert turned.starts == [4]
 
 
+def unbegun(table):
+    """Tokens that are leased and not begun."""
+    return sum(errand.tokens for errand in table.scheduler.borrower._granted.values() if not errand.begun)
+
+
+def busy(rules):
+    """Nothing can begin on it before request 900 has ended."""
+    table = PdTable({"asks_per_peer": 8, **rules}, num_blocks=8, max_step_tokens=64)
+    table.turn(table.request(900, far(90, 24), 8))
+    return table
+
+
+def test_what_slow_instances_grant_together_is_no_more_work_ahead_than_one_may_grant():
+    table = busy({"ahead_tokens": 20})
+    table.turn(*[event for key in range(8) for event in table.errand(key, far(key), (f"d{key % 4}",))])
+    # nobody has answered anything yet: a silent one must not hold the others up
+    assert len(table.asks) == 8
+    table.now += 1
+    # the youngest are granted first
+    for group in reversed(range(8)):
+        table.turn(table.granted(group))
+        assert unbegun(table) <= 20
+    # and the oldest stay
+    assert sorted(table.scheduler.borrower._granted) == [0, 1]
+    assert sorted(give.group for give in table.given_up) == [2, 3, 4, 5, 6, 7]
+    for _ in range(200):
+        if len(table.finished) == 9:
+            break
+        table.now += 0.02
+        answers = [table.granted(group) for group, _ in list(table.asks)]
+        steps = [table.done()] if table.flying else []
+        copies = [table.copied() for _ in list(table.copies)]
+        taken = [table.sent() for _ in list(table.offers)] + [table.handed() for _ in list(table.hands)]
+        table.turn(*answers, *steps, *copies, *taken, table.timer(table.now))
+        assert unbegun(table) <= 20
+    assert {table.finished[key].reason for key in range(8)} == {"handed_over"}
+    assert table.is_empty()
+
+
+def test_one_longer_request_is_not_given_back():
+    table = busy({"ahead_tokens": 8})
+    table.turn(*table.errand(0, far(0), ("d0",)), *table.errand(1, far(1, 4), ("d1",)))
+    table.turn(table.granted(0))
+    assert table.given_up == []
+    table.turn(table.granted(1))
+    assert [give.group for give in table.given_up] == [1]
+    assert asked(table.turn()) == []
+
+
+def test_questions_at_instances_that_answer_promptly_count_for_the_others():
+    table = PdTable({"ahead_tokens": 20}, max_step_tokens=64)
+    table.turn(*table.errand(0, far(0), ("d0",)))
+    table.turn(table.denied(0))
+    both = [event for key in (1, 2) for event in table.errand(key, far(key), ("d0",))]
+    turned = table.turn(*both, *table.errand(3, far(3), ("d1",)))
+    # d0 may grant all that may be ahead, and is about to
+    assert asked(turned) == [(1, "d0"), (2, "d0")]
+    # one begins at once
+    assert asked(table.turn(table.granted(1))) == [(3, "d1")]
+
+
+def test_who_was_prompt_and_falls_silent_costs_the_others_a_moment():
+    table = PdTable({"ahead_tokens": 20}, max_step_tokens=64)
+    table.turn(*table.errand(0, far(0), ("d0",)))
+    table.turn(table.granted(0))
+    both = [event for key in (1, 2) for event in table.errand(key, far(key), ("d0",))]
+    turned = table.turn(*both, *table.errand(3, far(3), ("d1",)))
+    assert asked(turned) == [(1, "d0"), (2, "d0")]
+    # nothing else happens: it looks again by itself
+    assert turned.wakes[-1].time == pytest.approx(table.now + 0.05)
+    table.now += 0.051
+    assert asked(table.turn(table.timer(table.now))) == [(3, "d1")]
+
+
 def test_a_silent_instance_is_probed_one_question_at_a_time():
     table = PdTable({"asks_per_peer": 8, "ahead_tokens": 10_000})
     ask_all(table, 3)
@@ -182,7 +256,10 @@ def test_an_instance_that_will_never_have_room_is_not_asked_again():
     table.now += 1
     assert asked(table.turn(table.timer(table.now))) == [(1, "d1")]
     turned = table.turn(table.denied(1, -1.0, "too big"))
-    assert (turned.finish.reason, turned.finish.note) == ("never_lease", "d1: too big")
+    assert (turned.finish.reason, turned.finish.note) == (
+        "never_lease",
+        "no instance can ever have room for it; d0: no; d1: too big",
+    )
     assert of(turned, GiveUpLease) == []
     assert table.is_empty()
 
@@ -196,6 +273,36 @@ def test_nobody_is_looked_for_longer_than_that():
     assert [(end.key, end.reason) for end in turned.finishes] == [(1, "no_lease"), (2, "no_lease")]
     assert "within 2 s" in turned.finishes[0].note
     assert table.is_empty()
+
+
+def test_the_end_of_a_search_says_what_each_instance_said_last():
+    table = PdTable({"find_s": 2.0})
+    table.turn(*table.errand(1, A, ("d0", "d1", "d2", "d3")))
+    table.turn(table.denied(1, 0.2, "it is full"))
+    table.turn(table.denied(1, -1.0, "9 KV blocks are needed, it has 8"))
+    table.turn(table.denied(1, 0.2, "it has other weights"))
+    table.turn(table.silent(1))
+    table.now = 2.0
+    table.turn(table.timer(2.0))
+    table.turn(table.denied(1, 0.2, "it has other weights"))
+    table.turn(table.denied(1, 0.2, "it has other weights"))
+    table.turn(table.silent(1))
+    table.now = 3.0
+    turned = table.turn(table.timer(3.0))
+    assert turned.finish.note == (
+        "no instance had room for it within 2 s; d1: 9 KV blocks are needed, it has 8; "
+        "d0, d2: it has other weights; d3: silence"
+    )
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_an_answer_at_the_end_of_the_search_is_told_too(late):
+    table = PdTable({"find_s": 2.0})
+    table.turn(*table.errand(1, A, ("d0",)))
+    table.now = 3.0
+    events = [table.denied(1, 0.2, "w" * 5000), table.timer(3.0)]
+    turned = table.turn(*(events if late else reversed(events)))
+    assert turned.finish.note == "no instance had room for it within 2 s; d0: " + "w" * 300
 
 
 def test_the_end_of_the_search_and_of_a_pause_in_one_turn_ask_nobody():

@@ -18,6 +18,7 @@ from fdasync.pd.router import Router
 from fdasync.testing import synthetic_config
 from fdasync.testing.loop import run_sim
 from fdasync.testing.network import SimNetwork
+from fdasync.testing.sim_transport import SimFabric, SimFaults, SimTransport
 
 BRIEF = SamplingParams(max_tokens=8)
 LONG = SamplingParams(max_tokens=40)
@@ -113,6 +114,33 @@ def test_another_block_size_is_told_by_name_and_another_number_of_blocks_fits():
         assert caught.value.field == "shape.block_tokens"
         assert "has 4" in str(caught.value)
         assert "has 8" in str(caught.value)
+
+    run_sim(main())
+
+
+# -- what it says of itself
+
+
+def test_room_that_is_promised_to_leases_is_not_free_for_the_router():
+    async def main():
+        network, fabric = SimNetwork(Random(1)), SimFabric(Random(2), SimFaults())
+        d = make(
+            network, 1, role="decode", runner={"num_blocks": 16, "block_tokens": 4}, transports=[SimTransport(fabric)]
+        )
+        slow = {"num_blocks": 16, "block_tokens": 4, "step_s": 5.0}
+        p = make(network, 0, role="prefill", runner=slow, transports=[SimTransport(fabric)])
+        async with d, p:
+            assert d.status().free_blocks == 16
+            async with Router([p.address, d.address], wire=network.wire("router"), seed=1) as router:
+                task = asyncio.ensure_future(router.complete(range(50), BRIEF))
+                await asyncio.sleep(2.0)
+                # 12 full blocks and an open one are leased, and none of them has been offered yet
+                assert d.engine.stats().scheduler.free_blocks == 16
+                assert d.status().free_blocks == 3
+                (told,) = [one.status for one in router.stats().instances if one.address == d.address]
+                assert told.free_blocks == 3
+                assert len((await task).token_ids) == 8
+                assert d.status().free_blocks == 16
 
     run_sim(main())
 

@@ -223,6 +223,20 @@ def test_renewals_do_not_help_against_the_total_deadline():
     assert table.is_empty()
 
 
+def test_no_lease_lasts_longer_than_the_rules_of_who_gives_it():
+    table = PdTable({"max_ttl_s": 6.0, "max_total_s": 9.0})
+    table.turn(table.lease(1, range(9), ttl_s=1e9, total_s=1e9), table.lease(2, far(2), ttl_s=1e9, total_s=1e9))
+    table.now = 6.9
+    assert table.turn(table.renewed(2)).finishes == []
+    table.now = 7.3
+    assert of(table.turn(table.timer(7.3)), DropLease) == [DropLease(1, "it was not renewed for 6 s")]
+    table.now = 9.9
+    assert table.turn(table.renewed(2)).finishes == []
+    table.now = 10.3
+    assert of(table.turn(table.timer(10.3)), DropLease) == [DropLease(2, "it was not handed over in time")]
+    assert table.is_empty()
+
+
 def test_the_timer_looks_again_as_long_as_there_are_leases():
     table = PdTable()
     table.turn(table.lease(1, range(9)))

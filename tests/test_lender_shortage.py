@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from random import Random
-
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fdasync.actions import AnswerLease
+from tests.helpers import case_settings
 from tests.pd_helpers import PdTable, of
+from tests.pressure import Pressure
 
 
 def test_who_starts_midway_and_is_preempted_is_computed_again_here():
@@ -62,45 +64,38 @@ def test_it_goes_on_when_the_lease_ends():
     assert table.is_empty()
 
 
-def serve(table, prompts, seen):
-    """Everything of the leases that were granted since so many answers arrives; returns how many there are now."""
-    while seen < len(table.answered):
-        answer = table.answered[seen]
-        seen += 1
-        if answer.verdict == "granted":
-            table.arrive(answer.group, prompts[answer.group], prefix=answer.prefix_blocks)
-    return seen
+# (blocks, lanes, live requests, tokens of prompts and of outputs, how long an output may be)
+PRESSED = {
+    "outputs beyond prompts": (40, 16, 48, (4, 9), (20, 30), 0),
+    "outputs of any length": (300, 64, 96, (8, 16), (8, 120), 128),
+}
 
 
-def burst(reserve: int) -> tuple[int, int]:
-    """Sixty requests that others prefilled, all at once, on few blocks: how often somebody was preempted, and in how
-    many steps all was done."""
-    table = PdTable(
-        {"line": 100, "age_s": 1e9, "beyond_running": 0}, num_blocks=40, num_host_blocks=200, max_running=16,
-        max_step_tokens=32, decode_reserve_blocks=reserve,
-    )  # fmt: skip
-    random = Random(1)
-    prompts = {}
-    for key in range(60):
-        prompts[key] = range(100 * key, 100 * key + random.randint(4, 9))
-        table.turn(table.lease(key, prompts[key], random.randint(20, 30), total_s=1e9, ttl_s=1e9))
-    seen = 0
-    for _ in range(5000):
-        if len(table.finished) == 60:
-            return table.stats.preemptions, table.stats.steps
-        seen = serve(table, prompts, seen)
-        steps = [table.done()] if table.flying else []
-        table.turn(*steps, *[table.copied() for _ in list(table.copies)])
-    raise AssertionError("it does not end")
+def pressed(name: str, reserve: int, ends: int = 300) -> Pressure:
+    """More requests than there is room for, one coming for each that ends."""
+    blocks, lanes, live, prompt, output, limit = PRESSED[name]
+    site = Pressure(
+        {"age_s": 2.0}, num_blocks=blocks, max_running=lanes, max_step_tokens=64, decode_reserve_blocks=reserve
+    )
+    while len(site.table.finished) < ends:
+        while site.live < live:
+            site.lease(site.random.randint(*prompt), site.random.randint(*output), limit)
+        site.step()
+        assert site.seconds < 600, "it does not end"
+    return site
 
 
-def test_the_reserve_prevents_a_storm_of_preemptions_and_blocks_nobody_for_long():
-    (storm, storm_steps), (calm, calm_steps) = burst(0), burst(2)
-    assert storm > 40
-    # bounded by a quarter of the device, it halves them
-    assert calm <= storm * 0.55
-    # and nobody waits for long for room that stands empty
-    assert calm_steps < storm_steps * 1.05
+@pytest.mark.parametrize("name", PRESSED)
+def test_the_reserve_prevents_storms_of_preemptions_and_blocks_nobody(name):
+    storm, calm = pressed(name, 0), pressed(name, 2)
+    assert storm.preempted_each > 0.9
+    assert calm.preempted_each < 0.5
+    assert calm.preempted_each < 0.45 * storm.preempted_each
+    # room that stands empty costs less than a tenth of what gets done
+    assert calm.goodput > 0.92 * storm.goodput
+    # and of what the last of them waits for
+    waits = [max(site.granted[key] - site.asked[key] for key in site.granted) for site in (storm, calm)]
+    assert waits[1] < 1.2 * waits[0]
 
 
 def test_the_reserve_is_never_more_than_a_request_can_still_need():
@@ -122,24 +117,116 @@ def test_the_reserve_counts_what_those_who_decode_will_need_next():
     assert [answer.verdict for answer in of(turned, AnswerLease)] == ["granted"]
 
 
+# -- nobody waits for ever
+
+
+def small_lease(site):
+    site.lease(site.random.randint(3, 7), site.random.randint(4, 12))
+
+
+def small_local(site):
+    site.local(site.random.randint(3, 7), site.random.randint(4, 12))
+
+
+def either(site):
+    (small_lease if site.random.random() < 0.5 else small_local)(site)
+
+
+STREAMS = {"leases": small_lease, "own": small_local, "both": either}
+
+
+def crowded(depth: int = 1, reserve: int = 2, lanes: int = 8, seed: int = 1, beyond: int = 64) -> Pressure:
+    rules = {"age_s": 2.0, "beyond_running": beyond}
+    config = {"num_blocks": 16, "max_running": lanes, "max_step_tokens": 32, "pipeline_depth": depth}
+    return Pressure(rules, seed, **config, decode_reserve_blocks=reserve)
+
+
+def flood(site: Pressure, more, seconds: float, live: int = 10) -> None:
+    """Small ones keep coming for so long."""
+    until = site.seconds + seconds
+    while site.seconds < until:
+        while site.live < live:
+            more(site)
+        site.step()
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize("big", ["lease", "local"])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_many_small_leases_and_one_big_one_all_get_through(depth):
-    table = PdTable({"age_s": 1.0}, num_blocks=12, num_host_blocks=64, max_step_tokens=32, pipeline_depth=depth)
-    prompts = {key: range(100 * key, 100 * key + 6) for key in range(1, 30)}
-    prompts[0] = range(5000, 5038)
-    seen = 0
-    arrivals = [1, 2, 0, *range(3, 30)]
-    for _ in range(2000):
-        if len(table.finished) == 30:
-            break
-        table.now += 0.1
-        events = [table.lease(key, prompts[key], 5, ttl_s=1e6, total_s=1e6) for key in arrivals[:1]]
-        del arrivals[:1]
-        steps = [table.done()] if table.flying else []
-        table.turn(*events, *steps, *[table.copied() for _ in list(table.copies)])
-        seen = serve(table, prompts, seen)
-    order = [answer.group for answer in table.answered if answer.verdict == "granted"]
-    assert sorted(order) == list(range(30))
-    # it aged, and was not passed by all of those who came later
-    assert order.index(0) < 25
-    assert table.is_empty()
+def test_a_big_one_gets_room_soon_however_many_small_ones_come(big, stream, depth):
+    site = crowded(depth)
+    flood(site, STREAMS[stream], 1.0)
+    key = getattr(site, big)(54, 4)
+    flood(site, STREAMS[stream], 20.0)
+    assert site.table.finished[key].reason == "length"
+    # it ages, and those that have room end
+    assert site.waits[key] < 2.0 + 1.5
+    # the others go on
+    assert len(site.table.finished) > 150
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize("output", [24, 40])
+def test_who_is_preempted_comes_back_soon_however_many_small_ones_come(stream, output):
+    for seed in range(4):
+        site = crowded(seed=seed, reserve=0)
+        flood(site, STREAMS[stream], 1.0)
+        key = site.lease(18, output)
+        flood(site, STREAMS[stream], 30.0)
+        assert site.table.stats.preemptions > 5
+        assert site.table.finished[key].reason == "length"
+        assert max(site.waits.values()) < 2.0 + 2.0
+
+
+@pytest.mark.parametrize("big", ["lease", "local"])
+def test_lanes_are_given_in_the_same_order(big):
+    site = crowded(lanes=2)
+    flood(site, small_lease if big == "local" else small_local, 1.0, live=6)
+    key = getattr(site, big)(5, 4)
+    flood(site, small_lease if big == "local" else small_local, 20.0, live=6)
+    assert site.table.finished[key].reason == "length"
+    assert site.waits[key] < 2.0 + 1.5
+
+
+@given(st.integers(0, 1 << 20), st.sampled_from([1, 2]), st.integers(0, 2), st.integers(2, 8))
+@case_settings(15)
+def test_nobody_waits_longer_than_all_that_is_older_takes(seed, depth, reserve, lanes):
+    site = crowded(depth, reserve, lanes, seed, beyond=seed % 9)
+    random = site.random
+    keys = []
+    for _ in range(6):
+        flood(site, STREAMS[random.choice(list(STREAMS))], 2.0, live=random.randint(2, 10))
+        big = site.lease if random.random() < 0.5 else site.local
+        keys.append(big(random.randint(8, 50), random.randint(2, 14)))
+    flood(site, either, 10.0, live=8)
+    # of a few big ones, one after the other, each a second at most, and small ones
+    assert max(site.waits.values()) < 2.0 + 6.0
+    assert all(key in site.table.finished for key in keys)
+    while site.live:
+        site.step()
+    assert site.table.is_empty()
+
+
+def test_a_higher_priority_goes_before_one_that_has_aged():
+    table = PdTable({"age_s": 2.0}, num_blocks=8, max_step_tokens=64)
+    table.turn(table.request(1, range(100, 120), 8))
+    table.turn(table.request(2, range(200, 220), 2))
+    table.turn(table.done())
+    table.now += 3
+    turned = table.turn(table.lease(5, range(300, 303)), table.lease(6, range(400, 403), priority=1))
+    assert sorted((answer.group, answer.verdict) for answer in of(turned, AnswerLease)) == [
+        (5, "queued"), (6, "granted"),
+    ]  # fmt: skip
+
+
+def test_who_waits_for_something_else_than_room_holds_nobody_up():
+    table = PdTable({"age_s": 2.0}, num_blocks=8, max_step_tokens=64)
+    table.turn(*table.errand(1, range(9), ("d0",)), table.request(2, range(100, 112), 8))
+    table.turn(table.request(3, range(200, 220), 2))
+    table.turn(table.done())
+    table.now += 3
+    # number 3 has aged and finds no room; number 1 waits for an answer
+    turned = table.turn(table.lease(5, range(300, 303)))
+    assert [answer.verdict for answer in of(turned, AnswerLease)] == ["queued"]
+    turned = table.turn(table.abort(3))
+    assert [answer.verdict for answer in of(turned, AnswerLease)] == ["granted"]

@@ -2,8 +2,10 @@
 
 A group of samples is one *errand*. It is admitted once an instance has granted a lease, and not before: P holds no
 block while it waits for D, and a D that does not answer costs the errands of other D's nothing. Asks are bounded per
-instance and overall; `ahead_tokens` bounds the work that is leased and not begun, so that D's memory does not wait on
-our queue. Where a lease is lost before any hand-over, another one is looked for, and what was computed is sent there.
+instance (`asks_per_peer`) and overall (`asks`); `ahead_tokens` bounds the work that is leased and not begun, so that
+D's memory does not wait on our queue. What was asked counts too, at its own D, and at the others as long as this D
+answers promptly; where D's that were slow grant more than that together, the youngest leases are given back. Where a
+lease is lost before any hand-over, another one is looked for, and what was computed is sent there.
 
 Pure. Called by `core.py` and `planner.py`; `shipper.py` sends the blocks, `pd/asking.py` carries the questions. The
 other side is `lender.py`.
@@ -33,6 +35,11 @@ if TYPE_CHECKING:
 
 _RETRY_MIN_S = 0.05
 _RETRY_MAX_S = 1.0
+# whoever has said nothing for so long while it was asked something holds no other instance's questions up
+_PROMPT_S = 0.05
+# of what one instance said, in the words that a caller gets
+_REASON_CHARS = 300
+_WHY_CHARS = 2000
 # in place of an attempt: the time to find room is over
 _STOP = -2
 
@@ -56,6 +63,7 @@ class Borrower:
         self._asks: dict[tuple[int, int], tuple[Decoder, int]] = {}
         self._timers: list[tuple[float, int, int]] = []
         self._leased_tokens = 0
+        self._look_at = float("inf")
         self._actions: list[Action] = []
         self._ship = Shipper(config, copier, self._actions)
         self.ends: list[tuple[Sequence, str, str]] = []
@@ -85,7 +93,7 @@ class Borrower:
 
     @property
     def wake_at(self) -> float:
-        return self._timers[0][0] if self._timers else float("inf")
+        return min(self._timers[0][0] if self._timers else float("inf"), self._look_at)
 
     @property
     def num_errands(self) -> int:
@@ -137,6 +145,7 @@ class Borrower:
             if not self._errands:
                 # nobody looks at the clock again before the next one comes
                 self._timers.clear()
+                self._look_at = float("inf")
 
     def new_weights(self, now: float) -> list[Sequence]:
         """Nothing computed before may be sent: every errand starts anew. Returns whose blocks must go."""
@@ -163,11 +172,12 @@ class Borrower:
     def _enqueue(self, errand: Errand) -> None:
         errand.state = "waiting"
         errand.ready_at = 0.0
-        insort(self._peer(errand.decoders[errand.at]).queue, errand, key=lambda other: other.order)
+        insort(self._peer(errand.decoders[errand.at]).queue, errand, key=_order)
 
     def plan(self, now: float, *, paused: bool) -> list[Action]:
         """Whom to ask, what to send, what to hand over now. A pause ends nothing, and asks for nothing."""
         if not paused:
+            self._trim(now)
             self._ask(now)
         for errand in list(self._granted.values()):
             self._ship.pump(errand)
@@ -195,7 +205,7 @@ class Borrower:
                 continue
             if attempt == _STOP:
                 if errand.state == "waiting" and now >= errand.stop_at:
-                    self._fail(errand, f"no instance had room for it within {self._rules.find_s:g} s")
+                    self._fail(errand, f"no instance had room for it within {self._rules.find_s:g} s", why=True)
             elif errand.granted:
                 self._lost(errand, f"it was not handed over within {self._rules.total_s:g} s", now)
             elif errand.state == "waiting" and errand.ready_at:
@@ -203,22 +213,40 @@ class Borrower:
 
     def _ask(self, now: float) -> None:
         rules = self._rules
+        self._look_at = float("inf")
         heads = sorted([peer for peer in self._peers.values() if peer.queue], key=lambda peer: peer.queue[0].order)
         for peer in heads:
             position = 0
+            prompt = [other for other in self._peers.values() if other is not peer and _is_prompt(other, now)]
+            elsewhere = sum(other.asked_tokens for other in prompt)
             while position < len(peer.queue) and len(self._asks) < rules.asks:
                 errand = peer.queue[position]
                 if any(seq.hashing for seq in errand.seqs):
                     # who waits for something else than an answer holds nobody up
                     position += 1
                     continue
+                if peer.asks >= (1 if peer.silent else rules.asks_per_peer):
+                    break
                 ahead = self._leased_tokens + peer.asked_tokens
-                # at least one may always be leased, however long
-                full = ahead and ahead + errand.tokens > self._ahead_tokens
-                if peer.asks >= (1 if peer.silent else rules.asks_per_peer) or full:
+                if not self._is_room(ahead, errand):
+                    break
+                if not self._is_room(ahead + elsewhere, errand):
+                    self._look_at = min(self._look_at, *[other.heard_at + _PROMPT_S for other in prompt])
                     break
                 peer.queue.pop(position)
                 self._send_ask(errand, peer, now)
+
+    def _is_room(self, ahead: int, errand: Errand) -> bool:
+        # at least one may always be leased, however long
+        return not ahead or ahead + errand.tokens <= self._ahead_tokens
+
+    def _trim(self, now: float) -> None:
+        """Give back what was granted beyond `ahead_tokens`, youngest first: the oldest gets through."""
+        while self._leased_tokens > self._ahead_tokens:
+            ahead = sorted([errand for errand in self._granted.values() if not errand.begun], key=_order)
+            if len(ahead) < 2 or now >= ahead[-1].over_at:
+                return
+            self._seek_again(ahead[-1], now)
 
     def _send_ask(self, errand: Errand, peer: Decoder, now: float) -> None:
         rules = self._rules
@@ -226,6 +254,8 @@ class Borrower:
         errand.attempt += 1
         errand.state = "asked"
         self._asks[errand.group, errand.attempt] = (peer, errand.tokens)
+        if not peer.asks:
+            peer.heard_at = now
         peer.asks += 1
         peer.asked_tokens += errand.tokens
         seq = errand.seqs[0]
@@ -250,6 +280,8 @@ class Borrower:
         if asked is None:
             raise InvariantBroken(f"lease {event.group}/{event.attempt} was answered, and not asked for")
         peer, tokens = asked
+        peer.prompt = not event.silent and event.at - peer.heard_at < _PROMPT_S
+        peer.heard_at = event.at
         peer.asks -= 1
         peer.asked_tokens -= tokens
         errand = self._errands.get(event.group)
@@ -270,6 +302,9 @@ class Borrower:
                     # it was computed under a lease that was lost
                     self._want_hand(errand, seq)
             return
+        # the last word counts, and stands last
+        errand.refusals.pop(errand.peer, None)
+        errand.refusals[errand.peer] = event.reason[:_REASON_CHARS]
         if event.retry_after_s < 0:
             errand.decoders.remove(errand.peer)
         else:
@@ -277,9 +312,9 @@ class Borrower:
         errand.state = "denied"
         if not errand.decoders:
             # asking again would change nothing: it must be served in another way
-            self._fail(errand, f"{errand.peer}: {event.reason}", "never_lease")
+            self._fail(errand, "no instance can ever have room for it", "never_lease", why=True)
         elif event.at >= errand.stop_at:
-            self._fail(errand, f"{errand.peer}: {event.reason}")
+            self._fail(errand, f"no instance had room for it within {self._rules.find_s:g} s", why=True)
         elif errand.at < len(errand.decoders):
             self._enqueue(errand)
         else:
@@ -321,8 +356,14 @@ class Borrower:
         errand.ready_at = min(until, errand.stop_at)
         self._set_timer(errand.ready_at, errand, errand.attempt)
 
-    def _fail(self, errand: Errand, reason: str, end: str = "no_lease") -> None:
-        """Its samples end in this turn; until then nothing more is asked or sent for it."""
+    def _fail(self, errand: Errand, reason: str, end: str = "no_lease", *, why: bool = False) -> None:
+        """Its samples end in this turn; until then nothing more is asked or sent for it.
+
+        Args:
+            why: say what the instances said, too.
+        """
+        if why and errand.refusals:
+            reason = f"{reason}; {errand.why}"[:_WHY_CHARS]
         self._close(errand, tell=True)
         errand.state = "failed"
         self.ends += [(seq, end, reason) for seq in errand.seqs]
@@ -355,6 +396,15 @@ class Borrower:
         if seq.errand is errand:
             # its blocks are not needed here any more; the others of its group may still share them
             self.ends.append((seq, "handed_over", ""))
+
+
+def _order(errand: Errand) -> tuple[int, int]:
+    return errand.order
+
+
+def _is_prompt(peer: Decoder, now: float) -> bool:
+    """It was asked, and may be expected to answer right away."""
+    return bool(peer.asks) and peer.prompt and now - peer.heard_at < _PROMPT_S
 
 
 def _pause_s(times: int) -> float:

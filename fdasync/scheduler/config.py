@@ -13,17 +13,20 @@ class LeaseRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     Attributes:
         asks: lease questions in flight, to all decode instances together; asks_per_peer: to one of them.
         ahead_tokens: prompt tokens that are leased and not begun, on a prefill instance; 0: two step budgets. A longer
-            request is leased all the same, alone.
+            request is leased all the same, alone. What is granted beyond it is given back.
         silent_s: a decode instance that answers nothing for so long is passed over.
         queue_s: how long to stand in line at one instance while there are others to ask.
         find_s: how long to look for an instance that has room.
         total_s: from the question to the last hand-over.
         ttl_s: a lease that is not renewed for so long is over.
+        max_ttl_s, max_total_s: on a decode instance, the most that others may ask for as ttl_s and total_s; who asks
+            for more gets this.
         staging_blocks: host blocks that wait to be copied by others, or are being copied from them; 0: half of the
             host tier. One other instance gets half of that at most.
         receive_s: to copy a few blocks from another instance.
         line: leases that wait in line on a decode instance.
-        age_s: a lease that waited so long in line is not passed any more.
+        age_s: who waited so long for room on a decode instance, in line for a lease or for the steps there, is not
+            passed any more by anybody after it in order of priority, then of arrival.
         beyond_running: samples beyond max_running that may hold leases.
     """
 
@@ -35,6 +38,8 @@ class LeaseRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     find_s: float = 60.0
     total_s: float = 120.0
     ttl_s: float = 5.0
+    max_ttl_s: float = 60.0
+    max_total_s: float = 600.0
     staging_blocks: int = 0
     receive_s: float = 10.0
     line: int = 256
@@ -105,6 +110,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
         fetch_cut_offs: lookups and fetches that were not waited for any longer.
         moving, writing, waiting_for_store, late_leases: copies in flight; blocks being written or queued; lookups and
             fetches in flight; transfers whose wait ended before their work.
+        reserved_blocks: of those free and idle, promised to leases and not taken yet.
         leased: samples that wait for blocks of another instance, or in line for room for them.
         leases_granted, leases_denied, leases_dropped, received_blocks: given to other instances, and what came by them.
         errands: groups of samples on their way to another instance.
@@ -141,6 +147,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     writing: int = 0
     waiting_for_store: int = 0
     late_leases: int = 0
+    reserved_blocks: int = 0
     leased: int = 0
     leases_granted: int = 0
     leases_denied: int = 0

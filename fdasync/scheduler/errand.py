@@ -20,6 +20,7 @@ class Errand:
         state: "waiting" to be asked for, "asked", "granted", "failed" until its samples have ended, "ended".
         decoders: instances that may still be asked; `at`: the next of them; `rounds`: times that all were
             asked; `losses`: leases lost.
+        refusals: what each instance said last, when it gave no lease.
         attempt: of the ask in flight or granted; -1 before the first.
         full: full blocks of the prompt; the next one to be sent is `next_block`.
         begun: its first sample entered prefill under this lease.
@@ -32,7 +33,8 @@ class Errand:
 
     __slots__ = (
         "at", "attempt", "begun", "decoders", "exports", "full", "group", "handed", "hands", "losses", "next_block",
-        "order", "over_at", "peer", "ready_at", "rounds", "samples", "sent", "seqs", "state", "stop_at", "tokens",
+        "order", "over_at", "peer", "ready_at", "refusals", "rounds", "samples", "sent", "seqs", "state", "stop_at",
+        "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -50,6 +52,7 @@ class Errand:
         self.at = self.rounds = self.losses = 0
         self.attempt = -1
         self.peer = ""
+        self.refusals: dict[str, str] = {}
         self.ready_at = 0.0
         self.next_block = 0
         self.begun = self.sent = False
@@ -62,18 +65,29 @@ class Errand:
     def granted(self) -> bool:
         return self.state == "granted"
 
+    @property
+    def why(self) -> str:
+        """In words, what each instance said last, those that said the same together."""
+        said: dict[str, list[str]] = {}
+        for peer, reason in self.refusals.items():
+            said.setdefault(reason, []).append(peer)
+        return "; ".join([f"{', '.join(peers)}: {reason}" for reason, peers in said.items()])
+
 
 class Decoder:
     """One decode instance, as a prefill instance sees it: errands that would ask it next, and what it was asked.
 
     Attributes:
         silent: it did not answer the last question: one at a time is asked until it does.
+        prompt: it answered the last one right away.
+        heard_at: engine time of its last answer, or of the first question after that while nothing else was asked.
     """
 
-    __slots__ = ("asked_tokens", "asks", "queue", "silent")
+    __slots__ = ("asked_tokens", "asks", "heard_at", "prompt", "queue", "silent")
 
     def __init__(self) -> None:
         self.queue: list[Errand] = []
         self.asks = 0
         self.asked_tokens = 0
-        self.silent = False
+        self.silent = self.prompt = False
+        self.heard_at = 0.0

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fdasync.cache.blocks import Block
     from fdasync.events.catalog import LeaseAsked, SampleOffered
+    from fdasync.scheduler.config import LeaseRules
     from fdasync.scheduler.sequence import Sequence
 
 
@@ -27,7 +28,7 @@ class Lease:
         arriving: copies to the device that it waits for.
         hands: by sample: its first token came.
         tails: samples whose open block has not arrived yet.
-        renew_by, over_by: engine times.
+        renew_by, over_by: engine times, no later than this instance's own rules allow.
     """
 
     __slots__ = (
@@ -35,7 +36,7 @@ class Lease:
         "order", "over_by", "peer", "prefix", "queued", "renew_by", "reserved", "seqs", "tails", "ttl_s",
     )  # fmt: skip
 
-    def __init__(self, event: LeaseAsked, seqs: list[Sequence], block_tokens: int) -> None:
+    def __init__(self, event: LeaseAsked, seqs: list[Sequence], block_tokens: int, rules: LeaseRules) -> None:
         self.group = event.requests[0].group
         self.peer = event.peer
         self.seqs = {seq.key: seq for seq in seqs}
@@ -43,9 +44,9 @@ class Lease:
         self.full = seqs[0].prompt_len // block_tokens
         self.keys = event.requests[0].block_keys
         self.asked_at = event.at
-        self.ttl_s = event.ttl_s
-        self.renew_by = event.at + event.ttl_s
-        self.over_by = event.over_by
+        self.ttl_s = min(event.ttl_s, rules.max_ttl_s)
+        self.renew_by = event.at + self.ttl_s
+        self.over_by = min(event.over_by, event.at + rules.max_total_s)
         self.granted = self.queued = False
         self.prefix = self.missing = 0
         self.blocks: list[Block | None] = []

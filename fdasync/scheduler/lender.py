@@ -4,7 +4,8 @@ A lease holds device blocks for the whole prompt and the first new token of each
 here already. Blocks that are offered are copied to the host (a bounded number at a time: the staging ring), checked
 there, and brought to the device; a sample starts when its first token and everything before it are here. A lease that
 is not renewed, takes too long, or whose blocks do not arrive as they were promised, is dropped: what arrived whole
-stays as cache. What does not fit waits in line: others may pass it until it has aged, so that nobody starves.
+stays as cache. What does not fit waits in line: others may pass it until it has aged, leases and samples of this
+instance alike, and it passes none of those that have aged, so that nobody starves.
 
 Pure. Called by `core.py`; `receiver.py` takes what arrives, `pd/lending.py` talks to the other instance. The other side
 is `borrower.py`.
@@ -98,7 +99,7 @@ class Lender:
 
     def asked(self, event: LeaseAsked, seqs: list[Sequence], namespace: bytes) -> None:
         """Someone asks for room; the samples are in the roster, and hold nothing."""
-        lease = Lease(event, seqs, self._size)
+        lease = Lease(event, seqs, self._size, self._rules)
         self._leases[lease.group] = lease
         self._sweep_at = min(self._sweep_at, event.at + _SWEEP_S)
         most = self._index.pool.num_blocks
@@ -144,8 +145,7 @@ class Lender:
         """Whom to grant a lease, and what to copy now."""
         if now >= self._sweep_at:
             self._sweep(now)
-        if self._line:
-            self._grant_all(now)
+        self._roster.held_for = self._grant_all(now) if self._line else None
         for lease in list(self._stuck):
             del self._stuck[lease]
             if self._leases.get(lease.group) is lease:
@@ -169,17 +169,24 @@ class Lender:
                 self._drop(lease, f"it was not renewed for {lease.ttl_s:g} s")
         self._sweep_at = now + _SWEEP_S if self._leases else float("inf")
 
-    def _grant_all(self, now: float) -> None:
-        aged = False
+    def _grant_all(self, now: float) -> tuple[int, int] | None:
+        """Grant what fits; returns the order of the first lease that has aged and does not.
+
+        One order holds for leases in line and for samples that wait for room here: nobody passes one who has aged.
+        """
+        before = now - self._rules.age_s
+        first = self._roster.first_aged(before)
+        held_for = None
         for lease in list(self._line):
-            if not aged and self._grant(lease):
+            if held_for is None and (first is None or lease.order < first) and self._grant(lease):
                 self._line.remove(lease)
                 continue
             if not lease.queued:
                 lease.queued = True
                 self._actions.append(AnswerLease(lease.group, "queued"))
-            # once others have passed it for long enough nobody does any more
-            aged = aged or now - lease.asked_at >= self._rules.age_s
+            if held_for is None and lease.asked_at <= before:
+                held_for = lease.order
+        return held_for
 
     def _grant(self, lease: Lease) -> bool:
         index, roster = self._index, self._roster

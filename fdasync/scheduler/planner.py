@@ -110,8 +110,11 @@ class Planner:
         # who was preempted, or lacked a block, in this very plan has precedence over newcomers
         if self._short:
             self._copier.need(self._short)
+            roster.walled = True
         elif roster.preemptions == preemptions:
             self._admit(budget, plan, starts)
+        else:
+            roster.walled = True
         if not decodes and not plan.chunks:
             # nothing was planned: those who could not get a block look again at the same tick
             self._defer(skips, step_id)
@@ -225,12 +228,18 @@ class Planner:
         return True
 
     def _admit(self, budget: int, plan: StepPlan, starts: list[SeqStart]) -> None:
+        """Start those who wait, in order, until one of them lacks room or a lane."""
         now = plan.planned_at
-        waiting = self._roster.waiting
+        roster, held_for = self._roster, self._roster.held_for
+        waiting = roster.waiting
         position = 0
-        while position < len(waiting) and budget > 0:
-            if self._roster.num_running >= self._config.max_running:
-                break
+        while position < len(waiting):
+            if roster.num_running >= self._config.max_running:
+                roster.walled = True
+                return
+            if budget <= 0:
+                # whether there would be room is not known
+                return
             seq = waiting[position]
             # who waits for something else than room holds nobody up
             waits = seq.hashing or (seq.errand is not None and not seq.errand.granted)
@@ -239,16 +248,18 @@ class Planner:
             if hits is None:
                 position += 1
                 continue
-            if not self._reserve(seq, hits):
-                # no room: those behind it must not overtake, or it would starve
-                break
+            # a lease that has aged is not passed, nor is one of these that finds no room: they would starve
+            if (held_for is not None and held_for < seq.order) or not self._reserve(seq, hits):
+                roster.walled = True
+                return
             self._storer.let_go(seq)
             del waiting[position]
             if seq.arrivals:
-                self._roster.to_loading(seq)
+                roster.to_loading(seq)
                 continue
             starts.append(self._enter(seq))
             budget -= self._chunk(seq, budget, plan)
+        roster.walled = False
 
     def _match(self, seq: Sequence, step_id: int) -> list[Block] | None:
         """The blocks that it need not compute; None while a leader computes the next one in this very step."""

@@ -40,6 +40,8 @@ class Roster:
         last_step, done_step: the last step planned, and the last that completed.
         preemptions: how many there were.
         num_leased: of `leased`, those whose lease is granted.
+        walled: the last plan let nobody in, for lack of room or of a lane, and somebody waits for that.
+        held_for: order of the lease in line that nobody after it may pass any more; None: there is none.
     """
 
     def __init__(
@@ -64,6 +66,8 @@ class Roster:
         self.done_step = -1
         self.preemptions = 0
         self.num_leased = 0
+        self.walled = False
+        self.held_for: tuple[int, int] | None = None
         self._block_tokens = block_tokens
         self._index = index
         self._spans = spans
@@ -92,6 +96,13 @@ class Roster:
 
     def enqueue(self, seq: Sequence) -> None:
         insort(self.waiting, seq, key=lambda other: other.order)
+
+    def first_aged(self, before: float) -> tuple[int, int] | None:
+        """The order of the first who waits for room, and has waited since `before`; who was preempted counts at
+        once. None: there is none."""
+        if not self.walled:
+            return None
+        return next((seq.order for seq in self.waiting if seq.wants_room and seq.waits_since <= before), None)
 
     def to_loading(self, seq: Sequence) -> None:
         """It has its blocks, and waits for copies. The caller has taken it out of `waiting`."""

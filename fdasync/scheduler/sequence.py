@@ -69,6 +69,7 @@ class Sequence:
         cached_tokens: not computed at its first start: from the device, the host, the store.
         store: its dealings with the store (`storer.py`).
         errand: it is decoded elsewhere (`borrower.py`); lease: group of the lease it came by (`lender.py`), else -1.
+        waits_since: engine time at which it came to the queue; -inf once it was preempted.
         midway: its KV came whole up to its prompt's end, an open block included; until it starts.
         spans: (first output token, weight version), in order.
         base, stamp: decode position = base + tick; `stamp` tells stale calendar entries from live ones.
@@ -115,6 +116,7 @@ class Sequence:
         "stop_ids",
         "store",
         "tokens",
+        "waits_since",
     )
 
     def __init__(self, event: RequestPrepared, arrival: int, version: int = 0) -> None:
@@ -143,6 +145,7 @@ class Sequence:
         self.store = StoreNotes()
         self.spans = [(0, version)]
         self.state = State.WAITING
+        self.waits_since = event.at
         self.blocks: list[Block] = []
         self.decoding = False
         self.computed_prefill = 0
@@ -161,6 +164,12 @@ class Sequence:
         """Positions whose step completed since the last (re)start."""
         # a decode step's token arrives with the step, so all but the last known token were forwarded
         return len(self.tokens) - 1 if self.decoding else self.computed_prefill
+
+    @property
+    def wants_room(self) -> bool:
+        """While it waits: it waits for nothing else."""
+        elsewhere = self.errand is not None and not self.errand.granted
+        return not (self.hashing or elsewhere or self.store.waits_for is not None)
 
     @property
     def num_output(self) -> int:
@@ -192,6 +201,7 @@ class Sequence:
     def restart(self) -> None:
         """Back to the start, holding nothing; tokens and rows that it has stay."""
         self.state = State.WAITING
+        self.waits_since = float("-inf")
         self.decoding = False
         self.midway = False
         self.computed_prefill = 0

@@ -151,6 +151,7 @@ class _Draw:
                 queue_s=random.choice((0.2, 5.0)),
                 find_s=1e6,
                 total_s=1e6,
+                max_total_s=1e6,
                 ttl_s=10.0,
                 staging_blocks=random.choice((0, 1, 2, 5)),
                 receive_s=100.0,
