@@ -109,6 +109,10 @@ def test_work_ahead_at_a_silent_instance_costs_the_others_nothing():
     assert asked(table.turn(*slow, *quick)) == [(0, "dead"), (1, "dead"), (4, "d1"), (5, "d1")]
     turned = table.turn(table.granted(4))
     assert turned.starts == [4]
+    # and whoever comes later
+    table = PdTable({"ahead_tokens": 20, "asks_per_peer": 4})
+    table.turn(*slow)
+    assert asked(table.turn(*quick)) == [(4, "d1"), (5, "d1")]
 
 
 def unbegun(table):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fdasync.actions import GiveUpLease, SendBlocks
+from fdasync.actions import AskLease, GiveUpLease, HandOver, SendBlocks
 from tests.pd_helpers import PdTable, begin, leave_on_host, of, only, sent_indices
 
 # -- blocks
@@ -197,4 +197,20 @@ def test_open_blocks_do_not_take_the_room_that_others_wait_for():
         assert taken, "everybody waits for room"
         table.turn(*taken)
     assert [end.reason for end in table.finished.values()] == ["handed_over"] * 3
+    assert table.is_empty()
+
+
+def test_no_hand_over_closes_while_blocks_are_on_their_way_to_the_host():
+    """A lease that is lost before any hand-over is sought anew: so nothing may be closed before all was offered."""
+    table = PdTable(max_step_tokens=32)
+    # it fills its blocks: there is no open one to wait for
+    begin(table, 1, range(8), ("d0", "d1"))
+    turned = table.turn(table.done())
+    assert (len(table.copies), of(turned, HandOver)) == (1, [])
+    turned = table.turn(*table.lost(1, 0))
+    assert 1 not in table.finished
+    assert [ask.peer for ask in of(turned, AskLease)] == ["d1"]
+    table.turn(table.granted(1))
+    table.work()
+    table.turn(*[table.sent() for _ in list(table.offers)], table.handed())
     assert table.is_empty()

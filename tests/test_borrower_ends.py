@@ -233,3 +233,56 @@ def test_blocks_that_are_on_the_host_already_are_sent_with_the_grant():
     table.work()
     table.turn(table.sent(), table.handed())
     assert table.is_empty()
+
+
+# -- words about an earlier attempt
+
+
+def test_the_answer_to_an_earlier_question_is_none_to_the_one_that_is_out():
+    table = PdTable(namespace=b"weights 0")
+    table.turn(*table.errand(1, range(10), ("d0", "d1")))
+    table.turn(table.pause(), table.weights(1), table.resume())
+    table.turn(table.hashed())
+    assert sorted(table.asks) == [(1, 0), (1, 1)]
+    # what d0 grants now was given up
+    turned = table.turn(table.granted(1))
+    assert turned.starts == []
+    assert table.scheduler.borrower._leased_tokens == 0
+    assert list(table.asks) == [(1, 1)]
+    assert table.turn(table.granted(1)).starts == [1]
+    table.work()
+    table.turn(table.sent(), table.handed())
+    assert table.is_empty()
+
+
+def test_the_loss_of_an_earlier_lease_is_none_of_the_one_that_holds():
+    table = PdTable({"total_s": 10.0}, max_step_tokens=8)
+    begin(table, 1, range(18), ("d0", "d1"))
+    table.now = 11.0
+    # the first lease lasted too long, another one is found
+    table.turn(table.timer(11.0))
+    table.turn(table.granted(1))
+    turned = table.turn(*table.lost(1, 0))
+    assert of(turned, GiveUpLease) == of(turned, AskLease) == []
+    while not table.hands:
+        table.turn(*([table.done()] if table.flying else []), *[table.copied() for _ in list(table.copies)])
+    table.turn(*[table.sent() for _ in list(table.offers)], table.handed())
+    assert table.finished[1].reason == "handed_over"
+    assert table.is_empty()
+
+
+def test_nothing_is_begun_again_after_all_its_time():
+    table = PdTable({"find_s": 5.0, "total_s": 20.0})
+    begin(table, 1, range(10), ("d0", "d1"))
+    table.now = 20.9
+    table.turn(*table.lost(1, 0))
+    table.turn(table.granted(1))
+    table.now = 21.0
+    turned = table.turn(*table.lost(1, 1))
+    assert (turned.finish.reason, turned.finish.note) == (
+        "no_lease",
+        "d1: its lease was lost, and it was not handed over before",
+    )
+    assert of(turned, AskLease) == []
+    table.work()
+    assert table.is_empty()

@@ -349,3 +349,71 @@ def test_an_abort_in_the_turn_of_the_start_ends_with_the_first_token():
     (end,) = [action for action in actions if isinstance(action, FinishRequest)]
     assert (end.reason, end.token_ids, end.num_rows) == ("abort", (55,), 10)
     table.scheduler.check()
+
+
+# -- what is left of those that ended
+
+
+def test_the_open_block_of_a_sample_that_ended_is_not_fetched_when_the_ring_has_room():
+    table = PdTable({"staging_blocks": 2})
+    table.turn(table.lease(1, range(10), 3, n=2))
+    # the ring has room for one block of this instance
+    table.turn(table.offered(1, 5, 0, 1), table.first(1, 1, 7, 71, 2), table.first(1, 2, 8, 72, 2))
+    table.turn(table.abort(1))
+    received = 0
+    while table.receives or table.copies:
+        received += sum(len(receive.indices) for receive in table.receives.values())
+        ends = [table.received() for _ in list(table.receives)]
+        table.turn(*ends, *[table.copied() for _ in list(table.copies)])
+    # two full blocks, and the other one's open one
+    assert received == 3
+    table.run()
+    assert [table.finished[key].reason for key in (1, 2)] == ["abort", "length"]
+    assert table.is_empty()
+
+
+def test_what_a_copy_brings_after_new_weights_serves_nobody():
+    table = PdTable(namespace=b"weights 0")
+    table.turn(table.lease(1, range(10)))
+    table.turn(table.offered(1, 5, 0, 1))
+    old = table.keys(range(10))
+    table.turn(table.weights(1))
+    table.turn(table.received())
+    index = table.scheduler.index
+    assert [index.get(key) for key in old] == [None, None]
+    assert table.is_empty()
+    assert table.stats.free_host_blocks == table.config.num_host_blocks
+
+
+def test_no_copy_may_last_longer_than_its_lease():
+    table = PdTable({"receive_s": 10.0})
+    table.turn(table.lease(1, range(10), total_s=6.0))
+    table.now = 3.0
+    assert only(table.turn(table.offered(1, 5, 0, 1)), ReceiveBlocks).deadline == 7.0
+
+
+def test_a_sample_whose_block_is_still_being_copied_out_starts_when_that_has_ended():
+    """A prompt that fills its blocks takes its open one last, of those that were promised."""
+    table = PdTable(num_blocks=2, num_host_blocks=1, decode_reserve_blocks=0)
+    table.run(table.request(9, far(9, 4), 1))
+    (block,) = table.scheduler.index.pool.live()
+    table.scheduler.copier.keep(block)
+    table.turn()
+    table.answer()
+    assert table.places(far(9, 4)) == ["both"]
+    # it gets the free block, and the promise of the other one
+    table.turn(table.lease(1, range(4), 2))
+    table.turn(table.offered(1, 5, 0))
+    assert table.places(far(9, 4)) == ["device"]
+    table.turn(table.received())
+    # what is here is brought to the device, and the other block goes out once more
+    while table.copies and not any(
+        block.device_moves and not block.pins for block in table.scheduler.index.pool.live()
+    ):
+        table.turn(table.copied())
+    turned = table.turn(table.first(1, 1, 6, 71))
+    assert of(turned, ConfirmHandOver) == []
+    turned = table.turn(table.copied())
+    assert of(turned, ConfirmHandOver) == [ConfirmHandOver(1, 1, False)]
+    table.run()
+    assert table.is_empty()

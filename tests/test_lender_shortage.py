@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fdasync.actions import AnswerLease
+from fdasync.scheduler.sequence import State
 from tests.helpers import case_settings
 from tests.pd_helpers import PdTable, of
 from tests.pressure import Pressure
@@ -176,6 +177,30 @@ def test_who_is_preempted_comes_back_soon_however_many_small_ones_come(stream, o
         assert site.table.stats.preemptions > 5
         assert site.table.finished[key].reason == "length"
         assert max(site.waits.values()) < 2.0 + 2.0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("host", [0, 16])
+def test_no_lease_is_granted_while_one_that_was_preempted_waits(depth, host):
+    table = PdTable(
+        num_blocks=8, num_host_blocks=host, decode_reserve_blocks=0, max_step_tokens=32, pipeline_depth=depth
+    )
+    table.turn(table.request(9, range(900, 915), 12), table.request(1, range(15), 12))
+    while table.stats.preemptions == 0:
+        table.turn(*([table.done()] if table.flying else []), *[table.copied() for _ in list(table.copies)])
+    # it would fit at once, and nobody has waited for long
+    waiting = table.scheduler._sequences[1]
+    events = [table.lease(5, range(500, 503), 2)]
+    fitted = False
+    while waiting.state in (State.WAITING, State.LEAVING):
+        turned = table.turn(*events, *([table.done()] if table.flying else []))
+        fitted = fitted or table.scheduler.index.num_available > 0
+        assert "granted" not in [answer.verdict for answer in of(turned, AnswerLease)]
+        events = [table.copied() for _ in list(table.copies)]
+    assert fitted
+    table.turn(*events, table.gives_up(5))
+    table.run()
+    assert table.is_empty()
 
 
 @pytest.mark.parametrize("big", ["lease", "local"])

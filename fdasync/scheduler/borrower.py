@@ -3,8 +3,8 @@
 A group of samples is one *errand*. It is admitted once an instance has granted a lease, and not before: P holds no
 block while it waits for D, and a D that does not answer costs the errands of other D's nothing. Asks are bounded per
 instance (`asks_per_peer`) and overall (`asks`); `ahead_tokens` bounds the work that is leased and not begun, so that
-D's memory does not wait on our queue. What was asked counts too, at its own D, and at the others as long as this D
-answers promptly; where D's that were slow grant more than that together, the youngest leases are given back. Where a
+D's memory does not wait on our queue. What was asked counts too, at its own D, and for a moment at the others if this
+D answers promptly; where D's that were slow grant more than that together, the youngest leases are given back. Where a
 lease is lost before any hand-over, another one is looked for, and what was computed is sent there.
 
 Pure. Called by `core.py` and `planner.py`; `shipper.py` sends the blocks, `pd/asking.py` carries the questions. The
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _RETRY_MIN_S = 0.05
 _RETRY_MAX_S = 1.0
-# whoever has said nothing for so long while it was asked something holds no other instance's questions up
+# a question that was not answered for so long holds no question to another instance up
 _PROMPT_S = 0.05
 # of what one instance said, in the words that a caller gets
 _REASON_CHARS = 300
@@ -60,7 +60,7 @@ class Borrower:
         self._errands: dict[int, Errand] = {}
         self._peers: dict[str, Decoder] = {}
         self._granted: dict[int, Errand] = {}
-        self._asks: dict[tuple[int, int], tuple[Decoder, int]] = {}
+        self._asks: dict[tuple[int, int], tuple[Decoder, int, float]] = {}
         self._timers: list[tuple[float, int, int]] = []
         self._leased_tokens = 0
         self._look_at = float("inf")
@@ -215,10 +215,9 @@ class Borrower:
         rules = self._rules
         self._look_at = float("inf")
         heads = sorted([peer for peer in self._peers.values() if peer.queue], key=lambda peer: peer.queue[0].order)
+        fresh = self._fresh(now) if heads else []
         for peer in heads:
             position = 0
-            prompt = [other for other in self._peers.values() if other is not peer and _is_prompt(other, now)]
-            elsewhere = sum(other.asked_tokens for other in prompt)
             while position < len(peer.queue) and len(self._asks) < rules.asks:
                 errand = peer.queue[position]
                 if any(seq.hashing for seq in errand.seqs):
@@ -230,11 +229,24 @@ class Borrower:
                 ahead = self._leased_tokens + peer.asked_tokens
                 if not self._is_room(ahead, errand):
                     break
+                elsewhere = sum(tokens for other, tokens, _ in fresh if other is not peer)
                 if not self._is_room(ahead + elsewhere, errand):
-                    self._look_at = min(self._look_at, *[other.heard_at + _PROMPT_S for other in prompt])
+                    self._look_at = min([asked_at for _, _, asked_at in fresh]) + _PROMPT_S
                     break
                 peer.queue.pop(position)
                 self._send_ask(errand, peer, now)
+                if peer.prompt:
+                    fresh.append((peer, errand.tokens, now))
+
+    def _fresh(self, now: float) -> list[tuple[Decoder, int, float]]:
+        """What was asked a moment ago of instances that answer right away: it is as good as granted."""
+        fresh = []
+        for ask in reversed(self._asks.values()):
+            if ask[2] + _PROMPT_S <= now:
+                break
+            if ask[0].prompt:
+                fresh.append(ask)
+        return fresh
 
     def _is_room(self, ahead: int, errand: Errand) -> bool:
         # at least one may always be leased, however long
@@ -253,9 +265,7 @@ class Borrower:
         errand.peer = errand.decoders[errand.at]
         errand.attempt += 1
         errand.state = "asked"
-        self._asks[errand.group, errand.attempt] = (peer, errand.tokens)
-        if not peer.asks:
-            peer.heard_at = now
+        self._asks[errand.group, errand.attempt] = (peer, errand.tokens, now)
         peer.asks += 1
         peer.asked_tokens += errand.tokens
         seq = errand.seqs[0]
@@ -279,9 +289,7 @@ class Borrower:
         asked = self._asks.pop((event.group, event.attempt), None)
         if asked is None:
             raise InvariantBroken(f"lease {event.group}/{event.attempt} was answered, and not asked for")
-        peer, tokens = asked
-        peer.prompt = not event.silent and event.at - peer.heard_at < _PROMPT_S
-        peer.heard_at = event.at
+        peer, tokens, asked_at = asked
         peer.asks -= 1
         peer.asked_tokens -= tokens
         errand = self._errands.get(event.group)
@@ -289,6 +297,7 @@ class Borrower:
             # it ended while it asked; the other instance was told
             return
         peer.silent = event.silent
+        peer.prompt = not event.silent and event.at < asked_at + _PROMPT_S
         if event.granted:
             errand.state = "granted"
             self._granted[errand.group] = errand
@@ -386,8 +395,9 @@ class Borrower:
     # -- hand-overs ---------------------------------------------------------------------------------
 
     def _on_handed_over(self, event: HandedOver) -> None:
-        errand, attempt, seq = self._ship.handed_over(event)
-        if errand.state == "ended" or errand.attempt != attempt or not errand.granted:
+        errand, seq = self._ship.handed_over(event)
+        if not errand.granted:
+            # once a hand-over was sent no other lease is sought: it failed, or it ended
             return
         if not event.taken:
             self._lost(errand, "it did not take the hand-over", event.at)
@@ -400,11 +410,6 @@ class Borrower:
 
 def _order(errand: Errand) -> tuple[int, int]:
     return errand.order
-
-
-def _is_prompt(peer: Decoder, now: float) -> bool:
-    """It was asked, and may be expected to answer right away."""
-    return bool(peer.asks) and peer.prompt and now - peer.heard_at < _PROMPT_S
 
 
 def _pause_s(times: int) -> float:

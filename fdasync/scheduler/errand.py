@@ -80,14 +80,12 @@ class Decoder:
     Attributes:
         silent: it did not answer the last question: one at a time is asked until it does.
         prompt: it answered the last one right away.
-        heard_at: engine time of its last answer, or of the first question after that while nothing else was asked.
     """
 
-    __slots__ = ("asked_tokens", "asks", "heard_at", "prompt", "queue", "silent")
+    __slots__ = ("asked_tokens", "asks", "prompt", "queue", "silent")
 
     def __init__(self) -> None:
         self.queue: list[Errand] = []
         self.asks = 0
         self.asked_tokens = 0
         self.silent = self.prompt = False
-        self.heard_at = 0.0

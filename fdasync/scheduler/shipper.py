@@ -37,7 +37,7 @@ class Shipper:
         self._copier = copier
         self._actions = actions
         self._offers: dict[int, tuple[str, list[Export]]] = {}
-        self._hand_overs: dict[int, tuple[Errand, int, Sequence, Export | None]] = {}
+        self._hand_overs: dict[int, tuple[Errand, Sequence, Export | None]] = {}
         self._exported = 0
         self._by_peer: dict[str, int] = {}
         self._next_offer = 0
@@ -129,7 +129,7 @@ class Shipper:
         number = self._take_offer()
         errand.sent = True
         del errand.hands[seq.key]
-        self._hand_overs[number] = (errand, errand.attempt, seq, export)
+        self._hand_overs[number] = (errand, seq, export)
         block = None if export is None else export.block
         self._actions.append(
             HandOver(
@@ -167,12 +167,12 @@ class Shipper:
         if not self._by_peer[peer]:
             del self._by_peer[peer]
 
-    def handed_over(self, event: HandedOver) -> tuple[Errand, int, Sequence]:
-        """A hand-over ended: whose, under which attempt, of which sample. Nobody reads its open block any more."""
+    def handed_over(self, event: HandedOver) -> tuple[Errand, Sequence]:
+        """A hand-over ended: whose, and of which sample. Nobody reads its open block any more."""
         entry = self._hand_overs.pop(event.offer, None)
         if entry is None:
             raise InvariantBroken(f"hand-over {event.offer} ended, and was not out")
-        errand, attempt, seq, export = entry
+        errand, seq, export = entry
         if export is not None:
             self._copier.release(export)
-        return errand, attempt, seq
+        return errand, seq
