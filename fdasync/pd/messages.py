@@ -188,6 +188,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         state: running, paused or draining.
         queued_tokens: prompt tokens that wait to be computed.
         running: sequences that hold blocks; `leased`: of them, those that wait for blocks of others.
+        free_blocks: of the device, free or idle and not promised to a lease.
         totals: since its start.
     """
 
