@@ -189,6 +189,19 @@ def test_who_was_prompt_and_falls_silent_costs_the_others_a_moment():
     assert asked(table.turn(table.timer(table.now))) == [(3, "d1")]
 
 
+def test_a_pause_does_not_look_again_for_those_who_wait_for_others_answers():
+    table = PdTable({"ahead_tokens": 20}, max_step_tokens=64)
+    table.turn(*table.errand(0, far(0), ("d0",)))
+    table.turn(table.granted(0))
+    both = [event for key in (1, 2) for event in table.errand(key, far(key), ("d0",))]
+    table.turn(*both, *table.errand(3, far(3), ("d1",)))
+    table.now += 0.051
+    table.turn(table.pause(), table.timer(table.now))
+    # a time that has passed would ring for ever
+    assert table.scheduler.borrower.wake_at > table.now
+    assert asked(table.turn(table.resume())) == [(3, "d1")]
+
+
 def test_a_silent_instance_is_probed_one_question_at_a_time():
     table = PdTable({"asks_per_peer": 8, "ahead_tokens": 10_000})
     ask_all(table, 3)

@@ -176,6 +176,8 @@ class Borrower:
 
     def plan(self, now: float, *, paused: bool) -> list[Action]:
         """Whom to ask, what to send, what to hand over now. A pause ends nothing, and asks for nothing."""
+        # also in a pause: a time that has passed would ring for ever
+        self._look_at = float("inf")
         if not paused:
             self._trim(now)
             self._ask(now)
@@ -213,7 +215,6 @@ class Borrower:
 
     def _ask(self, now: float) -> None:
         rules = self._rules
-        self._look_at = float("inf")
         heads = sorted([peer for peer in self._peers.values() if peer.queue], key=lambda peer: peer.queue[0].order)
         fresh = self._fresh(now) if heads else []
         for peer in heads:
