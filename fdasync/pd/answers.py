@@ -169,11 +169,11 @@ class Answers:
         """Nobody has all of it."""
         if reasons & {"no_lease", "never_lease"}:
             notes = [sample.finish.note for sample in request.samples if sample.finish is not None]
-            problem = next((note for note in notes if note), "")[:_WORDS_CHARS]
+            problem = f"no decode instance took it: {next((note for note in notes if note), '')}"[:_WORDS_CHARS]
             words = Failed(
                 name,
                 "InstanceLost",
-                f"no decode instance took it: {problem}",
+                problem,
                 retriable=True,
                 whole="never_lease" in reasons,
             )

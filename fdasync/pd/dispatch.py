@@ -148,6 +148,8 @@ class Dispatch:
             if request.done.done():
                 return
             keys = await self._keys(request)
+            if request.done.done():
+                return
             route = self._fleet.choose(
                 keys, request.num_tokens, request.failed, request.prefill, request.wanted_decoders, whole=request.whole
             )
@@ -162,7 +164,7 @@ class Dispatch:
             elif self._loop.time() - seen_at >= self._config.absent_s:
                 problem = f"no instance was there for {self._config.absent_s:g} s that takes it"
                 raise PeerUnreachable("router", problem)
-            await asyncio.sleep(min(pause_s, left_s))
+            await asyncio.wait([request.done], timeout=min(pause_s, left_s))
             pause_s = min(2 * pause_s, 1.0)
 
     def _give(
@@ -305,7 +307,8 @@ class Dispatch:
 
     async def _again(self, request: Routed) -> None:
         try:
-            await asyncio.sleep(_RETRY_S * request.tries)
+            # not longer than its caller waits
+            await asyncio.wait([request.done], timeout=_RETRY_S * request.tries)
             await self._send(request)
         except Exception as error:
             # a defect too must reach the caller, who else would wait to the deadline
