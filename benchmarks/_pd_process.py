@@ -58,6 +58,9 @@ def in_order(workers: int, prepare_s: float = 0.0) -> type[Borrower]:
             ]
             return min([super().wake_at, *due])
 
+        def _trim(self, now: float) -> None:
+            """They have as many leases as their threads brought."""
+
         def _ask(self, now: float) -> None:
             live = self._errands
             self._taken = {

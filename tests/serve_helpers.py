@@ -74,8 +74,16 @@ def command(folder: Path, *arguments: str, **options: Any) -> Iterator[Running]:
     out = folder / "out"
     with out.open("ab") as file:
         environment = {**os.environ, "COLUMNS": "160", "TMPDIR": str(folder)}
+        begin = options.pop("preexec_fn", None)
+
+        def as_from_a_terminal() -> None:
+            # the tests may run where it is ignored (nohup), which children inherit
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
+            if begin is not None:
+                begin()
+
         options = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file, "env": environment, **options}
-        process = subprocess.Popen([*COMMAND, *arguments], **options)
+        process = subprocess.Popen([*COMMAND, *arguments], preexec_fn=as_from_a_terminal, **options)
     try:
         yield Running(process, out)
     finally:
