@@ -20,12 +20,10 @@ import msgspec
 
 from fdasync.config import EngineConfig
 from fdasync.errors import DeadlineExceeded, FdasyncError
-from fdasync.pd.zmq_address import file_at, remove_dead
+from fdasync.pd.zmq_address import remove_dead
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from fdasync.pd.zmq_address import FileId
 
 Role = Literal["mixed", "prefill", "decode"]
 
@@ -82,7 +80,6 @@ class Child:
         """Raises OSError if no process can be started."""
         self.name, self.role = plan.name, plan.role
         self.address = address
-        self._file: FileId | None = None
         self.state = "loading"
         self.lines: deque[str] = deque(maxlen=_TAIL_LINES)
         self._on_end = on_end
@@ -174,12 +171,11 @@ class Child:
             raise DeadlineExceeded(f"reaping {self.name}, process {self.pid}", _KILL_S)
 
     def remove_socket(self) -> None:
-        """Remove what it left at its address, if it was killed."""
-        remove_dead(self.address, self._file)
+        """Remove what it left at its address, if it was killed. Others have no sockets in the fleet's folder."""
+        remove_dead(self.address)
 
     def _on_ready(self, fd: int) -> None:
         if os.read(fd, _READ_NBYTES):
-            self._file = file_at(self.address)
             self.state = "ready" if self.state == "loading" else self.state
             if not self.ready.done():
                 self.ready.set_result(None)

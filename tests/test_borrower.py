@@ -357,6 +357,21 @@ def test_with_others_to_ask_nobody_stands_in_line_for_long():
     assert table.asks[1, 1].answer_by == 61.0
 
 
+def test_who_asked_all_stays_in_the_line_where_it_stands():
+    """Else a large request would begin anew at every instance in turn, and be passed for ever."""
+    table = PdTable({"queue_s": 5.0, "find_s": 60.0})
+    table.turn(*table.errand(1, A, ("d0", "d1")))
+    assert table.asks[1, 0].answer_by == 6.0
+    table.now = 6.0
+    table.turn(table.denied(1))
+    assert (table.asks[1, 1].peer, table.asks[1, 1].answer_by) == ("d1", 11.0)
+    table.now = 11.0
+    table.turn(table.denied(1))
+    table.now = 12.5
+    table.turn(table.timer(12.5))
+    assert (table.asks[1, 2].peer, table.asks[1, 2].answer_by) == ("d0", 61.0)
+
+
 def test_a_request_with_a_deadline_is_not_looked_for_longer():
     table = PdTable({"find_s": 60.0})
     table.turn(*table.errand(1, A, deadline=4.0))

@@ -463,3 +463,18 @@ async def test_a_decode_instance_that_is_started_anew_serves_the_new_weights(tmp
         versions = {span.version for result in results for span in result.samples[0].weight_version}
         assert versions == {7}
         assert router.stats().dropped == ()
+
+
+@in_scene("m0", "m1", "m2")
+async def test_an_update_that_another_routers_came_after_is_not_told_any_more(scene):
+    await scene.router.update_weights(1, "/w", "keep")
+    again = await come_back(scene, "m2")
+    (command,) = again.commands
+    # another router holds it, and brings all to weights of its own
+    again.router.send(Done(command.number, "UpdateUnderWay", "of another", NAMESPACE, 0))
+    for script in (scene.m0, scene.m1, again):
+        script.router.send(BlockNews(OTHER, True, (), ()))
+    await settle(3.0)
+    assert [told.version for told in again.commands] == [1]
+    assert dropped(scene) == {}
+    assert problems(scene) == {"m0": "", "m1": "", "m2": ""}

@@ -107,6 +107,45 @@ async def test_few_descriptors_shut_the_doors_for_a_moment(
     assert not is_there(tmp_path / "a")
 
 
+async def test_peers_that_use_many_are_shut_out_ever_more_rarely(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They come back at once: closing frees for a moment what they then take again."""
+    here = End(1)
+    shut: list[int] = []
+
+    def counted() -> tuple[int, int]:
+        doors = here.wire.doors
+        return (600 if doors is not None and doors.shut else 800), 1000
+
+    monkeypatch.setattr(zmq_doors, "descriptors", counted)
+    monkeypatch.setattr(zmq_doors, "_LOOK_S", 0.005)
+    monkeypatch.setattr(zmq_doors, "_CLOSED_S", 0.01)
+    monkeypatch.setattr(zmq_doors, "_REST_S", 0.1)
+    loop = asyncio.get_running_loop()
+    try:
+        here.wire.listen(f"ipc://{tmp_path}/a")
+        assert here.wire.doors is not None
+        begin = loop.time()
+        while loop.time() < begin + 1.5:
+            shut.append(here.wire.doors.times_shut)
+            await asyncio.sleep(0.01)
+    finally:
+        await here.wire.aclose()
+    # after 0, 0.1, 0.3, 0.7 and 1.5 s, instead of a hundred times
+    assert 3 <= max(shut) <= 6
+
+
+async def test_nothing_left_is_no_reason_to_look_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(path: str) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(zmq_doors.os, "lstat", lambda _: type("Stat", (), {"st_size": 0}))
+    monkeypatch.setattr(zmq_doors.os, "listdir", refuses)
+    count, limit = descriptors()
+    assert count == limit == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
 async def test_an_address_that_somebody_took_meanwhile_is_left_to_him(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -153,7 +153,8 @@ class Agreement:
 
     async def _bring(self, member: Member, words: Command, session: int) -> None:
         until = self._loop.time() + self._limit_s
-        while True:
+        # what it was to get may be old by now: another router's update came between
+        while self.last is words and member.namespace != self._fleet.namespace:
             left_s = max(until - self._loop.time(), 0.0)
             done, problem = None, ""
             try:

@@ -116,23 +116,8 @@ def keep_to_us(address: str) -> FileId | None:
     return found.st_dev, found.st_ino
 
 
-def file_at(address: str) -> FileId | None:
-    """Which file is at an ipc address; None: there is none."""
-    try:
-        found = os.lstat(address.removeprefix(_IPC))  # blocking: microseconds
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
-
-
-def remove_dead(address: str, file: FileId | None = None) -> None:
-    """Remove the socket file that a listener at an ipc address left behind when it was killed, if nobody listens there.
-
-    Args:
-        file: which it was, if that is known: another one stays. It may be one that came later under the same number.
-    """
-    if file is not None and file_at(address) != file:
-        return
+def remove_dead(address: str) -> None:
+    """Remove the socket file that a listener at an ipc address left behind when it was killed; a live one stays."""
     with contextlib.suppress(ConfigError, OSError):
         check_free(address)
         os.unlink(address.removeprefix(_IPC))  # blocking: microseconds

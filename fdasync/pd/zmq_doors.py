@@ -4,7 +4,8 @@ libzmq aborts the process when it accepts an ipc connection and no descriptor is
 takes EMFILE for a defect; the tcp one only spins). So descriptors are counted a few times a second; when fewer than a
 reserve are left, listeners are closed for a moment. libzmq closes what they accepted with them: who is a peer calls
 again at once, and its link does not notice; who only holds connections has lost them. Where that frees nothing, the
-descriptors are somebody else's, and it is not done again until there were enough.
+descriptors are somebody else's, and it is not done again until there were enough; where peers use them and come back,
+it is done ever more rarely, unless hardly any is left.
 
 What is left of the danger: who makes as many connections as the reserve between two looks, or while the loop stands
 still, still ends the process. The reserve grows with the limit (`ulimit -n`), up to 1024.
@@ -32,6 +33,9 @@ _LOOK_S = 0.1
 # a listener of libzmq's closes on its own thread
 _CLOSED_S = 0.3
 _MAX_RESERVE = 1024
+# between two times, at first; it doubles while it does not help for long
+_REST_S = 1.0
+_MAX_REST_S = 60.0
 
 
 def reserve_of(limit: int) -> int:
@@ -43,7 +47,11 @@ def descriptors() -> tuple[int, int]:
     """How many this process has open, and may have."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     # blocking: procfs, microseconds. Linux 6.2 and later count them here, older ones have to list them
-    count = os.lstat("/proc/self/fd").st_size or len(os.listdir("/proc/self/fd"))
+    try:
+        count = os.lstat("/proc/self/fd").st_size or len(os.listdir("/proc/self/fd"))
+    except OSError:
+        # to list them takes one
+        count = limit
     return count, limit
 
 
@@ -69,6 +77,8 @@ class Doors:
         self._open: list[str] = []
         self._files: dict[str, FileId] = {}
         self._again_at = 0.0
+        self._rest_s = _REST_S
+        self._rested_at = 0.0
         self._helps = True
         self._timer: asyncio.TimerHandle | None = None
 
@@ -99,16 +109,20 @@ class Doors:
         self._files.clear()
 
     def _look(self) -> None:
-        count, limit = descriptors()
-        reserve = reserve_of(limit)
-        if limit - count >= reserve + reserve // 4:
-            self._helps = True
-        if self._open and self._helps and limit - count < reserve:
-            self._helps = False
-            self._shut_all(f"{count} of {limit} file descriptors were open")
-        elif self.shut and self._loop.time() >= self._again_at:
-            self._open_again()
         self._timer = self._loop.call_later(_LOOK_S, self._look)
+        now = self._loop.time()
+        count, limit = descriptors()
+        free, reserve = limit - count, reserve_of(limit)
+        if free >= reserve + reserve // 4:
+            self._helps = True
+        if self._open and self._helps and free < reserve and (now >= self._rested_at or free < reserve // 4):
+            self._helps = False
+            # a long calm is forgotten with what was before it
+            self._rest_s = min(2 * self._rest_s, _MAX_REST_S) if now < self._rested_at + self._rest_s else _REST_S
+            self._rested_at = now + self._rest_s
+            self._shut_all(f"{count} of {limit} file descriptors were open")
+        elif self.shut and now >= self._again_at:
+            self._open_again()
 
     def _shut_all(self, problem: str) -> None:
         self.times_shut += 1

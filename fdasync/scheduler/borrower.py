@@ -270,7 +270,8 @@ class Borrower:
         peer.asks += 1
         peer.asked_tokens += errand.tokens
         seq = errand.seqs[0]
-        others = len(errand.decoders) > 1
+        # once all were asked it stays where it stands in line: nobody grows older by leaving one
+        others = len(errand.decoders) > 1 and not errand.rounds
         answer_by = min(errand.stop_at, now + rules.queue_s) if others else errand.stop_at
         self._actions.append(
             AskLease(

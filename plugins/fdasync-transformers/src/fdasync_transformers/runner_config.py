@@ -81,7 +81,7 @@ def check_config(config: TransformersConfig, limits: RunnerLimits) -> None:
     if sizes is not None and sizes[-1] > limits.max_running:
         raise ConfigError("runner_config.graph_sizes", f"{sizes[-1]} never run at once", limit=limits.max_running)
     tokens = config.graph_tokens
-    if tokens and (list(tokens) != sorted(set(tokens)) or tokens[0] < 1 or tokens[-1] > limits.max_step_tokens):
+    if tokens and (list(tokens) != sorted(set(tokens)) or tokens[0] < 2 or tokens[-1] > limits.max_step_tokens):
         raise ConfigError(
             "runner_config.graph_tokens",
             f"{list(tokens)} are not rising numbers of tokens",
