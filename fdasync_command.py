@@ -52,4 +52,5 @@ def open_standard_streams() -> None:
             os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(fd, True)
         if getattr(sys, name) is None:
+            # as Python's own, it is there until the process ends
             setattr(sys, name, open(fd, mode, closefd=False))  # noqa: SIM115

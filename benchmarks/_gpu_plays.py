@@ -19,7 +19,6 @@ from benchmarks._gpu_parts import Void
 from fdasync import Engine, EngineConfig, SamplingParams
 from fdasync.events.catalog import SwapDone
 from fdasync.local import LocalFleet, plans_for
-from fdasync.local_child import Child, ChildEnded
 from fdasync.pd.router import Router, connect
 
 if TYPE_CHECKING:
@@ -300,19 +299,9 @@ async def apart(play: Play, transport: str, **values: Any) -> Played:
     jobs = play.jobs(7)
     config = play.config(num_blocks=play.scale.roomy, **values)
     plans = plans_for(config, {"prefill": 1, "decode": 1}, transport=transport)
-    dead: asyncio.Future[Child] = asyncio.get_running_loop().create_future()
-    fleet = LocalFleet(plans, on_end=lambda child: None if dead.done() else dead.set_result(child))
+    fleet = LocalFleet(plans)
     async with fleet, connect(fleet.addresses) as router:
-        asking = asyncio.ensure_future(_asked_apart(play, router, jobs))
-        try:
-            await asyncio.wait([asking, dead], return_when=asyncio.FIRST_COMPLETED)
-            if dead.done():
-                child = dead.result()  # of a future that is done
-                raise ChildEnded(child.name, child.exited.result(), tuple(child.lines))  # of a child that has ended
-            played.answers = asking.result()  # of a task that is done
-        finally:
-            asking.cancel()
-            await asyncio.wait([asking])
+        played.answers = await fleet.while_alive(_asked_apart(play, router, jobs))
         played.books = {"received_blocks": await _received(router)}
     return played
 

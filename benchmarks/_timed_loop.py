@@ -52,8 +52,14 @@ class TimedLoop(uvloop.Loop):
             self.callbacks += 1
             if spent > self.longest_s:
                 self.longest_s = spent
-                # of a task's step: the task, which has a name
-                self.longest = repr(getattr(callback, "__self__", None) or callback)[:200]
+                self.longest = _name_of(callback)
+
+
+def _name_of(callback: Callable[..., Any]) -> str:
+    """Of a task's step: the coroutine's. No paths: it stands in figures that are kept."""
+    owner = getattr(callback, "__self__", None)
+    named = owner.get_coro() if isinstance(owner, asyncio.Task) else callback
+    return str(getattr(named, "__qualname__", type(named).__name__))
 
 
 class Ticker:

@@ -37,7 +37,6 @@ from benchmarks._gpu_scale import Scale, tiny, write_folder
 from benchmarks._report import Report
 from fdasync import EngineConfig, SamplingParams, connect
 from fdasync.local import LocalFleet, plans_for
-from fdasync.local_child import Child, ChildEnded
 
 if TYPE_CHECKING:
     from fdasync.local_child import Role
@@ -152,24 +151,13 @@ async def arm(name: str, counts: dict[Role, int], scale: Scale, folder: str, loa
     """Start instances, play, and add the figures of this arm."""
     most_running = 256 if scale.device != "cpu" else 8
     plans = plans_for(config_of(scale, folder, load, most_running), counts)
-    dead: asyncio.Future[Child] = asyncio.get_running_loop().create_future()
     began = time.perf_counter()
-    fleet = LocalFleet(plans, on_end=lambda child: None if dead.done() else dead.set_result(child))
+    fleet = LocalFleet(plans)
     async with fleet, connect(fleet.addresses) as router:
         report.conditions[f"start_s_{name}"] = round(time.perf_counter() - began, 1)
         print(f"[{name}] {len(plans)} instances in {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
         before = await moved_nbytes(router)
-        playing = asyncio.ensure_future(play(router, scale, load))
-        try:
-            # bounded by every request's deadline
-            await asyncio.wait([playing, dead], return_when=asyncio.FIRST_COMPLETED)
-            if dead.done():
-                child = dead.result()  # of a future that is done
-                raise ChildEnded(child.name, child.exited.result(), tuple(child.lines))  # of a child that has ended
-            answers = playing.result()  # of a task that is done
-        finally:
-            playing.cancel()
-            await asyncio.wait([playing])
+        answers = await fleet.while_alive(play(router, scale, load))
         moved = await moved_nbytes(router) - before
         stats = [(one.name, one.status) for one in router.stats().instances]
         report.conditions[f"totals_{name}"] = {

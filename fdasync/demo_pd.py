@@ -8,17 +8,14 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fdasync.demo_jobs import REFRESH_S, Books, DemoOptions, Moved, Room, Served, make_jobs, play, probe, progress_on
 from fdasync.errors import BadInput, DeadlineExceeded
 from fdasync.local import LocalFleet, plans_for
-from fdasync.local_child import Child, ChildEnded
 from fdasync.pd.router import Router, connect
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
-
     from rich.console import Console
 
     from fdasync.config import EngineConfig
@@ -45,41 +42,25 @@ async def serve_apart(
 ) -> Served:
     """Prefill and decode instances in processes of their own, and a router in this one."""
     started = time.perf_counter()
-    dead: asyncio.Future[Child] = asyncio.get_running_loop().create_future()
     plans = plans_for(config, {"prefill": counts[0], "decode": counts[1]})
     with progress_on(console) as progress:
         loading = progress.add_task("loading", total=1, note=f"{len(plans)} instances")
         progress.refresh()
-        fleet = LocalFleet(plans, on_end=lambda child: None if dead.done() else dead.set_result(child))
+        fleet = LocalFleet(plans)
         async with fleet, connect(fleet.addresses) as router:
             room = _room(router)
             progress.update(loading, completed=1, note=f"{counts[0]} prefill, {counts[1]} decode")
             progress.refresh()
             start_s = time.perf_counter() - started
             jobs = make_jobs(options, room)
-            probes = await _while_alive(probe(router, jobs), dead) if life else []
+            probes = await fleet.while_alive(probe(router, jobs)) if life else []
             playing = play(router, jobs, options.concurrency, progress)
-            results, serve_s = await _while_alive(playing, dead)
-            books, moved = await _while_alive(_totals(router, counts), dead)
+            results, serve_s = await fleet.while_alive(playing)
+            books, moved = await fleet.while_alive(_totals(router, counts))
             return Served(
                 jobs=jobs, results=results, room=room, books=books, serve_s=serve_s, start_s=start_s, probes=probes,
                 moved=moved,
             )  # fmt: skip
-
-
-async def _while_alive(work: Coroutine[Any, Any, Any], dead: asyncio.Future[Child]) -> Any:
-    """Its result. Raises ChildEnded when an instance dies first: with one of a kind nobody would take its place."""
-    task = asyncio.ensure_future(work)
-    try:
-        # bounded by the requests' own deadlines
-        await asyncio.wait([task, dead], return_when=asyncio.FIRST_COMPLETED)
-        if dead.done():
-            child = dead.result()  # of a future that is done
-            raise ChildEnded(child.name, child.exited.result(), tuple(child.lines))  # of a child that has ended
-        return task.result()  # of a task that is done
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
 
 
 def _room(router: Router) -> Room:

@@ -11,20 +11,22 @@ from __future__ import annotations
 
 import asyncio
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from fdasync.engine_options import store_of_instance
 from fdasync.errors import ConfigError, DeadlineExceeded
-from fdasync.local_child import Child, Plan, Role
+from fdasync.local_child import Child, ChildEnded, Plan, Role
 from fdasync.local_folder import Folder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Coroutine, Sequence
     from pathlib import Path
 
     from fdasync.config import EngineConfig
+
+T = TypeVar("T")
 
 # beyond what a child gives its engine to start
 _START_S = 10.0
@@ -118,6 +120,22 @@ class LocalFleet:
         if waiting:
             names = ", ".join(child.name for child in self.children if child.state == "loading")
             raise DeadlineExceeded(f"starting {names}", limit_s)
+
+    async def while_alive(self, work: Coroutine[Any, Any, T]) -> T:
+        """Its result. Raises ChildEnded when an instance ends first, for whom nobody may take the place; the work is
+        cancelled then, and when this is. What it waits for bounds it."""
+        task = asyncio.ensure_future(work)
+        waited: list[asyncio.Future[Any]] = [task, *[child.exited for child in self.children]]
+        try:
+            # bounded by the work's own deadlines
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            for child in self.children:
+                if child.exited.done():
+                    raise ChildEnded(child.name, child.exited.result(), tuple(child.lines))  # of one that has ended
+            return task.result()  # of a task that is done
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
 
     def alive(self, *roles: Role) -> list[Child]:
         """Those that have not ended."""

@@ -14,7 +14,7 @@ from fdasync import Instance, SamplingParams
 from fdasync.errors import BadInput, EngineClosed, PeerRefused, UpdateUnderWay, WeightsRejected
 from fdasync.pd.messages import BlockNews, Command, Done
 from fdasync.runner.synthetic import WEIGHTS_FILE
-from fdasync.testing import synthetic_config
+from fdasync.testing import synthetic_config, until
 from tests.router_helpers import NAMESPACE, in_scene, settle
 
 if TYPE_CHECKING:
@@ -409,11 +409,11 @@ async def test_of_two_routers_that_update_at_once_one_does(tmp_path: Path, weigh
         version = 10 if outcomes[0] is None else 11
         assert {each.engine.stats().scheduler.weight_version for each in (p0, d0, d1)} == {version}
         assert p0._site is not None
-        async with asyncio.timeout(10):
-            for router in (one, two):
-                # it has served nothing: no block tells the other of it
-                while {member.namespace for member in router.fleet.up()} != {p0._site.namespace()}:  # noqa: ASYNC110 - nobody announces it
-                    await asyncio.sleep(0.01)
+        wanted = {p0._site.namespace()}
+        # it has served nothing: no block tells the other of it
+        await until(
+            lambda: all({each.namespace for each in router.fleet.up()} == wanted for router in (one, two)), every_s=0.01
+        )
         for router in (one, two):
             result = await router.complete(list(range(40)), SamplingParams(max_tokens=3), deadline_s=10)
             assert [span.version for span in result.samples[0].weight_version] == [version]
@@ -450,9 +450,7 @@ async def test_a_decode_instance_that_is_started_anew_serves_the_new_weights(tmp
         async with instance(tmp_path, "decode", "d0"):
             await router.add(addresses[1])
             await router.update_weights(7, weights)
-        async with asyncio.timeout(10):
-            while router.stats().instances[1].is_up:  # noqa: ASYNC110 - nobody announces it
-                await asyncio.sleep(0.01)
+        await until(lambda: not router.stats().instances[1].is_up, every_s=0.01)
         async with instance(tmp_path, "decode", "d0") as again:
             await router.add(addresses[1])
             results = [

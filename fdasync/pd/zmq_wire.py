@@ -10,6 +10,7 @@ Knows no messages and no sessions. Used by `Links`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import resource
@@ -40,15 +41,12 @@ _FILES = 24
 
 def _check_files() -> None:
     """Raises ConfigError if ZMQ would find no room for its descriptors."""
-    tried: list[int] = []
-    try:
-        for _ in range(_FILES):
-            tried.append(os.eventfd(0))  # noqa: PERF401
-    except OSError:
-        raise _too_many_files() from None
-    finally:
-        for fd in tried:
-            os.close(fd)
+    with contextlib.ExitStack() as tried:
+        try:
+            for _ in range(_FILES):
+                tried.callback(os.close, os.eventfd(0))
+        except OSError:
+            raise _too_many_files() from None
 
 
 def _too_many_files() -> ConfigError:
