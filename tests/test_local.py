@@ -39,7 +39,7 @@ async def test_work_ends_with_its_result_or_with_the_first_instance_that_ends() 
         work = asyncio.ensure_future(fleet.while_alive(long()))
         await asyncio.sleep(0)
         children[1].exited.set_result(-9)
-        with pytest.raises(ChildEnded, match="b .*said") as caught:
+        with pytest.raises(ChildEnded, match=r"b .*said") as caught:
             await work
         assert (caught.value.name, caught.value.status) == ("b", -9)
         assert cancelled
