@@ -43,7 +43,8 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
 	$(MAKE) --no-print-directory lint types
 
-# SEEDS of one engine, and 5,000 of fleets in parts (tests/test_pd_simulation.py)
+# SEEDS of one engine, 1,000 of one on each real loop (tests/test_simulation.py), and 5,000 of fleets in parts
+# (tests/test_pd_simulation.py)
 test-all: $(STAMP)
 	rm -f .coverage .coverage.*
 	$(BIN)/python -m coverage run -m pytest -n $(WORKERS) -o faulthandler_timeout=3600 --seeds $(SEEDS)

@@ -152,7 +152,9 @@ class Load:
 
     async def _ask(self, ask: Ask, deltas: list[Delta], where: dict[str, Any]) -> Result | None:
         """None: it was cancelled, or left."""
-        words = {"deadline_s": ask.deadline_s, "routing": ask.routing, "start": ask.start, **where}
+        words = {"deadline_s": ask.deadline_s, "start": ask.start, **where}
+        # all kinds of rows, or none
+        words |= {"routing": ask.routing, "aux": None if ask.routing else False}
         if ask.way in ("complete", "deadline"):
             return await self._router.complete(ask.prompt, ask.params, **words)
         if ask.way == "cancel":
@@ -207,7 +209,7 @@ class Load:
             # of what a router ends by itself with nothing of it, there are no log-probs
             bare = not whole and sample.raw_logprobs is None
             params = msgspec.structs.replace(ask.params, logprobs="none") if bare else ask.params
-            check_sample(sample, ask.prompt, params, self._oracle, start=ask.start, rows=rows)
+            check_sample(sample, ask.prompt, params, self._oracle, start=ask.start, names=None if rows else ())
             if ask.way in ("stream", "abort"):
                 told = tuple(token for delta in deltas if delta.index == sample.index for token in delta.token_ids)
                 if told != sample.token_ids:

@@ -19,7 +19,7 @@ from benchmarks._gpu_parts import Void
 from fdasync import Engine, EngineConfig, SamplingParams
 from fdasync.events.catalog import SwapDone
 from fdasync.local import LocalFleet, plans_for
-from fdasync.pd.router import Router, connect
+from fdasync.pd.router import Router, RouterConfig, connect
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -300,7 +300,7 @@ async def apart(play: Play, transport: str, **values: Any) -> Played:
     config = play.config(num_blocks=play.scale.roomy, **values)
     plans = plans_for(config, {"prefill": 1, "decode": 1}, transport=transport)
     fleet = LocalFleet(plans)
-    async with fleet, connect(fleet.addresses) as router:
+    async with fleet, connect(fleet.addresses, RouterConfig(require="all")) as router:
         played.answers = await fleet.while_alive(_asked_apart(play, router, jobs))
         played.books = {"received_blocks": await _received(router)}
     return played

@@ -108,7 +108,7 @@ def _wanted(caller: bytes, namespace: bytes, salt: str) -> Wanted:
         streams=True,
         priority=0,
         deadline_s=600.0,
-        routing=True,
+        rows=("routing",),
         start=0,
     )
 

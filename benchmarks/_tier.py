@@ -18,6 +18,7 @@ from fdasync.cache.aux import AuxSpec
 from fdasync.cache.block_format import object_key
 from fdasync.cache.host import HostArena
 from fdasync.cache.region import page_aligned
+from fdasync.deadlines import Closing
 from fdasync.events.bus import EventBus
 from fdasync.events.catalog import FetchEnded, StoreEnded
 from fdasync.keeper import AUX_REGION, HOST_REGION, Keeper
@@ -35,6 +36,8 @@ ROUTING = AuxSpec("routing", (48, 8), "uint8")
 # long: a slow machine is measured, not cut off
 _DEADLINE_S = 120.0
 _NAMESPACE = b"benchmarks.store"
+# of every slot
+_USE = 1
 _EDGE_NBYTES = 64
 
 
@@ -55,6 +58,8 @@ class Blocks:
         for block in self.host.kv:
             block[:] = np.frombuffer(random.bytes(nbytes), np.uint8)
         if self.arena is not None:
+            for slot in range(count):
+                self.arena.adopt(slot, _USE)
             for values in self.arena.rows.values():
                 values[:] = random.integers(0, 128, values.shape, np.uint8)
         self._edges = [edge.copy() for edge in self._look()]
@@ -141,7 +146,8 @@ class Tier:
             kv_dtype="uint8",
             aux_specs=() if blocks.arena is None else (ROUTING,),
         )
-        self.stack = StoreStack(engine, Registry(), capacity, blocks.host, None)
+        self._closing = Closing(_DEADLINE_S)
+        self.stack = StoreStack(engine, Registry(), capacity, blocks.host, None, self._closing)
         self._bus: EventBus
         self._keeper: Keeper
         self._ended: dict[int, asyncio.Future[StoreEnded | FetchEnded]] = {}
@@ -162,7 +168,7 @@ class Tier:
             self.stack.store,
             host,
             arena,
-            close_s=_DEADLINE_S,
+            closing=self._closing,
             on_error=self._on_error,
         )
         return self
@@ -173,12 +179,16 @@ class Tier:
         finally:
             await self.stack.aclose()
 
+    def _uses(self, places: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Slots of the blocks' rows and which use of them; empty where there are no rows."""
+        return (places, (_USE,) * len(places)) if self._blocks.arena is not None else ((), ())
+
     async def write(self, round_: int, numbers: Sequence[int]) -> None:
         """Until the store has them. Raises RuntimeError if it does not take all."""
         number, ended = self._begin()
         keys = tuple(_key(round_, block) for block in numbers)
         places = tuple(numbers)
-        self._keeper.write(StoreBlocks(number, _NAMESPACE, keys, places, places))
+        self._keeper.write(StoreBlocks(number, _NAMESPACE, keys, places, *self._uses(places)))
         event = await ended
         assert isinstance(event, StoreEnded)
         if not all(event.stored):
@@ -189,7 +199,7 @@ class Tier:
         number, ended = self._begin()
         keys = tuple(_key(round_, block) for block in numbers)
         places = tuple(numbers)
-        slots, generations = (places, (1,) * len(keys)) if self._blocks.arena is not None else ((), ())
+        slots, generations = self._uses(places)
         deadline = asyncio.get_running_loop().time() + _DEADLINE_S
         self._keeper.fetch(FetchBlocks(number, _NAMESPACE, keys, places, slots, generations, deadline))
         event = await ended

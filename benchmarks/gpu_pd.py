@@ -35,7 +35,7 @@ import uvloop
 
 from benchmarks._gpu_scale import Scale, tiny, write_folder
 from benchmarks._report import Report
-from fdasync import EngineConfig, SamplingParams, connect
+from fdasync import EngineConfig, RouterConfig, SamplingParams, connect
 from fdasync.local import LocalFleet, plans_for
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ async def arm(name: str, counts: dict[Role, int], scale: Scale, folder: str, loa
     plans = plans_for(config_of(scale, folder, load, most_running), counts)
     began = time.perf_counter()
     fleet = LocalFleet(plans)
-    async with fleet, connect(fleet.addresses) as router:
+    async with fleet, connect(fleet.addresses, RouterConfig(require="all")) as router:
         report.conditions[f"start_s_{name}"] = round(time.perf_counter() - began, 1)
         print(f"[{name}] {len(plans)} instances in {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
         before = await moved_nbytes(router)

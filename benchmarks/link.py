@@ -59,7 +59,7 @@ def lease_ask() -> LeaseAsk:
         streams=True,
         priority=0,
         deadline_s=60.0,
-        routing=True,
+        rows=("routing",),
         start=0,
     )
     return LeaseAsk(SMALL.request, 0, wanted, 10.0, 60.0)

@@ -40,7 +40,7 @@ from benchmarks._pd_process import in_order
 from benchmarks._report import Report
 from fdasync.config import EngineConfig
 from fdasync.instance import Instance
-from fdasync.pd.router import Router
+from fdasync.pd.router import Router, RouterConfig
 from fdasync.request import SamplingParams
 from fdasync.scheduler.borrower import Borrower
 from fdasync.testing.loop import run_sim
@@ -176,7 +176,7 @@ async def virtual(scale: Scale, latency: Latency) -> float:
     ]
     async with instances[0], instances[1]:
         addresses = (instances[0].address, instances[1].address)
-        async with Router(addresses, wire=network.wire("router"), seed=1) as router:
+        async with Router(addresses, RouterConfig(require="all"), wire=network.wire("router"), seed=1) as router:
             return await clients(router, scale, addresses, streams=False)
 
 
@@ -197,7 +197,7 @@ async def real(scale: Scale) -> tuple[float, float]:
     roles = ("prefill", "decode")
     with fleet([(role, {"role": role, "config": config_of(role, scale, FREE)}) for role in roles]) as running:
         addresses = (running.addresses["prefill"], running.addresses["decode"])
-        async with Router(addresses) as router:
+        async with Router(addresses, RouterConfig(require="all")) as router:
             before, total = busy_s()
             seconds = await clients(router, scale, addresses, streams=True)
             after, whole = busy_s()

@@ -126,7 +126,7 @@ async def play(arm: str, fault: str, seconds: float, seed: int) -> tuple[list[fl
         for number in range(DECODERS)
     ]
     with fleet([prefill, *decoders]) as running:
-        config = RouterConfig(retries=0)
+        config = RouterConfig(retries=0, require="all")
         async with Router(list(running.addresses.values()), config) as router:
             load = Load(router, running, seed)
             if fault == "killed":

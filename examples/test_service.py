@@ -15,11 +15,23 @@ from collections.abc import Callable, Coroutine, Sequence
 from random import Random
 from typing import Any
 
-from fdasync import Engine, EngineFailed, Result, SamplingParams
+from fdasync import Engine, EngineConfig, EngineFailed, Result, SamplingParams
+from fdasync.cache.memory import MemoryConfig, MemoryStore
 from fdasync.registry import Registry
-from fdasync.testing import EdgeRunner, Fault, expected, oracle_of, synthetic_config, synthetic_engine
+from fdasync.testing import (
+    EdgeRunner,
+    FaultyStore,
+    StepFault,
+    StoreFaults,
+    expected,
+    oracle_of,
+    synthetic_config,
+    synthetic_engine,
+)
 
 RunSim = Callable[[Coroutine[Any, Any, Any]], Any]
+# a fault that never strikes lets a test pass because nothing happened: this fixture then fails it
+MustStrike = Callable[[Any], Any]
 PARAMS = SamplingParams(max_tokens=12, temperature=0.0)
 
 
@@ -47,12 +59,33 @@ class Collector:
             raise RuntimeError("no engine is left")
 
 
-def faulty_engine(seed: int, fault: Fault | None = None, *, step_s: float = 0.02) -> Engine:
-    """A synthetic engine whose steps take time, and which may break at one of them."""
-    config = synthetic_config({"step_s": step_s, "jitter": 0.3, "seed": seed}, step_deadline_s=5.0)
+def slow_engine(seed: int, *, step_s: float = 0.02) -> Engine:
+    """A synthetic engine whose steps take time."""
+    return synthetic_engine(synthetic_config({"step_s": step_s, "jitter": 0.3, "seed": seed}))
+
+
+def faulty_runner(seed: int, fault: StepFault) -> EdgeRunner:
+    """A runner that breaks at one of its steps."""
+    config = faulty_config(seed)
     runner_type = Registry().load_runner("synthetic")
     inner = runner_type(oracle_of(config).config, config.runner_limits())
-    return synthetic_engine(config, runner=EdgeRunner(inner, Random(seed), max_delay_s=0.01, fault=fault))
+    return EdgeRunner(inner, Random(seed), max_delay_s=0.01, fault=fault)
+
+
+def faulty_config(seed: int) -> EngineConfig:
+    return synthetic_config({"step_s": 0.02, "jitter": 0.3, "seed": seed}, step_deadline_s=5.0)
+
+
+class SharedStore(FaultyStore):
+    """A store that engines use one after the other: none of them closes it."""
+
+    async def aclose(self) -> None:
+        self.end()
+
+
+def engine_with(store: FaultyStore) -> Engine:
+    # where computing costs nothing, nothing is fetched
+    return synthetic_engine(synthetic_config({"step_s": 0.01, "token_s": 0.01}, max_step_tokens=64), store=store)
 
 
 def prompts(count: int, seed: int) -> list[list[int]]:
@@ -71,17 +104,20 @@ def assert_right(results: Sequence[Result], asked: Sequence[Sequence[int]]) -> N
 def test_every_prompt_gets_its_answer(run_sim: RunSim, no_leaks: None) -> None:
     async def scenario() -> None:
         asked = prompts(30, seed=1)
-        async with faulty_engine(seed=1) as engine:
+        async with slow_engine(seed=1) as engine:
             assert_right(await Collector([engine], concurrency=8, deadline_s=60).collect(asked), asked)
             engine.check()
 
     run_sim(scenario())
 
 
-def test_an_engine_that_dies_costs_retries_and_nothing_else(run_sim: RunSim, no_leaks: None) -> None:
+def test_an_engine_that_dies_costs_retries_and_nothing_else(
+    run_sim: RunSim, must_strike: MustStrike, no_leaks: None
+) -> None:
     async def scenario() -> None:
         asked = prompts(30, seed=2)
-        async with faulty_engine(seed=2, fault=Fault("die", step_id=20)) as first, faulty_engine(seed=3) as second:
+        runner = must_strike(faulty_runner(2, StepFault("die", step_id=20)))
+        async with synthetic_engine(faulty_config(2), runner=runner) as first, slow_engine(seed=3) as second:
             collector = Collector([first, second], concurrency=8, deadline_s=60)
             assert_right(await collector.collect(asked), asked)
             assert collector.retries >= 8
@@ -89,10 +125,13 @@ def test_an_engine_that_dies_costs_retries_and_nothing_else(run_sim: RunSim, no_
     run_sim(scenario())
 
 
-def test_a_step_that_hangs_is_given_up_at_its_deadline(run_sim: RunSim, no_leaks: None) -> None:
+def test_a_step_that_hangs_is_given_up_at_its_deadline(
+    run_sim: RunSim, must_strike: MustStrike, no_leaks: None
+) -> None:
     async def scenario() -> float:
         asked = prompts(4, seed=4)
-        async with faulty_engine(seed=4, fault=Fault("hang", step_id=3)) as first, faulty_engine(seed=5) as second:
+        runner = must_strike(faulty_runner(4, StepFault("hang", step_id=3)))
+        async with synthetic_engine(faulty_config(4), runner=runner) as first, slow_engine(seed=5) as second:
             started = asyncio.get_running_loop().time()
             assert_right(await Collector([first, second], concurrency=4, deadline_s=60).collect(asked), asked)
             return asyncio.get_running_loop().time() - started
@@ -104,11 +143,30 @@ def test_a_step_that_hangs_is_given_up_at_its_deadline(run_sim: RunSim, no_leaks
 def test_a_slow_engine_answers_with_what_it_has_at_the_deadline(run_sim: RunSim, no_leaks: None) -> None:
     async def scenario() -> None:
         asked = prompts(1, seed=6)
-        async with faulty_engine(seed=6, step_s=1.0) as engine:
+        async with slow_engine(seed=6, step_s=1.0) as engine:
             (result,) = await Collector([engine], concurrency=1, deadline_s=4.5).collect(asked)
             assert result.finish_reason == "deadline"
             oracle = oracle_of(synthetic_config())
             assert 0 < len(result.token_ids) < 12
             assert result.token_ids == expected(asked[0], PARAMS, 0, oracle).token_ids[: len(result.token_ids)]
+
+    run_sim(scenario())
+
+
+def test_a_store_that_fails_and_lies_costs_time_and_no_answer(
+    run_sim: RunSim, must_strike: MustStrike, no_leaks: None
+) -> None:
+    async def scenario() -> None:
+        asked = prompts(30, seed=7)
+        store = must_strike(SharedStore(MemoryStore(MemoryConfig()), StoreFaults()))
+        async with engine_with(store) as first:
+            assert_right(await Collector([first], concurrency=4, deadline_s=60).collect(asked), asked)
+        # half of what is read has a wrong bit, or ends too early; every fifth call fails
+        store.plan = StoreFaults(seed=7, flip_bit=0.3, truncate=0.3, fail_call=0.2)
+        async with engine_with(store) as second:
+            results = await Collector([second], concurrency=4, deadline_s=60).collect(asked)
+            assert_right(results, asked)
+            found = sum(result.usage.cached_tokens for result in results)
+            assert 0 < found < sum(result.usage.prompt_tokens for result in results), "some of it was read"
 
     run_sim(scenario())

@@ -25,6 +25,7 @@ from fdasync.errors import (
     RunnerError,
     StoreRejected,
     StoreUnavailable,
+    TooLong,
     TransientError,
     UnsupportedModel,
     UpdateUnderWay,
@@ -37,7 +38,7 @@ from fdasync.instance import Instance
 from fdasync.pd.overview import InstanceStats, RouterStats
 from fdasync.pd.router import Router, RouterConfig, connect
 from fdasync.request import SamplingParams
-from fdasync.result import CachedTokens, Delta, Result, Routing, Sample, WeightSpan
+from fdasync.result import CachedTokens, Delta, Result, Routing, Sample, Usage, WeightSpan
 from fdasync.stream import Generation, TokenStream
 
 __all__ = [
@@ -79,9 +80,11 @@ __all__ = [
     "StoreRejected",
     "StoreUnavailable",
     "TokenStream",
+    "TooLong",
     "TransientError",
     "UnsupportedModel",
     "UpdateUnderWay",
+    "Usage",
     "WeightSpan",
     "WeightsBroken",
     "WeightsRejected",

@@ -117,13 +117,17 @@ class EmitTokens(msgspec.Struct, frozen=True, array_like=True, tag="emit"):
 
 
 class RowSpan(msgspec.Struct, frozen=True, array_like=True):
-    """`count` aux rows of one sequence from `offset` in a slot; they follow the rows that it already has."""
+    """`count` aux rows of one sequence, those of positions [start, start + count), from `offset` in a slot.
+
+    They follow the rows that it already has: whoever places them compares.
+    """
 
     key: int
     slot: int
     generation: int
     offset: int
     count: int
+    start: int
 
 
 class CopyRows(msgspec.Struct, frozen=True, array_like=True, tag="copy_rows"):
@@ -182,13 +186,19 @@ class FetchBlocks(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
 
 
 class StoreBlocks(msgspec.Struct, frozen=True, array_like=True, tag="store"):
-    """Write these host blocks and their rows to the store. Ends in one `StoreEnded`."""
+    """Write these host blocks and their rows to the store. Ends in one `StoreEnded`.
+
+    Attributes:
+        slots, generations: of their rows, and the use of each slot that they must have been written for; empty where
+            there are no rows.
+    """
 
     put_id: int
     namespace: bytes
     keys: tuple[bytes, ...]
     host: tuple[int, ...]
     slots: tuple[int, ...]
+    generations: tuple[int, ...]
 
 
 class HashAgain(msgspec.Struct, frozen=True, array_like=True, tag="hash_again"):
@@ -240,7 +250,7 @@ class SendBlocks(msgspec.Struct, frozen=True, array_like=True, tag="send_blocks"
 
     Attributes:
         indices: which of the prompt's blocks they are.
-        slots: empty when capture is off.
+        slots, generations: as in `StoreBlocks`.
     """
 
     offer: int
@@ -250,6 +260,7 @@ class SendBlocks(msgspec.Struct, frozen=True, array_like=True, tag="send_blocks"
     indices: tuple[int, ...]
     host: tuple[int, ...]
     slots: tuple[int, ...]
+    generations: tuple[int, ...]
 
 
 class HandOver(msgspec.Struct, frozen=True, array_like=True, tag="hand_over"):
@@ -259,7 +270,7 @@ class HandOver(msgspec.Struct, frozen=True, array_like=True, tag="hand_over"):
         index: number of the sample.
         tail: index of the open block in the prompt; -1: the prompt fills its blocks.
         tail_rows: how many of its tokens count.
-        host, slot: where the open block is; -1 where there is none.
+        host, slot, generation: where the open block is, and which use of its slot; -1 where there is none.
         cached: prompt tokens that were not computed, by tier.
     """
 
@@ -274,6 +285,7 @@ class HandOver(msgspec.Struct, frozen=True, array_like=True, tag="hand_over"):
     tail_rows: int
     host: int
     slot: int
+    generation: int
     cached: tuple[int, int, int]
 
 

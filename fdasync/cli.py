@@ -1,4 +1,4 @@
-"""The `fdasync` command: serve, up, demo, doctor, plugins, store.
+"""The `fdasync` command, also `python -m fdasync`: serve, up, demo, doctor, plugins, store.
 
 Parses, prints, sets exit codes; the work is in `demo.py`, `doctor.py` and the registry.
 """
@@ -17,6 +17,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from fdasync.engine_options import STORE_HELP
 from fdasync.errors import BadInput, EngineFailed, FdasyncError
 from fdasync.serve_cli import serve, up
 from fdasync.store_cli import store
@@ -49,8 +50,8 @@ def cli() -> None:
     "--store",
     default="",
     metavar="STORE",
-    help="memory, file:DIR or mooncake:HOST:PORT (its pool needs a lender of memory that outlives the engine). Serve"
-    " everything twice: first fill the store, then start a fresh engine on it and show what came back.",
+    help=f"Serve everything twice: first fill the store, then start a fresh engine on it and show what came back."
+    f" {STORE_HELP} A pool of mooncake needs a lender of memory that outlives the engine.",
 )
 @click.option(
     "--pd",

@@ -12,6 +12,7 @@ import msgspec
 
 from fdasync.cache.host import host_nbytes
 from fdasync.errors import ConfigError
+from fdasync.mapping import struct_of
 from fdasync.runner.base import RunnerLimits
 from fdasync.scheduler import LeaseRules, SchedulerConfig
 
@@ -68,6 +69,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         write_back: blocks of preempted requests go to the host at once, and to the store if there is one.
         fetch_min_tokens: shorter runs are computed and not looked up in the store; whether a longer one is fetched,
             the measured speeds of fetching and prefill say.
+        store_required: a store that cannot be opened is an error of the start. Otherwise the engine starts without it,
+            says so (`BreakerChanged`), and uses it from when it can be opened. A store that is configured wrongly is an
+            error of the start in any case.
+        store_open_deadline_s: how long the start waits for the store to open. An opening that takes longer goes on,
+            and is ended after `lease_kill_s` or this, whichever is longer; then it is tried again.
         store_deadline_s: of one call to the store; then its circuit breaker opens.
         store_retry_s: after this long a store that failed is tried again; doubles while it fails.
         store_calls: calls to the store at a time.
@@ -81,7 +87,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             up and compiles before it says hello, under the start deadline.
         request_deadline_s: of requests that name none.
         prepare_deadline_s: tokenising in the child process.
-        close_deadline_s: steps in flight, and the worker's own end, at `aclose`.
+        close_deadline_s: of `aclose`: steps in flight, what is on its way to the store, the ends of store and worker.
+            What has not ended by then is killed, or abandoned and named in the error. Where steps take most of it,
+            closing the rest may take as long again; killing a process takes what the kernel needs, 15 s at most.
         seed: of what the engine draws itself (missing sampling seeds, request ids); None: from the system.
         trace_turns: keep this many of the latest turns for `Engine.trace`; 0: none.
     """
@@ -110,6 +118,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     write_through: Literal["off", "prompt", "all"] = "all"
     write_back: bool = True
     fetch_min_tokens: int = 0
+    store_required: bool = False
+    store_open_deadline_s: float = 10.0
     store_deadline_s: float = 5.0
     store_retry_s: float = 1.0
     store_calls: int = 8
@@ -127,19 +137,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> EngineConfig:
         """A checked config from plain values (a parsed TOML or JSON file). Raises ConfigError."""
-        try:
-            config = msgspec.convert(dict(values), cls)
-        except msgspec.ValidationError as error:
-            raise ConfigError.of_validation(error, "config") from None
+        config = struct_of(cls, values, error=ConfigError, root="config")
         config.validate()
         return config
 
     def validate(self) -> None:
         """Raise ConfigError naming the first field that makes no sense."""
-        try:
-            msgspec.convert(msgspec.structs.asdict(self), EngineConfig)
-        except msgspec.ValidationError as error:
-            raise ConfigError.of_validation(error, "config") from None
+        struct_of(EngineConfig, msgspec.structs.asdict(self), error=ConfigError, root="config")
         for name in ("max_running", "max_step_tokens", "max_requests"):
             _bounds(name, getattr(self, name), 1, 1 << 24)
         if self.max_context_tokens != "auto":
@@ -208,6 +212,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError("config.store_config", f"holds what cannot be sent to a process: {error}") from None
         if self.store_config and not self.store:
             raise ConfigError("config.store_config", "is set, but config.store names no store")
+        if self.store_required and not self.store:
+            raise ConfigError("config.store_required", "is set, but config.store names no store")
 
     def runner_limits(self) -> RunnerLimits:
         """What the runner is asked for."""

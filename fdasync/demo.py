@@ -60,7 +60,9 @@ def run_demo(options: DemoOptions, console: Console) -> int:
         options.json_path.write_text(json.dumps(figures, indent=2) + "\n")
     good = report.ok and all(finished(life) == len(life.jobs) for life in lives)
     if len(lives) > 1 and not figures["store"]["hit_tokens_store"]:
-        console.print("[yellow]nothing came back from the store: computing was faster, or it was not there[/]")
+        refused = figures["store"]["refused_why"]
+        why = f"it refused what was written: {refused}" if refused else "computing was faster, or it was not there"
+        console.print(f"nothing came back from the store: {why}", style="yellow", markup=False, highlight=False)
     ties = report.rows_tied + report.tokens_tied
     equal = "everything equals the reference" + (f", but for {ties} within rounding of a tie" if ties else "")
     console.print(f"[green]{equal}[/]" if good else "[red]something differs[/]")

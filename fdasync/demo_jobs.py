@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from fdasync.pd.router import Router
 
 _MIN_PROMPT_TOKENS = 4
+# prompts are up to four times as long as outputs, and beside short outputs up to this long
+_LONGEST_PROMPT_TOKENS = 64
 GROUP_SAMPLES = 4
 # one in this many requests is a group of samples of one prompt
 _GROUP_EVERY = 8
@@ -102,7 +104,7 @@ class Moved(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):
-    """What one life's serving gave: results by job, and how long things took."""
+    """What one life's serving gave: results by job, how long things took, and blocks that the store refused and why."""
 
     jobs: list[Job]
     results: list[Result]
@@ -112,6 +114,8 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     start_s: float
     probes: list[Probe] = []
     moved: Moved | None = None
+    refused: int = 0
+    refused_why: str = ""
 
 
 def make_jobs(options: DemoOptions, room: Room) -> list[Job]:
@@ -119,7 +123,7 @@ def make_jobs(options: DemoOptions, room: Room) -> list[Job]:
     rng = random.Random(options.seed)
     longest_context = min(room.max_context_tokens, room.num_blocks * room.block_tokens)
     output = min(options.max_tokens, longest_context // 4)
-    longest = min(4 * options.max_tokens, longest_context - output - 1)
+    longest = min(max(4 * options.max_tokens, _LONGEST_PROMPT_TOKENS), longest_context - output - 1)
     if output < 1 or longest <= _MIN_PROMPT_TOKENS:
         raise BadInput("model", f"a context of {longest_context} tokens is too short for the demo")
     low, high = min(16, room.vocab_size - 1), min(room.vocab_size, 256)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from fdasync.demo_jobs import REFRESH_S, Books, DemoOptions, Moved, Room, Served, make_jobs, play, probe, progress_on
 from fdasync.errors import BadInput, DeadlineExceeded
 from fdasync.local import LocalFleet, plans_for
-from fdasync.pd.router import Router, connect
+from fdasync.pd.router import Router, RouterConfig, connect
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,7 +47,7 @@ async def serve_apart(
         loading = progress.add_task("loading", total=1, note=f"{len(plans)} instances")
         progress.refresh()
         fleet = LocalFleet(plans)
-        async with fleet, connect(fleet.addresses) as router:
+        async with fleet, connect(fleet.addresses, RouterConfig(require="all")) as router:
             room = _room(router)
             progress.update(loading, completed=1, note=f"{counts[0]} prefill, {counts[1]} decode")
             progress.refresh()

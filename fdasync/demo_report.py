@@ -79,6 +79,8 @@ def store_figures(name: str, first: Served, second: Served) -> dict[str, Any]:
     return {
         "name": name,
         "written_blocks": first.books.written_blocks,
+        "refused_blocks": first.refused + second.refused,
+        "refused_why": first.refused_why or second.refused_why,
         "fetched_blocks": books.fetched_blocks,
         "prompt_tokens": books.prompt_tokens,
         "hit_tokens_device": books.hit_tokens - books.hit_tokens_host - books.hit_tokens_store,
@@ -143,6 +145,8 @@ def show(figures: dict[str, Any], served: Served, console: Console) -> None:
         rows += [
             (f"store {store['name']}", f"{store['written_blocks']} blocks written,"
                                        f" {store['fetched_blocks']} read back"),
+            *([("refused by the store", f"{store['refused_blocks']} blocks: {store['refused_why']}")]
+              if store["refused_blocks"] else []),
             ("second engine's hit tokens", f"{store['hit_tokens_store']} from the store, {store['hit_tokens_device']}"
                                            f" from the device, of {store['prompt_tokens']} prompt tokens"),
             (f"TTFT p50, {store['probes']} prompts alone", f"{store['ttft_ms_p50_stored']:g} ms with the store;"

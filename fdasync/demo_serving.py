@@ -9,13 +9,13 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from fdasync.cache.memory import MemoryConfig, MemoryStore
 from fdasync.cache.wrappers import Wrapper
 from fdasync.config import EngineConfig
 from fdasync.demo_jobs import GROUP_SAMPLES, Books, DemoOptions, Room, Served, make_jobs, play, probe, progress_on
 from fdasync.demo_pd import parse_pd, serve_apart
 from fdasync.engine import Engine
 from fdasync.errors import BadInput
+from fdasync.registry import Registry
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,7 +48,7 @@ async def serve_all(
         return [await serve_apart(options, config, counts, console, life) for life in range(2 if config.store else 1)]
     if store is None:
         return [await serve(options, config, console)]
-    kept = _Kept(MemoryStore(MemoryConfig())) if config.store == "memory" else None
+    kept = _Kept(Registry().make_store("memory", config.store_config)) if config.store == "memory" else None
     return [await serve(options, config, console, kept, life) for life in range(2)]
 
 
@@ -64,6 +64,8 @@ def _config(options: DemoOptions, model: Path, store: tuple[str, dict[str, Any]]
         max_requests=max(options.concurrency * GROUP_SAMPLES, 4096),
         store="" if store is None else store[0],
         store_config={} if store is None else store[1],
+        # what it shows is the store
+        store_required=store is not None,
         # short prompts have whole blocks too
         block_tokens="auto" if store is None else _STORE_BLOCK_TOKENS,
     )
@@ -92,13 +94,15 @@ async def serve(
             jobs = make_jobs(options, room)
             probes = await probe(engine, jobs) if life else []
             results, serve_s = await play(engine, jobs, options.concurrency, progress)
-            books = engine.stats().scheduler
+            stats = engine.stats()
             return Served(
                 jobs=jobs,
                 results=results,
                 room=room,
-                books=Books(**{name: getattr(books, name) for name in Books.__struct_fields__}),
+                books=Books(**{name: getattr(stats.scheduler, name) for name in Books.__struct_fields__}),
                 serve_s=serve_s,
                 start_s=start_s,
                 probes=probes,
+                refused=stats.refused_writes,
+                refused_why=stats.refused_why,
             )

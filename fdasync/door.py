@@ -11,10 +11,13 @@ import asyncio
 import itertools
 from array import array
 from bisect import insort
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from fdasync.cache.aux import ROUTING, wanted_specs
+from fdasync.deadlines import wait_within
 from fdasync.errors import (
     DeadlineExceeded,
     DecodeFailed,
@@ -69,6 +72,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     priority: int
     deadline_s: float | None
     routing: bool | None
+    aux: bool | Sequence[str] | None = None
     start: int
     cache_salt: str
     errand: Errand | None = None
@@ -190,15 +194,16 @@ class Door:
         request = RequestOutput(name, params, start=ask.start, now=now)
         self._live[name] = request
         # of an errand none are taken here; who aborts it gets as many as there are, which is none of each kind
-        request.wants_rows = self._runtime.capacity.aux_specs != () and ask.routing is not False
+        request.specs = wanted_specs(self._runtime.capacity.aux_specs, ask.routing, ask.aux)
         entered = False
         try:
+            # bare deadline: the caller's own, who gets what there is
             async with asyncio.timeout_at(now + limit_s) as request.limit:
                 await self._intake.enter(ask.params.n, ask.priority)
                 entered = True
                 self._check_open(True)
                 keys = [next(self._keys) for _ in range(ask.params.n)]
-                events = await self._preparer.prepare(ask, keys, rows=request.wants_rows, deadline=now + limit_s)
+                events = await self._preparer.prepare(ask, keys, rows=bool(request.specs), deadline=now + limit_s)
                 request.asked = ask, events[0]
             if request.done.done():
                 # aborted, or the engine closed, while it was being prepared
@@ -241,7 +246,8 @@ class Door:
             request_id=name,
             priority=wanted.priority,
             deadline_s=limit_s,
-            routing=wanted.routing,
+            routing=ROUTING in wanted.rows,
+            aux=tuple([name for name in wanted.rows if name != ROUTING]),
             start=wanted.start,
             cache_salt=wanted.salt,
         )
@@ -253,10 +259,10 @@ class Door:
             raise EngineBusy(self._intake.used, self._intake.limit)
         now = asyncio.get_running_loop().time()
         request = RequestOutput(name, ask.params, start=ask.start, now=now)
-        request.wants_rows = wanted.routing and self._runtime.capacity.aux_specs != ()
+        request.specs = wanted_specs(self._runtime.capacity.aux_specs, ask.routing, ask.aux)
         keys = [next(self._keys) for _ in range(count)]
         given = Given(wanted.namespace, wanted.block_keys)
-        events = self._preparer.events(ask, ask.prompt, given, keys, rows=request.wants_rows, deadline=now + limit_s)
+        events = self._preparer.events(ask, ask.prompt, given, keys, rows=bool(request.specs), deadline=now + limit_s)
         request.asked = ask, events[0]
         request.prompt = events[0].tokens
         self._live[name] = request
@@ -286,7 +292,7 @@ class Door:
             return
         self.abort(request)
         limit_s = self._config.close_deadline_s
-        done, _ = await asyncio.wait([request.done], timeout=limit_s)
+        done, _ = await wait_within([request.done], limit_s)
         if not done:
             raise DeadlineExceeded(f"aborting request {request.request_id}", limit_s)
 

@@ -8,6 +8,7 @@ exception here or in `handle`, fails the engine through `on_failure`.
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING
 
 from fdasync.actions import (
@@ -25,6 +26,7 @@ from fdasync.actions import (
     TellBlocks,
     WakeAt,
 )
+from fdasync.deadlines import DeadlineTimer
 from fdasync.errors import InvariantBroken
 from fdasync.events.bus import EventBus
 from fdasync.events.catalog import StepDone, StepFailed, SwapDone, TimerFired
@@ -40,9 +42,6 @@ if TYPE_CHECKING:
     from fdasync.prepare import Rehasher
     from fdasync.runner.base import CopyOutput, Runner, StepOutput
     from fdasync.scheduler import Scheduler
-
-# an overdue step fails the engine only after the loop has been attentive for this long
-_GRACE_S = 0.05
 
 
 class Driver:
@@ -82,13 +81,11 @@ class Driver:
         self._steps: deque[tuple[int, float]] = deque()
         self._outputs: dict[int, StepOutput] = {}
         self._copies: dict[int, float] = {}
-        self._copy_watches: dict[int, asyncio.TimerHandle] = {}
+        self._copy_watches: dict[int, DeadlineTimer] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._watchdog: asyncio.TimerHandle | None = None
+        self._watchdog: DeadlineTimer | None = None
         self._waiters: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
         self._ended_at = 0.0
-        self._last_look = -1
-        self._look_at = 0.0
 
     @property
     def steps_in_flight(self) -> int:
@@ -203,7 +200,8 @@ class Driver:
     def _copy(self, copy: SwapOut | SwapIn) -> None:
         number = copy.copy_id
         self._copies[number] = self._loop.time()
-        self._copy_watches[number] = self._loop.call_later(self._step_deadline_s, self._copy_overdue, number, False)
+        overdue = partial(self._copy_overdue, number)
+        self._copy_watches[number] = DeadlineTimer(self._loop, self._copies[number] + self._step_deadline_s, overdue)
         self._runner.copy(copy).add_done_callback(lambda done: self._copied(number, done))
 
     def _copied(self, number: int, done: asyncio.Future[CopyOutput]) -> None:
@@ -228,12 +226,8 @@ class Driver:
             )
         )
 
-    def _copy_overdue(self, number: int, looked: bool) -> None:
-        if looked:
-            self._fail(self._runner.overdue(f"copy {number}", self._step_deadline_s))
-        else:
-            # as for steps: a blocked loop first looks at what has come
-            self._copy_watches[number] = self._loop.call_later(_GRACE_S, self._copy_overdue, number, True)
+    def _copy_overdue(self, number: int) -> None:
+        self._fail(self._runner.overdue(f"copy {number}", self._step_deadline_s))
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -241,7 +235,7 @@ class Driver:
         self._steps.append((step.step_id, self._loop.time()))
         self._runner.launch(step).add_done_callback(self._step_ended)
         if self._watchdog is None:
-            self._watchdog = self._loop.call_later(self._step_deadline_s, self._watch)
+            self._watchdog = DeadlineTimer(self._loop, self._steps[0][1] + self._step_deadline_s, self._watch)
 
     def _step_ended(self, done: asyncio.Future[StepOutput]) -> None:
         if self._stopped:
@@ -263,22 +257,17 @@ class Driver:
         self.bus.publish(StepDone(step_id=step_id, tokens=output.tokens))
 
     def _watch(self) -> None:
-        """One timer for all steps: is the oldest in flight overdue?"""
+        """One timer for all steps, whose deadline has passed: is the oldest in flight overdue?"""
         self._watchdog = None
         if not self._steps:
             return
         step_id, launched = self._steps[0]
-        now = self._loop.time()
         # a step that waited for the one before it has had its time only since then
-        left_s = max(launched, self._ended_at) + self._step_deadline_s - now
-        if left_s > 0:
-            self._watchdog = self._loop.call_later(left_s, self._watch)
-        elif self._last_look == step_id and now < self._look_at + _GRACE_S:
-            self._fail(self._runner.overdue(f"step {step_id}", self._step_deadline_s))
+        due = max(launched, self._ended_at) + self._step_deadline_s
+        if due > self._loop.time():
+            self._watchdog = DeadlineTimer(self._loop, due, self._watch)
         else:
-            # a loop that its user blocked may not have read yet what has come: look again when it has
-            self._last_look, self._look_at = step_id, now + _GRACE_S
-            self._watchdog = self._loop.call_later(_GRACE_S, self._watch)
+            self._fail(self._runner.overdue(f"step {step_id}", self._step_deadline_s))
 
     def _fail(self, error: BaseException) -> None:
         if self._stopped:

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from fdasync.config import EngineConfig
+from fdasync.deadlines import Within
 from fdasync.door import Ask, Door
-from fdasync.errors import BadInput, ConfigError, DeadlineExceeded, EngineClosed, EngineFailed
+from fdasync.errors import BadInput, ConfigError, DeadlineExceeded, EngineClosed, EngineFailed, TaskCancelled
 from fdasync.events.catalog import EngineDied, LoopHeldUp
 from fdasync.prepare import Preparer
 from fdasync.request import SamplingParams
-from fdasync.runtime import Runtime
+from fdasync.runtime import Runtime, to_its_end
 from fdasync.scheduler import SchedulerStats
 from fdasync.stream import Generation
 from fdasync.weights import Weights, refuse_broken
@@ -53,6 +54,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         steps_in_flight: launched and not completed.
         updating: a weight update is under way.
         loop_late_max_s: the longest that the engine's loop was held up since the last call of `stats`.
+        refused_writes: blocks that the store did not take; refused_why: its words about the latest, e.g. how much room
+            it needs and how much there is.
+        store_problem: why the store is not asked for now; "" while it is used, and where there is none.
     """
 
     state: str
@@ -62,6 +66,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     updating: bool
     loop_late_max_s: float
     scheduler: SchedulerStats
+    refused_writes: int = 0
+    refused_why: str = ""
+    store_problem: str = ""
 
 
 class Engine:
@@ -129,7 +136,11 @@ class Engine:
         started.add_done_callback(lambda future: future.cancelled() or future.exception())
         self._supervisor = loop.create_task(self._supervise(started), name="fdasync-engine")
         try:
-            await asyncio.shield(started)
+            # a supervisor that is cancelled before its first step never tells
+            await asyncio.wait([started, self._supervisor], return_when=asyncio.FIRST_COMPLETED)
+            if not started.done():
+                raise EngineClosed("closed")
+            started.result()  # of a future that is done
         except BaseException:
             self._stop.set()
             # who is cancelled once more leaves it to end by itself; what closing raises is `aclose`'s to tell
@@ -137,36 +148,52 @@ class Engine:
             raise
 
     async def _supervise(self, started: asyncio.Future[None]) -> None:
+        """The engine's life. Who cancels it, as `asyncio.run` does to all tasks at its end, fails the engine: of other
+        tasks cancelled with it nobody would be told."""
+        starting = asyncio.ensure_future(self._open())
         try:
-            starting = asyncio.ensure_future(self._open())
             stopping = asyncio.ensure_future(self._stop.wait())
             await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
             stopping.cancel()
-            if not starting.done():
-                starting.cancel()
-                await asyncio.wait([starting])
-            if starting.cancelled() or starting.exception() is not None:
-                self.state = "failed"
-                error = None if starting.cancelled() else starting.exception()
-                if not started.done():
-                    started.set_exception(error or EngineClosed("closed"))
-                return
-            self.state = "running"
-            started.set_result(None)
-            async with asyncio.TaskGroup() as group:
-                lateness = group.create_task(self._watch_lateness(), name="fdasync-lateness")
-                await self._stop.wait()
-                lateness.cancel()
-            if self._failure is None and self._weights is not None:
-                try:
-                    interrupted = await self._weights.aclose()
-                    await self._runtime.wind_down(resume=not interrupted)
-                except Exception as error:
-                    self._fail(error)
+            opened = starting.done() and not starting.cancelled() and starting.exception() is None
+            if opened and not self._stop.is_set():
+                self.state = "running"
+                started.set_result(None)
+                await self._run()
+        except asyncio.CancelledError:
+            self._fail(TaskCancelled("fdasync-engine"))
         finally:
+            await self._end(starting, started)
+
+    async def _run(self) -> None:
+        """Until it is to stop; then requests and steps come to their ends."""
+        async with asyncio.TaskGroup() as group:
+            lateness = group.create_task(self._watch_lateness(), name="fdasync-lateness")
+            await self._stop.wait()
+            lateness.cancel()
+        if self._failure is None and self._weights is not None:
+            try:
+                interrupted = await self._weights.aclose()
+                await self._runtime.wind_down(resume=not interrupted)
+            except Exception as error:
+                self._fail(error)
+
+    async def _end(self, starting: asyncio.Future[None], started: asyncio.Future[None]) -> None:
+        """Free everything, however far it got; nobody cancels this. Raises what closing raises."""
+        starting.cancel()
+        await to_its_end("starting", lambda: asyncio.wait([starting]))
+        error = None if starting.cancelled() else starting.exception()
+        if error is not None:
+            self.state = "failed"
+        if not started.done():
+            started.set_exception(error or self._word())
+        try:
             if self._weights is not None:
-                await self._weights.aclose()
+                await to_its_end("ending an update", self._weights.aclose)
             await self._runtime.release()
+        finally:
+            if self.state != "failed":
+                self.state = "closed"
 
     async def _open(self) -> None:
         rng = Random(self.config.seed)
@@ -188,7 +215,7 @@ class Engine:
             raise BadInput("timeout_s", f"{limit_s!r} is out of range", limit="0 to 1e9")
         self.state = "draining"
         try:
-            async with asyncio.timeout(limit_s):
+            async with Within(limit_s):
                 while live := door.requests():
                     await asyncio.wait([request.done for request in live])
                     # ends free their ids before their readers run; one turn lets those read
@@ -213,8 +240,10 @@ class Engine:
         self._stop.set()
         # a caller that is cancelled here leaves the closing to go on
         await asyncio.wait([self._supervisor])
-        if self.state != "failed":
+        if self._supervisor.cancelled():
+            # before its first step: there is nothing of it
             self.state = "closed"
+            return
         error = self._supervisor.exception()
         if error is not None and not self._close_told:
             self._close_told = True
@@ -226,7 +255,11 @@ class Engine:
             return
         self._failure = cause
         self.state = "failed"
-        door = self._inside()
+        self._stop.set()
+        if self._door is None:
+            # it was still starting: `start` tells
+            return
+        door = self._door
         door.failure_seen = bool(door.requests())
         self._runtime.fail(cause)
         if self._on_failed is not None:
@@ -235,7 +268,10 @@ class Engine:
         bus = self._runtime.bus
         bus.publish(EngineDied(problem=f"{type(cause).__name__}: {cause}"))
         bus.feed_taps(bus.drain())
-        self._stop.set()
+
+    def _word(self) -> EngineClosed | EngineFailed:
+        """What a start ends with that somebody stopped."""
+        return EngineClosed("closed") if self._failure is None else EngineFailed(self._failure)
 
     def _inside(self) -> Door:
         if self._door is None:
@@ -274,6 +310,7 @@ class Engine:
         priority: int = 0,
         deadline_s: float | None = None,
         routing: bool | None = None,
+        aux: bool | Sequence[str] | None = None,
         start: int = 0,
         cache_salt: str = "",
     ) -> Generation:
@@ -286,6 +323,8 @@ class Engine:
             priority: higher is admitted first and preempted last; equal ones in order of arrival.
             deadline_s: from now; at its end the request returns with finish_reason "deadline".
             routing: return expert routing; None: if the engine captures it; True: raise where it does not.
+            aux: return other rows that the runner writes for each token (`Sample.aux`), whether or not routing is
+                wanted: names, or None: all that there are; True: the same, and raise where there are none; False: none.
             start: first position whose rows are wanted, inside the prompt; the result echoes it.
             cache_salt: requests share prefixes only with those of the same salt, of up to 4096 characters.
 
@@ -302,6 +341,7 @@ class Engine:
             priority=priority,
             deadline_s=deadline_s,
             routing=routing,
+            aux=aux,
             start=start,
             cache_salt=cache_salt,
         )
@@ -316,6 +356,7 @@ class Engine:
         priority: int = 0,
         deadline_s: float | None = None,
         routing: bool | None = None,
+        aux: bool | Sequence[str] | None = None,
         start: int = 0,
         cache_salt: str = "",
     ) -> Result:
@@ -332,6 +373,7 @@ class Engine:
             priority=priority,
             deadline_s=deadline_s,
             routing=routing,
+            aux=aux,
             start=start,
             cache_salt=cache_salt,
         )
@@ -430,6 +472,12 @@ class Engine:
         return self._runtime.bus
 
     @property
+    def tokenizer(self) -> Tokenizer | None:
+        """What makes tokens of text; None: tokens in, tokens out. Raises EngineClosed before the start."""
+        self._inside()
+        return self._runtime.tokenizer
+
+    @property
     def store_pid(self) -> int:
         """Process id of the store's own process; -1 where it has none (no store, or one that never blocks)."""
         self._inside()
@@ -440,6 +488,7 @@ class Engine:
         door, driver = self._inside(), self._runtime.driver
         assert driver is not None
         late, self._late_max_s = self._late_max_s, 0.0
+        refused, why = self._runtime.refused_writes
         return EngineStats(
             state=self.state,
             live=door.num_live,
@@ -448,6 +497,9 @@ class Engine:
             updating=self._weights is not None and self._weights.is_updating,
             loop_late_max_s=late,
             scheduler=driver.scheduler.stats(),
+            refused_writes=refused,
+            refused_why=why,
+            store_problem=self._runtime.store_problem,
         )
 
     def trace(self) -> TraceRing:

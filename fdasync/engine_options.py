@@ -1,23 +1,33 @@
 """Options of the command line that make an `EngineConfig`: shared by `serve` and `up`; `--store` by `demo` too.
 
-Parses and checks; starts nothing. What is given as an option beats what the `--config` file says.
+Parses and checks, a store's keys against the plugin's own; starts nothing. What is given as an option beats what the
+`--config` file says.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from fdasync.config import EngineConfig
 from fdasync.errors import BadInput, ConfigError
+from fdasync.registry import Registry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+STORE_FORMS = "NAME, NAME:VALUE, NAME:key=value,key=value or NAME:{JSON}"
+STORE_HELP = (
+    "Any installed store, e.g. memory, file:DIR, file:path=DIR,max_nbytes=20000000000, mooncake:HOST:PORT or"
+    ' sqlite:{"path": "kv.db"}. A value without a key is that of the store\'s first key.'
+)
+_KEY = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _COUNT = click.IntRange(1)
 _OPTIONS = (
     click.option(
@@ -46,8 +56,12 @@ _OPTIONS = (
     click.option("--host-blocks", type=_COUNT, help="KV blocks in host memory. Default: what 1 GiB holds."),
     click.option(
         "--store", default="", metavar="STORE",
-        help="Tier behind the host: memory, file:DIR or mooncake:HOST:PORT. A folder serves one instance: with"
-        " several, each has its own inside DIR.",
+        help=f"Tier behind the host. {STORE_HELP} A folder of `file` serves one instance: with several, each has its"
+        " own inside it.",
+    ),
+    click.option(
+        "--store-required", is_flag=True,
+        help="Do not start without the store. Default: say so, and use it when it is there.",
     ),
     click.option("--seed", type=click.IntRange(0), help="Of what an engine draws itself."),
 )  # fmt: skip
@@ -85,6 +99,8 @@ def engine_config(options: dict[str, Any], role: str | None = None) -> EngineCon
     store = parse_store(options.pop("store"))
     if store is not None:
         values["store"], values["store_config"] = store
+    if options.pop("store_required"):
+        values["store_required"] = True
     if role is not None or values.get("role", "alone") == "alone":
         values["role"] = role or "mixed"
     config = EngineConfig.from_mapping(values)
@@ -107,17 +123,59 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def parse_store(text: str) -> tuple[str, dict[str, Any]] | None:
-    """Entry-point name and configuration of `--store`; None for "". Raises BadInput."""
-    name, _, rest = text.partition(":")
+    """Entry-point name and configuration of `--store`; None for "".
+
+    Loads the plugin, for its keys: those that are not there, and values that are not of their type, are refused here.
+    Raises BadInput naming the part that is wrong; PluginError where no such store is installed, telling which are.
+    """
     if not text:
         return None
-    if text == "memory":
-        return "memory", {}
-    if name == "file" and rest:
-        return "file", {"path": rest}
-    if name == "mooncake" and rest:
-        return "mooncake", {"master": rest.removeprefix("//")}
-    raise BadInput("store", f"{text!r} is no store", limit="memory, file:DIR or mooncake:HOST:PORT")
+    name, colon, rest = text.partition(":")
+    if not name or (colon and not rest):
+        missing = "its configuration behind the colon" if name else "the name of a store"
+        raise BadInput("--store", f"{text!r} lacks {missing}", limit=STORE_FORMS)
+    config_type = Registry().load_store(name).config_type
+    keys = [field.encode_name for field in msgspec.structs.fields(config_type)]
+    json_form = rest.startswith("{")
+    given = _json_object(rest) if json_form else _pairs(name, rest, keys)
+    hint = f"its keys are: {', '.join(keys) or 'none'}"
+    if unknown := [key for key in given if key not in keys]:
+        raise BadInput(f"--store {name}.{unknown[0]}", "is not a key that exists", hint=hint)
+    try:
+        # what stands on a command line is text: its type is that of the key
+        own = msgspec.convert(given, config_type, strict=json_form)
+    except msgspec.ValidationError as error:
+        wrong = ConfigError.of_validation(error, f"--store {name}")
+        raise BadInput(wrong.field, wrong.problem, hint=hint) from None
+    values = msgspec.to_builtins(own)
+    return name, {key: values[key] for key in given if key in values}
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise BadInput("--store", f"{text!r} is no JSON object: {error}") from None
+    assert isinstance(values, dict)  # it begins with a brace
+    return values
+
+
+def _pairs(name: str, text: str, keys: list[str]) -> dict[str, Any]:
+    """Of "key=value,key=value"; the first may be a value alone."""
+    given: dict[str, Any] = {}
+    for number, part in enumerate(text.split(",") if text else ()):
+        found = _KEY.fullmatch(part)
+        if found is not None:
+            key, value = found.groups()
+        elif number == 0 and keys:
+            key, value = keys[0], part
+        else:
+            hint = f"a value with a comma needs the JSON form: --store '{name}:{{...}}'"
+            raise BadInput("--store", f"{part!r} of {name}:{text} is no key=value", hint=hint)
+        if key in given:
+            raise BadInput("--store", f"{key} is given twice in {name}:{text}")
+        given[key] = value
+    return given
 
 
 def store_of_instance(config: EngineConfig, name: str) -> dict[str, Any]:

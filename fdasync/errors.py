@@ -7,11 +7,16 @@ caller (or a retry wrapper) by type whether the same call may succeed later. Bad
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Sequence
+    from typing import Self
+
+# how msgspec ends its messages: where the value stands, or the mapping with a key that cannot be
+_WHERE = re.compile(r" - at (?:`\$(?P<value>[^`]*)`|`key` in `\$(?P<keys>[^`]*)`)$")
 
 
 class FdasyncError(Exception):
@@ -50,6 +55,40 @@ class BadInput(PermanentError, ValueError):
         if hint:
             text += f"; {hint}"
         super().__init__(text)
+
+    @classmethod
+    def of_validation(cls, error: Exception, root: str = "", whole: str = "") -> Self:
+        """From msgspec's error, whose message ends in the path of the value.
+
+        Args:
+            root: stands before that path; "": the path alone is the field.
+            whole: the field where there is no path; `root` unless it is given.
+        """
+        text, inner = str(error), ""
+        where = _WHERE.search(text)
+        if where is not None:
+            text = text[: where.start()]
+            inner = (where["value"] if where["keys"] is None else where["keys"]).lstrip(".")
+            if where["keys"] is not None:
+                text += " for a key"
+        if "unknown field" in text:
+            name = text.rpartition("unknown field ")[2].strip("`")
+            inner = f"{inner}.{name}".lstrip(".")
+            text = "is not a key that exists"
+        field = f"{root}.{inner}" if root and inner else root or inner
+        return cls(field or whole, text)
+
+
+class TooLong(BadInput):
+    """A request needs more tokens than the context or the KV blocks of an engine hold; another engine may have more.
+
+    Attributes:
+        prompt_tokens: of the request; of a text that was not tokenised, at least so many.
+    """
+
+    def __init__(self, field: str, problem: str, *, limit: Any = None, hint: str = "", prompt_tokens: int) -> None:
+        self.prompt_tokens = prompt_tokens
+        super().__init__(field, problem, limit=limit, hint=hint)
 
 
 class UpdateUnderWay(BadInput):
@@ -91,17 +130,6 @@ class RoutingMismatch(BadInput):
 
 class ConfigError(BadInput):
     """A configuration value or key is wrong."""
-
-    @classmethod
-    def of_validation(cls, error: Exception, root: str) -> ConfigError:
-        """From msgspec's error, whose message ends in the path of the value below `root`."""
-        text, _, path = str(error).partition(" - at `$")
-        inner = path.rstrip("`").lstrip(".")
-        if "unknown field" in text:
-            name = text.rpartition("unknown field ")[2].strip("`")
-            inner = f"{inner}.{name}".lstrip(".")
-            text = "is not a key that exists"
-        return cls(f"{root}.{inner}" if inner else root, text)
 
 
 class DuplicateRequestId(BadInput):
@@ -174,6 +202,18 @@ class EngineClosed(PermanentError):
     def __init__(self, state: str) -> None:
         self.state = state
         super().__init__(f"the engine is {state} and takes no new requests")
+
+
+class TaskCancelled(PermanentError):
+    """Somebody outside cancelled a task that an engine runs on: all tasks of the loop, for instance.
+
+    Attributes:
+        task: its name.
+    """
+
+    def __init__(self, task: str) -> None:
+        self.task = task
+        super().__init__(f"task {task!r}, which is the engine's own, was cancelled from outside")
 
 
 class EngineBusy(TransientError):

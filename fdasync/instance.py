@@ -23,6 +23,7 @@ from fdasync.actions import (
     TellBlocks,
 )
 from fdasync.cache.prefix import root_key
+from fdasync.deadlines import wait_within
 from fdasync.door import Ask, Errand
 from fdasync.engine import Engine
 from fdasync.errors import BadInput, ConfigError, EngineClosed, FdasyncError, PeerUnreachable, UpdateUnderWay
@@ -55,6 +56,7 @@ from fdasync.pd.messages import (
 )
 from fdasync.pd.news import News
 from fdasync.pd.shm import shm_problem
+from fdasync.pd.text import text_digest
 from fdasync.pd.zmq_address import check_address, check_free
 from fdasync.pd.zmq_wire import ZmqWire
 from fdasync.registry import Registry
@@ -79,8 +81,8 @@ if TYPE_CHECKING:
 _NAME_CHARS = 256
 
 
-def shape_of(capacity: Capacity) -> Shape:
-    """What the blocks of a runner are, whatever its weights."""
+def shape_of(capacity: Capacity, text: bytes = b"") -> Shape:
+    """What the blocks and answers of a runner are made of, whatever its weights; `text`: see `pd/text.py`."""
     return Shape(
         root_key(capacity.fingerprint.encode()),
         capacity.kv_layout,
@@ -88,6 +90,10 @@ def shape_of(capacity: Capacity) -> Shape:
         capacity.block_tokens,
         capacity.block_nbytes,
         capacity.aux_specs,
+        capacity.vocab_size,
+        tuple(sorted(capacity.eos_ids)),
+        capacity.routing_debug,
+        text,
     )
 
 
@@ -185,6 +191,7 @@ class Instance:
             self._asking = Asking(site, self._names)
             self._answers = Answers(site, self._asking)
             capacity = self.engine.capacity
+            self._shape = shape_of(capacity, text_digest(self.engine.tokenizer, capacity.vocab_size))
             self._lending = Lending(site, capacity.block_tokens, self._answers.follow, self._answers.lose)
             self._dispatch()
             site.carriers = self._carriers
@@ -265,7 +272,7 @@ class Instance:
                     for task in site.tasks():
                         task.cancel()
                     if site.tasks():
-                        await asyncio.wait(site.tasks(), timeout=self.engine.config.close_deadline_s)
+                        await wait_within(site.tasks(), self.engine.config.close_deadline_s)
                 await self._carriers.aclose()
 
     async def _end_live(self, site: Site) -> None:
@@ -281,6 +288,7 @@ class Instance:
             # first their ends, then those who tell of them
             waits = [*site.tasks(), *[request.done for request in requests if not request.done.done()]]
             if waits:
+                # bare deadline: a look around every so often; the loop above has the end
                 await asyncio.wait(waits, timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
             else:
                 await asyncio.sleep(0)
@@ -301,6 +309,7 @@ class Instance:
             engine.config.model,
             engine.config.max_step_tokens,
             engine.stats().scheduler.weight_version,
+            engine.config.max_requests,
         )
         role = engine.config.role
         assert role != "alone"
@@ -310,7 +319,7 @@ class Instance:
             self._name or self.address,
             role,
             self.address,
-            shape_of(capacity),
+            self._shape,
             self._carriers.sources(),
             self._site.namespace(),
             facts,
@@ -319,7 +328,7 @@ class Instance:
     def check(self, hello: Hello) -> Refused | None:
         if hello.shape is None:
             return None if hello.role == "router" else Refused("shape", "an instance did not say what its blocks are")
-        differs = shape_of(self.engine.capacity).difference(hello.shape)
+        differs = self._shape.difference(hello.shape)
         if differs is None:
             return None
         field, ours, theirs = differs
@@ -432,6 +441,7 @@ class Instance:
             priority=message.priority,
             deadline_s=message.deadline_s,
             routing=message.routing,
+            aux=message.aux,
             start=message.start,
             cache_salt=message.salt,
             errand=errand,

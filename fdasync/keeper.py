@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 from fdasync.cache.block_format import object_key
 from fdasync.cache.store import Item
-from fdasync.errors import DeadlineExceeded, FdasyncError, StoreTimeout
+from fdasync.deadlines import Closing, wait_within
+from fdasync.errors import DeadlineExceeded, FdasyncError, StoreTimeout, TaskCancelled
 from fdasync.events.catalog import (
     BlockDamaged,
     FetchEnded,
@@ -24,8 +25,8 @@ from fdasync.events.catalog import (
     LookedUp,
     LookupReturned,
     StoreEnded,
-    WritesRefused,
 )
+from fdasync.refusals import Refusals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -49,8 +50,11 @@ class Keeper:
     Args:
         store: open; owned by the caller.
         host, arena: where KV and rows are; `arena` is None when capture is off.
-        close_s: how long `aclose` waits, at each of its steps.
+        closing: the deadline of `aclose`, which others share.
         on_error: told of what no store may raise; it ends the engine.
+
+    Attributes:
+        refusals: what the store did not take, and why.
     """
 
     def __init__(
@@ -60,18 +64,19 @@ class Keeper:
         host: HostArena,
         arena: AuxArena | None,
         *,
-        close_s: float,
+        closing: Closing,
         on_error: Callable[[BaseException], None],
     ) -> None:
         self._bus = bus
         self._store = store
         self._host = host
         self._arena = arena
-        self._close_s = close_s
+        self._closing = closing
         self._on_error = on_error
         self._waits: dict[asyncio.Task[None], None] = {}
         self._calls: dict[asyncio.Task[None], str] = {}
         self._closed = False
+        self.refusals = Refusals()
         rows_nbytes = 0 if arena is None else sum(part.nbytes for part in arena.parts(0, AUX_REGION))
         self._item_nbytes = host.stride_nbytes + rows_nbytes
 
@@ -88,24 +93,25 @@ class Keeper:
         self._start(self._write(action), f"write {action.put_id}")
 
     async def aclose(self) -> None:
-        """Nothing is waited for any more; calls that do not end within `close_s` are killed with their process.
+        """Nothing is waited for any more; calls that have not ended half-way to the deadline are killed with their
+        process, or cancelled where the store has none.
 
         Raises DeadlineExceeded, naming what is stuck, where a store cannot let go of its blocks.
         """
         self._closed = True
-        deadline_s = self._close_s
+        self._closing.begin()
         waits = list(self._waits)
         for wait in waits:
             wait.cancel()
         if waits:
-            await asyncio.wait(waits, timeout=deadline_s)
+            await wait_within(waits, self._closing.left_s)
         if self._calls:
-            await asyncio.wait(list(self._calls), timeout=deadline_s)
+            await wait_within(list(self._calls), self._closing.left_s / 2)
         if self._calls and await self._store.kill("the engine closes") and self._calls:
-            await asyncio.wait(list(self._calls), timeout=deadline_s)
+            await wait_within(list(self._calls), self._closing.left_s / 2)
         if self._calls:
             names = ", ".join(sorted(self._calls.values()))
-            raise DeadlineExceeded(f"letting go of blocks in {names}", deadline_s)
+            raise DeadlineExceeded(f"letting go of blocks in {names}", self._closing.limit_s)
 
     def _start(self, work: Coroutine[None, None, None], name: str) -> None:
         if self._closed:
@@ -123,9 +129,14 @@ class Keeper:
         return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
+        owes = task in self._waits
         self._waits.pop(task, None)
         self._calls.pop(task, "")
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if task.cancelled():
+            if owes and not self._closed:
+                # the event that it owes never comes
+                self._on_error(TaskCancelled(task.get_name()))
+        elif (error := task.exception()) is not None:
             self._on_error(error)
 
     # -- lookups --------------------------------------------------------------------------------------
@@ -135,7 +146,7 @@ class Keeper:
         started = loop.time()
         counts: list[int] = []
         asked = self._call(self._count(action, counts), f"lookup {action.lookup_id}")
-        await asyncio.wait([asked], timeout=max(action.deadline - started, 0.0))
+        await wait_within([asked], action.deadline - started)
         # a lookup that is late holds nothing: what comes of it is nobody's
         count = counts[0] if counts else 0
         seconds = loop.time() - started
@@ -174,7 +185,7 @@ class Keeper:
             self._call(self._get(action, batch, arrived), f"fetch {action.fetch_id}")
             for batch in self._batches(len(action.keys))
         ]
-        _, late = await asyncio.wait(calls, timeout=max(action.deadline - started, 0.0))
+        _, late = await wait_within(calls, action.deadline - started)
         self._bus.publish(
             FetchEnded(
                 fetch_id=action.fetch_id,
@@ -206,6 +217,10 @@ class Keeper:
                 )
 
     async def _write(self, action: StoreBlocks) -> None:
+        if self._arena is not None:
+            # rows that nobody asked for were not looked at yet
+            for slot, generation in zip(action.slots, action.generations, strict=True):
+                self._arena.check_written(slot, generation, 0, self._arena.block_tokens)
         loop = asyncio.get_running_loop()
         started = loop.time()
         stored = [False] * len(action.keys)
@@ -239,10 +254,9 @@ class Keeper:
         outcomes = await self._outcomes(self._store.put(items), timed_out)
         for number, outcome in zip(batch, outcomes, strict=False):
             stored[number] = outcome.ok
-        refused = [outcome for outcome in outcomes if not outcome.ok]
-        if refused:
-            name = self._store.capabilities.name
-            self._bus.publish(WritesRefused(store=name, items=len(refused), problem=refused[0].problem))
+        now = asyncio.get_running_loop().time()
+        for event in self.refusals.add(self._store.capabilities.name, outcomes, now):
+            self._bus.publish(event)
 
     async def _outcomes(
         self, call: Coroutine[None, None, list[Outcome]], timed_out: asyncio.Future[None] | None = None

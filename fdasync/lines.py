@@ -14,6 +14,7 @@ import stat
 from collections import deque
 from typing import TYPE_CHECKING
 
+from fdasync.deadlines import wait_within
 from fdasync.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class LineWriter:
         """Wait so long for what is buffered to be taken, drop the rest, give the descriptor back; idempotent."""
         if self._lines and self._fd >= 0:
             self._empty = self._loop.create_future()
-            await asyncio.wait([self._empty], timeout=deadline_s)
+            await wait_within([self._empty], deadline_s)
         self._unwatch()
         self._drop_all()
         fd, self._fd = self._fd, -1

@@ -3,8 +3,9 @@
     async with LocalFleet(plans) as fleet:
         async with fdasync.connect(fleet.addresses) as router: ...
 
-All start at the same time. Whatever happens, all are ended and reaped, and their sockets are removed. Knows no
-requests; what a child is, is in `local_child.py`, what the folder is, in `local_folder.py`.
+All start at the same time; one that ended can be started again. Whatever happens, all are ended and reaped, and their
+sockets are removed. Knows no requests; what a child is, is in `local_child.py`, what the folder is, in
+`local_folder.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from fdasync.deadlines import wait_within
 from fdasync.engine_options import store_of_instance
 from fdasync.errors import ConfigError, DeadlineExceeded
 from fdasync.local_child import Child, ChildEnded, Plan, Role
@@ -107,13 +109,23 @@ class LocalFleet:
             except OSError as error:
                 raise ConfigError("instances", f"{plan.name} cannot be started: {error}") from None
 
+    def start_again(self, child: Child) -> None:
+        """Another process in the place of one that has ended. Raises ConfigError where it cannot be started; then the
+        one that has ended keeps its place."""
+        place = self.children.index(child)
+        child.remove_socket()
+        try:
+            self.children[place] = Child(self._plans[place], child.address, self._on_end)
+        except OSError as error:
+            raise ConfigError("instances", f"{child.name} cannot be started: {error}") from None
+
     async def ready(self) -> None:
         """Until all take requests. Raises ChildEnded for the first that does not, DeadlineExceeded."""
         if not self.children:
             return
         limit_s = max(plan.config.start_deadline_s for plan in self._plans) + _START_S
-        done, waiting = await asyncio.wait(
-            [child.ready for child in self.children], timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION
+        done, waiting = await wait_within(
+            [child.ready for child in self.children], limit_s, return_when=asyncio.FIRST_EXCEPTION
         )
         for future in done:
             future.result()  # of a future that is done

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from fdasync.config import EngineConfig
+from fdasync.deadlines import wait_within
 from fdasync.errors import DeadlineExceeded, FdasyncError
 from fdasync.pd.zmq_address import remove_dead
 
@@ -72,7 +73,7 @@ class Child:
         pid: of its process.
         state: "loading", "ready", "draining", "ending" or "ended".
         exited: its exit status, when it was reaped.
-        ready: set when it takes requests; ChildEnded if it never will.
+        ready: set when it takes requests; ChildEnded if it never will. ready_at: since when, in the loop's time.
         lines: the last that it said on stderr.
     """
 
@@ -87,6 +88,7 @@ class Child:
         self.exited: asyncio.Future[int] = self._loop.create_future()
         self.ready: asyncio.Future[None] = self._loop.create_future()
         self.ready.add_done_callback(lambda future: future.cancelled() or future.exception())
+        self.ready_at: float | None = None
         self._close_s = plan.config.close_deadline_s
         self._text = b""
         arguments = [
@@ -164,9 +166,9 @@ class Child:
     async def aclose(self) -> None:
         """End it, kill it if it does not; idempotent. Raises DeadlineExceeded if even that does not end it."""
         self.end()
-        await asyncio.wait([self.exited], timeout=self._close_s + _END_S)
+        await wait_within([self.exited], self._close_s + _END_S)
         self.kill()
-        await asyncio.wait([self.exited], timeout=_KILL_S)
+        await wait_within([self.exited], _KILL_S)
         if not self.exited.done():
             raise DeadlineExceeded(f"reaping {self.name}, process {self.pid}", _KILL_S)
 
@@ -177,6 +179,7 @@ class Child:
     def _on_ready(self, fd: int) -> None:
         if os.read(fd, _READ_NBYTES):
             self.state = "ready" if self.state == "loading" else self.state
+            self.ready_at = self._loop.time()
             if not self.ready.done():
                 self.ready.set_result(None)
         else:

@@ -209,6 +209,7 @@ class PrometheusTap:
         yield counter("fdasync_store_late_fetched_blocks_total", "Came from the store after all.", late)
         yield counter("fdasync_store_written_blocks_total", "The store took them.", books.written_blocks)
         yield counter("fdasync_store_dropped_writes_total", "Blocks that were not kept.", books.dropped_writes)
+        yield counter("fdasync_store_forgotten_blocks_total", "Missing against belief.", books.forgotten_blocks)
         yield counter("fdasync_store_fetch_cut_offs_total", "Waits that ended at the bound.", books.fetch_cut_offs)
         yield gauge("fdasync_store_writing_blocks", "Being written, or queued for it.", [((), books.writing)])
         yield gauge("fdasync_store_waits", "Lookups and fetches in flight.", [((), books.waiting_for_store)])

@@ -14,11 +14,13 @@ import numpy as np
 from msgspec.structs import replace
 
 from fdasync.actions import CopyRows, FinishRequest
+from fdasync.cache.aux import ROUTING
 from fdasync.cache.debug_rows import check_debug_rows
 from fdasync.errors import InvariantBroken
 from fdasync.events.catalog import AbortRequested, RequestEnded, StopChecked, StopMatched
 from fdasync.result import Result
 from fdasync.sample_output import SampleOutput
+from fdasync.tokenizer import TokenKinds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,6 +51,7 @@ class RequestOutput:
         asked: what the caller asked for, and how its first sample was prepared; None until then.
         on_news: told of everything that `waiter` would be told; for one who reads many requests.
         limit: of the wait at the door and of its preparation; an abort ends those too.
+        specs: whose rows it gets.
     """
 
     __slots__ = (
@@ -64,10 +67,10 @@ class RequestOutput:
         "prompt",
         "request_id",
         "samples",
+        "specs",
         "start",
         "started_at",
         "waiter",
-        "wants_rows",
     )  # fmt: skip
 
     def __init__(self, request_id: str, params: SamplingParams, *, start: int, now: float) -> None:
@@ -75,7 +78,7 @@ class RequestOutput:
         self.params = params
         self.prompt: tuple[int, ...] = ()
         self.start = start
-        self.wants_rows = False
+        self.specs: tuple[AuxSpec, ...] = ()
         self.samples: list[SampleOutput] = []
         self.open = 0
         self.started_at = now
@@ -132,8 +135,7 @@ class RequestOutput:
             store += end.cached_tokens[2]
         error = self.failure or self.spoiled
         return RequestEnded(
-            # a trace is UTF-8, a name need not be
-            request_id=self.request_id.encode(errors="replace").decode(),
+            request_id=self.request_id,
             group=self.samples[0].key,
             reasons=tuple(reasons),
             prompt_tokens=len(self.prompt),
@@ -175,6 +177,7 @@ class OutputHub:
         self._on_end = on_end
         # no sample refers to its request: what has ended goes at once, and leaves the garbage collector nothing to find
         self._live: dict[int, tuple[RequestOutput, SampleOutput]] = {}
+        self._kinds: TokenKinds | None = None
 
     def __len__(self) -> int:
         return len(self._live)
@@ -182,7 +185,12 @@ class OutputHub:
     def add(self, request: RequestOutput, keys: list[int], tokenizer: Tokenizer | None) -> None:
         """Take on a request whose samples are about to be published under these keys."""
         params, start = request.params, request.start
-        request.samples = [SampleOutput(key, index, params, start, tokenizer) for index, key in enumerate(keys)]
+        kinds = None
+        if tokenizer is not None:
+            if self._kinds is None or self._kinds.tokenizer is not tokenizer:
+                self._kinds = TokenKinds(tokenizer)
+            kinds = self._kinds
+        request.samples = [SampleOutput(key, index, params, start, kinds) for index, key in enumerate(keys)]
         request.open = len(keys)
         self._live.update((sample.key, (request, sample)) for sample in request.samples)
 
@@ -229,18 +237,23 @@ class OutputHub:
             request, sample = self._live[span.key]
             if not sample.rows:
                 most = len(request.prompt) + request.params.max_tokens - 1 - request.start
-                sample.rows = {spec.name: _empty(spec, most) for spec in arena.specs}
+                sample.rows = {spec.name: _empty(spec, most) for spec in request.specs}
+            if span.start != sample.start + sample.num_rows:
+                raise InvariantBroken(
+                    f"rows of position {span.start} came for sample {span.key}, whose next row is that of position "
+                    f"{sample.start + sample.num_rows}"
+                )
             arena.copy_rows(span.slot, span.generation, span.offset, span.count, sample.rows, sample.num_rows)
-            if self._routing_debug:
+            if self._routing_debug and ROUTING in sample.rows:
                 self._check_rows(sample, span.count)
             sample.num_rows += span.count
 
     def _check_rows(self, sample: SampleOutput, count: int) -> None:
         """What was copied behind the rows so far must name the positions that it is for."""
         first = sample.start + sample.num_rows
-        rows = sample.rows["routing"][sample.num_rows : sample.num_rows + count]
+        rows = sample.rows[ROUTING][sample.num_rows : sample.num_rows + count]
         assert self._arena is not None
-        spec = next(spec for spec in self._arena.specs if spec.name == "routing")
+        spec = next(spec for spec in self._arena.specs if spec.name == ROUTING)
         check_debug_rows(rows, np.arange(first, first + count), spec, f"in the result of sample {sample.key}")
 
     def cut(self, request: RequestOutput, reason: str) -> None:
@@ -261,6 +274,9 @@ class OutputHub:
             # it was ended before the scheduler read of the match: what follows the match is overrun all the same
             rows = min(action.num_rows, max(len(request.prompt) + keep - 1 - request.start, 0))
             action = replace(action, token_ids=action.token_ids[:keep], num_rows=rows)
+        elif sample.stops and sample.end_text() and action.reason == "length":
+            # no token can follow: text that waited for more has become final, and holds a stop string
+            action = replace(action, reason="stop")
         sample.finish = action
         self._give_rows(request, sample)
         request.open -= 1
@@ -271,8 +287,8 @@ class OutputHub:
 
     def _give_rows(self, request: RequestOutput, sample: SampleOutput) -> None:
         """Who wants rows and has none gets none of each kind, not nothing."""
-        if not sample.rows and self._arena is not None and request.wants_rows:
-            sample.rows = {spec.name: _empty(spec, 0) for spec in self._arena.specs}
+        if not sample.rows:
+            sample.rows = {spec.name: _empty(spec, 0) for spec in request.specs}
 
     def end(self, request: RequestOutput) -> None:
         """Every sample ended, or there will be none."""

@@ -17,10 +17,11 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
+from fdasync.cache.aux import ROUTING
 from fdasync.cache.prefix import block_keys, root_key
-from fdasync.errors import BadInput, CheckpointError
+from fdasync.errors import BadInput, CheckpointError, TaskCancelled, TooLong
 from fdasync.events.catalog import Hashed, RequestPrepared
-from fdasync.request import MAX_SALT_CHARS, SamplerSpec, SamplingParams
+from fdasync.request import MAX_SALT_CHARS, SamplerSpec, SamplingParams, check_text, checked_aux
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -108,6 +109,7 @@ class Preparer:
         if params.stop and self._tokenizer is None:
             raise BadInput("stop", "stop strings need a tokenizer", hint="use stop_token_ids")
         self._check_options(ask, deadline_s)
+        ask = replace(ask, aux=self._check_aux(ask.aux))
         if isinstance(ask.prompt, str):
             self._check_text(ask.prompt)
             return replace(ask, params=params)
@@ -119,6 +121,7 @@ class Preparer:
         request_id: Any = ask.request_id
         if request_id is not None and not (isinstance(request_id, str) and 0 < len(request_id) <= _MAX_ID_CHARS):
             raise BadInput("request_id", f"{request_id!r} is no name", limit=f"1 to {_MAX_ID_CHARS} characters")
+        check_text("request_id", request_id or "")
         if not _is_int(ask.priority) or not -(2**31) <= ask.priority < 2**31:
             raise BadInput("priority", f"{ask.priority!r} is not an integer of 32 bits")
         if not isinstance(deadline_s, int | float) or isinstance(deadline_s, bool) or not 0 < deadline_s <= 1e9:
@@ -130,15 +133,29 @@ class Preparer:
             raise BadInput("cache_salt", "is not a string")
         if len(salt) > MAX_SALT_CHARS:
             raise BadInput("cache_salt", f"{len(salt)} characters are too many", limit=f"{MAX_SALT_CHARS} characters")
+        check_text("cache_salt", salt)
         routing: Any = ask.routing
         if routing is not None and not isinstance(routing, bool):
             raise BadInput("routing", f"{routing!r} is neither True, False nor None")
-        if routing and not self.capacity.aux_specs:
+        if routing and ROUTING not in [spec.name for spec in self.capacity.aux_specs]:
             raise BadInput(
                 "routing",
                 "was asked for, but this engine captures none",
                 hint="the model has no MoE layers, or the engine was configured with routing=False",
             )
+
+    def _check_aux(self, wanted: Any) -> bool | tuple[str, ...] | None:
+        """A copy of what is wanted besides routing."""
+        aux = checked_aux(wanted)
+        others = [spec.name for spec in self.capacity.aux_specs if spec.name != ROUTING]
+        if aux is True and not others:
+            raise BadInput("aux", "was asked for, but this engine has no rows besides routing")
+        for name in () if isinstance(aux, bool | None) else aux:
+            if name not in others:
+                raise BadInput(
+                    "aux", f"there are no rows of {name!r}", limit=", ".join(others) or "none besides routing"
+                )
+        return aux
 
     def _check_text(self, text: str) -> None:
         if self._tokenizer is None:
@@ -147,20 +164,20 @@ class Preparer:
             raise BadInput("prompt", "is empty", limit="at least one token")
         most = min(_MAX_TOKEN_CHARS * self.capacity.max_context_tokens, _MAX_PROMPT_CHARS)
         if len(text) > most:
-            raise BadInput("prompt", f"{len(text)} characters cannot fit in the context", limit=most)
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise BadInput(
-                "prompt", f"has a lone surrogate at character {error.start}", hint="it is not valid Unicode text"
-            ) from None
+            count = -(-len(text) // _MAX_TOKEN_CHARS)
+            raise TooLong(
+                "prompt", f"{len(text)} characters cannot fit in the context", limit=most, prompt_tokens=count
+            )  # fmt: skip
+        check_text("prompt", text)
 
     def _check_tokens(self, prompt: Any) -> tuple[int, ...]:
         """A copy of the token ids."""
         most = self.capacity.max_context_tokens
         if isinstance(prompt, Sized) and getattr(prompt, "ndim", 1) == 1 and len(prompt) > most:
             # before anything is read of it
-            raise BadInput("prompt", f"{len(prompt)} tokens leave no room to answer", limit=most)
+            raise TooLong(
+                "prompt", f"{len(prompt)} tokens leave no room to answer", limit=most, prompt_tokens=len(prompt)
+            )  # fmt: skip
         if isinstance(prompt, array) and prompt.typecode == "i":
             # from another instance, or a caller who knows: nothing in it can be anything but a number
             return self._check_vocabulary(prompt)
@@ -191,19 +208,24 @@ class Preparer:
     def _check_length(self, tokens: Sequence[int], params: SamplingParams, start: int, *, elsewhere: bool) -> None:
         capacity = self.capacity
         count = len(tokens)
+        # of what another instance decodes, only the prompt and the first token are here
+        new = 1 if elsewhere else params.max_tokens
         if count + 1 > capacity.max_context_tokens:
-            raise BadInput("prompt", f"{count} tokens leave no room to answer", limit=capacity.max_context_tokens)
-        if count + params.max_tokens > capacity.max_context_tokens:
-            raise BadInput(
+            raise TooLong(
+                "prompt", f"{count} tokens leave no room to answer",
+                limit=capacity.max_context_tokens, prompt_tokens=count,
+            )  # fmt: skip
+        if count + new > capacity.max_context_tokens:
+            raise TooLong(
                 "max_tokens", f"prompt {count} + max_tokens {params.max_tokens} tokens are beyond the context",
-                limit=capacity.max_context_tokens,
+                limit=capacity.max_context_tokens, prompt_tokens=count,
             )  # fmt: skip
         most = capacity.num_blocks * capacity.block_tokens
-        # the last token is never forwarded; of what another instance decodes, only the prompt's are here
-        if count + (1 if elsewhere else params.max_tokens) - 1 > most:
-            raise BadInput(
+        # the last token is never forwarded
+        if count + new - 1 > most:
+            raise TooLong(
                 "max_tokens", f"prompt {count} + max_tokens {params.max_tokens} are more than all KV blocks hold",
-                limit=most,
+                limit=most, prompt_tokens=count,
             )  # fmt: skip
         if start >= count:
             raise BadInput("start", f"{start} is not inside the prompt", limit=f"0 to {count - 1}")
@@ -311,6 +333,7 @@ class Rehasher:
         self._on_error = on_error
         self._queue: deque[HashAgain] = deque()
         self._task: asyncio.Task[None] | None = None
+        self._closed = False
 
     def add(self, action: HashAgain) -> None:
         """Do it soon; ends in `Hashed`."""
@@ -335,8 +358,9 @@ class Rehasher:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._task = None
         if task.cancelled():
-            return
-        if (error := task.exception()) is not None:
+            if not self._closed:
+                self._on_error(TaskCancelled(task.get_name()))
+        elif (error := task.exception()) is not None:
             self._on_error(error)
         else:
             # what was added after its last look
@@ -344,6 +368,7 @@ class Rehasher:
 
     async def aclose(self) -> None:
         """Stop; idempotent."""
+        self._closed = True
         if self._task is not None:
             self._task.cancel()
             # it only computes: a turn of the loop ends it
@@ -352,7 +377,7 @@ class Rehasher:
 
 def salted(namespace: bytes, salt: str) -> bytes:
     """Root identity of every prefix under a namespace and a caller's salt."""
-    return root_key(namespace, salt.encode(errors="surrogatepass"))
+    return root_key(namespace, salt.encode())
 
 
 async def hash_blocks(root: bytes, tokens: Sequence[int], block_tokens: int) -> tuple[bytes, ...]:

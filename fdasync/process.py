@@ -7,7 +7,6 @@ death closes that end, and the kernel kills it should this process die first (it
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import contextlib
 import gc
@@ -19,9 +18,11 @@ import sys
 from typing import TYPE_CHECKING
 
 from fdasync.channel import Channel
+from fdasync.deadlines import wait_within
 from fdasync.errors import ConfigError, DeadlineExceeded, WorkerDied
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable, Sequence
 
 _REAP_DEADLINE_S = 10.0
@@ -92,7 +93,7 @@ class ChildProcess:
         self._silent = True
         if not self.exited.done():
             self.channel.send(payload)
-            await asyncio.wait([self.exited], timeout=deadline_s)
+            await wait_within([self.exited], deadline_s)
         await self.kill()
 
     async def kill(self) -> None:
@@ -100,7 +101,7 @@ class ChildProcess:
         self._silent = True
         if not self.exited.done():
             self._process.kill()
-            done, _ = await asyncio.wait([self.exited], timeout=_REAP_DEADLINE_S)
+            done, _ = await wait_within([self.exited], _REAP_DEADLINE_S)
             if not done:
                 raise DeadlineExceeded(f"reaping the {self.name} process {self.pid}", _REAP_DEADLINE_S)
         self.channel.close()

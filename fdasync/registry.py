@@ -13,6 +13,7 @@ import msgspec
 
 from fdasync.cache.store import Store
 from fdasync.errors import ConfigError, PluginError
+from fdasync.mapping import struct_of
 from fdasync.pd.transport import Transport
 from fdasync.runner.base import Runner, RunnerLimits
 
@@ -91,10 +92,7 @@ class Registry:
     def make_runner(self, name: str, config: Mapping[str, Any], limits: RunnerLimits) -> Runner:
         """A runner with its own configuration decoded. Raises PluginError; ConfigError naming the key."""
         runner = self.load_runner(name)
-        try:
-            own = msgspec.convert(dict(config), runner.config_type)
-        except msgspec.ValidationError as error:
-            raise ConfigError.of_validation(error, "runner_config") from None
+        own = struct_of(runner.config_type, config, error=ConfigError, root="runner_config")
         return runner(own, limits)
 
     def load_store(self, name: str) -> type[Store]:
@@ -106,10 +104,7 @@ class Registry:
     def make_store(self, name: str, config: Mapping[str, Any]) -> Store:
         """A store with its own configuration decoded. Raises PluginError; ConfigError naming the key."""
         store = self.load_store(name)
-        try:
-            own = msgspec.convert(dict(config), store.config_type)
-        except msgspec.ValidationError as error:
-            raise ConfigError.of_validation(error, "store_config") from None
+        own = struct_of(store.config_type, config, error=ConfigError, root="store_config")
         return store(own)
 
     def make_transport(self, name: str) -> Transport:

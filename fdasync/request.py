@@ -6,11 +6,16 @@ Pure data. Knows nothing of engines, text or tokenizers; read by prepare, schedu
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from fdasync.errors import BadInput
+from fdasync.mapping import struct_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 LogprobKind = Literal["none", "raw", "processed", "both"]
 
@@ -19,6 +24,10 @@ MAX_STOP_CHARS = 256
 MAX_TOP_LOGPROBS = 64
 #: as much as instances tell each other in one field
 MAX_SALT_CHARS = 4096
+#: where the vocabulary is not known: token ids are int32
+MAX_VOCAB_SIZE = 1 << 31
+MAX_AUX_NAMES = 64
+_MAX_NAME_CHARS = 256
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,8 +46,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         presence_penalty, frequency_penalty: in [-2, 2]; subtracted once, or once per occurrence, for
             tokens in the output.
         n: samples of the one prompt.
-        stop: strings that end the request. Text from the match on is not returned; the tokens that complete the
-            match are, as an EOS is (they were sampled and count for a trainer); tokens after it are dropped.
+        stop: strings that end the request; one may be given as it is ("ab" is the one stop string "ab"), and is a tuple
+            of one from then on. Text from the match on is not returned; the tokens that complete the match are, as an
+            EOS is (they were sampled and count for a trainer); tokens after it are dropped.
+            What is text only at the end (U+FFFD of a character that is not complete) is searched at the end: a match
+            makes "length" a "stop".
         stop_token_ids: token ids that end the request; the id is kept in the result, as EOS is.
         ignore_eos: EOS ids of the model do not stop.
         logprobs: "raw" = log-softmax of the model's logits (float32); "processed" = the same after
@@ -58,22 +70,33 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     n: int = 1
-    stop: tuple[str, ...] = ()
+    stop: str | tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: LogprobKind = "none"
     top_logprobs: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            msgspec.structs.force_setattr(self, "stop", (self.stop,))
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
+        """Checked parameters from plain values (parsed JSON, say); `SamplingParams(**values)` means the same.
+
+        Raises BadInput naming the first field that makes no sense, or that is unknown, and the nearest that is not.
+        What depends on a model's vocabulary is checked where the request is made.
+        """
+        params = struct_of(cls, values, whole="params")
+        params._check(MAX_VOCAB_SIZE)
+        return params
 
     def validated(self, *, vocab_size: int) -> SamplingParams:
         """A checked copy that shares nothing the caller could change (a list given for `stop`, say).
 
         Raises BadInput naming the first field that makes no sense. Types are checked too.
         """
-        try:
-            copy = msgspec.convert(msgspec.structs.asdict(self), SamplingParams)
-        except msgspec.ValidationError as error:
-            field = str(error).rpartition("`$.")[2].rstrip("`") or "sampling"
-            raise BadInput(field, str(error)) from None
+        copy = struct_of(SamplingParams, msgspec.structs.asdict(self), whole="params")
         copy._check(vocab_size)
         return copy
 
@@ -100,6 +123,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for text in self.stop:
             if not text or len(text) > MAX_STOP_CHARS:
                 raise BadInput("stop", f"a stop string of {len(text)} characters", limit=f"1 to {MAX_STOP_CHARS}")
+            check_text("stop", text)
         for token in self.stop_token_ids:
             if not 0 <= token < vocab_size:
                 raise BadInput("stop_token_ids", f"{token} is outside the vocabulary", limit=f"0 to {vocab_size - 1}")
@@ -114,6 +138,35 @@ def _within(field: str, value: float, low: float, high: float) -> None:
 def _at_least(field: str, value: int, low: int) -> None:
     if value < low:
         raise BadInput(field, f"{value!r} is too small", limit=f"at least {low}")
+
+
+def check_text(field: str, text: str) -> None:
+    """Raise BadInput for text that has no bytes: no trace, message or tokenizer could hold it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadInput(
+            field, f"has a lone surrogate at character {error.start}", hint="it is not valid Unicode text"
+        ) from None
+
+
+def checked_aux(aux: Any) -> bool | tuple[str, ...] | None:
+    """A copy of what a caller asks for besides routing. Raises BadInput for what is no such thing; whether there are
+    such rows is another question."""
+    if aux is None or isinstance(aux, bool):
+        return aux
+    if isinstance(aux, str) or not isinstance(aux, Sequence):
+        raise BadInput("aux", f"{aux!r} is neither True, False, None nor a sequence of names", hint='aux=("name",)')
+    names = tuple(dict.fromkeys(aux)) if all(isinstance(name, str) for name in aux) else ()
+    if len(names) > MAX_AUX_NAMES or (aux and not names):
+        raise BadInput("aux", f"{aux!r} are not names", limit=f"{MAX_AUX_NAMES} names")
+    for name in names:
+        if not 0 < len(name) <= _MAX_NAME_CHARS:
+            raise BadInput("aux", f"a name of {len(name)} characters", limit=f"1 to {_MAX_NAME_CHARS} characters")
+        check_text("aux", name)
+        if name == "routing":
+            raise BadInput("aux", "routing is asked for by an argument of its own", hint="routing=True")
+    return names
 
 
 class SamplerSpec(msgspec.Struct, frozen=True, array_like=True):

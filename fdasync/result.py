@@ -50,6 +50,23 @@ class CachedTokens(msgspec.Struct, frozen=True):
         return self.device + self.host + self.store
 
 
+class Usage(msgspec.Struct, frozen=True):
+    """What a request cost in tokens, for whoever counts them.
+
+    Attributes:
+        prompt_tokens: of the prompt, once however many samples there are; 0 where a text was not tokenised before the
+            end.
+        cached_tokens: of those, the ones that were computed for no sample of the request: they came from a cache,
+            whatever tier or instance had them. What one sample computed and others found is not among them, so where
+            `n` is above 1 each sample's own `cached_tokens` may be more.
+        completion_tokens: `token_ids` of all samples together, with the EOS or stop ids that ended them.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """What is new of one sample. A reader that is slow gets fewer, longer deltas; nothing is lost.
 
@@ -85,7 +102,9 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
         cached: prompt tokens that were not computed for it, by the tier that had them.
         weight_version: spans of output tokens by weight version.
         routing: expert routing, or None where it was not captured or not asked for.
-        aux: rows of every other aux spec, by name, [n, *shape], positions as in `routing`.
+        aux: rows of every other aux spec that was asked for, by name, [n, *shape] of the spec's dtype; as many as of
+            `routing`, row i belongs to position `start + i`. Owned by the caller.
+        start: position of the first row of any kind, as it was asked for.
     """
 
     index: int
@@ -99,6 +118,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     weight_version: tuple[WeightSpan, ...]
     routing: Routing | None
     aux: dict[str, NDArray[np.generic]]
+    start: int = 0
     stop_token_id: int | None = None
 
     @property
@@ -117,7 +137,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         request_id: as given or drawn.
-        prompt_token_ids: what was forwarded as the prompt.
+        prompt_token_ids: what was forwarded as the prompt; () of a text that was not tokenised before the end.
         samples: one for each of `n`, by index.
         ttft_s: from the call to the first token of any sample, in seconds; None where none came, or where tokens
             were only counted at the end (`complete` without log-probs or stop strings).
@@ -129,6 +149,17 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     samples: tuple[Sample, ...]
     ttft_s: float | None = None
     total_s: float = 0.0
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens of the whole request, all samples together."""
+        # one that has sampled nothing may have ended before it was ever matched: it says nothing of the cache
+        begun = [sample for sample in self.samples if sample.token_ids] or self.samples
+        return Usage(
+            prompt_tokens=len(self.prompt_token_ids),
+            cached_tokens=min((sample.cached_tokens for sample in begun), default=0),
+            completion_tokens=sum(len(sample.token_ids) for sample in self.samples),
+        )
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -177,3 +208,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def aux(self) -> dict[str, NDArray[np.generic]]:
         return self.samples[0].aux
+
+    @property
+    def start(self) -> int:
+        return self.samples[0].start

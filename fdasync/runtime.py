@@ -7,14 +7,16 @@ or leaves what `release` frees.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 from fdasync.cache.arena import AuxArena
 from fdasync.cache.host import HostArena
 from fdasync.cache.store import Store
 from fdasync.config import resolve
+from fdasync.deadlines import Closing, Within
 from fdasync.driver import Driver
-from fdasync.errors import ConfigError, DeadlineExceeded, FdasyncError, PluginError, RunnerError
+from fdasync.errors import ConfigError, DeadlineExceeded, FdasyncError, PluginError, RunnerError, TaskCancelled
 from fdasync.events.catalog import AbortRequested, ResumeRequested
 from fdasync.events.trace import TraceRing
 from fdasync.keeper import Keeper
@@ -28,7 +30,7 @@ from fdasync.stores import StoreStack
 from fdasync.tokenise import TokenizerProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     from fdasync.actions import Action
     from fdasync.config import EngineConfig
@@ -38,8 +40,28 @@ if TYPE_CHECKING:
     from fdasync.runner.base import Capacity, Runner
     from fdasync.tokenizer import Tokenizer
 
-# beyond the close deadline itself: killing and reaping a worker
+# beyond the close deadline itself: killing and reaping a process
 _REAP_S = 15.0
+# of the close deadline, for what is closed after steps took all of it
+_RELEASE_SHARE = 0.25
+
+
+class _Stage(NamedTuple):
+    """Something to close: what it is in words, how, and the longest that may take, in seconds."""
+
+    what: str
+    close: Callable[[], Awaitable[None]]
+    limit_s: float
+
+    async def run(self) -> None:
+        """Raises what it raises, DeadlineExceeded at the limit."""
+        try:
+            async with Within(self.limit_s):
+                await self.close()
+        except FdasyncError:
+            raise
+        except TimeoutError:
+            raise DeadlineExceeded(self.what, self.limit_s) from None
 
 
 class Runtime:
@@ -68,6 +90,7 @@ class Runtime:
         self._site: Site | None = None
         self._stack: StoreStack | None = None
         self._keeper: Keeper | None = None
+        self._closing = Closing(config.close_deadline_s)
         self._given_store = store
         given: object = store
         if given is not None and not isinstance(given, Store):
@@ -106,7 +129,7 @@ class Runtime:
         """Load, profile, allocate, check. Raises what the runner raises, DeadlineExceeded, CheckpointError."""
         config = self._config
         try:
-            async with asyncio.timeout(config.start_deadline_s):
+            async with Within(config.start_deadline_s):
                 self.capacity = capacity = await self.runner.open()
                 if capacity.routing_debug != config.routing_debug:
                     raise ConfigError(
@@ -121,10 +144,11 @@ class Runtime:
                 if num_host_blocks:
                     self._host = HostArena.create(num_host_blocks, capacity.block_nbytes)
                 await self.runner.bind(capacity.num_blocks, self._arena, self._host)
-                if config.store:
-                    await self._open_store()
+            if config.store:
+                # under a deadline of its own: what can be done without does not use up the start
+                await self._open_store()
         except TimeoutError as error:
-            if isinstance(error, DeadlineExceeded):
+            if isinstance(error, FdasyncError):
                 raise
             raise DeadlineExceeded("starting the runner", config.start_deadline_s) from None
         except FdasyncError:
@@ -149,13 +173,13 @@ class Runtime:
         driver.rehasher = Rehasher(self.bus, capacity.block_tokens, lambda: self.namespace, on_failure)
         if self._stack is not None:
             assert self._host is not None
-            self._stack.publish = self.bus.publish
+            self._attend_to(self._stack)
             driver.keeper = self._keeper = Keeper(
                 self.bus,
                 self._stack.store,
                 self._host,
                 self._arena,
-                close_s=config.close_deadline_s,
+                closing=self._closing,
                 on_error=on_failure,
             )
         self.runner.on_failure = on_failure
@@ -165,6 +189,17 @@ class Runtime:
         """Of the process that hosts the store; -1: there is none."""
         hosted = None if self._stack is None else self._stack.hosted
         return -1 if hosted is None else hosted.pid
+
+    @property
+    def store_problem(self) -> str:
+        """Why the store is left alone; "" while it is used, and where there is none."""
+        told = None if self._stack is None else self._stack.left_alone
+        return "" if told is None else told.problem
+
+    @property
+    def refused_writes(self) -> tuple[int, str]:
+        """Blocks that the store did not take, and why the latest were not."""
+        return (0, "") if self._keeper is None else (self._keeper.refusals.blocks, self._keeper.refusals.problem)
 
     def site(self, door: Door, fail: Callable[[BaseException], None]) -> Site:
         """What services for other instances work with. Raises ConfigError where there is no host tier."""
@@ -185,9 +220,18 @@ class Runtime:
 
     async def _open_store(self) -> None:
         assert self._host is not None
-        self._stack = StoreStack(self._config, self._registry, self.capacity, self._host, self._given_store)
+        self._stack = StoreStack(
+            self._config, self._registry, self.capacity, self._host, self._given_store, self._closing
+        )
         regions = [self._host.region] + ([self._arena.region] if self._arena is not None else [])
         await self._stack.open(regions)
+
+    def _attend_to(self, stack: StoreStack) -> None:
+        """Publish what the store's wrappers tell; who subscribes later is told first that it is left alone."""
+        stack.publish = self.bus.publish
+        self.bus.standing = lambda: [] if stack.left_alone is None else [stack.left_alone]
+        if stack.left_alone is not None:
+            self.bus.publish(stack.left_alone)
 
     def _load_tokenizer(self) -> None:
         name = self.capacity.tokenizer if self._config.tokenizer == "auto" else self._config.tokenizer
@@ -208,12 +252,13 @@ class Runtime:
         Args:
             resume: an engine that was paused goes on with its copies; False: its runner takes nothing more.
 
-        Raises the runner's word for being overdue when that takes longer than the config's close_deadline_s.
+        Raises the runner's word for being overdue when that takes longer than the config's close_deadline_s, which
+        counts from now for everything that closes.
         """
         assert self.driver is not None
-        deadline_s = self._config.close_deadline_s
+        self._closing.begin()
         try:
-            async with asyncio.timeout(deadline_s):
+            async with Within(self._closing.left_s):
                 requests = self.hub.requests()
                 keys = [sample.key for request in requests for sample in request.samples]
                 if resume:
@@ -224,17 +269,17 @@ class Runtime:
                     await asyncio.wait([request.done for request in requests])
                 await self.driver.wait_idle()
         except TimeoutError:
-            raise self.runner.overdue("the steps in flight at the close", deadline_s) from None
+            raise self.runner.overdue("the steps in flight at the close", self._closing.limit_s) from None
         if resume:
             await self._flush()
 
     async def _flush(self) -> None:
-        """Let what is on its way to the store get there, within the close deadline; what does not is dropped."""
+        """Let what is on its way to the store get there, by half-way to the deadline; what does not is dropped."""
         assert self.driver is not None
         scheduler = self.driver.scheduler
         if self._keeper is not None:
             try:
-                async with asyncio.timeout(self._config.close_deadline_s):
+                async with Within(self._closing.left_s / 2):
                     await self.driver.wait_until(lambda: not scheduler.tiers.is_writing)
             except TimeoutError:
                 # blocks in flight go with the store; a cache may lose what it was not told to be sure of
@@ -261,29 +306,25 @@ class Runtime:
         if self.driver is not None:
             self.driver.stop()
             self.bus.close()
-        closing: list[tuple[str, Callable[[], Awaitable[None]]]] = []
+        self._closing.grant(_RELEASE_SHARE)
+        limit_s = self._closing.limit_s
+        # what has a process of its own keeps its deadline by itself, and is not cut off while it reaps it
+        reaping_s = limit_s + _REAP_S
+        # these read and write the arenas, on behalf of others too
+        store: list[_Stage] = []
         if self._site is not None:
-            # they read and write the arenas, on behalf of others too
-            closing.append(("closing the transports", self._site.carriers.aclose))
+            store.append(_Stage("closing the transports", self._site.carriers.aclose, self._closing.left_s / 2))
         if self._keeper is not None:
-            closing.append(("letting go of blocks", self._keeper.aclose))
+            store.append(_Stage("letting go of blocks", self._keeper.aclose, reaping_s))
         if self._stack is not None:
-            closing.append(("closing the store", self._stack.aclose))
-        closing.append(("closing the runner", self.runner.aclose))
+            store.append(_Stage("closing the store", self._stack.aclose, reaping_s))
+        runner_s = reaping_s if isinstance(self.runner, WorkerRunner) else limit_s
+        others = [_Stage("closing the runner", self.runner.aclose, runner_s)]
         if self.driver is not None and self.driver.rehasher is not None:
-            closing.append(("ending the hashing", self.driver.rehasher.aclose))
+            others.append(_Stage("ending the hashing", self.driver.rehasher.aclose, limit_s))
         if self.long_texts is not None:
-            closing.append(("closing the tokenizer's process", self.long_texts.aclose))
-        first: BaseException | None = None
-        for what, close in closing:
-            try:
-                await self._bounded(what, close)
-            except BaseException as error:
-                # the rest must go all the same
-                if first is None:
-                    first = error
-                else:
-                    first.add_note(f"and then, {what}: {type(error).__name__}: {error}")
+            others.append(_Stage("closing the tokenizer's process", self.long_texts.aclose, reaping_s))
+        first = await self._close_all([store, *[[stage] for stage in others]])
         # nobody touches the arenas any more
         for arena in (self._arena, self._host):
             if arena is not None:
@@ -291,12 +332,53 @@ class Runtime:
         if first is not None:
             raise first
 
-    async def _bounded(self, what: str, close: Callable[[], Awaitable[None]]) -> None:
-        limit_s = 3 * self._config.close_deadline_s + _REAP_S
+    async def _close_all(self, lines: Sequence[Sequence[_Stage]]) -> BaseException | None:
+        """Each line in order, all lines at the same time, so that nobody waits for another's deadline.
+
+        The first error, with notes of the others.
+        """
+        errors: list[tuple[str, BaseException]] = []
+
+        async def close(line: Sequence[_Stage]) -> None:
+            for stage in line:
+                try:
+                    await to_its_end(stage.what, stage.run)
+                except BaseException as error:
+                    # the rest must go all the same
+                    errors.append((stage.what, error))
+
+        left = [line for line in lines if line]
+        while left:
+            tasks = {asyncio.ensure_future(close(line)): line for line in left}
+            # each stage has its own deadline
+            await to_its_end("closing", partial(asyncio.wait, tasks))
+            # one that was cancelled before its first step has closed nothing
+            left = [line for task, line in tasks.items() if task.cancelled()]
+        if not errors:
+            return None
+        _, first = errors[0]
+        for what, later in errors[1:]:
+            first.add_note(f"and then, {what}: {type(later).__name__}: {later}")
+        return first
+
+
+async def to_its_end(what: str, work: Callable[[], Awaitable[object]]) -> None:
+    """Await an ending; begin it again when this task is cancelled meanwhile, because what is half closed leaks.
+
+    Args:
+        what: what TaskCancelled calls it.
+        work: may be begun again; what it waits for has its own deadlines.
+
+    Raises what the work raises, and TaskCancelled where a task that the work waits for was cancelled.
+    """
+    mine = asyncio.current_task()
+    assert mine is not None
+    while True:
         try:
-            async with asyncio.timeout(limit_s):
-                await close()
-        except FdasyncError:
-            raise
-        except TimeoutError:
-            raise DeadlineExceeded(what, limit_s) from None
+            await work()
+            return
+        except asyncio.CancelledError:
+            if not mine.cancelling():
+                raise TaskCancelled(what) from None
+            while mine.cancelling():
+                mine.uncancel()

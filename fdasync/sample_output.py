@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fdasync.cache.aux import ROUTING
 from fdasync.result import CachedTokens, Delta, Routing, Sample, WeightSpan
 from fdasync.tokenizer import IncrementalDecoder
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from fdasync.actions import FinishRequest
     from fdasync.request import SamplingParams
     from fdasync.runner.base import Capacity, TopLogprobs
-    from fdasync.tokenizer import Tokenizer
+    from fdasync.tokenizer import TokenKinds
 
 
 class SampleOutput:
@@ -30,6 +31,7 @@ class SampleOutput:
     Attributes:
         tokens, raw, processed, top: emitted so far, unless the sample is final-only.
         matched: a stop string was found; whatever is emitted later is overrun.
+        searched: characters of the text, and of what may follow it yet, in which no stop string was found.
         text: final text so far; `released` characters of it may be given out (a suffix that could begin a
             stop string may not).
         rows: per spec, an array for every row it can ever have; `num_rows` are filled. Untouched pages cost nothing.
@@ -51,6 +53,7 @@ class SampleOutput:
         "raw",
         "released",
         "rows",
+        "searched",
         "sent_chars",
         "sent_last",
         "sent_tokens",
@@ -62,7 +65,8 @@ class SampleOutput:
         "top",
     )  # fmt: skip
 
-    def __init__(self, key: int, index: int, params: SamplingParams, start: int, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, key: int, index: int, params: SamplingParams, start: int, kinds: TokenKinds | None) -> None:
+        """`kinds`: of the tokenizer's tokens; None: there is no tokenizer, and no text."""
         self.key = key
         self.index = index
         self.start = start
@@ -70,9 +74,10 @@ class SampleOutput:
         self.raw: list[float] | None = [] if params.logprobs in ("raw", "both") else None
         self.processed: list[float] | None = [] if params.logprobs in ("processed", "both") else None
         self.top: list[TopLogprobs | None] | None = [] if params.top_logprobs else None
-        self.decoder = IncrementalDecoder(tokenizer) if tokenizer is not None else None
+        self.decoder = IncrementalDecoder(kinds.tokenizer, kinds) if kinds is not None else None
         self.stops = params.stop
         self.matched = False
+        self.searched = 0
         self.text = ""
         self.released = 0
         self.fed_tokens = 0
@@ -93,37 +98,57 @@ class SampleOutput:
             self._decode(token_ids)
             self.released = len(self.text)
 
-    def _decode(self, token_ids: Sequence[int] | None) -> None:
-        """Text of further tokens; None: of what was held back."""
+    def _decode(self, token_ids: Sequence[int] | None) -> str:
+        """Text of further tokens; None: of what was held back. Returns what may follow it yet, where stops count."""
         if self.decoder is None:
-            return
+            return ""
         try:
             self.text += self.decoder.flush() if token_ids is None else self.decoder.feed(token_ids)
+            return self.decoder.open_text() if self.stops else ""
         except Exception as error:
             # a plugin's error, about this request's tokens: this request's alone
             self.spoiled = error
             self.decoder = None
+            return ""
 
     def find_stop(self, token: int) -> bool:
-        """Decode one token and look for stop strings; a match cuts the text."""
-        before = len(self.text)
+        """Decode one token and look for stop strings; a match cuts the text.
+
+        They are looked for in text that is final, and in clean text that would be if no token followed: a match ends
+        the sample, so none does.
+        """
         self.fed_tokens += 1
-        self._decode((token,))
-        longest = max(map(len, self.stops))
-        found = [at for stop in self.stops if (at := self.text.find(stop, max(0, before - longest + 1))) >= 0]
+        return self._search((token,))
+
+    def _search(self, token_ids: Sequence[int] | None) -> bool:
+        before = len(self.text)
+        following = self._decode(token_ids)
+        # what became final need not be what had followed
+        searched = self.searched if len(self.text) == before else before
+        first = max(0, searched - max(map(len, self.stops)) + 1)
+        unseen = self.text[first:] + following[max(0, first - len(self.text)) :]
+        self.searched = len(self.text) + len(following)
+        found = [at for stop in self.stops if (at := unseen.find(stop)) >= 0]
         if found:
-            self.text = self.text[: min(found)]
+            self.text = (self.text + following)[: first + min(found)]
             self.released = len(self.text)
             self.decoder = None
             return True
         self.released = len(self.text) - max(_held(self.text, stop) for stop in self.stops)
         return False
 
-    def end_text(self) -> None:
-        """No token will follow: what was held back is final now."""
-        self._decode(None)
+    def end_text(self) -> bool:
+        """No token will follow: what was held back is final now. Says whether a stop string was found in that."""
+        if self.decoder is None:
+            found = False
+        elif self.stops:
+            found = self._search(None)
+        else:
+            found = False
+            self._decode(None)
         self.decoder = None
         self.released = len(self.text)
+        return found
 
     # -- deltas and results -----------------------------------------------------------------------
 
@@ -166,7 +191,7 @@ class SampleOutput:
         versions = () if finish is None else finish.spans
         stops = [start for start, _ in versions[1:]] + [count]
         aux = {name: array[:rows] for name, array in self.rows.items()}
-        routing = aux.pop("routing", None)
+        routing = aux.pop(ROUTING, None)
         return Sample(
             index=self.index,
             token_ids=tokens,
@@ -191,6 +216,7 @@ class SampleOutput:
                 top_k_by_layer=capacity.top_k_by_layer,
             ),
             aux=aux,
+            start=self.start,
             stop_token_id=None if finish is None or finish.matched_stop < 0 else finish.matched_stop,
         )
 

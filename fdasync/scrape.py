@@ -13,6 +13,7 @@ import ipaddress
 import socket
 from typing import TYPE_CHECKING
 
+from fdasync.deadlines import Within, wait_within
 from fdasync.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -68,8 +69,9 @@ class ScrapeServer:
             client.cancel()
         if clients:
             # cancelled, they only abort their connections
-            await asyncio.wait(clients, timeout=self._connection_s)
-        await asyncio.wait_for(server.wait_closed(), self._connection_s)
+            await wait_within(clients, self._connection_s)
+        async with Within(self._connection_s):
+            await server.wait_closed()
 
     def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._clients) >= _MAX_CONNECTIONS or self._server is None:
@@ -83,7 +85,7 @@ class ScrapeServer:
         try:
             # a client that is too slow, or gone, is nobody's error
             with contextlib.suppress(OSError):
-                async with asyncio.timeout(self._connection_s):
+                async with Within(self._connection_s):
                     answer = await self._answer(reader)
                     if answer:
                         writer.write(answer)

@@ -103,6 +103,13 @@ def serve(**options: Any) -> None:
     metavar="DIR",
     help="Append what happens to DIR/NAME.jsonl of each instance.",
 )
+@click.option(
+    "--restart",
+    default="on-failure",
+    show_default=True,
+    type=click.Choice(["on-failure", "no"]),
+    help="Whether an instance that fails or is killed is started again.",
+)
 @click.pass_context
 def up(ctx: click.Context, /, **options: Any) -> None:
     """Start prefill, decode and mixed instances on this machine and show how they do, until Ctrl-C or SIGTERM.
@@ -110,16 +117,23 @@ def up(ctx: click.Context, /, **options: Any) -> None:
     Each is a process of its own (`fdasync serve`), reachable for this user only, over ipc. What to connect with is
     printed when all are ready: `fdasync.connect([...])` has the face of an engine.
 
+    An instance that fails or is killed is started again: after 0.5 s, then after twice as long each time, five times at
+    most unless it has taken requests for five minutes in between. Before it gets requests, it gets the weights of the
+    others from the router that updated them. One that does not come up the first time ends all.
+
     The first signal drains all, prefill instances first; the second ends all at once, as a terminal that closes does;
     the third kills. A reader of its output that ends (| head) ends nothing: what is left to say goes to stderr.
 
-    Exit code 0: all drained. 1: one ended by itself, or requests were cut short. 2: one could not start.
+    Exit code 0: all drained. 1: one was given up, or was not there at the end; or requests were cut short. 2: one could
+    not start.
     130: interrupted while they loaded.
     """
+    from fdasync.restarts import RestartRules
     from fdasync.up import UpOptions, run_up
 
     config = engine_config(options)
-    plan = UpOptions(**options)
+    rules = RestartRules() if options.pop("restart") == "on-failure" else RestartRules(limit=0)
+    plan = UpOptions(**options, restart=rules)
     if not plan.prefill + plan.decode + plan.mixed:
         raise click.UsageError("no instances: say --prefill 1 --decode 1, or --mixed 1", ctx)
     if bool(plan.prefill) != bool(plan.decode) and not plan.mixed:

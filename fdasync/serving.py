@@ -15,7 +15,7 @@ import msgspec
 import uvloop
 
 from fdasync.errors import BadInput, ConfigError, DeadlineExceeded
-from fdasync.events.catalog import EngineDied
+from fdasync.events.catalog import BreakerChanged, EngineDied
 from fdasync.instance import Instance
 from fdasync.jsonlog import JsonLogTap
 from fdasync.lines import LineWriter
@@ -131,6 +131,7 @@ class _Service:
             try:
                 settle()
                 self._tell_ready(port)
+                await self._tell_of_store()
                 await self._until_signal(died)
                 return await (self._failed(died) if died.done() else self._drain(died))
             finally:
@@ -165,6 +166,14 @@ class _Service:
                 self._voice.say(f"nobody takes the ready line at descriptor {fd}: {error.strerror}")
             if fd > _STDERR:
                 os.close(fd)
+
+    async def _tell_of_store(self) -> None:
+        """That the store could not be opened, which the start does without."""
+        with closing(self._instance.engine.bus.subscribe(BreakerChanged, limit=1)) as told:
+            if told.pending:
+                event = await anext(told)
+                assert isinstance(event, BreakerChanged)
+                self._voice.say(f"without store {event.store} for now, it is tried again: {event.problem}")
 
     async def _until_signal(self, died: asyncio.Future[Event]) -> None:
         while not self._signals.count and not died.done():

@@ -52,4 +52,5 @@ class Signals:
             left_s = until - self._loop.time()
             if left_s <= 0:
                 return
+            # bare deadline: nobody is called late by it
             await asyncio.wait([self._changed, *others], timeout=left_s, return_when=asyncio.FIRST_COMPLETED)

@@ -2,7 +2,8 @@
 
 From the inside out: the store itself; `Sealed`, which writes and checks the object format next to it; a process of
 their own if the store blocks; a timeout on every call; limits on calls and bytes at a time; the circuit breaker;
-the trace. What wrappers tell becomes events for taps. Called by `runtime.py`; decides nothing.
+the trace. What wrappers tell becomes events for taps. A store that cannot be opened for now is the breaker's to open
+later, unless the configuration says that the engine needs it. Called by `runtime.py`; decides nothing.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from fdasync.cache.store import Store
     from fdasync.cache.wrappers import BreakerState, StoreCall
     from fdasync.config import EngineConfig
+    from fdasync.deadlines import Closing
     from fdasync.events.catalog import Event
     from fdasync.registry import Registry
     from fdasync.runner.base import Capacity
@@ -31,7 +33,8 @@ if TYPE_CHECKING:
 # calls in a row that fail at once; one that does not answer is enough
 _BREAKER_FAILURES = 3
 _MAX_CALLS_NBYTES = 256 << 20
-_KILL_S = 5.0
+# killing and reaping a store's process
+_REAP_S = 15.0
 
 
 class StoreStack:
@@ -39,24 +42,38 @@ class StoreStack:
 
     Args:
         given: a store object instead of the one that the config names; it is owned from now on.
+        closing: the deadline of `aclose`, which others share.
 
     Attributes:
-        store: the outermost.
+        store: the outermost. Its name is the one in the config, whether it is open or not.
+        left_alone: what the breaker told last, unless that is that the store is used.
         hosted: the one that talks to the store's process; None where it has none.
         publish: where what the wrappers tell goes; set by the owner once there is a bus.
     """
 
     def __init__(
-        self, config: EngineConfig, registry: Registry, capacity: Capacity, host: HostArena, given: Store | None
+        self,
+        config: EngineConfig,
+        registry: Registry,
+        capacity: Capacity,
+        host: HostArena,
+        given: Store | None,
+        closing: Closing,
     ) -> None:
         """Raises PluginError; ConfigError naming the key."""
         self.publish: Callable[[Event], None] = lambda _event: None
+        self.left_alone: BreakerChanged | None = None
+        self._name = config.store
         self.hosted: HostedStore | None = None
         schema = schema_of(capacity, host)
         store: Store
         if given is None and registry.load_store(config.store).blocking:
             store = self.hosted = HostedStore(
-                config.store, config.store_config, schema, close_deadline_s=config.close_deadline_s
+                config.store,
+                config.store_config,
+                schema,
+                close_deadline_s=closing,
+                open_deadline_s=max(config.store_open_deadline_s, config.lease_kill_s),
             )
         else:
             store = Sealed(given or registry.make_store(config.store, config.store_config), schema)
@@ -64,9 +81,9 @@ class StoreStack:
             store,
             call_s=config.store_deadline_s,
             kill_s=config.lease_kill_s,
-            open_s=config.start_deadline_s,
-            # a hosted store kills its process at the close deadline itself
-            close_s=config.close_deadline_s + _KILL_S,
+            open_s=config.store_open_deadline_s,
+            close_s=closing,
+            reap_s=0.0 if self.hosted is None else _REAP_S,
         )
         store = Limits(
             store, max_calls=config.store_calls, max_nbytes=_MAX_CALLS_NBYTES, max_wait_s=config.store_deadline_s
@@ -77,6 +94,8 @@ class StoreStack:
             cooldown_s=config.store_retry_s,
             probe_s=config.store_deadline_s,
             on_state=self._on_state,
+            opens_late=not config.store_required,
+            name=config.store,
         )
         self.store = Trace(store, self._on_call)
 
@@ -98,14 +117,18 @@ class StoreStack:
         )
 
     def _on_state(self, state: BreakerState, why: str) -> None:
-        self.publish(BreakerChanged(store=self.store.capabilities.name, state=state, problem=why))
+        event = BreakerChanged(store=self._name, state=state, problem=why)
+        self.left_alone = None if state == "closed" else event
+        self.publish(event)
 
     async def open(self, regions: Sequence[SharedRegion]) -> None:
-        """Raises StoreUnavailable, StoreRejected."""
+        """Raises StoreRejected, ConfigError and PluginError for what no later attempt mends; StoreUnavailable, where
+        the engine needs the store: else it is left alone, and opened when that works."""
         await self.store.open(regions)
 
     async def aclose(self) -> None:
-        """Close them all; idempotent, right after a failed `open` too."""
+        """Close them all; idempotent, right after a failed `open` too. Raises what closing the store raises, and
+        StoreTimeout, naming what never ended."""
         await self.store.aclose()
 
 

@@ -15,6 +15,7 @@ from array import array
 import msgspec
 
 from fdasync.channel import Channel
+from fdasync.deadlines import Within
 from fdasync.errors import CheckpointError, DeadlineExceeded, EngineClosed, ProtocolError, WorkerStuck
 from fdasync.process import ChildProcess, die_with_parent
 from fdasync.registry import Registry
@@ -77,7 +78,7 @@ class TokenizerProcess:
         self._waiting[number] = answer
         try:
             child.send(msgspec.msgpack.encode(Encode(number, text)))
-            async with asyncio.timeout(deadline_s):
+            async with Within(deadline_s):
                 return await answer
         except TimeoutError:
             # what is stuck would hold up every later text; somebody whose time ended as well may have replaced it

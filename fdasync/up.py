@@ -1,6 +1,8 @@
 """`fdasync up`: several instances on this machine, a table of how they do, and their end.
 
-Owns a `LocalFleet` of `fdasync serve` children and a `Router` that asks them how they are; serves no requests itself.
+Owns a `LocalFleet` of `fdasync serve` children, starts those again that end by themselves (`restarts.py`), and has a
+`Router` that asks them how they are; serves no requests itself. Routers that have updated them give one that was
+started again the weights of the others (`pd/agreement.py`).
 No engine runs here: a terminal that is stopped holds up what is shown, and nothing else, and a reader that ends costs
 what is shown (`outlet.py`). Called by `serve_cli.py`.
 """
@@ -17,11 +19,13 @@ import uvloop
 from rich.console import Console
 from rich.live import Live
 
+from fdasync.errors import ConfigError
 from fdasync.local import LocalFleet, plans_for
 from fdasync.local_child import Child, ChildEnded, Role, in_words
 from fdasync.outlet import Outlet
 from fdasync.pd.router import Router, RouterConfig, connect
 from fdasync.process import allow_files
+from fdasync.restarts import RestartRules, Restarts
 from fdasync.signals import Signals
 from fdasync.up_table import Rates, fleet_table
 
@@ -34,6 +38,7 @@ _EXIT_FAILED = 1
 _EXIT_ERROR = 2
 _EXIT_INTERRUPTED = 130
 _REFRESH_S = 0.5
+_SHORT_S = 0.001
 _CONNECT_S = 30.0
 _SHOWN_LINES = 8
 # open files: of this process, and for each instance
@@ -41,7 +46,11 @@ _FILES, _CHILD_FILES = 48, 8
 
 
 class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """As on the command line; see `fdasync up --help`."""
+    """As on the command line; see `fdasync up --help`.
+
+    Attributes:
+        restart: when one that ended by itself is started again; a limit of 0: never.
+    """
 
     prefill: int = 0
     decode: int = 0
@@ -50,6 +59,7 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     folder: Path | None = None
     drain_s: float = 600.0
     json_log: Path | None = None
+    restart: RestartRules = RestartRules()
 
 
 def run_up(config: EngineConfig, options: UpOptions) -> int:
@@ -66,7 +76,7 @@ class _Up:
         self._console = Console(file=cast("TextIO", out))
         self._options = options
         self._failed = False
-        self._running = False
+        self._running = self._draining = False
         plans = plans_for(
             config,
             {"prefill": options.prefill, "decode": options.decode, "mixed": options.mixed},
@@ -78,6 +88,7 @@ class _Up:
             folder = options.json_log.absolute()
             plans = [msgspec.structs.replace(plan, json_log=str(folder / f"{plan.name}.jsonl")) for plan in plans]
         self._fleet = LocalFleet(plans, options.folder, self._on_end)
+        self._restarts = {plan.name: Restarts(options.restart) for plan in plans}
 
     async def run(self) -> int:
         fleet = self._fleet
@@ -112,16 +123,19 @@ class _Up:
         return None
 
     async def _watch(self, signals: Signals) -> int:
-        """A table of how they do, until all have ended."""
+        """A table of how they do, until all have ended for good. One that ended by itself is started again."""
         listed = ", ".join(f'"{address}"' for address in self._fleet.addresses)
         async with connect(self._fleet.addresses, RouterConfig(connect_s=_CONNECT_S)) as router:
             self._say("ready; connect with")
             self._print(f"    fdasync.connect([{listed}])")
             rates = Rates()
             with Live(console=self._console, auto_refresh=False, transient=False) as live:
-                while self._fleet.alive() and not signals.count:
+                while (self._fleet.alive() or self._waiting()) and not signals.count:
+                    self._start_again()
                     self._refresh(live, router, rates)
                     await self._look(signals, 1)
+                self._draining = True
+                self._stop_restarts()
                 cut_short = await self._drain(signals, live, router, rates)
                 self._refresh(live, router, rates)
         if not cut_short and not self._failed:
@@ -146,7 +160,27 @@ class _Up:
     async def _look(self, signals: Signals, count: int) -> None:
         """A moment, or until something happens."""
         alive = [child.exited for child in self._fleet.alive()]
-        await signals.wait(*alive, count=count, timeout_s=_REFRESH_S)
+        left_s = min(self._waiting(), default=float("inf")) - asyncio.get_running_loop().time()
+        await signals.wait(*alive, count=count, timeout_s=min(_REFRESH_S, max(left_s, _SHORT_S)))
+
+    def _waiting(self) -> list[float]:
+        """When those that ended shall be started again."""
+        return [one.due for one in self._restarts.values() if one.due is not None]
+
+    def _stop_restarts(self) -> None:
+        """Who is not there now will not be."""
+        for one in self._restarts.values():
+            self._failed = self._failed or one.due is not None
+            one.due = None
+
+    def _start_again(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for child in list(self._fleet.children):
+            if self._restarts[child.name].take(now):
+                try:
+                    self._fleet.start_again(child)
+                except ConfigError as error:
+                    self._say(f"[red]{error}[/]; {self._next(child, None)}")
 
     async def _close(self, signals: Signals) -> None:
         """Whatever happened, nothing is left; the third signal kills."""
@@ -165,13 +199,27 @@ class _Up:
     # -- what is said -----------------------------------------------------------------------------
 
     def _on_end(self, child: Child) -> None:
-        """A child ended by itself: the others go on."""
+        """A child ended by itself: it is started again, and the others go on."""
         if not self._running:
             return
-        self._failed = True
         status = child.exited.result()  # of one that was reaped
-        self._say(f"[red]{child.name} ({child.role}) {in_words(status)}[/]; the others go on")
+        what = f"[red]{child.name} ({child.role}) {in_words(status)}[/]"
+        if self._draining or not status or not self._options.restart.limit:
+            # it was told to end, by us or by somebody else, or nobody is started again
+            self._failed = True
+            self._say(f"{what}; the others go on")
+        else:
+            self._say(f"{what}; {self._next(child, child.ready_at)}")
         self._show(tuple(child.lines))
+
+    def _next(self, child: Child, ready_at: float | None) -> str:
+        """What becomes of one that ended, in words."""
+        restarts = self._restarts[child.name]
+        wait_s = restarts.ended(asyncio.get_running_loop().time(), ready_at)
+        if wait_s is not None:
+            return f"it is started again in {wait_s:g} s"
+        self._failed = True
+        return f"it was started again {restarts.count} times, and is given up; the others go on"
 
     def _say(self, text: str) -> None:
         self._print(f"fdasync up: {text}", markup=True)
@@ -189,6 +237,7 @@ class _Up:
     def _refresh(self, live: Live, router: Router, rates: Rates) -> None:
         stats = router.stats()
         rates.take(stats)
-        live.update(fleet_table(self._fleet.children, stats, rates))
+        now = asyncio.get_running_loop().time()
+        live.update(fleet_table(self._fleet.children, stats, rates, self._restarts, now))
         if self._console.is_terminal:
             live.refresh()

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from fdasync.local_child import Child
     from fdasync.pd.overview import InstanceStats, RouterStats
+    from fdasync.restarts import Restarts
 
-_COLORS = {"running": "green", "ready": "green", "ended": "red", "away": "red"}
+_COLORS = {"running": "green", "ready": "green", "ended": "red", "given up": "red", "away": "red", "refused": "red"}
 # a new word comes twice a second
 _STALE_S = 3.0
 # two words that came at once say nothing of a rate
@@ -48,27 +49,33 @@ class Rates:
         return self._rates.get(one.address, (0.0, 0.0)) if one.is_up else (0.0, 0.0)
 
 
-def fleet_table(children: Sequence[Child], stats: RouterStats, rates: Rates) -> Table:
-    """A row for each child."""
+def fleet_table(
+    children: Sequence[Child], stats: RouterStats, rates: Rates, restarts: Mapping[str, Restarts], now: float
+) -> Table:
+    """A row for each child; `restarts` by name, `now` in their time."""
     known = {one.address: one for one in stats.instances}
     table = Table(title="fdasync up", caption=f"addresses: {children[0].address.removesuffix(children[0].name)}NAME")
     for column in ("name", "role", "state"):
         table.add_column(column, overflow="fold")
-    for column in ("running", "waiting", "free blocks", "tokens/s", "prompt/s", "received"):
+    for column in ("running", "waiting", "free blocks", "tokens/s", "prompt/s", "received", "restarts"):
         table.add_column(column, justify="right")
     for child in children:
-        table.add_row(*_row(child, known.get(child.address), rates))
+        table.add_row(*_row(child, known.get(child.address), rates, restarts[child.name], now))
     return table
 
 
-def _row(child: Child, one: InstanceStats | None, rates: Rates) -> tuple[str, ...]:
-    state = child.state
+def _row(child: Child, one: InstanceStats | None, rates: Rates, restarts: Restarts, now: float) -> tuple[str, ...]:
+    state, count = child.state, f"{restarts.count}"
     if state == "ready" and one is not None:
         state = one.state
+    elif state == "ended" and restarts.due is not None:
+        state = f"again in {max(restarts.due - now, 0.0):.0f} s"
+    elif state == "ended" and restarts.given_up:
+        state = "given up"
     shown = f"[{_COLORS.get(state, 'yellow')}]{state}[/]"
     head = (child.name, child.role, shown)
-    if state == "ended" or one is None or one.status is None or one.status_age_s > _STALE_S:
-        return (*head, *["-"] * 6)
+    if child.state == "ended" or one is None or one.status is None or one.status_age_s > _STALE_S:
+        return (*head, *["-"] * 6, count)
     status = one.status
     tokens, prompt_tokens = rates.of(one)
     return (
@@ -79,4 +86,5 @@ def _row(child: Child, one: InstanceStats | None, rates: Rates) -> tuple[str, ..
         f"{tokens:.0f}",
         f"{prompt_tokens:.0f}",
         f"{status.totals.received_blocks} blocks",
+        count,
     )

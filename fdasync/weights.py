@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from fdasync.deadlines import Within, wait_within
 from fdasync.errors import BadInput, DeadlineExceeded, EngineClosed, UpdateUnderWay, WeightsBroken, WeightsRejected
 from fdasync.events.catalog import AbortRequested, PauseRequested, ResumeRequested, WeightsChanged
 from fdasync.prepare import namespace_of
@@ -57,7 +58,6 @@ class Weights:
 
     Attributes:
         version: the caller's label of the weights in use.
-        held: a caller paused the engine, and nobody resumed it.
         broken: why the weights cannot be used; None while they can.
     """
 
@@ -70,7 +70,6 @@ class Weights:
         check: Callable[[], None],
     ) -> None:
         self.version = config.weight_version
-        self.held = False
         self.broken: WeightsBroken | None = None
         self._config = config
         self._runtime = runtime
@@ -78,6 +77,9 @@ class Weights:
         self._fail = fail
         self._check = check
         self._resumes = 0
+        # a pause has returned, and nobody resumed since; and those who wait for theirs to return
+        self._held = False
+        self._pausers: set[object] = set()
         self._used = {config.weight_version}
         self._updating = False
         self._task: asyncio.Task[None] | None = None
@@ -85,22 +87,29 @@ class Weights:
     async def pause(self) -> None:
         """See `Engine.pause`."""
         self._check()
-        held, self.held = self.held, True
+        pauser = object()
+        self._pausers.add(pauser)
         try:
             await self._quiet()
+            # one who was resumed while he waited holds nothing
+            self._held = self._held or pauser in self._pausers
         except asyncio.CancelledError:
-            # who gave up waiting for the pause does not want it any more
-            self.held = held
-            if not self._updating:
-                self._go_on()
+            # who gave up waiting for the pause does not want it any more; others may
+            if pauser in self._pausers:
+                self._pausers.discard(pauser)
+                if not self._updating:
+                    self._go_on()
             raise
+        finally:
+            self._pausers.discard(pauser)
 
     async def resume(self) -> None:
         """See `Engine.resume`."""
         self._check()
         if self.broken is not None:
             raise self.broken
-        self.held = False
+        self._held = False
+        self._pausers.clear()
         if not self._updating:
             # else the update goes on when it ends
             self._go_on()
@@ -118,7 +127,7 @@ class Weights:
             return (driver.is_idle and driver.scheduler.is_paused) or self._resumes != resumes
 
         try:
-            async with asyncio.timeout(limit_s):
+            async with Within(limit_s):
                 await driver.wait_until(quiet)
         except TimeoutError:
             self._fail(self._runtime.runner.overdue("the steps in flight at a pause", limit_s))
@@ -154,7 +163,7 @@ class Weights:
         if self._task is not None:
             self._task.cancel()
             # what it waits for can be cancelled: a turn or two
-            await asyncio.wait([self._task], timeout=self._config.close_deadline_s)
+            await wait_within([self._task], self._config.close_deadline_s)
         return interrupted or self.broken is not None
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -178,7 +187,7 @@ class Weights:
         await self._quiet()
         limit_s = self._config.start_deadline_s
         try:
-            async with asyncio.timeout(limit_s):
+            async with Within(limit_s):
                 weights_id = await load()
         except WeightsRejected:
             self._go_on()
@@ -207,7 +216,7 @@ class Weights:
         self._go_on()
 
     def _go_on(self) -> None:
-        if not self.held and self.broken is None:
+        if not self._held and not self._pausers and self.broken is None:
             self._resumes += 1
             self._runtime.bus.publish(ResumeRequested())
 

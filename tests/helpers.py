@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -57,6 +58,15 @@ if TYPE_CHECKING:
     from fdasync.scheduler.config import SchedulerStats
 
 ROOT = root_key(b"tests")
+
+
+def hold_up(seconds: float) -> None:
+    """Block the loop as a trainer's step does: it computes, which the guard against blocking calls does not see."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+
+
 SPECS = (AuxSpec("routing", (3, 2), "uint8"), AuxSpec("values", (4,), "float16"))
 
 
@@ -127,6 +137,7 @@ class Table:
         self.kept: dict[tuple[bytes, bytes], None] = {}
         self.finished: dict[int, FinishRequest] = {}
         self.rows: dict[int, list[tuple[int, int]]] = {}
+        self.row_ends: dict[int, int] = {}
         self.decoding: list[int] = []
         self._next_token = 1000
         self._counts: dict[int, int] = {}
@@ -261,7 +272,10 @@ class Table:
                 self._follow(action)
             elif isinstance(action, CopyRows):
                 for span in action.spans:
-                    # rows are contiguous: what a span means is its length
+                    # rows are contiguous, so where the first span starts says the rest
+                    first = self.row_ends.get(span.key, span.start)
+                    assert span.start == first, f"rows of {span.start} follow those up to {first}"
+                    self.row_ends[span.key] = first + span.count
                     self.rows.setdefault(span.key, []).append((span.offset, span.count))
             elif isinstance(action, FinishRequest):
                 assert action.key not in self.finished, f"{action.key} ended twice"
@@ -444,7 +458,7 @@ class OutputStage:
         self.hub = OutputHub(self.bus, lambda: 5.0, self.arena, self.ended.append)
         self.request = RequestOutput("r", self.params, start=start, now=1.0)
         self.request.prompt = prompt
-        self.request.wants_rows = rows
+        self.request.specs = SPECS if rows else ()
         self.hub.add(self.request, list(range(n)), tokenizer)
         self.step = 0
 

@@ -175,8 +175,8 @@ class PdPlay:
             if self.mortal is not None:
                 member = router.fleet.find(self.mortal_address)
                 assert member is not None
-                # in the middle of something
-                await until(lambda: member.live > 0 and bool(router.live), _DEADLINE_S, 0.001)
+                # in the middle of something, unless the update outlasted all of it
+                await until(lambda: member.live > 0 or not router.live, _DEADLINE_S, 0.001)
                 self.mortal.kill()
 
     def _decoding(self) -> bool:
@@ -248,7 +248,7 @@ class PdPlay:
             self._check_kept(prompt, params, start, sample)
             return
         gone = sample.finish_reason == "abort" and self.wants("dies", "decode") and sample.routing is None
-        check_sample(sample, prompt, params, self.oracle, start=start, seen=seen, rows=not gone)
+        check_sample(sample, prompt, params, self.oracle, start=start, seen=seen, names=() if gone else None)
         if not sample.token_ids or gone:
             return
         stamps = sample.aux["stamp"][:, 0].tolist()

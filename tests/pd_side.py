@@ -112,7 +112,8 @@ class Side:
         assert span.key not in self.finished
         request = self.requests[span.key]
         rows = self.rows.setdefault(span.key, [])
-        assert span.offset == (request.start + len(rows)) % self.config.block_tokens
+        assert span.start == request.start + len(rows)
+        assert span.offset == span.start % self.config.block_tokens
         for offset in range(span.offset, span.offset + span.count):
             generation, row = self.runner.rows[span.slot, offset]
             assert generation == span.generation, "a row of another use of the slot"

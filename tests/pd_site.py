@@ -206,7 +206,7 @@ class LendingStage(Stage):
         data = b"".join(token.to_bytes(4, "little") for token in tokens)
         keys = tuple(block_keys(root_key(NAMESPACE, b""), tokens, 4)) if keys is None else keys
         params = SamplingParams(n=n, **{"seed": 1, **params})
-        wanted = Wanted(caller, data, keys, NAMESPACE, "", params, True, 0, 60.0, True, 0)
+        wanted = Wanted(caller, data, keys, NAMESPACE, "", params, True, 0, 60.0, ("routing",), 0)
         return LeaseAsk(name, attempt, wanted, 3.0, 60.0)
 
     def ask(self, peer=None, **fields):

@@ -25,6 +25,7 @@ from fdasync.pd.messages import (
     Outputs,
     Piece,
     Progress,
+    PromptTokens,
     SampleEnd,
     Shape,
     Status,
@@ -37,7 +38,7 @@ from fdasync.testing.network import SimNetwork
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-SHAPE = Shape(bytes(16), "l", "d", 4, 64, ())
+SHAPE = Shape(bytes(16), "l", "d", 4, 64, (), 300, (), False, b"")
 NAMESPACE = b"n" * 16
 ROLES = {"p": "prefill", "d": "decode", "m": "mixed"}
 
@@ -47,7 +48,7 @@ class Script:
 
     Attributes:
         submits, aborts, commands: what it was told; claims are answered by `claims` alone.
-        namespace: of its weights, as it says when it comes up.
+        namespace, version: of its weights, as it says when it comes up.
         answers, obeys: what it does about a Submit, or a Command, at once; None: nothing.
     """
 
@@ -60,7 +61,7 @@ class Script:
         self.submits: list[Submit] = []
         self.aborts: list[str] = []
         self.commands: list[Command] = []
-        self.namespace = NAMESPACE
+        self.namespace, self.version = NAMESPACE, 0
         self.claims: Callable[[Command], Done | None] = lambda command: Done(command.number)
         self.answers: Callable[[Submit], None] | None = None
         self.failures: list[Exception] = []
@@ -72,7 +73,7 @@ class Script:
     # -- what links ask
 
     def hello(self) -> Hello:
-        facts = Facts("m", 300, 1000, 100, (), 0, None, "", "", 64, 0)
+        facts = Facts("m", 300, 1000, 100, (), 0, None, "", "", 64, self.version, 4096)
         return Hello(PROTOCOL, self.name, ROLES[self.name[0]], self.address, self.shape, (), self.namespace, facts)  # type: ignore[arg-type]
 
     def check(self, hello: Hello) -> None:
@@ -112,6 +113,9 @@ class Script:
 
     def tokens(self, name: str, *tokens: int, index: int = 0, finish: str | None = None) -> None:
         self.router.send(Progress((Piece(name, index, tokens, "", None, None, None, finish),)))
+
+    def prompt(self, name: str, *tokens: int) -> None:
+        self.router.send(PromptTokens(name, array("i", tokens).tobytes()))
 
     def end(self, name: str, *samples: tuple[int, ...], reason: str = "length") -> None:
         for index, tokens in enumerate(samples):

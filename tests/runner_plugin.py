@@ -1,4 +1,4 @@
-"""Runners that tests write down as source: installed as a distribution that this process and its children find."""
+"""Plugins that tests write down as source: installed as a distribution that this process and its children find."""
 
 from __future__ import annotations
 
@@ -14,11 +14,18 @@ if TYPE_CHECKING:
 
 def install_runners(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str, runners: dict[str, str]) -> None:
     """Make the module `fdasync_bad` of `source`, and entry points from `runners`: name to "module:class"."""
+    install_plugin(folder, monkeypatch, source, "fdasync.runners", runners)
+
+
+def install_plugin(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, source: str, group: str, plugins: dict[str, str]
+) -> None:
+    """The same for the entry points of any group."""
     (folder / "fdasync_bad.py").write_text(textwrap.dedent(source))
     info = folder / "fdasync_bad-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fdasync-bad\nVersion: 1.0\n")
-    points = "".join(f"{name} = {where}\n" for name, where in runners.items())
-    (info / "entry_points.txt").write_text(f"[fdasync.runners]\n{points}")
+    points = "".join(f"{name} = {where}\n" for name, where in plugins.items())
+    (info / "entry_points.txt").write_text(f"[{group}]\n{points}")
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)

@@ -70,11 +70,12 @@ class Running:
 
 @contextmanager
 def command(folder: Path, *arguments: str, **options: Any) -> Iterator[Running]:
-    """Run it; killed at the end if it still runs."""
+    """Run it, or another `program`; killed at the end if it still runs."""
     out = folder / "out"
     with out.open("ab") as file:
         environment = {**os.environ, "COLUMNS": "160", "TMPDIR": str(folder)}
         begin = options.pop("preexec_fn", None)
+        program = options.pop("program", COMMAND)
 
         def as_from_a_terminal() -> None:
             # the tests may run where it is ignored (nohup), which children inherit
@@ -83,7 +84,7 @@ def command(folder: Path, *arguments: str, **options: Any) -> Iterator[Running]:
                 begin()
 
         options = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file, "env": environment, **options}
-        process = subprocess.Popen([*COMMAND, *arguments], preexec_fn=as_from_a_terminal, **options)
+        process = subprocess.Popen([*program, *arguments], preexec_fn=as_from_a_terminal, **options)
     try:
         yield Running(process, out)
     finally:

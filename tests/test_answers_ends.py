@@ -22,6 +22,7 @@ class Request:
         self.samples = [SimpleNamespace(finish=SimpleNamespace(reason=reason, note="full")) for reason in reasons]
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.asked = None
+        self.prompt = (1, 2, 3)
 
 
 class Ending:
@@ -73,6 +74,7 @@ async def test_who_finds_no_room_is_told_so() -> None:
     (words,) = ending.told
     assert isinstance(words, Failed)
     assert words.retriable
+    assert words.prompt_tokens == 3
     assert "full" in words.problem
 
 

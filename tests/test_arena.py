@@ -178,3 +178,68 @@ def test_what_may_be_read_is_what_was_last_written_for_that_generation(writes):
                 with pytest.raises(InvariantBroken):
                     arena.copy_rows(slot, generations[slot], offset, 1, got, 0)
     arena.close()
+
+
+# -- a row is written whole ----------------------------------------------------------------------------
+
+
+def values_of(count, **other):
+    values = {"routing": np.ones((count, 3, 2), np.uint8), "values": np.ones((count, 4), np.float16), **other}
+    return {name: rows for name, rows in values.items() if rows is not None}
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"values": None}, r"without \['values'\] and with \[\]"),
+        ({"routing": None, "rooting": np.ones((3, 3, 2), np.uint8)}, r"without \['routing'\] and with \['rooting'\]"),
+        ({"more": np.ones(3)}, r"without \[\] and with \['more'\]"),
+        ({"routing": np.ones((3, 3, 2), np.int8)}, r"'routing' are int8 \[3, 3, 2\].* uint8 \[3, 3, 2\]"),
+        ({"routing": np.ones((3, 3, 2), np.uint16)}, "'routing' are uint16"),
+        ({"values": np.ones((3, 4), np.float32)}, "'values' are float32"),
+        ({"values": np.ones((3, 4), np.dtype(">f2"))}, "'values' are >f2"),
+        # all of these would be broadcast
+        ({"values": np.ones((3, 1), np.float16)}, r"'values' are float16 \[3, 1\].* float16 \[3, 4\] for 3 tokens"),
+        ({"values": np.ones(4, np.float16)}, r"\[4\]"),
+        ({"values": np.ones((1, 4), np.float16)}, r"\[1, 4\]"),
+        ({"routing": np.ones((3, 3), np.uint8)}, r"\[3, 3\]"),
+    ],
+)
+def test_rows_that_are_not_exactly_the_specs_are_refused_and_nothing_is_written(arena, change, told):
+    before = write(arena, 0, 1, 0, 8)
+    with pytest.raises(InvariantBroken, match=told):
+        arena.scatter(np.arange(3), np.full(3, 2, np.uint32), values_of(3, **change))
+    got = blank(8)
+    arena.copy_rows(0, 1, 0, 8, got, 0)
+    assert same_bits(got, before)
+
+
+def test_a_slots_next_use_never_shows_the_last_ones_bytes_of_a_spec_that_was_left_out(arena):
+    write(arena, 0, 1, 0, 8)
+    with pytest.raises(InvariantBroken):
+        arena.scatter(np.arange(8), np.full(8, 2, np.uint32), {"routing": np.ones((8, 3, 2), np.uint8)})
+    with pytest.raises(InvariantBroken, match="not written for generation 2"):
+        arena.copy_rows(0, 2, 0, 8, blank(8), 0)
+
+
+@pytest.mark.parametrize("index", [[-1, 0, 1], [30, 31, 32]])
+def test_rows_outside_of_the_arena_are_refused(arena, index):
+    with pytest.raises(InvariantBroken, match=r"aux rows .* of 32"):
+        arena.scatter(np.array(index), np.full(3, 1, np.uint32), values_of(3))
+
+
+def test_each_row_has_a_generation_of_its_own(arena):
+    with pytest.raises(InvariantBroken, match="generations"):
+        arena.scatter(np.arange(3), np.ones(1, np.uint32), values_of(3))
+
+
+def test_a_step_without_tokens_writes_no_rows(arena):
+    arena.scatter(np.arange(0), np.ones(0, np.uint32), values_of(0))
+    assert arena.written_nbytes == 0
+
+
+def test_copies_may_be_of_some_specs(arena):
+    want = write(arena, 2, 5, 0, 4)
+    got = {"values": blank(4)["values"]}
+    arena.copy_rows(2, 5, 0, 4, got, 0)
+    assert same_bits(got, {"values": want["values"]})

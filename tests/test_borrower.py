@@ -483,7 +483,7 @@ def test_a_first_token_alone_is_handed_over():
     table.turn(table.done(77))
     table.turn(table.copied())
     (hand,) = table.hands.values()
-    assert hand == HandOver(0, 1, 0, "d0", 1, 0, 77, 0, 3, hand.host, hand.slot, (0, 0, 0))
+    assert hand == HandOver(0, 1, 0, "d0", 1, 0, 77, 0, 3, hand.host, hand.slot, hand.generation, (0, 0, 0))
     turned = table.turn(table.handed())
     assert (turned.finish.reason, turned.finish.token_ids) == ("handed_over", (77,))
     assert of(turned, GiveUpLease) == []

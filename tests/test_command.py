@@ -76,6 +76,35 @@ def test_its_own_import_is_light() -> None:
     assert not [name for name in eval(said.stdout) if name.split(".")[0] == "fdasync"]
 
 
+@pytest.mark.parametrize("safe_path", [False, True])
+def test_python_m_fdasync_is_the_same_command(safe_path: bool, tmp_path: Path) -> None:
+    def say(*arguments: str) -> subprocess.CompletedProcess[str]:
+        options = ["-P"] if safe_path else []
+        return subprocess.run(
+            [sys.executable, *options, "-m", "fdasync", *arguments],
+            capture_output=True, text=True, timeout=DEADLINE_S, check=False, cwd=tmp_path,
+        )  # fmt: skip
+
+    asked = say("--help")
+    assert asked.returncode == 0, asked.stderr
+    assert asked.stdout.startswith("Usage: python -m fdasync")
+    missing = say("store", "ls", str(tmp_path / "nowhere"))
+    assert missing.returncode == 2
+    assert "nowhere" in missing.stderr
+    assert "Traceback" not in missing.stderr
+
+
+def test_ctrl_c_under_python_m_fdasync_is_a_short_end() -> None:
+    # as its first line is reached: before that Python imports the package, and no line of ours has run
+    script = INTERRUPTED.replace("from fdasync_command import main\n\nmain()", "")
+    script += "import runpy; runpy.run_module('fdasync', run_name='__main__', alter_sys=True)"
+    done = subprocess.run(
+        [sys.executable, "-c", script, "fdasync.store_cli"],
+        capture_output=True, text=True, timeout=DEADLINE_S, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
 def closing(*fds: int) -> Callable[[], None]:
     def close() -> None:
         for fd in fds:

@@ -9,6 +9,7 @@ import pytest
 
 from fdasync.config import EngineConfig, host_blocks, resolve
 from fdasync.errors import BadInput, ConfigError
+from fdasync.mapping import struct_of
 from fdasync.registry import Registry
 from fdasync.runner.base import RunnerLimits
 from fdasync.runner.oracle import SyntheticConfig
@@ -54,6 +55,7 @@ def test_what_is_out_of_range_is_refused_by_name(field, value):
         ("block_tokens", "auto!"), ("num_blocks", 2.0), ("process", "thread"), ("routing", "yes"), ("routing", 1),
         ("model", 7), ("runner", None), ("prefix_cache", 1), ("step_deadline_s", "soon"), ("runner_config", [1]),
         ("seed", "x"), ("host_blocks", "all"), ("host_blocks", 1.5), ("store", None), ("store_config", "x"),
+        ("store_required", 1), ("store_open_deadline_s", "1"),
         ("write_through", "some"), ("write_through", True), ("write_back", "yes"), ("fetch_min_tokens", 1.5),
         ("store_calls", "8"), ("lease_kill_s", None),
     ],
@@ -65,11 +67,13 @@ def test_what_has_the_wrong_type_is_refused_by_name(field, value):
         assert caught.value.field == f"config.{field}"
 
 
-@pytest.mark.parametrize("key", ["max_runing", "Model", "gpu"])
-def test_unknown_keys_are_named(key):
+@pytest.mark.parametrize(
+    ("key", "hint"), [("max_runing", "did you mean 'max_running'?"), ("Model", "did you mean 'model'?"), ("gpu", "")]
+)
+def test_unknown_keys_are_named(key, hint):
     with pytest.raises(ConfigError, match="is not a key that exists") as caught:
         EngineConfig.from_mapping({key: 1})
-    assert caught.value.field == f"config.{key}"
+    assert (caught.value.field, caught.value.hint) == (f"config.{key}", hint)
 
 
 @pytest.mark.parametrize("value", [2, 16, 4096])
@@ -94,6 +98,7 @@ def test_limits_must_fit_each_other():
         ({"store": "memory", "prefix_cache": False}, "prefix_cache", "a store or a role is set"),
         ({"host_blocks": 8, "prefix_cache": False}, "prefix_cache", "a host tier"),
         ({"store_config": {"path": "x"}}, "store_config", "names no store"),
+        ({"store_required": True}, "store_required", "names no store"),
     ],
 )
 def test_tiers_that_cannot_work_together_are_refused(values, field, problem):
@@ -227,6 +232,27 @@ class Nested(msgspec.Struct, forbid_unknown_fields=True):
     [({"inner": {"deep": 1}}, "r.inner.deep"), ({"inner": {"depth": "x"}}, "r.inner.depth"), ({"inner": 3}, "r.inner")],
 )
 def test_nested_keys_are_named_with_their_path(values, field):
-    with pytest.raises(msgspec.ValidationError) as caught:
-        msgspec.convert(values, Nested)
-    assert ConfigError.of_validation(caught.value, "r").field == field
+    with pytest.raises(ConfigError) as caught:
+        struct_of(Nested, values, error=ConfigError, root="r")
+    assert caught.value.field == field
+    assert "$" not in str(caught.value)
+
+
+class Named(msgspec.Struct, forbid_unknown_fields=True):
+    sizes: dict[str, int] = {}
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"sizes": {1: 1}}, "r.sizes: Expected `str`, got `int` for a key"),
+        ({"sizes": {"a": "b"}}, "r.sizes[...]: Expected `int`, got `str`"),
+        ({1: 1}, "r: 1 is no name of a field"),
+        ([("sizes", {})], "r: a mapping is needed, not list"),
+        ({"size": {}}, "r.size: is not a key that exists; did you mean 'sizes'?"),
+    ],
+)
+def test_whatever_a_mapping_is_no_path_of_the_decoder_is_told(values, text):
+    with pytest.raises(BadInput) as caught:
+        struct_of(Named, values, root="r")
+    assert str(caught.value) == text

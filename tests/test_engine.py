@@ -14,6 +14,7 @@ from fdasync import (
     Engine,
     InvariantBroken,
     SamplingParams,
+    Usage,
 )
 from fdasync.events.catalog import StepDone
 from fdasync.scheduler.replay import replay
@@ -235,6 +236,41 @@ async def test_samples_of_one_prompt_prefill_it_once(depth):
         assert all(np.array_equal(sample.aux["stamp"][:40], first) for sample in result.samples)
 
 
+async def test_usage_counts_a_prompt_once_and_every_samples_tokens():
+    prompt = [token % 100 for token in range(42)]
+    params = SamplingParams(max_tokens=12, n=4, seed=11)
+    async with synthetic_engine() as engine:
+        first = await ask(engine, prompt, params)
+        # three samples found what the first one computed: that was not spared
+        assert sum(sample.cached_tokens for sample in first.samples) == 3 * 40
+        assert first.usage == Usage(prompt_tokens=42, cached_tokens=0, completion_tokens=48)
+        again = await ask(engine, prompt, params)
+        assert again.usage == Usage(prompt_tokens=42, cached_tokens=40, completion_tokens=48)
+        one = await ask(engine, prompt[:9], SamplingParams(max_tokens=3, temperature=0.0))
+        assert one.usage == Usage(prompt_tokens=9, cached_tokens=8, completion_tokens=3)
+
+
+async def test_usage_of_what_ended_early_counts_what_there_is():
+    prompt = [token % 100 for token in range(42)]
+    engine, edge = held_engine(synthetic_config(max_running=1))
+    async with engine:
+        await ask(engine, prompt)
+        edge.hold()
+        # one of two runs, the other one has not begun, and found nothing for that reason alone
+        task = asyncio.ensure_future(ask(engine, prompt, SamplingParams(max_tokens=50, n=2, seed=1), request_id="two"))
+        begun = edge.launched[-1] + 1
+        for step in range(begun, begun + 3):
+            await edge.reached(step)
+            edge.release(1)
+        engine.abort("two")
+        edge.release()
+        result = await task
+        assert [sample.cached_tokens for sample in result.samples] == [40, 0]
+        tokens = len(result.samples[0].token_ids)
+        assert tokens
+        assert result.usage == Usage(prompt_tokens=42, cached_tokens=40, completion_tokens=tokens)
+
+
 async def test_priorities_order_the_queue():
     engine, edge = held_engine(synthetic_config(max_running=1))
     ended = []
@@ -300,7 +336,9 @@ async def test_start_leaves_rows_out_and_nothing_else():
 async def test_rows_that_nobody_wants_are_not_given():
     async with synthetic_engine() as engine:
         result = await engine.complete(PROMPT, GREEDY, routing=False)
-        check_sample(result.samples[0], PROMPT, GREEDY, oracle_of(engine.config), rows=False)
+        check_sample(result.samples[0], PROMPT, GREEDY, oracle_of(engine.config), names=("values", "stamp"))
+        result = await engine.complete(PROMPT, GREEDY, routing=False, aux=False)
+        check_sample(result.samples[0], PROMPT, GREEDY, oracle_of(engine.config), names=())
         # it was captured all the same: the blocks serve one who wants rows
         assert (await ask(engine, routing=True)).cached_tokens == 8
 
@@ -309,7 +347,7 @@ async def test_rows_that_nobody_wants_are_not_given():
 async def test_without_capture_there_is_no_routing(config):
     async with synthetic_engine(config) as engine:
         result = await engine.complete(PROMPT, GREEDY)
-        check_sample(result.samples[0], PROMPT, GREEDY, oracle_of(config), rows=False)
+        check_sample(result.samples[0], PROMPT, GREEDY, oracle_of(config), names=("values", "stamp"))
         with pytest.raises(BadInput, match="routing"):
             await engine.complete(PROMPT, GREEDY, routing=True)
 

@@ -22,7 +22,7 @@ from fdasync.errors import DeadlineExceeded
 from fdasync.events.catalog import RequestPrepared
 from fdasync.prepare import Preparer
 from fdasync.testing import (
-    Fault,
+    StepFault,
     check_idle,
     check_sample,
     held_engine,
@@ -320,7 +320,7 @@ async def test_a_start_has_a_deadline():
 @pytest.mark.parametrize("kind", ["fail", "die", "hang"])
 async def test_a_failed_step_fails_the_engine_and_everyone_gets_what_there_is(kind):
     config = synthetic_config(step_deadline_s=0.2)
-    engine, _ = held_engine(config, fault=Fault(kind, 6))
+    engine, _ = held_engine(config, fault=StepFault(kind, 6))
     cause = {"fail": RunnerError, "die": WorkerDied, "hang": WorkerStuck}[kind]
     caught = []
     deltas = []
@@ -360,7 +360,7 @@ async def test_a_failed_step_fails_the_engine_and_everyone_gets_what_there_is(ki
 
 
 async def test_a_failure_that_nobody_saw_is_raised_at_the_end():
-    engine, edge = held_engine(fault=Fault("fail", 1))
+    engine, edge = held_engine(fault=StepFault("fail", 1))
     with pytest.raises(EngineFailed):  # noqa: PT012
         async with engine:
             task = asyncio.create_task(engine.complete(PROMPT, GREEDY))
@@ -375,7 +375,7 @@ async def test_a_failure_that_nobody_saw_is_raised_at_the_end():
 
 
 async def test_the_bodys_own_error_is_not_hidden_by_the_engines():
-    engine, _ = held_engine(fault=Fault("fail", 0))
+    engine, _ = held_engine(fault=StepFault("fail", 0))
     with pytest.raises(ZeroDivisionError):  # noqa: PT012
         async with engine:
             with pytest.raises(EngineFailed):
@@ -403,7 +403,7 @@ async def test_rows_that_capture_missed_fail_the_engine_and_are_never_given(monk
 
 
 async def test_a_hung_step_does_not_hold_aclose_up():
-    engine, _ = held_engine(synthetic_config(close_deadline_s=0.05), fault=Fault("hang", 3))
+    engine, _ = held_engine(synthetic_config(close_deadline_s=0.05), fault=StepFault("hang", 3))
     await engine.start()
     task = asyncio.create_task(engine.complete(PROMPT, SamplingParams(max_tokens=50, temperature=0.0)))
     await until(lambda: engine.stats().scheduler.steps == 3)

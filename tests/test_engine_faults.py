@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 
 import pytest
@@ -47,11 +48,14 @@ class Faulty(SyntheticRunner):
         done = super().launch(step)
         if self.way == "misses rows" and self._flights:
             # the capture misses decodes; the third step fails
-            self._flights[-1].rows.clear() if step.step_id else None
             self._flights[-1].batch.generations = self._flights[-1].batch.generations * (step.step_id == 0)
         return done
 
     def _complete(self, flight):
+        if self.way == "leaves a spec out":
+            del flight.rows["values"]
+        if self.way == "casts a spec":
+            flight.rows["values"] = flight.rows["values"].astype("float32")
         if self.way == "names another step" and flight.batch.step_id == 2:
             flight.output = StepOutput(1, flight.output.tokens)
         super()._complete(flight)
@@ -90,6 +94,20 @@ async def test_rows_that_were_never_written_do_not_keep_a_failure_from_the_calle
             assert any("were not written" in note for note in getattr(error.cause, "__notes__", [])), repr(error.cause)
             assert sample.finish_reason == "failed"
         assert engine.state == "failed"
+
+
+@pytest.mark.parametrize(
+    ("way", "told"),
+    [("leaves a spec out", r"step 0: .*without \['values'\]"), ("casts a spec", "step 0: .*'values' are float32")],
+)
+async def test_a_step_whose_rows_are_not_those_of_the_specs_fails_the_engine(way, told):
+    async with faulty_engine(way, {"values_spec": True}) as engine:
+        with pytest.raises(EngineFailed) as caught:
+            await engine.complete(PROMPT, GREEDY)
+        assert isinstance(caught.value.__cause__, RunnerError)
+        assert re.search(told, str(caught.value.__cause__))
+        partial = caught.value.partial
+        assert (len(partial.samples[0].routing.array), len(partial.samples[0].aux["values"])) == (0, 0)
 
 
 async def test_a_callers_list_is_read_once():
@@ -267,6 +285,9 @@ async def test_a_steps_deadline_does_not_count_the_step_before_it(depth):
         (lambda engine: engine.drain(-1), "timeout_s"),
         (lambda engine: engine.complete(PROMPT, {}), "params"),
         (lambda engine: engine.complete(PROMPT, GREEDY, routing="yes"), "routing"),
+        (lambda engine: engine.complete(PROMPT, GREEDY, aux="values"), "aux"),
+        (lambda engine: engine.complete(PROMPT, GREEDY, cache_salt="a\ud800"), "cache_salt"),
+        (lambda engine: engine.complete(PROMPT, GREEDY, request_id="\udcff"), "request_id"),
         (lambda engine: engine.complete(PROMPT, GREEDY, deadline_s=True), "deadline_s"),
         (lambda engine: engine.complete(PROMPT, GREEDY, request_id=""), "request_id"),
         (lambda engine: engine.complete("x" * 70_000, GREEDY), "prompt"),

@@ -13,7 +13,7 @@ import pytest
 
 from fdasync import Engine, EngineClosed, EngineFailed, SamplingParams
 from fdasync.cache.memory import MemoryConfig, MemoryStore
-from fdasync.cache.wrappers import FaultPlan, Faults
+from fdasync.cache.wrappers import FaultyStore, StoreFaults
 from fdasync.errors import BadInput, ConfigError, DeadlineExceeded, WeightsBroken, WeightsRejected
 from fdasync.events.catalog import StepDone
 from fdasync.runner.oracle import Oracle
@@ -148,11 +148,11 @@ def test_requests_at_the_door_and_waiting_ones_start_under_the_new_weights():
 
 def test_no_object_of_old_weights_is_read_and_those_of_weights_that_come_back_are(folder):
     async def work():
-        class Kept(Faults):
+        class Kept(FaultyStore):
             async def aclose(self):
                 self.end()
 
-        store = Kept(MemoryStore(MemoryConfig()), FaultPlan())
+        store = Kept(MemoryStore(MemoryConfig()), StoreFaults())
         config = synthetic_config(
             {**COSTS, "token_s": 0.01, "num_blocks": 12, "max_context_tokens": 48}, store="memory", host_blocks=16
         )

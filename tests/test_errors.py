@@ -37,6 +37,8 @@ from fdasync.errors import (
     StoreRejected,
     StoreTimeout,
     StoreUnavailable,
+    TaskCancelled,
+    TooLong,
     TransientError,
     UnsupportedModel,
     UpdateUnderWay,
@@ -50,6 +52,7 @@ from fdasync.runner.wire import Failed, ToEngine, pack_error, unpack_error
 EXAMPLES = [
     (BadInput("top_p", "is odd", limit=3, hint="try less"), "top_p: is odd (limit: 3); try less"),
     (BadInput("top_p", "is odd"), "top_p: is odd"),
+    (TooLong("prompt", "is too long", limit=8, prompt_tokens=9), "prompt: is too long (limit: 8)"),
     (
         RoutingMismatch("expert 9 does not exist", sequence=2, request_id="r7", layer=3, position=17),
         "routing[2], request 'r7', layer 3, position 17: expert 9 does not exist",
@@ -63,6 +66,7 @@ EXAMPLES = [
     (PluginError("g", "n", "d", "broken"), "plugin 'n' of g (from d): broken"),
     (PluginError("g", "n", "", "broken"), "plugin 'n' of g: broken"),
     (EngineClosed("draining"), "the engine is draining"),
+    (TaskCancelled("fdasync-engine"), "task 'fdasync-engine', which is the engine's own, was cancelled from outside"),
     (EngineFailed(OSError("disk")), "the engine failed: OSError: disk"),
     (InvariantBroken("rule", ["a", "b"]), "rule\n  a\n  b"),
     (DeadlineExceeded("step 3", 0.5), "step 3 did not end within 0.5 s"),

@@ -109,6 +109,19 @@ async def test_a_tap_gets_the_kinds_it_asked_for_in_order(bus):
     assert (every.delivered, some.delivered, some.dropped) == (4, 2, 0)
 
 
+async def test_a_new_tap_is_told_first_what_still_holds_and_never_twice(bus):
+    facts = [TimerFired(), AbortRequested(keys=(1,))]
+    bus.publish(facts[0])
+    bus.feed_taps(bus.drain())
+    # this one comes with the next turn anyway
+    bus.publish(facts[1])
+    bus.standing = lambda: facts
+    tap = bus.subscribe(TimerFired, AbortRequested)
+    bus.feed_taps(bus.drain())
+    assert [await anext(tap), await anext(tap)] == facts
+    assert (tap.pending, bus.subscribe(StopChecked).pending) == (0, 0)
+
+
 async def test_a_slow_tap_loses_the_newest_and_counts_them(bus):
     slow, fast = bus.subscribe(limit=2), bus.subscribe()
     events = [StopChecked(key=key, num_tokens=1) for key in range(5)]
@@ -244,6 +257,21 @@ def tiered():
     turn(BlockDamaged(store="s", key="k", problem="p"), BreakerChanged(store="s", state="open", problem="p"))
     settle()
     return ring, table
+
+
+def test_words_that_are_no_text_do_not_keep_a_trace_from_being_saved(tiered, tmp_path):
+    ring, table = tiered
+    # as the error of a file whose name is not UTF-8
+    problem = "no such file: '/tmp/a\udcff'"
+    events = [BlockDamaged(store="\ud800", key="k", problem=problem)]
+    ring.add(events, table.turn(*events).actions)
+    events = [table.request(6, range(3), 2)]
+    ring.add(events, table.turn(*events).actions)
+    ring.save(tmp_path / "trace")
+    lines = (tmp_path / "trace").read_bytes().splitlines()
+    told = json.loads(lines[-2])["events"][0]
+    assert (told["store"], told["problem"]) == ("?", "no such file: '/tmp/a?'")
+    assert replay(b"\n".join(lines) + b"\n") == len(lines) - 1
 
 
 def test_a_trace_with_tiers_and_new_weights_replays(tiered):

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from fdasync.pd.fleet import Fleet
+from fdasync.pd.limits import Need
 from fdasync.pd.messages import PROTOCOL, BlockNews, Facts, Hello, Shape, Status
 
 KEYS = tuple(bytes([number]) * 16 for number in range(8))
-SHAPE = Shape(bytes(16), "l", "d", 4, 64, ())
+SHAPE = Shape(bytes(16), "l", "d", 4, 64, (), 300, (), False, b"")
 
 
 class FakePeer:
     def __init__(self, address, role):
         self.address, self.is_up, self.role, self.incarnation = address, True, role, address.encode()
-        facts = Facts("m", 300, 100, 100, (), 0, None, "", "", 8, 0)
+        facts = Facts("m", 300, 100, 100, (), 0, None, "", "", 8, 0, 64)
         self.hello = Hello(PROTOCOL, address, role, address, SHAPE, (), b"n" * 16, facts)
 
 
@@ -36,8 +38,8 @@ class Stage:
     def has(self, name, *numbers):
         self[name].learn(BlockNews(b"n" * 16, False, tuple([KEYS[number] for number in numbers]), ()))
 
-    def choose(self, num_tokens=32, without=(), prefill="", decoders=(), keys=KEYS):
-        route = self.fleet.choose(keys, num_tokens, without, prefill, decoders)
+    def choose(self, num_tokens=32, without=(), prefill="", decoders=(), keys=KEYS, **fields):
+        route = self.fleet.choose(keys, num_tokens, without, prefill, decoders, **fields)
         return None if route is None else (route.first.address, [member.address for member in route.decoders])
 
 
@@ -192,3 +194,107 @@ def test_news_of_other_weights_replace_what_was_known(namespace):
     assert member.blocks == {KEYS[3]}
     member.came_up()
     assert member.blocks == set()
+
+
+# -- instances that hold unequal amounts
+
+
+def with_limits(stage, name, *, blocks=100, context=100, requests=64):
+    """Blocks are of 4 tokens."""
+    peer = stage[name].peer
+    facts = msgspec.structs.replace(
+        peer.hello.facts, num_blocks=blocks, max_context_tokens=context, max_requests=requests
+    )
+    peer.hello = msgspec.structs.replace(peer.hello, facts=facts)
+
+
+def test_who_cannot_hold_a_request_is_left_out():
+    stage = Stage("m0", "m1")
+    with_limits(stage, "m0", blocks=10)
+    stage.status("m1", queued=1000)
+    # the last token is never forwarded
+    assert stage.choose(need=Need(30, 11)) == ("m0", [])
+    assert stage.choose(need=Need(30, 12)) == ("m1", [])
+    with_limits(stage, "m0", context=40)
+    assert stage.choose(need=Need(30, 10)) == ("m0", [])
+    assert stage.choose(need=Need(30, 11)) == ("m1", [])
+    with_limits(stage, "m0", requests=3)
+    assert stage.choose(need=Need(samples=3)) == ("m0", [])
+    assert stage.choose(need=Need(samples=4)) == ("m1", [])
+
+
+def test_a_prefill_instance_needs_room_for_the_prompt_alone():
+    stage = Stage("p0", "p1", "d0")
+    with_limits(stage, "p0", blocks=10)
+    stage.status("p1", queued=1000)
+    assert stage.choose(need=Need(40, 60)) == ("p0", ["d0"])
+    assert stage.choose(need=Need(41, 50)) == ("p1", ["d0"])
+    with_limits(stage, "p1", context=41)
+    # no prefill instance holds the prompt
+    assert stage.choose(need=Need(45, 50)) == ("d0", [])
+
+
+def test_a_decode_instance_needs_room_for_all_of_it_and_for_a_group_at_once():
+    stage = Stage("p0", "d0", "d1")
+    with_limits(stage, "d0", blocks=10)
+    stage.status("d1", free=1)
+    assert stage.choose(need=Need(30, 11)) == ("p0", ["d0", "d1"])
+    assert stage.choose(need=Need(30, 12)) == ("p0", ["d1"])
+    # seven full blocks of the prompt, and an open one for each sample
+    assert stage.choose(need=Need(28, 4, 3)) == ("p0", ["d0", "d1"])
+    assert stage.choose(need=Need(28, 4, 4)) == ("p0", ["d1"])
+    with_limits(stage, "d1", blocks=10)
+    # the samples of a group run in turn where one instance serves it whole
+    assert stage.choose(need=Need(28, 4, 4)) == ("d0", [])
+    assert stage.choose(need=Need(30, 12)) == ("p0", [])
+
+
+def test_who_failed_a_request_is_asked_again_where_nobody_else_can_hold_it():
+    stage = Stage("m0", "m1")
+    with_limits(stage, "m0", blocks=10)
+    assert stage.choose(need=Need(30, 30), without=["m1"]) == ("m1", [])
+
+
+def test_whom_the_caller_names_has_to_hold_it():
+    stage = Stage("p0", "d0", "d1", "m0")
+    with_limits(stage, "d0", blocks=10)
+    with_limits(stage, "p0", blocks=10)
+    long = Need(30, 30)
+    assert stage.choose(need=long, decoders=["d0", "d1"]) == ("p0", ["d1"])
+    assert stage.choose(need=long, decoders=["d0"]) is None
+    assert not stage.fleet.may_serve("", ["d0"], long)
+    assert stage.fleet.refusal(long, "", ["d0"]).limit == 41
+    assert stage.fleet.refusal(long, "", ["d1"]) is None
+    assert stage.choose(need=Need(50, 30), prefill="p0") == ("d1", [])
+    assert stage.choose(need=Need(50, 30), prefill="p0", decoders=["d0"]) is None
+    assert stage.fleet.refusal(Need(50, 30), "p0", ["d0"]).limit == 41
+
+
+def test_what_nobody_can_hold_is_refused_with_the_largest_limit_among_them():
+    stage = Stage("p0", "d0", "m0")
+    for name, blocks, context in (("p0", 20, 1000), ("d0", 30, 90), ("m0", 10, 1000)):
+        with_limits(stage, name, blocks=blocks, context=context)
+    assert stage.fleet.refusal(Need(50, 40), "", []) is None
+    error = stage.fleet.refusal(Need(50, 41), "", [])
+    assert (error.field, error.limit, error.prompt_tokens) == ("max_tokens", 90, 50)
+    assert "the context" in error.problem
+    error = stage.fleet.refusal(Need(90, 1), "", [])
+    assert (error.field, error.limit) == ("prompt", 90)
+    with_limits(stage, "d0", blocks=21, context=1000)
+    assert "the KV blocks" in stage.fleet.refusal(Need(50, 41), "", []).problem
+    error = stage.fleet.refusal(Need(samples=65), "", [])
+    assert (error.field, error.limit) == ("n", 64)
+
+
+def test_nothing_is_refused_for_good_while_somebody_who_may_hold_it_is_away():
+    stage = Stage("m0", "m1")
+    with_limits(stage, "m0", blocks=10)
+    stage["m1"].peer.is_up = False
+    long = Need(30, 30)
+    assert stage.choose(need=long) is None
+    assert not stage.fleet.may_serve("", [], long)
+    assert stage.fleet.refusal(long, "", []) is None
+    assert stage.fleet.refusal(Need(30, 80), "", []) is not None
+    # one that never answered may hold anything
+    stage["m1"].peer.hello = None
+    assert stage.fleet.refusal(Need(30, 80), "", []) is None

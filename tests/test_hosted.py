@@ -440,6 +440,23 @@ async def test_errors_of_other_classes_are_told_in_words():
         assert (type(found), str(found)) == (type(wanted), str(wanted))
 
 
+async def test_one_that_did_not_open_is_opened_again_in_another_process(monkeypatch):
+    monkeypatch.setenv("ODD_OPEN", "unavailable")
+    store = hosted()
+    bench = Bench(store)
+    for _ in range(2):
+        with pytest.raises(StoreUnavailable, match="not now"):
+            await store.open([bench.region])
+    monkeypatch.delenv("ODD_OPEN")
+    await store.open([bench.region])
+    await bench.works()
+    with pytest.raises(StoreUnavailable, match="it is open"):
+        await store.open([bench.region])
+    assert store.spawned == 3
+    await store.aclose()
+    bench.region.close()
+
+
 @pytest.mark.parametrize("how", ["hang", "wait"])
 async def test_opening_has_a_deadline(how):
     store = hosted(config={"open": how}, open_deadline_s=1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from contextlib import AsyncExitStack, nullcontext
 from random import Random
 
 import msgspec
@@ -11,11 +12,13 @@ import pytest
 
 from fdasync import Instance, SamplingParams
 from fdasync.cache.aux import AuxSpec
-from fdasync.errors import ConfigError, PeerRefused
+from fdasync.errors import ConfigError, InstanceLost, PeerRefused
 from fdasync.instance import shape_of
 from fdasync.pd.messages import Shape
 from fdasync.pd.router import Router
-from fdasync.testing import synthetic_config
+from fdasync.pd.text import text_digest
+from fdasync.result import Usage
+from fdasync.testing import LetterTokenizer, synthetic_config, synthetic_engine
 from fdasync.testing.loop import run_sim
 from fdasync.testing.network import SimNetwork
 from fdasync.testing.sim_transport import SimFabric, SimFaults, SimTransport
@@ -88,14 +91,18 @@ async def test_an_address_that_is_taken_is_refused_before_the_model_loads(family
 
 
 def test_of_two_shapes_what_people_can_read_is_named_first():
-    ours = Shape(b"m" * 16, "nhd", "bfloat16", 16, 1024, (AuxSpec("routing", (2, 2), "uint8"),))
-    theirs = Shape(b"o" * 16, "hnd", "float16", 32, 2048, ())
+    specs = (AuxSpec("routing", (2, 2), "uint8"),)
+    ours = Shape(b"m" * 16, "nhd", "bfloat16", 16, 1024, specs, 300, (7,), False, b"t" * 16)
+    theirs = Shape(b"o" * 16, "hnd", "float16", 32, 2048, (), 301, (7, 8), True, b"")
     named = []
     while (found := ours.difference(theirs)) is not None:
         named.append(found[0])
         last = found
         theirs = msgspec.structs.replace(theirs, **{found[0]: getattr(ours, found[0])})
-    assert named == ["kv_layout", "kv_dtype", "block_tokens", "block_nbytes", "aux", "model"]
+    assert named == [
+        "kv_layout", "kv_dtype", "block_tokens", "block_nbytes", "aux", "vocab_size", "eos_ids", "routing_debug",
+        "text", "model",
+    ]  # fmt: skip
     assert last == ("model", (b"m" * 16).hex(), (b"o" * 16).hex())
 
 
@@ -116,6 +123,52 @@ def test_another_block_size_is_told_by_name_and_another_number_of_blocks_fits():
         assert "has 8" in str(caught.value)
 
     run_sim(main())
+
+
+class _Upper(LetterTokenizer):
+    def decode(self, token_ids):
+        return super().decode(token_ids).upper()
+
+
+@pytest.mark.parametrize(
+    ("field", "options", "words"),
+    [
+        ("eos_ids", {"runner": {"eos_id": 9}}, "has (7,), m1 has (9,)"),
+        ("eos_ids", {"runner": {"eos_id": -1}}, "has (7,), m1 has ()"),
+        ("text", {"runner": {"eos_id": 7}, "tokenizer": _Upper()}, "has"),
+        ("text", {"runner": {"eos_id": 7}, "tokenizer": None}, "has"),
+        ("routing_debug", {"runner": {"eos_id": 7}, "routing_debug": True}, "has False, m1 has True"),
+    ],
+)
+def test_instances_that_would_answer_differently_do_not_fit(field, options, words):
+    """By routers, and by instances that hand over to each other."""
+
+    async def main():
+        network = SimNetwork(Random(1))
+        ours = make(network, 0, runner={"eos_id": 7}, name="m0", tokenizer=LetterTokenizer())
+        debug = options.get("routing_debug", False)
+        config = synthetic_config(options["runner"], role="mixed", host_blocks=16, routing_debug=debug)
+        other = Instance(
+            config, listen="ipc://m1", name="m1", transports=[], wire=network.wire("m1"),
+            tokenizer=options.get("tokenizer", LetterTokenizer()),
+        )  # fmt: skip
+        async with ours, other:
+            async with Router([ours.address], wire=network.wire("router"), seed=1) as router:
+                with pytest.raises(PeerRefused) as caught:
+                    await router.add(other.address)
+            assert caught.value.field == f"shape.{field}"
+            assert words in caught.value.problem
+            refused = ours.check(other.hello())
+            assert refused is not None
+            assert refused.field == f"shape.{field}"
+
+    run_sim(main())
+
+
+def test_a_digest_of_text_follows_what_a_tokenizer_does():
+    digests = [text_digest(tokenizer, 100) for tokenizer in (LetterTokenizer(), LetterTokenizer(), _Upper(), None)]
+    assert digests[0] == digests[1] != digests[2]
+    assert digests[3] == b""
 
 
 # -- what it says of itself
@@ -141,6 +194,52 @@ def test_room_that_is_promised_to_leases_is_not_free_for_the_router():
                 assert told.free_blocks == 3
                 assert len((await task).token_ids) == 8
                 assert d.status().free_blocks == 16
+
+    run_sim(main())
+
+
+# -- what its callers are told
+
+
+@pytest.mark.parametrize("roles", [("mixed",), ("prefill", "decode")])
+def test_a_router_tells_the_usage_that_an_engine_tells(roles):
+    async def main():
+        network, fabric = SimNetwork(Random(1)), SimFabric(Random(2), SimFaults())
+        params = SamplingParams(max_tokens=5, n=2, seed=3)
+        async with synthetic_engine(synthetic_config()) as alone, AsyncExitStack() as stack:
+            fleet = [
+                make(network, number, role=role, transports=[SimTransport(fabric)]) for number, role in enumerate(roles)
+            ]
+            for instance in fleet:
+                await stack.enter_async_context(instance)
+            addresses = [instance.address for instance in fleet]
+            async with Router(addresses, wire=network.wire("router"), seed=1) as router:
+                for cached in (0, 40):
+                    results = [await each.complete(range(42), params) for each in (alone, router)]
+                    assert results[0].usage == results[1].usage == Usage(42, cached, 10)
+
+    run_sim(main())
+
+
+@pytest.mark.parametrize("role", ["mixed", "decode"])
+def test_a_text_whose_instance_is_lost_keeps_the_tokens_of_its_prompt(role):
+    async def main():
+        network, fabric = SimNetwork(Random(1)), SimFabric(Random(2), SimFaults())
+        options = {"tokenizer": LetterTokenizer()}
+        last = make(network, 0, role=role, transports=[SimTransport(fabric)], **options)
+        first = make(network, 1, role="prefill", transports=[SimTransport(fabric)], **options)
+        await last.start()
+        async with first if role == "decode" else nullcontext():
+            addresses = [last.address, first.address] if role == "decode" else [last.address]
+            async with Router(addresses, wire=network.wire("router"), seed=1) as router:
+                async with router.generate("letters", LONG) as stream:
+                    assert (await anext(stream)).token_ids
+                    last.engine.fail(RuntimeError("told to"))
+                    with pytest.raises(InstanceLost) as caught:
+                        async for _ in stream:
+                            pass
+                assert caught.value.partial.prompt_token_ids == tuple(LetterTokenizer().encode("letters"))
+            await last.aclose()
 
     run_sim(main())
 

@@ -478,7 +478,7 @@ def test_ready_waits_for_one_that_starts_later_and_no_longer_than_told():
     async def main():
         world = World()
         peer = world.links_a.dial(ADDRESS)
-        with pytest.raises(PeerUnreachable, match="not up yet"):
+        with pytest.raises(PeerUnreachable, match="has not answered yet"):
             peer.send(note(1))
         with pytest.raises(DeadlineExceeded, match="connecting to ipc:///run/b"):
             await peer.ready(20.0)

@@ -186,7 +186,7 @@ def test_the_limit_of_a_message_holds_both_ways():
         False,
         0,
         1.0,
-        False,
+        (),
         0,
     )
     with pytest.raises(ProtocolError, match=f"longer than the limit of {MAX_MESSAGE_NBYTES}"):
@@ -208,7 +208,7 @@ def test_a_refused_field_is_named():
 
 def test_shapes_say_where_they_differ():
     spec = messages.AuxSpec("routing", (3, 2), "uint8")
-    one = Shape(b"m" * 16, "layers", "bfloat16", 16, 4096, (spec,))
+    one = Shape(b"m" * 16, "layers", "bfloat16", 16, 4096, (spec,), 300, (7,), False, b"")
     assert one.difference(one) is None
     other = msgspec.structs.replace(one, block_tokens=32, aux=())
     assert one.difference(other) == ("block_tokens", "16", "32")

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from fdasync import ConfigError, EngineClosed, EngineFailed, SamplingParams
 from fdasync.cache.memory import MemoryConfig, MemoryStore
-from fdasync.cache.wrappers import FaultPlan, Faults
+from fdasync.cache.wrappers import FaultyStore, StoreFaults
 from fdasync.engine import Engine
 from fdasync.events.catalog import (
     BlockDamaged,
@@ -134,7 +134,7 @@ def check_histogram(scrape: Scrape, name: str, values: list[float], **labels: st
 
 async def _bad_days(results: dict[str, Scrape]) -> None:
     memory = MemoryStore(MemoryConfig())
-    faults = Faults(memory, FaultPlan())
+    faults = FaultyStore(memory, StoreFaults())
     engine = Engine(tiers_config(), store=faults)
     async with engine, PrometheusTap(engine) as tap, engine.bus.subscribe(limit=1 << 20) as seen:
         asked = []
@@ -166,7 +166,7 @@ async def _bad_days(results: dict[str, Scrape]) -> None:
         assert damaged > 1
 
         # it hangs: one call that does not answer opens the breaker, and what was begun keeps its blocks
-        faults.plan = FaultPlan(hang=1.0)
+        faults.plan = StoreFaults(hang=1.0)
         for number in (2, 3, 4):
             await ask(number)
         cut_offs = engine.stats().scheduler.fetch_cut_offs
@@ -180,7 +180,7 @@ async def _bad_days(results: dict[str, Scrape]) -> None:
                 await asyncio.sleep(0.1)
         check_books(Scrape(tap.exposition()), engine)
         await ask(5)
-        faults.plan = FaultPlan()
+        faults.plan = StoreFaults()
         await asyncio.sleep(10)
         await settled(engine, tap)
         results["closed"] = last = Scrape(tap.exposition())
@@ -189,10 +189,10 @@ async def _bad_days(results: dict[str, Scrape]) -> None:
         assert last("store_fetch_cut_offs_total") >= cut_offs
 
         # it fails: three calls in a row
-        faults.plan = FaultPlan(fail_call=1.0)
+        faults.plan = StoreFaults(fail_call=1.0)
         for number in range(6, 12):
             await ask(number)
-        faults.plan = FaultPlan()
+        faults.plan = StoreFaults()
         await asyncio.sleep(10)
         await settled(engine, tap)
         results["last"] = last = Scrape(tap.exposition())

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fdasync.actions import CopyRows, EmitTokens, FinishRequest, RowSpan
 from fdasync.errors import InvariantBroken
 from fdasync.output import RequestOutput
 from fdasync.request import SamplingParams
 from fdasync.runner.base import StepOutput, TopLogprobs
-from tests.helpers import ByteTokenizer, OutputStage, letters, make_capacity
+from tests.helpers import ByteTokenizer, OutputStage, case_settings, letters, make_capacity
 
 # -- the hub
 
@@ -161,7 +164,7 @@ async def test_rows_of_all_specs_come_with_the_end_cut_to_what_counts():
     stage = OutputStage(rows=True, start=1)
     write(stage.arena, 2, 9, 1, 3)
     write(stage.arena, 5, 4, 0, 3)
-    stage.hub.copy_rows(CopyRows((RowSpan(0, 2, 9, 1, 3), RowSpan(0, 5, 4, 0, 2))).spans)
+    stage.hub.copy_rows(CopyRows((RowSpan(0, 2, 9, 1, 3, 1), RowSpan(0, 5, 4, 0, 2, 4))).spans)
     stage.finish([7, 8], num_rows=4)
     sample = stage.sample
     assert sample.routing.array[:, 0, 0].tolist() == [9, 10, 11, 20]
@@ -184,7 +187,7 @@ async def test_an_end_that_came_before_the_match_was_read_keeps_no_overrun():
     write(stage.arena, 2, 1, 0, 1)
     for token in letters("abc"):
         stage.emit(token, raw=(-1.0,))
-    stage.hub.copy_rows((RowSpan(0, 1, 1, 0, 4), RowSpan(0, 2, 1, 0, 1)))
+    stage.hub.copy_rows((RowSpan(0, 1, 1, 0, 4, 0), RowSpan(0, 2, 1, 0, 1, 4)))
     stage.finish(letters("abc"), "abort", num_rows=5)
     (delta,) = stage.deltas()
     assert delta.token_ids == stage.sample.token_ids == tuple(letters("ab"))
@@ -194,10 +197,63 @@ async def test_an_end_that_came_before_the_match_was_read_keeps_no_overrun():
     stage.arena.close()
 
 
+async def test_rows_in_the_wrong_order_are_refused():
+    stage = OutputStage(rows=True)
+    write(stage.arena, 1, 1, 0, 4)
+    write(stage.arena, 2, 1, 0, 4)
+    first, second = RowSpan(0, 1, 1, 0, 4, 0), RowSpan(0, 2, 1, 0, 4, 4)
+    with pytest.raises(InvariantBroken, match=r"rows of position 4 came .* is that of position 0"):
+        stage.hub.copy_rows((second, first))
+    stage.hub.copy_rows((first, second))
+    with pytest.raises(InvariantBroken, match=r"rows of position 4 .* position 8"):
+        stage.hub.copy_rows((second,))
+    stage.arena.close()
+
+
+@st.composite
+def shuffled_spans(draw):
+    """Spans of contiguous rows, cut at blocks and elsewhere, in any order; the position that they begin at."""
+    start, count = draw(st.integers(0, 2)), draw(st.integers(1, 20))
+    cuts = draw(st.lists(st.integers(start, start + count), max_size=3))
+    edges = sorted({start, start + count, *cuts, *[at for at in range(0, start + count, 4) if at > start]})
+    spans = [RowSpan(0, low // 4, 1, low % 4, high - low, low) for low, high in pairwise(edges)]
+    return start, draw(st.just(spans) | st.permutations(spans))
+
+
+@case_settings(100)
+@given(shuffled_spans())
+def test_rows_are_placed_by_position_whatever_the_order_of_spans(drawn):
+    start, spans = drawn
+
+    async def play():
+        stage = OutputStage(rows=True, start=start)
+        try:
+            for slot in range(8):
+                write(stage.arena, slot, 1, 0, 4)
+            have = start
+            for span in spans:
+                if span.start == have:
+                    stage.hub.copy_rows((span,))
+                    have += span.count
+                else:
+                    with pytest.raises(InvariantBroken):
+                        stage.hub.copy_rows((span,))
+            stage.finish([7], "abort", num_rows=have - start)
+            sample = stage.sample
+            # `write` puts the row's own place into it
+            assert sample.routing.array[:, 0, 0].tolist() == list(range(start, have))
+            assert sample.aux["values"][:, 0].tolist() == list(range(start, have))
+            assert sample.start == start
+        finally:
+            stage.arena.close()
+
+    asyncio.run(play())
+
+
 async def test_rows_that_were_not_written_are_never_returned():
     stage = OutputStage(rows=True)
     with pytest.raises(InvariantBroken):
-        stage.hub.copy_rows((RowSpan(0, 2, 9, 0, 1),))
+        stage.hub.copy_rows((RowSpan(0, 2, 9, 0, 1, 0),))
     stage.arena.close()
 
 
@@ -258,7 +314,7 @@ async def test_what_the_scheduler_salvaged_is_in_the_partial_result():
     write(stage.arena, 1, 1, 0, 4)
     stage.hub.fail(
         OSError("disk"),
-        [CopyRows((RowSpan(0, 1, 1, 0, 4),)), FinishRequest(0, "failed", (97, 98), 4, (0, 0, 0), ((0, 0),))],
+        [CopyRows((RowSpan(0, 1, 1, 0, 4, 0),)), FinishRequest(0, "failed", (97, 98), 4, (0, 0, 0), ((0, 0),))],
     )
     sample = stage.sample
     assert (sample.finish_reason, sample.text, sample.token_ids) == ("failed", "ab", (97, 98))
@@ -271,7 +327,7 @@ async def test_what_the_scheduler_salvaged_is_in_the_partial_result():
 async def test_a_request_cut_at_the_door_has_an_empty_result(rows):
     stage = OutputStage(rows=rows)
     request = RequestOutput("r", SamplingParams(n=2), start=0, now=1.0)
-    request.wants_rows = rows
+    request.specs = stage.request.specs
     stage.hub.cut(request, "deadline")
     result = request.result(make_capacity())
     assert [(sample.token_ids, sample.finish_reason) for sample in result.samples] == [((), "deadline")] * 2

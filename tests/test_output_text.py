@@ -153,3 +153,64 @@ async def test_what_was_held_back_comes_with_the_end():
     assert [delta.text for delta in stage.deltas()] == ["a"]
     stage.finish(letters("aSTO"))
     assert [(delta.text, delta.token_ids) for delta in stage.deltas()] == [("STO", ())]
+
+
+# -- stop strings in text that becomes final at the end
+
+
+@pytest.mark.parametrize(
+    ("reason", "told"), [("length", "stop"), ("stop", "stop"), ("abort", "abort"), ("deadline", "deadline")]
+)
+@pytest.mark.parametrize("look", [True, False])
+async def test_a_stop_string_in_what_comes_with_the_end_is_found(reason, told, look):
+    stage = OutputStage(ByteTokenizer(), stop=("b\ufffd", "x"))
+    tokens = [97, 98, 0xE4, 0xB8]
+    deltas = []
+    for number, token in enumerate(tokens):
+        stage.emit(token)
+        assert stage.answers() == [StopChecked(key=0, num_tokens=number + 1, at=5.0, seq=number)]
+        if look:
+            deltas += stage.deltas()
+    stage.finish(tokens, reason)
+    deltas += stage.deltas()
+    (ended,) = stage.answers()
+    sample = stage.sample
+    assert (sample.text, sample.finish_reason, sample.token_ids) == ("a", told, tuple(tokens))
+    assert "".join(delta.text for delta in deltas) == "a"
+    assert sum((delta.token_ids for delta in deltas), ()) == tuple(tokens)
+    assert [delta.finish_reason for delta in deltas] == [None] * (len(deltas) - 1) + [told]
+    assert ended.reasons == (told,)
+
+
+async def test_an_end_without_a_stop_string_in_it_stays_what_it_was():
+    stage = OutputStage(ByteTokenizer(), stop=("c\ufffd",))
+    stage.emit_all([97, 98, 0xE4])
+    stage.finish([97, 98, 0xE4])
+    assert (stage.sample.text, stage.sample.finish_reason) == ("ab\ufffd", "length")
+
+
+async def test_a_stop_of_a_replacement_character_spares_characters_that_are_whole_in_the_end():
+    kept, matched, text, _ = play(["\ufffd"], letters("中😀é"), ByteTokenizer())
+    assert (kept, matched, text) == (9, False, "中😀é")
+    kept, matched, text, _ = play(["\ufffd"], [0xE4, 97, 98], ByteTokenizer())
+    assert (kept, matched, text) == (2, True, "")
+
+
+async def test_what_the_tokenizer_raises_at_the_end_is_its_samples_alone():
+    class Fussy(ByteTokenizer):
+        last = False
+
+        def decode(self, token_ids):
+            if self.last:
+                raise ValueError("no more")
+            return super().decode(token_ids)
+
+    stage = OutputStage(tokenizer := Fussy(), stop=("x",), n=2)
+    stage.emit(97, 98)
+    stage.finish([98], key=1)
+    tokenizer.last = True
+    stage.finish([97])
+    first, second = stage.request.samples
+    assert (str(first.spoiled), second.spoiled) == ("no more", None)
+    assert (first.text, second.text, stage.sample.finish_reason) == ("a", "b", "length")
+    assert stage.request.done.done()

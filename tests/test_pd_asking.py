@@ -34,10 +34,11 @@ class Asker(Stage):
         await self.settle()
 
     def send(self, offer=7, group=1, attempt=0):
-        self.asking.send(SendBlocks(offer, group, attempt, "d0", (0, 1), (2, 3), ()))
+        self.asking.send(SendBlocks(offer, group, attempt, "d0", (0, 1), (2, 3), (), ()))
 
     def hand(self, offer=8, index=0, group=1, attempt=0):
-        self.asking.hand_over(HandOver(offer, group, attempt, "d0", group + index, index, 55, 2, 2, 4, -1, (0, 0, 0)))
+        key = group + index
+        self.asking.hand_over(HandOver(offer, group, attempt, "d0", key, index, 55, 2, 2, 4, -1, -1, (0, 0, 0)))
 
     def drop(self, group=1, attempt=0, peer=None):
         self.asking.on_drop(peer or self.d0, LeaseDrop(f"r{group}", attempt, "no such lease"))

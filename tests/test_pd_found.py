@@ -6,8 +6,12 @@ import asyncio
 from random import Random
 from types import SimpleNamespace
 
+import msgspec
+import pytest
+
 from fdasync import Instance, SamplingParams
 from fdasync.actions import AskLease, ConfirmHandOver, DropLease, FinishRequest, WakeAt
+from fdasync.cache.aux import AuxSpec
 from fdasync.cache.store import DONE
 from fdasync.events.catalog import AbortRequested
 from fdasync.pd.carriers import Carriers
@@ -20,6 +24,7 @@ from fdasync.testing import SimLoop, synthetic_config
 from fdasync.testing.loop import run_sim
 from fdasync.testing.network import SimNetwork
 from fdasync.testing.sim_process import SimProcess
+from tests import router_helpers
 from tests.pd_helpers import PdTable, of, only
 from tests.pd_site import LendingStage
 from tests.router_helpers import Script, in_scene, settle
@@ -261,19 +266,34 @@ async def test_a_loss_after_the_deadline_is_the_deadline(scene):
     assert (await task).finish_reason == "deadline"
 
 
-@in_scene("m0")
-async def test_a_sample_that_lacks_its_rows_does_not_pass_for_a_whole_one(scene):
+@pytest.mark.parametrize(
+    ("specs", "wants", "reason"),
+    [
+        (("routing",), {}, "abort"),
+        (("routing",), {"routing": False}, "stop"),
+        (("routing", "values"), {"routing": False}, "abort"),
+        (("values",), {}, "abort"),
+        (("routing", "values"), {"routing": False, "aux": False}, "stop"),
+        (("values",), {"aux": ()}, "stop"),
+        ((), {}, "stop"),
+    ],
+)
+def test_a_sample_that_lacks_its_rows_does_not_pass_for_a_whole_one(specs, wants, reason, monkeypatch):
     """All its tokens came; then its instance died, before the rows."""
-    results = []
-    for routing in (None, False):
-        async with scene.router.generate((1, 2, 3), request_id="mine", routing=routing) as stream:
+    aux = tuple([AuxSpec(name, (3, 2), "uint8") for name in specs])
+    monkeypatch.setattr(router_helpers, "SHAPE", msgspec.structs.replace(router_helpers.SHAPE, aux=aux))
+
+    @in_scene("m0")
+    async def play(scene):
+        async with scene.router.generate((1, 2, 3), request_id="mine", **wants) as stream:
             await settle()
             scene.m0.tokens(scene.m0.submits[-1].request, 7, finish="stop")
             await settle()
             stream.abort()
             assert [delta.finish_reason async for delta in stream] == ["stop"]
-        results.append(stream.result)
-    assert [result.finish_reason for result in results] == ["abort", "stop"]
+        assert stream.result.finish_reason == reason
+
+    play()
 
 
 # -- processes in virtual time

@@ -18,7 +18,7 @@ from fdasync.runner.base import TopLogprobs
 from tests.helpers import case_settings
 
 SPECS = (AuxSpec("routing", (3, 2), "uint8"), AuxSpec("values", (4,), "float16"))
-FACTS = Facts("m", 300, 100, 20, (1, 3, 5), 16, None, "", "", 8, 0)
+FACTS = Facts("m", 300, 100, 20, (1, 3, 5), 16, None, "", "", 8, 0, 64)
 LOGPROBS = st.floats(-50, 0, width=32)
 
 
@@ -26,14 +26,14 @@ LOGPROBS = st.floats(-50, 0, width=32)
 def results_of(draw):
     samples = []
     prompt = draw(st.lists(st.integers(0, 299), min_size=1, max_size=6))
-    with_rows, start = draw(st.booleans()), draw(st.integers(0, len(prompt) - 1))
+    names, start = draw(st.sets(st.sampled_from(["routing", "values"]))), draw(st.integers(0, len(prompt) - 1))
     for index in range(draw(st.integers(1, 3))):
         tokens = draw(st.lists(st.integers(0, 299), max_size=6))
         count = len(tokens)
         rows = {}
-        if with_rows:
+        if names:
             number = draw(st.integers(0, 9))
-            for spec in SPECS:
+            for spec in [spec for spec in SPECS if spec.name in names]:
                 size = number * spec.token_nbytes
                 data = draw(st.binary(min_size=size, max_size=size))
                 rows[spec.name] = np.frombuffer(data, spec.dtype).reshape(number, *spec.shape).copy()
@@ -55,6 +55,7 @@ def results_of(draw):
                     array=routing, start=start, layer_ids=FACTS.moe_layer_ids, num_experts=FACTS.num_experts
                 ),
                 aux=rows,
+                start=start,
                 stop_token_id=draw(st.none() | st.integers(0, 299)),
             )
         )  # fmt: skip
@@ -63,12 +64,14 @@ def results_of(draw):
 
 def arrive(result, start, most_rows=100):
     """Over the wire: every message is encoded and decoded."""
-    incoming = Incoming(SPECS, len(result.samples), most_rows)
+    first = result.samples[0]
+    specs = [spec for spec in SPECS if spec.name in first.aux or (spec.name == "routing" and first.routing is not None)]
+    incoming = Incoming(specs, len(result.samples), most_rows, start)
     for words, payload in row_messages("r", result):
         incoming.add(decode(encode(words)), bytes(payload))
     for outputs in output_messages("r", result):
         incoming.add_outputs(decode(encode(outputs)))
-    return incoming.result(decode(encode(ended_message("r", result))), "mine", FACTS, start)
+    return incoming.result(decode(encode(ended_message("r", result))), "mine", FACTS)
 
 
 def arrays(sample):
@@ -87,6 +90,7 @@ def test_a_result_comes_back_as_it_went(given_result):
     result, start = given_result
     back = arrive(result, start)
     assert (back.request_id, back.prompt_token_ids) == (result.request_id, result.prompt_token_ids)
+    assert back.usage == result.usage
     for ours, theirs in zip(back.samples, result.samples, strict=True):
         assert plain(ours) == plain(theirs)
         assert sorted(ours.aux) == sorted(theirs.aux)
@@ -110,10 +114,27 @@ def sample_with(rows, index=0):
 def test_rows_travel_in_runs_that_a_link_takes(monkeypatch):
     monkeypatch.setattr(results, "MAX_PAYLOAD_NBYTES", 20)
     result = Result(request_id="mine", prompt_token_ids=(1,), samples=(sample_with(8), sample_with(2, 1)))
-    runs = [(words.index, words.first, words.count, len(payload)) for words, payload in row_messages("r", result)]
+    runs = [(words.index, words.start, words.count, len(payload)) for words, payload in row_messages("r", result)]
     assert runs == [(0, 0, 3, 18), (0, 3, 3, 18), (0, 6, 2, 12), (1, 0, 2, 12)]
     back = arrive(result, 0)
     assert (back.samples[0].routing.array == result.samples[0].routing.array).all()
+
+
+@case_settings(60)
+@given(st.permutations(range(4)), st.integers(0, 50), st.integers(-2, 2))
+def test_runs_of_rows_are_placed_by_position_and_by_nothing_else(order, start, shift):
+    incoming = Incoming(SPECS, 1, 100, start)
+    shift = max(shift, -start)
+    runs = [(Rows("r", 0, "routing", start + 2 * at + shift, 2), bytes([at]) * 12) for at in order]
+    placed = 0
+    for words, payload in runs:
+        if words.start == start + 2 * placed:
+            incoming.add(words, payload)
+            placed += 1
+            continue
+        with pytest.raises(ProtocolError, match=f"rows of position {words.start} .* position {start + 2 * placed}"):
+            incoming.add(words, payload)
+    assert (placed == 4) == (order == sorted(order) and not shift)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +150,7 @@ def test_rows_travel_in_runs_that_a_link_takes(monkeypatch):
     ],
 )
 def test_rows_that_are_not_what_they_should_be_are_refused(words, payload):
-    incoming = Incoming(SPECS, 1, 10)
+    incoming = Incoming(SPECS, 1, 10, 0)
     with pytest.raises(ProtocolError):
         incoming.add(words, payload)
     # and change nothing
@@ -144,11 +165,11 @@ def test_an_end_that_does_not_fit_its_rows_is_refused():
 
     def end(**changes):
         sample = msgspec.structs.replace(good.samples[0], **changes)
-        incoming = Incoming(SPECS, 1, 10)
+        incoming = Incoming(SPECS[:1], 1, 10, 0)
         incoming.add(Rows("r", 0, "routing", 0, 3), bytes(18))
         for outputs in output_messages("r", whole):
             incoming.add_outputs(outputs)
-        return incoming.result(msgspec.structs.replace(good, samples=(sample,)), "mine", FACTS, 0)
+        return incoming.result(msgspec.structs.replace(good, samples=(sample,)), "mine", FACTS)
 
     assert len(end().routing.array) == 3
     other = AuxSpec("routing", (3, 3), "uint8")
@@ -157,6 +178,8 @@ def test_an_end_that_does_not_fit_its_rows_is_refused():
         {"num_rows": 4},
         {"num_rows": None},
         {"aux": (other,)},
+        {"aux": ()},
+        {"aux": (), "num_rows": None},
         {"aux": (*good.samples[0].aux, SPECS[1])},
         {"num_tokens": 0},
         {"num_tokens": 2},
@@ -164,15 +187,19 @@ def test_an_end_that_does_not_fit_its_rows_is_refused():
         with pytest.raises(ProtocolError):
             end(**changes)
     with pytest.raises(ProtocolError):
-        Incoming(SPECS, 2, 10).result(good, "mine", FACTS, 0)
-    incoming = Incoming(SPECS, 1, 10)
+        Incoming(SPECS, 2, 10, 0).result(good, "mine", FACTS)
+    incoming = Incoming(SPECS, 1, 10, 0)
+    incoming.add(Rows("r", 0, "routing", 0, 3), bytes(18))
+    with pytest.raises(ProtocolError, match=r"rows of \['routing'\] .* of \['routing', 'values'\] were asked for"):
+        incoming.result(good, "mine", FACTS)
+    incoming = Incoming(SPECS[:1], 1, 10, 0)
     incoming.add(Rows("r", 0, "routing", 0, 3), bytes(18))
     with pytest.raises(ProtocolError, match="0 tokens"):
-        incoming.result(good, "mine", FACTS, 0)
+        incoming.result(good, "mine", FACTS)
     for outputs in output_messages("r", whole):
         incoming.add_outputs(outputs)
     with pytest.raises(ProtocolError):
-        incoming.result(msgspec.structs.replace(good, prompt=b"12345"), "mine", FACTS, 0)
+        incoming.result(msgspec.structs.replace(good, prompt=b"12345"), "mine", FACTS)
 
 
 def outputs(first=0, tokens=4, text="", raw=None, processed=None, top=None, index=0):
@@ -193,7 +220,7 @@ def outputs(first=0, tokens=4, text="", raw=None, processed=None, top=None, inde
     ],
 )
 def test_outputs_that_are_not_what_they_should_be_are_refused(words):
-    incoming = Incoming(SPECS, 1, 10)
+    incoming = Incoming(SPECS, 1, 10, 0)
     with pytest.raises(ProtocolError):
         incoming.add_outputs(words)
     # and change nothing
@@ -215,10 +242,10 @@ def test_a_result_may_be_larger_than_a_message():
         for index in range(2)
     )  # fmt: skip
     result = Result(request_id="mine", prompt_token_ids=(1,), samples=samples)
-    incoming = Incoming((), 2, count)
+    incoming = Incoming((), 2, count, 0)
     for words in output_messages("r", result):
         incoming.add_outputs(decode(encode(words)))
-    back = incoming.result(decode(encode(ended_message("r", result))), "mine", FACTS, 0)
+    back = incoming.result(decode(encode(ended_message("r", result))), "mine", FACTS)
     assert [plain(one) for one in back.samples] == [plain(one) for one in samples]
 
 

@@ -38,9 +38,9 @@ def test_pd_simulation(pd_seeds: SimSeeds):
     pd_seeds.notes += [words(outcomes), words(counts)]
     if pd_seeds.tried >= 40:
         # a simulation that no longer gets into trouble proves nothing
-        assert not {"stop", "length", "abort", "deadline", "cancelled", "InstanceLost"} - outcomes.keys()
+        assert not {"stop", "length", "abort", "deadline", "cancelled", "InstanceLost", "TooLong"} - outcomes.keys()
         troubles = ("kill", "freeze", "part", "drain", "join", "update", "pause", "die", "fail", "corrupt", "stall",
-                    "old_weights")  # fmt: skip
+                    "old_weights", "unequal", "left_out")  # fmt: skip
         work = ("handed_over", "leases_granted", "leases_denied", "leases_dropped", "received_blocks", "preemptions")
         assert all(counts[name] for name in (*work, *troubles))
 

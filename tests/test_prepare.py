@@ -47,7 +47,7 @@ def make_ask(prompt, params, **options):
 def check(prompt=(1, 2, 3), params=None, tokenizer=None, preparer=None, **options):
     deadline_s = options.pop("deadline_s", 10.0)
     params = SamplingParams(max_tokens=4) if params is None else params
-    (preparer or make_preparer(tokenizer)).check(make_ask(prompt, params, **options), deadline_s)
+    return (preparer or make_preparer(tokenizer)).check(make_ask(prompt, params, **options), deadline_s)
 
 
 async def prepare(preparer, prompt, params=None, keys=(0,), **options):
@@ -167,11 +167,12 @@ def test_no_request_needs_more_than_all_blocks(count, max_tokens, fits):
         ({"deadline_s": math.nan}, "deadline_s"), ({"deadline_s": math.inf}, "deadline_s"),
         ({"deadline_s": "soon"}, "deadline_s"), ({"deadline_s": None}, "deadline_s"),
         ({"cache_salt": None}, "cache_salt"), ({"cache_salt": "x" * 4097}, "cache_salt"),
-        ({"cache_salt": b"x"}, "cache_salt"),
+        ({"cache_salt": b"x"}, "cache_salt"), ({"cache_salt": "a\ud800"}, "cache_salt"),
+        ({"request_id": "\ud800"}, "request_id"), ({"aux": ("\ud800",)}, "aux"),
         ({"params": {"n": 1}}, "params"), ({"params": SamplingParams(n=9)}, "n"),
         ({"params": SamplingParams(temperature=math.nan)}, "temperature"),
         ({"params": SamplingParams(stop_token_ids=(300,))}, "stop_token_ids"),
-        ({"params": SamplingParams(stop=("x",))}, "stop"),
+        ({"params": SamplingParams(stop=("x",))}, "stop"), ({"params": SamplingParams(stop=("\ud800",))}, "stop"),
     ],
 )  # fmt: skip
 def test_options_that_make_no_sense(options, field):
@@ -194,6 +195,38 @@ def test_routing_cannot_be_asked_of_an_engine_that_captures_none():
         check(preparer=preparer, routing=True)
     assert caught.value.field == "routing"
     check(routing=True)
+
+
+@pytest.mark.parametrize(
+    ("aux", "told"),
+    [
+        ("values", "sequence of names"),
+        (7, "sequence of names"),
+        (["values", 7], "are not names"),
+        (["routing"], "argument of its own"),
+        ([""], "0 characters"),
+        (["x" * 300], "300 characters"),
+        ([str(number) for number in range(65)], "64 names"),
+        (["value"], r"no rows of 'value' \(limit: values\)"),
+    ],
+)
+def test_rows_that_are_not_there_or_are_no_names_are_refused(aux, told):
+    with pytest.raises(BadInput, match=told) as caught:
+        check(aux=aux)
+    assert caught.value.field == "aux"
+
+
+def test_rows_besides_routing_cannot_be_asked_where_there_are_none():
+    preparer = make_preparer(capacity=make_capacity(aux_specs=SPECS[:1]))
+    check(preparer=preparer, aux=None)
+    check(preparer=preparer, aux=())
+    for aux in (True, ["values"]):
+        with pytest.raises(BadInput, match="besides routing"):
+            check(preparer=preparer, aux=aux)
+    dense = make_preparer(capacity=make_capacity(aux_specs=SPECS[1:]))
+    assert check(preparer=dense, aux=["values", "values"]).aux == ("values",)
+    with pytest.raises(BadInput, match="captures none"):
+        check(preparer=dense, routing=True)
 
 
 async def test_a_text_is_checked_again_when_its_tokens_are_known():
@@ -309,7 +342,7 @@ async def test_without_a_prefix_cache_nothing_is_hashed():
 
 async def test_a_salt_keeps_tenants_apart():
     preparer = make_preparer()
-    keys = {(await prepare(preparer, [1] * 4, cache_salt=salt))[0].block_keys for salt in ("", "a", "b", "\ud800")}
+    keys = {(await prepare(preparer, [1] * 4, cache_salt=salt))[0].block_keys for salt in ("", "a", "b", "\u20ac")}
     assert len(keys) == 4
 
 

@@ -46,7 +46,14 @@ def imports_of(path: Path) -> dict[str, int]:
     return found
 
 
-BASE = ("fdasync.events", "fdasync.actions", "fdasync.request", "fdasync.errors")
+BASE = (
+    "fdasync.events",
+    "fdasync.actions",
+    "fdasync.request",
+    "fdasync.errors",
+    "fdasync.deadlines",
+    "fdasync.mapping",
+)
 PURE = ("fdasync.scheduler", "fdasync.cache.aux", "fdasync.cache.blocks", "fdasync.cache.lru", "fdasync.cache.prefix")
 CONTRACTS = (
     "fdasync.cache.aux", "fdasync.cache.arena", "fdasync.cache.host", "fdasync.cache.region", "fdasync.cache.store",
@@ -81,7 +88,7 @@ def broken_rules(module: str, imported: str) -> str:
     if (module, imported) in EXCEPTIONS or not within(imported, ("fdasync",)):
         return ""
     if within(module, BASE):
-        return "" if within(imported, BASE) else "events, actions, request and errors know each other only"
+        return "" if within(imported, BASE) else "events, actions, request, mapping and errors know each other only"
     if within(module, PURE):
         return "" if within(imported, BASE + PURE) else "the pure core adds only itself to those"
     for room in ROOMS:
@@ -149,6 +156,48 @@ def test_nothing_is_global():
         tree = ast.parse(path.read_text())
         stated = [node for node in ast.walk(tree) if isinstance(node, ast.Global)]
         assert not stated, f"{module}:{stated and stated[0].lineno} writes a global"
+
+
+BOUNDED = ("asyncio.timeout", "asyncio.timeout_at", "asyncio.wait_for")
+_BARE = "# bare deadline: "
+
+
+def bare_deadlines(source: str) -> list[int]:
+    """Lines that end a wait by asyncio's own clock, and do not say why."""
+    lines = source.splitlines()
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        limited = name == "asyncio.wait" and any(word.arg == "timeout" for word in node.keywords)
+        said = any(_BARE in line for line in lines[max(node.lineno - 2, 0) : node.lineno])
+        if (limited or name in BOUNDED) and not said:
+            found.append(node.lineno)
+    return found
+
+
+def test_waits_for_others_look_once_more_behind_their_deadline():
+    """A loop that its user blocked must not call those late whose answer lies unread (`deadlines.py`)."""
+    for module, path in MODULES.items():
+        if not within(module, ("fdasync.testing",)):
+            assert bare_deadlines(path.read_text()) == [], f"{module}: wait through fdasync.deadlines"
+    for source in (HOME.parent / "plugins").glob("*/src/**/*.py"):
+        if source.name != "testing.py":
+            assert bare_deadlines(source.read_text()) == [], f"{source}: wait through fdasync.deadlines"
+
+
+def test_a_bare_deadline_is_found():
+    for line in (
+        "async with asyncio.timeout(3): pass",
+        "await asyncio.wait_for(answer, 3)",
+        "await asyncio.wait([answer], timeout=3)",
+        "async with asyncio.timeout_at(3): pass",
+    ):
+        body = f"async def wait():\n    {line}\n"
+        assert bare_deadlines(body) == [2], line
+        assert bare_deadlines(body.replace("    ", f"    {_BARE}its user's own\n    ", 1)) == []
+    assert bare_deadlines("async def wait():\n    await asyncio.wait([answer])\n") == []
 
 
 def run_python(script: str, *arguments: str, **environment: str) -> str:

@@ -143,7 +143,7 @@ async def test_what_must_not_happen_is_told():
 
 
 def test_a_salt_is_part_of_the_root():
-    roots = {salted(namespace, salt) for namespace in (b"", b"a") for salt in ("", "a", "\ud800")}
+    roots = {salted(namespace, salt) for namespace in (b"", b"a") for salt in ("", "a", "\u20ac")}
     assert len(roots) == 6
 
 

@@ -76,6 +76,11 @@ def test_what_is_out_of_range_is_refused(field, value, limit):
         SamplingParams(**{field: value}).validated(vocab_size=VOCAB)
     assert (caught.value.field, caught.value.limit) == (field, limit)
     assert str(limit) in str(caught.value)
+    if (field, value) not in ((("top_k", VOCAB + 1)), ("stop_token_ids", (VOCAB,))):
+        # of a vocabulary a mapping knows nothing
+        with pytest.raises(BadInput) as caught:
+            SamplingParams.from_mapping({field: value})
+        assert caught.value.field == field
 
 
 @pytest.mark.parametrize(
@@ -91,7 +96,9 @@ def test_what_is_out_of_range_is_refused(field, value, limit):
         ({"seed": 1.5}, "seed"),
         ({"seed": "1"}, "seed"),
         ({"n": [1]}, "n"),
-        ({"stop": "text"}, "stop"),
+        ({"stop": 7}, "stop"),
+        ({"stop": b"text"}, "stop"),
+        ({"stop": {"a": "b"}}, "stop"),
         ({"stop": (1,)}, "stop[0]"),
         ({"stop_token_ids": ("a",)}, "stop_token_ids[0]"),
         ({"stop_token_ids": 3}, "stop_token_ids"),
@@ -102,9 +109,77 @@ def test_what_is_out_of_range_is_refused(field, value, limit):
     ],
 )
 def test_what_has_the_wrong_type_is_refused(values, field):
+    for make in (
+        lambda: SamplingParams(**values).validated(vocab_size=VOCAB),
+        lambda: SamplingParams.from_mapping(values),
+    ):
+        with pytest.raises(BadInput) as caught:
+            make()
+        assert caught.value.field == field
+        assert "$" not in str(caught.value)
+
+
+def test_a_mapping_says_what_the_constructor_says():
+    values = {
+        "max_tokens": 7,
+        "temperature": 1,
+        "stop": ["a", "bc"],
+        "stop_token_ids": [3],
+        "seed": None,
+        "logprobs": "raw",
+    }
+    params = SamplingParams.from_mapping(values)
+    assert params == SamplingParams(**values).validated(vocab_size=VOCAB)
+    values["stop"].append("d")
+    assert params.stop == ("a", "bc"), "the caller's list is the caller's"
+    assert SamplingParams.from_mapping({}) == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda stop: SamplingParams(stop=stop),
+        lambda stop: SamplingParams(stop=stop).validated(vocab_size=VOCAB),
+        lambda stop: SamplingParams.from_mapping({"stop": stop}),
+        lambda stop: msgspec.structs.replace(SamplingParams(), stop=stop),
+        lambda stop: msgspec.convert({"stop": stop}, SamplingParams),
+    ],
+)
+def test_a_string_is_one_stop_string(make):
+    assert make("ab").stop == ("ab",)
+    assert make(("ab", "c")).stop == ("ab", "c")
+
+
+def test_an_empty_stop_string_is_refused_however_it_is_given():
+    for stop in ("", [""]):
+        with pytest.raises(BadInput, match="a stop string of 0 characters"):
+            SamplingParams.from_mapping({"stop": stop})
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"temprature": 1.0}, "temprature: is not a key that exists; did you mean 'temperature'?"),
+        ({"Top_P": 1.0}, "Top_P: is not a key that exists; did you mean 'top_p'?"),
+        ({"qqq": 1.0}, "qqq: is not a key that exists"),
+        (
+            {"max_token": 1, "n": 2, "wings": 2, "stops": "a"},
+            "max_token: is not a key that exists, nor is 'wings', nor 'stops' ('stop'?); did you mean 'max_tokens'?",
+        ),
+        ({1: 1}, "params: 1 is no name of a field"),
+        ([("n", 1)], "params: a mapping is needed, not list"),
+        (None, "params: a mapping is needed, not NoneType"),
+        ("n", "params: a mapping is needed, not str"),
+        ({"n": "two"}, "n: Expected `int`, got `str`"),
+        ({"stop": ["a", 2]}, "stop[1]: Expected `str`, got `int`"),
+        ({"logprobs": "most"}, "logprobs: Invalid enum value 'most'"),
+        ({"top_p": 2}, "top_p: 2.0 is out of range (limit: 0.0 to 1.0)"),
+    ],
+)
+def test_what_is_wrong_with_a_mapping_is_named(values, text):
     with pytest.raises(BadInput) as caught:
-        SamplingParams(**values).validated(vocab_size=VOCAB)
-    assert caught.value.field == field
+        SamplingParams.from_mapping(values)
+    assert str(caught.value) == text
 
 
 def test_top_logprobs_need_logprobs():

@@ -9,8 +9,9 @@ import pytest
 
 from fdasync.errors import BadInput, DuplicateRequestId, InstanceLost, PeerUnreachable, RemoteError
 from fdasync.pd.dispatch import grace_s
-from fdasync.pd.messages import Done, Failed
+from fdasync.pd.messages import Done, Failed, PromptTokens
 from fdasync.request import SamplingParams
+from fdasync.result import Usage
 from tests.router_helpers import in_scene, settle
 
 PROMPT = (1, 2, 3)
@@ -144,6 +145,46 @@ async def test_what_was_delivered_is_not_computed_again(scene):
     assert caught.value.partial.token_ids == (7, 8)
     assert caught.value.partial.finish_reason == "failed"
     assert scene.m1.submits == []
+
+
+@in_scene("p0", "d0")
+async def test_what_is_left_of_a_text_has_the_tokens_of_its_prompt(scene):
+    async with scene.router.generate("some text") as stream:
+        await settle()
+        name = scene.p0.submits[0].request
+        # whoever decodes it may be heard before whoever tokenised it
+        scene.d0.tokens(name, 7, 8)
+        await settle()
+        scene.p0.prompt(name, 5, 6)
+        scene.p0.moved(name, scene.d0)
+        await settle()
+        scene.d0.die()
+        with pytest.raises(InstanceLost) as caught:
+            async for _ in stream:
+                pass
+    partial = caught.value.partial
+    assert (partial.prompt_token_ids, partial.token_ids) == ((5, 6), (7, 8))
+    assert partial.usage == Usage(prompt_tokens=2, cached_tokens=0, completion_tokens=2)
+
+
+@in_scene("m0", "m1")
+async def test_tokens_of_a_prompt_that_was_not_text_are_the_callers(scene):
+    task = ask(scene, request_id="mine")
+    await settle()
+    scene.m0.prompt(scene.m0.submits[0].request, 5, 6)
+    await settle()
+    scene.router.abort("mine")
+    assert (await task).prompt_token_ids == PROMPT
+
+
+@in_scene("m0", "m1")
+async def test_a_prompt_that_is_no_tokens_is_a_retry(scene):
+    task = asyncio.ensure_future(scene.router.complete("text"))
+    await settle()
+    scene.m0.router.send(PromptTokens(scene.m0.submits[0].request, b"odd"))
+    await settle(1.0)
+    scene.m1.end(scene.m1.submits[0].request, (7,))
+    assert (await task).token_ids == (7,)
 
 
 @in_scene("m0", retries=2)

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from fdasync.cache.prefix import block_keys, root_key
-from fdasync.errors import BadInput, DeadlineExceeded, PeerRefused, PeerUnreachable, WeightsRejected
-from fdasync.pd.messages import Done, Status
-from fdasync.pd.router import Router, connect
+from fdasync.errors import BadInput, ConfigError, DeadlineExceeded, PeerRefused, PeerUnreachable, WeightsRejected
+from fdasync.pd.messages import BlockNews, Done, Status
+from fdasync.pd.router import Router, RouterConfig, connect
 from fdasync.pd.zmq_address import absolute
 from fdasync.testing.loop import run_sim
 from tests.router_helpers import NAMESPACE, Scene, in_scene, settle
@@ -171,16 +171,187 @@ async def test_what_a_removed_instance_served_goes_to_another(scene):
     assert (await task).token_ids == (7,)
 
 
-def test_a_router_says_who_does_not_answer():
-    async def main():
-        made = Scene(("m0", "m1"), {"connect_s": 2.0})
-        made.m1.die()
-        with pytest.raises(DeadlineExceeded, match="m1"):
-            await made.router.start()
-        for script in made.scripts.values():
-            await script.links.aclose(0.0)
+# -- starting without all of them
 
-    run_sim(main())
+
+def without_all(*names, dead=(), odd=(), **config):
+    """A test that starts the router itself, in virtual time."""
+
+    def wrap(test):
+        def run():
+            async def main():
+                made = Scene(names, config)
+                for name in dead:
+                    made.scripts[name].die()
+                for number, name in enumerate(odd):
+                    script = made.scripts[name]
+                    script.shape = msgspec.structs.replace(script.shape, block_tokens=8 << number)
+                try:
+                    await test(made)
+                finally:
+                    await made.router.aclose()
+                    for script in made.scripts.values():
+                        await script.links.aclose(0.0)
+
+            run_sim(main())
+
+        run.__name__ = test.__name__
+        return run
+
+    return wrap
+
+
+def missing(scene):
+    return {one.address: (one.state, one.problem) for one in scene.router.stats().missing}
+
+
+@without_all("m0", "m1", dead=["m1"])
+async def test_one_that_is_down_stops_no_router_and_is_named(scene):
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    await scene.router.start()
+    # it has had its time to answer
+    assert loop.time() - began == pytest.approx(1.0, abs=0.2)
+    assert missing(scene) == {scene.m1.address: ("away", "has not answered yet")}
+    scene.m0.answers = lambda submit: scene.m0.end(submit.request, (7,))
+    assert (await scene.router.complete(PROMPT)).token_ids == (7,)
+
+
+@without_all("m0", "m1")
+async def test_who_is_there_is_not_left_out_and_nobody_is_waited_for_longer(scene):
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    await scene.router.start()
+    assert loop.time() - began < 0.1
+    assert missing(scene) == {}
+
+
+@without_all("m0", "m1", dead=["m1"])
+async def test_one_that_was_missing_joins_when_it_comes(scene):
+    await scene.router.start()
+    await settle(100.0)
+    came = scene.begin("m1")
+    await settle(2.0)
+    assert missing(scene) == {}
+    scene.m0.status = Status("running", 5, 500, 1, 0, 50, 100)
+    await settle(1.0)
+    came.answers = lambda submit: came.end(submit.request, (7,))
+    assert (await scene.router.complete(PROMPT)).token_ids == (7,)
+    assert len(came.submits) == 1
+
+
+@without_all("m0", "m1", dead=["m1"])
+async def test_one_that_was_missing_is_brought_to_the_routers_weights_first(scene):
+    await scene.router.start()
+    await scene.router.update_weights(5, "/w")
+    came = scene.begin("m1")
+    await settle(2.0)
+    (command,) = came.commands
+    assert (command.verb, command.version, command.path) == ("update_weights", 5, "/w")
+    assert [member.behind for member in scene.router.fleet.members.values()] == [False, False]
+
+
+@without_all("p0", "d0", "d1", dead=["d1"])
+async def test_both_halves_are_enough(scene):
+    await scene.router.start()
+    assert list(missing(scene)) == [scene.d1.address]
+
+
+@without_all("p0", "d0", dead=["d0"], connect_s=20.0)
+async def test_one_half_waits_for_the_other_and_then_serves_alone(scene):
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    await scene.router.start()
+    assert loop.time() - began == pytest.approx(20.0, abs=0.2)
+    scene.p0.answers = lambda submit: scene.p0.end(submit.request, (7,))
+    assert (await scene.router.complete(PROMPT)).token_ids == (7,)
+
+
+@without_all("d0", "p0", dead=["d0"], connect_s=20.0)
+async def test_the_other_half_is_not_waited_for_when_it_has_come(scene):
+    loop = asyncio.get_running_loop()
+    starting = asyncio.ensure_future(scene.router.start())
+    await settle(5.0)
+    began = loop.time()
+    scene.begin("d0")
+    await starting
+    assert loop.time() - began < 2.0
+
+
+@pytest.mark.parametrize(("config", "dead", "named"), [
+    ({}, ["m0", "m1"], "m0, ipc:///run/m1"),
+    ({"require": "all"}, ["m1"], "connecting to ipc:///run/m1 "),
+])  # fmt: skip
+def test_a_router_says_who_does_not_answer(config, dead, named):
+    @without_all("m0", "m1", dead=dead, connect_s=2.0, **config)
+    async def test(scene):
+        with pytest.raises(DeadlineExceeded, match=named):
+            await scene.router.start()
+
+    test()
+
+
+@without_all("m0", "m1", "m2", odd=["m0"])
+async def test_one_that_does_not_fit_stops_no_router_and_is_named(scene):
+    await scene.router.start()
+    ((address, (state, problem)),) = missing(scene).items()
+    assert (address, state) == (scene.m0.address, "refused")
+    assert "shape.block_tokens: m1 has 4, m0 has 8" in problem
+    await settle(5.0)
+    assert len(missing(scene)) == 1
+    scene.m0.shape = scene.m1.shape
+    await scene.router.add(scene.m0.address)
+    assert missing(scene) == {}
+
+
+@pytest.mark.parametrize(("config", "odd", "dead"), [
+    ({"require": "all"}, ["m1"], []),
+    # nobody can tell who is wrong
+    ({}, ["m1"], ["m2"]),
+    ({}, ["m0", "m1"], []),
+])  # fmt: skip
+def test_where_not_most_fit_together_it_is_an_error(config, odd, dead):
+    @without_all("m0", "m1", "m2", odd=odd, dead=dead, connect_s=2.0, **config)
+    async def test(scene):
+        with pytest.raises(PeerRefused, match=r"shape\.block_tokens"):
+            await scene.router.start()
+
+    test()
+
+
+async def test_an_address_that_is_none_is_an_error_whoever_is_there(tmp_path):
+    with pytest.raises(ConfigError, match="nonsense"):
+        await Router([f"ipc://{tmp_path}/m0", "nonsense"]).start()
+    with pytest.raises(BadInput, match="require"):
+        Router(["ipc:///run/m0"], RouterConfig(require="some"))
+
+
+@without_all("m0", "m1", "m2")
+async def test_of_those_that_are_there_at_the_start_the_latest_version_counts(scene):
+    """Those that were started again with weights of before are no measure, and wait for an update."""
+    scene.m2.namespace, scene.m2.version = b"v" * 16, 5
+    for script in scene.scripts.values():
+        script.answers = lambda submit, script=script: script.end(submit.request, (7,))
+    await scene.router.start()
+    for _ in range(4):
+        await scene.router.complete(PROMPT)
+    assert [len(script.submits) for script in scene.scripts.values()] == [0, 0, 4]
+    assert ["other weights" in one.problem for one in scene.router.stats().instances] == [True, True, False]
+    await scene.router.update_weights(6, "/w")
+    assert [one.problem for one in scene.router.stats().instances] == ["", "", ""]
+    assert scene.router.stats().dropped == ()
+
+
+@without_all("m0", "m1", dead=["m1"])
+async def test_one_that_comes_with_older_weights_waits_for_whoever_updates_it(scene):
+    scene.m0.namespace, scene.m0.version = b"v" * 16, 5
+    await scene.router.start()
+    came = scene.begin("m1")
+    await settle(2.0)
+    assert "other weights" in scene.router.stats().instances[1].problem
+    came.router.send(BlockNews(b"v" * 16, True, (), ()))
+    await settle()
+    assert scene.router.stats().instances[1].problem == ""
 
 
 # -- weights

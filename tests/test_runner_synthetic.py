@@ -11,13 +11,14 @@ import msgspec
 import numpy as np
 import pytest
 
+from fdasync import SamplingParams
 from fdasync.actions import SwapIn
 from fdasync.errors import InvariantBroken
 from fdasync.runner.base import CopyOutput, StepOutput, TensorMeta
-from fdasync.runner.oracle import U64, SyntheticConfig
+from fdasync.runner.oracle import U64, Oracle, SyntheticConfig
 from fdasync.runner.synthetic import SyntheticRunner
 from fdasync.runner.worker import WorkerRunner
-from fdasync.testing import EdgeRunner, RunnerTests
+from fdasync.testing import EdgeRunner, RunnerTests, check_sample, oracle_of, synthetic_engine
 
 # set 0 is the default of the config
 WEIGHTS = (SyntheticConfig().weights_id, 5)
@@ -66,8 +67,9 @@ class TestSyntheticOvertaken(TestSyntheticThatTakesTime):
 class TestDense(TestSynthetic):
     config = {"num_moe_layers": 0}  # noqa: RUF012
 
-    def make(self, limits):
-        return SyntheticRunner(SyntheticConfig(**self.config), limits)
+
+class TestDenseWithRows(TestSynthetic):
+    config = {**TestSynthetic.config, "num_moe_layers": 0}  # noqa: RUF012
 
 
 class TestBehindEdges(TestSynthetic):
@@ -104,6 +106,28 @@ class _Broken(SyntheticRunner):
         if self.way == "out of order" and len(self._flights) == 2:
             done.set_result(StepOutput(step.step_id, (0,)))
         return done
+
+    def _write_rows(self, flight):
+        rows = flight.rows
+        if self.way == "leaves a spec out":
+            del rows["values"]
+        if self.way == "another dtype":
+            rows["values"] = rows["values"].astype(np.float32)
+        if self.way == "another shape":
+            rows["routing"] = rows["routing"][:, :1]
+        if self.way == "rows for some":
+            rows["values"] = rows["values"][:1]
+        if self.way == "unknown rows":
+            rows["more"] = rows["values"]
+        if self.way == "no rows":
+            return None
+        if self.way == "behind the arena's back" and self._arena is not None:
+            # as a runner that has a writer of its own
+            index = flight.batch.aux_index
+            self._arena.rows["routing"][index] = rows["routing"]
+            self._arena._tags[index] = flight.batch.generations
+            return None
+        return super()._write_rows(flight)
 
     def _complete(self, flight):
         if self.way == "late rows":
@@ -188,6 +212,13 @@ class _Broken(SyntheticRunner):
         ("late rows", "test_rows_are_there_at_completion_under_their_generation"),
         ("generation", "test_rows_are_there_at_completion_under_their_generation"),
         ("slots are blocks", "test_rows_are_there_at_completion_under_their_generation"),
+        ("leaves a spec out", "test_a_step_writes_every_spec_of_every_row"),
+        ("another dtype", "test_a_step_writes_every_spec_of_every_row"),
+        ("another shape", "test_a_step_writes_every_spec_of_every_row"),
+        ("rows for some", "test_a_step_writes_every_spec_of_every_row"),
+        ("unknown rows", "test_a_step_writes_every_spec_of_every_row"),
+        ("no rows", "test_a_step_writes_every_spec_of_every_row"),
+        ("behind the arena's back", "test_a_step_writes_every_spec_of_every_row"),
         ("out of order", "test_steps_overlap_and_complete_in_order"),
         ("noise by batch", "test_noise_is_of_seed_index_and_position_alone"),
         ("blind to the cache", "test_cached_blocks_are_read_not_computed"),
@@ -214,7 +245,7 @@ class _Broken(SyntheticRunner):
 )
 def test_the_suite_finds_broken_runners(way, test):
     class Suite(TestSynthetic):
-        config = {"step_s": 0.2} if way == "aclose leaves futures" else {}
+        config = {"step_s": 0.2} if way == "aclose leaves futures" else {"values_spec": True}
 
         def make(self, limits):
             runner = _Broken(SyntheticConfig(**self.config), limits)
@@ -225,3 +256,12 @@ def test_the_suite_finds_broken_runners(way, test):
 
     with pytest.raises((AssertionError, InvariantBroken)):
         getattr(Suite(), test)()
+
+
+@pytest.mark.parametrize("weights_id", [0, (1 << 63) - 1, (1 << 63), (1 << 64) - 1])
+async def test_every_64_bits_are_weights(weights_id):
+    async with synthetic_engine() as engine:
+        await engine.update_weights(1, [("weights", "uint64", (1,), weights_id.to_bytes(8, "little"))])
+        result = await engine.complete([1, 2, 3], SamplingParams(max_tokens=3, temperature=0.0))
+        oracle = Oracle(msgspec.structs.replace(oracle_of(engine.config).config, weights_id=weights_id))
+        check_sample(result.samples[0], [1, 2, 3], SamplingParams(max_tokens=3, temperature=0.0), oracle)

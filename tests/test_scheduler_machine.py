@@ -369,8 +369,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert span.key not in self.finished
         request = self.requests[span.key]
         rows = self.rows.setdefault(span.key, [])
-        position = request.start + len(rows)
-        assert span.offset == position % self.config.block_tokens
+        assert span.start == request.start + len(rows)
+        assert span.offset == span.start % self.config.block_tokens
         assert 0 < span.count <= self.config.block_tokens - span.offset
         for offset in range(span.offset, span.offset + span.count):
             generation, row = self.runner.rows[span.slot, offset]

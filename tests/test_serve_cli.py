@@ -15,11 +15,12 @@ import pytest
 import uvloop
 
 import fdasync
-from fdasync import BadInput, SamplingParams
+from fdasync import BadInput, PluginError, SamplingParams
 from fdasync.cli import main
 from fdasync.engine_options import engine_config, parse_store
 from fdasync.testing import check_sample, oracle_of
 from fdasync.testing.engines import until
+from tests.runner_plugin import install_plugin
 from tests.serve_helpers import command, config_file, config_of, is_running, wait_for
 
 if TYPE_CHECKING:
@@ -111,6 +112,28 @@ def test_a_worker_that_dies_ends_it_with_the_reason(tmp_path: Path) -> None:
     assert len(running.text.splitlines()) == 2, running.text
 
 
+def test_it_serves_without_a_store_that_is_not_there_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = """
+        from fdasync.cache.memory import MemoryStore
+        from fdasync.errors import StoreUnavailable
+
+        class Absent(MemoryStore):
+            async def open(self, regions):
+                raise StoreUnavailable("absent", "nobody answers")
+    """
+    install_plugin(tmp_path, monkeypatch, source, "fdasync.stores", {"absent": "fdasync_bad:Absent"})
+    config, address = config_file(tmp_path, store="absent"), f"ipc://{tmp_path}/m0"
+    with command(tmp_path, "serve", "--config", str(config), "--listen", address) as running:
+        running.until("without store absent for now, it is tried again: nobody answers")
+        running.signal(signal.SIGTERM)
+        assert running.wait() == 0, running.text
+    with command(tmp_path, "serve", "--config", str(config), "--listen", address, "--store-required") as running:
+        assert running.wait() == 2, running.text
+    assert "nobody answers" in running.text
+
+
 def test_a_signal_while_it_loads_ends_it(tmp_path: Path) -> None:
     config = config_file(tmp_path, {"load_s": 30.0}, process="worker")
     with command(tmp_path, "serve", "--config", str(config), "--listen", f"ipc://{tmp_path}/m0") as running:
@@ -151,7 +174,8 @@ def errors(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, 
         (["--listen", "ipc:///x", "--max-step-tokens", "3"], ["max_step_tokens", "at least"]),
         (["--listen", "ipc:///x", "--runner", "nonsense"], ["nonsense", "synthetic"]),
         (["--listen", "ipc:///x", "--runner", "transformers"], ["--model", "checkpoint folder"]),
-        (["--listen", "ipc:///x", "--store", "redis:x"], ["redis:x", "file:DIR"]),
+        (["--listen", "ipc:///x", "--store", "redis:x"], ["'redis'", "file, memory"]),
+        (["--listen", "ipc:///x", "--store-required"], ["store_required", "names no store"]),
         (["--listen", "ipc:///x", "--dtype", "float32"], ["dtype"]),
         (["--listen", "ipc:///x", "--ready-fd", "99"], ["99", "no open descriptor"]),
         (["--listen", "ipc:///x", "--peer", "tcp://10.0.0.1:5"], ["10.0.0.1", "loopback"]),
@@ -199,7 +223,7 @@ def test_a_model_that_cannot_be_loaded_is_told_in_one_line(tmp_path: Path) -> No
 def options(**values: Any) -> dict[str, Any]:
     names = ("model", "config_path", "runner", "dtype", "device", "num_threads", "num_blocks", "block_tokens",
              "max_context_tokens", "max_running", "max_step_tokens", "host_blocks", "seed")  # fmt: skip
-    return {**dict.fromkeys(names), "store": "", **values}
+    return {**dict.fromkeys(names), "store": "", "store_required": False, **values}
 
 
 def test_options_beat_the_file(tmp_path: Path) -> None:
@@ -209,12 +233,61 @@ def test_options_beat_the_file(tmp_path: Path) -> None:
     assert (config.model, config.role, config.max_running) == ("a", "decode", 4)
     assert config.runner_config == {"dtype": "float32", "num_threads": 2}
     assert (config.store, config.store_config) == ("file", {"path": "kv"})
+    assert not config.store_required
+    assert engine_config(options(config_path=path, store="file:kv", store_required=True)).store_required
     assert engine_config(options(config_path=path), "prefill").role == "prefill"
     assert engine_config(options(model=Path("b"), dtype="bfloat16")).role == "mixed"
 
 
-def test_stores_are_parsed() -> None:
-    assert parse_store("") is None
-    assert parse_store("mooncake://host:1") == ("mooncake", {"master": "host:1"})
-    with pytest.raises(BadInput):
-        parse_store("file")
+@pytest.mark.parametrize(
+    ("text", "store"),
+    [
+        ("", None),
+        ("memory", ("memory", {})),
+        ("memory:5000", ("memory", {"max_nbytes": 5000})),
+        ("file:kv", ("file", {"path": "kv"})),
+        # what is text in the plugin stays text
+        ("file:path=123,threads=4,sync=data", ("file", {"path": "123", "threads": 4, "sync": "data"})),
+        ("file:/a=b/c,max_nbytes=1000000", ("file", {"path": "/a=b/c", "max_nbytes": 1_000_000})),
+        ('file:{"path": "a,b", "threads": 1}', ("file", {"path": "a,b", "threads": 1})),
+        ("mooncake", ("mooncake", {})),
+        ("mooncake:host:1", ("mooncake", {"master": "host:1"})),
+        ("mooncake:host:1,rpc_timeout_s=0.5", ("mooncake", {"master": "host:1", "rpc_timeout_s": 0.5})),
+        ("sqlite:kv.db", ("sqlite", {"path": "kv.db"})),
+        ("sqlite:path=kv.db,max_nbytes=null", ("sqlite", {"path": "kv.db", "max_nbytes": None})),
+    ],
+)  # fmt: skip
+def test_any_installed_store_can_be_named(text: str, store: object) -> None:
+    name = text.partition(":")[0]
+    if name in ("mooncake", "sqlite"):
+        pytest.importorskip({"mooncake": "fdasync_mooncake", "sqlite": "fdasync_example"}[name])
+    assert parse_store(text) == store
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (":", ["--store", "the name of a store", "NAME:key=value"]),
+        (":x", ["the name of a store"]),
+        ("file:", ["configuration behind the colon", "NAME:{JSON}"]),
+        ("file", ["--store file", "`path`", "max_nbytes"]),
+        ("file:path=a,max_nbyte=3", ["--store file.max_nbyte", "not a key", "path, max_nbytes"]),
+        ("file:path=a,max_nbytes=20GiB", ["--store file.max_nbytes", "`int`"]),
+        ("file:path=a,max_nbytes=3", ["--store file.max_nbytes", ">= 16384"]),
+        ("file:a,b", ["'b'", "key=value", "file:{...}"]),
+        ("file:a,path=b", ["path is given twice"]),
+        ('file:{"path": 3}', ["--store file.path", "`str`"]),
+        ('file:{"path": ', ["no JSON"]),
+    ],
+)
+def test_what_is_wrong_with_a_store_is_named(text: str, words: list[str]) -> None:
+    with pytest.raises(BadInput) as caught:
+        parse_store(text)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_store_that_is_not_installed_is_told_with_those_that_are() -> None:
+    with pytest.raises(PluginError, match=r"'Memory'.*there are: file, memory") as caught:
+        parse_store("Memory:3")
+    assert caught.value.name == "Memory"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import subprocess
 import sys
 import textwrap
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
+import uvloop
 
 from fdasync.errors import RunnerError, WorkerDied
 from fdasync.runner.base import RunnerLimits
@@ -20,11 +22,11 @@ from fdasync.runner.synthetic import SyntheticRunner
 from fdasync.testing import (
     Deadlock,
     EdgeRunner,
-    Fault,
     LeakFound,
     Livelock,
     PassModel,
     SimulationFailed,
+    StepFault,
     Workload,
     no_leaks,
     on_bench,
@@ -33,8 +35,13 @@ from fdasync.testing import (
 )
 from fdasync.testing import simulation as simulation_module
 from fdasync.testing.bench import noisy
+from fdasync.testing.pytest_plugin import all_strike
+from fdasync.testing.sim_transport import SimFabric, SimFaults
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
     from fdasync.testing.pytest_plugin import SimSeeds
 
 
@@ -56,6 +63,44 @@ def test_simulation(sim_seeds: SimSeeds):
         missing = {"stop", "length", "abort", "deadline", "failed", "cancelled", "closed"} - outcomes.keys()
         assert not missing
         assert all(totals[name] for name in ("preemptions", "evictions", "hit_tokens", "dropped_tokens", "rows"))
+
+
+#: on which what real timers, threads and files do is in play
+_LOOPS = {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.SelectorEventLoop}
+_REAL_SEEDS = 1000
+# of them, for several processes to share
+_PARTS = 4
+
+
+def in_real_time(name: str, seeds: Iterable[int], folder: Path, config: pytest.Config) -> tuple[Counter[str], ...]:
+    """Play these seeds, or the one that was asked for; every other one on a file store."""
+    only = config.getoption("--sim-seed")
+    outcomes: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
+    for seed in seeds if only is None else (only,):
+        report = simulate(seed, loop=_LOOPS[name], folder=folder / str(seed) if seed % 2 else None)
+        outcomes.update(report.outcomes)
+        numbers = msgspec.structs.asdict(report)
+        totals.update({name: value for name, value in numbers.items() if name != "outcomes"})
+    return outcomes, totals
+
+
+@pytest.mark.parametrize("name", _LOOPS)
+def test_simulation_in_real_time(name: str, tmp_path: Path, request: pytest.FixtureRequest):
+    first = 0 if name == "uvloop" else 20
+    outcomes, totals = in_real_time(name, range(first, first + 20), tmp_path, request.config)
+    if request.config.getoption("--sim-seed") is None:
+        assert not {"stop", "length", "abort", "deadline", "closed"} - outcomes.keys()
+        work = ("rows", "hit_tokens", "preemptions", "evictions", "written_blocks", "swapped_in_blocks")
+        assert all(totals[name] for name in work), totals
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", _LOOPS)
+@pytest.mark.parametrize("part", range(_PARTS))
+def test_simulation_in_real_time_of_many_seeds(part: int, name: str, tmp_path: Path, request: pytest.FixtureRequest):
+    _, totals = in_real_time(name, range(part, _REAL_SEEDS, _PARTS), tmp_path, request.config)
+    assert totals["rows"]
 
 
 def test_a_seed_gives_the_same_simulation_again():
@@ -160,6 +205,50 @@ def test_a_task_left_behind_is_an_error():
         run_sim(main())
 
 
+@pytest.mark.parametrize("kind", ["tcp", "unix"])
+def test_real_sockets_work_between_tasks_of_the_loop(kind, tmp_path):
+    rounds, think_s, data = 50, 30.0, bytes(range(256)) * 2000
+
+    async def serve(reader, writer):
+        # more than a socket's buffers hold, both ways
+        while question := await reader.read(1 << 16):
+            await asyncio.sleep(0.001)
+            writer.write(question)
+            await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+
+    async def ask(connect, number):
+        reader, writer = await connect()
+        for _ in range(rounds):
+            # a deadline in virtual time never comes before bytes that are under way
+            async with asyncio.timeout(0.01):
+                writer.write(b"%d" % number)
+                assert await reader.read(100) == b"%d" % number
+            await asyncio.sleep(think_s)
+        writer.write(data)
+        assert await reader.readexactly(len(data)) == data
+        writer.close()
+        await writer.wait_closed()
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        if kind == "tcp":
+            server = await asyncio.start_server(serve, "127.0.0.1", 0)
+            port = server.sockets[0].getsockname()[1]
+            connect = functools.partial(asyncio.open_connection, "127.0.0.1", port)
+        else:
+            path = str(tmp_path / "s")
+            server = await asyncio.start_unix_server(serve, path)
+            connect = functools.partial(asyncio.open_unix_connection, path)
+        async with server, asyncio.TaskGroup() as group:
+            for number in range(5):
+                group.create_task(ask(connect, number))
+        return loop.time()
+
+    assert rounds * think_s <= run_sim(main()) < rounds * (think_s + 0.01) + 1.0
+
+
 def test_the_fixture_runs_in_virtual_time(run_sim):
     async def main():
         await asyncio.sleep(3600)
@@ -233,12 +322,15 @@ def _edge(**options) -> EdgeRunner:
 @pytest.mark.parametrize("kind", ["fail", "hang", "die"])
 def test_a_fault_strikes_at_its_step(kind):
     async def main():
-        edge = _edge(fault=Fault(kind, 2), max_delay_s=1.0)
+        edge = _edge(fault=StepFault(kind, 2), max_delay_s=1.0)
         async with on_bench(edge) as on:
             first = on.launch_prefill(on.start(0, on.prompt(5), [0]))
             await first
             before = on.launch()
+            with pytest.raises(AssertionError, match=f"fault '{kind}' of step 2 never struck: the last was step 1"):
+                edge.assert_struck()
             struck = on.launch()
+            edge.assert_struck()
             await asyncio.wait([before, struck], timeout=100.0)
             if kind == "hang":
                 assert before.exception() is None
@@ -253,6 +345,52 @@ def test_a_fault_strikes_at_its_step(kind):
             await asyncio.wait([after], timeout=100.0)
             assert after.done() == (kind != "hang")
             _ = kind == "hang" or after.exception()
+
+    run_sim(main())
+
+
+def test_a_test_whose_fault_never_struck_fails_at_its_end():
+    def play(steps):
+        async def main(watch):
+            edge = watch(_edge(fault=StepFault("fail", 1)))
+            async with on_bench(edge) as on:
+                await asyncio.wait([on.launch() for _ in range(steps)])
+
+        with all_strike() as watch:
+            run_sim(main(watch))
+
+    play(2)
+    with pytest.raises(AssertionError, match="fault 'fail' of step 1 never struck: the last was step 0"):
+        play(1)
+
+
+def test_a_test_that_fails_for_another_reason_is_told_that_reason():
+    with pytest.raises(ZeroDivisionError), all_strike() as watch:
+        _ = len(watch(_edge()).launched) / 0
+
+
+def test_faults_of_transports_are_counted_too():
+    fabric = SimFabric(Random(1), SimFaults(corrupt=1.0, stall=1e-9))
+    with pytest.raises(AssertionError, match=r"never struck: corrupt, stall \(struck: corrupt 0, fail 0, stall 0\)"):
+        fabric.assert_struck()
+    assert fabric.strikes("corrupt")
+    fabric.assert_struck("corrupt")
+    with pytest.raises(AssertionError, match="never struck: stall"):
+        fabric.assert_struck()
+    fabric.faults = SimFaults()
+    with pytest.raises(AssertionError, match="no fault of transports was planned"):
+        fabric.assert_struck()
+
+
+def test_what_died_by_hand_was_struck_by_no_fault():
+    async def main():
+        for fault in (None, StepFault("die", 7)):
+            edge = _edge(fault=fault)
+            async with on_bench(edge):
+                edge.die()
+                assert edge.broken
+                with pytest.raises(AssertionError, match="there was no step" if fault else "no fault was injected"):
+                    edge.assert_struck()
 
     run_sim(main())
 
@@ -274,6 +412,26 @@ def test_edges_delay_and_keep_the_order():
     assert [step_id for step_id, _ in ended] == list(range(1, 11))
     assert ended[-1][1] > 0.2, "nothing was delayed"
     assert run_sim(main()) == ended, "the seed does not give the same delays"
+
+
+def test_edges_keep_the_order_where_timers_do_not():
+    async def main():
+        loop = asyncio.get_running_loop()
+        edge = _edge(max_delay_s=1.0)
+        async with on_bench(edge) as on:
+            await on.launch_prefill(on.start(0, on.prompt(3), [0]))
+            # the later a timer is due, the sooner it fires; a real loop exchanges those that are close
+            at = loop.call_at
+            loop.call_at = lambda when, *call: at(100.0 - when, *call)
+            ended = []
+            pending = [on.launch() for _ in range(5)]
+            for future in pending:
+                future.add_done_callback(lambda done: ended.append(done.result().step_id))
+            await asyncio.wait(pending)
+            del loop.call_at
+            return ended
+
+    assert run_sim(main()) == [1, 2, 3, 4, 5]
 
 
 def test_pass_model_takes_the_first_pass_and_the_stamp_of_hits():
@@ -300,7 +458,14 @@ def test_pass_model_takes_the_first_pass_and_the_stamp_of_hits():
 
 _THEIRS = """
     import asyncio, os, time
+    from random import Random
     import pytest
+    from fdasync.runner.base import RunnerLimits
+    from fdasync.runner.oracle import SyntheticConfig
+    from fdasync.runner.synthetic import SyntheticRunner
+    from fdasync.testing import EdgeRunner, StepFault, on_bench
+
+    LIMITS = RunnerLimits(max_running=4, max_step_tokens=64, num_blocks=16)
 
     def test_virtual_time(run_sim):
         run_sim(asyncio.sleep(1e5))
@@ -312,6 +477,13 @@ _THEIRS = """
         async def main():
             time.sleep(0.001)
         asyncio.run(main())
+
+    def test_never_struck_fails(run_sim, must_strike):
+        async def main():
+            runner = EdgeRunner(SyntheticRunner(SyntheticConfig(), LIMITS), Random(1), fault=StepFault("die", 9))
+            async with on_bench(must_strike(runner)) as on:
+                await on.launch()
+        run_sim(main())
 
     def test_nothing_is_imposed():
         async def main():
@@ -338,13 +510,15 @@ def test_the_plugin_serves_other_projects(tmp_path):
     )
     lines = done.stdout.splitlines()
     ends = {line.split("::")[1].split()[0]: line.split()[0] for line in lines if "::" in line and line[0] in "PFE"}
-    # a leak is found when the fixture ends, after the test itself has passed
+    # a leak, and a fault that never struck, are found when the fixture ends, after the test itself has passed
     assert {name: ends.get(name) for name in ("test_virtual_time", "test_nothing_is_imposed", "test_seeds")} == {
         "test_virtual_time": "PASSED",
         "test_nothing_is_imposed": "PASSED",
         "test_seeds": "PASSED",
     }, done.stdout
     assert ends["test_blocking_fails"] == "FAILED"
-    assert any(line.startswith("ERROR") and "test_leaks_fail" in line for line in lines)
+    for name in ("test_leaks_fail", "test_never_struck_fails"):
+        assert any(line.startswith("ERROR") and name in line for line in lines), name
+    assert "the fault 'die' of step 9 never struck: the last was step 0" in done.stdout
     assert "simulated 3 seeds, 0 to 2" in lines
     assert "three of them" in lines

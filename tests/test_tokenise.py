@@ -10,6 +10,7 @@ import pytest
 
 from fdasync.errors import CheckpointError, DeadlineExceeded, EngineClosed, ProtocolError, WorkerDied, WorkerStuck
 from fdasync.tokenise import TokenizerProcess
+from tests.helpers import hold_up
 
 MODULE = """
 import os, signal, sys, time
@@ -107,6 +108,17 @@ async def test_a_deadline_ends_the_wait(tokens):
         await tokens.encode("hang", 0.05)
     assert (caught.value.what, caught.value.deadline_s) == ("tokenising", 0.05)
     assert tokens._waiting == {}
+
+
+@pytest.mark.both_loops
+async def test_a_text_that_was_tokenised_while_the_loop_was_blocked_is_in_time(tokens):
+    (pid,) = await tokens.encode("pid", 20.0)
+    for blocked_s in (0.5, 0.15):
+        encoding = asyncio.ensure_future(tokens.encode("abc", 0.1))
+        await asyncio.sleep(0)
+        hold_up(blocked_s)
+        assert await encoding == [97, 98, 99]
+    assert await tokens.encode("pid", 20.0) == [pid]
 
 
 async def test_a_text_that_is_stuck_holds_up_no_later_one(tokens):

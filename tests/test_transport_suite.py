@@ -211,7 +211,7 @@ class NeverCloses(SimTransport):
 def test_what_is_broken_is_found(broken, test):
     suite = Suite()
     suite.broken = broken
-    with pytest.raises((AssertionError, ValueError, TypeError, IndexError, OverflowError, MemoryError, AttributeError)):
+    with pytest.raises(AssertionError):
         getattr(suite, test)()
 
 

@@ -6,18 +6,23 @@ import asyncio
 import fcntl
 import json
 import os
+import re
 import select
 import signal
+import sys
 import termios
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 import uvloop
 
 import fdasync
 from fdasync import EngineConfig, SamplingParams
 from fdasync.local import plans_for
+from fdasync.runner.oracle import Oracle, SyntheticConfig
+from fdasync.runner.synthetic import WEIGHTS_FILE
 from fdasync.testing import check_sample, oracle_of
 from fdasync.testing.engines import until
 from tests.serve_helpers import DEADLINE_S, children, command, config_file, config_of, is_running, wait_for
@@ -27,6 +32,19 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.serve_helpers import Running
+
+
+# as `fdasync up --mixed 2`, but for who is given up when
+_IMPATIENT = """
+import json, sys
+from pathlib import Path
+from fdasync import EngineConfig
+from fdasync.restarts import RestartRules
+from fdasync.up import UpOptions, run_up
+
+config = EngineConfig.from_mapping(json.loads(Path(sys.argv[1]).read_text()))
+sys.exit(run_up(config, UpOptions(mixed=2, folder=Path(sys.argv[2]), restart=RestartRules(first_s=0.01, limit=1))))
+"""
 
 
 @contextmanager
@@ -78,9 +96,88 @@ def test_a_killed_child_is_named_and_the_others_go_on(tmp_path: Path) -> None:
                 result = await router.complete([number] * 20, params, deadline_s=20)
                 check_sample(result.samples[0], [number] * 20, params, oracle)
 
-    with up(tmp_path, config, "--prefill", "1", "--decode", "2") as (running, addresses, pids):
+    with up(tmp_path, config, "--prefill", "1", "--decode", "2", "--restart", "no") as (running, addresses, pids):
         uvloop.run(ask(addresses, pids["d0"]))
         running.until(r"d0 \(decode\) was ended by SIGKILL; the others go on")
+        running.signal(signal.SIGTERM)
+        assert running.wait() == 1, running.text
+    assert "started again" not in running.text
+
+
+def test_a_killed_child_is_started_again_and_joins_with_the_fleets_weights(tmp_path: Path) -> None:
+    config = config_file(tmp_path)
+    new = tmp_path / "new"
+    new.mkdir()
+    (new / WEIGHTS_FILE).write_text(json.dumps({"weights_id": 1234}))
+    oracle = Oracle(msgspec.structs.replace(SyntheticConfig(**config_of(config).runner_config), weights_id=1234))
+    params = SamplingParams(max_tokens=8, temperature=0.0)
+
+    async def ask(addresses: list[str], pid: int) -> None:
+        async with fdasync.connect(addresses) as router:
+            await router.update_weights(5, str(new))
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda: not router.stats().instances[0].is_up)
+            for number in range(4):
+                result = await router.complete([number] * 20, params, deadline_s=20)
+                check_sample(result.samples[0], [number] * 20, params, oracle)
+            # it comes with the weights of its checkpoint, and gets those of the others
+            await until(lambda: router.stats().instances[0].is_up and not router.stats().instances[0].problem)
+            result = await router.complete([7] * 20, params, deadline_s=20, prefill=addresses[0])
+            check_sample(result.samples[0], [7] * 20, params, oracle)
+            assert [span.version for span in result.samples[0].weight_version] == [5]
+            assert router.stats().dropped == router.stats().missing == ()
+            assert [one.weight_version for one in router.stats().instances] == [5, 5]
+
+    with up(tmp_path, config, "--mixed", "2") as (running, addresses, pids):
+        uvloop.run(ask(addresses, pids["m0"]))
+        assert "m0 (mixed) was ended by SIGKILL; it is started again in 0.5 s" in running.text
+        again = children(running.process.pid)
+        assert again["m1"] == pids["m1"]
+        assert again["m0"] != pids["m0"]
+        running.signal(signal.SIGTERM)
+        assert running.wait() == 0, running.text
+    assert not is_running(again["m0"])
+    assert re.search(r"m0 +│ mixed +│ ended .* 1 │", running.text), running.text
+
+
+def test_those_that_do_not_stay_up_are_given_up_by_name(tmp_path: Path) -> None:
+    arguments = (str(config_file(tmp_path)), str(tmp_path / "run"))
+    with command(tmp_path, *arguments, program=[sys.executable, "-c", _IMPATIENT]) as running:
+        running.until("ready; connect with")
+        killed: dict[str, int] = {}
+        for name in ("m0", "m1") * 2:
+
+            def alive(name: str = name) -> int:
+                pid = children(running.process.pid).get(name, 0)
+                return 0 if pid == killed.get(name) else pid
+
+            wait_for(lambda: bool(alive()), name)
+            killed[name] = alive()
+            os.kill(killed[name], signal.SIGKILL)
+        # as long as one of them is there, or comes back, it goes on
+        assert running.wait() == 1, running.text
+    for name in ("m0", "m1"):
+        assert running.text.count(f"{name} (mixed) was ended by SIGKILL; it is started again in 0.01 s") == 1
+        assert f"{name} (mixed) was ended by SIGKILL; it was started again 1 times, and is given up" in running.text
+        assert re.search(rf"{name} +│ mixed +│ given up .* 1 │", running.text), running.text
+    assert "drained" not in running.text
+    assert not (tmp_path / "run").exists()
+
+
+def test_ctrl_c_ends_it_while_it_waits_to_start_one_again(tmp_path: Path) -> None:
+    with up(tmp_path, config_file(tmp_path), "--mixed", "1", "--folder", str(tmp_path / "run")) as (running, _, pids):
+        os.kill(pids["m0"], signal.SIGKILL)
+        running.until("it is started again in 0.5 s")
+        running.signal(signal.SIGINT)
+        assert running.wait() == 1, running.text
+    assert not (tmp_path / "run").exists()
+    assert "Traceback" not in running.text
+
+
+def test_one_that_was_told_to_end_stays_away(tmp_path: Path) -> None:
+    with up(tmp_path, config_file(tmp_path), "--mixed", "2") as (running, _, pids):
+        os.kill(pids["m0"], signal.SIGTERM)
+        running.until(r"m0 \(mixed\) ended with exit code 0; the others go on")
         running.signal(signal.SIGTERM)
         assert running.wait() == 1, running.text
 

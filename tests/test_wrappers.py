@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from fdasync.cache.store import DONE, EXISTS, MISS, Outcome, StoreUsage
 from fdasync.cache.wrappers import (
     Breaker,
-    FaultPlan,
-    Faults,
+    FaultyStore,
     Latency,
     Limits,
     Retry,
     StoreCall,
+    StoreFaults,
     Timeout,
     Trace,
     Wrapper,
@@ -90,17 +90,17 @@ class TestLatency(WrappedSuite):
 
 class TestFaultsOfRateZero(WrappedSuite):
     def wrap(self, store):
-        return Faults(store, FaultPlan(delay_s=1.0))
+        return FaultyStore(store, StoreFaults(delay_s=1.0))
 
 
 class TestFaultsThatOnlyDelay(WrappedSuite):
     def wrap(self, store):
-        return Faults(store, FaultPlan(delay=0.5, delay_s=0.01))
+        return FaultyStore(store, StoreFaults(delay=0.5, delay_s=0.01))
 
 
 class TestAllOfThem(WrappedSuite):
     def wrap(self, store):
-        limited = Limits(Faults(store, FaultPlan()), max_calls=4, max_nbytes=1 << 20, max_wait_s=10.0)
+        limited = Limits(FaultyStore(store, StoreFaults()), max_calls=4, max_nbytes=1 << 20, max_wait_s=10.0)
         retried = Retry(Timeout(limited, call_s=5.0), random=Random(1))
         return Trace(Breaker(retried), ignore)
 
@@ -120,7 +120,7 @@ WRAPS = {
     "breaker": Breaker,
     "trace": lambda store: Trace(store, ignore),
     "latency": lambda store: Latency(store, call_s=0.0),
-    "faults": lambda store: Faults(store, FaultPlan()),
+    "faults": lambda store: FaultyStore(store, StoreFaults()),
 }
 
 
@@ -302,9 +302,10 @@ def test_aclose_waits_then_kills_then_names_what_is_left():
                 await store.put(items("a"))
             with pytest.raises(StoreTimeout, match="put of store told did not end within 10 s") as found:
                 await store.aclose()
-            assert now() - begun == pytest.approx(21.0)
+            # all of it under one deadline
+            assert now() - begun == pytest.approx(11.0)
             assert found.value.ended is first.value.ended
-            assert told.life[1].startswith("kill: put of store told did not end in 10 s")
+            assert told.life[1].startswith("kill: put of store told did not end in 5 s")
             assert told.life[2] == "aclose"
             with pytest.raises(StoreUnavailable, match="closed"):
                 await store.put(items("a"))
@@ -315,7 +316,7 @@ def test_aclose_waits_then_kills_then_names_what_is_left():
 
 def test_what_hangs_ends_by_a_kill_and_the_store_is_used_further():
     async def play():
-        faults = Faults(memory(), FaultPlan(hang=1.0))
+        faults = FaultyStore(memory(), StoreFaults(hang=1.0))
         store = Timeout(faults, call_s=1.0)
         async with opened(store):
             with pytest.raises(StoreTimeout) as found:
@@ -325,7 +326,7 @@ def test_what_hangs_ends_by_a_kill_and_the_store_is_used_further():
             with pytest.raises(StoreUnavailable, match="the call was ended"):
                 await found.value.ended
             assert (faults.hanging, store.running) == (0, 0)
-            faults.plan = FaultPlan()
+            faults.plan = StoreFaults()
             assert await store.put(items("a")) == [DONE]
             assert await store.exists_prefix(["a"]) == 1
 
@@ -477,7 +478,7 @@ def test_closing_has_its_own_deadline_and_no_timer_is_left():
             with pytest.raises(StoreTimeout):
                 await store.put(items("a"))
             await store.aclose()
-            assert told.killed == [21.0]
+            assert told.killed == [11.0]
             assert not store._timers
         told = Killable()
         store = Timeout(told, call_s=5.0, kill_s=6.0, close_s=20.0)
@@ -489,7 +490,7 @@ def test_closing_has_its_own_deadline_and_no_timer_is_left():
             # its deadline comes while the store closes
             await store.aclose()
             assert isinstance(putting.exception(), StoreTimeout)
-            assert told.killed == [begun + 20.0]
+            assert told.killed == [begun + 10.0]
             assert not store._timers
 
     run_sim(play())
@@ -656,7 +657,33 @@ def test_what_waits_for_its_delay_never_begins_once_it_is_ended(how):
 
 
 def faulty(**plan):
-    return Faults(memory(), FaultPlan(**plan))
+    return FaultyStore(memory(), StoreFaults(**plan))
+
+
+def test_a_fault_that_never_struck_fails_the_test_that_asks():
+    async def play():
+        store = faulty(fail_call=1e-9, drop_put=1.0)
+        async with opened(store):
+            await store.put(items("a", "b"))
+            store.plan = StoreFaults(flip_bit=1.0)
+            store.assert_struck("drop_put")
+            told = r"faults of store memory never struck: fail_call, flip_bit \(struck: drop_put 2; calls: put 1\)"
+            with pytest.raises(AssertionError, match=told):
+                store.assert_struck()
+            with pytest.raises(AssertionError, match="never struck: hang"):
+                store.assert_struck("hang")
+        nothing = faulty()
+        with pytest.raises(AssertionError, match="no fault of store memory was planned"):
+            nothing.assert_struck()
+        # whatever was planned before is asked for, too
+        sure = faulty(fail_call=1.0)
+        async with opened(sure):
+            with pytest.raises(StoreUnavailable):
+                await sure.put(items("a"))
+            sure.plan = StoreFaults()
+            sure.assert_struck()
+
+    run_sim(play())
 
 
 def test_a_failed_call_did_nothing_and_a_lost_answer_did():
@@ -665,10 +692,10 @@ def test_a_failed_call_did_nothing_and_a_lost_answer_did():
         async with opened(store):
             with pytest.raises(StoreUnavailable, match="the call failed"):
                 await store.put(items("a"))
-            store.plan = FaultPlan(lose_answer=1.0)
+            store.plan = StoreFaults(lose_answer=1.0)
             with pytest.raises(StoreUnavailable, match="the answer was lost"):
                 await store.put(items("b"))
-            store.plan = FaultPlan()
+            store.plan = StoreFaults()
             assert [await store.exists_prefix([key]) for key in "ab"] == [0, 1]
             assert store.counts == {"fail_call": 1, "lose_answer": 1}
 
@@ -684,9 +711,9 @@ def test_failed_items_and_dropped_puts():
             failed = [one.status == "failed" for one in outcomes]
             assert 0 < sum(failed) < 20
             assert all(one.transient and one.problem for one in outcomes if one.status == "failed")
-            store.plan = FaultPlan()
+            store.plan = StoreFaults()
             assert [not await store.exists_prefix([name]) for name in names] == failed
-            store.plan = FaultPlan(drop_put=1.0)
+            store.plan = StoreFaults(drop_put=1.0)
             assert await store.put(items("dropped")) == [DONE]
             assert await store.exists_prefix(["dropped"]) == 0
 
@@ -703,13 +730,13 @@ def test_truncated_reads_and_flipped_bits_are_done_and_wrong():
             await store.put([parts])
             for seed in range(20):
                 store._random = Random(seed)
-                store.plan = FaultPlan(flip_bit=1.0)
+                store.plan = StoreFaults(flip_bit=1.0)
                 assert await store.get_into([parts]) == [DONE]
                 found = bytes(region.view(0, len(data)))
                 wrong = [one ^ other for one, other in zip(data, found, strict=True) if one != other]
                 assert len(wrong) == 1
                 assert wrong[0].bit_count() == 1
-                store.plan = FaultPlan(truncate=1.0)
+                store.plan = StoreFaults(truncate=1.0)
                 assert await store.get_into([parts]) == [DONE]
                 found = bytes(region.view(0, len(data)))
                 kept = len(found.rstrip(b"\0"))

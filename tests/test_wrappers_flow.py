@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fdasync.cache.store import DONE, EXISTS, MISS, Item, Outcome, Part
-from fdasync.cache.wrappers import Breaker, FaultPlan, Faults, Limits, Retry, Timeout, Trace
+from fdasync.cache.wrappers import Breaker, FaultyStore, Limits, Retry, StoreFaults, Timeout, Trace
 from fdasync.errors import StoreBusy, StoreRejected, StoreTimeout, StoreUnavailable
 from fdasync.testing import run_sim
 from fdasync.testing.store_bench import turns, value
@@ -619,13 +619,13 @@ def test_what_began_before_it_opened_says_nothing_of_what_came_after():
 @pytest.mark.parametrize("after_s", [0.0, 1.0, 2.5, 6.0, 9.0, 30.0])
 def test_aclose_ends_the_probe_whatever_it_does(after_s, how):
     async def play():
-        faults = Faults(memory(), FaultPlan(fail_call=1.0))
+        faults = FaultyStore(memory(), StoreFaults(fail_call=1.0))
         store = Watched(faults, failures=1, max_cooldown_s=4.0)
         async with opened(store):
             with pytest.raises(StoreUnavailable):
                 await store.put(items("a"))
             # the first probe, at 2 s, hangs
-            faults.plan = FaultPlan(hang=1.0)
+            faults.plan = StoreFaults(hang=1.0)
             logged = []
             asyncio.get_running_loop().set_exception_handler(lambda *told: logged.append(told))
             await asyncio.sleep(after_s)
@@ -655,10 +655,10 @@ def test_around_a_store_full_of_faults_every_call_ends_and_what_is_read_is_right
     async def play():
         random = Random(seed)
         calls = []
-        plan = FaultPlan(
+        plan = StoreFaults(
             seed=seed, fail_call=0.1, lose_answer=0.1, fail_item=0.1, drop_put=0.1, delay=0.3, delay_s=3.0, hang=hang
         )
-        faults = Faults(memory(), plan)
+        faults = FaultyStore(memory(), plan)
         inner = Timeout(Limits(faults, max_calls=3, max_nbytes=5 * NBYTES, max_wait_s=2.0), call_s=2.0, close_s=4.0)
         breaker = Watched(Retry(inner, random=random, first_s=0.1))
         store = Trace(breaker, calls.append)
@@ -695,7 +695,7 @@ def test_around_a_store_full_of_faults_every_call_ends_and_what_is_read_is_right
                     await turns(5)
                 await asyncio.sleep(1.0)
                 begun = now()
-            faults.plan = FaultPlan()
+            faults.plan = StoreFaults()
             await store.kill("the end of the faults")
             await asyncio.sleep(60.0)
             assert breaker.state == "closed"

@@ -74,30 +74,64 @@ class AuxArena:
     def scatter(
         self, index: NDArray[np.integer], generations: NDArray[np.integer], values: Mapping[str, NDArray[np.generic]]
     ) -> None:
-        """Write rows: `index` [n] is slot * block_tokens + offset, `generations` [n] the use of each slot,
-        `values[name]` [n, *shape]. Tags are written last."""
+        """Write whole rows: `index` [n] is slot * block_tokens + offset, `generations` [n] the use of each slot,
+        `values[name]` [n, *shape] of the spec's dtype, for every spec. Tags are written last.
+
+        Raises InvariantBroken, before anything is written, unless names, shapes and dtypes are exactly those of the
+        specs: a row is valid for all of them or for none, so what was left out would be another use's bytes.
+        """
+        self._check(index, generations, values)
         for name, rows in values.items():
             self.rows[name][index] = rows
             self.written_nbytes += rows.nbytes
         self._tags[index] = generations
 
+    def _check(
+        self, index: NDArray[np.integer], generations: NDArray[np.integer], values: Mapping[str, NDArray[np.generic]]
+    ) -> None:
+        count = len(index)
+        if values.keys() != self.rows.keys():
+            missing = sorted(self.rows.keys() - values.keys())
+            unknown = sorted(values.keys() - self.rows.keys())
+            raise InvariantBroken(f"aux rows were written without {missing} and with {unknown}: every spec, or none")
+        for spec in self.specs:
+            rows, shape = values[spec.name], (count, *spec.shape)
+            if rows.dtype != spec.dtype or rows.shape != shape:
+                raise InvariantBroken(
+                    f"aux rows of {spec.name!r} are {rows.dtype} {list(rows.shape)}, its spec says "
+                    f"{spec.dtype} {list(shape)} for {count} tokens"
+                )
+        if index.shape != (count,) or generations.shape != (count,):
+            raise InvariantBroken(f"{list(generations.shape)} generations for {list(index.shape)} aux rows")
+        # a negative one would count from the end, in another slot
+        if count and not 0 <= int(index.min()) <= int(index.max()) < self.num_slots * self.block_tokens:
+            raise InvariantBroken(
+                f"aux rows {int(index.min())} to {int(index.max())} of {self.num_slots * self.block_tokens}"
+            )
+
     def copy_rows(
         self, slot: int, generation: int, offset: int, count: int, into: Mapping[str, NDArray[np.generic]], at: int
     ) -> None:
-        """Copy rows [offset, offset + count) of a slot to `into[name][at : at + count]`, for every spec.
+        """Copy rows [offset, offset + count) of a slot to `into[name][at : at + count]`, for every name in it.
 
         Raises InvariantBroken, before anything is copied, if a row was not written for this generation.
         """
+        self.check_written(slot, generation, offset, count)
         first = slot * self.block_tokens + offset
         last = first + count
+        for name, rows in into.items():
+            rows[at : at + count] = self.rows[name][first:last]
+
+    def check_written(self, slot: int, generation: int, offset: int, count: int) -> None:
+        """Raise InvariantBroken unless rows [offset, offset + count) of a slot were written for this use of it. Whoever
+        copies rows, stores them or offers them to others asks first."""
+        first = slot * self.block_tokens + offset
         # 0 is what memory holds that nobody wrote; no use of a slot has it
-        if not generation or not (self._tags[first:last] == generation).all():
+        if not generation or not (self._tags[first : first + count] == generation).all():
             raise InvariantBroken(
                 f"aux rows {offset} to {offset + count - 1} of slot {slot} were not written for generation "
                 f"{generation}: the runner's capture missed them"
             )
-        for name, rows in self.rows.items():
-            into[name][at : at + count] = rows[first:last]
 
     def parts(self, slot: int, region: int) -> tuple[Part, ...]:
         """Where the rows of a slot lie, a part for each spec; `region` is this region's number for the store."""

@@ -7,11 +7,14 @@ A slot belongs to one computation of a block and shares the life of the KV it wa
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import msgspec
 
 from fdasync.errors import InvariantBroken
 
+#: name of the spec that is the expert routing
+ROUTING = "routing"
 _DTYPE_NBYTES = {"uint8": 1, "uint16": 2, "int32": 4, "uint32": 4, "float16": 2, "float32": 4}
 
 
@@ -31,6 +34,14 @@ class AuxSpec(msgspec.Struct, frozen=True):
     @property
     def token_nbytes(self) -> int:
         return math.prod(self.shape) * _DTYPE_NBYTES[self.dtype]
+
+
+def wanted_specs(
+    specs: Sequence[AuxSpec], routing: bool | None, aux: bool | Sequence[str] | None
+) -> tuple[AuxSpec, ...]:
+    """The specs whose rows a request gets, in their order; see `Engine.generate` for what it asks."""
+    others = aux if isinstance(aux, Sequence) else [spec.name for spec in specs if aux is not False]
+    return tuple([spec for spec in specs if (routing is not False if spec.name == ROUTING else spec.name in others)])
 
 
 class Slot(msgspec.Struct, frozen=True, array_like=True):

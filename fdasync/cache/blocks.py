@@ -29,13 +29,16 @@ class Block:
         arriving: the copy that brings its KV to the device, while under way; else -1.
         device_moves, host_moves: transfers in flight that read or write its KV there. A transfer pins both ends.
         on_host: its KV on the host is whole: no transfer is still bringing it.
-        wanted: it shall be written to the store as soon as it is on the host.
-        stored: the store has it, as far as known.
+        wanted: it shall be written to the store as soon as it is on the host; parent: identity of the block before it,
+            b"" for the first, since it was wanted.
+        stored: the store has it, as far as known; absent: it has not, as far as known. Neither: nothing is known.
+        uses: admissions that came by it since the store's last word about it.
         used: when it was used last, in the index's own count; leaves of a chain before their parents.
         device_list, host_list: the lists of `prefix.py` that it is in.
     """
 
     __slots__ = (
+        "absent",
         "arriving",
         "device_list",
         "device_moves",
@@ -45,12 +48,14 @@ class Block:
         "id",
         "key",
         "on_host",
+        "parent",
         "pins",
         "sealed",
         "slot",
         "step",
         "stored",
         "used",
+        "uses",
         "wanted",
     )
 
@@ -67,7 +72,10 @@ class Block:
         self.host_moves = 0
         self.on_host = False
         self.wanted = False
+        self.parent = b""
         self.stored = False
+        self.absent = False
+        self.uses = 0
         self.used = 0
         self.device_list: Lru | None = None
         self.host_list: Lru | None = None
@@ -76,6 +84,18 @@ class Block:
     def usable(self) -> bool:
         """A step may read its KV on the device."""
         return self.id >= 0 and self.arriving < 0
+
+    def heard(self, *, stored: bool) -> None:
+        """The store's last word about it."""
+        self.stored, self.absent, self.uses = stored, not stored, 0
+
+    def give_up(self) -> int:
+        """It cannot be written; returns 1 if it should have been, else 0."""
+        if not self.wanted:
+            return 0
+        self.wanted = False
+        self.heard(stored=False)
+        return 1
 
     def __repr__(self) -> str:
         return f"Block({self.id}, host={self.host}, slot={self.slot}, pins={self.pins}, sealed={self.sealed})"

@@ -60,6 +60,19 @@ class Trouble(msgspec.Struct, frozen=True):
         return Outcome("failed", self.words, transient=True)
 
 
+def no_room(folder: Path, wanted_nbytes: int, words: str) -> str:
+    """In a thread: the words of a disk that is full, with what is needed and what is there."""
+    try:
+        room = os.statvfs(folder)
+        free = f"{room.f_bavail * room.f_frsize} are free"
+    except OSError as error:
+        free = f"how many are free is not known ({error.strerror})"
+    return (
+        f"{words}: a new file takes {wanted_nbytes} bytes and {free} in {folder}; make room, or lower segment_nbytes"
+        " and max_nbytes"
+    )
+
+
 class WriteSlot(msgspec.Struct, frozen=True):
     """One object on its way to a slot; `views` are its bytes, one after the other, `before` completes them."""
 

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor  # threads: the same
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from fdasync.cache.file_index import Drop, Grow, Place, Segment
-from fdasync.cache.file_io import FULL, Trouble, make_segment, mark_segment
+from fdasync.cache.file_io import FULL, Trouble, make_segment, mark_segment, no_room
 from fdasync.cache.file_layout import CLEAN, Shape, least_nbytes
 from fdasync.cache.region import page_aligned
 from fdasync.cache.store import Outcome, finish
@@ -220,11 +220,12 @@ class FileRoom:
                         await self.drop(step.segment)
                 except OSError as error:
                     trouble = Trouble.of(error)
-                    if trouble.code not in FULL or isinstance(step, Drop):
+                    if trouble.code not in FULL or not isinstance(step, Grow):
                         return trouble.outcome()
                     # for a while what is there has to do
+                    wanted = Shape(stride, step.slots, 0).nbytes
+                    self._full_words = await self._threads.run(no_room, self._folder, wanted, trouble.words)
                     self._full_until = asyncio.get_running_loop().time() + _FULL_DISK_S
-                    self._full_words = trouble.words
                     self._index.limit_nbytes = self._index.total_nbytes
             if not isinstance(step, Place):
                 step = self._find(stride)

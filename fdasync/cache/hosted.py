@@ -31,6 +31,7 @@ from fdasync.cache.hosted_wire import (
     unpack_error,
 )
 from fdasync.cache.store import Capabilities, Item, Outcome, Store, StoreUsage
+from fdasync.deadlines import Closing, wait_within
 from fdasync.errors import ConfigError, DeadlineExceeded, StoreRejected, StoreUnavailable
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ class HostedStore(Store):
             `blocking` imports it in the engine too, so importing it should be cheap.
         store_config: its raw configuration.
         schema: of the block objects that it keeps; None for a store of plain bytes.
-        close_deadline_s: how long closing the store may take before its process is killed, in seconds.
+        close_deadline_s: how long closing the store may take before its process is killed, in seconds; or the deadline
+            of what closes together with this.
         open_deadline_s: the same for opening it, imports included.
         respawn_s: children are started at most once in this time, in seconds.
 
@@ -74,7 +76,7 @@ class HostedStore(Store):
         store_config: dict[str, Any],
         schema: BlockSchema | None = None,
         *,
-        close_deadline_s: float,
+        close_deadline_s: float | Closing,
         open_deadline_s: float = 60.0,
         respawn_s: float = 1.0,
     ) -> None:
@@ -82,7 +84,7 @@ class HostedStore(Store):
         self.spawned = 0
         self._name = name
         self._schema = schema
-        self._close_deadline_s = close_deadline_s
+        self._closing = close_deadline_s if isinstance(close_deadline_s, Closing) else Closing(close_deadline_s)
         self._open_deadline_s = open_deadline_s
         self._respawn_s = respawn_s
         self._regions: tuple[SharedRegion, ...] = ()
@@ -99,11 +101,17 @@ class HostedStore(Store):
         return -1 if self._child is None else self._child.process.pid
 
     async def open(self, regions: Sequence[SharedRegion]) -> None:
-        """As the hosted store's own. Raises what it raises, PluginError and ConfigError; StoreUnavailable too if its
-        process ends or does not open it in time."""
+        """As the hosted store's own, and again after one that failed, each time in a fresh process.
+
+        Raises what it raises, PluginError and ConfigError; StoreUnavailable too if its process ends or does not open it
+        in time.
+        """
         if len(regions) > _MAX_REGIONS:
             raise StoreRejected(self._name, f"{len(regions)} regions", f"at most {_MAX_REGIONS} can be shared")
         self._regions = tuple(regions)
+        if self._child is not None and self._opening is None:
+            # of an opening that failed, and not reaped yet
+            raise StoreUnavailable(self._name, self._child.ending or "it is open")
         refused = await self._open_once()
         if refused is not None:
             raise unpack_error(refused)
@@ -163,7 +171,8 @@ class HostedStore(Store):
         child, opening = self._child, self._opening
         if child is not None:
             child.ending = child.ending or "it is closed"
-            await child.process.close(_ENCODE(Close()), self._close_deadline_s)
+            self._closing.begin()
+            await child.process.close(_ENCODE(Close()), self._closing.left_s)
             await asyncio.wait([child.gone])
         if opening is not None:
             await asyncio.wait([opening])
@@ -251,7 +260,7 @@ class HostedStore(Store):
             return pack_error(0, self._name, StoreUnavailable(self._name, f"no process can be started: {error}"))
         self.spawned += 1
         child.process.send(payload, [region.fd for region in self._regions])
-        done, _ = await asyncio.wait([child.opened], timeout=self._open_deadline_s)
+        done, _ = await wait_within([child.opened], self._open_deadline_s)
         if not done:
             child.ending = f"opening it did not end within {self._open_deadline_s:g} s"
             await child.process.kill()
@@ -259,7 +268,7 @@ class HostedStore(Store):
         answer = child.opened.result()  # of a future that is done
         if isinstance(answer, Refused):
             child.ending = child.ending or "it did not open"
-            await child.process.close(_ENCODE(Close()), self._close_deadline_s)
+            await child.process.close(_ENCODE(Close()), self._closing.left_s)
             await asyncio.wait([child.gone])
             return answer
         limits = answer.capabilities

@@ -4,8 +4,9 @@
 (`fdasync.stores`). Called by `fdasync/keeper.py` through the wrappers of `cache/wrappers/`.
 
 **Objects.** A store maps keys to immutable strings of bytes. A key is text of `[0-9a-z./_-]`, at most
-`capabilities.max_key_chars` long, never starting or ending with "/" or ".", without "..". What the bytes mean is
-not the store's business: `block_format.py` makes them self-describing and checks them.
+`capabilities.max_key_chars` long, never starting or ending with "/" or ".", without "..". It is no path: "a" and "a/b"
+can both be keys, and what happens to one of them does not touch the other. What the bytes mean is not the store's
+business: `block_format.py` makes them self-describing and checks them.
 
 **Parts.** A caller never hands over bytes. It names runs of bytes (`Part`) in shared regions that were given to
 `open`; the value of an item is its parts one after the other, and a store reads and writes them in place, without
@@ -136,6 +137,9 @@ class StoreUsage(msgspec.Struct, frozen=True, kw_only=True):
 class Store(ABC):
     """See the module. Life: `open` once, verbs any number of times and at the same time, `aclose` once or more.
 
+    An `open` that raised or was cancelled may be called again: an engine starts without a store that cannot be reached,
+    and tries again every so often. (One that is `blocking` is a new object in a new process then.)
+
     Used from one loop. `config_type` is a frozen msgspec Struct that the registry decodes the configuration into.
     `blocking`: its verbs may block, start threads or hold the GIL, so it is hosted in a process of its own
     (`hosted.py`) and never runs in an engine's.
@@ -152,8 +156,8 @@ class Store(ABC):
     async def open(self, regions: Sequence[SharedRegion]) -> None:
         """Connect, take locks, set `capabilities`. Later parts lie in these regions, which the caller owns.
 
-        Raises StoreUnavailable, StoreRejected (the configuration or the place is wrong; it names what and the way
-        out). `aclose` is called after a failed `open` too.
+        Raises StoreUnavailable (nobody is there for now: a warning), StoreRejected (the configuration or the place is
+        wrong: no engine starts with it; it names what and the way out). `aclose` is called after a failed `open` too.
         """
 
     @abstractmethod

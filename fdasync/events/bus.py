@@ -92,9 +92,13 @@ class EventBus:
     Args:
         clock: engine time in seconds.
         wake: called when the queue goes from empty to not empty; schedules a turn.
+
+    Attributes:
+        standing: gives the published events that still hold: a new tap is told them first.
     """
 
     def __init__(self, clock: Callable[[], float], wake: Callable[[], None]) -> None:
+        self.standing: Callable[[], Iterable[Event]] = tuple
         self._clock = clock
         self._wake = wake
         self._queue: list[Event] = []
@@ -128,6 +132,7 @@ class EventBus:
         if self._closed:
             tap.close()
         else:
+            tap.offer(event for event in self.standing() if event not in self._queue)
             self._taps.append(tap)
         return tap
 

@@ -372,7 +372,10 @@ class BlockDamaged(Told, frozen=True, kw_only=True):
 
 
 class WritesRefused(Told, frozen=True, kw_only=True):
-    """Blocks that the store did not take, and why it did not take the first of them."""
+    """Blocks that the store did not take since this was told last, and why the latest ones were not.
+
+    The same kind of reason (no room, or a failure) is told every 10 s at most; `Engine.stats` counts all.
+    """
 
     store: str
     items: int

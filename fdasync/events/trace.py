@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FORMAT = 1
+_ENCODER = msgspec.json.Encoder()
 
 
 class TraceHeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,11 +65,27 @@ class TraceRing:
             complete=self._count == len(self._turns),
             scheduler=msgspec.to_builtins(self._config),
         )
-        encoder = msgspec.json.Encoder()
-        lines = [encoder.encode(header)]
-        lines += [encoder.encode({"events": events, "actions": actions}) for events, actions in self._turns]
+        lines = [_ENCODER.encode(header)]
+        lines += [_line({"events": events, "actions": actions}) for events, actions in self._turns]
         return b"\n".join(lines) + b"\n"
 
     def save(self, path: Path) -> None:
         """Write the trace to a file. Blocks: call it where that is no harm."""
         path.write_bytes(self.encode())
+
+
+def _line(turn: dict[str, Any]) -> bytes:
+    try:
+        return _ENCODER.encode(turn)
+    except UnicodeEncodeError:
+        # the words of somebody's error, which may quote a path that is no text; callers' own are refused at the door
+        return _ENCODER.encode(_readable(msgspec.to_builtins(turn)))
+
+
+def _readable(value: Any) -> Any:
+    """The same, with a question mark for each lone surrogate."""
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, dict):
+        return {_readable(key): _readable(inner) for key, inner in value.items()}
+    return [_readable(inner) for inner in value] if isinstance(value, list | tuple) else value

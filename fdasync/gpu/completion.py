@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, overload
 
+from fdasync.deadlines import wait_within
 from fdasync.errors import DeadlineExceeded, DeviceFailed, InvariantBroken
 
 if TYPE_CHECKING:
@@ -188,7 +189,7 @@ class CompletionPort(ABC):
             if self._in_flight:
                 if self._idle is None:
                     self._idle = self._loop.create_future()
-                await asyncio.wait([self._idle], timeout=deadline_s)
+                await wait_within([self._idle], deadline_s)
         except asyncio.CancelledError:
             self._abandon(self._loop.time() - began)
             raise

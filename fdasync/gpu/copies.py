@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from fdasync.deadlines import wait_within
 from fdasync.errors import DeadlineExceeded, InvariantBroken
 from fdasync.gpu.block_rows import BlockRows
 from fdasync.gpu.cudart import Driver, RegisteredHost
@@ -192,7 +193,7 @@ class BlockCopies:
         """
         self._closing = True
         if self._jobs:
-            await asyncio.wait([job.ended for job in self._jobs], timeout=deadline_s)
+            await wait_within([job.ended for job in self._jobs], deadline_s)
         if self._jobs:
             stuck = ", ".join(f"{job.lane} of {len(job.device)} blocks" for job in self._jobs)
             raise DeadlineExceeded(f"block copies in flight ({stuck})", deadline_s)

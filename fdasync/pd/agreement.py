@@ -2,17 +2,20 @@
 
 All instances of a router have one weights id. One that comes up with another gets no requests: it is brought up to
 date with this router's last update, by the same command, or it is dropped by name. Where there was no update, those
-that came up first are the measure. Instances that change while they are there were updated by somebody else: they are
+that were there at the start are the measure: of several, those of the latest version; one of an earlier version waits
+for whoever updates the others. Instances that change while they are there were updated by somebody else: they are
 followed as soon as most have changed. Told by `router.py` and `barrier.py`; sends nothing but that one command.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from fdasync.deadlines import wait_within
 from fdasync.errors import FdasyncError, PeerBusy
 
 if TYPE_CHECKING:
@@ -45,7 +48,7 @@ class Agreement:
     Attributes:
         dropped: all so far.
         last: this router's last update, as long as nobody else made a later one.
-        held: an update is under way; who comes up is judged at its end.
+        held: an update is under way, or the router starts; who comes up is judged at its end.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class Agreement:
     ) -> None:
         self.dropped: list[Dropped] = []
         self.last: Command | None = None
-        self.held = False
+        self.held = True
         self._fleet = fleet
         self._tell = tell
         self._forget = forget
@@ -67,6 +70,17 @@ class Agreement:
         self._loop = asyncio.get_running_loop()
         self._followed = False
         self._tasks: dict[Member, asyncio.Task[None]] = {}
+
+    def begin(self) -> None:
+        """The first are there. One that was started again a moment ago may be among them, with weights of before: it is
+        no measure for those that have been updated."""
+        up = self._fleet.up()
+        have = Counter(member.namespace for member in up)
+        if up:
+            best = max(up, key=lambda member: (member.weight_version, have[member.namespace]))
+            self._fleet.namespace = best.namespace
+        self.held = False
+        self.judge_all()
 
     def judge(self, member: Member) -> None:
         """It came up, or said that its weights changed."""
@@ -86,12 +100,17 @@ class Agreement:
         elif not any(other.namespace == self._fleet.namespace for other in self._fleet.up()):
             # nobody is there to differ from
             self._fleet.namespace, member.behind = member.namespace, False
-        elif not self._followed:
+        elif not self._followed and not self._is_older(member):
             self.drop(member, _OTHER)
         # else whoever updates the others is expected to update this one
 
+    def _is_older(self, member: Member) -> bool:
+        """It has an earlier version than the others: started again since, most likely."""
+        have = [other.weight_version for other in self._fleet.up() if other.namespace == self._fleet.namespace]
+        return member.weight_version < max(have, default=0)
+
     def judge_all(self) -> None:
-        """An update is over."""
+        """An update is over, or the start."""
         for member in self._fleet.up():
             self.judge(member)
 
@@ -127,7 +146,7 @@ class Agreement:
         """Until nobody, or not this one, is being brought up to date."""
         tasks = [task for other, task in self._tasks.items() if member in (None, other)]
         if tasks:
-            await asyncio.wait(tasks, timeout=limit_s)
+            await wait_within(tasks, limit_s)
 
     async def aclose(self) -> None:
         """Nobody is brought up to date any more; who was told to be goes on."""

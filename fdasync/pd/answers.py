@@ -8,6 +8,7 @@ schedule.
 
 from __future__ import annotations
 
+from array import array
 from typing import TYPE_CHECKING
 
 from fdasync.errors import (
@@ -17,8 +18,9 @@ from fdasync.errors import (
     PeerUnreachable,
     PermanentError,
     ProtocolError,
+    TooLong,
 )
-from fdasync.pd.messages import Abort, Failed, Moved, Progress
+from fdasync.pd.messages import Abort, Failed, Moved, Progress, PromptTokens
 from fdasync.pd.results import ended_message, output_messages, row_messages
 from fdasync.pd.streams import ELSEWHERE, Streams, groups
 
@@ -102,6 +104,8 @@ class Answers:
             self._aborted.discard(place)
             self._site.tell(caller, failed(name, error))
             return
+        if isinstance(ask.prompt, str) and request.prompt:
+            self._site.tell(caller, PromptTokens(name, array("i", request.prompt).tobytes()))
         self._watch(caller, name, request)
         if place in self._aborted:
             self._site.door.abort(request)
@@ -176,6 +180,8 @@ class Answers:
                 problem,
                 retriable=True,
                 whole="never_lease" in reasons,
+                # of a text nobody but us knows how long it is, and whom to send it to may depend on it
+                prompt_tokens=len(request.prompt),
             )
             self._site.tell(caller, words)
 
@@ -187,7 +193,12 @@ def failed(name: str, error: FdasyncError) -> Failed:
     if isinstance(error, BadInput):
         limit = "" if error.limit is None else str(error.limit)[:_WORDS_CHARS]
         problem = error.problem[:_WORDS_CHARS]
-        return Failed(name, kind, problem, error.field[:_WORDS_CHARS], limit, error.hint[:_WORDS_CHARS])
+        count = 0
+        if isinstance(error, TooLong):
+            kind, count = BadInput.__name__, error.prompt_tokens
+        return Failed(
+            name, kind, problem, error.field[:_WORDS_CHARS], limit, error.hint[:_WORDS_CHARS], prompt_tokens=count
+        )  # fmt: skip
     # an engine that failed or closes cannot serve it; another one can
     retriable = retriable or kind in ("EngineFailed", "EngineClosed")
     return Failed(name, kind, str(error)[:_WORDS_CHARS], retriable=retriable)

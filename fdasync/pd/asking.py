@@ -9,12 +9,13 @@ Called by `instance.py` with actions, messages and news of peers.
 
 from __future__ import annotations
 
-import asyncio
 from array import array
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from fdasync.cache.aux import wanted_specs
+from fdasync.deadlines import wait_within
 from fdasync.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -42,6 +43,7 @@ from fdasync.pd.transport import checksum_parts
 from fdasync.pd.zmq_address import absolute
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Sequence
 
     from fdasync.actions import AskLease, GiveUpLease, HandOver, SendBlocks
@@ -151,10 +153,10 @@ class Asking:
             return lease.answer.result()  # of a future that is done
         peer.send(self._words(lease))
         lease.told = True
-        await asyncio.wait([lease.sign], timeout=max(action.silent_by - site.loop.time(), 0.0))
+        await wait_within([lease.sign], action.silent_by - site.loop.time())
         if not lease.sign.done():
             return _denied(group, attempt, "it did not answer", silent=True)
-        await asyncio.wait([lease.answer], timeout=max(action.answer_by - site.loop.time(), 0.0))
+        await wait_within([lease.answer], action.answer_by - site.loop.time())
         if not lease.answer.done():
             return _denied(group, attempt, "it had no room in time")
         return lease.answer.result()  # of a future that is done
@@ -163,6 +165,7 @@ class Asking:
         action, ask, event = lease.action, lease.ask, lease.event
         now = self._site.loop.time()
         assert ask.errand is not None
+        specs = wanted_specs(self._site.capacity().aux_specs, ask.routing, ask.aux)
         wanted = Wanted(
             caller=ask.errand.caller,
             tokens=array("i", event.tokens).tobytes(),
@@ -173,7 +176,7 @@ class Asking:
             streams=ask.streams,
             priority=event.priority,
             deadline_s=max(event.deadline - now, 1e-3),
-            routing=ask.routing is not False and bool(self._site.capacity().aux_specs),
+            rows=tuple([spec.name for spec in specs]),
             start=ask.start,
         )
         return LeaseAsk(*lease.name, wanted, action.ttl_s, max(action.over_by - now, 0.0))
@@ -195,10 +198,11 @@ class Asking:
 
     async def _send(self, lease: _Lease, action: SendBlocks) -> None:
         site = self._site
-        slots = action.slots or (-1,) * len(action.host)
+        none = (-1,) * len(action.host)
+        uses = zip(action.slots or none, action.generations or none, strict=True)
         refs = [
-            await self._ref(index, host, slot)
-            for index, host, slot in zip(action.indices, action.host, slots, strict=True)
+            await self._ref(index, host, *use)
+            for index, host, use in zip(action.indices, action.host, uses, strict=True)
         ]
         if action.offer not in lease.offers:
             # the lease ended meanwhile, and the offer with it
@@ -212,8 +216,14 @@ class Asking:
         except (PeerUnreachable, PeerRefused) as error:
             self._lost(lease, str(error))
 
-    async def _ref(self, index: int, host: int, slot: int) -> BlockRef:
-        """A block of ours and its checksums. Nobody writes it: the scheduler holds it until it hears of its end."""
+    async def _ref(self, index: int, host: int, slot: int, generation: int, num_rows: int | None = None) -> BlockRef:
+        """A block of ours and its checksums. Nobody writes it: the scheduler holds it until it hears of its end.
+
+        Raises InvariantBroken if its first `num_rows` rows (None: all) were not written for this use of their slot.
+        """
+        arena = self._site.arena
+        if arena is not None:
+            arena.check_written(slot, generation, 0, arena.block_tokens if num_rows is None else num_rows)
         parts = self._site.parts(host, slot)
         return BlockRef(index, parts, await checksum_parts(self._site.regions, parts))
 
@@ -230,7 +240,9 @@ class Asking:
     async def _hand_over(self, lease: _Lease, action: HandOver, sample: SampleOutput) -> None:
         site = self._site
         raw, processed, top = sample.raw, sample.processed, sample.top
-        tail = None if action.tail < 0 else await self._ref(action.tail, action.host, action.slot)
+        tail = None
+        if action.tail >= 0:
+            tail = await self._ref(action.tail, action.host, action.slot, action.generation, action.tail_rows)
         if action.offer not in lease.hands:
             return
         if tail is not None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fdasync import errors
+from fdasync.deadlines import wait_within
 from fdasync.errors import (
     BadInput,
     DeadlineExceeded,
@@ -76,7 +77,7 @@ class Commands:
     async def wait_open(self, limit_s: float) -> None:
         """Until intake is open. Raises DeadlineExceeded."""
         while self._held is not None:
-            done, _ = await asyncio.wait([self._held], timeout=limit_s)
+            done, _ = await wait_within([self._held], limit_s)
             if not done:
                 raise DeadlineExceeded("waiting for a weight update to end", limit_s)
 
@@ -101,7 +102,7 @@ class Commands:
         self._waiting[number] = member, answer
         try:
             member.peer.send(msgspec.structs.replace(words, number=number))
-            await asyncio.wait([answer], timeout=limit_s)
+            await wait_within([answer], limit_s)
         finally:
             del self._waiting[number]
         if not answer.done():
@@ -261,7 +262,7 @@ class Commands:
         self._closed = True
         if self._update is not None and not self._update.task.done():
             self._update.task.cancel()
-            await asyncio.wait([self._update.task], timeout=1.0)
+            await wait_within([self._update.task], 1.0)
         await self.agreement.aclose()
 
 

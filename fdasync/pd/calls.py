@@ -6,6 +6,7 @@ import asyncio
 import math
 from typing import TYPE_CHECKING
 
+from fdasync.deadlines import wait_within
 from fdasync.errors import DeadlineExceeded, InvariantBroken
 from fdasync.pd.receipts import LATE
 
@@ -60,7 +61,7 @@ class Call:
         self._waiter = self._loop.create_future()
         seconds = min(until, self.deadline) - self._loop.time()
         try:
-            await asyncio.wait([self._waiter], timeout=min(max(seconds, 0.0), _LONGEST_WAIT_S))
+            await wait_within([self._waiter], min(seconds, _LONGEST_WAIT_S))
         finally:
             self._waiter.cancel()
             self._waiter = None
@@ -108,6 +109,6 @@ class Calls:
         if self._idle is None or self._idle.done():
             self._idle = asyncio.get_running_loop().create_future()
         # closers at the same time share it
-        await asyncio.wait([self._idle], timeout=_IDLE_S)
+        await wait_within([self._idle], _IDLE_S)
         if self._running:
             raise DeadlineExceeded("the end of receives that were ended", _IDLE_S)

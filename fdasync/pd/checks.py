@@ -12,7 +12,7 @@ from typing import Any
 
 from fdasync.errors import BadInput, ProtocolError
 from fdasync.pd.messages import Message, Submit, decode, encode
-from fdasync.request import MAX_SALT_CHARS, SamplingParams
+from fdasync.request import MAX_SALT_CHARS, SamplingParams, check_text, checked_aux
 
 #: of `Tokens` and of the text of a Submit, as their types say
 MAX_PROMPT_TOKENS = 1 << 20
@@ -22,8 +22,8 @@ _MAX_PATH_CHARS = 4096
 
 
 def words_of(
-    prompt: Any, params: SamplingParams, *, priority: Any, deadline_s: Any, routing: Any, start: Any, salt: Any,
-    streams: bool,
+    prompt: Any, params: SamplingParams, *, priority: Any, deadline_s: Any, routing: Any, aux: Any, start: Any,
+    salt: Any, streams: bool,
 ) -> Submit:  # fmt: skip
     """A request in words, without its names; `params` are checked but for what they would be too long for. Raises
     BadInput."""
@@ -39,10 +39,9 @@ def words_of(
     check_text("cache_salt", salt)
     if routing is not None and not isinstance(routing, bool):
         raise BadInput("routing", f"{routing!r} is neither True, False nor None")
+    aux = checked_aux(aux)
     if params.max_tokens > MAX_PROMPT_TOKENS:
         raise BadInput("max_tokens", f"{params.max_tokens} tokens are beyond the context", limit=MAX_PROMPT_TOKENS)
-    for stop in params.stop:
-        check_text("stop", stop)
     text, tokens = None, b""
     if isinstance(prompt, str):
         text = prompt
@@ -56,7 +55,7 @@ def words_of(
         if start >= len(tokens) // 4:
             raise BadInput("start", f"{start} is not inside the prompt", limit=f"0 to {len(tokens) // 4 - 1}")
     return Submit(
-        "-", "-", text, tokens, (), params, streams, priority, float(deadline_s), routing, start, salt,
+        "-", "-", text, tokens, (), params, streams, priority, float(deadline_s), routing, aux, start, salt,
     )  # fmt: skip
 
 
@@ -77,16 +76,6 @@ def check_path(field: str, path: str) -> None:
 def check_limit_s(limit_s: Any) -> None:
     """Raises BadInput for what is no time to wait."""
     _check_seconds("limit_s", limit_s, above_0=False)
-
-
-def check_text(field: str, text: str) -> None:
-    """Raises BadInput for text that has no bytes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise BadInput(
-            field, f"has a lone surrogate at character {error.start}", hint="it is not valid Unicode text"
-        ) from None
 
 
 def check_whole(field: str, message: Message) -> None:

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from fdasync.cache.aux import wanted_specs
 from fdasync.cache.prefix import block_keys, root_key
+from fdasync.deadlines import wait_within
 from fdasync.errors import (
     BadInput,
     DeadlineExceeded,
@@ -26,8 +28,8 @@ from fdasync.errors import (
     ProtocolError,
     RemoteError,
 )
-from fdasync.pd.messages import Abort, Ended, Failed, Moved, Outputs, Piece, Rows
-from fdasync.pd.results import Incoming, delta_of
+from fdasync.pd.messages import Abort, Ended, Failed, Moved, Outputs, Piece, PromptTokens, Rows
+from fdasync.pd.results import Incoming, delta_of, tokens_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
     from fdasync.pd.wire import Frame
     from fdasync.result import Result
 
-News = Piece | Rows | Outputs | Moved | Ended | Failed
+News = PromptTokens | Piece | Rows | Outputs | Moved | Ended | Failed
 
 _HASH_SLICE_BLOCKS = 256
 _RETRY_S = 0.05
@@ -133,7 +135,7 @@ class Dispatch:
         """Its caller leaves: abort it if it has not ended, and wait until it has."""
         if not request.done.done():
             self.abort(request)
-            await asyncio.wait([request.done], timeout=2 * grace_s(request.words.deadline_s))
+            await wait_within([request.done], 2 * grace_s(request.words.deadline_s))
 
     async def _send(self, request: Routed) -> None:
         """The next try: to whom, under a new name."""
@@ -150,20 +152,27 @@ class Dispatch:
             keys = await self._keys(request)
             if request.done.done():
                 return
+            need = request.need
             route = self._fleet.choose(
-                keys, request.num_tokens, request.failed, request.prefill, request.wanted_decoders, whole=request.whole
-            )
+                keys, request.num_tokens, request.failed, request.prefill, request.wanted_decoders,
+                need=need, whole=request.whole,
+            )  # fmt: skip
+            if route is None and (refusal := self._fleet.refusal(need, request.prefill, request.wanted_decoders)):
+                raise refusal
             left_s = request.ends_at - self._loop.time()
             if route is not None and left_s > 0 and self._give(request, route.first, route.decoders, keys, left_s):
                 return
             if left_s <= 0:
                 self.finish(request, request.so_far("deadline"), None)
                 return
-            if self._fleet.may_serve(request.prefill, request.wanted_decoders):
+            if self._fleet.may_serve(request.prefill, request.wanted_decoders, need):
                 seen_at = self._loop.time()
             elif self._loop.time() - seen_at >= self._config.absent_s:
                 problem = f"no instance was there for {self._config.absent_s:g} s that takes it"
+                if away := [each.address for each in self._fleet.members.values() if not each.peer.is_up]:
+                    problem += f"; missing: {', '.join(away)}"
                 raise PeerUnreachable("router", problem)
+            # bare deadline: a pause before the next look
             await asyncio.wait([request.done], timeout=min(pause_s, left_s))
             pause_s = min(2 * pause_s, 1.0)
 
@@ -190,9 +199,11 @@ class Dispatch:
         request.name, request.first, request.decoders, request.server = name, first, decoders, None
         request.sessions = {member.address: member.sessions for member in decoders}
         shape = first.hello.shape
-        request.incoming = Incoming(
-            () if shape is None else shape.aux, request.words.params.n, first.facts.max_context_tokens
-        )
+        words = request.words
+        request.specs = wanted_specs(() if shape is None else shape.aux, words.routing, words.aux)
+        rooms = [room for member in (first, *decoders) if (room := member.room) is not None]
+        most = max(room.facts.max_context_tokens for room in rooms)
+        request.incoming = Incoming(request.specs, words.params.n, most, words.start)
         self._by_name[name] = request
         first.live += 1
         first.tokens += request.num_tokens
@@ -206,7 +217,7 @@ class Dispatch:
             return ()
         size = member.hello.shape.block_tokens
         tokens = array("i", request.words.tokens)
-        parent = root_key(self._fleet.namespace, request.words.salt.encode(errors="surrogatepass"))
+        parent = root_key(self._fleet.namespace, request.words.salt.encode())
         keys: list[bytes] = []
         step = size * _HASH_SLICE_BLOCKS
         for first in range(0, len(tokens), step):
@@ -232,6 +243,10 @@ class Dispatch:
         message: News,
         payload: Frame | None,
     ) -> None:
+        if isinstance(message, PromptTokens):
+            # whoever made it need not be who answers, whose first news may come before it
+            request.prompt_of_text = tokens_of(message.tokens)
+            return
         if isinstance(message, Moved):
             if member is request.first:
                 self._settle(request)
@@ -258,7 +273,7 @@ class Dispatch:
         elif isinstance(message, Outputs):
             request.incoming.add_outputs(message)
         else:
-            result = request.incoming.result(message, request.request_id, member.facts, request.words.start)
+            result = request.incoming.result(message, request.request_id, member.facts)
             self.finish(request, result, None)
 
     def _follow(self, request: Routed, member: Member, address: str) -> None:
@@ -271,7 +286,9 @@ class Dispatch:
             self._count_on(request, server)
 
     def _on_failed(self, request: Routed, member: Member, message: Failed) -> None:
-        if message.retriable:
+        if message.prompt_tokens > request.need.prompt_tokens:
+            self._learn(request, member, message)
+        elif message.retriable:
             request.whole = request.whole or message.whole
             self._fail_try(request, member, message.problem)
         elif message.error in ("BadInput", "ConfigError", "DuplicateRequestId"):
@@ -279,6 +296,14 @@ class Dispatch:
             self.finish(request, None, error)
         else:
             self.finish(request, None, RemoteError(member.peer.name, message.error, message.problem))
+
+    def _learn(self, request: Routed, member: Member, message: Failed) -> None:
+        """A text has more tokens than its characters told, and whoever got it could not serve it: others are chosen,
+        knowing that. It does not count as a try: it happens once, or twice where nobody tokenised it the first time."""
+        request.tries -= 1
+        self._fail_try(request, member, message.problem)
+        request.need = msgspec.structs.replace(request.need, prompt_tokens=message.prompt_tokens)
+        request.num_tokens = message.prompt_tokens
 
     def _settle(self, request: Routed) -> None:
         """Whoever prefilled it is done with it."""
@@ -307,7 +332,7 @@ class Dispatch:
 
     async def _again(self, request: Routed) -> None:
         try:
-            # not longer than its caller waits
+            # bare deadline: a pause, not longer than its caller waits
             await asyncio.wait([request.done], timeout=_RETRY_S * request.tries)
             await self._send(request)
         except Exception as error:

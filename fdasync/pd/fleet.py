@@ -9,13 +9,18 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+from fdasync.pd.limits import Need, Room
 
-    from fdasync.pd.messages import BlockNews, Facts, Hello, Status
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from fdasync.errors import BadInput
+    from fdasync.pd.messages import BlockNews, Facts, Hello, Role, Status
     from fdasync.pd.peer import Peer
 
 _MAX_DECODERS = 8
+# whatever an instance holds, it holds this
+_LEAST = Need()
 
 
 class Route(msgspec.Struct, frozen=True):
@@ -70,6 +75,19 @@ class Member:
         facts = self.hello.facts
         assert facts is not None
         return facts
+
+    @property
+    def room(self) -> Room | None:
+        """How much it holds, by its last word; None: it never answered."""
+        hello = self.peer.hello
+        if hello is None or hello.facts is None or hello.shape is None:
+            return None
+        return Room(hello.facts, hello.shape.block_tokens)
+
+    def may(self, fits: Callable[[Room], bool]) -> bool:
+        """Whether it can hold a request, as far as known."""
+        room = self.room
+        return room is None or fits(room)
 
     @property
     def address(self) -> str:
@@ -136,6 +154,29 @@ class Member:
         return (used + newer * max(len(keys), 256 // size, 1) - self.prefix_blocks(keys)) / max(total, 1)
 
 
+class _Ask:
+    """One request, and what it would cost the members of a fleet."""
+
+    def __init__(self, members: list[Member], keys: Sequence[bytes], num_tokens: int, without: Sequence[str]) -> None:
+        self._members = members
+        self._keys = keys
+        self._num_tokens = num_tokens
+        self._without = without
+
+    def prefill_cost(self, member: Member) -> float:
+        return member.prefill_cost(self._keys, self._num_tokens)
+
+    def best(self, role: Role, fits: Callable[[Room], bool]) -> list[Member]:
+        """Those of a role that take work and can hold it, the best first."""
+        members = [member for member in self._members if member.takes_work and member.hello.role == role]
+        members = [member for member in members if member.may(fits)]
+        # who failed before is asked last, not never
+        members = [member for member in members if member.address not in self._without] or members
+        if role == "decode":
+            return sorted(members, key=lambda member: (member.decode_cost(self._keys), member.live))
+        return sorted(members, key=lambda member: (self.prefill_cost(member), member.live))
+
+
 class Fleet:
     """See the module.
 
@@ -162,7 +203,7 @@ class Fleet:
         """Those that are there, working or not."""
         return [member for member in self.members.values() if member.peer.is_up]
 
-    def may_serve(self, prefill: str, decoders: Sequence[str]) -> bool:
+    def may_serve(self, prefill: str, decoders: Sequence[str], need: Need = _LEAST) -> bool:
         """Whether there is somebody who may take a request of whom its caller names, now or later."""
         if prefill:
             first = self.find(prefill)
@@ -170,17 +211,35 @@ class Fleet:
                 return False
         if decoders and not self._named(decoders):
             return False
-        return any(not member.is_leaving for member in self.up())
+        able = [member for member in self._able(prefill, decoders) if not member.is_leaving]
+        # a named one that is not there may be to whoever hands over
+        able = [member for member in able if (member.peer.is_up or decoders) and member.may(need.fits_whole)]
+        return bool(able) and any(not member.is_leaving for member in self.up())
+
+    def refusal(self, need: Need, prefill: str, decoders: Sequence[str]) -> BadInput | None:
+        """Why nobody, of whom its caller names, will ever serve a request; None: somebody may. One who is not there now
+        may come back, and one who never answered may hold anything."""
+        able = self._able(prefill, decoders)
+        rooms = [room for member in able if (room := member.room) is not None]
+        if not rooms or len(rooms) < len(able) or any(map(need.fits_whole, rooms)):
+            return None
+        return need.refusal(rooms)
+
+    def _able(self, prefill: str, decoders: Sequence[str]) -> list[Member]:
+        """Of whom one has to hold all of a request: who takes it from another could serve it whole as well."""
+        first = self.find(prefill) if prefill else None
+        if decoders:
+            named = [member for address in decoders if (member := self.find(address)) is not None]
+            return [*[member for member in named if member is not first], *([first] if first is not None else [])]
+        if first is not None:
+            # it is the first of them, if it can
+            decodes = [member for member in self.members.values() if member.peer.role in ("decode", None)]
+            return [first, *[member for member in decodes if member is not first]]
+        return list(self.members.values())
 
     def _named(self, decoders: Sequence[str]) -> list[Member]:
         named = [member for address in decoders if (member := self.find(address)) is not None]
         return [member for member in named if not member.is_leaving and member.peer.role != "prefill"]
-
-    def _working(self, roles: Iterable[str], without: Iterable[str]) -> list[Member]:
-        members = [member for member in self.members.values() if member.takes_work and member.hello.role in roles]
-        # who failed before is asked last, not never
-        kept = [member for member in members if member.address not in without]
-        return kept or members
 
     def choose(
         self,
@@ -190,14 +249,16 @@ class Fleet:
         prefill: str,
         decoders: Sequence[str],
         *,
+        need: Need = _LEAST,
         whole: bool = False,
     ) -> Route | None:
-        """The route of a request; None: nobody takes work now.
+        """The route of a request; None: nobody who can hold it takes work now.
 
         Args:
             keys: identities of its full blocks, as far as known.
             without: addresses of those that failed it before.
             prefill, decoders: who the caller says it shall be; "" and empty: anybody.
+            need: what it needs of whoever serves it.
             whole: no decode instance takes it from another one: one instance serves it whole.
         """
         first = self.find(prefill) if prefill else None
@@ -205,41 +266,30 @@ class Fleet:
         named = [member for member in self._named(decoders) if member.takes_work or not member.peer.is_up]
         if (prefill and (first is None or not first.takes_work)) or (decoders and not named):
             return None
-        decodes = named or self._by_decode(self._working(["decode"], without), keys)
+        ask = _Ask(list(self.members.values()), keys, num_tokens, without)
+        takers = [member for member in named if member.may(need.fits_decode)]
+        if not named:
+            takers = ask.best("decode", need.fits_decode)
         # nobody hands over to himself
-        decodes = [member for member in decodes if member is not first]
-        prefills = (
-            [first] if first is not None else self._by_prefill(self._working(["prefill"], without), keys, num_tokens)
-        )
-        # who shall decode it is said: nobody else serves it whole
-        mixed = [] if named else self._by_prefill(self._working(["mixed"], without), keys, num_tokens)
-        if first is not None and not decodes:
-            return Route(first, ())
-        if (
-            not whole
-            and decodes
-            and prefills
-            and (first is not None or not self._is_direct(decodes[0], keys, num_tokens))
-        ):
-            if (
-                mixed
-                and not first
-                and mixed[0].prefill_cost(keys, num_tokens) < prefills[0].prefill_cost(keys, num_tokens)
-            ):
+        takers = [member for member in takers if member is not first]
+        givers = ask.best("prefill", need.fits_prefill)
+        mixed = ask.best("mixed", need.fits_whole)
+        if first is not None:
+            givers = [first] if first.may(need.fits_prefill) else []
+        if named or first is not None:
+            # who it shall be is said: nobody else serves it whole
+            mixed = []
+        if not whole and takers and givers and (first is not None or not self._is_direct(takers[0], keys, num_tokens)):
+            if mixed and ask.prefill_cost(mixed[0]) < ask.prefill_cost(givers[0]):
                 return Route(mixed[0], ())
-            return Route(prefills[0], tuple(decodes[:_MAX_DECODERS]))
-        # one half is missing: whoever is there serves it whole
-        anybody = mixed or decodes or prefills
-        return Route(anybody[0], ()) if anybody else None
+            return Route(givers[0], tuple(takers[:_MAX_DECODERS]))
+        # one half is missing, or too small: whoever is there serves it whole
+        anybody = [*mixed, *ask.best("decode", need.fits_whole), *ask.best("prefill", need.fits_whole)]
+        if named or first is not None:
+            anybody = self._able(prefill, decoders)
+        able = [member for member in anybody if member.takes_work and member.may(need.fits_whole)]
+        return Route(able[0], ()) if able else None
 
     def _is_direct(self, decode: Member, keys: Sequence[bytes], num_tokens: int) -> bool:
-        size = 1 if decode.hello.shape is None else decode.hello.shape.block_tokens
+        size = 1 if decode.room is None else decode.room.block_tokens
         return num_tokens - decode.prefix_blocks(keys) * size < self._direct_below_tokens
-
-    @staticmethod
-    def _by_decode(members: list[Member], keys: Sequence[bytes]) -> list[Member]:
-        return sorted(members, key=lambda member: (member.decode_cost(keys), member.live))
-
-    @staticmethod
-    def _by_prefill(members: list[Member], keys: Sequence[bytes], num_tokens: int) -> list[Member]:
-        return sorted(members, key=lambda member: (member.prefill_cost(keys, num_tokens), member.live))

@@ -107,7 +107,7 @@ class Lending:
         if len(wanted.block_keys) != full:
             self._deny(peer, name, f"{len(wanted.block_keys)} identities were given for {full} full blocks", -1.0)
         elif full <= _CHECK_BLOCKS:
-            root = root_key(wanted.namespace, wanted.salt.encode(errors="surrogatepass"))
+            root = root_key(wanted.namespace, wanted.salt.encode())
             self._decide(peer, name, message, are_block_keys(wanted.block_keys, root, wanted.tokens, self._size))
         else:
             self._site.start(self._check(peer, name, message), f"identities of {name[0]}")
@@ -115,7 +115,7 @@ class Lending:
     async def _check(self, peer: Peer, name: LeaseName, message: LeaseAsk) -> None:
         """The identities of a long prompt, in slices."""
         wanted = message.wanted
-        parent = root_key(wanted.namespace, wanted.salt.encode(errors="surrogatepass"))
+        parent = root_key(wanted.namespace, wanted.salt.encode())
         keys = wanted.block_keys
         good = True
         for first in range(0, len(keys), _CHECK_BLOCKS):

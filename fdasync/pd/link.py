@@ -211,6 +211,11 @@ class Links:
         peer.state = "refused"
         peer.wake()
 
+    def turn_away(self, peer: Peer, refused: Refused) -> None:
+        """As `refuse`, of one that was up: it did not fit after all. `on_lost` is not called."""
+        self._bye(peer, f"refused: {refused.field}: {refused.problem}")
+        self.refuse(peer, refused)
+
     def _end(self, peer: Peer, problem: str) -> None:
         peer.is_up, peer.session, peer.problem = False, None, problem
         if self._by_incarnation.get(peer.incarnation) is peer:

@@ -44,6 +44,8 @@ Floats = Annotated[bytes, Meta(max_length=4 << 20)]
 Role = Literal["mixed", "prefill", "decode", "router"]
 #: a request's name among instances, and the number of the attempt to find room for it
 LeaseName = tuple[Name, Small]
+#: of aux specs
+Names = Annotated[tuple[Name, ...], Meta(max_length=64)]
 #: no model has more layers with experts
 Layers = Annotated[tuple[Small, ...], Meta(max_length=4096)]
 
@@ -56,11 +58,15 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class Shape(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What blocks are; instances that differ in any of it cannot use each other's.
+    """What blocks are, and what decides an answer besides the weights: instances that differ in any of it cannot use
+    each other's blocks, or the same request would end differently, depending on who serves it.
 
     Attributes:
         model: digest of everything that identities are made of, but the weights.
         aux: rows that live with each block, in order.
+        vocab_size: of the model. eos_ids: what ends a sample, sorted.
+        routing_debug: rows name positions, not experts.
+        text: digest of what the tokenizer makes of text; empty where there is none.
     """
 
     model: Key
@@ -69,6 +75,10 @@ class Shape(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     block_tokens: Small
     block_nbytes: Count
     aux: Annotated[tuple[AuxSpec, ...], Meta(max_length=64)]
+    vocab_size: Count
+    eos_ids: Annotated[tuple[Count, ...], Meta(max_length=4096)]
+    routing_debug: bool
+    text: Namespace
 
     def difference(self, other: Shape) -> tuple[str, str, str] | None:
         """The first field that differs, with both values in words; None: blocks can be exchanged."""
@@ -123,7 +133,7 @@ class Hello(Message, frozen=True, array_like=True, tag="hello"):
 
 
 class Facts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a router has to know of an instance's model and limits; see `runner.base.Capacity`."""
+    """What a router has to know of an instance's model and limits; see `runner.base.Capacity` and `EngineConfig`."""
 
     model: Words
     vocab_size: Count
@@ -136,6 +146,7 @@ class Facts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     model_path: Words
     max_step_tokens: Count
     weight_version: Count
+    max_requests: Count
 
 
 class Refused(Message, frozen=True, array_like=True, tag="refused"):
@@ -221,7 +232,7 @@ class Wanted(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         block_keys: identities of its full blocks under `namespace` and `salt`, one for each.
         params: with a seed.
         deadline_s: what is left of it.
-        routing, start: rows are wanted, from that position on.
+        rows: names of the aux specs whose rows are wanted, routing's too; start: from that position on.
     """
 
     caller: Key
@@ -233,7 +244,7 @@ class Wanted(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     streams: bool
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)]
     deadline_s: Seconds
-    routing: bool
+    rows: Names
     start: Count
 
 
@@ -354,6 +365,7 @@ class Submit(Message, frozen=True, array_like=True, tag="submit"):
         text: the prompt; None where it is `tokens`.
         decoders: addresses of D's to hand it to, in order of preference; empty: serve it whole.
         deadline_s: what is left of it.
+        routing, aux: which rows are wanted; see `Engine.generate`.
     """
 
     request: Name
@@ -366,8 +378,17 @@ class Submit(Message, frozen=True, array_like=True, tag="submit"):
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)]
     deadline_s: Seconds
     routing: bool | None
+    aux: bool | Names | None
     start: Count
     salt: Words
+
+
+class PromptTokens(Message, frozen=True, array_like=True, tag="prompt"):
+    """The tokens of a prompt that was given as text, from whoever made them: before the first news of the request, for
+    a caller that never hears of its end."""
+
+    request: Name
+    tokens: Tokens
 
 
 class Abort(Message, frozen=True, array_like=True, tag="abort"):
@@ -400,12 +421,12 @@ class Progress(Message, frozen=True, array_like=True, tag="progress"):
 
 
 class Rows(Message, frozen=True, array_like=True, tag="rows"):
-    """A run of aux rows of one sample, as payload: `count` rows from `first` on (counted from the request's start)."""
+    """A run of aux rows of one sample, as payload: those of positions [start, start + count) of spec `name`."""
 
     request: Name
     index: Small
     name: Name
-    first: Count
+    start: Count
     count: Count
 
 
@@ -467,6 +488,7 @@ class Failed(Message, frozen=True, array_like=True, tag="failed"):
         field, limit, hint: of BadInput.
         retriable: the same request may succeed elsewhere or later.
         whole: but only where one instance serves it whole: no decode instance will ever take it from another.
+        prompt_tokens: of a request that is too long for the sender, or that nobody took from it: at least so many.
     """
 
     request: Name
@@ -477,6 +499,7 @@ class Failed(Message, frozen=True, array_like=True, tag="failed"):
     hint: Words = ""
     retriable: bool = False
     whole: bool = False
+    prompt_tokens: Count = 0
 
 
 class BlockNews(Message, frozen=True, array_like=True, tag="blocks"):
@@ -531,6 +554,7 @@ AnyMessage = (
     | HandOff
     | HandOffTaken
     | Submit
+    | PromptTokens
     | Abort
     | Progress
     | Rows

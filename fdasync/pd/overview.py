@@ -26,7 +26,8 @@ class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name, role: as it said them; "" as long as it never answered.
         is_up: there is a link to it; `problem`: why there is none, or why it gets no requests all the same.
-        state: "running", "paused" or "draining", by its own last word; "away" where there is no link.
+        state: "running", "paused" or "draining", by its own last word; "away" where there is no link; "refused" where
+            there is none because it does not fit.
         status: its last word, None before the first; `status_at`: when it came, in the loop's time; `status_age_s`: so
             old.
         live: requests of this router that it serves, or prefills.
@@ -39,7 +40,7 @@ class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     is_up: bool
     problem: str
-    state: Literal["running", "paused", "draining", "away"]
+    state: Literal["running", "paused", "draining", "away", "refused"]
     status: Status | None
     status_at: float
     status_age_s: float
@@ -59,6 +60,11 @@ class RouterStats(msgspec.Struct, frozen=True, kw_only=True):
     live: int
     dropped: tuple[Dropped, ...]
 
+    @property
+    def missing(self) -> tuple[InstanceStats, ...]:
+        """Instances to which there is no link; each says why."""
+        return tuple([one for one in self.instances if not one.is_up])
+
 
 def stats_of(router: Router, now: float) -> RouterStats:
     return RouterStats(
@@ -71,13 +77,14 @@ def stats_of(router: Router, now: float) -> RouterStats:
 def _of(member: Member, now: float) -> InstanceStats:
     peer, hello, status = member.peer, member.peer.hello, member.status
     running = "running" if status is None else status.state
+    away = "away" if peer.refusal is None else "refused"
     return InstanceStats(
         name="" if hello is None else hello.name,
         address=member.address,
         role="" if hello is None else hello.role,
         is_up=peer.is_up,
         problem=(_BEHIND if member.behind else "") if peer.is_up else peer.problem,
-        state=("draining" if member.is_leaving else running) if peer.is_up else "away",
+        state=("draining" if member.is_leaving else running) if peer.is_up else away,  # type: ignore[arg-type]
         status=status,
         status_at=member.status_at,
         status_age_s=now - member.status_at if status is not None else 0.0,

@@ -5,14 +5,15 @@ Knows no handshake and no timers: `link.py` moves a peer from state to state and
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Literal
 
+from fdasync.deadlines import Within
 from fdasync.errors import DeadlineExceeded, PeerBusy, PeerRefused, PeerUnreachable, ProtocolError
 from fdasync.pd.messages import MAX_PAYLOAD_NBYTES, Bye, Heartbeat, Hello, Message, Refused, Role, encode
 from fdasync.pd.session import NEVER, Counters, Session
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable
 
     from fdasync.pd.wire import Pipe, Wire
@@ -55,7 +56,7 @@ class Peer:
         self.state: State = "calling"
         self.session: Session | None = None
         self.refusal: PeerRefused | None = None
-        self.problem = "is not up yet"
+        self.problem = "has not answered yet"
         self.hello_due = NEVER
         self.hello_wait_s = 0.0
         self.beat_due = NEVER
@@ -178,7 +179,7 @@ class Peer:
 
     async def _until(self, met: Callable[[], bool], what: str, deadline_s: float) -> None:
         try:
-            async with asyncio.timeout(deadline_s):
+            async with Within(deadline_s):
                 while not met():
                     if self.state in ("refused", "gone"):
                         raise self._unreachable()

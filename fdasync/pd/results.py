@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fdasync.cache.aux import AuxSpec
+from fdasync.cache.aux import ROUTING, AuxSpec
 from fdasync.errors import ProtocolError
 from fdasync.pd.messages import MAX_PAYLOAD_NBYTES, Ended, Outputs, Rows, SampleEnd
 from fdasync.result import CachedTokens, Delta, Result, Routing, Sample
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from fdasync.pd.messages import Facts, Piece
 
-_ROUTING = "routing"
 #: with 20 alternatives beside each, these take some 2 MB
 RUN_TOKENS = 8192
 RUN_CHARS = 1 << 20
@@ -41,7 +40,7 @@ def row_messages(name: str, result: Result) -> Iterator[tuple[Rows, memoryview]]
             most = max(MAX_PAYLOAD_NBYTES // row_nbytes, 1)
             for first in range(0, len(rows), most):
                 run = np.ascontiguousarray(rows[first : first + most])
-                words = Rows(name, sample.index, spec.name, first, len(run))
+                words = Rows(name, sample.index, spec.name, sample.start + first, len(run))
                 yield words, run.view(np.uint8).reshape(-1).data
 
 
@@ -87,7 +86,7 @@ def ended_message(name: str, result: Result) -> Ended:
 def _arrays(sample: Sample) -> list[tuple[AuxSpec, NDArray[Any]]]:
     arrays: dict[str, NDArray[Any]] = {}
     if sample.routing is not None:
-        arrays[_ROUTING] = sample.routing.array
+        arrays[ROUTING] = sample.routing.array
     arrays.update(sample.aux)
     return [(AuxSpec(name, rows.shape[1:], rows.dtype.name), rows) for name, rows in arrays.items()]
 
@@ -96,14 +95,16 @@ class Incoming:
     """Rows of one request as they come; `result` makes the whole of them.
 
     Args:
-        specs: of the instance that sends them, as its handshake said; nothing else is taken.
+        specs: whose rows were asked for, of those that the sender's handshake named; nothing else is taken.
         most_rows: that one sample can have.
+        start: position of each sample's first row, as it was asked for.
     """
 
-    def __init__(self, specs: Sequence[AuxSpec], samples: int, most_rows: int) -> None:
+    def __init__(self, specs: Sequence[AuxSpec], samples: int, most_rows: int, start: int) -> None:
         self._specs = {spec.name: spec for spec in specs}
         self._samples = samples
         self._most_rows = most_rows
+        self._start = start
         self._runs: dict[tuple[int, str], list[NDArray[Any]]] = {}
         self._counts: dict[tuple[int, str], int] = {}
         self._outputs: dict[int, list[Outputs]] = {}
@@ -135,30 +136,38 @@ class Incoming:
         place = message.index, message.name
         spec = self._specs.get(message.name)
         have = self._counts.get(place, 0)
-        if spec is None or message.index >= self._samples or message.first != have or payload is None:
-            raise ProtocolError(f"rows {message.first} of {message.name!r} of sample {message.index} were not expected")
+        if spec is None or message.index >= self._samples or payload is None:
+            raise ProtocolError(f"rows of {message.name!r} of sample {message.index} were not expected")
+        if message.start != self._start + have:
+            raise ProtocolError(
+                f"rows of position {message.start} of {message.name!r} came for sample {message.index}, whose next row "
+                f"is that of position {self._start + have}"
+            )
         if have + message.count > self._most_rows or len(payload) != message.count * spec.token_nbytes:
             raise ProtocolError(f"{message.count} rows of {message.name!r} in {len(payload)} bytes")
         rows = np.frombuffer(payload, spec.dtype).reshape(message.count, *spec.shape)
         self._runs.setdefault(place, []).append(rows)
         self._counts[place] = have + message.count
 
-    def result(self, message: Ended, request_id: str, facts: Facts, start: int) -> Result:
+    def result(self, message: Ended, request_id: str, facts: Facts) -> Result:
         """The result that these rows and this message are. Raises ProtocolError where they do not fit together."""
         if len(message.samples) != self._samples:
             raise ProtocolError(f"{len(message.samples)} samples came, {self._samples} were asked for")
-        samples = tuple([self._sample(index, end, facts, start) for index, end in enumerate(message.samples)])
-        return Result(request_id=request_id, prompt_token_ids=_tokens(message.prompt), samples=samples)
+        samples = tuple([self._sample(index, end, facts) for index, end in enumerate(message.samples)])
+        return Result(request_id=request_id, prompt_token_ids=tokens_of(message.prompt), samples=samples)
 
-    def _sample(self, index: int, end: SampleEnd, facts: Facts, start: int) -> Sample:
+    def _sample(self, index: int, end: SampleEnd, facts: Facts) -> Sample:
+        if {spec.name for spec in end.aux} != self._specs.keys():
+            told, wanted = [spec.name for spec in end.aux], list(self._specs)
+            raise ProtocolError(f"rows of {told} of sample {index} came, rows of {wanted} were asked for")
         aux = {spec.name: self._rows(index, spec, end.num_rows or 0) for spec in end.aux}
-        routing = aux.pop(_ROUTING, None)
+        routing = aux.pop(ROUTING, None)
         runs = self._outputs.pop(index, [])
         if not runs or self._tokens[index] != end.num_tokens:
             raise ProtocolError(f"{self._tokens.get(index, 0)} tokens of sample {index} came, of {end.num_tokens}")
         return Sample(
             index=index,
-            token_ids=_tokens(b"".join([run.token_ids for run in runs])),
+            token_ids=tokens_of(b"".join([run.token_ids for run in runs])),
             text="".join([run.text for run in runs]),
             raw_logprobs=_floats([run.raw for run in runs]),
             processed_logprobs=_floats([run.processed for run in runs]),
@@ -170,12 +179,13 @@ class Incoming:
             if routing is None
             else Routing(
                 array=routing,
-                start=start,
+                start=self._start,
                 layer_ids=facts.moe_layer_ids,
                 num_experts=facts.num_experts,
                 top_k_by_layer=facts.top_k_by_layer,
             ),
             aux=aux,
+            start=self._start,
             stop_token_id=end.stop_token_id,
         )
 
@@ -204,7 +214,8 @@ def delta_of(piece: Piece) -> Delta:
     )
 
 
-def _tokens(data: bytes) -> tuple[int, ...]:
+def tokens_of(data: bytes) -> tuple[int, ...]:
+    """Token ids of a message. Raises ProtocolError."""
     if len(data) % 4:
         raise ProtocolError(f"{len(data)} bytes are no token ids")
     return tuple(array("i", data))

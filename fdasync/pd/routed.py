@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from fdasync.pd.limits import need_of
 from fdasync.result import CachedTokens, Delta, Result, Sample
 
 if TYPE_CHECKING:
+    from fdasync.cache.aux import AuxSpec
     from fdasync.pd.dispatch import Dispatch
     from fdasync.pd.fleet import Member
     from fdasync.pd.messages import Submit
@@ -25,11 +27,14 @@ class Routed:
     """See the module.
 
     Attributes:
+        need: what it needs of whoever serves it, as far as known.
         words: what was asked for; name and deadline are those of the try in hand.
+        prompt_of_text: tokens of a prompt that is text, once an instance has told them.
         tries: so far; failed: addresses of those that failed it.
         name: of the try in hand among instances; "" while there is none.
         sessions: of the decoders, when it was sent: in a later one that is another process.
         first, decoders: who has it; `server`: who answers, once that is known; `decoder`: in whose load it counts.
+        specs: whose rows it is to have; None: no instance was chosen yet, that would say.
         incoming: rows and outputs so far.
         whole: one instance must serve it: none takes it from another.
         delivered: something of it came.
@@ -39,8 +44,10 @@ class Routed:
     def __init__(self, request_id: str, words: Submit, keys: tuple[bytes, ...], num_tokens: int, now: float) -> None:
         self.request_id = request_id
         self.words = words
+        self.prompt_of_text: tuple[int, ...] = ()
         self.keys = keys
         self.num_tokens = num_tokens
+        self.need = need_of(words.text, words.tokens, words.params.max_tokens, words.params.n)
         self.prefill = ""
         self.wanted_decoders: tuple[str, ...] = ()
         self.started_at = now
@@ -53,6 +60,7 @@ class Routed:
         self.sessions: dict[str, int] = {}
         self.server: Member | None = None
         self.decoder: Member | None = None
+        self.specs: tuple[AuxSpec, ...] | None = None
         self.incoming: Incoming | None = None
         self.aborted = False
         self.whole = False
@@ -103,7 +111,7 @@ class Routed:
     def so_far(self, reason: str) -> Result:
         """What came, as a result without rows. A sample whose tokens all came lacks them too, and must not pass for a
         whole one, unless rows were not wanted."""
-        rowless = self.words.routing is False
+        rowless = self.specs == ()
         samples = []
         for index in range(self.words.params.n):
             known = self.taken[index] + self.pending[index]
@@ -122,9 +130,11 @@ class Routed:
                     weight_version=(),
                     routing=None,
                     aux={},
+                    start=self.words.start,
                 )
             )
-        tokens = tuple(memoryview(self.words.tokens).cast("i"))
+        given = self.words.text is None
+        tokens = tuple(memoryview(self.words.tokens).cast("i")) if given else self.prompt_of_text
         return Result(request_id=self.request_id, prompt_token_ids=tokens, samples=tuple(samples))
 
 

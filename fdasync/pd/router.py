@@ -18,7 +18,6 @@ import msgspec
 
 from fdasync.errors import (
     BadInput,
-    DeadlineExceeded,
     DuplicateRequestId,
     EngineClosed,
     PeerRefused,
@@ -28,6 +27,7 @@ from fdasync.pd.barrier import Commands
 from fdasync.pd.checks import check_path, check_request_id, check_whole, words_of
 from fdasync.pd.dispatch import Dispatch
 from fdasync.pd.fleet import Fleet, Member
+from fdasync.pd.gathering import Require, gather, misfit, misfits
 from fdasync.pd.link import Links
 from fdasync.pd.messages import (
     PROTOCOL,
@@ -40,6 +40,7 @@ from fdasync.pd.messages import (
     Moved,
     Outputs,
     Progress,
+    PromptTokens,
     Refused,
     Rows,
 )
@@ -47,7 +48,7 @@ from fdasync.pd.overview import RouterStats, stats_of
 from fdasync.pd.routed import Routed, RoutedGeneration
 from fdasync.pd.zmq_address import absolute
 from fdasync.pd.zmq_wire import ZmqWire
-from fdasync.request import SamplingParams
+from fdasync.request import MAX_VOCAB_SIZE, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,17 +67,22 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     retries: how often a request is sent again.
     direct_below_tokens: prompts that lack fewer tokens on a decode instance are not prefilled elsewhere.
     request_deadline_s: of requests that name none.
-    connect_s: how long `start` waits for the first instances.
+    require: whom `start` waits for: "serving": until those that are there can serve, while the others are called on; or
+        "all".
+    connect_s: how long `start` waits at most.
+    settle_s: how long it waits for the others when it could serve: those that are there all answer within that.
     absent_s: how long a request waits while no instance is there that takes it, of those that its caller names if so;
         it may wait for a busy one to its deadline.
     handoff_s: how long a weight update waits for requests that are being handed over, before it starts them again.
     command_s: how long an instance may take for a weight update, a pause or a resume.
     """
 
+    require: Require = "serving"
     retries: int = 3
     direct_below_tokens: int = 0
     request_deadline_s: float = 3600.0
     connect_s: float = 60.0
+    settle_s: float = 1.0
     absent_s: float = 30.0
     handoff_s: float = 10.0
     command_s: float = 900.0
@@ -88,7 +94,7 @@ def connect(addresses: Sequence[str], config: RouterConfig | None = None, **opti
 
 
 class Router:
-    """See the module. `async with` connects: every address must answer within `connect_s`, and fit the others.
+    """See the module. `async with` connects; see `start`.
 
     Args:
         addresses: of instances, `ipc://path` or `tcp://127.0.0.1:port`; at least one. Paths may be relative to the
@@ -112,6 +118,8 @@ class Router:
         if not addresses:
             raise BadInput("addresses", "is empty", limit="at least one address")
         self.config = config or RouterConfig()
+        if self.config.require not in ("serving", "all"):
+            raise BadInput("config.require", f"{self.config.require!r} is unknown", limit="'serving' or 'all'")
         self.fleet = Fleet(self.config.direct_below_tokens)
         self.failure: Exception | None = None
         # two spellings of one address are one instance
@@ -121,7 +129,7 @@ class Router:
         self._rng = random.Random(seed)
         self._base = ""
         self._links: Links | None = None
-        self._closed = False
+        self._started = self._closed = False
 
     # -- life ---------------------------------------------------------------------------------------
 
@@ -133,21 +141,29 @@ class Router:
         await self.aclose()
 
     async def start(self) -> None:
-        """Connect. Raises PeerRefused, DeadlineExceeded naming who does not answer, ConfigError for an address."""
+        """Connect, until those that are there can serve: a mixed one, or a prefill and a decode instance. Where one
+        half alone comes, it serves after `connect_s`. The others have `settle_s` to answer. Who is missing then stands
+        in `stats().missing`, is called on, and serves when it comes, with the weights of the others. One that does not
+        fit most others stands there too, and is not called again until it is added.
+
+        With `require="all"` every instance must answer within `connect_s` and fit the others.
+
+        Raises DeadlineExceeded naming who does not answer, where nobody does (or not all); PeerRefused where not most
+        fit together (or not all); ConfigError for an address, whoever is there.
+        """
         self._loop = asyncio.get_running_loop()
         self._links = Links(self._wire or ZmqWire(), self, self._link_config)
         self._base = self._links.incarnation[:8].hex()
         self.commands = Commands(self, self._links)
         self.dispatch = Dispatch(self.config, self.fleet, self._base, self._check_open, self.commands.wait_open)
+        config = self.config
         try:
             members = [self._dial(address) for address in self._addresses]
-            async with asyncio.timeout(self.config.connect_s):
-                for member in members:
-                    await self._ready(member)
-        except TimeoutError:
-            missing = ", ".join(member.address for member in self.fleet.members.values() if not member.peer.is_up)
-            await self.aclose()
-            raise DeadlineExceeded(f"connecting to {missing}", self.config.connect_s) from None
+            await gather(members, config.require, config.connect_s, config.settle_s)
+            for member, refused in misfits(members, config.require):
+                self._links.turn_away(member.peer, refused)
+            self._started = True
+            self.commands.agreement.begin()
         except BaseException:
             await self.aclose()
             raise
@@ -165,9 +181,13 @@ class Router:
                 raise
 
     async def add(self, address: str) -> None:
-        """Another instance joins. One that has other weights is brought up to date first, with this router's last
-        update (within `command_s`). Raises PeerRefused if that fails, or if it does not fit; DeadlineExceeded,
-        ConfigError. Cancelling stops the waiting only."""
+        """Another instance joins, or one that was refused is called again. One that has other weights is brought up to
+        date first, with this router's last update (within `command_s`). Raises PeerRefused if that fails, or if it does
+        not fit; DeadlineExceeded, ConfigError. Cancelling stops the waiting only.
+
+        Where this router has made no update, one with an older version than the others gets no requests until somebody
+        updates it (`stats()` tells); one with other weights of no older version is refused.
+        """
         self._check_open()
         member = self._dial(address)
         await self._ready(member)
@@ -236,6 +256,7 @@ class Router:
         priority: int = 0,
         deadline_s: float | None = None,
         routing: bool | None = None,
+        aux: bool | Sequence[str] | None = None,
         start: int = 0,
         cache_salt: str = "",
         prefill: str = "",
@@ -249,7 +270,7 @@ class Router:
         Entering waits for an instance. What an instance finds wrong with a request is raised when it is read. Reading
         raises `InstanceLost` with what came so far, where the instance that served it is gone.
         """
-        words = self._words(prompt, params, priority, deadline_s, routing, start, cache_salt, streams=True)
+        words = self._words(prompt, params, priority, deadline_s, routing, aux, start, cache_salt, streams=True)
         return RoutedGeneration(self.dispatch, self._request(words, request_id, prefill, decoders))
 
     async def complete(
@@ -261,6 +282,7 @@ class Router:
         priority: int = 0,
         deadline_s: float | None = None,
         routing: bool | None = None,
+        aux: bool | Sequence[str] | None = None,
         start: int = 0,
         cache_salt: str = "",
         prefill: str = "",
@@ -268,7 +290,7 @@ class Router:
     ) -> Result:
         """The end only; see `generate`. Cancelling it aborts the request. `ttft_s` of the result is None: no tokens
         are sent before the end. (An engine has it where log-probs or stop strings are asked for.)"""
-        words = self._words(prompt, params, priority, deadline_s, routing, start, cache_salt, streams=False)
+        words = self._words(prompt, params, priority, deadline_s, routing, aux, start, cache_salt, streams=False)
         request = self._request(words, request_id, prefill, decoders)
         try:
             await self.dispatch.submit(request)
@@ -290,7 +312,7 @@ class Router:
             self.dispatch.abort(request)
 
     def _words(
-        self, prompt: Any, params: Any, priority: Any, deadline_s: Any, routing: Any, start: Any, salt: Any,
+        self, prompt: Any, params: Any, priority: Any, deadline_s: Any, routing: Any, aux: Any, start: Any, salt: Any,
         *, streams: bool,
     ) -> Submit:  # fmt: skip
         self._check_open()
@@ -298,11 +320,11 @@ class Router:
         if not isinstance(params, SamplingParams):
             raise BadInput("params", f"a SamplingParams is needed, not {type(params).__name__}")
         known = [member.facts for member in self.fleet.up()]
-        params = params.validated(vocab_size=min((facts.vocab_size for facts in known), default=1 << 31))
+        params = params.validated(vocab_size=min((facts.vocab_size for facts in known), default=MAX_VOCAB_SIZE))
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=self._rng.getrandbits(63))
         return words_of(
-            prompt, params, priority=priority, routing=routing, start=start, salt=salt, streams=streams,
+            prompt, params, priority=priority, routing=routing, aux=aux, start=start, salt=salt, streams=streams,
             deadline_s=self.config.request_deadline_s if deadline_s is None else deadline_s,
         )  # fmt: skip
 
@@ -339,7 +361,7 @@ class Router:
         elif isinstance(message, Progress):
             for piece in message.pieces:
                 self.dispatch.take(member, piece, None)
-        elif isinstance(message, Rows | Outputs | Moved | Ended | Failed):
+        elif isinstance(message, PromptTokens | Rows | Outputs | Moved | Ended | Failed):
             self.dispatch.take(member, message, payload)
 
     # -- instances (pd/owner.py) ------------------------------------------------------------------------
@@ -350,13 +372,9 @@ class Router:
     def check(self, hello: Hello) -> Refused | None:
         if hello.role == "router" or hello.shape is None or hello.facts is None:
             return Refused("role", "a router serves instances, not routers")
-        for member in self.fleet.up():
-            ours = member.hello.shape
-            differs = None if ours is None else ours.difference(hello.shape)
-            if differs is not None:
-                field, one, other = differs
-                return Refused(f"shape.{field}", f"{member.peer.name} has {one}, {hello.name} has {other}"[:4096])
-        return None
+        # those of the start are compared when all are there (`start`)
+        members = self.fleet.up() if self._started else []
+        return next((refused for member in members if (refused := misfit(member, hello)) is not None), None)
 
     def beat(self, peer: Peer) -> Heartbeat:  # noqa: ARG002 - the contract's
         return Heartbeat()

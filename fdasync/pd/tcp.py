@@ -12,6 +12,7 @@ import asyncio
 import os
 from typing import TYPE_CHECKING, ClassVar
 
+from fdasync.deadlines import DeadlineTimer
 from fdasync.errors import BadInput, InvariantBroken, ProtocolError
 from fdasync.pd.calls import Calls
 from fdasync.pd.messages import Source
@@ -72,7 +73,7 @@ class TcpTransport(Transport):
         self._calls = Calls()
         self._offers = Offers()
         self._connections: dict[tuple[bytes, str], Connection] = {}
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: DeadlineTimer | None = None
 
     async def open(self, regions: Sequence[SharedRegion]) -> None:
         if self._server is not None or self._closed:
@@ -176,4 +177,6 @@ class TcpTransport(Transport):
                 connection.drop()
             if connection.closed:
                 del self._connections[key]
-        self._timer = loop.call_later(min(self._stuck_s, self._idle_s) / 4, self._sweep)
+        period_s = min(self._stuck_s, self._idle_s) / 4
+        # a loop that was blocked reads first what came meanwhile
+        self._timer = DeadlineTimer(loop, loop.time() + period_s, self._sweep)

@@ -29,7 +29,7 @@ class RunnerLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         model: checkpoint folder, or "" where the runner needs none.
-        capture: "auto" (if the model has MoE layers), True (refuse a model without them), False.
+        capture: of routing: "auto" (if the model has MoE layers), True (refuse a model without them), False.
         max_running: most sequences at a time.
         max_step_tokens: most tokens in one step.
         max_context_tokens: bound on a sequence, or None for the model's own.
@@ -61,7 +61,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
         block_tokens, num_blocks: of the KV cache that `bind` will allocate.
         block_nbytes: of one block over all layers.
         kv_layout, kv_dtype: names; blocks of other layouts or dtypes are never mixed.
-        aux_specs: what each step writes per token; empty when capture is off.
+        aux_specs: what each step writes per token, all of it (`AuxArena.scatter`): routing where it is captured, and
+            whatever else; empty where there is nothing.
         moe_layer_ids: hidden-layer numbers of the routing's rows.
         num_experts, top_k: of the routing.
         top_k_by_layer: where layers differ (DECISIONS 3), else None.
@@ -168,7 +169,7 @@ class Runner(ABC):
 
     @abstractmethod
     async def bind(self, num_blocks: int, arena: AuxArena | None, host: HostArena | None = None) -> None:
-        """Allocate `num_blocks` KV blocks, use `arena` for rows (None: capture is off) and `host` for copies of
+        """Allocate `num_blocks` KV blocks, use `arena` for rows (None: there are no aux specs) and `host` for copies of
         blocks (None: there is no host tier).
 
         The caller owns both and keeps them open until after `aclose`.

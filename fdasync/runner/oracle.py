@@ -109,7 +109,7 @@ class Oracle:
 
     def sample(self, digests: NDArray[np.uint64], noise: NDArray[np.uint64], weights_id: int) -> NDArray[np.int64]:
         """Tokens [N]; `noise` is 0 for greedy ones."""
-        words = mix(digests ^ noise ^ mix(np.array([weights_id + 1], U64)))
+        words = mix(digests ^ noise ^ mix(np.array([weights_id], U64) + U64(1)))
         return (words % U64(self.config.vocab_size)).astype(np.int64)
 
     def logprobs(self, digests: NDArray[np.uint64], tokens: NDArray[np.int64], weights_id: int) -> NDArray[np.float64]:
@@ -141,7 +141,7 @@ class Oracle:
     def digests(self, tokens: Sequence[int], weights_id: int | Sequence[int] | None = None) -> NDArray[np.uint64]:
         """Digest up to each position; `weights_id` may differ by position (KV written under other weights)."""
         ids = self.config.weights_id if weights_id is None else weights_id
-        every = np.broadcast_to(np.asarray(ids, np.int64), (len(tokens),))
+        every = np.broadcast_to(np.asarray(ids, U64), (len(tokens),))
         positions = np.arange(len(tokens))
         words = np.zeros(len(tokens), U64)
         array = np.asarray(tokens, np.int64)

@@ -74,13 +74,14 @@ class SyntheticRunner(Runner):
         self._context = context
         shape = (config.num_moe_layers, config.top_k)
         specs = [AuxSpec("routing", shape, self.oracle.row_dtype.__name__)] if capture else []
-        if capture and config.values_spec:
+        if config.values_spec:
             specs.append(AuxSpec("values", (4,), "float16"))
-        if capture and config.pass_stamp:
+        if config.pass_stamp:
             specs.append(AuxSpec("stamp", (1,), "uint32"))
         costs = dict.fromkeys(("step_s", "token_s", "copy_s", "load_s", "jitter"), 0.0)
-        # how many blocks there are changes none of them
-        plain = msgspec.structs.replace(config, weights_id=0, seed=0, stamp_base=0, num_blocks=1, **costs)
+        # KV does not depend on how much there may be of it, nor on where a sample ends
+        most = {"num_blocks": 1, "max_context_tokens": 1, "eos_id": -1}
+        plain = msgspec.structs.replace(config, weights_id=0, seed=0, stamp_base=0, **most, **costs)
         token_nbytes = _WORD_NBYTES + (_STAMP_NBYTES if config.pass_stamp else 0)
         return Capacity(
             model="synthetic",
@@ -309,15 +310,27 @@ class SyntheticRunner(Runner):
             flight.due = True
             return
         self._flights.popleft()
-        if self._arena is not None:
-            self._arena.scatter(flight.batch.aux_index, flight.batch.generations, flight.rows)
+        problem = self._write_rows(flight)
         if not flight.done.done():
-            flight.done.set_result(flight.output)
+            if problem is None:
+                flight.done.set_result(flight.output)
+            else:
+                flight.done.set_exception(problem)
         if self._flights:
             following = self._flights[0]
             at_once = following.due or not (self.config.step_s or self.config.token_s)
             if at_once and following.batch.step_id != self.config.hang_step:
                 asyncio.get_running_loop().call_soon(self._complete, following)
+
+    def _write_rows(self, flight: _Flight) -> RunnerError | None:
+        """The step's rows to their slots; what the step fails with where they are not those of the specs."""
+        if self._arena is None:
+            return None
+        try:
+            self._arena.scatter(flight.batch.aux_index, flight.batch.generations, flight.rows)
+        except InvariantBroken as error:
+            return RunnerError(str(error), flight.batch.step_id)
+        return None
 
     # -- arithmetic -------------------------------------------------------------------------------
 
@@ -340,7 +353,8 @@ class SyntheticRunner(Runner):
                 digests[end - count : end] = sums[start:]
         rows: dict[str, NDArray[np.generic]] = {}
         if self._arena is not None:
-            rows["routing"] = self._routing(batch, digests)
+            if "routing" in self._arena.rows:
+                rows["routing"] = self._routing(batch, digests)
             if self.config.values_spec:
                 rows["values"] = self.oracle.values(digests)
             if self.config.pass_stamp:

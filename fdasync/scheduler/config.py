@@ -107,6 +107,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
         swapped_in_blocks, swapped_out_blocks: copied between device and host.
         fetched_blocks, late_fetched_blocks, written_blocks: read from and written to the store.
         dropped_writes: blocks that should have been kept or written, and were not.
+        forgotten_blocks: that the store was believed to have, and had not when it was asked.
         fetch_cut_offs: lookups and fetches that were not waited for any longer.
         moving, writing, waiting_for_store, late_leases: copies in flight; blocks being written or queued; lookups and
             fetches in flight; transfers whose wait ended before their work.
@@ -142,6 +143,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     late_fetched_blocks: int = 0
     written_blocks: int = 0
     dropped_writes: int = 0
+    forgotten_blocks: int = 0
     fetch_cut_offs: int = 0
     moving: int = 0
     writing: int = 0

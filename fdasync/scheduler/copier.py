@@ -247,13 +247,12 @@ class Copier:
             block = self._queue.popleft()
             if block.key is None or block.host >= 0 or not block.usable:
                 # it was evicted, replaced, or went out meanwhile
-                if block.wanted and block.host < 0:
-                    self.dropped += 1
-                    block.wanted = False
+                if block.host < 0:
+                    self.dropped += block.give_up()
                 continue
             if not self._index.make_host_room():
                 self.dropped += 1
-                block.wanted = False
+                block.give_up()
                 continue
             self._index.pool.add_host(block)
             # at once, or the next one's search for room could take it back

@@ -253,6 +253,7 @@ class Planner:
                 roster.walled = True
                 return
             self._storer.let_go(seq)
+            self._storer.admitted(seq, now)
             del waiting[position]
             if seq.arrivals:
                 roster.to_loading(seq)

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from fdasync.actions import RowSpan
-    from fdasync.cache.blocks import Block
     from fdasync.scheduler.copier import Copier
 
 
@@ -29,7 +28,7 @@ class Roster:
 
     Args:
         spans: where rows are asked for that a released tail would take with it.
-        on_preempted: told of the sealed blocks of a sequence that is about to give them up for others.
+        on_preempted: told of a sequence that is about to give its blocks up for others.
 
     Attributes:
         waiting: in order; holds no blocks.
@@ -50,7 +49,7 @@ class Roster:
         index: PrefixIndex,
         spans: list[RowSpan],
         copier: Copier,
-        on_preempted: Callable[[list[Block]], None],
+        on_preempted: Callable[[Sequence], None],
     ) -> None:
         self.waiting: list[Sequence] = []
         self.loading: dict[int, Sequence] = {}
@@ -248,7 +247,7 @@ class Roster:
             # the open tail's slot goes with its block: last chance for its rows (DECISIONS 6)
             seq.take_rows(seq.computed, self._block_tokens, self._spans)
         if preempted:
-            self._on_preempted([block for block in seq.blocks if block.sealed and block.key is not None])
+            self._on_preempted(seq)
         self._index.release(seq.blocks)
         seq.blocks = []
         if preempted:

@@ -188,7 +188,7 @@ class Sequence:
             count = min(block_tokens - offset, upto - position)
             slot = self.blocks[index].slot
             assert slot is not None
-            spans.append(RowSpan(self.key, slot.id, slot.generation, offset, count))
+            spans.append(RowSpan(self.key, slot.id, slot.generation, offset, count, position))
             position += count
         self.rows_have = max(position, self.rows_have)
 

@@ -113,6 +113,7 @@ class Shipper:
         number = self._take_offer()
         exports = [export for _, export in batch]
         self._offers[number] = (errand.peer, exports)
+        slots = [export.block.slot for export in exports if export.block.slot is not None]
         self._actions.append(
             SendBlocks(
                 number,
@@ -121,7 +122,8 @@ class Shipper:
                 errand.peer,
                 tuple([index for index, _ in batch]),
                 tuple([export.block.host for export in exports]),
-                tuple([export.block.slot.id for export in exports if export.block.slot is not None]),
+                tuple([slot.id for slot in slots]),
+                tuple([slot.generation for slot in slots]),
             )
         )
 
@@ -131,6 +133,7 @@ class Shipper:
         del errand.hands[seq.key]
         self._hand_overs[number] = (errand, seq, export)
         block = None if export is None else export.block
+        slot = None if block is None else block.slot
         self._actions.append(
             HandOver(
                 number,
@@ -143,7 +146,8 @@ class Shipper:
                 -1 if block is None else errand.full,
                 seq.prompt_len % self._block_tokens,
                 -1 if block is None else block.host,
-                -1 if block is None or block.slot is None else block.slot.id,
+                -1 if slot is None else slot.id,
+                -1 if slot is None else slot.generation,
                 seq.cached_tokens or (0, 0, 0),
             )
         )

@@ -6,8 +6,9 @@ is waited for no longer than the estimate plus a tenth of the recompute time (`r
 the host like any other, but that it stays until the first who waited for it is admitted; who waited is matched again.
 What is fetched ahead of admission is bounded by half of the host tier: a request beyond that asks in its turn.
 
-Blocks that shall be kept are written from the host, in the background, and nobody waits for that. A transfer whose
-wait ended before its work keeps its blocks until `LeaseReturned` (DECISIONS 5).
+Blocks that shall be kept are written from the host, in the background, and nobody waits for that; `chains.py` says
+which still make sense, and which have to be written again. A transfer whose wait ended before its work keeps its blocks
+until `LeaseReturned` (DECISIONS 5).
 
 Called by `core.py`; knows identities and blocks, no bytes and no clock but the time of events.
 """
@@ -20,9 +21,12 @@ from typing import TYPE_CHECKING
 
 from fdasync.actions import FetchBlocks, LookUp, StoreBlocks
 from fdasync.errors import InvariantBroken
+from fdasync.scheduler.chains import Chains
 from fdasync.scheduler.rates import REGRET_SHARE, Rates
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from fdasync.cache.blocks import Block
     from fdasync.cache.prefix import PrefixIndex
     from fdasync.events.catalog import FetchEnded, LeaseReturned, LookedUp, LookupReturned, StoreEnded
@@ -33,6 +37,9 @@ _MAX_LOOKUP_KEYS = 4096
 _MAX_FETCH_BLOCKS = 512
 _MAX_PUT_BLOCKS = 16
 _MAX_PUTS = 4
+# lookups that nobody waits for, at a time, one for all that begins alike; and how long one may take
+_MAX_CHECKS = 4
+_CHECK_S = 10.0
 
 
 class _Lookup:
@@ -50,9 +57,10 @@ class _Transfer:
     Attributes:
         held: numbers of the blocks that it still touches.
         epoch: of the weights that the blocks belong to.
+        deadline: of waiting for a fetch, by the events' clock.
     """
 
-    __slots__ = ("blocks", "epoch", "fetch", "held", "keys", "waiting")
+    __slots__ = ("blocks", "deadline", "epoch", "fetch", "held", "keys", "waiting")
 
     def __init__(self, keys: list[bytes], blocks: list[Block], epoch: int, *, fetch: bool) -> None:
         self.keys = keys
@@ -60,25 +68,33 @@ class _Transfer:
         self.held = list(range(len(blocks)))
         self.epoch = epoch
         self.fetch = fetch
+        self.deadline = 0.0
         self.waiting: list[Sequence] = []
 
 
 class Storer:
     """See the module.
 
+    Args:
+        keep: told of blocks that have to come to the host, to be written.
+
     Attributes:
+        chains: what the store is believed to have.
         written, dropped: blocks that the store took, and blocks that should have been written and were not.
         fetched: blocks that came from the store in time; late_fetched: that came after all.
         cut_off: fetches and lookups that ended at their deadline.
         rates: what things cost.
     """
 
-    def __init__(self, config: SchedulerConfig, index: PrefixIndex) -> None:
+    def __init__(self, config: SchedulerConfig, index: PrefixIndex, keep: Callable[[Block], None]) -> None:
         self._config = config
         self._index = index
+        self._keep = keep
         self.enabled = config.store
+        self.chains = Chains(config, index, self._send)
         self.rates = Rates(config.prefill_tokens_per_s, config.fetch_nbytes_per_s, config.lookup_s)
         self._lookups: dict[int, _Lookup] = {}
+        self._checks: dict[int, list[bytes]] = {}
         self._fetches: dict[int, _Transfer] = {}
         self._puts: dict[int, _Transfer] = {}
         self._late: dict[int, _Transfer] = {}
@@ -182,15 +198,25 @@ class Storer:
 
     def looked_up(self, event: LookedUp) -> list[Sequence]:
         """Returns who need not wait any longer, or must look again."""
+        check = self._checks.pop(event.lookup_id, None)
+        if check is not None:
+            self._checked(check, event)
+            return []
         lookup = self._lookups.pop(event.lookup_id, None)
         if lookup is None or event.count > len(lookup.keys):
             raise InvariantBroken(f"lookup {event.lookup_id} of {event.count} blocks was not in flight")
         self._forget(lookup, lookup.keys)
-        over_s = event.seconds - self.rates.lookup_s
-        if event.answered:
+        # only a loop that was held up hears of an answer after its deadline: that time says nothing of the store
+        held_up = event.answered and event.at > lookup.deadline
+        over_s = 0.0 if held_up else event.seconds - self.rates.lookup_s
+        if held_up:
+            pass
+        elif event.answered:
             self.rates.looked_up(event.seconds)
         elif event.at >= lookup.deadline:
             self.cut_off += 1
+        if event.answered and event.count < len(lookup.keys):
+            self.chains.broken_before(self._behind(lookup))
         waiting = self._still_waiting(lookup)
         for seq in waiting:
             if seq.store.regret_s is not None:
@@ -204,6 +230,12 @@ class Storer:
                         seq.store.waits_for = fetch
                         fetch.waiting.append(seq)
         return [seq for seq in waiting if seq.store.waits_for is None]
+
+    @staticmethod
+    def _behind(lookup: _Lookup) -> list[bytes]:
+        """What the first who asked has behind what was asked for; it is here."""
+        chain = lookup.waiting[0].keys
+        return chain[chain.index(lookup.keys[0]) + len(lookup.keys) :] if lookup.keys[0] in chain else []
 
     def lookup_returned(self, event: LookupReturned) -> None:
         """A lookup that was given up was answered: next time it is waited for as long as that, if that would have paid.
@@ -252,6 +284,7 @@ class Storer:
         wanted = wanted[: len(blocks)]
         number = self._take_id()
         fetch = _Transfer(wanted, blocks, self._epoch, fetch=True)
+        fetch.deadline = now + own_s + budget_s
         self._fetches[number] = fetch
         for key in wanted:
             self._asked[key] = fetch
@@ -264,7 +297,7 @@ class Storer:
                 tuple([block.host for block in blocks]),
                 tuple([slot.id for slot in slots]),
                 tuple([slot.generation for slot in slots]),
-                now + own_s + budget_s,
+                fetch.deadline,
             )
         )
         return fetch
@@ -286,11 +319,16 @@ class Storer:
             raise InvariantBroken(f"fetch {event.fetch_id} ended, and was not in flight")
         self._forget(fetch, fetch.keys)
         came = sum(event.arrived)
-        if came and event.seconds > 0:
-            self.rates.fetched(came * self._config.block_nbytes, event.seconds)
+        # what passed after the deadline is the time of a loop that was held up, not the store's
+        held_up_s = max(event.at - fetch.deadline, 0.0)
+        seconds = event.seconds - held_up_s
+        if seconds <= 0 or (held_up_s and not event.late):
+            pass
+        elif came:
+            self.rates.fetched(came * self._config.block_nbytes, seconds)
         elif event.late:
             # it is at least this slow
-            self.rates.fetched(len(fetch.blocks) * self._config.block_nbytes, event.seconds)
+            self.rates.fetched(len(fetch.blocks) * self._config.block_nbytes, seconds)
         self.fetched += came
         waiting = self._still_waiting(fetch)
         if waiting and fetch.epoch == self._epoch:
@@ -344,7 +382,7 @@ class Storer:
             block.host_moves -= 1
             if arrived[number]:
                 came += 1
-                block.stored = True
+                block.heard(stored=True)
                 if transfer.fetch:
                     block.sealed = block.on_host = True
                     if transfer.epoch == self._epoch:
@@ -368,27 +406,50 @@ class Storer:
 
     # -- writing ------------------------------------------------------------------------------------
 
+    def admitted(self, seq: Sequence, now: float) -> None:
+        """`seq` got its place: what it uses should be in the store, and the store may have forgotten it."""
+        keys = self.chains.used(seq)[:_MAX_LOOKUP_KEYS]
+        asked = [check[0] for check in self._checks.values()]
+        if keys and keys[0] not in asked and len(asked) < _MAX_CHECKS:
+            self.chains.asked(keys)
+            number = self._take_id()
+            self._checks[number] = keys
+            self._asks.append(LookUp(number, self._namespace, tuple(keys), now + _CHECK_S))
+
+    def _checked(self, keys: list[bytes], event: LookedUp) -> None:
+        if event.count > len(keys):
+            raise InvariantBroken(f"lookup {event.lookup_id} of {event.count} blocks was not in flight")
+        if event.answered:
+            self.chains.answered(keys, event.count)
+
+    def _send(self, block: Block) -> None:
+        if block.on_host:
+            self.on_host(block)
+        else:
+            self._keep(block)
+
     def on_host(self, block: Block) -> None:
         """A block's KV is whole on the host: write it, if it is wanted."""
         if block.wanted and not block.stored:
             self._queue.append(block)
             if len(self._queue) > 2 * self._config.num_host_blocks:
                 # a store that hangs: most of them had to make room by now
-                gone = [block for block in self._queue if not block.on_host]
-                self.dropped += sum(block.wanted for block in gone)
-                for block in gone:
-                    block.wanted = False
+                self.dropped += sum(block.give_up() for block in self._queue if not block.on_host)
                 self._queue = deque(dict.fromkeys(block for block in self._queue if block.on_host))
 
     def _next_put(self) -> StoreBlocks | None:
         blocks: list[Block] = []
         while self._queue and len(blocks) < _MAX_PUT_BLOCKS:
             block = self._queue.popleft()
+            if block in self._writing or not block.wanted:
+                # it was queued twice, or the weights changed and nobody wants it any more
+                continue
             if block.key is None or not block.on_host:
-                # it had to make room before its turn came, or the weights changed and nobody wants it any more
-                self.dropped += block.wanted
-                block.wanted = False
-            elif not block.stored and block not in self._writing:
+                # it had to make room before its turn came
+                self.dropped += block.give_up()
+            elif self.chains.gives_up(block):
+                self.dropped += 1
+            else:
                 self._writing[block] = None
                 block.host_moves += 1
                 self._index.settle(block)
@@ -398,8 +459,10 @@ class Storer:
         number = self._take_id()
         keys = [block.key for block in blocks if block.key is not None]
         self._puts[number] = _Transfer(keys, blocks, self._epoch, fetch=False)
-        slots = tuple([block.slot.id for block in blocks if block.slot is not None])
-        return StoreBlocks(number, self._namespace, tuple(keys), tuple([block.host for block in blocks]), slots)
+        host = tuple([block.host for block in blocks])
+        slots = [block.slot for block in blocks if block.slot is not None]
+        ids, generations = tuple([slot.id for slot in slots]), tuple([slot.generation for slot in slots])
+        return StoreBlocks(number, self._namespace, tuple(keys), host, ids, generations)
 
     def store_ended(self, event: StoreEnded) -> None:
         put = self._puts.pop(event.put_id, None)
@@ -413,8 +476,10 @@ class Storer:
         self.written += count
         if not put.held:
             # the last word is said: what was not stored by now was not
-            self.dropped += sum(1 for block in put.blocks if not block.stored)
             for block in put.blocks:
+                if not block.stored:
+                    self.dropped += 1
+                    block.heard(stored=False)
                 block.wanted = False
                 self._writing.pop(block, None)
 

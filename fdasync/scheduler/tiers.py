@@ -26,10 +26,9 @@ from fdasync.scheduler.sequence import Sequence, State, StoreNotes
 from fdasync.scheduler.storer import Storer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from fdasync.actions import Action
-    from fdasync.cache.blocks import Block
     from fdasync.cache.prefix import PrefixIndex
     from fdasync.events.catalog import Event
     from fdasync.scheduler.borrower import Borrower
@@ -56,7 +55,7 @@ class Tiers:
     lender: Lender
 
     def __init__(self, config: SchedulerConfig, index: PrefixIndex, sequences: dict[int, Sequence]) -> None:
-        self.storer = Storer(config, index)
+        self.storer = Storer(config, index, lambda block: self.copier.keep(block))
         self.copier = Copier(config, index, self.storer.on_host)
         self.namespace = config.namespace
         self.version = config.weight_version
@@ -97,19 +96,19 @@ class Tiers:
         block = seq.blocks[number]
         prompt = (number + 1) * self._config.block_tokens <= seq.prompt_len
         if block.key is not None and (prompt or self._config.write_through == "all"):
-            block.wanted = True
-            self.copier.keep(block)
+            self.storer.chains.want(block, seq.keys[number - 1] if number else b"")
 
-    def write_back(self, blocks: Iterable[Block]) -> None:
-        """A preempted sequence gives these sealed blocks up: to the host, and from there to the store."""
+    def write_back(self, seq: Sequence) -> None:
+        """A preempted sequence gives its blocks up: what is sealed goes to the host, and from there to the store."""
         if not self._config.write_back:
             return
-        for block in blocks:
+        for number, block in enumerate(seq.blocks):
+            if not block.sealed or block.key is None:
+                continue
             if self._config.store and not block.stored and not block.wanted:
-                block.wanted = True
-                if block.on_host:
-                    self.storer.on_host(block)
-            self.copier.keep(block)
+                self.storer.chains.want(block, seq.keys[number - 1] if number else b"")
+            else:
+                self.copier.keep(block)
 
     # -- waiting ------------------------------------------------------------------------------------
 

@@ -1,9 +1,10 @@
 """For tests of the engine, of plugins, and of systems that embed the engine.
 
-Virtual time (`run_sim`), disorder and faults from a seed (`EdgeRunner`), leak checks (`no_leaks`,
-`check_idle`), the conformance suites for runners, stores and completion ports (`RunnerTests`, `StoreTests`,
-`PortTests`), whole simulations (`simulate`). The pytest plugin `fdasync.testing.pytest_plugin` hands these out as
-fixtures. Names are imported when first used.
+Virtual time (`run_sim`), disorder and faults from a seed, of an engine's steps (`EdgeRunner`, `StepFault`) and of a
+store (`FaultyStore`, `StoreFaults`), leak checks (`no_leaks`, `check_idle`), the conformance suites for runners,
+stores, transports and completion ports (`RunnerTests`, `StoreTests`, `TransportTests`, `PortTests`), whole simulations
+(`simulate`). The pytest plugin `fdasync.testing.pytest_plugin` hands these out as fixtures; `docs/testing.md` is the
+way in. Names are imported when first used.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fdasync.cache.wrappers.faults import FaultyStore, StoreFaults
     from fdasync.testing.bench import Bench, on_bench
-    from fdasync.testing.edges import EdgeRunner, Fault
+    from fdasync.testing.edges import EdgeRunner, StepFault
     from fdasync.testing.engines import (
         LetterTokenizer,
+        check_deltas,
         check_sample,
         expected,
         held_engine,
@@ -38,10 +41,12 @@ if TYPE_CHECKING:
     from fdasync.testing.workload import Workload
 
 _HOMES = {
-    "bench": ("Bench", "on_bench"),
-    "edges": ("EdgeRunner", "Fault"),
-    "engines": (
+    "fdasync.cache.wrappers.faults": ("FaultyStore", "StoreFaults"),
+    "fdasync.testing.bench": ("Bench", "on_bench"),
+    "fdasync.testing.edges": ("EdgeRunner", "StepFault"),
+    "fdasync.testing.engines": (
         "LetterTokenizer",
+        "check_deltas",
         "check_sample",
         "expected",
         "held_engine",
@@ -50,25 +55,25 @@ _HOMES = {
         "synthetic_engine",
         "until",
     ),
-    "leaks": ("LeakFound", "Resources", "check_idle", "no_leaks"),
-    "loop": ("Deadlock", "Livelock", "SimLoop", "run_sim"),
-    "passes": ("PassModel",),
-    "pd_simulation": ("PdReport", "simulate_pd"),
-    "pd_workload": ("PdWorkload",),
-    "ports": ("PortTests",),
-    "runners": ("RunnerTests",),
-    "simulation": ("SimulationFailed", "SimulationReport", "simulate"),
-    "store_bench": ("StoreBench",),
-    "stores": ("StoreTests",),
-    "transports": ("TransportTests",),
-    "workload": ("Workload",),
+    "fdasync.testing.leaks": ("LeakFound", "Resources", "check_idle", "no_leaks"),
+    "fdasync.testing.loop": ("Deadlock", "Livelock", "SimLoop", "run_sim"),
+    "fdasync.testing.passes": ("PassModel",),
+    "fdasync.testing.pd_simulation": ("PdReport", "simulate_pd"),
+    "fdasync.testing.pd_workload": ("PdWorkload",),
+    "fdasync.testing.ports": ("PortTests",),
+    "fdasync.testing.runners": ("RunnerTests",),
+    "fdasync.testing.simulation": ("SimulationFailed", "SimulationReport", "simulate"),
+    "fdasync.testing.store_bench": ("StoreBench",),
+    "fdasync.testing.stores": ("StoreTests",),
+    "fdasync.testing.transports": ("TransportTests",),
+    "fdasync.testing.workload": ("Workload",),
 }
 
 __all__ = [
     "Bench",
     "Deadlock",
     "EdgeRunner",
-    "Fault",
+    "FaultyStore",
     "LeakFound",
     "LetterTokenizer",
     "Livelock",
@@ -81,10 +86,13 @@ __all__ = [
     "SimLoop",
     "SimulationFailed",
     "SimulationReport",
+    "StepFault",
     "StoreBench",
+    "StoreFaults",
     "StoreTests",
     "TransportTests",
     "Workload",
+    "check_deltas",
     "check_idle",
     "check_sample",
     "expected",
@@ -104,5 +112,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     for home, names in _HOMES.items():
         if name in names:
-            return getattr(importlib.import_module(f"fdasync.testing.{home}"), name)
+            return getattr(importlib.import_module(home), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -171,7 +171,7 @@ class Bench:
     ) -> None:
         """Blocks of another instance, which hold the first `tokens` tokens of a sequence, arrive in these host blocks;
         the rows of the tokens come into slots of their own."""
-        assert self.host is not None
+        assert self.host is not None, f"the bench has no host tier: {self.host}"
         for number, (place, block) in enumerate(zip(host, kv, strict=True)):
             self.host.kv[place] = block
             self._slot_on_host.pop(place, None)
@@ -183,6 +183,12 @@ class Bench:
             index = slot * self.size + np.arange(last - first)
             generations = np.full(last - first, self._next_generation(slot), np.uint32)
             self.arena.scatter(index, generations, {name: part[first:last] for name, part in rows.items()})
+
+    def fill_rows(self, byte: int) -> None:
+        """Set every byte of every row, as if earlier uses of the slots had left them so."""
+        if self.arena is not None:
+            for rows in self.arena.rows.values():
+                rows.view(np.uint8)[:] = byte
 
     # -- steps --------------------------------------------------------------------------------------
 
@@ -236,7 +242,7 @@ class Bench:
 
 
 @asynccontextmanager
-async def on_bench(runner: Runner, *, capture: bool = True, host_blocks: int = 0) -> AsyncIterator[Bench]:
+async def on_bench(runner: Runner, *, host_blocks: int = 0) -> AsyncIterator[Bench]:
     """Open and bind a runner; close it, and the arenas after it, whatever happens.
 
     There are two slots more than device and host blocks, so that every block can be computed anew.
@@ -244,7 +250,7 @@ async def on_bench(runner: Runner, *, capture: bool = True, host_blocks: int = 0
     arena = host = None
     try:
         capacity = await runner.open()
-        if capture and capacity.aux_specs:
+        if capacity.aux_specs:
             num_slots = capacity.num_blocks + host_blocks + 2
             arena = AuxArena.create(num_slots, capacity.block_tokens, capacity.aux_specs)
         if host_blocks:

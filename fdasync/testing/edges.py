@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from fdasync.cache.host import HostArena
     from fdasync.runner.base import CopyOutput, TensorMeta
 
-FaultKind = Literal["fail", "hang", "die"]
+StepFaultKind = Literal["fail", "hang", "die"]
 
 
-class Fault(msgspec.Struct, frozen=True):
-    """What goes wrong, and when.
+class StepFault(msgspec.Struct, frozen=True):
+    """What goes wrong with a step of an engine's runner, and when. (What goes wrong with a store is `StoreFaults`.)
 
     Attributes:
         kind: "fail": the step ends with RunnerError. "hang": it never ends. "die": it and every other step
@@ -39,7 +39,7 @@ class Fault(msgspec.Struct, frozen=True):
         step_id: the step that meets it.
     """
 
-    kind: FaultKind
+    kind: StepFaultKind
     step_id: int
 
 
@@ -58,6 +58,7 @@ class EdgeRunner(Runner):
     Attributes:
         launched: ids of all steps, in order.
         completed: how many were reported as done.
+        struck: the fault has struck; `broken` is so after `die` by hand too.
     """
 
     config_type: ClassVar[type[msgspec.Struct]] = msgspec.Struct
@@ -68,7 +69,7 @@ class EdgeRunner(Runner):
         random: Random,
         *,
         max_delay_s: float = 0.0,
-        fault: Fault | None = None,
+        fault: StepFault | None = None,
         on_launch: Callable[[RunStep], None] | None = None,
         on_copied: Callable[[SwapOut | SwapIn], None] | None = None,
         on_weights: Callable[[], None] | None = None,
@@ -77,6 +78,7 @@ class EdgeRunner(Runner):
         self.inner = inner
         self.launched: list[int] = []
         self.completed = 0
+        self.struck = False
         self._random = random
         self._max_delay_s = max_delay_s
         self._fault = fault
@@ -91,14 +93,26 @@ class EdgeRunner(Runner):
         self._order: deque[int] = deque()
         self._outcomes: dict[int, StepOutput | BaseException] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}
+        # of steps that are done and not reported yet, in order
+        self._delayed: dict[int, StepOutput | BaseException] = {}
         self._reported_at = 0.0
         self._worked = -1
         self._reached: list[tuple[int, asyncio.Future[None]]] = []
 
     @property
     def broken(self) -> bool:
-        """The fault has struck."""
+        """The fault has struck, or `die` was called."""
         return self._broken is not None
+
+    def assert_struck(self) -> None:
+        """Raise AssertionError unless the fault has struck. A test that injects one ends with it: else it may pass
+        because nothing happened."""
+        fault = self._fault
+        if fault is None:
+            raise AssertionError(f"no fault was injected ({len(self.launched)} steps were launched)")
+        if not self.struck:
+            last = f"the last was step {self.launched[-1]}" if self.launched else "there was no step"
+            raise AssertionError(f"the fault {fault.kind!r} of step {fault.step_id} never struck: {last}")
 
     # -- by hand --------------------------------------------------------------------------------------
 
@@ -125,6 +139,7 @@ class EdgeRunner(Runner):
         for step_id in list(self._futures):
             self._report(step_id, error)
         self._order.clear()
+        self._delayed.clear()
         for copied in self._copies.values():
             if not copied.done():
                 copied.set_exception(error)
@@ -204,6 +219,7 @@ class EdgeRunner(Runner):
         self._order.append(step.step_id)
         fault = self._fault
         if self._broken is None and fault is not None and fault.step_id == step.step_id:
+            self.struck = True
             if fault.kind == "die":
                 self.die()
             else:
@@ -233,6 +249,7 @@ class EdgeRunner(Runner):
         self._copies.clear()
         self._timers.clear()
         self._futures.clear()
+        self._delayed.clear()
         self._order.clear()
         await self.inner.aclose()
 
@@ -274,7 +291,15 @@ class EdgeRunner(Runner):
             # in order, whatever is drawn
             due = loop.time() + self._random.uniform(0.0, self._max_delay_s)
             self._reported_at = max(self._reported_at, due)
-            self._timers[step_id] = loop.call_at(self._reported_at, self._report, step_id, outcome)
+            self._delayed[step_id] = outcome
+            self._timers[step_id] = loop.call_at(self._reported_at, self._report_up_to, step_id)
+
+    def _report_up_to(self, step_id: int) -> None:
+        """A step's time has come, and with it that of those before it: real loops round the times of their timers."""
+        for earlier in list(self._delayed):
+            self._report(earlier, self._delayed.pop(earlier))
+            if earlier == step_id:
+                return
 
     def _report(self, step_id: int, outcome: StepOutput | BaseException) -> None:
         timer = self._timers.pop(step_id, None)

@@ -26,13 +26,16 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from fdasync.cache.store import Store
     from fdasync.request import SamplingParams
-    from fdasync.result import Sample
+    from fdasync.result import Delta, Result, Sample
     from fdasync.runner.base import Runner
-    from fdasync.testing.edges import Fault
+    from fdasync.testing.edges import StepFault
     from fdasync.testing.passes import Read
     from fdasync.tokenizer import Tokenizer
 
+# of an engine with a store: as many as its device has
+_HOST_BLOCKS = 64
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -69,13 +72,27 @@ def synthetic_config(runner: Mapping[str, Any] | None = None, **values: Any) -> 
 
 
 def synthetic_engine(
-    config: EngineConfig | None = None, *, runner: Runner | None = None, tokenizer: Tokenizer | None = None
+    config: EngineConfig | None = None,
+    *,
+    runner: Runner | None = None,
+    tokenizer: Tokenizer | None = None,
+    store: Store | None = None,
 ) -> Engine:
-    """An engine that is not started yet."""
-    return Engine(config or synthetic_config(), runner=runner, tokenizer=tokenizer)
+    """An engine that is not started yet.
+
+    Args:
+        store: the tier behind a host tier, which is small unless the configuration says how large. The engine closes
+            it; one that shall serve a second engine overrides `aclose`.
+    """
+    config = config or synthetic_config()
+    if store is not None and not config.store:
+        config = msgspec.structs.replace(config, store="given")
+    if store is not None and config.host_blocks == "auto":
+        config = msgspec.structs.replace(config, host_blocks=_HOST_BLOCKS)
+    return Engine(config, runner=runner, tokenizer=tokenizer, store=store)
 
 
-def held_engine(config: EngineConfig | None = None, *, fault: Fault | None = None, on_launch: Any = None) -> Held:
+def held_engine(config: EngineConfig | None = None, *, fault: StepFault | None = None, on_launch: Any = None) -> Held:
     """An engine, not started, whose steps a test holds back and releases by hand; see `EdgeRunner`."""
     config = config or synthetic_config()
     inner = SyntheticRunner(oracle_of(config).config, config.runner_limits())
@@ -163,13 +180,14 @@ def check_sample(
     oracle: Oracle,
     *,
     start: int = 0,
-    rows: bool = True,
+    names: Sequence[str] | None = None,
     seen: Sequence[Read] | None = None,
 ) -> None:
     """Raise AssertionError unless the sample is what the oracle says, as far as it went.
 
     Args:
-        rows: aux rows must be there; False: must not.
+        names: whose rows must be there, "routing" or those of another spec, and no others; None: all that the
+            oracle's model writes.
         seen: see `expected`.
     """
     want = expected(prompt, params, sample.index, oracle, seen)
@@ -189,26 +207,33 @@ def check_sample(
         digests = np.concatenate([*parts, np.zeros(len(tokens) - len(seen), np.uint64)])
         weights = [read.weights_id for read in seen]
     _check_logprobs(sample, len(prompt), params, oracle, digests, weights)
-    if not rows:
-        assert sample.routing is None
-        assert not sample.aux
-        return
-    assert sample.routing is not None, "a request that wanted routing got none"
-    routing = sample.routing.array
-    assert sample.routing.start == start
-    if count:
-        whole = len(prompt) + count - 1 - start
-        assert len(routing) == whole, f"{len(routing)} rows, {whole} positions were forwarded"
-    stop = start + len(routing)
-    digests = digests[start:stop]
-    assert routing.dtype == oracle.row_dtype
-    assert np.array_equal(routing, oracle.rows(digests)), "routing rows are not the oracle's"
-    assert ("values" in sample.aux) == oracle.config.values_spec
-    if "values" in sample.aux:
-        assert sample.aux["values"].dtype == np.float16
-        assert np.array_equal(sample.aux["values"], oracle.values(digests)), "values are not the oracle's"
-    assert ("stamp" in sample.aux) == oracle.config.pass_stamp
-    assert all(len(values) == len(routing) for values in sample.aux.values())
+    found = dict(sample.aux)
+    if sample.routing is not None:
+        assert sample.routing.start == start
+        found["routing"] = sample.routing.array
+    wanted = _names(oracle) if names is None else names
+    assert sorted(found) == sorted(wanted), f"rows of {sorted(found)} came, of {sorted(wanted)} were wanted"
+    assert sample.start == start
+    for name, array in found.items():
+        if count:
+            whole = len(prompt) + count - 1 - start
+            assert len(array) == whole, f"{len(array)} rows of {name}, {whole} positions were forwarded"
+        own = digests[start : start + len(array)]
+        if name == "stamp":
+            assert array.dtype == np.uint32
+            assert array.shape[1:] == (1,)
+            continue
+        want_rows = oracle.rows(own) if name == "routing" else oracle.values(own)
+        assert array.dtype == want_rows.dtype
+        assert np.array_equal(array, want_rows), f"rows of {name} are not the oracle's"
+    assert len({len(array) for array in found.values()}) <= 1
+
+
+def _names(oracle: Oracle) -> list[str]:
+    """Of the specs that the synthetic model writes."""
+    config = oracle.config
+    written = {"routing": config.num_moe_layers > 0, "values": config.values_spec, "stamp": config.pass_stamp}
+    return [name for name, is_written in written.items() if is_written]
 
 
 def _check_logprobs(
@@ -221,6 +246,7 @@ def _check_logprobs(
 ) -> None:
     assert (sample.raw_logprobs is not None) == (params.logprobs in ("raw", "both"))
     assert (sample.processed_logprobs is not None) == (params.logprobs in ("processed", "both"))
+    assert (sample.top_logprobs is not None) == bool(params.top_logprobs)
     if params.logprobs == "none":
         return
     tokens = np.array(sample.token_ids, np.int64)
@@ -232,4 +258,40 @@ def _check_logprobs(
         want[chosen] = oracle.logprobs(digests[places], tokens[chosen], weights_id)
     for have, factor in ((sample.raw_logprobs, 1.0), (sample.processed_logprobs, 0.5)):
         if have is not None:
+            assert len(have) == len(tokens)
             assert np.allclose(have, want * factor, atol=1e-6), "log-probs are not the oracle's"
+    if sample.top_logprobs is not None:
+        best = [oracle.top(digests[at], params.top_logprobs, weights[at]) for at in range(first, first + len(tokens))]
+        assert list(sample.top_logprobs) == best, "alternatives are not the oracle's"
+
+
+def check_deltas(deltas: Sequence[Delta], result: Result, *, whole: bool = True, ends: bool = True) -> None:
+    """Raise AssertionError unless the deltas of a stream, joined, are its result: tokens, text, log-probs and ends.
+
+    Args:
+        whole: False: the stream was left, so they are the beginning of the result.
+        ends: each sample's last delta names its end; False: a router may have ended it without its instance.
+    """
+    for sample in result.samples:
+        own = [delta for delta in deltas if delta.index == sample.index]
+        told = tuple(token for delta in own for token in delta.token_ids)
+        text = "".join(delta.text for delta in own)
+        assert told == sample.token_ids[: len(told)], f"deltas {told} are not the result's {sample.token_ids}"
+        assert sample.text.startswith(text), f"the deltas' text {text!r} is not the result's {sample.text!r}"
+        for name in ("raw_logprobs", "processed_logprobs", "top_logprobs"):
+            want = getattr(sample, name)
+            parts = [getattr(delta, name) for delta in own]
+            assert {part is None for part in parts} <= {want is None}, f"{name} came, or did not, against the result"
+            if want is None:
+                continue
+            joined = [value for part in parts for value in part]
+            if name != "top_logprobs":
+                joined, want = np.array(joined, np.float32).tolist(), want.tolist()
+            assert joined == list(want[: len(told)]), f"{name} of the deltas are not the result's"
+        if not whole:
+            continue
+        assert (len(told), text) == (len(sample.token_ids), sample.text), "the deltas end before the result"
+        if not ends:
+            continue
+        assert [delta.finish_reason for delta in own if delta.finish_reason] == [sample.finish_reason]
+        assert own[-1].finish_reason is not None, "something came after the end"

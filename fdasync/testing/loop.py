@@ -5,8 +5,9 @@ and jumps to the next timer when nothing is, so a timeout never beats code that 
 are due at the same moment fire one by one, in the order they were set, each with all that follows from it.
 When nothing is ready and no timer is set the loop raises `Deadlock` and names who waits.
 
-It knows nothing of engines. There is no world outside of it: sockets and pipes between tasks of the same
-loop work, threads and child processes do not. Called by `run_sim`, which the pytest plugin hands out.
+It knows nothing of engines. There is no world outside of it: real sockets and pipes between tasks of the same loop
+work (addresses in numbers: a name is looked up in a thread), threads and child processes do not. Called by `run_sim`,
+which the pytest plugin hands out.
 """
 
 from __future__ import annotations

@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from fdasync.errors import DeadlineExceeded, FdasyncError, InstanceLost, PeerUnreachable
+from fdasync.cache.aux import wanted_specs
+from fdasync.errors import DeadlineExceeded, FdasyncError, InstanceLost, PeerUnreachable, TooLong
 from fdasync.runner.oracle import Oracle
-from fdasync.testing.engines import expected
-from fdasync.testing.pd_checks import Served, check_deltas, check_served
+from fdasync.testing.engines import check_deltas, expected
+from fdasync.testing.pd_checks import Served, check_served
 from fdasync.testing.pd_workload import PATIENT_S
 from fdasync.testing.workload import RequestPlan, arguments
 
@@ -53,6 +54,9 @@ class Callers:
         except (InstanceLost, DeadlineExceeded, PeerUnreachable) as error:
             self._check_error(plan, error)
             self._fleet.outcomes[type(error).__name__] += 1
+        except TooLong as error:
+            self._check_too_long(plan, error)
+            self._fleet.outcomes["TooLong"] += 1
         else:
             if result is None:
                 self._fleet.outcomes["cancelled"] += 1
@@ -93,7 +97,7 @@ class Callers:
                 if plan.way == "leave" and len(deltas) > 2:
                     break
         result = stream.result
-        check_deltas(plan, deltas, result)
+        check_deltas(deltas, result, whole=plan.way != "leave", ends=False)
         return result
 
     # -- checks ---------------------------------------------------------------------------------------
@@ -104,6 +108,14 @@ class Callers:
         partial = error.partial if isinstance(error, InstanceLost) else None
         if partial is not None and len(self._fleet.versions) == 1:
             self._check_tokens(plan, partial)
+
+    def _check_too_long(self, plan: RequestPlan, error: TooLong) -> None:
+        """Nobody whom the router knows can hold it, and it names the largest limit among them."""
+        sizes = {machine.address: machine.plan.most_tokens for machine in self._fleet.machines}
+        limit = max(sizes[member.address] for member in self._router.fleet.members.values())
+        count = len(plan.prompt)
+        assert count + plan.params.max_tokens > limit, f"refused, and one holds {limit} tokens: {error}"
+        assert (error.limit, error.prompt_tokens) == (limit, count)
 
     @staticmethod
     def _check_version(result: Result, current: int) -> None:
@@ -133,7 +145,8 @@ class Callers:
         if answered is None:
             # nobody answered: the router ended it
             reasons = {sample.finish_reason for sample in result.samples}
-            assert reasons <= {"abort", "deadline"} or plan.routing is False
+            specs = self._fleet.machines[0].engine.capacity.aux_specs
+            assert reasons <= {"abort", "deadline"} or not wanted_specs(specs, plan.routing, plan.aux)
             if len(self._fleet.versions) == 1:
                 self._check_tokens(plan, result)
             return
@@ -146,7 +159,8 @@ class Callers:
         for sample in result.samples:
             own = last.keys.get(answered[1], [-1] * plan.params.n)[sample.index]
             theirs = -1 if first is None else first.errands[answered[1]][sample.index]
-            rows = bool(last.engine.capacity.aux_specs) and plan.routing is not False
-            check_served(plan, sample, Served(last, own, first, theirs, sample.index), self._fleet.versions, rows)
+            check_served(plan, sample, Served(last, own, first, theirs, sample.index), self._fleet.versions)
+        needs = len(plan.prompt) + plan.params.max_tokens
+        self._fleet.counts["left_out"] += any(machine.plan.most_tokens < needs for machine in self._fleet.machines)
         self._fleet.counts["handed_over"] += first is not None
         self._fleet.counts["results"] += 1

@@ -11,32 +11,19 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fdasync.actions import FinishRequest
+from fdasync.cache.aux import wanted_specs
 from fdasync.events.catalog import LeaseAsked, RequestPrepared
 from fdasync.events.trace import Turn
 from fdasync.scheduler.replay import replay
 from fdasync.testing.engines import check_sample, expected
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
-    from fdasync.result import Delta, Result, Sample
+    from fdasync.result import Sample
     from fdasync.testing.passes import Owner, Read
     from fdasync.testing.pd_machine import Machine
     from fdasync.testing.workload import RequestPlan
-
-
-def check_deltas(plan: RequestPlan, deltas: Sequence[Delta], result: Result) -> None:
-    """What a stream gave is its result, or the beginning of it where it was left."""
-    for sample in result.samples:
-        own = [delta for delta in deltas if delta.index == sample.index]
-        told = tuple(token for delta in own for token in delta.token_ids)
-        text = "".join(delta.text for delta in own)
-        if plan.way == "leave":
-            assert told == sample.token_ids[: len(told)], "deltas are not the beginning of the result"
-            assert sample.text.startswith(text)
-            continue
-        assert told == sample.token_ids, f"deltas {told} are not the result's {sample.token_ids}"
-        assert text == sample.text, f"the deltas' text {text!r} is not the result's {sample.text!r}"
 
 
 class Served:
@@ -61,9 +48,8 @@ class Served:
 
     def check_stamps(self, sample: Sample, prompt_len: int) -> None:
         """Each row is of the request's first pass over its position, or of the KV that this pass found."""
-        assert sample.routing is not None
         got = sample.aux["stamp"][:, 0].tolist()
-        start = sample.routing.start
+        start = sample.start
         own = self.last.passes.stamps.get(self.owner, [])[start : start + len(got)]
         if self.first is None:
             assert got == own, f"rows carry the stamps {got}, first passes were {own}"
@@ -82,19 +68,21 @@ class Served:
             assert number < shared or stamp in allowed, told
 
 
-def check_served(plan: RequestPlan, sample: Sample, served: Served, versions: Mapping[int, int], rows: bool) -> None:
+def check_served(plan: RequestPlan, sample: Sample, served: Served, versions: Mapping[int, int]) -> None:
     """A sample that an instance answered."""
     prompt_len = len(plan.prompt)
     seen = served.seen(prompt_len) if len(versions) > 1 else None
     oracle = served.last.oracle
-    check_sample(sample, plan.prompt, plan.params, oracle, start=plan.start, rows=rows, seen=seen)
+    specs = wanted_specs(served.last.engine.capacity.aux_specs, plan.routing, plan.aux)
+    names = [spec.name for spec in specs]
+    check_sample(sample, plan.prompt, plan.params, oracle, start=plan.start, names=names, seen=seen)
     if sample.finish_reason in ("stop", "length"):
         want = expected(plan.prompt, plan.params, sample.index, oracle, seen)
         assert sample.text == want.text, f"text {sample.text!r}, oracle {want.text!r}"
     if sample.token_ids:
         cached = served.cached()
         assert sample.cached_tokens == cached, f"{sample.cached_tokens} cached tokens told, there were {cached}"
-    if sample.routing is not None and "stamp" in sample.aux:
+    if "stamp" in sample.aux:
         served.check_stamps(sample, prompt_len)
     stop = 0
     for span in sample.weight_version:

@@ -212,6 +212,7 @@ class Fleet:
             check_trace(machine)
 
     def _count(self) -> None:
+        self.counts["unequal"] += self.work.unequal
         for machine in self.machines:
             stats = machine.engine.stats().scheduler
             names = ("steps", "preemptions", "evictions", "hit_tokens", "leases_granted", "leases_denied",

@@ -41,6 +41,14 @@ class InstancePlan(msgspec.Struct, frozen=True, kw_only=True):
     runner: SyntheticConfig
     max_delay_s: float
 
+    @property
+    def most_tokens(self) -> int:
+        """Of one sample that it serves whole, prompt and output; the last token is never forwarded."""
+        blocks, context = self.config.num_blocks, self.config.max_context_tokens
+        assert isinstance(blocks, int)
+        most = blocks * self.runner.block_tokens + 1
+        return min(most, context) if isinstance(context, int) else most
+
 
 class Incident(msgspec.Struct, frozen=True, kw_only=True):
     """What happens to the fleet.
@@ -69,7 +77,7 @@ class PdWorkload(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         calm: nothing goes wrong, and rules are patient: every request must succeed.
-        direct: see `RouterConfig.direct_below_tokens`.
+        unequal: instances differ widely in how much they hold, and no request is too large for all of them but a few.
     """
 
     seed: int
@@ -82,6 +90,7 @@ class PdWorkload(msgspec.Struct, frozen=True, kw_only=True):
     weather: Weather
     faults: SimFaults
     calm: bool
+    unequal: bool
 
     @classmethod
     def draw(cls, seed: int) -> PdWorkload:
@@ -94,6 +103,9 @@ class _Draw:
         self.seed = seed
         self.random = random = Random(f"pd {seed}")
         self.calm = random.random() < 0.3
+        # of its own stream: other seeds stay what they were
+        self.sizes = Random(f"sizes {seed}")
+        self.unequal = self.sizes.random() < 0.35
         self.block_tokens = random.choice((2, 4, 4, 8))
         self.rules = self._rules()
         self.shape = SyntheticConfig(
@@ -137,6 +149,7 @@ class _Draw:
             weather=self._weather(),
             faults=self._faults(),
             calm=self.calm,
+            unequal=self.unequal,
         )
 
     def _rules(self) -> LeaseRules:
@@ -183,7 +196,7 @@ class _Draw:
         max_running = random.randint(1, 10)
         step_s = random.choice((0.0, 0.001, 0.02))
         name = f"{role[0]}{number}"
-        return InstancePlan(
+        plan = InstancePlan(
             name=name,
             address=address or f"ipc:///run/{name}",
             config=EngineConfig(
@@ -215,10 +228,20 @@ class _Draw:
             ),
             max_delay_s=random.choice((0.0, 0.0, 0.005, 0.05)),
         )
+        return self._resized(plan) if self.unequal else plan
+
+    def _resized(self, plan: InstancePlan) -> InstancePlan:
+        """Blocks and context of its own, either of which may be the smaller."""
+        blocks = self.sizes.choice((6, 10, 20, 40))
+        context = self.sizes.choice(("auto", "auto", 5 * self.block_tokens, 15 * self.block_tokens))
+        config = msgspec.structs.replace(plan.config, num_blocks=blocks, max_context_tokens=context)
+        return msgspec.structs.replace(plan, config=config)
 
     def _joiner(self) -> InstancePlan:
-        """Big enough for all requests."""
+        """Big enough for all requests, unless sizes are unequal."""
         plan = self.instance(self.random.choice(("mixed", "prefill", "decode", "decode")))
+        if self.unequal:
+            return plan
         return msgspec.structs.replace(plan, config=msgspec.structs.replace(plan.config, num_blocks=40))
 
     def _requests(self, instances: tuple[InstancePlan, ...]) -> tuple[RequestPlan, ...]:
@@ -226,6 +249,9 @@ class _Draw:
         least = min(plan.config.num_blocks for plan in instances if isinstance(plan.config.num_blocks, int))
         # a group needs a block for each sample on top of its prompt's
         room = (least - 5) * self.block_tokens
+        if self.unequal:
+            # and now and then too much for any
+            room = max(plan.most_tokens for plan in instances) + self.block_tokens
         lanes = min(plan.config.max_running + self.rules.beyond_running for plan in instances)
         draw = RequestDraw(random, self.shape, room=room, most_samples=min(lanes, 4))
         draw.span_s = self.span_s

@@ -6,6 +6,8 @@ when a fixture is used.
 Fixtures:
     run_sim: `run_sim(coroutine)` runs it in virtual time and returns its result.
     no_leaks: fails the test if it leaves fds, threads, children, shared segments or tasks behind.
+    must_strike: `must_strike(store_or_runner)` gives it back, and fails the test at its end if a fault that it injected
+        there never struck.
     no_blocking: fails the test if anything blocks a loop (needs blockbuster).
     sim_seeds: the seeds to simulate; the summary of the run says which they were. pd_seeds: those of fleets.
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import pytest
 
@@ -90,6 +92,37 @@ def no_leaks(first_uvloop: None) -> Iterator[None]:  # noqa: ARG001
 
     with no_leaks():
         yield
+
+
+class Strikes(Protocol):
+    """What has faults injected: `FaultyStore`, `EdgeRunner`, `SimFabric`."""
+
+    def assert_struck(self) -> None: ...
+
+
+T = TypeVar("T", bound=Strikes)
+
+
+@pytest.fixture
+def must_strike() -> Iterator[Callable[[T], T]]:
+    """Fail the test at its end if a fault that it injected never struck: it passed because nothing happened."""
+    with all_strike() as watch:
+        yield watch
+
+
+@contextmanager
+def all_strike() -> Iterator[Callable[[T], T]]:
+    """A function that gives back what it gets; at the end all of it must have been struck, or AssertionError is
+    raised. What fails before is raised as it is."""
+    watched: list[Strikes] = []
+
+    def watch(thing: T) -> T:
+        watched.append(thing)
+        return thing
+
+    yield watch
+    for thing in watched:
+        thing.assert_struck()
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ import numpy as np
 from fdasync.actions import SwapIn, SwapOut
 from fdasync.errors import RunnerError
 from fdasync.testing.bench import on_bench
-from fdasync.testing.runner_suite import RunnerSuite, on_loop
+from fdasync.testing.runner_suite import RunnerSuite, is_runner_error, on_loop
+from fdasync.testing.verdicts import check, equal
 
 if TYPE_CHECKING:
     from fdasync.runner.base import CopyOutput
@@ -66,7 +67,7 @@ class CopyTests(RunnerSuite):
                 tokens += await on.step()
                 await asyncio.gather(*copies)
             await on.leave(10)
-            assert tokens == alone[:3]
+            equal(tokens, alone[:3], "tokens of a sequence that runs beside copies to the host")
             clobber = on.prompt(size + 1, salt=8)
             for key in range(3):
                 await on.answer(20 + key, clobber, 1, [2 * key, 2 * key + 1])
@@ -78,7 +79,7 @@ class CopyTests(RunnerSuite):
             await asyncio.gather(*back)
             tokens += await on.step()
             await on.leave(11)
-            assert tokens == alone[:3]
+            equal(tokens, alone[:3], "tokens of a sequence that runs beside copies from the host")
             for key in range(3):
                 again = await on.answer(30 + key, prompts[key], 3, [places[key], 9], cached=size)
                 self.assert_same(plain[key], again)
@@ -124,9 +125,10 @@ class CopyTests(RunnerSuite):
             copy = on.swap_out([0], [0])
             await asyncio.wait([failed], timeout=_LIMIT_S)
             await asyncio.wait([copy], timeout=_LIMIT_S)
-            assert isinstance(failed.exception(), RunnerError)
-            assert copy.done(), "a copy was left without an end"
-            assert isinstance(copy.exception(), RunnerError | None)
+            is_runner_error(failed, "a step that makes no sense")
+            check(copy.done(), f"a copy after a failed step ends within {_LIMIT_S:g} s", copy)
+            error = copy.exception()
+            check(isinstance(error, RunnerError | None), "a copy after a failed step ends or raises RunnerError", error)
 
     @on_loop
     async def test_aclose_ends_copies(self) -> None:
@@ -134,17 +136,15 @@ class CopyTests(RunnerSuite):
             copy = on.swap_out([0], [0])
             await on.runner.aclose()
             await asyncio.wait([copy], timeout=_LIMIT_S)
-            assert copy.done(), "a copy was left without an end"
+            check(copy.done(), f"a copy ends within {_LIMIT_S:g} s of aclose", copy)
             _ = copy.cancelled() or copy.exception()
 
     def _assert_moved(self, on: Bench, moved: CopyOutput, blocks: int) -> None:
-        assert moved.kv_nbytes == blocks * on.capacity.block_nbytes
-        assert moved.aux_nbytes == 0, "rows were written where only KV was to move"
+        equal(moved.kv_nbytes, blocks * on.capacity.block_nbytes, f"bytes of KV of a copy of {blocks} blocks")
+        equal(moved.aux_nbytes, 0, "bytes of rows of a copy, where only KV is to move")
 
 
 async def _fails(copy: asyncio.Future[CopyOutput]) -> None:
     await asyncio.wait([copy], timeout=_LIMIT_S)
-    assert copy.done(), "a copy was left without an end"
-    error = copy.exception()
-    assert isinstance(error, RunnerError), "a copy of what does not exist ended well"
-    assert error.problem
+    check(copy.done(), f"a copy of what does not exist ends within {_LIMIT_S:g} s", copy)
+    is_runner_error(copy, "a copy of what does not exist")

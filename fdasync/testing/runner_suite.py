@@ -12,15 +12,21 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from fdasync.errors import RunnerError
 from fdasync.runner.base import Runner, RunnerLimits
+from fdasync.testing.verdicts import check, equal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
     from pathlib import Path
 
+    from numpy.typing import NDArray
+
     from fdasync.testing.bench import Answer
 
 _LIMIT_S = 60.0
+# of a row in a message
+_MOST_VALUES = 32
 
 S = TypeVar("S", bound="RunnerSuite")
 
@@ -91,8 +97,27 @@ class RunnerSuite:
 
     def assert_same(self, one: Answer, other: Answer) -> None:
         """Two computations of the same thing. Exact, unless a runner's arithmetic depends on the batch."""
-        assert one.tokens == other.tokens
-        assert one.rows.keys() == other.rows.keys()
+        equal(other.tokens, one.tokens, "tokens of the same sequence, computed another way")
+        equal(sorted(other.rows), sorted(one.rows), "names of rows of the same sequence, computed another way")
         for name, rows in one.rows.items():
             if name != "stamp":
-                assert np.array_equal(rows, other.rows[name]), f"rows of {name} differ"
+                same_rows(other.rows[name], rows, f"rows of {name} of the same sequence, computed another way")
+
+
+def same_rows(found: NDArray[Any], wanted: NDArray[Any], what: str) -> None:
+    """Raise AssertionError, with the first row that differs, unless two arrays of rows are equal."""
+    if np.array_equal(found, wanted):
+        return
+    if (found.dtype, found.shape) != (wanted.dtype, wanted.shape):
+        shapes = [f"{rows.dtype} {list(rows.shape)}" for rows in (found, wanted)]
+        raise AssertionError(f"{what}: it returned {shapes[0]} instead of {shapes[1]}")
+    at = next(at for at in range(len(found)) if not np.array_equal(found[at], wanted[at]))
+    row, right = [rows[at].reshape(-1)[:_MOST_VALUES].tolist() for rows in (found, wanted)]
+    raise AssertionError(f"{what}: row {at} of {len(found)} is {row} instead of {right}")
+
+
+def is_runner_error(ended: asyncio.Future[Any], what: str) -> None:
+    """Raise AssertionError unless this ended with a RunnerError that says what is wrong."""
+    error = ended.exception()
+    check(isinstance(error, RunnerError), f"{what} raises RunnerError", error or ended.result())
+    check(getattr(error, "problem", ""), f"{what} raises RunnerError with a problem in words", error)

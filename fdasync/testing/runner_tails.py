@@ -17,7 +17,8 @@ import numpy as np
 from fdasync.actions import Chunk
 from fdasync.errors import InvariantBroken
 from fdasync.testing.bench import GREEDY, Answer, noisy, on_bench
-from fdasync.testing.runner_suite import RunnerSuite, on_loop
+from fdasync.testing.runner_suite import RunnerSuite, on_loop, same_rows
+from fdasync.testing.verdicts import check, equal
 
 if TYPE_CHECKING:
     import asyncio
@@ -150,7 +151,8 @@ class TailTests(RunnerSuite):
                 prompt = one.prompt(one.size + tail, salt=3)
                 # so long that the tail is filled: then it shows which bytes are not the prompt's
                 begun = await self._begin(one, key, prompt, self._samplers(one)[0], one.size + 2)
-                assert begun.past.any()
+                written = int(begun.past.sum())
+                check(written, "bytes of an open block past the prompt's, when they were filled", written)
                 noise = random.integers(0, 256, begun.past.shape, np.uint8)
                 # among the bits of 0xff are those of no number at all
                 for number, garbage in enumerate((np.full_like(noise, 0xFF), noise)):
@@ -167,7 +169,8 @@ class TailTests(RunnerSuite):
             # two chunks: the first one ends in the tail, the second one in the block behind it
             known, blocks = prompt + begun.line.tokens[:5], _INTO[:3]
             start = other.start(0, known, blocks, cached=len(prompt), prompt_len=len(prompt), sampler=begun.sampler)
-            assert await other.step(starts=[start], chunks=[Chunk(0, 2, False)]) == ()
+            sampled = await other.step(starts=[start], chunks=[Chunk(0, 2, False)])
+            equal(sampled, (), "tokens of a chunk that is not a sequence's last")
             tokens = known[len(prompt) :] + list(await other.step(chunks=[Chunk(0, 3, True)]))
             tokens += await other.decode(0, len(known), blocks, len(begun.line.tokens) - 6)
             self.assert_same(begun.whole, Answer(tokens, other.rows(blocks, 0, len(prompt) + len(tokens) - 1)))
@@ -176,7 +179,7 @@ class TailTests(RunnerSuite):
     async def test_a_tail_that_was_swapped_goes_on_in_its_slot(self) -> None:
         for capture in (self.limits.capture, False):
             limits = msgspec.structs.replace(self.limits, capture=capture)
-            async with on_bench(self.make(limits), capture=bool(capture), host_blocks=_HOST_BLOCKS) as on:
+            async with on_bench(self.make(limits), host_blocks=_HOST_BLOCKS) as on:
                 size = on.size
                 prompt = on.prompt(2 * size + 5)
                 plain = await on.answer(0, prompt, size, _FROM)
@@ -235,7 +238,7 @@ class TailTests(RunnerSuite):
 
     async def _sent(self, on: Bench, blocks: Sequence[int]) -> list[NDArray[np.uint8]]:
         await on.swap_out(blocks, _PLACES[: len(blocks)])
-        assert on.host is not None
+        assert on.host is not None, f"the bench has no host tier: {on.host}"
         return [on.host.kv[place].copy() for place in _PLACES[: len(blocks)]]
 
     def _receive(self, on: Bench, begun: _Begun) -> asyncio.Future[CopyOutput]:
@@ -267,7 +270,8 @@ class TailTests(RunnerSuite):
         _assert_untouched(begun.rows, rows)
         self._assert_logprobs(begun.line, line)
         for at, other in enumerate(others):
-            assert other.tokens[:_COUNT] == alone[at].tokens[: len(other.tokens)], "another one in the batch changed"
+            beside = alone[at].tokens[: len(other.tokens)]
+            equal(other.tokens[:_COUNT], beside, "tokens of another sequence, beside one from elsewhere")
         self._assert_no_row(on, num_rows)
 
     def _assert_no_row(self, on: Bench, position: int) -> None:
@@ -278,7 +282,7 @@ class TailTests(RunnerSuite):
             on.rows(_INTO, position, position + 1)
         except InvariantBroken:
             return
-        raise AssertionError("a row is there that nobody computed")
+        raise AssertionError(f"row {position} is there, which nobody computed")
 
     def _assert_logprobs(self, whole: _Line, later: _Line) -> None:
         """Of the second token and those after it; the first one's came with it."""
@@ -286,14 +290,12 @@ class TailTests(RunnerSuite):
             return
         for name in ("raw", "processed", "best"):
             one, other = np.array(getattr(whole, name)[1:]), np.array(getattr(later, name))
-            assert one.shape == other.shape
-            assert one.size
+            equal(other.shape, one.shape, f"shape of {name} log-probs after a sequence came from elsewhere")
+            check(one.size, f"number of {name} log-probs of a sequence that asks for them", one.size)
             apart = float(np.abs(one - other).max())
-            assert apart <= self.logprob_error, f"{name} log-probs are {apart} apart"
+            check(apart <= self.logprob_error, f"{name} log-probs are at most {self.logprob_error} apart", apart)
 
 
 def _assert_untouched(before: dict[str, NDArray[Any]], after: dict[str, NDArray[Any]]) -> None:
     for name, rows in before.items():
-        assert np.array_equal(rows, after[name][: len(rows)]), (
-            f"rows of {name} that came with the KV were written again"
-        )
+        same_rows(after[name][: len(rows)], rows, f"rows of {name} that came with the KV, and stay")

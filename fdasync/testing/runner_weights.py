@@ -14,6 +14,7 @@ from fdasync.runner.base import TensorMeta
 from fdasync.runner.tensors import itemsize_of
 from fdasync.testing.bench import on_bench
 from fdasync.testing.runner_suite import RunnerSuite, on_loop
+from fdasync.testing.verdicts import check, equal
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator, Sequence
@@ -36,11 +37,12 @@ class WeightsTests(RunnerSuite):
         async def test(folders: Sequence[Path]) -> None:
             fresh, ids = await self._fresh()
             async with on_bench(self.make(self.limits)) as on:
-                self.assert_same(await self._answer(on, 0), fresh[0])
+                self.assert_same(fresh[0], await self._answer(on, 0))
                 # the same folder twice, and the first one again
                 for number, weights in enumerate((1, 1, 0)):
-                    assert await on.runner.load_folder(str(folders[weights])) == ids[weights]
-                    self.assert_same(await self._answer(on, 1 + number), fresh[weights])
+                    told = await on.runner.load_folder(str(folders[weights]))
+                    equal(told, ids[weights], f"load_folder of set {weights}: its weights id")
+                    self.assert_same(fresh[weights], await self._answer(on, 1 + number))
 
         self._run_with_folders(test)
 
@@ -53,7 +55,7 @@ class WeightsTests(RunnerSuite):
                 before = await self._answer(on, 0)
                 for number, folder in enumerate((folders[2], folders[2] / "nowhere")):
                     await _rejected(on.runner.load_folder(str(folder)))
-                    self.assert_same(await self._answer(on, 1 + number), before)
+                    self.assert_same(before, await self._answer(on, 1 + number))
                 await on.runner.load_folder(str(folders[1]))
 
         self._run_with_folders(test)
@@ -66,7 +68,7 @@ class WeightsTests(RunnerSuite):
         async with on_bench(self.make(self.limits)) as on:
             for number, weights in enumerate((1, 1, 0)):
                 await _write(on.runner, self.tensors_of(weights))
-                self.assert_same(await self._answer(on, number), fresh[weights])
+                self.assert_same(fresh[weights], await self._answer(on, number))
 
     @on_loop
     async def test_tensors_that_do_not_fit_change_nothing(self) -> None:
@@ -85,13 +87,13 @@ class WeightsTests(RunnerSuite):
             before = await self._answer(on, 0)
             for number, way in enumerate(bad):
                 await _rejected(on.runner.begin_tensors(way))
-                self.assert_same(await self._answer(on, 1 + number), before)
+                self.assert_same(before, await self._answer(on, 1 + number))
             try:
                 await on.runner.write_tensor(0, 0, memoryview(tensors[0][3]).cast("B")[:0])
             except InvariantBroken:
                 pass
             else:
-                raise AssertionError("a tensor was written that nobody announced")
+                raise AssertionError(f"a write of {tensors[0][0]}, which nobody announced, returned")
             # a refusal is no failure
             await _write(on.runner, tensors)
 
@@ -110,8 +112,9 @@ class WeightsTests(RunnerSuite):
             async with on_bench(self.make_of(self.limits, weights)) as on:
                 answers.append(await self._answer(on, 0))
                 ids.append(on.capacity.weights_id)
-        assert answers[0].tokens != answers[1].tokens, "the two sets of weights must answer differently"
-        assert ids[0] != ids[1]
+        tokens = [answer.tokens for answer in answers]
+        check(tokens[0] != tokens[1], "tokens under two sets of weights, which must differ", tokens)
+        check(ids[0] != ids[1], "ids of two sets of weights, which must differ", ids)
         return answers, ids
 
     async def _answer(self, on: Bench, key: int) -> Answer:
@@ -130,12 +133,12 @@ async def _write(runner: Runner, tensors: Sequence[tuple[str, str, tuple[int, ..
 
 
 async def _rejected(update: Coroutine[Any, Any, Any]) -> None:
-    problem = ""
     try:
-        await update
+        answer = await update
     except WeightsRejected as error:
-        problem = error.problem
-    assert problem, "weights that do not fit were taken, or refused without a word"
+        check(error.problem, "weights that do not fit are refused with a problem in words", error)
+        return
+    raise AssertionError(f"weights that do not fit were taken: it returned {answer!r}")
 
 
 @contextmanager

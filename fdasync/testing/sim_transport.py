@@ -99,6 +99,17 @@ class SimFabric:
         transport.calls.end(CLOSED)
         self._changed()
 
+    def assert_struck(self, *kinds: str) -> None:
+        """Raise AssertionError unless each of these faults ("corrupt", "fail", "stall") has struck at least once;
+        without names, all that can happen now."""
+        wanted = kinds or tuple([kind for kind in self.counts if getattr(self.faults, kind) > 0])
+        missing = [kind for kind in wanted if not self.counts[kind]]
+        if not wanted:
+            raise AssertionError("no fault of transports was planned")
+        if missing:
+            struck = ", ".join(f"{kind} {count}" for kind, count in self.counts.items())
+            raise AssertionError(f"faults of transports never struck: {', '.join(missing)} (struck: {struck})")
+
     # -- for SimTransport -----------------------------------------------------------------------------
 
     def token(self) -> bytes:

@@ -1,6 +1,6 @@
-"""Plays a workload on an engine in virtual time and holds everything that comes of it against the oracle.
+"""Plays a workload on an engine, in virtual or real time, and holds everything that comes of it against the oracle.
 
-Each request ends exactly once; tokens, text and rows are the oracle's; stamps are those of the right pass;
+Each request ends exactly once; tokens, log-probs, text and rows are the oracle's; stamps are those of the right pass;
 the books balance after every turn and nothing is held at the end; the recorded trace replays to the same
 actions. A broken rule raises `SimulationFailed`, which names the seed.
 
@@ -10,6 +10,7 @@ Knows engines by their public face only. Called by tests: `simulate(seed)`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -17,17 +18,19 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fdasync.actions import FinishRequest
+from fdasync.cache.aux import wanted_specs
+from fdasync.cache.file import FileConfig, FileStore
 from fdasync.cache.host import host_nbytes
 from fdasync.cache.memory import MemoryConfig, MemoryStore
-from fdasync.cache.wrappers import Faults
+from fdasync.cache.wrappers import FaultyStore
 from fdasync.engine import Engine
-from fdasync.errors import BadInput, EngineClosed, EngineFailed, WeightsRejected
+from fdasync.errors import BadInput, EngineClosed, EngineFailed, StoreUnavailable, WeightsRejected
 from fdasync.events.catalog import BlockDamaged, RequestPrepared
 from fdasync.events.trace import Turn
 from fdasync.runner.synthetic import SyntheticRunner
 from fdasync.scheduler.replay import replay
 from fdasync.testing.edges import EdgeRunner
-from fdasync.testing.engines import LetterTokenizer, check_sample, expected
+from fdasync.testing.engines import LetterTokenizer, check_deltas, check_sample, expected
 from fdasync.testing.leaks import check_idle, no_leaks
 from fdasync.testing.loop import run_sim
 from fdasync.testing.passes import PassModel
@@ -35,8 +38,16 @@ from fdasync.testing.watched import WatchedStore
 from fdasync.testing.workload import RequestPlan, UpdatePlan, Workload, arguments
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from fdasync.cache.store import Store
     from fdasync.result import Delta, Result, Sample
     from fdasync.testing.passes import Read
+
+
+# of one life on a real loop, on a machine that may be busy
+_REAL_LIMIT_S = 170.0
 
 
 class SimulationFailed(AssertionError):
@@ -70,28 +81,51 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
     fetched_blocks: int
     late_blocks: int
     written_blocks: int
+    forgotten_blocks: int
     store_faults: int
     damaged_blocks: int
     updates: int
-    virtual_s: float
+    seconds: float
 
 
-def simulate(seed: int) -> SimulationReport:
-    """Draw the workload of this seed, play it, check it. Raises SimulationFailed."""
+def simulate(
+    seed: int, *, loop: Callable[[], asyncio.AbstractEventLoop] | None = None, folder: Path | None = None
+) -> SimulationReport:
+    """Draw the workload of this seed, play it, check it. Raises SimulationFailed.
+
+    Args:
+        loop: makes a loop on which it is played in real time, hurried; None: in virtual time.
+        folder: an empty one for a file store where the workload has a store; None: that is in memory.
+    """
+    work = Workload.draw(seed)
+    if loop is not None:
+        work = work.hurried()
+    memory = MemoryStore(MemoryConfig(max_nbytes=work.store_nbytes))
+
+    def live(work: Workload, before: PassModel | None) -> _Simulation:
+        file = None if folder is None else FileStore(FileConfig(path=str(folder), max_nbytes=work.store_nbytes))
+        return _Simulation(
+            work, file or memory, before, closes=file is not None, grace_s=1e-6 if loop is None else 60.0
+        )
+
+    def run(life: _Simulation) -> SimulationReport:
+        if loop is None:
+            return run_sim(life.play())
+        with asyncio.Runner(loop_factory=loop) as runner:
+            return runner.run(asyncio.wait_for(life.play(), _REAL_LIMIT_S))
+
     try:
         with no_leaks():
-            work = Workload.draw(seed)
-            life = _Simulation(work, MemoryStore(MemoryConfig(max_nbytes=work.store_nbytes)))
-            report = run_sim(life.play())
+            life = live(work, None)
+            report = run(life)
             second = work.second_life()
-            if second is not None:
-                report = _add(report, run_sim(_Simulation(second, life.memory, life.passes).play()))
-            return report
+            return report if second is None else _add(report, run(live(second, life.passes)))
     except Exception as error:
         first: BaseException = error
         while isinstance(first, BaseExceptionGroup):
             first = first.exceptions[0]
-        raise SimulationFailed(seed, f"{type(first).__name__}: {first}") from first
+        again = "" if loop is None else f"pytest tests/test_simulation.py -k real_time --sim-seed {seed}"
+        raise SimulationFailed(seed, f"{type(first).__name__}: {first}", again) from first
 
 
 def _add(first: SimulationReport, second: SimulationReport) -> SimulationReport:
@@ -104,9 +138,9 @@ def _add(first: SimulationReport, second: SimulationReport) -> SimulationReport:
 
 
 class _Simulation:
-    def __init__(self, work: Workload, memory: MemoryStore, before: PassModel | None = None) -> None:
+    def __init__(self, work: Workload, store: Store, before: PassModel | None, *, closes: bool, grace_s: float) -> None:
         self.work = work
-        self.memory = memory
+        self.grace_s = grace_s
         weights_id = work.runner.weights_id
         self.passes = before.next_life(weights_id) if before else PassModel(work.runner.block_tokens, weights_id)
         inner = SyntheticRunner(work.runner, work.config.runner_limits())
@@ -115,30 +149,40 @@ class _Simulation:
             inner,
             Random(work.seed),
             max_delay_s=work.max_delay_s,
-            fault=work.fault,
+            fault=work.step_fault,
             on_launch=self.passes.launched,
             on_copied=self.passes.copied,
             on_weights=lambda: self.passes.new_weights(inner.weights_id),
         )
-        watched = WatchedStore(memory, self.passes)
+        watched = WatchedStore(store, self.passes, closes=closes)
         words = 12 if work.runner.pass_stamp else 8
         block_nbytes = words * work.runner.block_tokens
         watched.stride_nbytes = host_nbytes(1, block_nbytes) - host_nbytes(0, block_nbytes)
-        self.faults = Faults(watched, work.faults)
-        store = self.faults if work.config.store else None
-        self.engine = Engine(work.config, runner=self.runner, tokenizer=LetterTokenizer(), store=store)
+        self.watched = watched
+        self.faults = FaultyStore(watched, work.store_faults)
+        given = self.faults if work.config.store else None
+        self.engine = Engine(work.config, runner=self.runner, tokenizer=LetterTokenizer(), store=given)
         self.versions = {0: work.runner.weights_id}
         self.damaged = 0
         self.aborting = False
         self.outcomes: Counter[str] = Counter()
         self.rows = 0
-        self.failed = False
+        self.cause: BaseException | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self.cause is not None
+
+    def _saw(self, error: EngineFailed) -> None:
+        self.cause = error.cause
 
     async def play(self) -> SimulationReport:
         engine, work = self.engine, self.work
+        began = asyncio.get_running_loop().time()
         try:
             async with engine, asyncio.TaskGroup() as group:
                 audit = group.create_task(self._audit(), name="audit")
+                forgets = [group.create_task(self._forget(at_s), name="forget") for at_s in work.forgets_at_s]
                 for number, update in enumerate(work.updates):
                     group.create_task(self._update(number, update), name=f"update-{number}")
                 callers = [
@@ -149,12 +193,13 @@ class _Simulation:
                     await asyncio.sleep(work.ends_at_s)
                     await self._end_early()
                 await asyncio.wait(callers)
-                audit.cancel()
-        except EngineFailed:
+                for task in (audit, *forgets):
+                    task.cancel()
+        except EngineFailed as error:
             # nobody was there to see it fail
-            self.failed = True
+            self._saw(error)
         assert self.failed == (engine.state == "failed"), f"the engine is {engine.state}"
-        assert not self.failed or self.runner.broken, "the engine failed, and its runner did not"
+        assert self.cause is None or self.runner.broken, f"the engine failed, its runner did not: {self.cause!r}"
         self._check_trace()
         self._check_salts()
         stats = engine.stats().scheduler
@@ -172,10 +217,11 @@ class _Simulation:
             fetched_blocks=stats.fetched_blocks,
             late_blocks=stats.late_fetched_blocks,
             written_blocks=stats.written_blocks,
+            forgotten_blocks=stats.forgotten_blocks,
             store_faults=sum(self.faults.counts.values()),
             damaged_blocks=self.damaged,
             updates=len(self.versions) - 1,
-            virtual_s=asyncio.get_running_loop().time(),
+            seconds=asyncio.get_running_loop().time() - began,
         )
 
     async def _audit(self) -> None:
@@ -185,6 +231,13 @@ class _Simulation:
                 self.damaged += isinstance(event, BlockDamaged)
                 if not events.pending and self.engine.state != "failed":
                     self.engine.check()
+
+    async def _forget(self, at_s: float) -> None:
+        await asyncio.sleep(at_s)
+        # an engine that has ended, or is ending, closes its store
+        if self.work.config.store and self.engine.state == "running":
+            with contextlib.suppress(StoreUnavailable):
+                await self.watched.forget()
 
     async def _update(self, number: int, plan: UpdatePlan) -> None:
         await asyncio.sleep(plan.at_s)
@@ -208,8 +261,8 @@ class _Simulation:
             await asyncio.sleep(plan.pause_s)
             if plan.pause_s or plan.kind == "pause":
                 await engine.resume()
-        except EngineFailed:
-            self.failed = True
+        except EngineFailed as error:
+            self._saw(error)
         except (EngineClosed, BadInput) as error:
             # the engine went first, or another update is under way
             busy = isinstance(error, BadInput) and error.field == "update_weights"
@@ -224,8 +277,8 @@ class _Simulation:
                 await self.engine.drain()
             else:
                 await self.engine.aclose()
-        except EngineFailed:
-            self.failed = True
+        except EngineFailed as error:
+            self._saw(error)
         except EngineClosed:
             assert self.engine.state == "closed"
 
@@ -245,7 +298,7 @@ class _Simulation:
                     asyncio.get_running_loop().call_later(plan.after_s, self._abort, name)
                 result = await self.engine.complete(plan.prompt, plan.params, request_id=name, **arguments(plan))
         except EngineFailed as error:
-            self.failed = True
+            self._saw(error)
             self.outcomes["failed"] += 1
             if error.partial is not None:
                 self._check_result(plan, error.partial)
@@ -283,18 +336,7 @@ class _Simulation:
                 if plan.way == "leave" and len(deltas) > 2:
                     break
         result = stream.result
-        for sample in result.samples:
-            own = [delta for delta in deltas if delta.index == sample.index]
-            told = tuple(token for delta in own for token in delta.token_ids)
-            text = "".join(delta.text for delta in own)
-            if plan.way == "leave":
-                assert told == sample.token_ids[: len(told)], "deltas are not the beginning of the result"
-                assert sample.text.startswith(text)
-                continue
-            assert told == sample.token_ids, f"deltas {told} are not the result's {sample.token_ids}"
-            assert text == sample.text, f"the deltas' text {text!r} is not the result's {sample.text!r}"
-            assert [delta.finish_reason for delta in own if delta.finish_reason] == [sample.finish_reason]
-            assert own[-1].finish_reason is not None
+        check_deltas(deltas, result, whole=plan.way != "leave")
         return result
 
     # -- checks -------------------------------------------------------------------------------------
@@ -303,15 +345,18 @@ class _Simulation:
         # what ended before it was prepared has no prompt
         assert result.prompt_token_ids in (plan.prompt, ())
         assert [sample.index for sample in result.samples] == list(range(plan.params.n))
-        assert result.total_s < plan.deadline_s + 1e-6, f"it ended at {result.total_s} s, its deadline was before"
+        assert result.total_s < plan.deadline_s + self.grace_s, (
+            f"it ended at {result.total_s} s, its deadline was before"
+        )
         for sample in result.samples:
             self._check_sample(plan, sample)
 
     def _check_sample(self, plan: RequestPlan, sample: Sample) -> None:
-        rows = bool(self.engine.capacity.aux_specs) and plan.routing is not False
+        specs = wanted_specs(self.engine.capacity.aux_specs, plan.routing, plan.aux)
         owner = (plan.params.seed or 0, sample.index)
         seen = self.passes.seen.get(owner, []) if len(self.versions) > 1 else None
-        check_sample(sample, plan.prompt, plan.params, self.oracle, start=plan.start, rows=rows, seen=seen)
+        names = [spec.name for spec in specs]
+        check_sample(sample, plan.prompt, plan.params, self.oracle, start=plan.start, names=names, seen=seen)
         if seen is not None:
             self._check_versions(plan, sample, seen)
         if sample.finish_reason in ("stop", "length"):
@@ -325,8 +370,9 @@ class _Simulation:
             assert caused[sample.finish_reason], f"{sample.finish_reason}, and nobody asked for it"
         cached = self.passes.cached.get(owner, 0)
         assert sample.cached_tokens == cached, f"{sample.cached_tokens} cached tokens told, there were {cached}"
-        if sample.routing is not None:
-            count = len(sample.routing.array)
+        if specs:
+            arrays = list(sample.aux.values()) if sample.routing is None else [sample.routing.array]
+            count = len(arrays[0])
             self.rows += count
             passes = self.passes.stamps.get(owner, [])
             first = passes[plan.start : plan.start + count]

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from fdasync.cache.region import SharedRegion
 from fdasync.cache.store import Item, Outcome, Part
+from fdasync.errors import StoreRejected, StoreUnavailable
+from fdasync.testing.verdicts import check, equal
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
@@ -241,15 +243,18 @@ class StoreBench:
         for place, (was, is_) in enumerate(zip(before, now, strict=True)):
             if was != is_:
                 first = next(offset for offset, pair in enumerate(zip(was, is_, strict=True)) if pair[0] != pair[1])
-                raise AssertionError(f"byte {first} of region {place} was written, and belongs to no part of the call")
+                raise AssertionError(
+                    f"byte {first} of region {place} was written, and belongs to no part of the call: "
+                    f"it is {is_[first]:#04x} instead of {was[first]:#04x}"
+                )
 
     # -- verbs, bounded and checked -------------------------------------------------------------------
 
     async def within(self, work: Awaitable[T], what: str) -> T:
-        """Its result. Raises AssertionError if it takes longer than `verb_s`."""
+        """Its result. Raises AssertionError if it takes longer than `verb_s`, or raises what no store may."""
         task = asyncio.ensure_future(work)
         await self.ended([task], what)
-        return task.result()
+        return verb_result(task, what)
 
     async def ended(self, tasks: Sequence[asyncio.Future[Any]], what: str) -> None:
         """Wait for the ends. Raises AssertionError if they take longer than `verb_s`."""
@@ -288,16 +293,19 @@ class StoreBench:
         """These bytes are there; or nothing, where the store may forget."""
         found = await self.fetch(key, len(data), pieces)
         if not (self.hooks.may_forget and found == "miss"):
-            assert found == data, f"{key}: {brief(found)} instead of {brief(data)}"
+            equal(found, data, f"get of {key}")
 
     def _check(self, items: Sequence[Item], outcomes: list[Outcome], statuses: tuple[str, ...]) -> None:
-        assert isinstance(outcomes, list)
-        assert len(outcomes) == len(items), f"{len(outcomes)} outcomes of {len(items)} items"
+        # whatever its type says
+        answer: object = outcomes
+        whole = isinstance(answer, list) and len(answer) == len(items)
+        check(whole, f"a verb gives a list with an outcome for each of the {len(items)} items", outcomes)
         for outcome in outcomes:
-            assert isinstance(outcome, Outcome)
-            assert outcome.status in statuses
-            told = outcome.status in ("damaged", "full", "failed")
-            assert bool(outcome.problem) == told, f"{outcome} should say what is wrong, and only then"
+            each: object = outcome
+            fits = isinstance(each, Outcome) and each.status in statuses
+            check(fits, f"an outcome of this verb is one of {', '.join(statuses)}", outcome)
+            wrong = outcome.status in ("damaged", "full", "failed")
+            check(bool(outcome.problem) == wrong, "an outcome says what is wrong, and only then", outcome)
 
     async def close(self) -> None:
         """Close the store, which must not hang, then the regions."""
@@ -308,9 +316,14 @@ class StoreBench:
                 region.close()
 
 
-def brief(found: bytes | str) -> str:
-    """For messages."""
-    return found if isinstance(found, str) else f"{len(found)} bytes {found[:8].hex()}..."
+def verb_result(task: asyncio.Future[T], what: str) -> T:
+    """Of a verb that has ended. Raises what a store may raise, and AssertionError for all else."""
+    try:
+        return task.result()  # of a future that is done
+    except (StoreUnavailable, StoreRejected):
+        raise
+    except Exception as error:
+        raise AssertionError(f"{what} raised {error!r}, which no store may") from error
 
 
 def value(tag: object, nbytes: int) -> bytes:

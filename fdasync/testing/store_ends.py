@@ -6,7 +6,8 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from fdasync.errors import StoreRejected, StoreUnavailable
-from fdasync.testing.store_bench import StoreHooks, brief, on_loop, skip, turns, value
+from fdasync.testing.store_bench import StoreHooks, on_loop, skip, turns, value, verb_result
+from fdasync.testing.verdicts import check, equal, told
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -40,12 +41,12 @@ class EndTests(StoreHooks):
             async def play(number: int) -> None:
                 keys = [on.key(f"{number}/{place}") for place in range(3)]
                 items = [on.filled(key, value(key, 9000 + number), 2) for key in keys]
-                assert {one.status for one in await on.put(items)} == {"done"}
+                equal({one.status for one in await on.put(items)}, {"done"}, "put among many verbs at once")
                 if not self.may_forget:
-                    assert await on.exists([*keys, on.key("never")]) == 3
+                    equal(await on.exists([*keys, on.key("never")]), 3, "exists_prefix among many verbs at once")
                 for key in keys:
                     await on.assert_holds(key, value(key, 9000 + number), 2)
-                assert await on.fetch(on.key("never"), 10) == "miss"
+                equal(await on.fetch(on.key("never"), 10), "miss", "get of what was never put, among many")
 
             await asyncio.gather(*[play(number) for number in range(32)])
 
@@ -58,15 +59,24 @@ class EndTests(StoreHooks):
                 items = [on.filled(key, each, 2) for each in data]
                 outcomes = [found for (found,) in await asyncio.gather(*[on.put([item]) for item in items])]
                 winners = [place for place, one in enumerate(outcomes) if one.status == "done"]
-                assert winners, "nobody won"
-                assert all(one.ok for one in outcomes), "it is there, whoever wrote it"
+                check(winners, 'of 6 puts of one key at a time one at least is "done"', outcomes)
+                check(
+                    all(one.ok for one in outcomes),
+                    "puts of one key at a time, by 6 writers",
+                    outcomes,
+                )
                 if self.tells_races and not self.may_forget:
-                    assert len(winners) == 1, "two objects cannot both be there under one key"
+                    check(len(winners) == 1, 'of 6 puts of one key at a time one alone is "done"', outcomes)
                 on.scribble(items)
                 found = [await on.fetch(key, _NBYTES + more) for more in (0, 1000)]
                 whole = [each for each in found if isinstance(each, bytes)]
-                assert whole or self.may_forget, f"nothing is there: {found}"
-                assert all(each in [data[place] for place in winners] for each in whole), "mixed, or of a loser"
+                check(whole or self.may_forget, "get of what 6 writers put at a time, in both of their sizes", found)
+                right = [data[place] for place in winners]
+                check(
+                    all(each in right for each in whole),
+                    f"get where one of {told(right)} won",
+                    found,
+                )
 
     @on_loop
     async def test_readers_see_whole_objects_only(self) -> None:
@@ -78,7 +88,8 @@ class EndTests(StoreHooks):
                 item = on.item(key, _NBYTES, 3)
                 for version in range(1, versions):
                     on.scribble([item], version)
-                    assert (await on.put([item]))[0].ok
+                    (outcome,) = await on.put([item])
+                    check(outcome.ok, "put of a key that was deleted", outcome)
                     await on.delete([key])
 
             async def read() -> None:
@@ -86,16 +97,16 @@ class EndTests(StoreHooks):
                 while not writing.done():
                     on.scribble([item], 0)
                     (outcome,) = await on.get([item])
-                    assert outcome.status in ("done", "miss"), outcome
+                    check(outcome.status in ("done", "miss"), "get of what is put and deleted meanwhile", outcome)
                     if outcome.status == "done":
                         found = set(on.read(item))
-                        assert len(found) == 1, f"parts of {sorted(found)}"
+                        check(len(found) == 1, "get of what is put meanwhile: bytes of several versions", sorted(found))
                         seen.update(found)
                     await asyncio.sleep(0)
 
             writing = asyncio.ensure_future(write())
             await asyncio.gather(writing, *[read() for _ in range(4)])
-            assert seen <= set(range(1, versions)), f"{seen} were never written"
+            check(seen <= set(range(1, versions)), f"gets of versions 1 to {versions - 1}", sorted(seen))
 
     # -- cancelled ------------------------------------------------------------------------------------
 
@@ -110,8 +121,9 @@ class EndTests(StoreHooks):
                 on.scribble(items)
                 for key, each in data.items():
                     found = await on.fetch(key, _NBYTES, 2)
-                    assert found in (each, "miss"), f"{key} cancelled after {when}: {brief(found)}"
-                    assert (await on.keep(key, each)).ok
+                    check(found in (each, "miss"), f"get of {key}, whose put was cancelled after {when}", found)
+                    outcome = await on.keep(key, each)
+                    check(outcome.ok, f"put of {key} once more, after one that was cancelled", outcome)
                     await on.assert_holds(key, each)
                 await on.delete(list(data))
                 on.free()
@@ -135,7 +147,8 @@ class EndTests(StoreHooks):
             await asyncio.sleep(_LATE_S)
             await on.within(on.store.aclose(), "aclose")
             on.assert_only(before)
-            assert all(set(on.read(item)) == {0xEE} for item in rounds)
+            late = [on.read(item) for item in rounds if set(on.read(item)) != {0xEE}]
+            equal(late, [], "buffers of gets that were cancelled, after their ends")
 
     async def _cancelled(self, on: StoreBench, work: Any, when: float) -> None:
         """Cancel it after a while and wait for its end; it must end as cancelled, unless it had ended before."""
@@ -144,9 +157,10 @@ class EndTests(StoreHooks):
         in_flight = task.cancel()
         await on.ended([task], "a cancelled verb")
         if in_flight:
-            assert task.cancelled(), "a verb that is cancelled in flight raises CancelledError"
+            came = "CancelledError" if task.cancelled() else task.exception() or task.result()
+            check(task.cancelled(), f"a verb that is cancelled in flight after {when} raises CancelledError", came)
         else:
-            assert all(one.ok for one in task.result())
+            check(all(one.ok for one in task.result()), "a verb that ended before it was cancelled", task.result())
 
     # -- closed and killed ----------------------------------------------------------------------------
 
@@ -159,7 +173,8 @@ class EndTests(StoreHooks):
                 await moment(when)
                 await on.within(on.store.aclose(), "aclose")
                 await turns(10)
-                assert all(task.done() for task in tasks), "aclose returned before the verbs had ended"
+                running = sum(not task.done() for task in tasks)
+                check(not running, f"of {len(tasks)} verbs none runs on when aclose has returned", f"{running} running")
                 self._ended_well(tasks)
                 on.scribble(items)
                 before = on.snapshot()
@@ -189,12 +204,12 @@ class EndTests(StoreHooks):
             while True:
                 try:
                     outcome = await on.keep(on.key("new"), value("new", _NBYTES))
-                except StoreUnavailable:
-                    assert loop.time() < until, "it did not come back after a kill"
+                except StoreUnavailable as error:
+                    check(loop.time() < until, f"a put {self.verb_s:g} s after a kill works again", error)
                     await asyncio.sleep(0.02)
                 else:
                     break
-            assert outcome.ok
+            check(outcome.ok, "put after a kill", outcome)
             await on.assert_holds(on.key("new"), value("new", _NBYTES))
 
     def _busy(self, on: StoreBench) -> tuple[list[asyncio.Task[Any]], list[Item]]:
@@ -213,7 +228,7 @@ class EndTests(StoreHooks):
         for task in tasks:
             error = task.exception()
             if error is not None:
-                assert isinstance(error, StoreUnavailable), f"a verb ended by {error!r}"
+                check(isinstance(error, StoreUnavailable), "a verb that is ended raises StoreUnavailable", error)
 
     @on_loop
     async def test_verbs_after_aclose_say_so(self) -> None:
@@ -232,14 +247,17 @@ class EndTests(StoreHooks):
                     result = await on.within(call(), name)
                 except StoreUnavailable:
                     continue
-                raise AssertionError(f"{name} of a closed store: {result!r}")
+                raise AssertionError(f"{name} of a closed store: it returned {told(result)}")
             await on.within(on.store.aclose(), "aclose again")
 
     @on_loop
     async def test_aclose_of_what_was_never_open(self) -> None:
         store = self.make()
-        await asyncio.wait_for(store.aclose(), self.verb_s)
-        await asyncio.wait_for(store.aclose(), self.verb_s)
+        for what in ("aclose before open", "aclose before open, again"):
+            task = asyncio.ensure_future(store.aclose())
+            await asyncio.wait([task], timeout=self.verb_s)
+            check(task.done(), f"{what} ends within {self.verb_s:g} s", task)
+            verb_result(task, what)
 
     @on_loop
     async def test_aclose_after_a_failed_open(self) -> None:
@@ -250,7 +268,9 @@ class EndTests(StoreHooks):
             opening = asyncio.ensure_future(store.open(other.regions))
             await other.ended([opening], "open")
             await other.within(store.aclose(), "aclose")
-            assert isinstance(opening.exception(), StoreUnavailable | StoreRejected), "open did not fail as it should"
+            error = opening.exception()
+            right = isinstance(error, StoreUnavailable | StoreRejected)
+            check(right, "an open that must fail raises StoreUnavailable or StoreRejected", error)
             await other.within(store.aclose(), "aclose again")
 
     # -- reopened -------------------------------------------------------------------------------------
@@ -262,7 +282,7 @@ class EndTests(StoreHooks):
                 skip('durability is "none"')
             data = {on.key(number): value(number, 1 + 7001 * number) for number in range(8)}
             for key, each in data.items():
-                assert (await on.keep(key, each)).status == "done"
+                equal((await on.keep(key, each)).status, "done", f"put of {key}")
             gone = on.key(3)
             await on.delete([gone])
             tasks, items = self._busy(on)
@@ -272,11 +292,11 @@ class EndTests(StoreHooks):
             self._ended_well(tasks)
             on.scribble(items)
             store = self.again(on.store)
-            assert store is not None, "a store that outlives its end needs the hook `again`"
+            check(store is not None, "a store that outlives its end needs the hook `again`", store)
             async with self.on_store(store) as later:
                 for key, each in data.items():
                     if key == gone:
-                        assert await later.fetch(key, len(each)) == "miss", "what was deleted came back"
+                        equal(await later.fetch(key, len(each)), "miss", "get of what was deleted before the end")
                     else:
                         await later.assert_holds(key, each)
                 # puts that were told "done" before the end are there, the others whole or not
@@ -285,5 +305,7 @@ class EndTests(StoreHooks):
                     for place in range(3):
                         found = await later.fetch(on.key(f"{number}/{place}"), _NBYTES)
                         whole = value(f"{number} {place}", _NBYTES)
-                        assert found == whole or (found == "miss" and (self.may_forget or not done[place]))
-                assert (await later.keep(gone, b"again")).status == "done"
+                        right = found == whole or (found == "miss" and (self.may_forget or not done[place]))
+                        was = "done" if done[place] else "not ended well"
+                        check(right, f"get, after the end of the store, of a put that was {was}", found)
+                equal((await later.keep(gone, b"again")).status, "done", "put of what was deleted before the end")

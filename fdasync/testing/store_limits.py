@@ -8,7 +8,8 @@ import msgspec
 
 from fdasync.cache.store import Item, Part
 from fdasync.errors import StoreRejected, StoreUnavailable
-from fdasync.testing.store_bench import StoreHooks, brief, on_loop, skip, value
+from fdasync.testing.store_bench import StoreHooks, on_loop, skip, value
+from fdasync.testing.verdicts import check, equal, told
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -25,12 +26,16 @@ class LimitTests(StoreHooks):
     async def test_capabilities_make_sense(self) -> None:
         async with self.on_store() as on:
             limits = on.store.capabilities
-            assert limits.name
-            assert limits.durability in ("none", "process", "machine")
-            assert min(limits.max_batch, limits.max_parts, limits.max_item_nbytes) >= 1
-            assert limits.max_key_chars >= 64
-            assert limits.capacity_nbytes is None or limits.capacity_nbytes > 0
-            assert issubclass(on.store.config_type, msgspec.Struct)
+            check(limits.name, "capabilities have a name", limits)
+            check(limits.durability in ("none", "process", "machine"), "durability is one of three", limits)
+            least = min(limits.max_batch, limits.max_parts, limits.max_item_nbytes)
+            check(least >= 1, "an item of one byte in one part fits", limits)
+            check(limits.max_key_chars >= 64, "keys may have 64 characters at least", limits)
+            check(
+                limits.capacity_nbytes is None or limits.capacity_nbytes > 0, "a capacity is above 0, or None", limits
+            )
+            config_type = on.store.config_type
+            check(issubclass(config_type, msgspec.Struct), "config_type is a msgspec Struct", config_type)
 
     @on_loop
     async def test_up_to_the_limits(self) -> None:
@@ -40,23 +45,24 @@ class LimitTests(StoreHooks):
             longest = prefix + "k" * (limits.max_key_chars - len(prefix))
             # one that differs in its last character only
             for key in (longest, longest[:-1] + "j"):
-                assert (await on.keep(key, value(key, 100))).status == "done"
+                equal((await on.keep(key, value(key, 100))).status, "done", f"put under a key of {len(key)} characters")
             await on.assert_holds(longest, value(longest, 100))
             count = min(limits.max_batch, 1024)
             batch = [on.filled(on.key(f"batch/{number}"), value(number, 33)) for number in range(count)]
-            assert {one.status for one in await on.put(batch)} == {"done"}
-            assert self.may_forget or await on.exists([item.key for item in batch]) == count
+            equal({one.status for one in await on.put(batch)}, {"done"}, f"put of {count} items")
+            if not self.may_forget:
+                equal(await on.exists([item.key for item in batch]), count, f"exists_prefix of {count} items")
             into = [on.item(item.key, 33) for item in batch]
             for number, outcome in enumerate(await on.get(into)):
-                assert self.may_forget or outcome.status == "done"
+                check(self.may_forget or outcome.status == "done", f"get of item {number} of {count}", outcome)
                 if outcome.status == "done":
-                    assert on.read(into[number]) == value(number, 33)
+                    equal(on.read(into[number]), value(number, 33), f"get of item {number} of {count}")
             await on.delete([item.key for item in batch])
             pieces = min(limits.max_parts, 1024)
             data = value("pieces", 5 * pieces)
             item = on.filled(on.key("pieces"), data, pieces)
-            assert len(item.parts) == pieces
-            assert [one.status for one in await on.put([item])] == ["done"]
+            equal(len(item.parts), pieces, "parts of an item")
+            equal([one.status for one in await on.put([item])], ["done"], f"put of an item of {pieces} parts")
             await on.assert_holds(on.key("pieces"), data, pieces)
 
     @on_loop
@@ -65,7 +71,7 @@ class LimitTests(StoreHooks):
             limits = on.store.capabilities
             nbytes = min(limits.max_item_nbytes, 4 * (1 << 20) + 3, (limits.capacity_nbytes or 1 << 30) // 2)
             data = value("large", nbytes)
-            assert (await on.keep(on.key("large"), data, 5)).status == "done"
+            equal((await on.keep(on.key("large"), data, 5)).status, "done", f"put of {nbytes} bytes")
             await on.assert_holds(on.key("large"), data, 3)
 
     @on_loop
@@ -96,7 +102,7 @@ class LimitTests(StoreHooks):
                 item = Item(on.key("bad"), parts)
                 await self._refused(on, lambda item=item: on.store.put([item]), what)  # type: ignore[misc]
                 await self._refused(on, lambda item=item: on.store.get_into([item]), what)  # type: ignore[misc]
-            assert await on.exists([on.key("bad")]) == 0
+            equal(await on.exists([on.key("bad")]), 0, "exists_prefix of a key of calls that were refused")
             await on.assert_holds(on.key("good"), b"good")
 
     @on_loop
@@ -106,7 +112,7 @@ class LimitTests(StoreHooks):
             good = Item(on.key("new"), (on.part(10),))
             for bad in (Item("no key", (on.part(10),)), Item(on.key("bad"), ())):
                 await self._refused(on, lambda bad=bad: on.store.put([good, bad]), "an item")  # type: ignore[misc]
-            assert await on.exists([good.key]) == 0, "a call that was refused kept an item"
+            equal(await on.exists([good.key]), 0, "exists_prefix of the good item of a put that was refused")
             await self._refused(on, lambda: on.store.delete([on.key("good"), "no key"]), "a key")
             await on.assert_holds(on.key("good"), b"good")
 
@@ -134,13 +140,20 @@ class LimitTests(StoreHooks):
             if on.store.capabilities.shared or self.may_forget:
                 skip("others may put and drop at the same time")
             if before.objects is not None and after.objects is not None:
-                assert after.objects - before.objects == 4
+                equal(
+                    after.objects - before.objects, 4, f"objects of usage after 4 puts, {before} before, {after} after"
+                )
             if before.nbytes is not None and after.nbytes is not None:
-                assert after.nbytes - before.nbytes >= 4 * 30_000
+                more = after.nbytes - before.nbytes
+                check(more >= 4 * 30_000, f"bytes of usage after puts of 120,000, which were {before.nbytes}", more)
             await on.delete(keys[:3])
             last = await on.within(on.store.usage(), "usage")
             if before.objects is not None and last.objects is not None:
-                assert last.objects - before.objects == 1
+                equal(
+                    last.objects - before.objects,
+                    1,
+                    f"objects of usage, {before.objects} before, after 4 puts and 3 deletes",
+                )
 
     @on_loop
     async def test_a_full_store_stays_right(self) -> None:
@@ -152,28 +165,31 @@ class LimitTests(StoreHooks):
             kept = 0
             for number in range(40):
                 outcome = await on.keep(on.key(number), value(number, nbytes))
-                assert outcome.status in ("done", "full"), outcome
+                check(outcome.status in ("done", "full"), "put into a store that is full", outcome)
                 kept += outcome.status == "done"
                 on.free()
-            assert kept >= cap_nbytes // nbytes // 2, "it keeps nothing near its cap"
+            least = cap_nbytes // nbytes // 2
+            check(kept >= least, f"of 40 puts {least} at least fit in {cap_nbytes} bytes", kept)
             there = 0
             for number in range(40):
                 found = await on.fetch(on.key(number), nbytes)
-                assert found in (value(number, nbytes), "miss"), brief(found)
+                check(found in (value(number, nbytes), "miss"), "get of what was put into a full store", found)
                 there += isinstance(found, bytes)
                 on.free()
-            assert there, "nothing is left"
+            check(there, f"of 40 objects some are left in {cap_nbytes} bytes", there)
             usage = await on.within(on.store.usage(), "usage")
             limit = on.store.capabilities.capacity_nbytes
             if usage.nbytes is not None and limit is not None:
-                assert usage.nbytes <= limit
+                check(usage.nbytes <= limit, f"usage is within the capacity of {limit} bytes", usage)
             try:
                 outcome = await on.keep(on.key("never"), value("never", 2 * cap_nbytes))
-            except StoreRejected:
-                assert 2 * cap_nbytes > on.store.capabilities.max_item_nbytes
+            except StoreRejected as error:
+                most = on.store.capabilities.max_item_nbytes
+                if 2 * cap_nbytes <= most:
+                    raise AssertionError(f"an item of {2 * cap_nbytes} bytes, of {most} at most: {error!r}") from error
             else:
-                assert outcome.status == "full"
-                assert await on.exists([on.key("never")]) == 0
+                equal(outcome.status, "full", f"put of {2 * cap_nbytes} bytes into a store of {cap_nbytes}")
+                equal(await on.exists([on.key("never")]), 0, 'exists_prefix of what was "full"')
 
     def _calls(self, on: StoreBench, key: str, part: Part) -> list[Callable[[], Awaitable[Any]]]:
         good = on.key("good")
@@ -190,5 +206,5 @@ class LimitTests(StoreHooks):
         except StoreRejected:
             return
         except StoreUnavailable as error:
-            raise AssertionError(f"{what} will never work, and is told as if it might: {error}") from error
-        raise AssertionError(f"{what} was taken: {result!r}")
+            raise AssertionError(f"{what} will never work, and is told as if it might: {error!r}") from error
+        raise AssertionError(f"{what} was taken: it returned {told(result)}")

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from fdasync.cache.memory import MemoryConfig, MemoryStore
-from fdasync.testing.store_bench import StoreBench, StoreHooks, brief, end_loop, turns, value
+from fdasync.testing.store_bench import StoreBench, StoreHooks, end_loop, turns, value
+from fdasync.testing.verdicts import check, equal, told
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -65,7 +66,7 @@ class StoreMachine(RuleBasedStateMachine):
                 self.run(self.model.delete([item.key]))
                 self.run(self.model.put([item]))
             else:
-                assert outcome.status == want.status, f"put of {item.key}: {outcome} instead of {want}"
+                equal(outcome.status, want.status, f"put of {item.key}")
         self.bench.free()
 
     @rule(things=THINGS)
@@ -85,24 +86,25 @@ class StoreMachine(RuleBasedStateMachine):
         if outcome.status == "miss" and self.hooks.may_forget:
             self.run(self.model.delete([item.key]))
             return
-        assert outcome.status == want.status, f"get of {item.key}: {outcome} instead of {want}"
+        equal(outcome.status, want.status, f"get of {item.key}")
         if outcome.status == "done":
-            found = self.bench.read(item)
-            assert found == data, f"{item.key}: {brief(found)} instead of {brief(data)}"
+            equal(self.bench.read(item), data, f"get of {item.key}")
 
     @rule(names=st.lists(NAMES, max_size=8))
     def exists(self, names: list[str]) -> None:
         keys = [self.bench.key(name) for name in names]
         want = self.run(self.model.exists_prefix(keys))
         found = self.run(self.bench.exists(keys))
-        assert found == want or (self.hooks.may_forget and found < want), f"{found} of {names} instead of {want}"
+        right = found == want or (self.hooks.may_forget and found < want)
+        check(right, f"exists_prefix of {names}, of which {want} are there", found)
 
     @rule(names=st.lists(NAMES, max_size=4))
     def delete(self, names: list[str]) -> None:
         keys = [self.bench.key(name) for name in names]
         want = self.run(self.model.delete(keys))
         found = self.run(self.bench.delete(keys))
-        assert found == want or (self.hooks.may_forget and found < want), f"{found} of {names} instead of {want}"
+        right = found == want or (self.hooks.may_forget and found < want)
+        check(right, f"delete of {names}, of which {want} are there", found)
 
     # -- several at once, and none to its end ---------------------------------------------------------
 
@@ -122,12 +124,14 @@ class StoreMachine(RuleBasedStateMachine):
         outcomes, read = self.run(play())
         right = [self.bench.read(item) for item in items]
         if old is None:
-            assert self.hooks.may_forget or any(one.ok for one in outcomes)
+            check(self.hooks.may_forget or any(one.ok for one in outcomes), f"puts of {key} at a time", outcomes)
         else:
-            assert self.hooks.may_forget or all(one.status == "exists" for one in outcomes)
+            there = all(one.status == "exists" for one in outcomes)
+            check(self.hooks.may_forget or there, f"puts at a time of {key}, which is there", outcomes)
             right = [*right, old] if self.hooks.may_forget else [old]
         if read.status == "done":
-            assert self.bench.read(reader) in right, "a reader saw what nobody wrote"
+            found = self.bench.read(reader)
+            check(found in right, f"get of {key} while {told(right)} are put", found)
         self.run(self._look(key, size, right))
         self.bench.free()
 
@@ -165,7 +169,8 @@ class StoreMachine(RuleBasedStateMachine):
         old = self.bench
         self.run(old.within(old.store.aclose(), "aclose"))
         store = self.hooks.again(old.store)
-        assert store is not None, "a store that outlives its end needs the hook `again`"
+        if store is None:
+            raise AssertionError(f"a store that outlives its end needs the hook `again`: it returned {store}")
         self.run(old.within(store.open(old.regions), "open"))
         old.store = store
 
@@ -192,15 +197,16 @@ class StoreMachine(RuleBasedStateMachine):
         """Make the model agree with what the store holds now, which must be one of these, or nothing."""
         found = await self.bench.fetch(key, nbytes)
         if isinstance(found, bytes) and right is not None:
-            assert found in right, f"{key}: {brief(found)} was never put there"
+            check(found in right, f"get of {key}, where one of {told(right)} was put", found)
             await self.model.delete([key])
             await self.model.put([self.bench.filled(key, found)])
         elif found == "miss":
             await self.model.delete([key])
         else:
             # of a size that was not asked for: there is something, and a model that has it too stays as it is
-            assert found == "damaged", found
-            assert await self.model.exists_prefix([key]) or self.hooks.may_forget
+            equal(found, "damaged", f"get of {key} with a size that was not asked for")
+            known = await self.model.exists_prefix([key])
+            check(known or self.hooks.may_forget, f"get of {key}, which was never put or was deleted", found)
 
     def teardown(self) -> None:
         self.run(self.model.aclose())

@@ -16,9 +16,10 @@ import xxhash
 
 from fdasync.cache.region import SharedRegion
 from fdasync.cache.store import Outcome, Part
-from fdasync.errors import InvariantBroken
+from fdasync.errors import FdasyncError, InvariantBroken
 from fdasync.pd.transport import Receipt
 from fdasync.testing.store_bench import run_bounded, value
+from fdasync.testing.verdicts import check, equal, told
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
@@ -47,13 +48,15 @@ def on_loop(test: Callable[[S], Coroutine[Any, Any, None]]) -> Callable[[S], Non
 
 
 @contextlib.contextmanager
-def refused() -> Iterator[None]:
+def refused(what: str) -> Iterator[None]:
     """What runs in it must raise InvariantBroken."""
     try:
         yield
     except InvariantBroken:
         return
-    raise AssertionError("it breaks the contract, and was not refused")
+    except Exception as error:
+        raise AssertionError(f"{what} breaks the contract, and raised {error!r}, not InvariantBroken") from error
+    raise AssertionError(f"{what} breaks the contract, and was not refused: it returned")
 
 
 class TransportHooks:
@@ -158,14 +161,21 @@ class Side:
         """Our parts hold the bytes of this tag."""
         return all(self.read(part) == value((tag, place), part.nbytes) for place, part in enumerate(receipt.parts))
 
+    def assert_has(self, receipt: Receipt, tag: object, what: str = "a receive") -> None:
+        """Raise AssertionError, with the first part that is wrong, unless our parts hold the bytes of this tag."""
+        for place, part in enumerate(receipt.parts):
+            equal(self.read(part), value((tag, place), part.nbytes), f"part {place} of {what}")
+
+    def assert_scribbled(self, receipts: Iterable[Receipt], what: str) -> None:
+        """Raise AssertionError, with the first part that was written, unless nobody wrote there since `scribble`."""
+        for receipt in receipts:
+            for part in receipt.parts:
+                equal(self.read(part), bytes([0xEE]) * part.nbytes, f"a part that nobody writes to {what}")
+
     def scribble(self, receipts: Iterable[Receipt], byte: int = 0xEE) -> None:
         for receipt in receipts:
             for part in receipt.parts:
                 self.write(part, bytes([byte]) * part.nbytes)
-
-    def scribbled(self, receipts: Iterable[Receipt], byte: int = 0xEE) -> bool:
-        """Nobody wrote there since."""
-        return all(set(self.read(part)) <= {byte} for receipt in receipts for part in receipt.parts)
 
     def snapshot(self) -> list[bytearray]:
         return [bytearray(region.view(0, used)) for region, used in zip(self.regions, self._used, strict=True)]
@@ -178,17 +188,25 @@ class Side:
                 stop = part.offset + part.nbytes
                 before[part.region][part.offset : stop] = now[part.region][part.offset : stop]
         for place, (was, is_) in enumerate(zip(before, now, strict=True)):
-            # no bytes in the assertion: where CI is set, pytest would spend minutes on their difference
-            untouched = was == is_[: len(was)]
-            assert untouched, f"region {place} was written outside of the parts of the call"
+            if was != is_[: len(was)]:
+                at = next(at for at, pair in enumerate(zip(was, is_, strict=False)) if pair[0] != pair[1])
+                raise AssertionError(
+                    f"byte {at} of region {place} was written, and belongs to no part of the call: "
+                    f"{told(is_[at : at + 8])} instead of {told(was[at : at + 8])}"
+                )
 
     # -- verbs, bounded and checked -------------------------------------------------------------------
 
     async def within(self, work: Awaitable[T], what: str) -> T:
-        """Its result. Raises AssertionError if it takes longer than `verb_s`."""
+        """Its result. Raises AssertionError if it takes longer than `verb_s`, or raises what no transport may."""
         task = asyncio.ensure_future(work)
         await self.ended([task], what)
-        return task.result()
+        try:
+            return task.result()  # of a future that is done
+        except (FdasyncError, AssertionError):
+            raise
+        except Exception as error:
+            raise AssertionError(f"{what} raised {error!r}, which no transport may") from error
 
     async def ended(self, tasks: Sequence[asyncio.Future[Any]], what: str) -> None:
         """Wait for the ends. Raises AssertionError if they take longer than `verb_s`."""
@@ -207,15 +225,31 @@ class Side:
         """Receive; the statuses."""
         return [one.status for one in await self.within(self.start(source, receipts, seconds), "receive")]
 
+    async def expect(
+        self,
+        wanted: Sequence[str],
+        what: str,
+        source: Source,
+        receipts: Sequence[Receipt],
+        seconds: float | None = None,
+    ) -> None:
+        """Receive. Raises AssertionError, with the outcomes, unless these are the statuses."""
+        outcomes = await self.within(self.start(source, receipts, seconds), "receive")
+        statuses_are(outcomes, wanted, what)
+
     async def _receive(self, source: Source, receipts: Sequence[Receipt], deadline: float) -> list[Outcome]:
         outcomes = await self.transport.receive(source, receipts, deadline)
-        assert isinstance(outcomes, list)
-        assert len(outcomes) == len(receipts), f"{len(outcomes)} outcomes of {len(receipts)} receipts"
+        # whatever its type says
+        answer: object = outcomes
+        whole = isinstance(answer, list) and len(answer) == len(receipts)
+        check(whole, f"receive gives a list with an outcome for each of the {len(receipts)} receipts", outcomes)
         for outcome in outcomes:
-            assert isinstance(outcome, Outcome)
-            assert outcome.status in ("done", "damaged", "failed"), outcome
-            assert bool(outcome.problem) == (outcome.status != "done"), f"{outcome} should say what is wrong"
-            assert outcome.status == "failed" or not outcome.transient, outcome
+            each: object = outcome
+            fits = isinstance(each, Outcome) and each.status in ("done", "damaged", "failed")
+            check(fits, "an outcome of receive is done, damaged or failed", outcome)
+            wrong = outcome.status != "done"
+            check(bool(outcome.problem) == wrong, "an outcome says what is wrong, and only then", outcome)
+            check(outcome.status == "failed" or not outcome.transient, 'only "failed" is transient', outcome)
         return outcomes
 
     async def close(self) -> None:
@@ -225,3 +259,15 @@ class Side:
         finally:
             for region in self.regions:
                 region.close()
+
+
+def statuses_are(outcomes: Sequence[Outcome], wanted: Sequence[str], what: str) -> None:
+    """Raise AssertionError, with the outcomes, unless these are their statuses."""
+    check([one.status for one in outcomes] == list(wanted), f"{what} should be {told(list(wanted))}", list(outcomes))
+
+
+def whole_or_failed(outcomes: Sequence[Outcome], what: str) -> None:
+    """Raise AssertionError unless each is "done", or "failed" for now."""
+    ways = (("done", False), ("failed", True))
+    right = all((one.status, one.transient) in ways for one in outcomes)
+    check(right, f"{what} is done, or failed for now", list(outcomes))

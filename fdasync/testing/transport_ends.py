@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from fdasync.testing.leaks import Resources
 from fdasync.testing.store_bench import skip, turns
 from fdasync.testing.store_ends import MOMENTS, moment
-from fdasync.testing.transport_bench import TransportHooks, on_loop, refused
+from fdasync.testing.transport_bench import TransportHooks, on_loop, refused, statuses_are, whole_or_failed
+from fdasync.testing.verdicts import check, equal
 
 if TYPE_CHECKING:
     from fdasync.pd.transport import Receipt
@@ -36,9 +37,9 @@ class EndTests(TransportHooks):
             tasks = [receiver.start(senders[place % 3].source, each) for place, each in enumerate(receipts)]
             await receiver.ended(tasks, "many receives")
             for place, task in enumerate(tasks):
-                assert {one.status for one in task.result()} == {"done"}
+                statuses_are(task.result(), ["done"] * 4, f"receive {place} of {len(tasks)} at once")
                 for inner, receipt in enumerate(receipts[place]):
-                    assert receiver.has(receipt, (place // 3, inner))
+                    receiver.assert_has(receipt, (place // 3, inner))
 
     @on_loop
     async def test_a_short_receive_does_not_wait_for_a_long_one(self) -> None:
@@ -49,10 +50,10 @@ class EndTests(TransportHooks):
             await turns(3)
             short = receiver.start(sender.source, [small])
             await receiver.ended([short], "the short receive")
-            assert short.result()[0].status == "done"
-            assert not long.done(), "the long receive went first"
+            statuses_are(short.result(), ["done"], "a short receive beside a long one")
+            check(not long.done(), "a short receive ends before a long one that began before it", "the long one first")
             await receiver.ended([long], "the long receive")
-            assert long.result()[0].status == "done"
+            statuses_are(long.result(), ["done"], "a long receive beside a short one")
 
     @on_loop
     async def test_the_loop_runs_meanwhile(self) -> None:
@@ -71,8 +72,8 @@ class EndTests(TransportHooks):
                 turn += 1
             for probe in probes:
                 probe.release()
-            assert task.result()[0].status == "done"
-            assert len(seen) > 8, f"others saw {sorted(seen)} MiB of 16 while they came"
+            statuses_are(task.result(), ["done"], "a long receive")
+            check(len(seen) > 8, "the loop runs while 16 MiB come; others saw so many of them", sorted(seen))
 
     @on_loop
     async def test_a_silent_sender_costs_the_others_nothing(self) -> None:
@@ -85,10 +86,11 @@ class EndTests(TransportHooks):
             began = loop.time()
             waiting = receiver.start(silent.source, stuck, 1.5)
             for receipt in good:
-                assert await receiver.take(sender.source, [receipt], 1.0) == ["done"]
+                await receiver.expect(["done"], "a receive beside a silent sender", sender.source, [receipt], 1.0)
             await receiver.ended([waiting], "a receive from a silent sender")
-            assert {(one.status, one.transient) for one in waiting.result()} == {("failed", True)}
-            assert loop.time() - began >= 1.49
+            failed = all((one.status, one.transient) == ("failed", True) for one in waiting.result())
+            check(failed, "a receive from a silent sender fails for now", waiting.result())
+            check(loop.time() - began >= 1.49, "it waits until its deadline of 1.5 s", loop.time() - began)
 
     # -- cancelled, late ------------------------------------------------------------------------------
 
@@ -101,8 +103,8 @@ class EndTests(TransportHooks):
                 task = receiver.start(sender.source, receipts)
                 await moment(when)
                 await self._cancel(receiver, task, receipts)
-                assert await receiver.take(sender.source, receipts[:1]) == ["done"], f"after a cancel at {when}"
-                assert receiver.has(receipts[0], 0)
+                await receiver.expect(["done"], f"a receive after a cancel at {when}", sender.source, receipts[:1])
+                receiver.assert_has(receipts[0], 0)
                 receiver.free()
 
     @on_loop
@@ -115,8 +117,9 @@ class EndTests(TransportHooks):
                 await moment(when)
                 await self._cancel(receiver, tasks[0], gone)
                 await receiver.ended(tasks[1:], "the other receive")
-                assert {one.status for one in tasks[1].result()} == {"done"}
-                assert all(receiver.has(receipt, 5 + place) for place, receipt in enumerate(kept))
+                statuses_are(tasks[1].result(), ["done"] * 5, f"a receive beside one that was cancelled at {when}")
+                for place, receipt in enumerate(kept):
+                    receiver.assert_has(receipt, 5 + place)
                 receiver.free()
 
     @on_loop
@@ -129,17 +132,19 @@ class EndTests(TransportHooks):
                 began = loop.time()
                 task = receiver.start(sender.source, receipts, seconds)
                 await receiver.ended([task], "a receive with a short deadline")
-                assert loop.time() - began < max(seconds, 0) + 1.0
-                receiver_has = [receiver.has(receipt, number) for number, receipt in enumerate(receipts)]
-                for outcome, has in zip(task.result(), receiver_has, strict=True):
-                    assert (outcome.status, outcome.transient) in (("done", False), ("failed", True)), outcome
-                    assert outcome.status != "done" or has
-                    assert outcome.status != "done" or seconds > 0, "its time was over"
+                took_s = loop.time() - began
+                check(took_s < max(seconds, 0) + 1.0, f"seconds of a receive with {seconds} s to its deadline", took_s)
+                whole_or_failed(task.result(), f"a receive with {seconds} s to its deadline")
+                for number, (outcome, receipt) in enumerate(zip(task.result(), receipts, strict=True)):
+                    if outcome.status == "done":
+                        check(seconds > 0, "a receive whose time was over before it began fails", outcome)
+                        receiver.assert_has(receipt, number)
                 receiver.scribble(receipts)
                 await asyncio.sleep(_LATE_S)
-                assert receiver.scribbled(receipts), f"written after the deadline, {seconds} s"
+                receiver.assert_scribbled(receipts, f"after the deadline, {seconds} s")
                 receiver.free()
-            assert await receiver.take(sender.source, [receiver.receipt(*blocks[0])]) == ["done"]
+            after = [receiver.receipt(*blocks[0])]
+            await receiver.expect(["done"], "a receive after some that were late", sender.source, after)
 
     # -- gone, forgotten, closed ----------------------------------------------------------------------
 
@@ -155,11 +160,12 @@ class EndTests(TransportHooks):
                 await sender.within(sender.transport.aclose(), "aclose")
                 await receiver.ended([task], "a receive from a closed sender")
                 for number, (outcome, receipt) in enumerate(zip(task.result(), receipts, strict=True)):
-                    assert outcome.status in ("done", "failed"), outcome
-                    assert outcome.status != "done" or receiver.has(receipt, number)
+                    check(outcome.status in ("done", "failed"), "a receive whose sender closes", outcome)
+                    if outcome.status == "done":
+                        receiver.assert_has(receipt, number)
                 receiver.transport.forget(source)
-                assert await receiver.take(source, receipts[:1], 1.0) == ["failed"]
-                assert await receiver.take(other.source, [more]) == ["done"]
+                await receiver.expect(["failed"], "a receive from a closed sender", source, receipts[:1], 1.0)
+                await receiver.expect(["done"], "a receive from another sender", other.source, [more])
 
     @on_loop
     async def test_forget_ends_receives_and_is_not_for_ever(self) -> None:
@@ -174,13 +180,12 @@ class EndTests(TransportHooks):
                 receiver.transport.forget(sender.source)
                 receiver.transport.forget(sender.source)
                 await receiver.ended(tasks[:1], "a receive from a sender that was forgotten")
-                for outcome in tasks[0].result():
-                    assert (outcome.status, outcome.transient) in (("done", False), ("failed", True)), outcome
+                whole_or_failed(tasks[0].result(), "a receive from a sender that was forgotten")
                 receiver.scribble(receipts)
                 await receiver.ended(tasks[1:], "a receive from another sender")
-                assert [one.status for one in tasks[1].result()] == ["done"]
-                assert receiver.scribbled(receipts), f"written after it was forgotten at {when}"
-                assert await receiver.take(sender.source, receipts[:1]) == ["done"], "it was forgotten for ever"
+                statuses_are(tasks[1].result(), ["done"], "a receive beside one from a sender that was forgotten")
+                receiver.assert_scribbled(receipts, f"after it was forgotten at {when}")
+                await receiver.expect(["done"], "a receive after its sender was forgotten", sender.source, receipts[:1])
                 receiver.free()
 
     @on_loop
@@ -193,7 +198,9 @@ class EndTests(TransportHooks):
             await asyncio.sleep(_LATE_S)
             receiver.transport.forget(silent.source)
             await receiver.ended([task], "a receive from a silent sender that was forgotten")
-            assert [(one.status, one.transient) for one in task.result()] == [("failed", True)]
+            (outcome,) = task.result()
+            right = (outcome.status, outcome.transient) == ("failed", True)
+            check(right, "a receive that waits for a sender that is forgotten fails for now", outcome)
 
     @on_loop
     async def test_aclose_ends_receives(self) -> None:
@@ -205,32 +212,34 @@ class EndTests(TransportHooks):
                 await asyncio.gather(*[receiver.within(receiver.transport.aclose(), "aclose") for _ in range(3)])
                 receiver.scribble(receipts)
                 await receiver.ended([task], "a receive of a transport that was closed")
-                assert {one.status for one in task.result()} <= {"done", "failed"}
+                right = all(one.status in ("done", "failed") for one in task.result())
+                check(right, "a receive of a transport that closes is done, or failed", task.result())
                 await asyncio.sleep(_LATE_S)
-                assert receiver.scribbled(receipts), "written after aclose"
-                assert await receiver.take(sender.source, receipts) == ["failed"] * 8
+                receiver.assert_scribbled(receipts, "after aclose")
+                await receiver.expect(["failed"] * 8, "a receive of a closed transport", sender.source, receipts)
 
     @on_loop
     async def test_life(self) -> None:
         async with self.sides() as (sender, receiver):
-            assert sender.source == sender.source
-            assert sender.source.token != receiver.source.token
+            equal(sender.source, sender.source, "the source of one transport, asked twice")
+            tokens = [side.source.token for side in (sender, receiver)]
+            check(tokens[0] != tokens[1], "tokens of two transports, which differ", tokens)
             receipt = receiver.wanted(sender, "a", 100)
             unopened = self.make()
-            with refused():
+            with refused("source() before open"):
                 unopened.source()
-            with refused():
+            with refused("receive before open"):
                 await unopened.receive(sender.source, [receipt], asyncio.get_running_loop().time() + 1)
             for never in (float("inf"), float("nan")):
-                with refused():
+                with refused(f"a deadline of {never}"):
                     await receiver.transport.receive(sender.source, [receipt], never)
             unopened.forget(sender.source)
-            with refused():
+            with refused("open for the second time"):
                 await receiver.transport.open(receiver.regions)
             await receiver.within(unopened.aclose(), "aclose without open")
             source = sender.source
             await sender.within(sender.transport.aclose(), "aclose")
-            with refused():
+            with refused("source() after aclose"):
                 sender.transport.source()
             sender.transport.withdraw(receipt.ref_parts)
             await sender.within(sender.transport.aclose(), "aclose again")
@@ -244,13 +253,13 @@ class EndTests(TransportHooks):
         await self._play()
         await asyncio.sleep(_LATE_S)
         left = Resources.now().left_since(before)
-        assert not left, "\n".join(left)
+        equal(left, [], "what is left after transports were used and closed")
 
     async def _play(self) -> None:
         async with self.sides(3) as (one, two, receiver):
             receipts = [receiver.wanted(sender, "a", 700_000, 10) for sender in (one, two)]
             for sender, receipt in zip((one, two), receipts, strict=True):
-                assert await receiver.take(sender.source, [receipt]) == ["done"]
+                await receiver.expect(["done"], "a receive", sender.source, [receipt])
             task = receiver.start(one.source, receipts[:1])
             await turns(2)
             await self._cancel(receiver, task, receipts[:1])
@@ -265,4 +274,4 @@ class EndTests(TransportHooks):
             await receiver.within(task, "a cancelled receive")
         receiver.scribble(receipts)
         await asyncio.sleep(_LATE_S)
-        assert receiver.scribbled(receipts), "written after it was cancelled"
+        receiver.assert_scribbled(receipts, "after it was cancelled")

@@ -21,7 +21,8 @@ from fdasync.cache.store import Part
 from fdasync.pd.messages import Source
 from fdasync.testing.store_bench import run_bounded, skip
 from fdasync.testing.store_ends import moment
-from fdasync.testing.transport_bench import Side, TransportHooks
+from fdasync.testing.transport_bench import Side, TransportHooks, statuses_are, whole_or_failed
+from fdasync.testing.verdicts import check
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
@@ -51,12 +52,16 @@ class SenderProcess:
     def __enter__(self) -> Told:
         self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         try:
-            assert self._process.stdout is not None
+            out = self._process.stdout
+            assert out is not None, f"the sender's process has no stdout: {self._command}"
             line = b""
             while not line.endswith(b"\n"):
-                ready, _, _ = select.select([self._process.stdout], [], [], _START_S)
-                found = os.read(self._process.stdout.fileno(), 1 << 16) if ready else b""
-                assert found, "the sender's process did not start"
+                ready, _, _ = select.select([out], [], [], _START_S)
+                found = os.read(out.fileno(), 1 << 16) if ready else b""
+                if not found:
+                    status = self._process.poll()
+                    how = f"ended with status {status}" if status is not None else f"said nothing for {_START_S:g} s"
+                    raise AssertionError(f"the sender's process did not start: it {how}: {self._command}")
                 line += found
             self.told = msgspec.msgpack.decode(base64.b64decode(line), type=Told)
         except BaseException:
@@ -67,10 +72,9 @@ class SenderProcess:
     def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.wait()
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.stdout.close()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
 
 
 class ProcessTests(TransportHooks):
@@ -83,8 +87,10 @@ class ProcessTests(TransportHooks):
             tasks = [receiver.start(told.source, receipts[at::3]) for at in range(3)]
             await receiver.ended(tasks, "three receives")
             receiver.assert_only(before, receipts)
-            assert {one.status for task in tasks for one in task.result()} == {"done"}
-            assert all(receiver.has(receipt, number) for number, receipt in enumerate(receipts))
+            for task in tasks:
+                statuses_are(task.result(), ["done"] * 4, "one of three receives from another process")
+            for number, receipt in enumerate(receipts):
+                receiver.assert_has(receipt, number)
 
         self._with_sender(play, 12, (1 << 20, 12_288, 100))
 
@@ -94,9 +100,10 @@ class ProcessTests(TransportHooks):
             for _ in range(10):
                 receiver.scribble(receipts)
                 statuses = await receiver.take(told.source, receipts)
-                assert set(statuses) <= {"done", "damaged"}
+                check(set(statuses) <= {"done", "damaged"}, "blocks that their process overwrites", statuses)
                 for number, status in enumerate(statuses):
-                    assert status != "done" or receiver.has(receipts[number], number), "wrong bytes are never done"
+                    if status == "done":
+                        receiver.assert_has(receipts[number], number, 'a "done" receive of what is overwritten')
 
         self._with_sender(play, 4, (1 << 20, 100), overwrites=True)
 
@@ -110,10 +117,11 @@ class ProcessTests(TransportHooks):
                 os.kill(told.source.pid, signal.SIGKILL)
                 await receiver.ended([task], "a receive from a killed process")
                 for number, outcome in enumerate(task.result()):
-                    assert outcome.status in ("done", "failed"), outcome
-                    assert outcome.status != "done" or receiver.has(receipts[number], number)
+                    check(outcome.status in ("done", "failed"), "a receive from a process that is killed", outcome)
+                    if outcome.status == "done":
+                        receiver.assert_has(receipts[number], number)
                 receiver.transport.forget(told.source)
-                assert await receiver.take(told.source, receipts[:1], 2.0) == ["failed"]
+                await receiver.expect(["failed"], "a receive from a killed process", told.source, receipts[:1], 2.0)
 
             self._with_sender(play, 24, (1 << 20,))
 
@@ -122,22 +130,26 @@ class ProcessTests(TransportHooks):
             async with self.sides(1) as (other,):
                 blocks = [receiver.receipt(*block) for block in told.blocks]
                 good = [receiver.wanted(other, f"good {number}", 50_000) for number in range(10)]
-                assert await receiver.take(told.source, blocks[:1]) == ["done"]
+                await receiver.expect(["done"], "a receive from another process", told.source, blocks[:1])
                 with _stopped(told.source.pid):
                     waiting = receiver.start(told.source, blocks, 0.5)
                     for number, receipt in enumerate(good):
-                        assert await receiver.take(other.source, [receipt], 5.0) == ["done"]
-                        assert receiver.has(receipt, f"good {number}")
+                        beside = "a receive beside one from a stopped process"
+                        await receiver.expect(["done"], beside, other.source, [receipt], 5.0)
+                        receiver.assert_has(receipt, f"good {number}")
                     await receiver.ended([waiting], "a receive from a stopped process")
+                    whole_or_failed(waiting.result(), "a receive from a stopped process")
                     for number, outcome in enumerate(waiting.result()):
-                        assert (outcome.status, outcome.transient) in (("done", False), ("failed", True)), outcome
-                        assert outcome.status != "done" or receiver.has(blocks[number], number)
+                        if outcome.status == "done":
+                            receiver.assert_has(blocks[number], number)
                     receiver.scribble(blocks)
                 # what it sends when it goes on is for nobody
                 await asyncio.sleep(0.2)
-                assert receiver.scribbled(blocks)
-                assert set(await receiver.take(told.source, blocks)) == {"done"}
-                assert all(receiver.has(receipt, number) for number, receipt in enumerate(blocks))
+                receiver.assert_scribbled(blocks, "after a receive from a stopped process")
+                after = "a receive from a process that goes on"
+                await receiver.expect(["done"] * len(blocks), after, told.source, blocks)
+                for number, receipt in enumerate(blocks):
+                    receiver.assert_has(receipt, number)
 
         self._with_sender(play, 24, (1 << 20,))
 

@@ -12,7 +12,8 @@ from fdasync.cache.store import Part
 from fdasync.pd.messages import Source
 from fdasync.pd.transport import Receipt, checksum_parts
 from fdasync.testing.store_bench import skip
-from fdasync.testing.transport_bench import Side, TransportHooks, on_loop, refused
+from fdasync.testing.transport_bench import Side, TransportHooks, on_loop, refused, statuses_are
+from fdasync.testing.verdicts import check, equal
 
 _SIZES = (1, 7, 4095, 4096, 4097, 65_537, (256 << 10) + 1, 1 << 20, (3 << 19) + 5)
 
@@ -25,21 +26,22 @@ class ValueTests(TransportHooks):
         async with self.sides() as (sender, receiver):
             receipts = [receiver.wanted(sender, nbytes, nbytes, 100 + nbytes % 999, 3) for nbytes in _SIZES]
             before, of_sender = receiver.snapshot(), sender.snapshot()
-            assert set(await receiver.take(sender.source, receipts)) == {"done"}
+            await receiver.expect(["done"] * len(_SIZES), "a receive of many sizes", sender.source, receipts)
             receiver.assert_only(before, receipts)
             sender.assert_only(of_sender)
-            assert all(receiver.has(receipt, nbytes) for receipt, nbytes in zip(receipts, _SIZES, strict=True))
+            for receipt, nbytes in zip(receipts, _SIZES, strict=True):
+                receiver.assert_has(receipt, nbytes)
 
     @on_loop
     async def test_parts_without_bytes_and_calls_without_receipts(self) -> None:
         async with self.sides() as (sender, receiver):
-            assert await receiver.take(sender.source, []) == []
+            await receiver.expect([], "a receive of nothing", sender.source, [])
             receipt = receiver.wanted(sender, "a", 0, 5000, 0)
             nothing = receiver.wanted(sender, "b", 0)
-            assert await receiver.take(sender.source, [receipt, nothing]) == ["done", "done"]
-            assert receiver.has(receipt, "a")
+            await receiver.expect(["done", "done"], "parts without bytes", sender.source, [receipt, nothing])
+            receiver.assert_has(receipt, "a")
             wrong = msgspec.structs.replace(nothing, checksums=(1,))
-            assert await receiver.take(sender.source, [wrong]) == ["damaged"]
+            await receiver.expect(["damaged"], "no bytes with a wrong checksum", sender.source, [wrong])
 
     @on_loop
     async def test_pages_that_nobody_wrote_are_zeros(self) -> None:
@@ -48,8 +50,8 @@ class ValueTests(TransportHooks):
             sender.transport.offer([far])
             receipt = receiver.receipt([far], [xxhash.xxh3_64_intdigest(bytes(300_000))])
             receiver.scribble([receipt])
-            assert await receiver.take(sender.source, [receipt]) == ["done"]
-            assert receiver.scribbled([receipt], 0)
+            await receiver.expect(["done"], "pages that nobody wrote", sender.source, [receipt])
+            equal(receiver.read(receipt.parts[0]), bytes(300_000), "a receive of pages that nobody wrote")
 
     @on_loop
     async def test_one_wrong_bit_is_damage(self) -> None:
@@ -59,17 +61,19 @@ class ValueTests(TransportHooks):
             for number, (place, byte) in spoiled.items():
                 part = receipts[number].ref_parts[place]
                 sender.regions[part.region].view(part.offset + byte, 1)[0] ^= 16
-            statuses = await receiver.take(sender.source, receipts)
-            assert statuses == ["damaged" if number in spoiled else "done" for number in range(7)]
-            assert all(receiver.has(receipts[number], number) for number in (0, 5, 6))
+            wanted = ["damaged" if number in spoiled else "done" for number in range(7)]
+            await receiver.expect(wanted, "blocks of which some have one wrong bit", sender.source, receipts)
+            for number in (0, 5, 6):
+                receiver.assert_has(receipts[number], number)
 
     @on_loop
     async def test_checksums_are_of_each_part(self) -> None:
         async with self.sides() as (sender, receiver):
             parts, sums = sender.block("a", 700_000, 900)
-            assert await receiver.within(checksum_parts(sender.regions, parts), "checksum_parts") == sums
+            found = await receiver.within(checksum_parts(sender.regions, parts), "checksum_parts")
+            equal(found, sums, "checksum_parts")
             swapped = receiver.receipt(parts, sums[::-1])
-            assert await receiver.take(sender.source, [swapped]) == ["damaged"]
+            await receiver.expect(["damaged"], "a block with its checksums swapped", sender.source, [swapped])
 
     @on_loop
     async def test_memory_that_is_used_again_too_early_is_damage_and_never_data(self) -> None:
@@ -91,10 +95,10 @@ class ValueTests(TransportHooks):
                 sender.write(part, first)
                 for outcome, receipt in zip(task.result(), receipts, strict=True):
                     seen.add(outcome.status)
-                    # no bytes in the assertion: where CI is set, pytest would spend minutes on the difference of 2 MiB
-                    whole = receiver.read(receipt.parts[0]) == first
-                    assert outcome.status != "done" or whole
-            assert seen <= {"done", "damaged"}
+                    if outcome.status == "done":
+                        found = receiver.read(receipt.parts[0])
+                        equal(found, first, 'bytes that are "done" of memory that is written meanwhile')
+            check(seen <= {"done", "damaged"}, "memory that is written meanwhile is done or damaged", seen)
 
     @on_loop
     async def test_what_is_malformed_fails_and_harms_nobody(self) -> None:
@@ -129,11 +133,12 @@ class ValueTests(TransportHooks):
             ]
             before = receiver.snapshot()
             outcomes = await receiver.within(receiver.start(sender.source, [good, *bad]), "receive")
-            assert outcomes[0].status == "done"
+            statuses_are(outcomes[:1], ["done"], "a good receipt beside malformed ones")
             for receipt, outcome in zip(bad, outcomes[1:], strict=True):
-                assert (outcome.status, outcome.transient) == ("failed", False), f"{receipt}: {outcome}"
+                right = (outcome.status, outcome.transient) == ("failed", False)
+                check(right, f"a malformed receipt fails for good: {receipt}", outcome)
             receiver.assert_only(before, [good])
-            assert receiver.has(good, "good")
+            receiver.assert_has(good, "good")
 
     @on_loop
     async def test_a_source_can_say_what_it_likes(self) -> None:
@@ -143,11 +148,12 @@ class ValueTests(TransportHooks):
             for number in range(150):
                 source = _mutated(sender, number)
                 outcomes = await receiver.within(receiver.start(source, [receipt], 1.0), f"receive from {source}")
-                assert outcomes[0].status != "done" or receiver.has(receipt, "a"), source
+                if outcomes[0].status == "done":
+                    receiver.assert_has(receipt, "a", f"a receive from {source}")
                 receiver.transport.forget(source)
                 # nothing but these parts, whatever is said
                 receiver.assert_only(before, [receipt])
-            assert await receiver.take(sender.source, [receipt]) == ["done"]
+            await receiver.expect(["done"], "the true source, after false ones", sender.source, [receipt])
 
     @on_loop
     async def test_only_what_is_on_offer_can_be_read(self) -> None:
@@ -160,16 +166,18 @@ class ValueTests(TransportHooks):
             beside = receiver.receipt([sender.part(5)], [0])
             before = receiver.snapshot()
             outcomes = await receiver.within(receiver.start(sender.source, [inside, beside]), "receive")
-            assert {(one.status, one.transient) for one in outcomes} == {("failed", False)}
+            gone = all((one.status, one.transient) == ("failed", False) for one in outcomes)
+            check(gone, "what is not on offer fails for good", outcomes)
             receiver.assert_only(before)
             sender.transport.offer(theirs[:1])
             sender.transport.withdraw(theirs)
             first = receiver.receipt(theirs[:1], sums[:1])
-            assert await receiver.take(sender.source, [receipt, first]) == ["failed", "done"]
+            half = "two parts of which one was withdrawn, and the other alone"
+            await receiver.expect(["failed", "done"], half, sender.source, [receipt, first])
             sender.transport.withdraw(theirs[:1])
-            assert await receiver.take(sender.source, [first]) == ["failed"]
+            await receiver.expect(["failed"], "what was withdrawn", sender.source, [first])
             sender.transport.offer(theirs)
-            assert await receiver.take(sender.source, [receipt]) == ["done"]
+            await receiver.expect(["done"], "what is on offer again", sender.source, [receipt])
 
     @on_loop
     async def test_books_of_offers_are_kept(self) -> None:
@@ -178,16 +186,16 @@ class ValueTests(TransportHooks):
             parts = (sender.part(10), sender.part(20, 1))
             outside = Part(0, sender.regions[0].nbytes - 5, 10)
             for wrong in (outside, Part(5, 0, 1), Part(0, -1, 1)):
-                with refused():
+                with refused(f"an offer of {wrong}, which lies in no region,"):
                     transport.offer([parts[0], wrong])
             # of a call that was refused nothing was done
-            with refused():
+            with refused("withdrawing what is not on offer"):
                 transport.withdraw(parts[:1])
             transport.offer([*parts, parts[0]])
-            with refused():
+            with refused("withdrawing three times what was offered twice"):
                 transport.withdraw([parts[0], parts[0], parts[0]])
             transport.withdraw([parts[0], parts[0]])
-            with refused():
+            with refused("withdrawing parts of which one was withdrawn"):
                 transport.withdraw(parts)
             transport.withdraw(parts[1:])
 
@@ -202,8 +210,9 @@ class ValueTests(TransportHooks):
                     tasks.append((receiver, receipts, tag, receiver.start(sender.source, receipts)))
             await sides[0].ended([task for *_, task in tasks], "nine receives")
             for receiver, receipts, tag, task in tasks:
-                assert {one.status for one in task.result()} == {"done"}
-                assert all(receiver.has(receipt, tag) for receipt in receipts)
+                statuses_are(task.result(), ["done"] * 3, f"receives {tag}")
+                for receipt in receipts:
+                    receiver.assert_has(receipt, tag, f"a receive {tag}")
 
 
 def _mutated(sender: Side, number: int) -> Source:

@@ -24,19 +24,31 @@ class WatchedStore(Wrapper):
         stride_nbytes: of host blocks, whose header page is the first part of an item; set it before use.
     """
 
-    def __init__(self, inner: Store, passes: PassModel) -> None:
+    def __init__(self, inner: Store, passes: PassModel, *, closes: bool = False) -> None:
+        """`closes`: the inner store is this engine's own: another one opens what it left behind."""
         super().__init__(inner)
+        self._closes = closes
         self.stride_nbytes = 1
         self._passes = passes
+        self._kept: dict[str, None] = {}
 
     async def aclose(self) -> None:
-        """The inner store stays as it is: the next engine opens it again."""
+        """Unless it `closes`, the inner store stays as it is: the next engine opens it again."""
+        if self._closes:
+            await self.inner.aclose()
+
+    async def forget(self) -> None:
+        """Everything that it kept, as a store may."""
+        keys = list(self._kept)
+        self._kept.clear()
+        await self.inner.delete(keys)
 
     async def put(self, items: Sequence[Item]) -> list[Outcome]:
         outcomes = await self.inner.put(items)
         for item, outcome in zip(items, outcomes, strict=True):
             if outcome.status == "done":
                 self._passes.stored(item.key, item.parts[0].offset // self.stride_nbytes)
+                self._kept[item.key] = None
         return outcomes
 
     async def get_into(self, items: Sequence[Item]) -> list[Outcome]:

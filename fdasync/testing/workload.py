@@ -11,14 +11,15 @@ from typing import Any, Literal
 
 import msgspec
 
-from fdasync.cache.wrappers import FaultPlan
+from fdasync.cache.wrappers import StoreFaults
 from fdasync.config import EngineConfig
 from fdasync.request import LogprobKind, SamplingParams
 from fdasync.runner.oracle import SyntheticConfig
-from fdasync.testing.edges import Fault, FaultKind
+from fdasync.testing.edges import StepFault, StepFaultKind
 
 Way = Literal["complete", "stream", "slow", "leave", "abort", "cancel"]
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
+_HURRY = 50.0
 _LOGPROBS: tuple[LogprobKind, ...] = ("none", "none", "none", "raw", "processed", "both")
 
 
@@ -26,6 +27,7 @@ class RequestPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One request and its caller.
 
     Attributes:
+        routing, aux: which rows it wants; see `Engine.generate`.
         arrives_s: when it is made.
         way: "complete" and "stream" wait for the end, "slow" rests between deltas, "leave" leaves the stream
             after a few deltas, "abort" has somebody else abort it, "cancel" cancels the caller's task.
@@ -42,6 +44,7 @@ class RequestPlan(msgspec.Struct, frozen=True, kw_only=True):
     start: int
     cache_salt: str
     routing: bool | None
+    aux: bool | tuple[str, ...] | None = None
 
 
 class UpdatePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,34 +66,72 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """See the module.
 
     Attributes:
-        fault: what the runner does wrong, or None.
+        step_fault: what the runner does wrong, or None.
         ends: "wait": every caller is waited for; "drain", "close": that is called at `ends_at_s`.
         max_delay_s: see `EdgeRunner`.
-        faults: of the store, where there is one.
+        store_faults: of the store, where there is one.
         store_nbytes: it holds no more.
         updates: of the weights, in order of time.
         again: requests for a second engine on the same store.
+        forgets_at_s: when the store loses all that it has.
     """
 
     seed: int
     config: EngineConfig
     runner: SyntheticConfig
     requests: tuple[RequestPlan, ...]
-    fault: Fault | None
+    step_fault: StepFault | None
     ends: Literal["wait", "drain", "close"]
     ends_at_s: float
     max_delay_s: float
-    faults: FaultPlan
+    store_faults: StoreFaults
     store_nbytes: int
     updates: tuple[UpdatePlan, ...]
     again: tuple[RequestPlan, ...]
+    forgets_at_s: tuple[float, ...]
 
     def second_life(self) -> Workload | None:
         """What a second engine on the same store is asked for, if there is one."""
         if not self.again:
             return None
         return msgspec.structs.replace(
-            self, requests=self.again, again=(), updates=(), fault=None, ends="wait", ends_at_s=0.0
+            self,
+            requests=self.again,
+            again=(),
+            updates=(),
+            step_fault=None,
+            ends="wait",
+            ends_at_s=0.0,
+            forgets_at_s=(),
+        )
+
+    def hurried(self) -> Workload:
+        """The same for a loop on which seconds are seconds: everything comes fifty times as soon, and nothing hangs."""
+        change = msgspec.structs.replace
+        fault = self.step_fault
+        if fault is not None and fault.kind == "hang":
+            fault = change(fault, kind="fail")
+        runner, faults = self.runner, self.store_faults
+        return change(
+            self,
+            runner=change(
+                runner,
+                step_s=runner.step_s / _HURRY,
+                # so long that fetching may beat it
+                token_s=runner.token_s / 5,
+                copy_s=runner.copy_s / _HURRY,
+                load_s=runner.load_s / _HURRY,
+            ),
+            requests=tuple([_hurried(plan) for plan in self.requests]),
+            again=tuple([_hurried(plan) for plan in self.again]),
+            updates=tuple(
+                [change(plan, at_s=plan.at_s / _HURRY, pause_s=plan.pause_s / _HURRY) for plan in self.updates]
+            ),
+            step_fault=fault,
+            store_faults=change(faults, hang=0.0, delay_s=faults.delay_s / _HURRY),
+            forgets_at_s=tuple([at_s / _HURRY for at_s in self.forgets_at_s]),
+            ends_at_s=self.ends_at_s / _HURRY,
+            max_delay_s=self.max_delay_s / _HURRY,
         )
 
     @classmethod
@@ -99,6 +140,9 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         random = Random(seed)
         block_tokens = random.choice((2, 4, 8))
         num_blocks = random.randint(5, 40)
+        tight = Random(f"tight {seed}")
+        if tight.random() < 0.15:
+            num_blocks = tight.randint(1, 4)
         max_running = random.randint(1, 10)
         moe_layers = 0 if random.random() < 0.1 else random.randint(1, 4)
         step_s = random.choice((0.0, 0.001, 0.02))
@@ -142,22 +186,30 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         again = tiers.again(requests, config)
         fault = None
         if random.random() < 0.25:
-            kinds: tuple[FaultKind, ...] = ("fail", "hang", "die")
-            fault = Fault(random.choice(kinds), random.randint(0, 60))
+            kinds: tuple[StepFaultKind, ...] = ("fail", "hang", "die")
+            fault = StepFault(random.choice(kinds), random.randint(0, 60))
         return cls(
             seed=seed,
             config=config,
             runner=tiers.runner(runner),
             requests=requests,
-            fault=fault,
+            step_fault=fault,
             ends=random.choice(("wait", "wait", "wait", "wait", "drain", "close")),
             ends_at_s=random.uniform(0.0, draw.span_s),
             max_delay_s=random.choice((0.0, 0.0, 0.005, 0.05)),
-            faults=tiers.faults(seed),
+            store_faults=tiers.store_faults(seed),
             store_nbytes=tiers.store_nbytes(),
             updates=tiers.updates(draw.span_s),
             again=again,
+            forgets_at_s=tiers.forgets(draw.span_s),
         )
+
+
+def _hurried(plan: RequestPlan) -> RequestPlan:
+    soon = {"arrives_s": plan.arrives_s / _HURRY, "after_s": plan.after_s / _HURRY}
+    if plan.deadline_s < 3600:
+        soon["deadline_s"] = plan.deadline_s / _HURRY
+    return msgspec.structs.replace(plan, **soon)
 
 
 class _Tiers:
@@ -209,15 +261,15 @@ class _Tiers:
         load_s = self._random.choice((0.0, 0.05, 0.5))
         return msgspec.structs.replace(runner, copy_s=copy_s, token_s=token_s, load_s=load_s)
 
-    def faults(self, seed: int) -> FaultPlan:
+    def store_faults(self, seed: int) -> StoreFaults:
         random = self._random
 
         def rate(share: float = 0.5) -> float:
             return random.choice((0.05, 0.2, 0.6)) if random.random() < share else 0.0
 
         if random.random() < 0.4:
-            return FaultPlan(seed=seed)
-        return FaultPlan(
+            return StoreFaults(seed=seed)
+        return StoreFaults(
             seed=seed,
             fail_call=rate(),
             lose_answer=rate(),
@@ -249,6 +301,10 @@ class _Tiers:
         ]
         return tuple(sorted(plans, key=lambda plan: plan.at_s))
 
+    def forgets(self, span_s: float) -> tuple[float, ...]:
+        random = self._random
+        return tuple(sorted(random.uniform(0.0, span_s) for _ in range(random.choice((0, 0, 1, 2)))))
+
 
 class RequestDraw:
     """Draws requests that share prefixes.
@@ -264,6 +320,9 @@ class RequestDraw:
         self._most_samples = most_samples
         self._prefixes = [self._tokens(random.randint(1, self._room // 2)) for _ in range(2)]
         self.span_s = random.choice((0.0, 0.05, 0.5, 2.0))
+        # of its own stream, as `_Tiers` has one
+        self._rows = Random(f"rows {runner.weights_id}")
+        self._others = [name for name, on in (("values", runner.values_spec), ("stamp", runner.pass_stamp)) if on]
 
     def _tokens(self, count: int) -> tuple[int, ...]:
         return tuple([self._random.randrange(self._runner.vocab_size) for _ in range(count)])
@@ -294,7 +353,8 @@ class RequestDraw:
                 stop=stops,
                 stop_token_ids=self._tokens(random.randint(0, 2)),
                 ignore_eos=random.random() < 0.2,
-                logprobs=random.choice(_LOGPROBS),
+                logprobs=(logprobs := random.choice(_LOGPROBS)),
+                top_logprobs=self._top(logprobs),
             ),
             arrives_s=random.uniform(0.0, self.span_s),
             way=way,
@@ -304,7 +364,17 @@ class RequestDraw:
             start=random.randrange(len(prompt)) if random.random() < 0.3 else 0,
             cache_salt=random.choice(("", "", "", "other")),
             routing=False if random.random() < 0.1 else None,
+            aux=self._aux(),
         )
+
+    def _top(self, kind: LogprobKind) -> int:
+        """How many alternatives it wants beside each token."""
+        return 0 if kind == "none" else self._rows.choice((0, 0, 1, 5))
+
+    def _aux(self) -> bool | tuple[str, ...] | None:
+        """Which rows it wants besides routing."""
+        some = tuple(self._rows.sample(self._others, self._rows.randint(0, len(self._others))))
+        return self._rows.choice((None, None, None, False, some, bool(self._others)))
 
 
 def arguments(plan: RequestPlan) -> dict[str, Any]:
@@ -315,4 +385,5 @@ def arguments(plan: RequestPlan) -> dict[str, Any]:
         "start": plan.start,
         "cache_salt": plan.cache_salt,
         "routing": plan.routing,
+        "aux": plan.aux,
     }

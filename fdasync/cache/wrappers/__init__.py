@@ -2,15 +2,15 @@
 
 An engine's order, from the outside in (`stores.py`): Trace, Breaker, Limits, Timeout. Limits stands outside of
 Timeout, so that waiting in line is not time of the call. Retry is for callers whose stores want it, inside of Breaker;
-Latency and Faults are for tests, next to the store. Each is a `Store` and passes the same suite as what it wraps. They
-use the running loop's time, so virtual time works; no threads, and no task outlives `aclose`.
+Latency and FaultyStore are for tests, next to the store. Each is a `Store` and passes the same suite as what it wraps.
+They use the running loop's time, so virtual time works; no threads, and no task outlives `aclose`.
 """
 
 from __future__ import annotations
 
 from fdasync.cache.wrappers.base import Verb, Wrapper
 from fdasync.cache.wrappers.breaker import Breaker, BreakerState
-from fdasync.cache.wrappers.faults import FaultPlan, Faults
+from fdasync.cache.wrappers.faults import FaultyStore, StoreFaultKind, StoreFaults
 from fdasync.cache.wrappers.latency import Latency
 from fdasync.cache.wrappers.limits import Limits
 from fdasync.cache.wrappers.retry import Retry
@@ -20,12 +20,13 @@ from fdasync.cache.wrappers.trace import StoreCall, Trace
 __all__ = [
     "Breaker",
     "BreakerState",
-    "FaultPlan",
-    "Faults",
+    "FaultyStore",
     "Latency",
     "Limits",
     "Retry",
     "StoreCall",
+    "StoreFaultKind",
+    "StoreFaults",
     "Timeout",
     "Trace",
     "Verb",

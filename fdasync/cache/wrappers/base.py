@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 import msgspec
 
 from fdasync.cache.store import Capabilities, Item, Outcome, Store, StoreUsage
-from fdasync.errors import StoreRejected, StoreUnavailable
+from fdasync.errors import FdasyncError, StoreRejected, StoreUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,7 +53,13 @@ class Wrapper(Store):
         return capabilities.name if isinstance(capabilities, Capabilities) else type(self.inner).__name__
 
     async def open(self, regions: Sequence[SharedRegion]) -> None:
-        await self.inner.open(regions)
+        """The inner store's. What it should not raise is StoreUnavailable, as with verbs."""
+        try:
+            await self.inner.open(regions)
+        except FdasyncError:
+            raise
+        except Exception as error:
+            raise StoreUnavailable(self.name, f"open broke the contract: {type(error).__name__}: {error}") from error
 
     async def exists_prefix(self, keys: Sequence[str]) -> int:
         return cast("int", await self._begin("exists_prefix", keys))

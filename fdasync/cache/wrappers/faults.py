@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from random import Random
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
 import xxhash
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from fdasync.cache.store import Store
 
 
-class FaultPlan(msgspec.Struct, frozen=True, kw_only=True):
+class StoreFaults(msgspec.Struct, frozen=True, kw_only=True):
     """What goes wrong, and how often: rates from 0 (never) to 1 (always).
 
     Attributes:
@@ -50,25 +51,53 @@ class FaultPlan(msgspec.Struct, frozen=True, kw_only=True):
     flip_bit: float = 0.0
 
 
-Fault = Literal["fail_call", "lose_answer", "fail_item", "drop_put", "delay", "hang", "truncate", "flip_bit"]
+StoreFaultKind = Literal["fail_call", "lose_answer", "fail_item", "drop_put", "delay", "hang", "truncate", "flip_bit"]
+KINDS: tuple[StoreFaultKind, ...] = get_args(StoreFaultKind)
 
 
-class Faults(Wrapper):
+class FaultyStore(Wrapper):
     """A store that fails by a plan.
 
     Attributes:
         plan: in force; may be replaced at any time. The stream of draws goes on.
-        counts: faults so far, by name.
+        counts: faults so far, by kind.
+        calls: calls so far, by verb.
         hanging: calls that hang now.
     """
 
-    def __init__(self, inner: Store, plan: FaultPlan) -> None:
+    def __init__(self, inner: Store, plan: StoreFaults) -> None:
         super().__init__(inner)
-        self.plan = plan
-        self.counts: dict[Fault, int] = {}
+        self.counts: dict[StoreFaultKind, int] = {}
+        self.calls: Counter[Verb] = Counter()
         self.hanging = 0
         self._random = Random(plan.seed)
         self._regions: Sequence[SharedRegion] = ()
+        self._planned: dict[StoreFaultKind, None] = {}
+        self.plan = plan
+
+    @property
+    def plan(self) -> StoreFaults:
+        return self._plan
+
+    @plan.setter
+    def plan(self, plan: StoreFaults) -> None:
+        self._plan = plan
+        self._planned |= dict.fromkeys([kind for kind in KINDS if getattr(plan, kind) > 0])
+
+    def assert_struck(self, *kinds: StoreFaultKind) -> None:
+        """Raise AssertionError unless each of these has struck at least once; without names, all that were planned so
+        far, which must be one at least. A test that injects a fault ends with it: else it may pass because nothing
+        happened."""
+        wanted = kinds or tuple(self._planned)
+        called = ", ".join(f"{verb} {count}" for verb, count in self.calls.items()) or "none"
+        if not wanted:
+            raise AssertionError(f"no fault of store {self.name} was planned (calls: {called})")
+        missing = [kind for kind in wanted if not self.counts.get(kind)]
+        if missing:
+            struck = ", ".join(f"{kind} {count}" for kind, count in self.counts.items()) or "none"
+            raise AssertionError(
+                f"faults of store {self.name} never struck: {', '.join(missing)} (struck: {struck}; calls: {called})"
+            )
 
     async def open(self, regions: Sequence[SharedRegion]) -> None:
         self._regions = tuple(regions)
@@ -76,6 +105,7 @@ class Faults(Wrapper):
 
     async def around(self, verb: Verb, argument: Sequence[Any]) -> Any:
         era = self.era
+        self.calls[verb] += 1
         items: Sequence[Item] = argument if verb in ("get_into", "put") else ()
         first = items[0].key if items else str(argument[0]) if argument else ""
         if self._strikes("delay", first):
@@ -127,7 +157,7 @@ class Faults(Wrapper):
                     self._regions[part.region].view(part.offset, part.nbytes)[place // 8] ^= 1 << place % 8
                 place -= part.nbytes * 8
 
-    def _strikes(self, fault: Fault, key: str) -> bool:
+    def _strikes(self, fault: StoreFaultKind, key: str) -> bool:
         rate: float = getattr(self.plan, fault)
         # nothing is drawn for what never happens, so a plan's faults do not change when another is added at rate 0
         struck = rate > 0 and self._draw(fault, key) < rate

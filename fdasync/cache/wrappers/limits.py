@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from fdasync.cache.store import Capabilities, Item, Outcome
 from fdasync.cache.wrappers.base import Verb, Wrapper, nbytes_of
+from fdasync.deadlines import DeadlineTimer
 from fdasync.errors import StoreBusy, StoreRejected, StoreTimeout, StoreUnavailable
 
 if TYPE_CHECKING:
@@ -126,7 +128,8 @@ class Limits(Wrapper):
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         place = (future, nbytes)
         self._line.append(place)
-        timer = future.get_loop().call_later(self._max_wait_s, self._too_late, place)
+        loop = asyncio.get_running_loop()
+        timer = DeadlineTimer(loop, loop.time() + self._max_wait_s, partial(self._too_late, place))
         try:
             await future
         except asyncio.CancelledError:

@@ -1,16 +1,18 @@
 """A deadline on every call: it stops the waiting, never the work, whose end the error hands on.
 
-And an age that no call outlives, where the store inside can be killed: what hangs holds parts, places in line and
-whoever probes the store, and nobody else ends it (DECISIONS 5).
+And an age that no call outlives if it can be ended at all: what hangs holds parts, places in line and whoever probes
+the store, and nobody else ends it (DECISIONS 5).
 """
 
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fdasync.cache.wrappers.base import GIB, Verb, Wrapper, nbytes_of
-from fdasync.errors import StoreTimeout
+from fdasync.deadlines import Closing, DeadlineTimer, wait_within
+from fdasync.errors import StoreTimeout, StoreUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
@@ -28,15 +30,18 @@ class Timeout(Wrapper):
     free. A cancelled call cancels the inner verb and waits for its end, until the deadline too: then it raises
     StoreTimeout instead of CancelledError, because the parts are still in use.
 
-    A verb that still runs `kill_s` after it began, and its deadline has passed, has the inner store killed, once. That
-    ends every other verb of the store too, and a start of its process that the verb waits for.
+    A verb, or an `open`, that still runs `kill_s` after it began, and its deadline has passed, has the inner store
+    killed, once. That ends every other verb of the store too, and a start of its process that the verb waits for. A
+    store that cannot be killed has this one call cancelled.
 
     Args:
         call_s: deadline of a call, in seconds.
         gib_s: added for each GiB of the call's parts, in seconds.
         kill_s: how long a verb may run at all, in seconds, but never less than its deadline; None: as long as it likes.
         open_s: deadline of `open`, in seconds.
-        close_s: how long `aclose` waits for running calls, and then for the store to close, in seconds.
+        close_s: how long `aclose` may take, and a `kill` outside of it, in seconds; or the deadline of what closes
+            together with this.
+        reap_s: how much longer a process of the store's own may take to be gone, in seconds; 0: it has none.
     """
 
     def __init__(
@@ -47,16 +52,19 @@ class Timeout(Wrapper):
         gib_s: float = 0.0,
         kill_s: float | None = None,
         open_s: float = 60.0,
-        close_s: float = 10.0,
+        close_s: float | Closing = 10.0,
+        reap_s: float = 0.0,
     ) -> None:
         super().__init__(inner)
         self._call_s = call_s
         self._gib_s = gib_s
         self._kill_s = kill_s
         self._open_s = open_s
-        self._close_s = close_s
+        self._closing = close_s if isinstance(close_s, Closing) else Closing(close_s)
+        self._reap_s = reap_s
+        self._openings: set[asyncio.Task[Any]] = set()
         self._running: set[asyncio.Task[Any]] = set()
-        self._timers: dict[asyncio.Task[Any], asyncio.TimerHandle] = {}  # of late verbs: when each is killed
+        self._timers: dict[asyncio.Task[Any], DeadlineTimer] = {}  # of late verbs: when each is killed
 
     @property
     def running(self) -> int:
@@ -64,40 +72,59 @@ class Timeout(Wrapper):
         return len(self._left())
 
     async def open(self, regions: Sequence[SharedRegion]) -> None:
-        await self._within(self.inner.open(regions), "open", self._open_s)
+        await self._within(super().open(regions), "open", self._open_s, self._kill_s)
 
     async def around(self, verb: Verb, argument: Sequence[Any]) -> Any:
         limit_s = self._call_s + self._gib_s * nbytes_of(verb, argument) / GIB
         return await self._within(self.ask(verb, argument, self.era), verb, limit_s, self._kill_s)
 
     async def kill(self, why: str) -> bool:
-        """The inner store's; False if that does not end either."""
+        """The inner store's; if it cannot, its verbs are cancelled. False if that does not end them either."""
         self.end()
+        left = self._left()
         try:
-            return await self._within(self.inner.kill(why), "kill", self._close_s)
-        except StoreTimeout:
-            return False
+            if await self._within(self.inner.kill(why), "kill", self._closing.left_s + self._reap_s):
+                return True
+        except StoreTimeout as error:
+            error.ended.cancel()
+        except Exception:
+            # a defect of the store: it cannot, whatever it says
+            pass
+        for task in left:
+            task.cancel()
+        await self._settle(left, self._closing.left_s / 2)
+        return bool(left) and all(task.done() for task in left)
 
     async def aclose(self) -> None:
-        """Wait for what runs, kill it at the deadline, close. Raises StoreTimeout, naming what never ended."""
+        """Wait for what runs, kill it half-way to the deadline, close. Raises StoreTimeout, naming what never ended."""
         self._closed = True
+        self._closing.begin()
         # the deadline of closing counts now
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
-        await self._settle()
+        for opening in self._openings:
+            opening.cancel()
+        patience_s = self._closing.left_s / 2
+        await self._settle(self._left(), patience_s)
         self.end()
         if self._left():
-            await self.kill(f"{self._names()} did not end in {self._close_s:g} s before it was closed")
-        await self._within(self.inner.aclose(), "aclose", self._close_s)
-        await self._settle()
+            await self.kill(f"{self._names()} did not end in {patience_s:g} s before it was closed")
+        try:
+            await self._within(self.inner.aclose(), "aclose", self._closing.left_s + self._reap_s)
+        except StoreTimeout as error:
+            # nobody comes back for it
+            error.ended.cancel()
+            await self._settle([error.ended], 0.0)
+            raise StoreTimeout(self.name, self._names() or "aclose", self._closing.limit_s, error.ended) from None
+        await self._settle(self._left(), self._closing.left_s)
         for task in self._left():
-            raise StoreTimeout(self.name, self._names(), self._close_s, task)
+            raise StoreTimeout(self.name, self._names(), self._closing.limit_s, task)
 
-    async def _settle(self) -> None:
-        left = self._left()
+    @staticmethod
+    async def _settle(left: Sequence[asyncio.Future[Any]], limit_s: float) -> None:
         if left:
-            await asyncio.wait(left, timeout=self._close_s)
+            await wait_within(left, limit_s)
 
     def _left(self) -> list[asyncio.Task[Any]]:
         # one that has just ended is taken out in the next turn of the loop
@@ -109,23 +136,29 @@ class Timeout(Wrapper):
     async def _within(self, work: Coroutine[Any, Any, T], what: str, limit_s: float, kill_s: float | None = None) -> T:
         loop = asyncio.get_running_loop()
         task = self._begin_task(work, what)
+        if what == "open":
+            self._openings.add(task)
+            task.add_done_callback(self._openings.discard)
         begun = loop.time()
         deadline = begun + limit_s
         cancelled: asyncio.CancelledError | None = None
         while not task.done():
-            left_s = deadline - loop.time()
-            if left_s <= 0:
-                if kill_s is not None and not self._closed:
-                    left_s = max(begun + kill_s - loop.time(), 0.0)
-                    self._timers[task] = loop.call_later(left_s, self._too_old, task, max(kill_s, limit_s))
-                raise StoreTimeout(self.name, what, limit_s, task)
             try:
-                await asyncio.wait([task], timeout=left_s)
+                await wait_within([task], deadline - loop.time())
             except asyncio.CancelledError as error:
                 cancelled = error
                 task.cancel()
+                continue
+            if not task.done():
+                if kill_s is not None and not self._closed:
+                    kill = partial(self._too_old, task, max(kill_s, limit_s))
+                    self._timers[task] = DeadlineTimer(loop, max(begun + kill_s, loop.time()), kill)
+                raise StoreTimeout(self.name, what, limit_s, task)
         if cancelled is not None:
             raise cancelled
+        if task.cancelled():
+            # not by the caller: by a kill, a close, its age
+            raise StoreUnavailable(self.name, f"{what} was ended")
         return task.result()  # of a task that is done
 
     def _begin_task(self, work: Coroutine[Any, Any, T], what: str) -> asyncio.Task[T]:
@@ -138,7 +171,15 @@ class Timeout(Wrapper):
         del self._timers[task]
         if not task.done():
             # what comes of it is nobody's: the late call ends, or does not
-            self._begin_task(self.inner.kill(f"{task.get_name()} had not ended after {kill_s:g} s"), "kill")
+            self._begin_task(self._end_old(task, f"{task.get_name()} had not ended after {kill_s:g} s"), "kill")
+
+    async def _end_old(self, task: asyncio.Task[Any], why: str) -> None:
+        try:
+            if await self.inner.kill(why):
+                # it has ended: its last turns
+                await wait_within([task], 0.0)
+        finally:
+            task.cancel()
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._running.discard(task)

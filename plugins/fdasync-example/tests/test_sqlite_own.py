@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sqlite3
 from typing import TYPE_CHECKING
 
 import pytest
 from fdasync_example import SqliteConfig, SqliteStore
 
 from fdasync.cache.hosted import HostedStore
-from fdasync.errors import ConfigError, StoreRejected
+from fdasync.errors import ConfigError, StoreRejected, StoreUnavailable
 from fdasync.registry import Registry
 from fdasync.testing import StoreTests
 from fdasync.testing.store_bench import on_loop, value
@@ -129,6 +131,20 @@ def test_a_file_that_is_no_database_is_refused_and_left_alone(suite: Suite) -> N
     with pytest.raises(StoreRejected, match=r"kv\.db: file is not a database; name a file in a writable folder"):
         suite.share()
     assert suite.path.read_bytes().startswith(b"somebody's letters")
+
+
+def test_a_file_that_somebody_has_locked_is_opened_later(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fdasync_example.store._BUSY_S", 0.05)
+    store = SqliteStore(SqliteConfig(path=str(suite.path)))
+    with contextlib.closing(sqlite3.connect(suite.path)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(StoreUnavailable, match="locked"):
+            asyncio.run(store.open([]))
+        asyncio.run(store.aclose())
+    again = SqliteStore(SqliteConfig(path=str(suite.path)))
+    asyncio.run(again.open([]))
+    assert asyncio.run(again.exists_prefix(["a"])) == 0
+    asyncio.run(again.aclose())
 
 
 def test_it_is_found_by_name_and_refuses_unknown_keys() -> None:

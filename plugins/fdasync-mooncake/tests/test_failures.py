@@ -11,12 +11,16 @@ import os
 import signal
 import time
 
+import msgspec
 import pytest
 from fdasync_mooncake.testing import LenderProcess, MasterProcess
 from mooncake_bench import Blocks, Lateness, get_one, hosted, put_one, until
 
+from fdasync import Engine, SamplingParams
 from fdasync.cache.hosted import HostedStore
-from fdasync.errors import StoreUnavailable
+from fdasync.errors import StoreRejected, StoreUnavailable
+from fdasync.events.catalog import BreakerChanged
+from fdasync.testing import synthetic_config
 
 pytestmark = pytest.mark.usefixtures("nothing_left", "network")
 
@@ -57,6 +61,31 @@ async def test_no_master_is_told_at_once(network, blocks):
             await store.open([blocks.region])
         await store.aclose()
     assert lateness.worst_s < _LATE_S
+
+
+async def test_an_engine_starts_without_a_master_and_uses_it_when_it_is_there(network):
+    config = synthetic_config(
+        {"num_blocks": 12, "max_context_tokens": 48}, host_blocks=64, max_step_tokens=64, store_retry_s=0.2,
+        store="mooncake", store_config={"master": "127.0.0.1:50051", "probe_timeout_s": 0.3},
+    )  # fmt: skip
+    prompt = [number * 7 % 100 for number in range(40)]
+    async with Engine(config) as engine, engine.bus.subscribe(BreakerChanged) as told:
+        assert "no master at 127.0.0.1:50051" in (await anext(told)).problem
+        await engine.complete(prompt, SamplingParams(max_tokens=4))
+        with MasterProcess() as master, LenderProcess(master, 256 << 20):
+            async with asyncio.timeout(60):
+                while (await anext(told)).state != "closed":
+                    pass
+                await engine.complete(prompt[::-1], SamplingParams(max_tokens=4))
+
+                async def has_written():
+                    return engine.stats().scheduler.written_blocks > 0
+
+                await until("blocks written", 20, True, has_written)
+    wrong = Engine(msgspec.structs.replace(config, store_config={"master": "nowhere"}))
+    with pytest.raises(StoreRejected, match="not HOST:PORT"):
+        await wrong.start()
+    await wrong.aclose()
 
 
 async def test_a_master_that_hangs_is_not_waited_for_long(own_master, blocks):

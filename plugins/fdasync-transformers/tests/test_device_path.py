@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from device_waits import waits_raise
 from families_zoo import make_checkpoint
 from fdasync_transformers import TransformersConfig, TransformersRunner, device_executor, gpu_services, triton_paging
 from fdasync_transformers.device_executor import DeviceExecutor
@@ -484,11 +485,8 @@ async def test_no_step_waits_for_the_device(tmp_path: Path, dtype: str) -> None:
     honest = driver.runner.launch
 
     def strictly(step: Any) -> Any:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with waits_raise():
             return honest(step)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
     driver.runner.launch = strictly  # type: ignore[method-assign]
     asked = [

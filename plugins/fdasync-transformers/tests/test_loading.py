@@ -137,6 +137,26 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], objec
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"})
 
 
+def edit_header(folder: Path, change: Callable[[str], str]) -> None:
+    path = folder / SINGLE_FILE
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    text = change(raw[8 : 8 + length].decode()).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
+
+
+def share_bytes(header: str) -> str:
+    """Let a tensor have the bytes of another of its shape; sizes are right, and the file ends with its last tensor."""
+    entries = json.loads(header)
+    entries[GATE.replace(".0.", ".2.")]["data_offsets"] = entries[GATE]["data_offsets"]
+    return json.dumps(entries)
+
+
+def name_twice(header: str) -> str:
+    entry = json.dumps(json.loads(header)[GATE])
+    return header.rstrip().removesuffix("}") + f', "{GATE}": {entry}}}'
+
+
 def truncate(path: Path, size: int) -> None:
     data = path.read_bytes()[:size]
     path.write_bytes(data)
@@ -147,6 +167,7 @@ def pickled(folder: Path) -> None:
 
 
 EXPERT = "model.layers.2.mlp.experts.7.up_proj.weight"
+EXPERTS = "model.layers.2.mlp.experts"
 GATE = "model.layers.0.mlp.gate.weight"
 
 BROKEN: dict[str, tuple[Callable[[Path], object], str, str]] = {
@@ -178,6 +199,30 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str, str]] = {
         lambda f: edit_tensors(f, lambda t: t.update({EXPERT.replace(".7.", ".8."): t[EXPERT].clone()})),
         SINGLE_FILE,
         "expert 8",
+    ),
+    "a tensor under two names": (
+        lambda f: edit_tensors(f, lambda t: t.update({GATE.removeprefix("model."): t[GATE] + 1.0})),
+        SINGLE_FILE,
+        f"holds {GATE}, and {SINGLE_FILE} {GATE.removeprefix('model.')}",
+    ),
+    "an expert under two names, and another missing": (
+        lambda f: edit_tensors(
+            f, lambda t: t.update({EXPERT.removeprefix("model."): t.pop(EXPERT.replace(".7.", ".6.")) + 1.0})
+        ),
+        SINGLE_FILE,
+        EXPERT,
+    ),
+    "experts in parts and whole": (
+        lambda f: edit_tensors(f, lambda t: t.update({f"{EXPERTS}.gate_up_proj": torch.zeros(8, 32, 32)})),
+        SINGLE_FILE,
+        f"{EXPERTS}.gate_up_proj",
+    ),
+    "a name twice in a header": (lambda f: edit_header(f, name_twice), SINGLE_FILE, f"{GATE} is there twice"),
+    "two tensors of the same bytes": (lambda f: edit_header(f, share_bytes), SINGLE_FILE, "bytes of another tensor"),
+    "bytes of no tensor": (
+        lambda f: edit_header(f, lambda h: json.dumps({k: v for k, v in json.loads(h).items() if k != GATE})),
+        SINGLE_FILE,
+        "bytes of no tensor before it",
     ),
     "a wrong shape": (lambda f: edit_tensors(f, lambda t: t.update({GATE: t[GATE][:, :-1]})), SINGLE_FILE, GATE),
     "an expert of a wrong shape": (
@@ -240,6 +285,11 @@ BROKEN_SHARDS: dict[str, tuple[Callable[[Path], object], str, str]] = {
         lambda f: break_index(f, lambda m: m.update({GATE: "model-00003-of-00003.safetensors"})),
         "model-00003-of-00003.safetensors",
         GATE,
+    ),
+    "a single file beside them": (
+        lambda f: shutil.copy(f / "model-00001-of-00003.safetensors", f / SINGLE_FILE),
+        "",
+        "take away those that are not meant",
     ),
     "a tensor is there twice": (copy_between_shards, "model-00003-of-00003.safetensors", "and so does model-00001"),
 }

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from device_waits import waits_raise
 from fdasync_transformers.sampler import (
     SampleOutput,
     SamplePlan,
@@ -584,7 +585,6 @@ def test_a_step_output_has_the_same_in_tuples() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("width", [VOCAB, 151_936])
 @pytest.mark.parametrize("own", batches())
 def test_a_gpu_is_never_waited_for_and_agrees_with_the_cpu(own: list[SamplerSpec], width: int) -> None:
@@ -595,11 +595,8 @@ def test_a_gpu_is_never_waited_for_and_agrees_with_the_cpu(own: list[SamplerSpec
     expected = staged(logits, plan, tokens)
     sent = {name: torch.from_numpy(array).cuda() for name, array in plan.arrays.items()}
     there = logits.cuda(), tokens.cuda()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_raise():
         results = compute_samples(there[0], plan, sent, there[1])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     out = read_samples(plan, {name: values.cpu().numpy() for name, values in results.items()})
     assert out.tokens == expected.tokens
     assert out.raw == (None if expected.raw is None else pytest.approx(expected.raw, abs=1e-5))

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _TABLE = "CREATE TABLE IF NOT EXISTS objects (id INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT UNIQUE, value BLOB)"
 _USAGE = "SELECT COUNT(*), COALESCE(SUM(LENGTH(value)), 0) FROM objects"
+_BUSY_S = 3.0  # for a lock of another process: shorter than `store_deadline_s`
 _LIMIT_NBYTES = 500_000_000  # SQLite's own for a value is 10^9
 
 
@@ -62,11 +63,13 @@ class SqliteStore(Store):
     async def open(self, regions: Sequence[SharedRegion]) -> None:
         self._regions = tuple(regions)
         try:
-            self._db = sqlite3.connect(self.config.path, timeout=10.0)
+            self._db = sqlite3.connect(self.config.path, timeout=_BUSY_S)
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = NORMAL")
             self._db.execute(_TABLE)
         except sqlite3.Error as error:
+            if getattr(error, "sqlite_errorcode", 0) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+                raise StoreUnavailable("sqlite", f"{self.config.path}: {error}") from error
             raise StoreRejected("sqlite", f"{self.config.path}: {error}", "name a file in a writable folder") from error
 
     async def exists_prefix(self, keys: Sequence[str]) -> int:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, ClassVar
 import xxhash
 
 from fdasync.cache.store import DONE, Part
+from fdasync.deadlines import Within, wait_within
 from fdasync.errors import InvariantBroken
 from fdasync.pd.calls import Call, Calls
 from fdasync.pd.messages import Source
@@ -108,7 +109,7 @@ class UnixTransport(Transport):
         for task in self._served:
             task.cancel()
         if self._served:
-            await asyncio.wait(list(self._served), timeout=_PATIENCE_S)
+            await wait_within(list(self._served), _PATIENCE_S)
         self._end(CLOSED)
         await self._calls.idle()
         self._regions = ()
@@ -148,7 +149,7 @@ class UnixTransport(Transport):
             sock.setblocking(False)
             self._sockets[call] = sock
             try:
-                async with asyncio.timeout_at(call.deadline):
+                async with Within(call.deadline - call.now()):
                     await _connect(call, sock)
                     turns = Turns()
                     for place, receipt in enumerate(receipts):
@@ -214,7 +215,7 @@ class UnixTransport(Transport):
         # TimeoutError is one too
         with contextlib.suppress(OSError):
             while True:
-                async with asyncio.timeout(_PATIENCE_S):
+                async with Within(_PATIENCE_S):
                     request = await _read(sock, _REQUEST.size)
                 await self._send(sock, Part(*_REQUEST.unpack(request)), turns)
 
@@ -227,7 +228,7 @@ class UnixTransport(Transport):
                 with self._regions[part.region].view(part.offset + at, nbytes) as view:
                     # a copy: what waits in the socket when it is withdrawn is not read from our memory any more
                     answer = b"".join((_HERE, view))
-            async with asyncio.timeout(_PATIENCE_S):
+            async with Within(_PATIENCE_S):
                 await loop.sock_sendall(sock, answer)
             if answer is _GONE:
                 return

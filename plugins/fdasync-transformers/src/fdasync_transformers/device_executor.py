@@ -311,7 +311,7 @@ class DeviceExecutor(Executor):
         """The device is done: rows to their slots, tokens to whoever waits."""
         results.clear()
         capture, arena = self._bound.capture, self._bound.arena
-        if capture is not None and arena is not None and "routing" in fetched:
+        if capture is not None and arena is not None and len(batch.positions):
             rows = fetched["routing"].view(capture.layers.spec.dtype)
             capture.check(rows, batch.positions)
             arena.scatter(batch.aux_index, batch.generations, {"routing": rows})

@@ -95,14 +95,18 @@ def read_checkpoint(folder: str, *, with_tensors: bool = True) -> Checkpoint:
 def load(checkpoint: Checkpoint, dtype: str, device: torch.device) -> PreTrainedModel:
     """The model on `device`, in evaluation mode, without gradients. `dtype` "auto" is the checkpoint's own.
 
-    Parts that the library keeps in float32 stay so. Raises CheckpointError and UnsupportedModel before
-    memory is taken, CheckpointError for a file that fails while it is read.
+    Parts that the library keeps in float32 stay so. Tensors that the config ties are one, unless the folder holds them
+    with different values: the library then leaves them apart, each with memory of its own, and says so in its log.
+    Raises CheckpointError and UnsupportedModel before memory is taken, CheckpointError for a file that fails while it
+    is read.
     """
     model = _build(checkpoint, dtype)
     placements = place(model, checkpoint.tensors, checkpoint.folder)
+    # this gives tied ones memory of their own
     model.to_empty(device=device)
-    model.tie_weights()
     stream(model, checkpoint, placements)
+    missing = model.state_dict().keys() - {placement.target for placement in placements.values()}
+    model.tie_weights(missing_keys=set(missing), recompute_mapping=False)
     return _finished(model)
 
 
@@ -162,15 +166,14 @@ def stream(model: PreTrainedModel, checkpoint: Checkpoint, placements: Mapping[s
 
 
 def weights_id(model: PreTrainedModel) -> str:
-    """XXH3-128 over name, dtype, shape and bytes of every tensor, by name (DECISIONS 1); hex."""
+    """XXH3-128 over name, dtype, shape and bytes of every tensor, by name (DECISIONS 1); hex.
+
+    A tied tensor counts under each of its names: the same values have one id, in the same memory or not.
+    """
     digest = xxhash.xxh3_128()
-    seen: set[tuple[int, tuple[int, ...]]] = set()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
-        # a tied tensor counts once; its second name is enough
-        if (tensor.data_ptr(), tuple(tensor.shape)) not in seen:
-            seen.add((tensor.data_ptr(), tuple(tensor.shape)))
-            digest.update(memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
+        digest.update(memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
     return digest.hexdigest()
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 import torch
@@ -67,6 +67,26 @@ class Selection(msgspec.Struct, frozen=True):
     groups_kept: int
 
 
+class NotCopied:
+    """What stands on a model for a while, and on no copy of it, which nobody would ever take it from.
+
+    Copying it deep or pickling it raises BadInput, and so does a model that it stands on, or a part of one, or what
+    holds one. A shallow copy of a model shares its hooks, and loses them with it.
+    """
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise _copied()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise _copied()
+
+
+def _copied() -> BadInput:
+    return BadInput(
+        "model", "is copied or pickled while its routing is forced or observed", hint="copy it outside of the context"
+    )
+
+
 def find_routers(model: torch.nn.Module) -> dict[int, RouterSite]:
     """Router of every MoE layer of a transformers model, by layer, ascending; empty for a dense model.
 
@@ -119,7 +139,8 @@ def forced_routing(
     recomputes the forward pass. Slot order is kept as given (phimoe gives it a meaning).
 
     Args:
-        model: a transformers causal LM, or its base model. Hooks are added, and removed at the end.
+        model: a transformers causal LM, or its base model. Hooks are added, and removed at the end; while they are
+            there, `copy.deepcopy` and pickling raise BadInput.
         rows_by_layer: integer ids [T, >= k] by layer (tensor or array); T counts the tokens of the pass,
             flattened. Columns past the layer's own k are not read. A row with a negative id is left to the
             router. Layers left out are too. Must not change while the context is open.
@@ -157,18 +178,26 @@ def observed_routing(model: torch.nn.Module, ids_by_layer: dict[int, torch.Tenso
     """
     with ExitStack() as stack:
         for site in find_routers(model).values():
-
-            def before_experts(_module: Any, args: tuple[Any, ...], layer: int = site.layer) -> None:
-                ids_by_layer[layer] = args[1].detach().long()
-
-            def after_router(router: Any, _args: Any, output: Any, layer: int = site.layer) -> None:
-                ids_by_layer[layer] = torch.topk(output[1].detach(), router.top_k, dim=-1).indices
-
+            look = _Look(site.layer, ids_by_layer)
             if site.dense:
-                stack.callback(site.router.register_forward_hook(after_router).remove)
+                stack.callback(site.router.register_forward_hook(look.after_router).remove)
             else:
-                stack.callback(site.experts.register_forward_pre_hook(before_experts).remove)
+                stack.callback(site.experts.register_forward_pre_hook(look.before_experts).remove)
         yield
+
+
+class _Look(NotCopied):
+    """Leaves the ids of one layer in `ids_by_layer`."""
+
+    def __init__(self, layer: int, ids_by_layer: dict[int, torch.Tensor]) -> None:
+        self._layer = layer
+        self._ids_by_layer = ids_by_layer
+
+    def before_experts(self, _experts: Any, args: tuple[Any, ...]) -> None:
+        self._ids_by_layer[self._layer] = args[1].detach().long()
+
+    def after_router(self, router: Any, _args: Any, output: Any) -> None:
+        self._ids_by_layer[self._layer] = torch.topk(output[1].detach(), router.top_k, dim=-1).indices
 
 
 def _same(rows: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -187,7 +216,7 @@ def _checked(given: Any, site: RouterSite) -> torch.Tensor:
     return rows
 
 
-class RouterHook:
+class RouterHook(NotCopied):
     """Puts a `_Selector` around each call of one router, and takes it away again.
 
     `before` and `after` are a forward pre-hook and a forward hook (`always_call`) of the router. `close` is for when

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fdasync.errors import BadInput, UnsupportedModel
-from fdasync_transformers.replay import RouterSite, find_routers
+from fdasync_transformers.replay import NotCopied, RouterSite, find_routers
 from fdasync_transformers.replay_layout import Layout, derived
 from fdasync_transformers.replay_packing import refuse_mixing
 from fdasync_transformers.replay_pass import Checkpointing, Covered, Forcing, Pass, compiled
@@ -48,7 +48,8 @@ def replay_routing(
 
     Args:
         model: a transformers causal LM, or its base model; not a wrapper around one (of `DDP(model)`, give `model`).
-            Hooks are put on it and its routers, and taken away at the end.
+            Hooks are put on it and its routers, and taken away at the end; a deep copy would keep them for ever, so
+            within the context `copy.deepcopy` and pickling of it raise BadInput.
         routing: one record per sequence of the batch, in order, or None. Must not change while the context is open.
         layout: where the sequences lie; None reads it off the arguments of each pass (`replay_layout.derived`).
         request_ids: names of the sequences, for errors.
@@ -96,7 +97,7 @@ def checkpoint_contexts(model: torch.nn.Module) -> Callable[[], tuple[Any, Any]]
     return contexts
 
 
-class Replay:
+class Replay(NotCopied):
     """What an open `replay_routing` did. Made by it.
 
     Attributes:

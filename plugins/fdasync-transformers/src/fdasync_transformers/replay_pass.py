@@ -15,7 +15,7 @@ import torch
 from torch.autograd.function import FunctionCtx
 
 from fdasync.errors import BadInput
-from fdasync_transformers.replay import RouterHook, RouterSite
+from fdasync_transformers.replay import NotCopied, RouterHook, RouterSite
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -111,8 +111,11 @@ class Covered:
         self._work.covered -= 1
 
 
-class Checkpointing:
-    """Stands for a module's checkpointing function during one pass: what it checkpoints carries the pass's rows."""
+class Checkpointing(NotCopied):
+    """Stands for a module's checkpointing function during one pass: what it checkpoints carries the pass's rows.
+
+    Called after the pass, by a shallow copy of the module that was made in it, it is the module's own.
+    """
 
     def __init__(self, own: Callable[..., Any], work: Pass, sites: Sequence[RouterSite]) -> None:
         self._own = own
@@ -121,6 +124,8 @@ class Checkpointing:
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         work, sites = self._work, self._sites
+        if not work.running:
+            return self._own(function, *args, **kwargs)
 
         def with_rows(*inner: Any, **named: Any) -> Any:
             with Covered(work) if work.running else Forcing(work, sites):

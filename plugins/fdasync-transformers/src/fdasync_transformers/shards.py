@@ -85,8 +85,8 @@ def read_tensor_table(folder: Path) -> dict[str, StoredTensor]:
 def _shards(folder: Path) -> dict[Path, set[str]]:
     """Path of each shard, and the tensors that the index places in it."""
     index = folder / INDEX_FILE
+    single = folder / SINGLE_FILE
     if not index.exists():
-        single = folder / SINGLE_FILE
         if not single.exists():
             pickles = sorted(folder.glob("*.bin"))
             problem = f"neither {SINGLE_FILE} nor {INDEX_FILE} is there"
@@ -103,6 +103,10 @@ def _shards(folder: Path) -> dict[Path, set[str]]:
         if "/" in name or name.startswith(".") or not name.endswith(".safetensors"):
             raise CheckpointError(str(index), f"names {name!r}, which is no safetensors file of this folder")
         shards.setdefault(folder / name, set()).add(tensor)
+    if single.exists() and shards.keys() != {single}:
+        # the library reads the single file; whoever wrote the other one last meant that
+        problem = f"holds {SINGLE_FILE}, and an {INDEX_FILE} that names other files: take away those that are not meant"
+        raise CheckpointError(str(folder), problem)
     for path, names in shards.items():
         if not path.exists():
             raise CheckpointError(str(path), f"is missing; {INDEX_FILE} places {len(names)} tensors in it")
@@ -117,23 +121,37 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
             raise CheckpointError(str(path), f"is truncated or no safetensors file: {size} bytes, header of {length}")
         raw = file.read(length)
     try:
-        header = json.loads(raw)
+        header = json.loads(raw, object_pairs_hook=_each_name_once)
         header.pop("__metadata__", None)
         held = {}
-        end = 0
+        spans = []
         for name, entry in header.items():
             shape = tuple(int(n) for n in entry["shape"])
             first, last = entry["data_offsets"]
             if last - first != math.prod(shape) * _DTYPE_NBYTES[entry["dtype"]]:
                 raise CheckpointError(str(path), f"the header gives {name} {last - first} bytes for shape {shape}")
             held[name] = StoredTensor(path, entry["dtype"], shape)
-            end = max(end, last)
+            spans.append((first, last, name))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(str(path), f"its header cannot be read: {type(error).__name__}: {error}") from None
+    end = 0
+    for first, last, name in sorted(spans):
+        if first != end:
+            problem = "bytes of another tensor" if first < end else "bytes of no tensor before it"
+            raise CheckpointError(str(path), f"the header gives {name} {problem}: from {first} on, and not {end}")
+        end = last
     if size != 8 + length + end:
         problem = "is truncated" if size < 8 + length + end else "has bytes past its last tensor"
         raise CheckpointError(str(path), f"{problem}: {size} bytes, {8 + length + end} by its header")
     return held
+
+
+def _each_name_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    once = dict(pairs)
+    if len(once) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is there twice")
+    return once
 
 
 def _some(names: list[str], limit: int = 3) -> str:

@@ -22,6 +22,7 @@ from transformers.core_model_loading import (
 
 from fdasync.errors import CheckpointError, UnsupportedModel
 from fdasync_transformers.shards import FLOATS
+from fdasync_transformers.ties import tied_groups
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -86,8 +87,9 @@ def locate(model: PreTrainedModel, names: Iterable[str]) -> Located:
 def place(model: PreTrainedModel, table: Mapping[str, StoredTensor], folder: Path) -> dict[str, Placement]:
     """Placement of every stored tensor that the model uses, in the order to read them.
 
-    `model` may be on the meta device. Raises CheckpointError for missing, unexpected and misshapen
-    tensors, UnsupportedModel for a conversion that this loader does not know.
+    `model` may be on the meta device. Names that the config ties are places of their own here (`ties.py`). Raises
+    CheckpointError for missing, unexpected and misshapen tensors, and for two that go to one place; UnsupportedModel
+    for a conversion that this loader does not know.
     """
     state = model.state_dict()
     placements, _, unknown = locate(model, table)
@@ -96,6 +98,10 @@ def place(model: PreTrainedModel, table: Mapping[str, StoredTensor], folder: Pat
         problem = misfit(stored.shape, stored.dtype in FLOATS, placement, state[placement.target])
         if problem:
             raise CheckpointError(str(stored.file), f"{key} {problem}")
+    if met := meeting(placements):
+        one, other = met
+        problem = f"holds {other}, and {table[one].file.name} {one}: both are {placements[one].target}"
+        raise CheckpointError(str(table[other].file), problem)
     _check_complete(model, state, placements, folder)
     if unknown:
         raise CheckpointError(
@@ -103,6 +109,27 @@ def place(model: PreTrainedModel, table: Mapping[str, StoredTensor], folder: Pat
             f"holds {len(unknown)} tensors that the model has no place for: {', '.join(unknown[:3])}",
         )
     return placements
+
+
+def meeting(placements: Mapping[str, Placement], names: Mapping[str, str] | None = None) -> tuple[str, str] | None:
+    """Two tensors that go to the same place, one of them perhaps to a part of the other's; None if no two do.
+
+    `names` gives the names of the model's tensors their first name, where several are the same memory.
+    """
+    places: dict[Placement, str] = {}
+    in_parts: dict[str, str] = {}
+    for key, placement in placements.items():
+        target = placement.target if names is None else names[placement.target]
+        where = placement._replace(target=target)
+        other = places.get(where) or places.get(Placement(target))
+        if other is None and placement.row < 0:
+            other = in_parts.get(target)
+        if other is not None:
+            return other, key
+        places[where] = key
+        if placement.row >= 0:
+            in_parts[target] = key
+    return None
 
 
 def destination(placement: Placement, parameter: torch.Tensor) -> torch.Tensor:
@@ -149,9 +176,10 @@ def _check_complete(
         pieces[placement.target] = pieces.get(placement.target, 0) + 1
         target = state[placement.target]
         whole[placement.target] = 1 if placement.row < 0 else int(target.shape[0]) * placement.parts
-    tied = dict(model.all_tied_weights_keys)
-    given = pieces.keys() | {name for name, source in tied.items() if source in pieces}
-    given |= {source for name, source in tied.items() if name in pieces}
+    given = set(pieces)
+    for names in tied_groups(model):
+        # one of them is enough
+        given.update(names if given.intersection(names) else ())
     missing = _not_ignored(sorted(state.keys() - given), list(model._keys_to_ignore_on_load_missing or ()))
     if missing:
         raise CheckpointError(str(folder), f"{len(missing)} tensors are missing: {', '.join(missing[:3])}")

@@ -15,7 +15,8 @@ import torch
 
 from fdasync.errors import FdasyncError, InvariantBroken, WeightsBroken, WeightsRejected
 from fdasync_transformers import loading
-from fdasync_transformers.weight_map import Placement, destination, locate, misfit, place
+from fdasync_transformers.ties import settle, tied_groups
+from fdasync_transformers.weight_map import Placement, destination, locate, meeting, misfit, place
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -71,19 +72,27 @@ class LiveWeights:
         self._replaced: frozenset[Placement] = frozenset()
 
     def load_folder(self, path: str) -> str:
-        """Replace everything by a checkpoint folder; returns the weights id. Raises WeightsRejected, WeightsBroken."""
+        """Replace everything by a checkpoint folder, as the library would load it; returns the weights id.
+
+        Raises WeightsRejected, also for a folder that holds tied tensors with different values where the model has them
+        as the same memory; WeightsBroken.
+        """
         self._incoming = None
         try:
             checkpoint = loading.read_checkpoint(path)
             self._check_config(checkpoint)
             placements = place(self._model, checkpoint.tensors, checkpoint.folder)
+            settled = settle(self._model, checkpoint.tensors, placements)
         except WeightsRejected:
             raise
         except Exception as error:  # the library trips over odd folders in ways of its own; nothing has changed
             raise WeightsRejected(str(error) if isinstance(error, FdasyncError) else f"{path}: {error!r}") from error
         self.broken = frozenset(Placement(name) for name in self._names.values())
         try:
-            loading.stream(self._model, checkpoint, placements)
+            loading.stream(self._model, checkpoint, settled.placements)
+            state = self._model.state_dict()
+            for name, other in settled.copies.items():
+                state[name].copy_(state[other])
         except Exception as error:
             raise WeightsBroken(str(error) if isinstance(error, FdasyncError) else f"{path}: {error!r}") from error
         self.broken = frozenset()
@@ -156,21 +165,24 @@ class LiveWeights:
                 )
 
     def _check_overlap(self, placements: Mapping[str, Placement]) -> set[Placement]:
-        """Every place, under one name for tied tensors. Raises WeightsRejected where two tensors meet in one."""
-        places: dict[Placement, str] = {}
-        in_parts: dict[str, str] = {}
-        for key, placement in placements.items():
-            target = self._names[placement.target]
-            where = placement._replace(target=target)
-            other = places.get(where) or places.get(Placement(target))
-            if other is None and placement.row < 0:
-                other = in_parts.get(target)
-            if other is not None:
-                raise WeightsRejected(f"{other} and {key} are the same memory of the model: give one of them")
-            places[where] = key
-            if placement.row >= 0:
-                in_parts[target] = key
-        return set(places)
+        """Every place, under one name for tied tensors. Raises WeightsRejected where two tensors meet in one, or where
+        one is left out that may have to be another's equal."""
+        if met := meeting(placements, self._names):
+            problem = f"{met[0]} and {met[1]} are the same memory of the model: give one of them"
+            if placements[met[0]].target != placements[met[1]].target:
+                problem += " (the config makes them one, and they cannot come apart in an update)"
+            raise WeightsRejected(problem)
+        replaced = {placement._replace(target=self._names[placement.target]) for placement in placements.values()}
+        whole = {where.target for where in replaced}
+        for names in tied_groups(self._model):
+            own = dict.fromkeys(self._names[name] for name in names)
+            left = [name for name in own if name not in whole]
+            if left and len(left) < len(own):
+                raise WeightsRejected(
+                    f"{left[0]} is left out: the config makes {' and '.join(own)} one, the loaded model has them apart,"
+                    " and nothing says which is meant: give all of them"
+                )
+        return replaced
 
     def _check_covers_broken(self, replaced: set[Placement], state: Mapping[str, torch.Tensor]) -> None:
         """Raise WeightsRejected unless the update replaces all that an earlier one may have broken."""
