@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections import Counter
 from random import Random
 
@@ -32,6 +33,7 @@ from tests.helpers import hold_up
 _EXPECTED = (EngineClosed, EngineFailed, UpdateUnderWay, DeadlineExceeded, DuplicateRequestId, WeightsRejected)
 _ENDS = ("stop", "length", "abort", "deadline")
 _HANG_S = 30.0
+_RESUME_S = 0.3
 # long enough for a busy machine, shorter than what a loop is blocked for
 _STEP_DEADLINE_S = 0.08
 _BLOCKED_S = 0.1
@@ -94,11 +96,15 @@ class Round:
                 task.cancel()
         elif rng.random() < 0.5:
             await engine.aclose()
-        else:
-            await self._tell("resume", engine.resume())
-        done, hung = await asyncio.wait(callers, timeout=_HANG_S)
+        until_s = time.monotonic() + _HANG_S
+        # a caller's pause may come after any resume
+        while not all(caller.done() for caller in callers) and time.monotonic() < until_s:
+            if engine.state == "running":
+                await self._tell("resume", engine.resume())
+            await asyncio.wait(callers, timeout=_RESUME_S)
+        hung = [caller for caller in callers if not caller.done()]
         assert not hung, f"{len(hung)} callers hang, the engine is {engine.state}"
-        for caller in done:
+        for caller in callers:
             if not caller.cancelled():
                 caller.result()
         if engine.state == "running":

@@ -30,6 +30,8 @@ Ts = TypeVarTuple("Ts")
 _NS = 1_000_000_000
 _MAX_TURNS_PER_MOMENT = 200_000
 _MIN_TAKEN = 4096
+# rounds of cancelling at the end of a run that failed
+_MAX_RUINS = 8
 
 
 class Deadlock(RuntimeError):
@@ -180,10 +182,13 @@ def run_sim(main: Coroutine[Any, Any, T]) -> T:
 
 
 def _cancel_all(loop: SimLoop) -> None:
-    tasks = asyncio.all_tasks(loop)
-    for task in tasks:
-        task.cancel()
-    if tasks:
+    # what is cancelled may start tasks that close what it had
+    for _ in range(_MAX_RUINS):
+        tasks = asyncio.all_tasks(loop)
+        if not tasks:
+            break
+        for task in tasks:
+            task.cancel()
         try:
             loop.run_until_complete(asyncio.wait(tasks, timeout=3600.0))
         except (Deadlock, Livelock):
