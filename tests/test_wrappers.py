@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fdasync.cache.store import DONE, EXISTS, MISS, Outcome, StoreUsage
+from fdasync.cache.region import PAGE_NBYTES, SharedRegion
+from fdasync.cache.store import DONE, EXISTS, MISS, Item, Outcome, Part, StoreUsage
 from fdasync.cache.wrappers import (
     Breaker,
     FaultyStore,
@@ -24,7 +25,7 @@ from fdasync.cache.wrappers import (
     Trace,
     Wrapper,
 )
-from fdasync.errors import StoreRejected, StoreTimeout, StoreUnavailable
+from fdasync.errors import BadInput, StoreRejected, StoreTimeout, StoreUnavailable
 from fdasync.testing import SimLoop, StoreTests, run_sim
 from fdasync.testing.store_bench import turns, value
 from tests.helpers import case_settings
@@ -682,6 +683,66 @@ def test_a_fault_that_never_struck_fails_the_test_that_asks():
                 await sure.put(items("a"))
             sure.plan = StoreFaults()
             sure.assert_struck()
+
+    run_sim(play())
+
+
+@pytest.mark.parametrize(
+    ("plan", "problem"),
+    [
+        ({"flip_bit": 1.5}, "StoreFaults.flip_bit: 1.5 is no rate"),
+        ({"hang": -0.1}, "StoreFaults.hang: -0.1 is no rate"),
+        ({"delay": 0.5}, "StoreFaults.delay: a delay of 0 s delays nothing; set delay_s"),
+        ({"delay": 0.5, "delay_s": -1.0}, "StoreFaults.delay_s: -1.0 is no number of seconds"),
+        ({"delay_s": float("nan")}, "StoreFaults.delay_s: nan is no number"),
+    ],
+)
+def test_a_plan_that_means_nothing_is_refused(plan, problem):
+    with pytest.raises(BadInput, match=problem):
+        StoreFaults(**plan)
+
+
+def test_a_fault_that_does_not_exist_is_not_asked_for():
+    with pytest.raises(BadInput, match="no fault 'flip'; faults: fail_call, .*flip_bit"):
+        faulty().assert_struck("flip")
+
+
+def test_a_plan_set_anew_is_drawn_from_its_own_seed():
+    async def struck(before):
+        store = faulty(fail_item=0.5, seed=before)
+        async with opened(store):
+            await store.put(items(*map(str, range(before))))
+            store.plan = StoreFaults(fail_item=0.5, seed=7)
+            return [outcome.status for outcome in await store.put(items(*map(str, range(100, 140))))]
+
+    assert run_sim(struck(3)) == run_sim(struck(5))
+
+
+def test_bytes_that_nobody_reads_are_not_spoiled():
+    # as a sealed block lies: a header of a page, a section that fills a quarter of one, padding
+    read_nbytes, nbytes = PAGE_NBYTES + 1024, 2 * PAGE_NBYTES
+    parts = (Part(0, 0, PAGE_NBYTES), Part(0, PAGE_NBYTES, 1024), Part(0, read_nbytes, PAGE_NBYTES - 1024))
+
+    async def play():
+        store, region = faulty(), SharedRegion.create("spoiled", nbytes)
+        await store.open([region])
+        ones = b"\1" * nbytes
+        region.view()[:] = ones
+        await store.put([Item("a", parts)])
+        for fault in ("flip_bit", "truncate"):
+            for seed in range(40):
+                store.plan = StoreFaults(seed=seed, **{fault: 1.0})
+                await store.get_into([Item("a", parts)])
+                assert region.view(0, read_nbytes) != ones[:read_nbytes]
+                assert region.view(read_nbytes) == ones[read_nbytes:]
+        assert store.counts == {"flip_bit": 40, "truncate": 40}
+        # zeros instead of zeros are no fault
+        region.view()[:] = bytes(nbytes)
+        await store.put([Item("b", parts)])
+        await store.get_into([Item("b", parts)])
+        assert store.counts["truncate"] == 40
+        await store.aclose()
+        region.close()
 
     run_sim(play())
 

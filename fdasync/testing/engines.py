@@ -118,6 +118,10 @@ class Held(NamedTuple):
     engine: Engine
     edge: EdgeRunner
 
+    def assert_struck(self) -> None:
+        """See `EdgeRunner`."""
+        self.edge.assert_struck()
+
 
 class Ending(msgspec.Struct, frozen=True):
     """How a sample ends when nobody interrupts it."""

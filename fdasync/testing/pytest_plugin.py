@@ -95,7 +95,7 @@ def no_leaks(first_uvloop: None) -> Iterator[None]:  # noqa: ARG001
 
 
 class Strikes(Protocol):
-    """What has faults injected: `FaultyStore`, `EdgeRunner`, `SimFabric`."""
+    """What has faults injected: `FaultyStore`, `EdgeRunner`, `SimFabric`, a held engine."""
 
     def assert_struck(self) -> None: ...
 

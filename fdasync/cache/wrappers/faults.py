@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from random import Random
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -10,18 +11,21 @@ import msgspec
 import xxhash
 
 from fdasync.cache.store import DONE, Item, Outcome, finish
+from fdasync.cache.region import page_aligned
 from fdasync.cache.wrappers.base import Verb, Wrapper
-from fdasync.errors import StoreUnavailable
+from fdasync.errors import BadInput, StoreUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fdasync.cache.region import SharedRegion
-    from fdasync.cache.store import Store
+    from fdasync.cache.store import Part, Store
 
 
 class StoreFaults(msgspec.Struct, frozen=True, kw_only=True):
     """What goes wrong, and how often: rates from 0 (never) to 1 (always).
+
+    Raises BadInput for a rate outside of that, and for a delay that takes no time.
 
     Attributes:
         seed: of all decisions.
@@ -35,7 +39,7 @@ class StoreFaults(msgspec.Struct, frozen=True, kw_only=True):
         delay_s: in seconds.
         hang: the call does not end, cancelled or not, before the store is killed or closed.
         truncate: the item of a get is "done", and zeros from some byte on.
-        flip_bit: the item of a get is "done", with one bit wrong.
+        flip_bit: the item of a get is "done", with one bit wrong. Neither spoils padding alone, which nobody reads.
     """
 
     seed: int = 0
@@ -50,6 +54,15 @@ class StoreFaults(msgspec.Struct, frozen=True, kw_only=True):
     truncate: float = 0.0
     flip_bit: float = 0.0
 
+    def __post_init__(self) -> None:
+        for kind in KINDS:
+            if not 0.0 <= getattr(self, kind) <= 1.0:
+                raise BadInput(f"StoreFaults.{kind}", f"{getattr(self, kind)!r} is no rate: 0 never, 1 always")
+        if not 0.0 <= self.delay_s < math.inf:
+            raise BadInput("StoreFaults.delay_s", f"{self.delay_s!r} is no number of seconds")
+        if self.delay > 0 and not self.delay_s:
+            raise BadInput("StoreFaults.delay", "a delay of 0 s delays nothing", hint="set delay_s")
+
 
 StoreFaultKind = Literal["fail_call", "lose_answer", "fail_item", "drop_put", "delay", "hang", "truncate", "flip_bit"]
 KINDS: tuple[StoreFaultKind, ...] = get_args(StoreFaultKind)
@@ -59,7 +72,7 @@ class FaultyStore(Wrapper):
     """A store that fails by a plan.
 
     Attributes:
-        plan: in force; may be replaced at any time. The stream of draws goes on.
+        plan: in force; may be replaced at any time, and is drawn from its own seed.
         counts: faults so far, by kind.
         calls: calls so far, by verb.
         hanging: calls that hang now.
@@ -70,7 +83,6 @@ class FaultyStore(Wrapper):
         self.counts: dict[StoreFaultKind, int] = {}
         self.calls: Counter[Verb] = Counter()
         self.hanging = 0
-        self._random = Random(plan.seed)
         self._regions: Sequence[SharedRegion] = ()
         self._planned: dict[StoreFaultKind, None] = {}
         self.plan = plan
@@ -82,12 +94,16 @@ class FaultyStore(Wrapper):
     @plan.setter
     def plan(self, plan: StoreFaults) -> None:
         self._plan = plan
+        self._random = Random(plan.seed)
         self._planned |= dict.fromkeys([kind for kind in KINDS if getattr(plan, kind) > 0])
 
     def assert_struck(self, *kinds: StoreFaultKind) -> None:
         """Raise AssertionError unless each of these has struck at least once; without names, all that were planned so
         far, which must be one at least. A test that injects a fault ends with it: else it may pass because nothing
-        happened."""
+        happened. Raises BadInput for a name that is none of the faults'."""
+        for kind in kinds:
+            if kind not in KINDS:
+                raise BadInput("kinds", f"there is no fault {kind!r}", hint=f"faults: {', '.join(KINDS)}")
         wanted = kinds or tuple(self._planned)
         called = ", ".join(f"{verb} {count}" for verb, count in self.calls.items()) or "none"
         if not wanted:
@@ -144,29 +160,56 @@ class FaultyStore(Wrapper):
         return [outcomes[place] for place in range(len(items))]
 
     def _spoil(self, item: Item) -> None:
-        if self._strikes("truncate", item.key):
-            cut = int(self._draw("where", item.key) * item.nbytes)
-            for part in item.parts:
-                kept = min(max(cut, 0), part.nbytes)
-                self._regions[part.region].view(part.offset + kept, part.nbytes - kept)[:] = bytes(part.nbytes - kept)
-                cut -= part.nbytes
+        parts = _believed(item.parts)
+        views = [self._regions[part.region].view(part.offset, part.nbytes) for part in parts]
+        nbytes = sum(part.nbytes for part in parts)
+        if self._draws("truncate", item.key):
+            cut = int(self._draw("where", item.key) * nbytes)
+            changed = False
+            for view in views:
+                lost = view[min(max(cut, 0), len(view)) :]
+                changed |= any(lost)
+                lost[:] = bytes(len(lost))
+                cut -= len(view)
+            # where there were zeros already, nothing is wrong
+            if changed:
+                self._count("truncate")
         if self._strikes("flip_bit", item.key):
-            place = int(self._draw("which", item.key) * item.nbytes * 8)
-            for part in item.parts:
-                if 0 <= place < part.nbytes * 8:
-                    self._regions[part.region].view(part.offset, part.nbytes)[place // 8] ^= 1 << place % 8
-                place -= part.nbytes * 8
+            place = int(self._draw("which", item.key) * nbytes * 8)
+            for view in views:
+                if 0 <= place < len(view) * 8:
+                    view[place // 8] ^= 1 << place % 8
+                place -= len(view) * 8
 
     def _strikes(self, fault: StoreFaultKind, key: str) -> bool:
+        struck = self._draws(fault, key)
+        if struck:
+            self._count(fault)
+        return struck
+
+    def _draws(self, fault: StoreFaultKind, key: str) -> bool:
         rate: float = getattr(self.plan, fault)
         # nothing is drawn for what never happens, so a plan's faults do not change when another is added at rate 0
-        struck = rate > 0 and self._draw(fault, key) < rate
-        if struck:
-            self.counts[fault] = self.counts.get(fault, 0) + 1
-        return struck
+        return rate > 0 and self._draw(fault, key) < rate
+
+    def _count(self, fault: StoreFaultKind) -> None:
+        self.counts[fault] = self.counts.get(fault, 0) + 1
 
     def _draw(self, what: str, key: str) -> float:
         """From 0 to below 1."""
         if self.plan.by == "random":
             return self._random.random()
         return (xxhash.xxh3_64_intdigest(f"{self.plan.seed} {what} {key}".encode()) >> 11) / (1 << 53)
+
+
+def _believed(parts: Sequence[Part]) -> list[Part]:
+    """Without the padding of sealed blocks: what fills up the part before it to a page."""
+    believed: list[Part] = []
+    rest = 0
+    for part in parts:
+        if rest and part.nbytes == rest:
+            rest = 0
+            continue
+        believed.append(part)
+        rest = page_aligned(part.nbytes) - part.nbytes
+    return believed
