@@ -329,7 +329,7 @@ class Engine:
             cache_salt: requests share prefixes only with those of the same salt, of up to 4096 characters.
 
         Entering waits for a place (`max_requests`) and for tokenising. It raises BadInput, DuplicateRequestId,
-        EngineClosed, EngineFailed, CheckpointError of a tokenizer that fails, and DeadlineExceeded, WorkerDied or
+        EngineClosed, EngineFailed, TokenizerFailed, and DeadlineExceeded, WorkerDied or
         WorkerStuck of the process that tokenises long texts. Reading raises EngineFailed or DecodeFailed. Leaving
         early aborts the request.
         """

@@ -156,6 +156,20 @@ class CheckpointError(PermanentError):
         super().__init__(f"{path}: {problem}")
 
 
+class TokenizerFailed(PermanentError):
+    """A tokenizer raised, or gave what are no token ids; nothing was started for the text.
+
+    Attributes:
+        tokenizer: its name in `fdasync.tokenizers`, or the class of one that was given as an object.
+        problem: what it raised or gave.
+    """
+
+    def __init__(self, tokenizer: str, problem: str) -> None:
+        self.tokenizer = tokenizer
+        self.problem = problem
+        super().__init__(f"tokenizer {tokenizer}: {problem}")
+
+
 class UnsupportedModel(PermanentError):
     """The model loads but cannot be served rightly; the reason says why.
 

@@ -53,6 +53,7 @@ from fdasync.pd.messages import (
     Status,
     Submit,
     Totals,
+    brief,
 )
 from fdasync.pd.news import News
 from fdasync.pd.shm import shm_problem
@@ -298,7 +299,7 @@ class Instance:
     def hello(self) -> Hello:
         engine, capacity = self.engine, self.engine.capacity
         facts = Facts(
-            capacity.model[:4096],
+            brief(capacity.model),
             capacity.vocab_size,
             capacity.max_context_tokens,
             capacity.num_blocks,
@@ -332,7 +333,7 @@ class Instance:
         if differs is None:
             return None
         field, ours, theirs = differs
-        return Refused(f"shape.{field}", f"{self._name or self.address} has {ours}, {hello.name} has {theirs}"[:4096])
+        return Refused(f"shape.{field}", brief(f"{self._name or self.address} has {ours}, {hello.name} has {theirs}"))
 
     def beat(self, peer: Peer) -> Heartbeat:
         if peer.was_dialed:
@@ -342,7 +343,8 @@ class Instance:
     def status(self) -> Status:
         """How it is doing."""
         assert self._site is not None
-        stats = self.engine.stats().scheduler
+        told = self.engine.stats()
+        stats = told.scheduler
         state = "draining" if self._site.draining else "paused" if stats.paused else "running"
         return Status(
             state,  # type: ignore[arg-type]
@@ -354,6 +356,7 @@ class Instance:
             max(stats.free_blocks + stats.idle_blocks - stats.reserved_blocks, 0),
             stats.num_blocks,
             self._totals(stats),
+            brief(told.store_problem),
         )
 
     def _totals(self, stats: SchedulerStats) -> Totals:
@@ -473,7 +476,7 @@ class Instance:
             else:
                 await self.drain(message.limit_s)
         except FdasyncError as caught:
-            error, problem = type(caught).__name__, str(caught)[:4096]
+            error, problem = type(caught).__name__, brief(str(caught))
         version = self.engine.stats().scheduler.weight_version
         words = Done(message.number, error, problem, self._site.namespace(), version)
         self._site.tell(peer, words)

@@ -19,9 +19,10 @@ from msgspec.structs import replace
 
 from fdasync.cache.aux import ROUTING
 from fdasync.cache.prefix import block_keys, root_key
-from fdasync.errors import BadInput, CheckpointError, TaskCancelled, TooLong
+from fdasync.errors import BadInput, TaskCancelled, TooLong
 from fdasync.events.catalog import Hashed, RequestPrepared
 from fdasync.request import MAX_SALT_CHARS, SamplerSpec, SamplingParams, check_text, checked_aux
+from fdasync.tokenise import token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -220,9 +221,9 @@ class Preparer:
                 "max_tokens", f"prompt {count} + max_tokens {params.max_tokens} tokens are beyond the context",
                 limit=capacity.max_context_tokens, prompt_tokens=count,
             )  # fmt: skip
-        most = capacity.num_blocks * capacity.block_tokens
         # the last token is never forwarded
-        if count + new - 1 > most:
+        most = capacity.num_blocks * capacity.block_tokens + 1
+        if count + new > most:
             raise TooLong(
                 "max_tokens", f"prompt {count} + max_tokens {params.max_tokens} are more than all KV blocks hold",
                 limit=most, prompt_tokens=count,
@@ -300,16 +301,11 @@ class Preparer:
             for index, key in enumerate(keys)
         ]
 
-    async def _tokenise(self, text: str) -> list[int]:
+    async def _tokenise(self, text: str) -> Sequence[int]:
         assert self._tokenizer is not None
         if len(text) > self._config.inline_tokenise_chars and self._long_texts is not None:
             return await self._long_texts.encode(text, self._config.prepare_deadline_s)
-        try:
-            return self._tokenizer.encode(text)
-        except Exception as error:
-            raise CheckpointError(
-                self._config.model, f"the tokenizer failed: {type(error).__name__}: {error}"
-            ) from error
+        return token_ids(self._tokenizer, text)
 
 
 class Rehasher:

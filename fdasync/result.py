@@ -190,6 +190,10 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         return self.samples[0].finish_reason
 
     @property
+    def stop_token_id(self) -> int | None:
+        return self.samples[0].stop_token_id
+
+    @property
     def cached_tokens(self) -> int:
         return self.samples[0].cached_tokens
 

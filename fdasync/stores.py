@@ -84,6 +84,7 @@ class StoreStack:
             open_s=config.store_open_deadline_s,
             close_s=closing,
             reap_s=0.0 if self.hosted is None else _REAP_S,
+            name=config.store,
         )
         store = Limits(
             store, max_calls=config.store_calls, max_nbytes=_MAX_CALLS_NBYTES, max_wait_s=config.store_deadline_s

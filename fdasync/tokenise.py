@@ -11,14 +11,18 @@ import os
 import socket
 import sys
 from array import array
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from fdasync.channel import Channel
 from fdasync.deadlines import Within
-from fdasync.errors import CheckpointError, DeadlineExceeded, EngineClosed, ProtocolError, WorkerStuck
+from fdasync.errors import DeadlineExceeded, EngineClosed, ProtocolError, TokenizerFailed, WorkerStuck
 from fdasync.process import ChildProcess, die_with_parent
 from fdasync.registry import Registry
+
+if TYPE_CHECKING:
+    from fdasync.tokenizer import Tokenizer
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
@@ -43,6 +47,19 @@ class Encoded(msgspec.Struct, frozen=True, array_like=True, tag="encoded"):
     problem: str = ""
 
 
+def token_ids(tokenizer: Tokenizer, text: str) -> array[int]:
+    """int32 ids. Raises TokenizerFailed for whatever goes wrong, naming the tokenizer's class."""
+    try:
+        encoded = tokenizer.encode(text)
+    except Exception as error:
+        raise TokenizerFailed(type(tokenizer).__name__, f"encode raised {type(error).__name__}: {error}") from error
+    try:
+        return array("i", encoded)
+    except (TypeError, ValueError, OverflowError) as error:
+        problem = f"encode gave no token ids but {type(encoded).__name__}: {error}"
+        raise TokenizerFailed(type(tokenizer).__name__, problem) from None
+
+
 class TokenizerProcess:
     """One child for one tokenizer.
 
@@ -64,7 +81,7 @@ class TokenizerProcess:
         """Token ids. Cancelling stops the waiting; the child finishes and its answer is dropped.
 
         Raises DeadlineExceeded (the child is killed then: it works text by text), WorkerDied, WorkerStuck
-        if another text was stuck, EngineClosed, or CheckpointError where the tokenizer cannot be used.
+        if another text was stuck, EngineClosed, or TokenizerFailed.
         """
         loop = asyncio.get_running_loop()
         if self._closed:
@@ -113,7 +130,7 @@ class TokenizerProcess:
         if answer is None or answer.done():
             return
         if message.problem:
-            answer.set_exception(CheckpointError(self._model, message.problem))
+            answer.set_exception(TokenizerFailed(self._name, message.problem))
         else:
             answer.set_result(array("i", message.tokens).tolist())
 
@@ -143,14 +160,14 @@ def main() -> None:
                 try:
                     tokenizer = Registry().load_tokenizer(message.name)(message.model)
                 except Exception as error:
-                    broken = f"{type(error).__name__}: {error}"
+                    broken = f"it cannot be loaded for {message.model}: {type(error).__name__}: {error}"
                 return
             reply = Encoded(message.number, b"", broken)
             if tokenizer is not None:
                 try:
-                    reply = Encoded(message.number, array("i", tokenizer.encode(message.text)).tobytes())
-                except Exception as error:
-                    reply = Encoded(message.number, b"", f"{type(error).__name__}: {error}")
+                    reply = Encoded(message.number, token_ids(tokenizer, message.text).tobytes())
+                except TokenizerFailed as error:
+                    reply = Encoded(message.number, b"", error.problem)
             channel.send(msgspec.msgpack.encode(reply))
 
         def on_end(error: Exception | None) -> None:

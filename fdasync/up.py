@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from typing import TextIO
 
     from fdasync.config import EngineConfig
+    from fdasync.pd.overview import RouterStats
 
 _EXIT_FAILED = 1
 _EXIT_ERROR = 2
@@ -89,6 +90,7 @@ class _Up:
             plans = [msgspec.structs.replace(plan, json_log=str(folder / f"{plan.name}.jsonl")) for plan in plans]
         self._fleet = LocalFleet(plans, options.folder, self._on_end)
         self._restarts = {plan.name: Restarts(options.restart) for plan in plans}
+        self._store_problems = {plan.name: "" for plan in plans}
 
     async def run(self) -> int:
         fleet = self._fleet
@@ -198,6 +200,17 @@ class _Up:
 
     # -- what is said -----------------------------------------------------------------------------
 
+    def _tell_of_stores(self, stats: RouterStats) -> None:
+        """Who serves without its store, or has it again."""
+        for one in stats.instances:
+            problem = "" if one.status is None else one.status.store_problem
+            if one.name in self._store_problems and bool(problem) != bool(self._store_problems[one.name]):
+                self._store_problems[one.name] = problem
+                told = (
+                    f"without its store for now, it is tried again: {problem}" if problem else "its store is used again"
+                )
+                self._print(f"fdasync up: {one.name}: {told}")
+
     def _on_end(self, child: Child) -> None:
         """A child ended by itself: it is started again, and the others go on."""
         if not self._running:
@@ -237,6 +250,7 @@ class _Up:
     def _refresh(self, live: Live, router: Router, rates: Rates) -> None:
         stats = router.stats()
         rates.take(stats)
+        self._tell_of_stores(stats)
         now = asyncio.get_running_loop().time()
         live.update(fleet_table(self._fleet.children, stats, rates, self._restarts, now))
         if self._console.is_terminal:

@@ -167,7 +167,11 @@ class Weights:
         return interrupted or self.broken is not None
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._task = None
+        # the next update may have begun in the turn in which this one ended
+        if self._task is task:
+            self._task = None
+            # one that was cancelled before its first step
+            self._updating = False
         # its error is the caller's; one who was cancelled does not ask
         _ = task.cancelled() or task.exception()
 

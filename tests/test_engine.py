@@ -13,6 +13,7 @@ from fdasync import (
     ConfigError,
     Engine,
     InvariantBroken,
+    Sample,
     SamplingParams,
     Usage,
 )
@@ -192,6 +193,17 @@ async def test_a_stream_has_one_reader_and_no_result_before_its_end():
         with pytest.raises(RuntimeError, match="once"):
             async with generation:
                 pass
+
+
+async def test_a_result_reads_as_its_first_sample():
+    engine, _ = held_engine()
+    async with engine:
+        result = await engine.complete(PROMPT, SamplingParams(max_tokens=4, temperature=0.0, logprobs="both"))
+    first = result.samples[0]
+    for name in (*Sample.__struct_fields__, "cached_tokens", "logprobs"):
+        if name != "index":
+            assert getattr(result, name) is getattr(first, name) or name == "cached_tokens", name
+    assert result.cached_tokens == first.cached_tokens
 
 
 async def test_text_and_stop_strings():

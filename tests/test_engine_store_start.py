@@ -143,7 +143,7 @@ def test_an_engine_starts_without_its_store_and_uses_it_when_it_is_there(script,
 
 @pytest.mark.parametrize(
     ("script", "error", "words"),
-    [(GONE, StoreUnavailable, "nobody is there"), ("hang", StoreTimeout, "open did not end within 2 s")],
+    [(GONE, StoreUnavailable, "nobody is there"), ("hang", StoreTimeout, "store memory: open did not end within 2 s")],
 )
 def test_a_store_that_is_required_and_cannot_be_opened_is_an_error_of_the_start(script, error, words):
     async def work():
@@ -290,6 +290,17 @@ async def test_a_hosted_store_that_cannot_be_opened_is_used_when_it_can(why, lat
         for number in range(20, 24):
             await ask(other, number)
         assert max([(await ask(other, number)).cached.store for number in (7, 8, 9)]) >= 32
+
+
+async def test_a_hosted_store_that_is_required_and_hangs_is_named_in_its_time(late_config, monkeypatch):
+    monkeypatch.setenv("LATE_WHY", "hang")
+    engine = Engine(late_config(store_required=True, lease_kill_s=60.0, close_deadline_s=60.0))
+    begun = now()
+    with pytest.raises(StoreTimeout, match=r"store late: open did not end within 0\.2 s"):
+        await engine.start()
+    await engine.aclose()
+    # whoever never opened it has nothing to close in it
+    assert now() - begun < 10.0
 
 
 async def test_a_store_process_that_is_stopped_as_it_opens_holds_up_no_start(late_config, monkeypatch):

@@ -14,7 +14,7 @@ import pytest
 from fdasync import Engine, EngineClosed, EngineFailed, SamplingParams
 from fdasync.cache.memory import MemoryConfig, MemoryStore
 from fdasync.cache.wrappers import FaultyStore, StoreFaults
-from fdasync.errors import BadInput, ConfigError, DeadlineExceeded, WeightsBroken, WeightsRejected
+from fdasync.errors import BadInput, ConfigError, DeadlineExceeded, UpdateUnderWay, WeightsBroken, WeightsRejected
 from fdasync.events.catalog import StepDone
 from fdasync.runner.oracle import Oracle
 from fdasync.runner.synthetic import SyntheticRunner
@@ -364,6 +364,36 @@ async def test_one_update_at_a_time():
             await engine.update_weights(2, weights(6))
         await first
         await ask(engine, 5)
+
+
+def test_an_update_that_begins_as_another_ends_is_ended_by_the_close(monkeypatch):
+    async def work():
+        engine, _ = held_engine()
+        await engine.start()
+        runner, second, loading = engine._runtime.runner, [], asyncio.Event()
+
+        async def hang(tensors):
+            loading.set()
+            await asyncio.get_running_loop().create_future()
+
+        async def refuse(path):
+            # its first step is due before anybody is told that this update has ended
+            second.append(asyncio.ensure_future(engine.update_weights(2, weights(7))))
+            raise WeightsRejected("not these")
+
+        monkeypatch.setattr(runner, "load_folder", refuse)
+        monkeypatch.setattr(runner, "begin_tensors", hang)
+        with pytest.raises(WeightsRejected):
+            await engine.update_weights(1, "/some/folder")
+        with pytest.raises(UpdateUnderWay):
+            await engine.update_weights(3, weights(8))
+        await loading.wait()
+        await engine.aclose()
+        assert [task.get_name() for task in asyncio.all_tasks() if task.get_name() == "fdasync-weights"] == []
+        with pytest.raises(EngineClosed):
+            await second[0]
+
+    play(work)
 
 
 async def test_who_is_cancelled_leaves_the_update_to_go_on():

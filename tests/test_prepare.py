@@ -153,7 +153,7 @@ def test_no_request_needs_more_than_all_blocks(count, max_tokens, fits):
         return
     with pytest.raises(BadInput, match="more than all KV blocks hold") as caught:
         check([1] * count, SamplingParams(max_tokens=max_tokens))
-    assert caught.value.limit == 80
+    assert caught.value.limit == 81
 
 
 @pytest.mark.parametrize(

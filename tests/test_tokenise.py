@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from fdasync.errors import CheckpointError, DeadlineExceeded, EngineClosed, ProtocolError, WorkerDied, WorkerStuck
+from fdasync.errors import DeadlineExceeded, EngineClosed, ProtocolError, TokenizerFailed, WorkerDied, WorkerStuck
 from fdasync.tokenise import TokenizerProcess
 from tests.helpers import hold_up
 
@@ -72,9 +72,9 @@ async def test_texts_are_tokenised_in_one_child_in_any_order(tokens):
 
 
 async def test_a_text_that_cannot_be_tokenised_is_an_error_of_its_own(tokens):
-    with pytest.raises(CheckpointError, match="ValueError: cannot say that"):
+    with pytest.raises(TokenizerFailed, match="tokenizer bytetok: encode raised ValueError: cannot say that"):
         await tokens.encode("fail", 30.0)
-    with pytest.raises(CheckpointError, match="OverflowError"):
+    with pytest.raises(TokenizerFailed, match="tokenizer bytetok: encode gave no token ids but list: signed int"):
         await tokens.encode("huge", 30.0)
     assert await tokens.encode("ok", 30.0) == [111, 107]
 
@@ -86,9 +86,9 @@ async def test_a_text_that_cannot_be_tokenised_is_an_error_of_its_own(tokens):
 async def test_a_tokenizer_that_cannot_be_loaded_is_told_to_who_asks(name, model, problem):
     process = TokenizerProcess(name, model)
     for _ in range(2):
-        with pytest.raises(CheckpointError, match=problem) as caught:
+        with pytest.raises(TokenizerFailed, match=f"it cannot be loaded for {model}: {problem}") as caught:
             await process.encode("x", 30.0)
-        assert caught.value.path == model
+        assert caught.value.tokenizer == name
     await process.aclose()
 
 

@@ -25,6 +25,7 @@ from fdasync.runner.oracle import Oracle, SyntheticConfig
 from fdasync.runner.synthetic import WEIGHTS_FILE
 from fdasync.testing import check_sample, oracle_of
 from fdasync.testing.engines import until
+from tests.runner_plugin import install_plugin
 from tests.serve_helpers import DEADLINE_S, children, command, config_file, config_of, is_running, wait_for
 
 if TYPE_CHECKING:
@@ -180,6 +181,27 @@ def test_one_that_was_told_to_end_stays_away(tmp_path: Path) -> None:
         running.until(r"m0 \(mixed\) ended with exit code 0; the others go on")
         running.signal(signal.SIGTERM)
         assert running.wait() == 1, running.text
+
+
+def test_a_store_that_is_not_there_is_said_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = """
+        import os
+        from fdasync.cache.memory import MemoryStore
+        from fdasync.errors import StoreUnavailable
+
+        class Absent(MemoryStore):
+            async def open(self, regions):
+                if not os.path.exists("there"):
+                    raise StoreUnavailable("absent", "nobody answers")
+                await super().open(regions)
+    """
+    install_plugin(tmp_path, monkeypatch, source, "fdasync.stores", {"absent": "fdasync_bad:Absent"})
+    with up(tmp_path, config_file(tmp_path, store="absent"), "--mixed", "1") as (running, _, _):
+        running.until("m0: without its store for now, it is tried again: .*nobody answers")
+        (tmp_path / "there").touch()
+        running.until("m0: its store is used again")
+        running.signal(signal.SIGTERM)
+        assert running.wait() == 0, running.text
 
 
 def test_the_second_signal_ends_all_at_once(tmp_path: Path) -> None:

@@ -703,7 +703,7 @@ def test_a_plan_that_means_nothing_is_refused(plan, problem):
 
 
 def test_a_fault_that_does_not_exist_is_not_asked_for():
-    with pytest.raises(BadInput, match="no fault 'flip'; faults: fail_call, .*flip_bit"):
+    with pytest.raises(BadInput, match=r"no fault 'flip'; faults: fail_call, .*flip_bit"):
         faulty().assert_struck("flip")
 
 

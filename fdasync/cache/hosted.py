@@ -44,6 +44,8 @@ A = TypeVar("A", Count, Outcomes, Used)
 
 _MAX_REGIONS = 8  # the fds of one frame
 _MAX_BATCH = 256
+# how long a process that is still opening its store may take to stop that, in seconds
+_UNOPENED_S = 2.0
 _ENCODE = msgspec.msgpack.encode
 
 
@@ -163,7 +165,8 @@ class HostedStore(Store):
         return True
 
     async def aclose(self) -> None:
-        """Ask the child to close its store and end; kill it at the deadline. Nothing of it is left on return.
+        """Ask the child to close its store and end; kill it at the deadline, and after a moment if it has not
+        opened the store. Nothing of it is left on return.
 
         Raises StoreUnavailable, once, if closing the store failed there.
         """
@@ -172,7 +175,9 @@ class HostedStore(Store):
         if child is not None:
             child.ending = child.ending or "it is closed"
             self._closing.begin()
-            await child.process.close(_ENCODE(Close()), self._closing.left_s)
+            # one that has not opened has nothing to write, and may never listen
+            limit_s = self._closing.left_s if child.ready else min(self._closing.left_s, _UNOPENED_S)
+            await child.process.close(_ENCODE(Close()), limit_s)
             await asyncio.wait([child.gone])
         if opening is not None:
             await asyncio.wait([opening])

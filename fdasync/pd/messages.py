@@ -201,6 +201,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         running: sequences that hold blocks; `leased`: of them, those that wait for blocks of others.
         free_blocks: of the device, free or idle and not promised to a lease.
         totals: since its start.
+        store_problem: why its store is not asked for now; "" while it is used, and where there is none.
     """
 
     state: Literal["running", "paused", "draining"]
@@ -211,6 +212,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     free_blocks: Count
     num_blocks: Count
     totals: Totals = Totals()
+    store_problem: Words = ""
 
 
 class Heartbeat(Message, frozen=True, array_like=True, tag="beat"):

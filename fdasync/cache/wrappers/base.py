@@ -27,6 +27,10 @@ GIB = 1 << 30
 class Wrapper(Store):
     """Delegates everything: the store inside belongs to it, and is opened, killed and closed by it.
 
+    Args:
+        inner: the store inside, not open yet.
+        name: of the store, for errors before it is open too; "": its own, once it has told it.
+
     Attributes:
         inner: the store inside.
         era: rises with every `kill` and `aclose`; what a call of an earlier era has not begun yet, it never begins.
@@ -34,9 +38,10 @@ class Wrapper(Store):
 
     config_type: ClassVar[type[msgspec.Struct]] = msgspec.Struct
 
-    def __init__(self, inner: Store) -> None:
+    def __init__(self, inner: Store, *, name: str = "") -> None:
         super().__init__(inner.config)
         self.inner = inner
+        self._given_name = name
         self.era = 0
         self.naps = Naps()
         self._closed = False
@@ -48,7 +53,9 @@ class Wrapper(Store):
 
     @property
     def name(self) -> str:
-        """For errors: the store's own name once it is open."""
+        """For errors: the given name, or the store's own once it is open."""
+        if self._given_name:
+            return self._given_name
         capabilities = getattr(self.inner, "capabilities", None)
         return capabilities.name if isinstance(capabilities, Capabilities) else type(self.inner).__name__
 

@@ -62,7 +62,7 @@ class Breaker(Wrapper):
         opens_late: bool = False,
         name: str = "",
     ) -> None:
-        super().__init__(inner)
+        super().__init__(inner, name=name)
         self.state: BreakerState = "closed"
         self.refused = 0
         self.late = 0
@@ -73,7 +73,6 @@ class Breaker(Wrapper):
         self._probe_s = probe_s
         self._on_state = on_state
         self._opens_late = opens_late
-        self._given_name = name
         self._unopened = False
         self._regions: Sequence[SharedRegion] = ()
         self._failed = 0  # in a row
@@ -88,10 +87,6 @@ class Breaker(Wrapper):
             return Capabilities(name=self.name, durability="none")
         inner = self.inner.capabilities
         return msgspec.structs.replace(inner, name=self._given_name) if self._given_name else inner
-
-    @property
-    def name(self) -> str:
-        return self._given_name or super().name
 
     async def open(self, regions: Sequence[SharedRegion]) -> None:
         """The inner store's. With `opens_late` it does not raise StoreUnavailable: calls do, until that is open."""

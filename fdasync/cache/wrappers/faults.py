@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import msgspec
 import xxhash
 
-from fdasync.cache.store import DONE, Item, Outcome, finish
 from fdasync.cache.region import page_aligned
+from fdasync.cache.store import DONE, Item, Outcome, finish
 from fdasync.cache.wrappers.base import Verb, Wrapper
 from fdasync.errors import BadInput, StoreUnavailable
 

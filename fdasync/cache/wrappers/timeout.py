@@ -42,6 +42,7 @@ class Timeout(Wrapper):
         close_s: how long `aclose` may take, and a `kill` outside of it, in seconds; or the deadline of what closes
             together with this.
         reap_s: how much longer a process of the store's own may take to be gone, in seconds; 0: it has none.
+        name: see `Wrapper`.
     """
 
     def __init__(
@@ -54,8 +55,9 @@ class Timeout(Wrapper):
         open_s: float = 60.0,
         close_s: float | Closing = 10.0,
         reap_s: float = 0.0,
+        name: str = "",
     ) -> None:
-        super().__init__(inner)
+        super().__init__(inner, name=name)
         self._call_s = call_s
         self._gib_s = gib_s
         self._kill_s = kill_s
