@@ -324,7 +324,8 @@ class Engine:
             deadline_s: from now; at its end the request returns with finish_reason "deadline".
             routing: return expert routing; None: if the engine captures it; True: raise where it does not.
             aux: return other rows that the runner writes for each token (`Sample.aux`), whether or not routing is
-                wanted: names, or None: all that there are; True: the same, and raise where there are none; False: none.
+                wanted: names (of the runner's `AuxSpec`s; the error of an unknown one lists them), or None: all that
+                there are; True: the same, and raise where there are none; False: none.
             start: first position whose rows are wanted, inside the prompt; the result echoes it.
             cache_salt: requests share prefixes only with those of the same salt, of up to 4096 characters.
 

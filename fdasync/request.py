@@ -36,16 +36,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     Attributes:
         max_tokens: most new tokens, >= 1.
         min_tokens: EOS and stop ids cannot be sampled before this many new tokens.
-        temperature: 0 is greedy; else the logits are divided by it.
+        temperature: 0 is greedy; else the logits are divided by it, up to 100.
         top_k: keep the k largest logits; 0 keeps all.
         top_p: keep the smallest set whose probability reaches top_p, in (0, 1].
         min_p: drop what is less likely than min_p times the likeliest, in [0, 1].
-        seed: noise depends on (seed, sample index, position) alone; None draws one at the door.
-        repetition_penalty: > 0; divides positive and multiplies negative logits of tokens already in
+        seed: below 2^63; noise depends on (seed, sample index, position) alone; None draws one at the door.
+        repetition_penalty: 0.001 to 1000; divides positive and multiplies negative logits of tokens already in
             prompt or output (arXiv 1909.05858). 1 is off.
         presence_penalty, frequency_penalty: in [-2, 2]; subtracted once, or once per occurrence, for
             tokens in the output.
-        n: samples of the one prompt.
+        n: samples of the one prompt, up to 1024 and the engine's `max_requests`.
         stop: strings that end the request; one may be given as it is ("ab" is the one stop string "ab"), and is a tuple
             of one from then on. Text from the match on is not returned; the tokens that complete the match are, as an
             EOS is (they were sampled and count for a trainer); tokens after it are dropped.
@@ -82,7 +82,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
-        """Checked parameters from plain values (parsed JSON, say); `SamplingParams(**values)` means the same.
+        """Checked parameters from plain values (parsed JSON, say). `SamplingParams(**values)` means the same, but is
+        checked only where a request is made with it.
 
         Raises BadInput naming the first field that makes no sense, or that is unknown, and the nearest that is not.
         What depends on a model's vocabulary is checked where the request is made.
