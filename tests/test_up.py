@@ -191,7 +191,7 @@ def test_a_store_that_is_not_there_is_said_of_each(tmp_path: Path, monkeypatch: 
 
         class Absent(MemoryStore):
             async def open(self, regions):
-                if not os.path.exists("there"):
+                if not os.path.exists(f"{os.environ['TMPDIR']}/there"):
                     raise StoreUnavailable("absent", "nobody answers")
                 await super().open(regions)
     """
