@@ -31,7 +31,7 @@ def file_config(path, **values):
     """A store in a folder. A step takes a while, so that looking up is worth it."""
     runner = {"num_blocks": 12, "max_context_tokens": 48, "step_s": 0.002, "token_s": 0.001}
     defaults = {"host_blocks": 64, "max_step_tokens": 64, "store_deadline_s": 0.3, "store_retry_s": 0.2,
-                "lease_kill_s": 0.6, "close_deadline_s": 5.0}  # fmt: skip
+                "lease_kill_s": 2.0, "close_deadline_s": 5.0}  # fmt: skip
     store = {"path": str(path), "max_nbytes": 1 << 24}
     return synthetic_config(runner, store="file", store_config=store, **{**defaults, **values})
 
@@ -52,7 +52,8 @@ async def test_a_store_process_that_hangs_is_replaced_whatever_it_was_asked(writ
         stopped = engine.store_pid
         stop_process(stopped)
         states = []
-        # a second where there is nothing else to do; the store has 0.3 s for an answer, busy machine or not
+        # some seconds where there is nothing else to do; the store has 0.3 s for an answer, busy machine or not, and a
+        # new process 2 s to be there
         async with asyncio.timeout(90.0):
             number = 1
             while "closed" not in states:
