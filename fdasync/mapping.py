@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from fdasync.errors import BadInput
 
 S = TypeVar("S", bound=msgspec.Struct)
+# of unknown names: how many are told, and how much of each
+_MOST_TOLD = 5
+_MOST_CHARS = 100
 
 
 def struct_of(
@@ -40,15 +43,29 @@ def struct_of(
     try:
         return msgspec.convert(dict(values), kind)
     except msgspec.ValidationError as wrong:
-        raise error.of_validation(wrong, root, whole) from None
+        told = error.of_validation(wrong, root, whole)
+        choices = _choices(kind, told.field.removeprefix(f"{root}."))
+        raise error(told.field, told.problem, limit=choices) if choices else told from None
 
 
 def _unknown(error: type[BadInput], unknown: list[str], known: tuple[str, ...], root: str) -> BadInput:
     first, *others = unknown
     nearest = _nearest(first, known)
-    more = [f"{other!r:.100}{f' ({near!r}?)' if (near := _nearest(other, known)) else ''}" for other in others]
+    more = [
+        f"{other!r:.100}{f' ({near!r}?)' if (near := _nearest(other, known)) else ''}" for other in others[:_MOST_TOLD]
+    ]
+    if len(others) > _MOST_TOLD:
+        more.append(f"{len(others) - _MOST_TOLD} others")
     problem = "is not a key that exists" + (f", nor is {', nor '.join(more)}" if more else "")
-    return error(f"{root}.{first}" if root else first, problem, hint=f"did you mean {nearest!r}?" if nearest else "")
+    # a name that cannot be read where it is printed is quoted
+    name = first if first.isprintable() and len(first) <= _MOST_CHARS else f"{first!r:.{_MOST_CHARS}}"
+    return error(f"{root}.{name}" if root else name, problem, hint=f"did you mean {nearest!r}?" if nearest else "")
+
+
+def _choices(kind: type[msgspec.Struct], field: str) -> str:
+    """What a field may be, where it is one of a few words; else ""."""
+    hint = get_type_hints(kind).get(field)
+    return " or ".join(map(repr, get_args(hint))) if get_origin(hint) is Literal else ""
 
 
 def _nearest(name: str, known: tuple[str, ...]) -> str:

@@ -121,7 +121,7 @@ class Preparer:
     def _check_options(self, ask: Ask, deadline_s: Any) -> None:
         request_id: Any = ask.request_id
         if request_id is not None and not (isinstance(request_id, str) and 0 < len(request_id) <= _MAX_ID_CHARS):
-            raise BadInput("request_id", f"{request_id!r} is no name", limit=f"1 to {_MAX_ID_CHARS} characters")
+            raise BadInput("request_id", f"{request_id!r:.100} is no name", limit=f"1 to {_MAX_ID_CHARS} characters")
         check_text("request_id", request_id or "")
         if not _is_int(ask.priority) or not -(2**31) <= ask.priority < 2**31:
             raise BadInput("priority", f"{ask.priority!r} is not an integer of 32 bits")

@@ -172,7 +172,10 @@ def test_an_empty_stop_string_is_refused_however_it_is_given():
         ("n", "params: a mapping is needed, not str"),
         ({"n": "two"}, "n: Expected `int`, got `str`"),
         ({"stop": ["a", 2]}, "stop[1]: Expected `str`, got `int`"),
-        ({"logprobs": "most"}, "logprobs: Invalid enum value 'most'"),
+        (
+            {"logprobs": "most"},
+            "logprobs: Invalid enum value 'most' (limit: 'none' or 'raw' or 'processed' or 'both')",
+        ),
         ({"top_p": 2}, "top_p: 2.0 is out of range (limit: 0.0 to 1.0)"),
     ],
 )

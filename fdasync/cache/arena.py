@@ -103,6 +103,13 @@ class AuxArena:
                 )
         if index.shape != (count,) or generations.shape != (count,):
             raise InvariantBroken(f"{list(generations.shape)} generations for {list(index.shape)} aux rows")
+        if index.dtype.kind not in "iu" or generations.dtype.kind not in "iu":
+            raise InvariantBroken(
+                f"aux rows are written at {index.dtype} for {generations.dtype}, which are no integers"
+            )
+        # one of 0 is no use of a slot, a larger one would be cut to another use's
+        if count and not 1 <= int(generations.min()) <= int(generations.max()) < 1 << 32:
+            raise InvariantBroken(f"aux rows of generations {int(generations.min())} to {int(generations.max())}")
         # a negative one would count from the end, in another slot
         if count and not 0 <= int(index.min()) <= int(index.max()) < self.num_slots * self.block_tokens:
             raise InvariantBroken(
@@ -125,6 +132,8 @@ class AuxArena:
     def check_written(self, slot: int, generation: int, offset: int, count: int) -> None:
         """Raise InvariantBroken unless rows [offset, offset + count) of a slot were written for this use of it. Whoever
         copies rows, stores them or offers them to others asks first."""
+        if not (0 <= slot < self.num_slots and offset >= 0 and 0 <= count <= self.block_tokens - offset):
+            raise InvariantBroken(f"aux rows {offset} to {offset + count - 1} of slot {slot} of {self.num_slots}")
         first = slot * self.block_tokens + offset
         # 0 is what memory holds that nobody wrote; no use of a slot has it
         if not generation or not (self._tags[first : first + count] == generation).all():

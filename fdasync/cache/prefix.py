@@ -170,17 +170,22 @@ class PrefixIndex:
         """The dirty blocks used longest ago."""
         return self._dirty.first(count)
 
-    def make_host_room(self, *, for_fetch: bool = False) -> bool:
+    def make_host_room(self, *, for_fetch: bool = False, for_store: bool = False) -> bool:
         """One free host block, evicting if need be; False: there is none.
 
-        Copies that blocks in use have on the device go before none; those of unused ones go only for a fetch: for a
-        copy outward they would only change places.
+        Copies that blocks in use have on the device go before none. Those of unused ones go only for a fetch, or for a
+        block that passes through on its way to the store: for any other copy outward they would only change places.
+
+        Args:
+            for_store: for such a block. None goes for it that waits for the store itself.
         """
         if self.pool.num_host_free:
             return True
-        for victims in (self._host_only, self._host_used, self._host_clean if for_fetch else None):
+        for victims in (self._host_only, self._host_used, self._host_clean if for_fetch or for_store else None):
             if victims:
                 victim = victims.oldest()
+                if for_store and victim.wanted:
+                    continue
                 self.host_evictions += 1
                 self._leave_host(victim)
                 return True

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from fdasync.scheduler.config import SchedulerConfig
     from fdasync.scheduler.sequence import Sequence as Sample
 
+# of one lookup; a longer chain is asked about in parts
+MAX_LOOKUP_KEYS = 4096
 # admissions for which a word of the store is believed; a group of so many samples costs one lookup
 TRUSTED_USES = 8
 
@@ -53,14 +55,15 @@ class Chains:
         block.parent = parent
         self._send(block)
 
-    def used(self, seq: Sample) -> list[bytes]:
+    def used(self, seq: Sample) -> tuple[bytes, list[bytes]]:
         """`seq` is admitted with the blocks that are here. Has those written that should be in the store and were not
-        tried lately; returns the chain to ask the store about, if that is due."""
+        tried lately; returns the part of the chain to ask the store about, from the first block for which that is due,
+        and the identity before it (b"": none)."""
         if not self._enabled or not seq.indexed:
-            return []
+            return b"", []
         keys = seq.keys if self._outputs else seq.keys[: seq.prompt_len // self._block_tokens]
-        believed: list[bytes] = []
-        asks, whole, again, lost = False, True, False, False
+        before, asked = b"", list[bytes]()
+        whole, again, lost = True, False, False
         parent = b""
         for key in keys:
             block = self._index.get(key)
@@ -75,16 +78,16 @@ class Chains:
                 # whatever the store has of it, nobody finds it
                 block.stored, block.absent = False, True
             elif block.stored:
-                if whole:
-                    believed.append(key)
-                    asks = asks or due
+                if whole and (asked or due):
+                    before = before if asked else parent
+                    asked.append(key)
             elif due or again or not block.absent:
                 whole, again = False, True
                 self.want(block, parent)
             else:
                 lost = True
             parent = key
-        return believed if asks else []
+        return before, asked[:MAX_LOOKUP_KEYS]
 
     def asked(self, keys: Sequence[bytes]) -> None:
         """The store is being asked about these: nobody else needs to."""
@@ -93,11 +96,10 @@ class Chains:
             if block is not None:
                 block.uses = 0
 
-    def answered(self, keys: Sequence[bytes], count: int) -> None:
-        """The store has the leading `count` of a chain, and not the next one: what is here of the rest is written
-        again, as far as it hangs together."""
+    def answered(self, parent: bytes, keys: Sequence[bytes], count: int) -> None:
+        """The store has the leading `count` of the part of a chain behind `parent`, and not the next one: what is here
+        of the rest is written again, as far as it hangs together."""
         whole = True
-        parent = b""
         for number, key in enumerate(keys):
             block = self._index.get(key)
             if number < count:

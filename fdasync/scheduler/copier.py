@@ -250,7 +250,7 @@ class Copier:
                 if block.host < 0:
                     self.dropped += block.give_up()
                 continue
-            if not self._index.make_host_room():
+            if not self._index.make_host_room(for_store=block.wanted):
                 self.dropped += 1
                 block.give_up()
                 continue

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from fdasync.errors import InvariantBroken
+from fdasync.errors import BadInput, InvariantBroken
 from fdasync.events.trace import FORMAT, TraceHeader, Turn
 from fdasync.scheduler.config import SchedulerConfig
 from fdasync.scheduler.core import Scheduler
@@ -24,7 +24,7 @@ def replay(trace: bytes) -> int:
     try:
         header = msgspec.json.decode(lines[0] if lines else b"", type=TraceHeader)
     except msgspec.MsgspecError as error:
-        raise ValueError(f"not a trace: {error}") from None
+        raise ValueError(f"not a trace: {BadInput.of_validation(error, whole='its header')}") from None
     if header.format != FORMAT or not header.complete:
         raise ValueError(f"cannot replay a trace of format {header.format}, complete={header.complete}")
     scheduler = Scheduler(msgspec.convert(header.scheduler, SchedulerConfig))
@@ -34,7 +34,7 @@ def replay(trace: bytes) -> int:
         try:
             turn = decoder.decode(line)
         except msgspec.MsgspecError as error:
-            raise ValueError(f"line {number + 2} is not a turn: {error}") from None
+            raise ValueError(f"line {number + 2} is not a turn: {BadInput.of_validation(error, whole='it')}") from None
         actions = scheduler.handle(list(turn.events))
         if encoder.encode(actions) != encoder.encode(turn.actions):
             raise InvariantBroken(f"turn {number} replays to other actions", _both(turn, actions))

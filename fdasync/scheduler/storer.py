@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from fdasync.actions import FetchBlocks, LookUp, StoreBlocks
 from fdasync.errors import InvariantBroken
-from fdasync.scheduler.chains import Chains
+from fdasync.scheduler.chains import MAX_LOOKUP_KEYS, Chains
 from fdasync.scheduler.rates import REGRET_SHARE, Rates
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from fdasync.scheduler.config import SchedulerConfig
     from fdasync.scheduler.sequence import Sequence
 
-_MAX_LOOKUP_KEYS = 4096
 _MAX_FETCH_BLOCKS = 512
 _MAX_PUT_BLOCKS = 16
 _MAX_PUTS = 4
@@ -94,7 +93,8 @@ class Storer:
         self.chains = Chains(config, index, self._send)
         self.rates = Rates(config.prefill_tokens_per_s, config.fetch_nbytes_per_s, config.lookup_s)
         self._lookups: dict[int, _Lookup] = {}
-        self._checks: dict[int, list[bytes]] = {}
+        # of each: the identity before what is asked about, and that
+        self._checks: dict[int, tuple[bytes, list[bytes]]] = {}
         self._fetches: dict[int, _Transfer] = {}
         self._puts: dict[int, _Transfer] = {}
         self._late: dict[int, _Transfer] = {}
@@ -167,7 +167,7 @@ class Storer:
             return
         if notes.regret_s is not None and notes.regret_s <= 0:
             return
-        keys = self._gap(seq.keys[first : min(limit, first + _MAX_LOOKUP_KEYS)])
+        keys = self._gap(seq.keys[first : min(limit, first + MAX_LOOKUP_KEYS)])
         if self._ahead() >= self._ahead_blocks:
             return
         recompute_s = self.rates.recompute_s(len(keys) * size)
@@ -200,7 +200,7 @@ class Storer:
         """Returns who need not wait any longer, or must look again."""
         check = self._checks.pop(event.lookup_id, None)
         if check is not None:
-            self._checked(check, event)
+            self._checked(*check, event)
             return []
         lookup = self._lookups.pop(event.lookup_id, None)
         if lookup is None or event.count > len(lookup.keys):
@@ -408,19 +408,19 @@ class Storer:
 
     def admitted(self, seq: Sequence, now: float) -> None:
         """`seq` got its place: what it uses should be in the store, and the store may have forgotten it."""
-        keys = self.chains.used(seq)[:_MAX_LOOKUP_KEYS]
-        asked = [check[0] for check in self._checks.values()]
+        parent, keys = self.chains.used(seq)
+        asked = [check[0] for _, check in self._checks.values()]
         if keys and keys[0] not in asked and len(asked) < _MAX_CHECKS:
             self.chains.asked(keys)
             number = self._take_id()
-            self._checks[number] = keys
+            self._checks[number] = (parent, keys)
             self._asks.append(LookUp(number, self._namespace, tuple(keys), now + _CHECK_S))
 
-    def _checked(self, keys: list[bytes], event: LookedUp) -> None:
+    def _checked(self, parent: bytes, keys: list[bytes], event: LookedUp) -> None:
         if event.count > len(keys):
             raise InvariantBroken(f"lookup {event.lookup_id} of {event.count} blocks was not in flight")
         if event.answered:
-            self.chains.answered(keys, event.count)
+            self.chains.answered(parent, keys, event.count)
 
     def _send(self, block: Block) -> None:
         if block.on_host:

@@ -81,12 +81,15 @@ class Timeout(Wrapper):
         return await self._within(self.ask(verb, argument, self.era), verb, limit_s, self._kill_s)
 
     async def kill(self, why: str) -> bool:
-        """The inner store's; if it cannot, its verbs are cancelled. False if that does not end them either."""
+        """The inner store's; verbs that this does not end are cancelled. False if that does not end them either."""
         self.end()
         left = self._left()
+        killed = False
         try:
-            if await self._within(self.inner.kill(why), "kill", self._closing.left_s + self._reap_s):
-                return True
+            killed = await self._within(self.inner.kill(why), "kill", self._closing.left_s + self._reap_s)
+            if killed:
+                # they have ended: their last turns
+                await self._settle(left, 0.0)
         except StoreTimeout as error:
             error.ended.cancel()
         except Exception:
@@ -94,8 +97,8 @@ class Timeout(Wrapper):
             pass
         for task in left:
             task.cancel()
-        await self._settle(left, self._closing.left_s / 2)
-        return bool(left) and all(task.done() for task in left)
+        await self._settle([task for task in left if not task.done()], self._closing.left_s / 2)
+        return (killed or bool(left)) and all(task.done() for task in left)
 
     async def aclose(self) -> None:
         """Wait for what runs, kill it half-way to the deadline, close. Raises StoreTimeout, naming what never ended."""
