@@ -1,8 +1,8 @@
 """What the store did not take, and why: counted for `Engine.stats`, told as events that do not flood a log.
 
 A store that is full refuses every write that comes, in words that may hold changing numbers. So a kind of reason (the
-outcome's status) is told when it is new, and then once in a while, in the latest words, with how many have come together
-meanwhile. Used by `keeper.py`.
+outcome's status) is told when it is new, and then once in a while, in the latest words, with how many have come
+together meanwhile. Used by `keeper.py`.
 """
 
 from __future__ import annotations

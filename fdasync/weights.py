@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from fdasync.deadlines import Within, wait_within
-from fdasync.errors import BadInput, DeadlineExceeded, EngineClosed, UpdateUnderWay, WeightsBroken, WeightsRejected
+from fdasync.errors import (
+    BadInput,
+    DeadlineExceeded,
+    EngineClosed,
+    TaskCancelled,
+    UpdateUnderWay,
+    WeightsBroken,
+    WeightsRejected,
+)
 from fdasync.events.catalog import AbortRequested, PauseRequested, ResumeRequested, WeightsChanged
 from fdasync.prepare import namespace_of
 from fdasync.runner.base import TensorMeta
@@ -83,6 +91,7 @@ class Weights:
         self._used = {config.weight_version}
         self._updating = False
         self._task: asyncio.Task[None] | None = None
+        self._closing = False
 
     async def pause(self) -> None:
         """See `Engine.pause`."""
@@ -160,6 +169,7 @@ class Weights:
     async def aclose(self) -> bool:
         """Stop an update that is under way; True: the runner may lack whole weights, and can only be closed."""
         interrupted = self._updating
+        self._closing = True
         if self._task is not None:
             self._task.cancel()
             # what it waits for can be cancelled: a turn or two
@@ -172,8 +182,13 @@ class Weights:
             self._task = None
             # one that was cancelled before its first step
             self._updating = False
-        # its error is the caller's; one who was cancelled does not ask
-        _ = task.cancelled() or task.exception()
+        if task.cancelled():
+            if not self._closing:
+                # from outside, as `asyncio.run` does to all tasks at its end: the runner may lack whole weights
+                self._fail(TaskCancelled("fdasync-weights"))
+        else:
+            # it is the caller's; one who was cancelled does not ask
+            task.exception()
 
     @property
     def is_updating(self) -> bool:

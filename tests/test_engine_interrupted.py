@@ -104,6 +104,63 @@ async def test_everything_cancelled_again_and_again_while_it_closes_leaves_nothi
     _ = running.cancelled() or running.exception()
 
 
+@pytest.mark.parametrize("when", ["before its first step", "as it loads"])
+async def test_an_update_whose_task_others_cancel_fails_the_engine(when, monkeypatch):
+    # nobody can tell what the runner has of the new weights
+    engine, _ = held_engine()
+    await engine.start()
+    runner, loading = engine._runtime.runner, asyncio.Event()
+
+    async def hang(*_):
+        loading.set()
+        await asyncio.get_running_loop().create_future()
+
+    monkeypatch.setattr(runner, "write_tensor", hang)
+    before = asyncio.all_tasks()
+    update = asyncio.create_task(engine.update_weights(1, new_weights(5)))
+    await asyncio.sleep(0)
+    if when == "as it loads":
+        await loading.wait()
+    for task in asyncio.all_tasks() - before - {update}:
+        task.cancel()
+    asked = asyncio.create_task(engine.complete(PROMPT, GREEDY))
+    done, _ = await asyncio.wait([update, asked], timeout=10.0)
+    assert [type(task.exception()) for task in (update, asked)] == [EngineFailed, EngineFailed]
+    assert isinstance(update.exception().cause, TaskCancelled)
+    assert "fdasync-weights" in str(update.exception())
+    await engine.aclose()
+    assert engine.state == "failed"
+
+
+@pytest.mark.parametrize("turns", range(0, 40, 4))
+async def test_a_close_in_the_middle_of_a_load_copies_nothing_into_half_of_the_weights(turns, monkeypatch):
+    runner_config = {"num_blocks": 12, "max_context_tokens": 48, "load_s": 0.001}
+    engine = Engine(synthetic_config(runner_config, host_blocks=20, max_step_tokens=64, store="memory"))
+    await engine.start()
+    runner, loading = engine._runtime.runner, asyncio.Event()
+    write = runner.write_tensor
+
+    async def hang(*chunk):
+        await write(*chunk)
+        loading.set()
+        await asyncio.get_running_loop().create_future()
+
+    monkeypatch.setattr(runner, "write_tensor", hang)
+    prompts = [[(7 * number + at) % 100 for at in range(40)] for number in range(8)]
+    asked = [asyncio.create_task(engine.complete(prompt, SamplingParams(max_tokens=6))) for prompt in prompts]
+    # at any moment some blocks wait to be copied
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    update = asyncio.create_task(engine.update_weights(1, new_weights(5)))
+    await loading.wait()
+    await engine.aclose()
+    assert engine.state == "closed"
+    await asyncio.wait([update, *asked])
+    assert {(await request).finish_reason for request in asked} <= {"abort", "length"}
+    with pytest.raises(EngineClosed):
+        await update
+
+
 async def test_a_supervisor_cancelled_before_its_first_step_hangs_no_start():
     engine = Engine(synthetic_config())
     starting = asyncio.create_task(engine.start())
