@@ -8,7 +8,7 @@ tokens in, tokens out.
 from __future__ import annotations
 
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,9 +32,21 @@ class Tokenizer(Protocol):
         ...
 
 
+@runtime_checkable
+class Fingerprinted(Protocol):
+    """A tokenizer that says what it is made of, so that two instances can tell whether they have the same one."""
+
+    def fingerprint(self) -> bytes:
+        """Equal for tokenizers that do the same with every text and every token id; another one for any other."""
+        ...
+
+
 # characters that no vocabulary has as a token: a tokenizer that knows bytes spells them
 _RARE = ("\U0010fffd", "\U000f1e5d", "\U00012031")
 _REPLACEMENT = "\ufffd"
+# where nothing is spelled in bytes, they are looked for among so many tokens, and so many that may end a character
+_SEARCHED_TOKENS = 1024
+_MAX_CONTINUATIONS = 16
 # a character of UTF-8 has up to four bytes, so one that is not complete up to three; decoders show one U+FFFD for it
 # or one for each byte
 _MAX_INCOMPLETE = 3
@@ -125,11 +137,26 @@ class TokenKinds:
             if not decode([*spelling, spelling[0]]).startswith(character):
                 self.spelling, self.spelled = spelling, character
             return
-        # it has no bytes: any text will do
+        # it spells nothing in bytes: any text will do
         letter = tuple(self.tokenizer.encode("a"))
         self._before = self._behind = letter
         self._without = decode([*letter, *letter])
         self.known = "" != decode(letter) != self._without and _REPLACEMENT not in self._without
+        # but a model may give bytes all the same
+        self._find_bytes()
+
+    def _find_bytes(self) -> None:
+        """Two tokens that are no text alone and a character together, if they are bytes of runs. Vocabularies have
+        their bytes at the beginning, in order."""
+        decode = self.tokenizer.decode
+        unclear = [token for token in range(_SEARCHED_TOKENS) if decode([token]) == _REPLACEMENT]
+        for second in unclear[:_MAX_CONTINUATIONS]:
+            for first in unclear:
+                character = decode([first, second])
+                if len(character) == 1 and character != _REPLACEMENT:
+                    if not decode([first, second, first]).startswith(character):
+                        self.spelling, self.spelled = (first, second), character
+                    return
 
     def _spell(self, character: str) -> tuple[int, ...]:
         """The tokens that are this character, without what the tokenizer puts before and behind a text."""

@@ -228,6 +228,31 @@ def test_rows_outside_of_the_arena_are_refused(arena, index):
         arena.scatter(np.array(index), np.full(3, 1, np.uint32), values_of(3))
 
 
+@pytest.mark.parametrize(
+    ("index", "generations"),
+    [
+        (np.arange(3), np.array([1, 1, 2**32 + 1])),
+        (np.arange(3), np.array([-1, 1, 1])),
+        (np.arange(3), np.array([0, 1, 1])),
+        (np.arange(3), np.array([1.0, 1.7, 1.0])),
+        (np.array([True, True, False]), np.ones(3, np.uint32)),
+    ],
+)
+def test_what_is_no_place_or_no_use_of_a_slot_is_refused(arena, index, generations):
+    with pytest.raises(InvariantBroken, match="aux rows"):
+        arena.scatter(index, generations, values_of(3))
+    assert arena.written_nbytes == 0
+
+
+@pytest.mark.parametrize(
+    ("slot", "offset", "count"), [(9, 0, 4), (4, 0, 1), (-1, 0, 8), (0, -1, 2), (0, 4, 5), (0, 0, -1)]
+)
+def test_nothing_was_written_outside_of_a_slot(arena, slot, offset, count):
+    write(arena, 0, 1, 0, 8)
+    with pytest.raises(InvariantBroken, match="of slot"):
+        arena.check_written(slot, 1, offset, count)
+
+
 def test_each_row_has_a_generation_of_its_own(arena):
     with pytest.raises(InvariantBroken, match="generations"):
         arena.scatter(np.arange(3), np.ones(1, np.uint32), values_of(3))

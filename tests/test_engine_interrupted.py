@@ -124,7 +124,7 @@ async def test_an_update_whose_task_others_cancel_fails_the_engine(when, monkeyp
     for task in asyncio.all_tasks() - before - {update}:
         task.cancel()
     asked = asyncio.create_task(engine.complete(PROMPT, GREEDY))
-    done, _ = await asyncio.wait([update, asked], timeout=10.0)
+    await asyncio.wait([update, asked], timeout=10.0)
     assert [type(task.exception()) for task in (update, asked)] == [EngineFailed, EngineFailed]
     assert isinstance(update.exception().cause, TaskCancelled)
     assert "fdasync-weights" in str(update.exception())

@@ -453,6 +453,49 @@ class TestFolder(InFolder):
             await later.assert_holds(on2.key("large"), value("large", 60_000))
 
 
+class TestRemoved(InFolder):
+    """Its folder is removed while it is open."""
+
+    async def until_open(self, on):
+        async with asyncio.timeout(10.0):
+            while True:
+                try:
+                    return await on.store.usage()
+                except StoreUnavailable as error:
+                    words = str(error)
+                    if "cannot be made again" in words:
+                        return words
+                await asyncio.sleep(0.001)
+
+    @on_loop
+    async def test_it_is_made_again_empty(self):
+        async with self.on_store(self.again(None)) as on:
+            for name in "ab":
+                await on.keep(on.key(name), value(name, 100_000))
+            fds = len(await asyncio.to_thread(os.listdir, "/proc/self/fd"))
+            await asyncio.to_thread(shutil.rmtree, self.path)
+            with pytest.raises(StoreUnavailable, match="was removed while it was open; it is made again"):
+                await on.store.exists_prefix([on.key("a")])
+            await self.until_open(on)
+            assert await on.exists([on.key("a")]) == 0
+            assert (await on.keep(on.key("a"), value("c", 100_000))).status == "done"
+            await on.assert_holds(on.key("a"), value("c", 100_000))
+            assert len(await asyncio.to_thread(os.listdir, "/proc/self/fd")) == fds
+            assert len(await asyncio.to_thread(self.segments)) == 1
+
+    @on_loop
+    async def test_what_stands_in_its_place_is_told_until_it_is_gone(self):
+        async with self.on_store(self.again(None)) as on:
+            await asyncio.to_thread(shutil.rmtree, self.path)
+            await asyncio.to_thread(self.path.write_text, "in its place")
+            assert "cannot be made again" in await self.until_open(on)
+            await asyncio.to_thread(self.path.unlink)
+            async with asyncio.timeout(10.0):
+                while isinstance(await self.until_open(on), str):  # noqa: ASYNC110 - nobody announces it
+                    await asyncio.sleep(0.001)
+            assert await on.exists([on.key("a")]) == 0
+
+
 class TestTrouble(InFolder):
     """A disk that is full, read-only or broken."""
 

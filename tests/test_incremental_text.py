@@ -204,8 +204,12 @@ def test_the_cost_of_a_token_does_not_grow_with_a_text_that_never_settles(make):
         for count in (500, 2000):
             tokenizer = make()
             # stop strings are looked for in open runs, too
-            sample = SampleOutput(0, 0, SamplingParams(stop=("never",)), 0, TokenKinds(tokenizer))
+            kinds = TokenKinds(tokenizer)
             tokens = (pattern * count)[:count]
+            # once for an engine
+            kinds.of(tokens[0])
+            tokenizer.decoded = 0
+            sample = SampleOutput(0, 0, SamplingParams(stop=("never",)), 0, kinds)
             most = 0
             for token in tokens:
                 before = tokenizer.decoded
@@ -218,7 +222,7 @@ def test_the_cost_of_a_token_does_not_grow_with_a_text_that_never_settles(make):
             if make in (Replacing, ByteForByte, Fallback) and name != "empty pieces":
                 assert most < 100, name
         assert max(costs) < 60, name
-        assert costs[1] < 1.5 * costs[0], name
+        assert costs[1] <= 1.5 * costs[0], name
 
 
 def test_a_tokenizer_that_cannot_encode_is_asked_once():

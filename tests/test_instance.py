@@ -125,6 +125,19 @@ def test_another_block_size_is_told_by_name_and_another_number_of_blocks_fits():
     run_sim(main())
 
 
+class _Numbers:
+    """Tokens are numbers, all but one."""
+
+    def __init__(self, odd):
+        self.odd = odd
+
+    def encode(self, text):
+        return [1] * len(text)
+
+    def decode(self, token_ids):
+        return " ".join("odd" if token == self.odd else str(token) for token in token_ids)
+
+
 class _Upper(LetterTokenizer):
     def decode(self, token_ids):
         return super().decode(token_ids).upper()
@@ -169,6 +182,21 @@ def test_a_digest_of_text_follows_what_a_tokenizer_does():
     digests = [text_digest(tokenizer, 100) for tokenizer in (LetterTokenizer(), LetterTokenizer(), _Upper(), None)]
     assert digests[0] == digests[1] != digests[2]
     assert digests[3] == b""
+    # every token counts, of a large vocabulary too
+    digests = [text_digest(_Numbers(odd), 100_000) for odd in (-1, -1, 0, 77_777, 99_999)]
+    assert len(set(digests)) == 4
+
+
+def test_a_tokenizer_s_own_word_of_what_it_is_made_of_decides():
+    class Told(_Numbers):
+        def fingerprint(self):
+            return self.word
+
+    tokenizers = [Told(-1), Told(5), Told(-1)]
+    for tokenizer, word in zip(tokenizers, (b"a", b"a", b"b"), strict=True):
+        tokenizer.word = word
+    digests = [text_digest(tokenizer, 100) for tokenizer in tokenizers]
+    assert digests[0] == digests[1] != digests[2]
 
 
 # -- what it says of itself

@@ -362,6 +362,23 @@ def test_room_on_the_host_is_made_of_what_is_nowhere_else_then_of_copies_in_use_
     index.check()
 
 
+def test_a_block_on_its_way_to_the_store_takes_the_place_of_a_copy_that_needs_none():
+    index = make_index(3, 2)
+    first, second, third = fill(index, KEYS[:3])
+    copy_out(index, [first, second])
+    index.release([first])
+    index.release([second])
+    # it waits for the store itself
+    first.wanted = True
+    assert not index.make_host_room()
+    assert not index.make_host_room(for_store=True)
+    first.wanted = False
+    assert index.make_host_room(for_store=True)
+    assert (first.host, first.device_list is index._dirty) == (-1, True)
+    index.release([third])
+    index.check()
+
+
 def test_the_host_gives_up_what_was_used_longest_ago():
     index = make_index(1, 3)
     blocks = [arrive(index, key) for key in KEYS[:3]]

@@ -6,6 +6,7 @@ import pytest
 
 from fdasync.errors import InvariantBroken
 from fdasync.events.catalog import LookedUp
+from fdasync.scheduler import chains
 from fdasync.scheduler.chains import TRUSTED_USES
 from tests.helpers import Table
 
@@ -54,6 +55,46 @@ def test_a_chain_is_asked_about_once_in_so_many_requests():
     # what is there is not written again
     assert table.stats.written_blocks == 3
     assert table.stats.forgotten_blocks == 0
+
+
+def test_a_chain_longer_than_a_lookup_is_asked_about_in_parts(monkeypatch):
+    monkeypatch.setattr(chains, "MAX_LOOKUP_KEYS", 4)
+    table, long = make_table(num_blocks=64), range(33)
+    use(table, 1, long)
+    keys = table.keys(long)
+    assert len(keys) == 8
+    assert kept(table) == set(keys)
+    asked = []
+    for key in range(200, 201 + 3 * BOUND):
+        asked += table.turn(table.request(key, long, 1)).lookups
+        table.run()
+    # each part once in so many requests, and no other
+    assert sorted(lookup.keys for lookup in asked) == sorted(3 * [tuple(keys[:4]), tuple(keys[4:])])
+    table.kept.clear()
+    use(table, BOUND + 2, long, first=300)
+    assert kept(table) == set(keys)
+    assert table.is_empty()
+
+
+@pytest.mark.parametrize("num_host_blocks", [4, 8, 12])
+def test_a_host_that_is_full_of_copies_lets_blocks_through_to_the_store(num_host_blocks):
+    # the device holds more than the host: what is stored needs no copy there
+    table = make_table(num_blocks=64, num_host_blocks=num_host_blocks)
+    prompts = [range(first, first + 25) for first in (0, 100, 200)]
+    wanted = {key for tokens in prompts for key in table.keys(tokens)}
+    assert len(wanted) == 18
+    for tries in range(1, 20):
+        for number, tokens in enumerate(prompts):
+            use(table, 1, tokens, first=1000 * tries + number)
+        if wanted <= kept(table):
+            break
+    assert wanted <= kept(table), f"{len(wanted - kept(table))} were never written"
+    table.kept.clear()
+    for tries in range(20, 20 + 6 * BOUND):
+        for number, tokens in enumerate(prompts):
+            use(table, 1, tokens, first=1000 * tries + number)
+    assert wanted <= kept(table), f"{len(wanted - kept(table))} never came back"
+    assert table.is_empty()
 
 
 def test_nobody_waits_for_the_question():

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fdasync.cache.memory import MemoryConfig, MemoryStore
 from fdasync.cache.region import PAGE_NBYTES, SharedRegion
 from fdasync.cache.store import DONE, EXISTS, MISS, Item, Outcome, Part, StoreUsage
 from fdasync.cache.wrappers import (
@@ -330,6 +331,25 @@ def test_what_hangs_ends_by_a_kill_and_the_store_is_used_further():
             faults.plan = StoreFaults()
             assert await store.put(items("a")) == [DONE]
             assert await store.exists_prefix(["a"]) == 1
+
+    run_sim(play())
+
+
+def test_a_store_that_says_it_was_killed_and_goes_on_has_its_verbs_cancelled():
+    class Boasts(MemoryStore):
+        """As one that inherits `kill` from a store whose verbs never wait."""
+
+        async def put(self, items):
+            await asyncio.get_running_loop().create_future()
+
+    async def play():
+        store = Timeout(Boasts(MemoryConfig()), call_s=1.0, close_s=10.0)
+        async with opened(store):
+            with pytest.raises(StoreTimeout) as found:
+                await store.put(items("a"))
+            assert await store.kill("a test")
+            assert found.value.ended.cancelled()
+            assert store.running == 0
 
     run_sim(play())
 

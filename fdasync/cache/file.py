@@ -101,6 +101,9 @@ class FileStore(Store):
         self._before_put: Callable[[Item], None] = _nothing
         self._after_get: Callable[[Item], str] = _nothing_wrong
         self._opened = self._closed = False
+        # its folder was removed: what is said of that, and the attempt to make it again
+        self._removed = ""
+        self._again: asyncio.Task[None] | None = None
         self.damaged = 0
         self.capabilities = Capabilities(
             name="file",
@@ -117,14 +120,29 @@ class FileStore(Store):
         _check_path(self.config.path)
         self._regions = tuple(regions)
         self._threads = Threads(self.config.threads)
+        await self._open_folder()
+
+    async def _open_folder(self) -> None:
         try:
-            loaded, boot = await self._threads.run(self._start)
-            self._room = FileRoom(self._folder, self._index, self._keys, self._threads, loaded.next_number, boot)
+            loaded, boot = await self._pool.run(self._start)
+            self._room = FileRoom(self._folder, self._index, self._keys, self._pool, loaded.next_number, boot)
             await self._room.enforce_cap()
         except OSError as error:
             raise why_not("file", self._folder, error) from None
         self._opened = True
         self._order_at = asyncio.get_running_loop().time() + _ORDER_EVERY_S
+
+    async def _open_again(self) -> None:
+        """What is in flight ends; then the folder that was removed is made again, empty."""
+        while others := self._calls.keys() - {asyncio.current_task()}:
+            await asyncio.wait(others)
+        await self._pool.run(self._stop, self._order())
+        try:
+            await self._open_folder()
+            self._removed = ""
+        except (StoreUnavailable, StoreRejected) as error:
+            # the next verb tries it again
+            self._removed = f"{self._folder} was removed while it was open, and cannot be made again: {error}"
 
     def _start(self) -> tuple[Loaded, bytes]:
         """In a thread: lock and look; with syncs, bring what an earlier process left to the disk.
@@ -362,8 +380,18 @@ class FileStore(Store):
         return self._threads
 
     def _check_open(self) -> None:
-        if self._closed or not self._opened:
-            raise StoreUnavailable("file", "it is closed" if self._closed else "it is not open")
+        if self._closed:
+            raise StoreUnavailable("file", "it is closed")
+        # of an open file: at once
+        if self._opened and not os.fstat(self._lock_fd).st_nlink:
+            self._opened = False
+            self._removed = f"{self._folder} was removed while it was open; it is made again, empty"
+        if self._removed and (self._again is None or self._again.done()):
+            self._again = asyncio.get_running_loop().create_task(self._open_again())
+            self._calls[self._again] = _Call()
+            self._again.add_done_callback(self._calls.pop)
+        if not self._opened:
+            raise StoreUnavailable("file", self._removed or "it is not open")
 
     async def _run(self, call: _Call, work: Coroutine[Any, Any, T]) -> T:
         """A verb's work in a task that nothing cancels: its books are settled whatever becomes of the caller."""

@@ -1,13 +1,15 @@
 """What a tokenizer makes of text, as a digest: two instances must agree on it, or a text means something else to each.
 
-Tokenizers have no names that could be compared, so that they are tried: some text of many kinds is encoded, and token
-ids from all over the vocabulary are decoded. Called by `instance.py`, once.
+A tokenizer may say what it is made of (`Fingerprinted`). Others have no names that could be compared, so they are
+tried: some text of many kinds is encoded, and the whole vocabulary is decoded. Called by `instance.py`, once.
 """
 
 from __future__ import annotations
 
 import hashlib
 from typing import TYPE_CHECKING, Any
+
+from fdasync.tokenizer import Fingerprinted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,7 +23,8 @@ _TEXTS = (
     "Ünïcödé Привет мир שלום नमस्ते 你好 世界 こんにちは 안녕 \U0001f469\u200d\U0001f52c",
     "<s></s><|im_start|>user<|endoftext|>[INST]",
 )
-_IDS = 512
+# decoded at a time
+_IDS = 64
 
 
 def text_digest(tokenizer: Tokenizer | None, vocab_size: int) -> bytes:
@@ -29,10 +32,13 @@ def text_digest(tokenizer: Tokenizer | None, vocab_size: int) -> bytes:
     if tokenizer is None:
         return b""
     digest = hashlib.blake2b(digest_size=16)
+    if isinstance(tokenizer, Fingerprinted):
+        digest.update(tokenizer.fingerprint())
+        return digest.digest()
     for text in _TEXTS:
         digest.update(_told(tokenizer.encode, text))
-    for token in range(0, vocab_size, max(vocab_size // _IDS, 1)):
-        digest.update(_told(tokenizer.decode, [token]))
+    for first in range(0, vocab_size, _IDS):
+        digest.update(_told(tokenizer.decode, list(range(first, min(first + _IDS, vocab_size)))))
     return digest.digest()
 
 

@@ -37,7 +37,8 @@ def finished(inner: Fast, runs: bool = False) -> Kind:
     inner.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
     inner.add_tokens([AddedToken("<think>", special=False), AddedToken(" b<", special=False)])
     size = inner.get_vocab_size()
-    values = {inner.token_to_id(f"<0x{byte:02X}>"): byte for byte in range(256)} if runs else {}
+    tokens = {byte: inner.token_to_id(f"<0x{byte:02X}>") for byte in range(256)} if runs else {}
+    values = {token: byte for byte, token in tokens.items() if token is not None}
     special = frozenset(inner.token_to_id(name) for name in SPECIAL)
     return Kind(_FastTokenizer(inner), size, special, values)
 
@@ -80,6 +81,15 @@ def byte_fallback(strip: bool) -> Kind:
     return finished(inner, runs=True)
 
 
+def unspoken_bytes(values: range) -> Kind:
+    """Bytes that a model may give and nothing is spelled in: the vocabulary may have some of them only."""
+    names = ["<unk>", *(f"<0x{value:02X}>" for value in values), "▁", *map(spelled, WORDS)]
+    inner = Fast(models.BPE(vocab=numbered(names), merges=[], unk_token="<unk>", byte_fallback=False))
+    inner.normalizer = normalizers.Replace(" ", "▁")
+    inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return finished(inner, runs=True)
+
+
 def unigram_fallback() -> Kind:
     names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *map(spelled, WORDS)]
     inner = Fast(models.Unigram([(name, -1.0) for name in numbered(names)], unk_id=0, byte_fallback=True))
@@ -114,6 +124,8 @@ KINDS = {
     "byte-level": byte_level,
     "byte-fallback, a space dropped": lambda: byte_fallback(True),
     "byte-fallback": lambda: byte_fallback(False),
+    "byte-fallback, never spelled": lambda: unspoken_bytes(range(256)),
+    "some bytes, never spelled": lambda: unspoken_bytes(range(0x80, 0xF0)),
     "byte-fallback, unigram": unigram_fallback,
     "metaspace": lambda: metaspace("always"),
     "metaspace, first": lambda: metaspace("first"),
@@ -125,7 +137,7 @@ KINDS = {
 
 def random_tokens(kind: Kind, rng: Random) -> list[int]:
     tokens: list[int] = []
-    values = list(kind.bytes)
+    tokens_of = {byte: token for token, byte in kind.bytes.items()}
     for _ in range(rng.randint(1, 7)):
         draw = rng.random()
         if draw < 0.35:
@@ -136,9 +148,9 @@ def random_tokens(kind: Kind, rng: Random) -> list[int]:
             tokens += some[first : len(some) - rng.choice((0, 0, 0, 1, 2))]
         elif draw < 0.8:
             tokens += [rng.choice(sorted(kind.special))] * rng.choice((1, 1, 2, 20))
-        elif draw < 0.9 and values:
+        elif draw < 0.9 and tokens_of:
             text = rng.choice(["😀", "é", "A", "\n", "中中", "\ufffd"]).encode()
-            tokens += [values[byte] for byte in text[: rng.choice((len(text), len(text), 1))]]
+            tokens += [tokens_of[byte] for byte in text[: rng.choice((len(text), len(text), 1))] if byte in tokens_of]
         else:
             tokens += [rng.randrange(kind.size)] * rng.choice((2, 3, 20))
     return tokens

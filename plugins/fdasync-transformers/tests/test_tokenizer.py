@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,8 +17,6 @@ from fdasync.errors import BadInput, CheckpointError
 from fdasync.tokenizer import IncrementalDecoder
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from fdasync.tokenizer import Tokenizer
 
 
@@ -66,6 +65,15 @@ def test_the_fallback_agrees(tokenizer: Tokenizer, folder: Path) -> None:
     for text in ("hello wörld 😀", "a<|im_end|>b", " . ,  x", ""):
         assert slow.encode(text) == tokenizer.encode(text)
         assert slow.decode(slow.encode(text)) == tokenizer.decode(tokenizer.encode(text))
+
+
+def test_a_fingerprint_is_of_every_name(folder: Path, tmp_path: Path) -> None:
+    text = (folder / "tokenizer.json").read_text()
+    (tmp_path / "tokenizer.json").write_text(text.replace("<|endoftext|>", "<|end|>"))
+    (tmp_path / "tokenizer_config.json").write_text((folder / "tokenizer_config.json").read_text())
+    for load in (load_tokenizer, lambda path: _SlowTokenizer(_load_slow(Path(path)))):
+        same, again, other = (load(str(path)).fingerprint() for path in (folder, folder, tmp_path))
+        assert same == again != other
 
 
 def test_truncation_and_padding_of_the_file_are_off(tmp_path: Path) -> None:

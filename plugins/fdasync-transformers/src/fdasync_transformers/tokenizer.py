@@ -7,6 +7,7 @@ of chat templates, requests or streams. Registered as `transformers` under `fdas
 
 from __future__ import annotations
 
+import hashlib
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,10 @@ class _FastTokenizer:
         text: str = self._inner.decode([int(token) for token in token_ids], skip_special_tokens=True)
         return text
 
+    def fingerprint(self) -> bytes:
+        """Of the tokenizer.json as the library would write it."""
+        return hashlib.blake2b(self._inner.to_str().encode(), digest_size=16).digest()
+
 
 class _SlowTokenizer:
     """Whatever AutoTokenizer made of the folder."""
@@ -69,6 +74,12 @@ class _SlowTokenizer:
             [int(token) for token in token_ids], skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return text
+
+    def fingerprint(self) -> bytes:
+        """Of its class, its vocabulary and which tokens are special."""
+        inner = self._inner
+        made_of = (type(inner).__name__, sorted(inner.get_vocab().items()), sorted(inner.all_special_tokens))
+        return hashlib.blake2b(repr(made_of).encode(errors="surrogatepass"), digest_size=16).digest()
 
 
 def _check_text(text: str) -> None:
