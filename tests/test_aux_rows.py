@@ -184,6 +184,17 @@ class WritesNoRows(SyntheticRunner):
         return None
 
 
+class SkipsTheFirst(SyntheticRunner):
+    """Writes all rows but those of the first block of a prompt."""
+
+    def _write_rows(self, flight):
+        batch, size = flight.batch, self._arena.block_tokens
+        first = int(batch.aux_index[0]) // size
+        kept = batch.aux_index // size != first if len(batch.aux_index) > size else np.ones(len(batch.aux_index), bool)
+        rows = {name: values[kept] for name, values in flight.rows.items()}
+        self._arena.scatter(batch.aux_index[kept], batch.generations[kept], rows)
+
+
 def test_rows_that_were_never_written_reach_no_store():
     config = synthetic_config({"pass_stamp": False}, host_blocks=8, store="memory", write_through="all")
     store = MemoryStore(MemoryConfig())
@@ -207,7 +218,8 @@ def test_rows_that_were_never_written_reach_no_store():
     assert asked == []
 
 
-def test_rows_that_were_never_written_reach_no_other_instance():
+@pytest.mark.parametrize("kind", [WritesNoRows, SkipsTheFirst])
+def test_rows_that_were_never_written_reach_no_other_instance(kind):
     network, fabric = SimNetwork(Random(1)), SimFabric(Random(2), SimFaults())
 
     def instance(number, role, kind):
@@ -221,7 +233,7 @@ def test_rows_that_were_never_written_reach_no_other_instance():
         )
 
     async def main():
-        p, d = instance(0, "prefill", WritesNoRows), instance(1, "decode", SyntheticRunner)
+        p, d = instance(0, "prefill", kind), instance(1, "decode", SyntheticRunner)
         await p.start()
         async with d:
             router = Router([p.address, d.address], wire=network.wire("router"), seed=1)

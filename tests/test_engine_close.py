@@ -11,7 +11,7 @@ from fdasync.cache.memory import MemoryConfig, MemoryStore
 from fdasync.cache.store import finish
 from fdasync.deadlines import Closing
 from fdasync.errors import DeadlineExceeded, StoreTimeout, StoreUnavailable, WorkerStuck
-from fdasync.testing import check_idle, run_sim, synthetic_config, until
+from fdasync.testing import check_idle, held_engine, run_sim, synthetic_config, until
 from fdasync.testing.processes import stop_process
 
 PARAMS = SamplingParams(max_tokens=4, temperature=0.0)
@@ -125,6 +125,20 @@ def test_a_store_that_closes_slowly_has_all_of_the_deadline():
         begun = now()
         await engine.aclose()
         assert now() - begun == pytest.approx(0.9 * CLOSE_S, abs=0.05)
+
+    run_sim(work())
+
+
+def test_a_runner_that_hangs_as_it_is_closed_costs_the_deadline_and_is_named():
+    async def work():
+        engine, runner = held_engine(hung_config())
+        runner.aclose = asyncio.get_running_loop().create_future
+        await engine.start()
+        await engine.complete(prompt(0), PARAMS)
+        begun = now()
+        with pytest.raises(DeadlineExceeded, match="closing the runner"):
+            await engine.aclose()
+        assert now() - begun == pytest.approx(CLOSE_S, abs=0.01)
 
     run_sim(work())
 
