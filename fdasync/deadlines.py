@@ -42,6 +42,7 @@ class DeadlineTimer:
         self._due = when
         self._looks = 0
         self._turns = 0
+        # bare timer: this is what looks once more
         self._next: asyncio.Handle | None = loop.call_at(when, self._look)
 
     def _look(self) -> None:
@@ -52,6 +53,7 @@ class DeadlineTimer:
         # the loop was held up, at the deadline or at the look behind it
         self._looks += 1
         self._due = now + GRACE_S
+        # bare timer: as above
         self._next = self._loop.call_at(self._due, self._look)
 
     def _turn(self) -> None:

@@ -167,6 +167,7 @@ class Driver:
         elif type(action) is WakeAt:
             if self._timer is not None:
                 self._timer.cancel()
+            # bare timer: the scheduler is told what time it is, and decides
             self._timer = self._loop.call_at(action.time, self._ring)
         elif type(action) is SwapOut or type(action) is SwapIn:
             self._copy(action)

@@ -36,7 +36,9 @@ from fdasync.pd.tcp_wire import (
     parse_address,
 )
 from fdasync.pd.transport import Receipt
+from fdasync.testing import until
 from fdasync.testing.transport_bench import TransportHooks
+from tests.helpers import hold_up
 
 REPLY = struct.Struct("<QII")
 
@@ -387,3 +389,47 @@ async def test_right_bytes_and_then_too_many():
                 receiver.assert_only(before, [receipt])
                 assert receiver.has(receipt, "a")
             assert not [each for each in receiver.transport._connections.values() if not each.closed]
+
+
+@pytest.mark.both_loops
+@pytest.mark.parametrize("late", ["greeting", "request"])
+async def test_what_came_while_the_sender_s_loop_was_blocked_is_read_first(monkeypatch, late):
+    """Neither a stranger's greeting nor the rest of what a receiver owed is late for it."""
+    monkeypatch.setattr(tcp_server, "_GREET_S", 0.2 if late == "greeting" else 30.0)
+    hooks = Hooks()
+    hooks.make = lambda: TcpTransport(stuck_s=30.0 if late == "greeting" else 0.3)
+    async with hooks.sides(1) as (sender,):
+        server = sender.transport._server
+        parts, _ = sender.block("a", 1000)
+        hello, request = greeting(sender.source.token), pack_request(Request(0, parts[0], 0, 100))
+        before = hello[:4] if late == "greeting" else hello + request[:4]
+        loop = asyncio.get_running_loop()
+        with socket.socket() as sock:
+            sock.setblocking(False)
+            await loop.sock_connect(sock, parse_address(sender.source.address))
+            await loop.sock_sendall(sock, before)
+            await until(lambda: any(len(each._unread) == 4 for each in server._connections), every_s=0.001)
+            ours, theirs = socket.socketpair()
+
+            def block() -> None:
+                # a reader's callback: uvloop looks at its timers next, and reads after that
+                ours.recv(1)
+                sock.send((hello + request)[len(before) :])
+                hold_up(0.8)
+
+            with ours, theirs:
+                ours.setblocking(False)
+                theirs.setblocking(False)
+                loop.add_reader(ours, block)
+                theirs.send(b"x")
+                await asyncio.sleep(0.1)
+                loop.remove_reader(ours)
+            async with asyncio.timeout(5.0):
+                assert await loop.sock_recv(sock, 1)
+            # and who comes late is late all the same
+            await loop.sock_sendall(sock, request[:4])
+            if late == "request":
+                async with asyncio.timeout(5.0):
+                    while await loop.sock_recv(sock, 1 << 16):
+                        pass
+        assert (server.drops["stranger"], server.drops["stuck"]) == (0, int(late == "request"))

@@ -88,6 +88,7 @@ class HostFunctionPort(CompletionPort):
         self._notices[work.lane].waiting.append(work)
         self._ask(work.lane)
         if self._watchdog is None and not self._stopped:
+            # bare timer: a look every so often
             self._watchdog = self._loop.call_later(self._watchdog_s, self._watch)
 
     def _ask(self, lane: str) -> None:
@@ -113,6 +114,7 @@ class HostFunctionPort(CompletionPort):
             if not self._stopped:
                 self._drain(lane)
         if self._in_flight and not self._stopped:
+            # bare timer: a look every so often
             self._watchdog = self._loop.call_later(self._watchdog_s, self._watch)
 
     def _stop(self) -> None:
@@ -303,6 +305,7 @@ class FakePort(CompletionPort):
             self._handles.discard(handle)
             callback()
 
+        # bare timer: how long a work of this pretended device takes
         handle = self._loop.call_soon(run) if moment is None else self._loop.call_at(moment, run)
         self._handles.add(handle)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fdasync import errors
-from fdasync.deadlines import wait_within
+from fdasync.deadlines import Within, wait_within
 from fdasync.errors import (
     BadInput,
     DeadlineExceeded,
@@ -237,9 +237,10 @@ class Commands:
 
     async def _let_hand_overs_finish(self) -> None:
         router = self._router
-        until = self._loop.time() + router.config.handoff_s
-        while router.dispatch.being_handed_over() and self._loop.time() < until:  # noqa: ASYNC110 - nobody announces it
-            await asyncio.sleep(_LOOK_S)
+        with contextlib.suppress(TimeoutError):
+            async with Within(router.config.handoff_s):
+                while router.dispatch.being_handed_over():  # noqa: ASYNC110 - nobody announces it
+                    await asyncio.sleep(_LOOK_S)
         for request in router.dispatch.being_handed_over():
             router.dispatch.restart(request)
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from fdasync.cache.aux import wanted_specs
 from fdasync.cache.prefix import block_keys, root_key
-from fdasync.deadlines import wait_within
+from fdasync.deadlines import DeadlineTimer, wait_within
 from fdasync.errors import (
     BadInput,
     DeadlineExceeded,
@@ -140,7 +141,7 @@ class Dispatch:
     async def _send(self, request: Routed) -> None:
         """The next try: to whom, under a new name."""
         pause_s = _RETRY_S
-        seen_at = self._loop.time()
+        absent_s = 0.0
         while not request.done.done():
             self._check_open()
             try:
@@ -166,14 +167,17 @@ class Dispatch:
                 self.finish(request, request.so_far("deadline"), None)
                 return
             if self._fleet.may_serve(request.prefill, request.wanted_decoders, need):
-                seen_at = self._loop.time()
-            elif self._loop.time() - seen_at >= self._config.absent_s:
+                absent_s = 0.0
+            elif absent_s >= self._config.absent_s:
                 problem = f"no instance was there for {self._config.absent_s:g} s that takes it"
                 if away := [each.address for each in self._fleet.members.values() if not each.peer.is_up]:
                     problem += f"; missing: {', '.join(away)}"
                 raise PeerUnreachable("router", problem)
+            before = self._loop.time()
             # bare deadline: a pause before the next look
             await asyncio.wait([request.done], timeout=min(pause_s, left_s))
+            # time in which the loop was blocked is no absence: whoever came meanwhile could not say so
+            absent_s += min(self._loop.time() - before, pause_s)
             pause_s = min(2 * pause_s, 1.0)
 
     def _give(
@@ -390,7 +394,7 @@ class Dispatch:
     def set_timer(self, request: Routed, delay_s: float) -> None:
         if request.timer is not None:
             request.timer.cancel()
-        request.timer = self._loop.call_later(delay_s, self._overdue, request)
+        request.timer = DeadlineTimer(self._loop, self._loop.time() + delay_s, partial(self._overdue, request))
 
     def _overdue(self, request: Routed) -> None:
         """Nobody ended it in time."""

@@ -265,6 +265,7 @@ class Links:
             self._due = when
             if self._timer is not None:
                 self._timer.cancel()
+            # bare timer: it sees itself that the loop stood still
             self._timer = self._loop.call_at(when, self._tick)
 
     def _tick(self) -> None:

@@ -70,6 +70,7 @@ class News:
 
     def _arm(self) -> None:
         if self._timer is None and self._peers:
+            # bare timer: a pause between two messages
             self._timer = self._site.loop.call_later(_EVERY_S, self._site.guarded(self._send))
 
     def _send(self) -> None:

@@ -17,6 +17,7 @@ from fdasync.result import CachedTokens, Delta, Result, Sample
 
 if TYPE_CHECKING:
     from fdasync.cache.aux import AuxSpec
+    from fdasync.deadlines import DeadlineTimer
     from fdasync.pd.dispatch import Dispatch
     from fdasync.pd.fleet import Member
     from fdasync.pd.messages import Submit
@@ -71,7 +72,7 @@ class Routed:
         self.error: Exception | None = None
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.waiter: asyncio.Future[None] | None = None
-        self.timer: asyncio.TimerHandle | None = None
+        self.timer: DeadlineTimer | None = None
 
     @property
     def delivered(self) -> bool:

@@ -14,6 +14,7 @@ import socket
 from collections import deque
 from typing import TYPE_CHECKING
 
+from fdasync.deadlines import DeadlineTimer
 from fdasync.errors import ProtocolError
 from fdasync.pd.tcp_wire import (
     GREETING_NBYTES,
@@ -72,7 +73,7 @@ class Server:
         self._connections: dict[ServerConnection, None] = {}
         # until when each has to greet, in the order in which they came
         self._strangers: dict[ServerConnection, float] = {}
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: DeadlineTimer | None = None
         self._paused = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._sock = socket.socket(family, socket.SOCK_STREAM)
@@ -107,7 +108,11 @@ class Server:
             self._connections[connection] = None
             self._strangers[connection] = self.loop.time() + _GREET_S
             if self._timer is None:
-                self._timer = self.loop.call_later(_GREET_S, self._drop_strangers)
+                self._time_strangers()
+
+    def _time_strangers(self) -> None:
+        """The next of them to be late. A loop that was blocked reads first what came meanwhile."""
+        self._timer = DeadlineTimer(self.loop, next(iter(self._strangers.values())), self._drop_strangers)
 
     def _drop_strangers(self) -> None:
         """Those whose time is over."""
@@ -116,7 +121,7 @@ class Server:
         for connection in [each for each, until in self._strangers.items() if until <= now]:
             self.drop(connection, "stranger")
         if self._strangers:
-            self._timer = self.loop.call_at(next(iter(self._strangers.values())), self._drop_strangers)
+            self._time_strangers()
 
     def greeted(self, connection: ServerConnection) -> bool:
         """It has shown the token. False: there are too many who did, and it was dropped."""

@@ -86,6 +86,7 @@ class Doors:
         """Returns the actual address. Raises ConfigError."""
         actual = self._bind(address)
         if self._timer is None:
+            # bare timer: a look every so often
             self._timer = self._loop.call_later(_LOOK_S, self._look)
         return actual
 
@@ -109,6 +110,7 @@ class Doors:
         self._files.clear()
 
     def _look(self) -> None:
+        # bare timer: a look every so often
         self._timer = self._loop.call_later(_LOOK_S, self._look)
         now = self._loop.time()
         count, limit = descriptors()

@@ -210,6 +210,7 @@ class ZmqWire(Wire):
                 pipe.full = True
                 if pipe.name:
                     self._full.append(pipe)
+                    # bare timer: tries again
                     self._retry = self._retry or self._loop.call_later(_TRY_FULL_S, self._try_full)
             return False
         except zmq.ZMQError as error:

@@ -136,6 +136,7 @@ class SyntheticRunner(Runner):
                 loop.call_soon(self._complete, flight)
         else:
             self._busy_until = max(self._busy_until, loop.time()) + cost
+            # bare timer: how long its device computes
             loop.call_at(self._busy_until, self._complete, flight)
         return done
 
@@ -185,6 +186,7 @@ class SyntheticRunner(Runner):
         if cost and self.config.jitter:
             cost *= 1.0 + self.config.jitter * float(self._rng.uniform(-1.0, 1.0))
         if cost > 0:
+            # bare timer: how long its device copies
             loop.call_later(cost, self._copied, copy, done)
         else:
             loop.call_soon(self._copied, copy, done)

@@ -199,6 +199,7 @@ class UnixTransport(Transport):
         except OSError:
             # no descriptors are left just now
             loop.remove_reader(self._listener)
+            # bare timer: listens again
             loop.call_later(_AGAIN_S, self._listen)
             return
         sock.setblocking(False)
