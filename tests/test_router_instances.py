@@ -257,25 +257,26 @@ async def test_both_halves_are_enough(scene):
     assert list(missing(scene)) == [scene.d1.address]
 
 
-@without_all("p0", "d0", dead=["d0"], connect_s=20.0)
-async def test_one_half_waits_for_the_other_and_then_serves_alone(scene):
-    loop = asyncio.get_running_loop()
-    began = loop.time()
-    await scene.router.start()
-    assert loop.time() - began == pytest.approx(20.0, abs=0.2)
-    scene.p0.answers = lambda submit: scene.p0.end(submit.request, (7,))
-    assert (await scene.router.complete(PROMPT)).token_ids == (7,)
+@pytest.mark.parametrize("names", [("p0", "d0"), ("d0", "p0"), ("p0", "p1", "d0"), ("d0", "d1")])
+def test_one_half_is_not_kept_waiting_for_the_other_or_for_its_like(names):
+    """It serves requests whole until the other half comes."""
 
+    @without_all(*names, dead=names[-1:])
+    async def test(scene):
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        await scene.router.start()
+        assert loop.time() - began == pytest.approx(1.0, abs=0.2)
+        first = scene.scripts[names[0]]
+        first.answers = lambda submit: first.end(submit.request, (7,))
+        assert (await scene.router.complete(PROMPT, prefill=first.address)).token_ids == (7,)
+        assert first.submits[0].decoders == ()
+        came = scene.begin(names[-1])
+        await settle(2.0)
+        assert missing(scene) == {}
+        assert came.failures == []
 
-@without_all("d0", "p0", dead=["d0"], connect_s=20.0)
-async def test_the_other_half_is_not_waited_for_when_it_has_come(scene):
-    loop = asyncio.get_running_loop()
-    starting = asyncio.ensure_future(scene.router.start())
-    await settle(5.0)
-    began = loop.time()
-    scene.begin("d0")
-    await starting
-    assert loop.time() - began < 2.0
+    test()
 
 
 @pytest.mark.parametrize(("config", "dead", "named"), [

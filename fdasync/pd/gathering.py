@@ -24,10 +24,9 @@ Require = Literal["serving", "all"]
 
 
 def can_serve(members: Sequence[Member]) -> bool:
-    """Whether those that are up are as much as requests are meant for: a mixed one, or both halves. One half alone
-    serves requests whole, which is better than nothing, and no reason not to wait for the other."""
-    roles = {member.peer.role for member in members if member.peer.is_up}
-    return "mixed" in roles or roles >= {"prefill", "decode"}
+    """Whether those that are up can serve requests: any of them can. One half alone serves them whole until the other
+    comes (`Fleet.choose`)."""
+    return any(member.peer.is_up for member in members)
 
 
 async def gather(members: Sequence[Member], require: Require, connect_s: float, settle_s: float) -> None:

@@ -67,10 +67,10 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     retries: how often a request is sent again.
     direct_below_tokens: prompts that lack fewer tokens on a decode instance are not prefilled elsewhere.
     request_deadline_s: of requests that name none.
-    require: whom `start` waits for: "serving": until those that are there can serve, while the others are called on; or
+    require: whom `start` waits for: "serving": until one is there, which can serve, while the others are called on; or
         "all".
     connect_s: how long `start` waits at most.
-    settle_s: how long it waits for the others when it could serve: those that are there all answer within that.
+    settle_s: how long it waits for the others then: those that are there all answer within that.
     absent_s: how long a request waits while no instance is there that takes it, of those that its caller names if so;
         it may wait for a busy one to its deadline.
     handoff_s: how long a weight update waits for requests that are being handed over, before it starts them again.
@@ -141,10 +141,10 @@ class Router:
         await self.aclose()
 
     async def start(self) -> None:
-        """Connect, until those that are there can serve: a mixed one, or a prefill and a decode instance. Where one
-        half alone comes, it serves after `connect_s`. The others have `settle_s` to answer. Who is missing then stands
-        in `stats().missing`, is called on, and serves when it comes, with the weights of the others. One that does not
-        fit most others stands there too, and is not called again until it is added.
+        """Connect, until those that are there can serve, as each can: prefill or decode instances alone serve requests
+        whole until the other half comes. The others have `settle_s` to answer. Who is missing then stands in
+        `stats().missing`, is called on, and serves when it comes, with the weights of the others. One that does not fit
+        most others stands there too, and is not called again until it is added.
 
         With `require="all"` every instance must answer within `connect_s` and fit the others.
 
