@@ -198,7 +198,7 @@ class Instance:
             site.carriers = self._carriers
             await self._carriers.open(site.regions)
             site.links = self._links = Links(self._wire or ZmqWire(on_doors=self._on_doors), self, self._link_config)
-            self._news = News(site)
+            self._news = News(site, self._version)
             self.address = self._links.listen(self._listen)
             self.engine.attend(self.perform, self._failed)
             for address in self._names:
@@ -309,7 +309,7 @@ class Instance:
             capacity.tokenizer,
             engine.config.model,
             engine.config.max_step_tokens,
-            engine.stats().scheduler.weight_version,
+            self._version(),
             engine.config.max_requests,
         )
         role = engine.config.role
@@ -325,6 +325,9 @@ class Instance:
             self._site.namespace(),
             facts,
         )
+
+    def _version(self) -> int:
+        return self.engine.stats().scheduler.weight_version
 
     def check(self, hello: Hello) -> Refused | None:
         if hello.shape is None:
@@ -477,8 +480,7 @@ class Instance:
                 await self.drain(message.limit_s)
         except FdasyncError as caught:
             error, problem = type(caught).__name__, brief(str(caught))
-        version = self.engine.stats().scheduler.weight_version
-        words = Done(message.number, error, problem, self._site.namespace(), version)
+        words = Done(message.number, error, problem, self._site.namespace(), self._version())
         self._site.tell(peer, words)
 
     def _claim(self, peer: Peer, limit_s: float = 0.0) -> None:

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from fdasync.pd.overview import InstanceStats, RouterStats
     from fdasync.restarts import Restarts
 
-_COLORS = {"running": "green", "ready": "green", "ended": "red", "given up": "red", "away": "red", "refused": "red"}
+_COLORS = {
+    "running": "green", "ready": "green", "behind": "magenta", "ended": "red", "given up": "red", "away": "red",
+    "refused": "red",
+}  # fmt: skip
 # a new word comes twice a second
 _STALE_S = 3.0
 # two words that came at once say nothing of a rate
@@ -67,7 +70,8 @@ def fleet_table(
 def _row(child: Child, one: InstanceStats | None, rates: Rates, restarts: Restarts, now: float) -> tuple[str, ...]:
     state, count = child.state, f"{restarts.count}"
     if state == "ready" and one is not None:
-        state = one.state
+        # one that is up and has a problem gets no requests, as it has not the weights of the others
+        state = "behind" if one.is_up and one.problem and one.state == "running" else one.state
     elif state == "ended" and restarts.due is not None:
         state = f"again in {max(restarts.due - now, 0.0):.0f} s"
     elif state == "ended" and restarts.given_up:

@@ -130,7 +130,7 @@ class Script:
         self.router.send(Failed(name, error, "no", retriable=retriable, **fields))
 
     def has(self, *keys: bytes) -> None:
-        self.router.send(BlockNews(NAMESPACE, False, keys, ()))
+        self.router.send(BlockNews(NAMESPACE, 0, False, keys, ()))
 
     def die(self) -> None:
         self.network.kill(self.wire)

@@ -36,7 +36,7 @@ class Stage:
         self[name].status = Status(state, 0, queued, running, 0, free, 100)
 
     def has(self, name, *numbers):
-        self[name].learn(BlockNews(b"n" * 16, False, tuple([KEYS[number] for number in numbers]), ()))
+        self[name].learn(BlockNews(b"n" * 16, 0, False, tuple([KEYS[number] for number in numbers]), ()))
 
     def choose(self, num_tokens=32, without=(), prefill="", decoders=(), keys=KEYS, **fields):
         route = self.fleet.choose(keys, num_tokens, without, prefill, decoders, **fields)
@@ -188,9 +188,9 @@ def test_news_of_other_weights_replace_what_was_known(namespace):
     stage = Stage("p0")
     stage.has("p0", 0, 1)
     member = stage["p0"]
-    member.learn(BlockNews(namespace, False, (KEYS[2],), (KEYS[0],)))
+    member.learn(BlockNews(namespace, 0, False, (KEYS[2],), (KEYS[0],)))
     assert member.blocks == ({KEYS[1], KEYS[2]} if namespace == b"n" * 16 else {KEYS[2]})
-    member.learn(BlockNews(namespace, True, (KEYS[3],), ()))
+    member.learn(BlockNews(namespace, 0, True, (KEYS[3],), ()))
     assert member.blocks == {KEYS[3]}
     member.came_up()
     assert member.blocks == set()

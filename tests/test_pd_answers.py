@@ -221,7 +221,8 @@ def test_routers_are_told_of_blocks_together_and_late_comers_of_all():
     async def main():
         stage = Stage()
         keys = [bytes([number]) * 16 for number in range(4)]
-        news = News(stage.site)
+        version = 3
+        news = News(stage.site, lambda: version)
         early, late = FakePeer("one", "router"), FakePeer("two", "router")
         news.add(early)
         await stage.settle(0.1)
@@ -242,12 +243,13 @@ def test_routers_are_told_of_blocks_together_and_late_comers_of_all():
         await stage.settle(0.2)
         assert news_of(late)[-1] == (True, (keys[1], keys[2], keys[3]), ())
         # of new weights nothing is known
-        stage.site.namespace = lambda: b"o" * 16
+        stage.site.namespace, version = lambda: b"o" * 16, 4
         news.tell(TellBlocks((keys[0],), ()))
         await stage.settle(0.2)
         for peer in (early, late):
             last = peer.take(BlockNews)[-1]
             assert (last.namespace, last.reset, last.added) == (b"o" * 16, True, (keys[0],))
+            assert last.weight_version == 4
         early.is_up = False
         news.remove(late)
         count = len(late.sent)

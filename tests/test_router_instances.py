@@ -350,7 +350,7 @@ async def test_one_that_comes_with_older_weights_waits_for_whoever_updates_it(sc
     came = scene.begin("m1")
     await settle(2.0)
     assert "other weights" in scene.router.stats().instances[1].problem
-    came.router.send(BlockNews(b"v" * 16, True, (), ()))
+    came.router.send(BlockNews(b"v" * 16, 5, True, (), ()))
     await settle()
     assert scene.router.stats().instances[1].problem == ""
 

@@ -11,7 +11,7 @@ import pytest
 
 import fdasync
 from fdasync import Instance, SamplingParams
-from fdasync.errors import BadInput, EngineClosed, PeerRefused, UpdateUnderWay, WeightsRejected
+from fdasync.errors import BadInput, EngineClosed, PeerRefused, PeerUnreachable, UpdateUnderWay, WeightsRejected
 from fdasync.pd.messages import BlockNews, Command, Done
 from fdasync.runner.synthetic import WEIGHTS_FILE
 from fdasync.testing import synthetic_config, until
@@ -242,7 +242,7 @@ async def test_instances_that_somebody_else_updates_are_followed_when_most_have_
     serve(scene.p0, scene.d0, scene.d1)
 
     def changes(script):
-        script.router.send(BlockNews(OTHER, True, (), ()))
+        script.router.send(BlockNews(OTHER, 1, True, (), ()))
 
     changes(scene.d0)
     await settle()
@@ -270,7 +270,7 @@ async def test_instances_that_somebody_else_updates_are_followed_when_most_have_
 async def test_after_following_others_its_own_older_update_counts_no_more_and_its_next_one_does(scene):
     await scene.router.update_weights(1, "/w")
     for script in (scene.m0, scene.m1, scene.m2):
-        script.router.send(BlockNews(OTHER, True, (), ()))
+        script.router.send(BlockNews(OTHER, 1, True, (), ()))
         await settle()
     again = await come_back(scene, "m0")
     assert again.commands == []
@@ -285,6 +285,101 @@ async def test_after_following_others_its_own_older_update_counts_no_more_and_it
     await settle(5.0)
     assert [[command.version for command in script.commands] for script in (scene.m1, scene.m2)] == [[1, 2], [1, 2]]
     assert not any(problems(scene).values())
+
+
+# -- earlier weights
+
+
+@pytest.mark.parametrize("knows", ["it served them", "it followed", "its own update, which another's replaced"])
+def test_nobody_is_followed_to_an_earlier_version_than_the_fleet_had(knows):
+    """All that had version 5 are started again, one after the other, with the weights of their checkpoint."""
+
+    @in_scene("m0", "m1", absent_s=5.0)
+    async def play(scene):
+        await settle()
+        if knows == "it served them":
+            for script in (scene.m0, scene.m1):
+                script.die()
+            await settle(4.0)
+            for name in ("m0", "m1"):
+                scene.begin(name, OTHER).version = 5
+            await settle(2.0)
+        else:
+            if knows != "it followed":
+                await scene.router.update_weights(1, "/w")
+            for script in (scene.m0, scene.m1):
+                # the label may come a moment after the weights
+                script.router.send(BlockNews(OTHER, 1, True, (), ()))
+                script.router.send(BlockNews(OTHER, 5, False, (), ()))
+            await settle()
+        serve(scene.m0, scene.m1)
+        assert {one.weight_version for one in scene.router.stats().instances} == {5}
+        first = await come_back(scene, "m0")
+        serve(first)
+        await scene.router.complete(PROMPT)
+        assert len(scene.m1.submits) == 1
+        second = await come_back(scene, "m1")
+        serve(second)
+        for problem in problems(scene).values():
+            assert "of version 0, which is earlier than version 5: it gets no requests until" in problem
+        loop = asyncio.get_running_loop()
+        for named in ({}, {"prefill": first.address}, {"decoders": [second.address]}):
+            began = loop.time()
+            with pytest.raises(PeerUnreachable, match=r"for 5 s that takes it; m0: .* earlier than version 5: "):
+                await scene.router.complete(PROMPT, **named)
+            assert loop.time() - began == pytest.approx(5.0, abs=1.0)
+        assert first.submits == second.submits == first.commands == second.commands == []
+        assert dropped(scene) == {}
+        # nor where somebody gives one of them something earlier; a later version is followed
+        first.router.send(BlockNews(NEW, 4, True, (), ()))
+        await settle()
+        assert "of version 4, which is earlier than version 5" in problems(scene)["m0"]
+        first.router.send(BlockNews(b"l" * 16, 6, True, (), ()))
+        await settle()
+        assert [name for name, problem in problems(scene).items() if problem] == ["m1"]
+        await scene.router.complete(PROMPT)
+        assert len(first.submits) == 1
+
+    play()
+
+
+@in_scene("m0", "m1", "m2")
+async def test_one_that_came_with_what_the_others_get_later_waits_for_nobody(scene):
+    await settle()
+    for script in scene.scripts.values():
+        script.router.send(BlockNews(OTHER, 5, True, (), ()))
+    await settle()
+    scene.m2.die()
+    await settle(4.0)
+    early = scene.begin("m2", NEW)
+    early.version = 6
+    await settle(2.0)
+    assert "other weights" in problems(scene)["m2"]
+    for script in (scene.m0, scene.m1):
+        script.router.send(BlockNews(NEW, 6, True, (), ()))
+    await settle()
+    assert not any(problems(scene).values())
+    assert scene.router.fleet.may_serve(early.address, ())
+    serve(early)
+    await scene.router.complete(PROMPT, prefill=early.address)
+
+
+@in_scene("m0", "m1")
+async def test_a_router_s_own_update_may_go_back(scene):
+    """A version is its caller's label."""
+    for version, namespace in ((5, NEW), (3, OTHER)):
+        for script in (scene.m0, scene.m1):
+            script.obeys = lambda command, version=version, namespace=namespace: Done(
+                command.number, "", "", namespace, version
+            )  # fmt: skip
+        await scene.router.update_weights(version, "/w")
+    again = await come_back(scene, "m0", b"l" * 16)
+    assert [command.version for command in again.commands] == [3]
+    again.router.send(Done(again.commands[0].number, "", "", OTHER, 3))
+    await settle()
+    assert problems(scene) == {"m0": "", "m1": ""}
+    serve(scene.m1, again)
+    await scene.router.complete(PROMPT)
 
 
 # -- updates that are cancelled
@@ -342,7 +437,7 @@ async def test_a_version_that_nobody_answered_for_in_time_can_be_given_again(sce
         await scene.router.update_weights(1, "/w")
     # both took it after all
     for script in (scene.m0, scene.m1):
-        script.router.send(BlockNews(NEW, True, (), ()))
+        script.router.send(BlockNews(NEW, 1, True, (), ()))
         script.obeys = lambda command: Done(command.number, "BadInput", "1 was used before", NEW, 1)
     await settle()
     serve(scene.m0, scene.m1)
@@ -471,7 +566,7 @@ async def test_an_update_that_another_routers_came_after_is_not_told_any_more(sc
     # another router holds it, and brings all to weights of its own
     again.router.send(Done(command.number, "UpdateUnderWay", "of another", NAMESPACE, 0))
     for script in (scene.m0, scene.m1, again):
-        script.router.send(BlockNews(OTHER, True, (), ()))
+        script.router.send(BlockNews(OTHER, 1, True, (), ()))
     await settle(3.0)
     assert [told.version for told in again.commands] == [1]
     assert dropped(scene) == {}

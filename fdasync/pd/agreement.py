@@ -4,7 +4,13 @@ All instances of a router have one weights id. One that comes up with another ge
 date with this router's last update, by the same command, or it is dropped by name. Where there was no update, those
 that were there at the start are the measure: of several, those of the latest version; one of an earlier version waits
 for whoever updates the others. Instances that change while they are there were updated by somebody else: they are
-followed as soon as most have changed. Told by `router.py` and `barrier.py`; sends nothing but that one command.
+followed as soon as most have changed.
+
+Nobody is followed to an earlier version than the fleet has, or had before it died: what serves version 5 must not go on
+with the checkpoint's weights because all that had others were started again. Such instances wait for whoever updates
+them, and requests that find nobody else end saying so.
+
+Told by `router.py` and `barrier.py`; sends nothing but that one command.
 """
 
 from __future__ import annotations
@@ -26,6 +32,8 @@ if TYPE_CHECKING:
 
 _AGAIN_S = 0.5
 _OTHER = "it has other weights than the instances that were there before it"
+#: why one gets no requests, if it will in a moment
+BEHIND = "it has other weights than the others, and gets no requests until it has theirs"
 
 
 class Dropped(msgspec.Struct, frozen=True):
@@ -78,7 +86,7 @@ class Agreement:
         have = Counter(member.namespace for member in up)
         if up:
             best = max(up, key=lambda member: (member.weight_version, have[member.namespace]))
-            self._fleet.namespace = best.namespace
+            self._serve(best)
         self.held = False
         self.judge_all()
 
@@ -87,9 +95,10 @@ class Agreement:
         if member in self._tasks:
             # its answer to the command decides
             return
-        member.behind = member.namespace != self._fleet.namespace
+        member.behind, member.waits = member.namespace != self._fleet.namespace, ""
         if not member.behind:
             member.changed = False
+            self._fleet.weight_version = max(self._fleet.weight_version, member.weight_version)
             return
         if self.held:
             return
@@ -97,17 +106,31 @@ class Agreement:
             self._follow(member)
         elif self.last is not None:
             self._spawn(member, self.last)
+        elif self._is_earlier(member):
+            self._let_wait(member)
         elif not any(other.namespace == self._fleet.namespace for other in self._fleet.up()):
             # nobody is there to differ from
-            self._fleet.namespace, member.behind = member.namespace, False
-        elif not self._followed and not self._is_older(member):
+            self._serve(member)
+            member.behind = False
+        elif not self._followed:
             self.drop(member, _OTHER)
-        # else whoever updates the others is expected to update this one
+        else:
+            # whoever updates the others is expected to update this one
+            member.waits = BEHIND
 
-    def _is_older(self, member: Member) -> bool:
-        """It has an earlier version than the others: started again since, most likely."""
-        have = [other.weight_version for other in self._fleet.up() if other.namespace == self._fleet.namespace]
-        return member.weight_version < max(have, default=0)
+    def _serve(self, member: Member) -> None:
+        """All are to have what this one has."""
+        self._fleet.namespace, self._fleet.weight_version = member.namespace, member.weight_version
+
+    def _is_earlier(self, member: Member) -> bool:
+        """It has an earlier version than the fleet has or had: started again since, most likely."""
+        return member.weight_version < self._fleet.weight_version
+
+    def _let_wait(self, member: Member) -> None:
+        member.waits = (
+            f"it has other weights than the fleet, of version {member.weight_version}, which is earlier than version"
+            f" {self._fleet.weight_version}: it gets no requests until somebody updates it"
+        )
 
     def judge_all(self) -> None:
         """An update is over, or the start."""
@@ -117,7 +140,7 @@ class Agreement:
     def agreed(self, words: Command, namespace: bytes) -> None:
         """An update of this router went well."""
         self.last, self._followed = words, False
-        self._fleet.namespace = namespace
+        self._fleet.namespace, self._fleet.weight_version = namespace, words.version
 
     def drop(self, member: Member, problem: str) -> None:
         """It is not used any more; its link is hung up in the next turn of the loop."""
@@ -129,16 +152,20 @@ class Agreement:
 
     def _follow(self, member: Member) -> None:
         """Somebody else gives instances other weights, one after the other."""
+        if self._is_earlier(member):
+            self._let_wait(member)
+            return
         up = self._fleet.up()
         have = [other.namespace for other in up]
         if self._fleet.namespace in have and 2 * have.count(member.namespace) <= len(have):
             return
-        self._fleet.namespace = member.namespace
+        self._serve(member)
         # it is older than what they have now
         self.last, self._followed = None, True
         for other in up:
             other.behind = other.namespace != member.namespace
             other.changed = other.changed and other.behind
+            other.waits = other.waits if other.behind else ""
 
     # -- bringing one up to date ----------------------------------------------------------------------
 

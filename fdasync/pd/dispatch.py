@@ -172,6 +172,8 @@ class Dispatch:
                 problem = f"no instance was there for {self._config.absent_s:g} s that takes it"
                 if away := [each.address for each in self._fleet.members.values() if not each.peer.is_up]:
                     problem += f"; missing: {', '.join(away)}"
+                if waiting := [f"{each.peer.name}: {each.waits}" for each in self._fleet.up() if each.waits]:
+                    problem += f"; {'; '.join(waiting)}"
                 raise PeerUnreachable("router", problem)
             before = self._loop.time()
             # bare deadline: a pause before the next look

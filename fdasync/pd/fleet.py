@@ -45,8 +45,9 @@ class Member:
         live: requests that it serves, or prefills.
         leaving: it takes no more requests.
         sessions: how often it came up.
-        behind: it has other weights than the router's others, and gets no requests; changed: since this process of it
-            came up first; dropped: why it is not used any more.
+        behind: it has other weights than the router's others, and gets no requests; waits: why it will get none until
+            somebody else updates it, where this router does not; changed: since this process of it came up first;
+            dropped: why it is not used any more.
     """
 
     def __init__(self, peer: Peer) -> None:
@@ -61,6 +62,7 @@ class Member:
         self.leaving = False
         self.sessions = 0
         self.behind = False
+        self.waits = ""
         self.changed = False
         self.dropped = ""
         self._incarnation = b""
@@ -99,6 +101,11 @@ class Member:
         return self.leaving or (self.status is not None and self.status.state == "draining")
 
     @property
+    def is_out(self) -> bool:
+        """It gets no more requests, unless somebody else does something about it."""
+        return self.is_leaving or (self.peer.is_up and bool(self.waits))
+
+    @property
     def takes_work(self) -> bool:
         return self.peer.is_up and not self.behind and not self.is_leaving
 
@@ -119,6 +126,7 @@ class Member:
             self.blocks.clear()
         self.namespace, self.weight_version = namespace, version
         self.behind = self.changed = False
+        self.waits = ""
 
     def learn(self, news: BlockNews) -> None:
         """It gained and lost blocks."""
@@ -126,6 +134,7 @@ class Member:
             self.blocks.clear()
             self.changed = self.changed or news.namespace != self.namespace
             self.namespace = news.namespace
+        self.weight_version = news.weight_version
         self.blocks.update(news.added)
         self.blocks.difference_update(news.removed)
 
@@ -185,12 +194,13 @@ class Fleet:
             elsewhere.
 
     Attributes:
-        namespace: of the weights that all are to have; empty before the first came up.
+        namespace, weight_version: of the weights that all are to have; empty before the first came up.
     """
 
     def __init__(self, direct_below_tokens: int) -> None:
         self._direct_below_tokens = direct_below_tokens
         self.namespace = b""
+        self.weight_version = 0
         self.members: dict[Peer, Member] = {}
 
     def add(self, peer: Peer) -> Member:
@@ -207,14 +217,14 @@ class Fleet:
         """Whether there is somebody who may take a request of whom its caller names, now or later."""
         if prefill:
             first = self.find(prefill)
-            if first is None or not first.peer.is_up or first.is_leaving:
+            if first is None or not first.peer.is_up or first.is_out:
                 return False
         if decoders and not self._named(decoders):
             return False
-        able = [member for member in self._able(prefill, decoders) if not member.is_leaving]
+        able = [member for member in self._able(prefill, decoders) if not member.is_out]
         # a named one that is not there may be to whoever hands over
         able = [member for member in able if (member.peer.is_up or decoders) and member.may(need.fits_whole)]
-        return bool(able) and any(not member.is_leaving for member in self.up())
+        return bool(able) and any(not member.is_out for member in self.up())
 
     def refusal(self, need: Need, prefill: str, decoders: Sequence[str]) -> BadInput | None:
         """Why nobody, of whom its caller names, will ever serve a request; None: somebody may. One who is not there now
@@ -239,7 +249,7 @@ class Fleet:
 
     def _named(self, decoders: Sequence[str]) -> list[Member]:
         named = [member for address in decoders if (member := self.find(address)) is not None]
-        return [member for member in named if not member.is_leaving and member.peer.role != "prefill"]
+        return [member for member in named if not member.is_out and member.peer.role != "prefill"]
 
     def choose(
         self,

@@ -505,9 +505,11 @@ class Failed(Message, frozen=True, array_like=True, tag="failed"):
 
 
 class BlockNews(Message, frozen=True, array_like=True, tag="blocks"):
-    """Identities that an instance can serve from now on, and those that it lost; `reset`: it has no others."""
+    """Identities that an instance can serve from now on, and those that it lost, under the weights that it has now;
+    `reset`: it has no others."""
 
     namespace: Namespace
+    weight_version: Count
     reset: bool
     added: Keys
     removed: Keys

@@ -13,6 +13,7 @@ from fdasync.pd.messages import BlockNews
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Callable
 
     from fdasync.actions import TellBlocks
     from fdasync.pd.peer import Peer
@@ -23,10 +24,15 @@ _MAX_KEYS = 16384
 
 
 class News:
-    """See the module."""
+    """See the module.
 
-    def __init__(self, site: Site) -> None:
+    Args:
+        version: of the weights in use, now.
+    """
+
+    def __init__(self, site: Site, version: Callable[[], int]) -> None:
         self._site = site
+        self._version = version
         self._namespace = site.namespace()
         self._known: dict[bytes, None] = {}
         self._changes: dict[bytes, bool] = {}
@@ -80,14 +86,16 @@ class News:
         removed = tuple([key for key, here in self._changes.items() if not here])
         self._changes.clear()
         again = False
+        version = self._version()
         for peer, anew in list(self._peers.items()):
             try:
                 if anew:
-                    self._all(peer)
+                    self._all(peer, version)
                 elif added or removed:
                     for first in range(0, max(len(added), len(removed)), _MAX_KEYS):
                         last = first + _MAX_KEYS
-                        peer.send(BlockNews(self._namespace, False, added[first:last], removed[first:last]))
+                        news = BlockNews(self._namespace, version, False, added[first:last], removed[first:last])
+                        peer.send(news)
                 self._peers[peer] = False
             except PeerBusy:
                 self._peers[peer] = again = True
@@ -96,7 +104,8 @@ class News:
         if again:
             self._arm()
 
-    def _all(self, peer: Peer) -> None:
+    def _all(self, peer: Peer, version: int) -> None:
         keys = list(self._known)
         for first in range(0, max(len(keys), 1), _MAX_KEYS):
-            peer.send(BlockNews(self._namespace, not first, tuple(keys[first : first + _MAX_KEYS]), ()))
+            some = tuple(keys[first : first + _MAX_KEYS])
+            peer.send(BlockNews(self._namespace, version, not first, some, ()))

@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from fdasync.pd.agreement import Dropped
+from fdasync.pd.agreement import BEHIND, Dropped
 from fdasync.pd.messages import Status
 
 if TYPE_CHECKING:
     from fdasync.pd.fleet import Member
     from fdasync.pd.router import Router
-
-_BEHIND = "it has other weights than the others, and gets no requests until it has theirs"
 
 
 class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,7 +30,7 @@ class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
             old.
         live: requests of this router that it serves, or prefills.
         known_blocks: identities that this router knows it to have.
-        weight_version: of its weights; of one that somebody else than this router updated, what it was before.
+        weight_version: of its weights.
     """
 
     name: str
@@ -83,7 +81,7 @@ def _of(member: Member, now: float) -> InstanceStats:
         address=member.address,
         role="" if hello is None else hello.role,
         is_up=peer.is_up,
-        problem=(_BEHIND if member.behind else "") if peer.is_up else peer.problem,
+        problem=(member.waits or BEHIND if member.behind else "") if peer.is_up else peer.problem,
         state=("draining" if member.is_leaving else running) if peer.is_up else away,  # type: ignore[arg-type]
         status=status,
         status_at=member.status_at,
