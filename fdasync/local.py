@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from fdasync.deadlines import wait_within
+from fdasync.deadlines import Within
 from fdasync.engine_options import store_of_instance
 from fdasync.errors import ConfigError, DeadlineExceeded
 from fdasync.local_child import Child, ChildEnded, Plan, Role
@@ -113,25 +113,33 @@ class LocalFleet:
         """Another process in the place of one that has ended. Raises ConfigError where it cannot be started; then the
         one that has ended keeps its place."""
         place = self.children.index(child)
-        child.remove_socket()
         try:
             self.children[place] = Child(self._plans[place], child.address, self._on_end)
         except OSError as error:
             raise ConfigError("instances", f"{child.name} cannot be started: {error}") from None
 
     async def ready(self) -> None:
-        """Until all take requests. Raises ChildEnded for the first that does not, DeadlineExceeded."""
+        """Until all take requests. Raises ChildEnded for the first that ends before, if it took some already or not;
+        DeadlineExceeded."""
         if not self.children:
             return
         limit_s = max(plan.config.start_deadline_s for plan in self._plans) + _START_S
-        done, waiting = await wait_within(
-            [child.ready for child in self.children], limit_s, return_when=asyncio.FIRST_EXCEPTION
-        )
-        for future in done:
-            future.result()  # of a future that is done
-        if waiting:
+        try:
+            async with Within(limit_s):
+                while waiting := [child.ready for child in self.children if not child.ready.done()]:
+                    waited: list[asyncio.Future[Any]] = [*waiting, *[child.exited for child in self.children]]
+                    await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+                    self._check_alive()
+        except TimeoutError:
             names = ", ".join(child.name for child in self.children if child.state == "loading")
-            raise DeadlineExceeded(f"starting {names}", limit_s)
+            raise DeadlineExceeded(f"starting {names}", limit_s) from None
+        self._check_alive()
+
+    def _check_alive(self) -> None:
+        """Raises ChildEnded for the first that has ended."""
+        for child in self.children:
+            if child.exited.done():
+                raise ChildEnded(child.name, child.exited.result(), tuple(child.lines))  # of one that has ended
 
     async def while_alive(self, work: Coroutine[Any, Any, T]) -> T:
         """Its result. Raises ChildEnded when an instance ends first, for whom nobody may take the place; the work is
@@ -141,9 +149,7 @@ class LocalFleet:
         try:
             # bounded by the work's own deadlines
             await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-            for child in self.children:
-                if child.exited.done():
-                    raise ChildEnded(child.name, child.exited.result(), tuple(child.lines))  # of one that has ended
+            self._check_alive()
             return task.result()  # of a task that is done
         finally:
             task.cancel()

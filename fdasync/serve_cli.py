@@ -119,14 +119,15 @@ def up(ctx: click.Context, /, **options: Any) -> None:
 
     An instance that fails or is killed is started again: after 0.5 s, then after twice as long each time, five times at
     most unless it has taken requests for five minutes in between. Before it gets requests, it gets the weights of the
-    others from the router that updated them. One that does not come up the first time ends all.
+    others from the router that updated them. One that does not come up the first time, or ends before all have, ends
+    all.
 
     The first signal drains all, prefill instances first; the second ends all at once, as a terminal that closes does;
     the third kills. A reader of its output that ends (| head) ends nothing: what is left to say goes to stderr.
 
     Exit code 0: all drained. 1: one was given up, or was not there at the end; or requests were cut short. 2: one could
     not start.
-    130: interrupted while they loaded.
+    130: interrupted while they loaded, or were connected to.
     """
     from fdasync.restarts import RestartRules
     from fdasync.up import UpOptions, run_up

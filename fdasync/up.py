@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import uvloop
@@ -115,19 +115,29 @@ class _Up:
                 return _EXIT_INTERRUPTED
             loading.result()  # of a task that is done
         except ChildEnded as error:
-            self._say(f"[red]{error.name} did not start: it {in_words(error.status)}[/]")
+            was_ready = any(child.name == error.name and child.ready_at is not None for child in self._fleet.children)
+            what = "ended before all were ready" if was_ready else "did not start"
+            self._say(f"[red]{error.name} {what}: it {in_words(error.status)}[/]")
             self._show(error.lines)
             return _EXIT_ERROR if error.status == _EXIT_ERROR else _EXIT_FAILED
         finally:
             loading.cancel()
             await asyncio.wait([loading])
         self._running = True
+        for child in self._fleet.children:
+            if child.state == "ended":
+                # in the turn in which the last one became ready
+                self._on_end(child)
         return None
 
     async def _watch(self, signals: Signals) -> int:
         """A table of how they do, until all have ended for good. One that ended by itself is started again."""
         listed = ", ".join(f'"{address}"' for address in self._fleet.addresses)
-        async with connect(self._fleet.addresses, RouterConfig(connect_s=_CONNECT_S)) as router:
+        router = connect(self._fleet.addresses, RouterConfig(connect_s=_CONNECT_S))
+        try:
+            code = await self._connect(router, signals)
+            if code is not None:
+                return code
             self._say("ready; connect with")
             self._print(f"    fdasync.connect([{listed}])")
             rates = Rates()
@@ -140,9 +150,30 @@ class _Up:
                 self._stop_restarts()
                 cut_short = await self._drain(signals, live, router, rates)
                 self._refresh(live, router, rates)
+        finally:
+            await router.aclose()
         if not cut_short and not self._failed:
             self._say("all drained")
         return _EXIT_FAILED if cut_short or self._failed else 0
+
+    async def _connect(self, router: Router, signals: Signals) -> int | None:
+        """None: there is a router. Who ended meanwhile is started again all the same."""
+        connecting = asyncio.ensure_future(router.start())
+        try:
+            while not connecting.done() and (self._fleet.alive() or self._waiting()) and not signals.count:
+                self._start_again()
+                await self._look(signals, 1, connecting)
+            if signals.count:
+                self._say("interrupted while it connected to them")
+                return _EXIT_INTERRUPTED
+            if not connecting.done():
+                # all were given up, each by name
+                return _EXIT_FAILED
+            connecting.result()  # of a task that is done
+        finally:
+            connecting.cancel()
+            await asyncio.wait([connecting])
+        return None
 
     async def _drain(self, signals: Signals, live: Live, router: Router, rates: Rates) -> bool:
         """Prefill instances first, so that what they began finds others. True: requests were cut short."""
@@ -159,11 +190,11 @@ class _Up:
         drained = [child.exited.result() == 0 for child in self._fleet.children if child.exited.done()]
         return not all(drained) or bool(self._fleet.alive())
 
-    async def _look(self, signals: Signals, count: int) -> None:
+    async def _look(self, signals: Signals, count: int, *others: asyncio.Future[Any]) -> None:
         """A moment, or until something happens."""
         alive = [child.exited for child in self._fleet.alive()]
         left_s = min(self._waiting(), default=float("inf")) - asyncio.get_running_loop().time()
-        await signals.wait(*alive, count=count, timeout_s=min(_REFRESH_S, max(left_s, _SHORT_S)))
+        await signals.wait(*alive, *others, count=count, timeout_s=min(_REFRESH_S, max(left_s, _SHORT_S)))
 
     def _waiting(self) -> list[float]:
         """When those that ended shall be started again."""

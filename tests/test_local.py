@@ -46,3 +46,25 @@ async def test_work_ends_with_its_result_or_with_the_first_instance_that_ends() 
         # whatever else it would have brought
         with pytest.raises(ChildEnded):
             await fleet.while_alive(short())
+
+
+async def test_one_that_ends_while_others_load_ends_the_waiting() -> None:
+    loop = asyncio.get_running_loop()
+    plan: Any = SimpleNamespace(config=SimpleNamespace(start_deadline_s=60.0))
+    children: list[Any] = [
+        SimpleNamespace(name=name, ready=loop.create_future(), exited=loop.create_future(), lines=["said"], state="")
+        for name in "ab"
+    ]
+    fleet = LocalFleet([plan])
+    fleet.children = children
+    async with asyncio.timeout(10.0):
+        waiting = asyncio.ensure_future(fleet.ready())
+        children[0].ready.set_result(None)
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        children[0].exited.set_result(-9)
+        with pytest.raises(ChildEnded, match=r"a was ended by SIGKILL: said"):
+            await waiting
+        children[0].exited = loop.create_future()
+        children[1].ready.set_result(None)
+        await fleet.ready()

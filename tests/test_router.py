@@ -461,3 +461,18 @@ async def test_what_no_decode_instance_ever_takes_is_served_whole(scene):
     assert again.decoders == ()
     scene.d0.end(again.request, (7,))
     assert (await task).token_ids == (7,)
+
+
+@in_scene("m0", "m1")
+async def test_a_text_counts_as_what_it_turned_out_to_have(scene):
+    """Its characters told less, and whoever got it could not serve it."""
+    task = asyncio.ensure_future(scene.router.complete("a" * 40, SamplingParams(max_tokens=4)))
+    await settle()
+    (first,) = [script for script in (scene.m0, scene.m1) if script.submits]
+    (other,) = [script for script in (scene.m0, scene.m1) if script is not first]
+    first.router.send(Failed(first.submits[0].request, "TooLong", "no", retriable=True, prompt_tokens=200))
+    await settle()
+    tokens = {member.peer.name: member.tokens for member in scene.router.fleet.members.values()}
+    assert tokens == {first.name: 0, other.name: 200}
+    other.end(other.submits[0].request, (7,))
+    await task

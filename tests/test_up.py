@@ -9,8 +9,10 @@ import os
 import re
 import select
 import signal
+import socket
 import sys
 import termios
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -44,8 +46,46 @@ from fdasync.restarts import RestartRules
 from fdasync.up import UpOptions, run_up
 
 config = EngineConfig.from_mapping(json.loads(Path(sys.argv[1]).read_text()))
-sys.exit(run_up(config, UpOptions(mixed=2, folder=Path(sys.argv[2]), restart=RestartRules(first_s=0.01, limit=1))))
+sys.exit(run_up(config, UpOptions(mixed=2, folder=Path(sys.argv[2]), restart=RestartRules(first_s=0.01, limit=LIMIT))))
 """
+
+# its router never gets to its end
+_DEAF = """
+import asyncio
+from fdasync.pd.router import Router
+
+LIMIT = 1
+
+async def start(self):
+    print("connecting", flush=True)
+    await asyncio.sleep(600)
+
+Router.start = start
+"""
+
+# the third process cannot be started
+_SHORT = """
+from fdasync import local_child
+
+LIMIT = 2
+
+class Popen(local_child.subprocess.Popen):
+    count = 0
+
+    def __init__(self, *args, **kwargs):
+        Popen.count += 1
+        if Popen.count == 3:
+            raise OSError(24, "Too many open files")
+        super().__init__(*args, **kwargs)
+
+local_child.subprocess.Popen = Popen
+"""
+
+
+def answers(path: Path) -> bool:
+    """Whether somebody listens there."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        return sock.connect_ex(str(path)) == 0
 
 
 @contextmanager
@@ -143,7 +183,7 @@ def test_a_killed_child_is_started_again_and_joins_with_the_fleets_weights(tmp_p
 
 def test_those_that_do_not_stay_up_are_given_up_by_name(tmp_path: Path) -> None:
     arguments = (str(config_file(tmp_path)), str(tmp_path / "run"))
-    with command(tmp_path, *arguments, program=[sys.executable, "-c", _IMPATIENT]) as running:
+    with command(tmp_path, *arguments, program=[sys.executable, "-c", "LIMIT = 1" + _IMPATIENT]) as running:
         running.until("ready; connect with")
         killed: dict[str, int] = {}
         for name in ("m0", "m1") * 2:
@@ -362,6 +402,55 @@ def test_a_child_that_cannot_start_ends_all_and_is_named(tmp_path: Path) -> None
     assert "no_such_key" in running.text
     assert "Traceback" not in running.text
     assert not list(tmp_path.glob("fdasync-*"))
+
+
+def test_one_that_ends_while_others_load_ends_all_and_is_named(tmp_path: Path) -> None:
+    arguments = ("--mixed", "2", "--folder", str(tmp_path / "run"))
+    with command(tmp_path, "up", "--config", str(config_file(tmp_path)), *arguments) as running:
+        wait_for(lambda: len(children(running.process.pid)) == 2, "both")
+        pids = children(running.process.pid)
+        os.kill(pids["m1"], signal.SIGSTOP)
+        # it takes requests, and `up` knows that in a moment
+        wait_for((tmp_path / "run" / "m0").exists, "the first one")
+        wait_for(lambda: answers(tmp_path / "run" / "m0"), "an answer of the first one")
+        time.sleep(0.5)
+        os.kill(pids["m0"], signal.SIGKILL)
+        running.until("m0 (ended before all were ready|did not start): it was ended by SIGKILL")
+        # the other one cannot end as it should
+        os.kill(pids["m1"], signal.SIGCONT)
+        assert running.wait() == 1, running.text
+        wait_for(lambda: not any(map(is_running, pids.values())), "the end of its processes")
+    assert "ready; connect with" not in running.text
+    assert not (tmp_path / "run").exists()
+
+
+def test_ctrl_c_ends_it_while_it_connects(tmp_path: Path) -> None:
+    arguments = (str(config_file(tmp_path)), str(tmp_path / "run"))
+    with command(tmp_path, *arguments, program=[sys.executable, "-c", _DEAF + _IMPATIENT]) as running:
+        running.until("connecting")
+        os.kill(children(running.process.pid)["m0"], signal.SIGKILL)
+        # it does not wait for the connection to start one again
+        running.until("m0 .* was ended by SIGKILL; it is started again in 0.01 s")
+        wait_for(lambda: len(children(running.process.pid)) == 2, "another one in its place")
+        running.signal(signal.SIGINT)
+        assert running.wait() == 130, running.text
+    assert "interrupted while it connected" in running.text
+    assert "Traceback" not in running.text
+    assert not (tmp_path / "run").exists()
+
+
+def test_one_that_cannot_be_started_again_is_tried_later(tmp_path: Path) -> None:
+    arguments = (str(config_file(tmp_path)), str(tmp_path / "run"))
+    with command(tmp_path, *arguments, program=[sys.executable, "-c", _SHORT + _IMPATIENT]) as running:
+        running.until("ready; connect with")
+        pids = children(running.process.pid)
+        os.kill(pids["m0"], signal.SIGKILL)
+        running.until("m0 cannot be started: .*Too many open files; it is started again in 0.02 s")
+        wait_for(lambda: children(running.process.pid).get("m0", pids["m0"]) != pids["m0"], "another one")
+        running.signal(signal.SIGTERM)
+        running.wait()
+    assert "Traceback" not in running.text
+    assert not (tmp_path / "run").exists()
 
 
 def test_children_end_with_an_up_that_was_killed(tmp_path: Path) -> None:
