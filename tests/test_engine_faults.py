@@ -48,7 +48,7 @@ class Faulty(SyntheticRunner):
         done = super().launch(step)
         if self.way == "misses rows" and self._flights:
             # the capture misses decodes; the third step fails
-            self._flights[-1].batch.generations = self._flights[-1].batch.generations * (step.step_id == 0)
+            self._flights[-1].batch.generations = self._flights[-1].batch.generations + (step.step_id != 0)
         return done
 
     def _complete(self, flight):

@@ -59,6 +59,7 @@ CONTRACTS = (
     "fdasync.cache.aux", "fdasync.cache.arena", "fdasync.cache.host", "fdasync.cache.region", "fdasync.cache.store",
     "fdasync.cache.block_format", "fdasync.cache.debug_rows",
     "fdasync.gpu.completion", "fdasync.runner.base", "fdasync.pd.messages", "fdasync.pd.transport", "fdasync.result",
+    "fdasync.tokenizer",
 )  # fmt: skip
 ROOMS = ("fdasync.cache", "fdasync.gpu", "fdasync.runner", "fdasync.pd")
 JOINERS = ("fdasync.engine", "fdasync.runtime", "fdasync.driver", "fdasync.instance")
@@ -162,8 +163,6 @@ BOUNDED = ("asyncio.timeout", "asyncio.timeout_at", "asyncio.wait_for")
 TIMERS = ("call_later", "call_at")
 _BARE = "# bare deadline: "
 _BARE_TIMER = "# bare timer: "
-# who has timers of its own, and why
-EXCUSED = {"fdasync.cache.wrappers.base": "pauses"}
 
 
 def bare_deadlines(source: str) -> list[int]:
@@ -186,7 +185,7 @@ def bare_deadlines(source: str) -> list[int]:
 def test_waits_for_others_look_once_more_behind_their_deadline():
     """A loop that its user blocked must not call those late whose answer lies unread (`deadlines.py`)."""
     for module, path in MODULES.items():
-        if not within(module, ("fdasync.testing", *EXCUSED)):
+        if not within(module, ("fdasync.testing",)):
             assert bare_deadlines(path.read_text()) == [], f"{module}: wait through fdasync.deadlines"
     for source in (HOME.parent / "plugins").glob("*/src/**/*.py"):
         if source.name != "testing.py":

@@ -146,6 +146,7 @@ class Naps:
 
     async def nap(self, seconds: float) -> None:
         future = self.begin()
+        # bare timer: a pause, which nobody answers
         timer = future.get_loop().call_later(seconds, _wake, future)
         try:
             await future
