@@ -354,6 +354,20 @@ def test_a_store_that_says_it_was_killed_and_goes_on_has_its_verbs_cancelled():
     run_sim(play())
 
 
+def test_what_was_killed_while_it_was_delayed_does_not_hang_afterwards():
+    async def play():
+        faults = FaultyStore(memory(), StoreFaults(delay=1.0, delay_s=100.0, hang=1.0))
+        store = Timeout(faults, call_s=0.1)
+        async with opened(store):
+            with pytest.raises(StoreTimeout) as found:
+                await store.put(items("a"))
+            assert await store.kill("a test")
+            assert found.value.ended.done()
+            assert faults.hanging == 0
+
+    run_sim(play())
+
+
 class Killable(Told):
     """Its running verbs end when it is killed, after `kill_takes_s`."""
 

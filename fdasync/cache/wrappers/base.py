@@ -106,8 +106,7 @@ class Wrapper(Store):
         Raises StoreUnavailable, also if the era is over and for an answer or an error that breaks the contract;
         StoreRejected.
         """
-        if era != self.era:
-            raise StoreUnavailable(self.name, "it is closed" if self._closed else "the call was ended")
+        self.check_era(era)
         call = getattr(self.inner, verb)
         try:
             answer = await (call() if verb == "usage" else call(argument))
@@ -119,6 +118,11 @@ class Wrapper(Store):
         if not _fits(verb, argument, answer):
             raise StoreUnavailable(self.name, f"{verb} broke the contract: it answered {answer!r:.200}")
         return answer
+
+    def check_era(self, era: int) -> None:
+        """Raise StoreUnavailable for a call that a `kill` or `aclose` has ended."""
+        if era != self.era:
+            raise StoreUnavailable(self.name, "it is closed" if self._closed else "the call was ended")
 
     def end(self) -> None:
         """End what waits in this wrapper; it then finds its era over. Called by `kill` and `aclose`."""

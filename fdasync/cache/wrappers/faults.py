@@ -126,6 +126,8 @@ class FaultyStore(Wrapper):
         first = items[0].key if items else str(argument[0]) if argument else ""
         if self._strikes("delay", first):
             await self.naps.nap(self.plan.delay_s * self._draw("how long", first))
+            # what was killed meanwhile hangs no more
+            self.check_era(era)
         if self._strikes("hang", first):
             await self._hang()
         if self._strikes("fail_call", first):
