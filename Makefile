@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 PLUGINS := plugins/fdasync-transformers plugins/fdasync-example plugins/fdasync-mooncake
 WORKERS ?= 2
 SEEDS ?= 2000
-SPINE := fdasync/scheduler/*,fdasync/cache/*,fdasync/events/*,fdasync/driver.py,fdasync/output.py,fdasync/prepare.py,fdasync/door.py,fdasync/engine.py
+SPINE := fdasync/scheduler/*,fdasync/cache/*,fdasync/events/*,fdasync/engine/driver.py,fdasync/engine/output.py,fdasync/engine/prepare.py,fdasync/engine/frontend.py,fdasync/engine/engine.py
 export HF_HUB_OFFLINE := 1
 
 .PHONY: demo test test-all lint types bench bench-pd bench-gpu clean venv help

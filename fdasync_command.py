@@ -14,13 +14,13 @@ EXIT_INTERRUPTED = 130
 
 
 def main() -> None:
-    """Entry point: what `fdasync.cli.main` is, and Ctrl-C is a short end from the first moment on."""
+    """Entry point: what `fdasync.cli.main.main` is, and Ctrl-C is a short end from the first moment on."""
     open_standard_streams()
     ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if ours:
         # an exception in the middle of an import ends in a traceback, or is lost; nothing was made that must be undone
         signal.signal(signal.SIGINT, _leave)
-    from fdasync.cli import main as command
+    from fdasync.cli.main import main as command
 
     try:
         if ours:

@@ -17,7 +17,7 @@ import triton.language as tl
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from fdasync.cache.host import HostArena
+    from fdasync.cache.host_arena import HostArena
     from fdasync.gpu.block_rows import Lane
 
 # words of 8 bytes that one program moves at a time: 16 KiB
@@ -78,7 +78,7 @@ def move_blocks(
 
 
 class KernelWay:
-    """A `fdasync.gpu.copies.Way`: one kernel that reads and writes the host's pages.
+    """A `fdasync.gpu.block_copies.Way`: one kernel that reads and writes the host's pages.
 
     `device` uint8 [num_blocks, nbytes]; `host` is registered under its own addresses. Holds a view of its `kv`, and
     the tables of all launches, which the device reads: let go of it when the device is done.

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-import fdasync.serving as serving
-from fdasync.config import EngineConfig
+import fdasync.cli.service as serving
+from fdasync.engine.config import EngineConfig
 from fdasync.errors import FdasyncError
-from fdasync.instance import Instance
-from fdasync.pd.session import LinkConfig
-from fdasync.pd.tcp import TcpTransport
-from fdasync.testing.leaks import children
+from fdasync.pd.instance.instance import Instance
+from fdasync.pd.link.session import LinkConfig
+from fdasync.pd.transfer.tcp import TcpTransport
+from fdasync.testing.harness.leaks import children
 
 if TYPE_CHECKING:
     from fdasync.pd.messages import Source

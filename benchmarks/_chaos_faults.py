@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from benchmarks._chaos_fleet import Fleet
     from benchmarks._chaos_node import Node
-    from fdasync.pd.router import Router
+    from fdasync.pd.router.router import Router
 
 # of a failed engine: `fdasync serve` ends with 1
 _FAILED = 1

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from benchmarks._chaos_node import Node
-from fdasync.config import EngineConfig
-from fdasync.pd.session import LinkConfig
+from fdasync.engine.config import EngineConfig
+from fdasync.pd.link.session import LinkConfig
 from fdasync.scheduler import LeaseRules
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ from benchmarks._chaos_fleet import RULES, VOCAB, Fleet
 from benchmarks._chaos_load import Ask, Load
 from benchmarks._chaos_node import Node
 from fdasync.errors import DeadlineExceeded
-from fdasync.pd.router import Router
-from fdasync.pd.session import LinkConfig
+from fdasync.pd.link.session import LinkConfig
+from fdasync.pd.router.router import Router
 from fdasync.request import SamplingParams
-from fdasync.testing.engines import oracle_of
+from fdasync.testing.harness.engines import oracle_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,12 +15,12 @@ import msgspec
 
 from fdasync.errors import BadInput, DeadlineExceeded, EngineClosed, FdasyncError, InstanceLost, TransientError
 from fdasync.request import SamplingParams
-from fdasync.testing.engines import check_sample, expected
+from fdasync.testing.harness.engines import check_sample, expected
 
 if TYPE_CHECKING:
     from random import Random
 
-    from fdasync.pd.router import Router
+    from fdasync.pd.router.router import Router
     from fdasync.result import Delta, Result
     from fdasync.runner.oracle import Oracle
 

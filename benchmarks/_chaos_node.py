@@ -19,11 +19,11 @@ import msgspec
 
 from benchmarks._chaos_child import ChildSpec, Probe
 from benchmarks._chaos_proxy import Proxy
-from fdasync.serving import Ready, ServeOptions
+from fdasync.cli.service import Ready, ServeOptions
 
 if TYPE_CHECKING:
-    from fdasync.config import EngineConfig
-    from fdasync.pd.session import LinkConfig
+    from fdasync.engine.config import EngineConfig
+    from fdasync.pd.link.session import LinkConfig
 
 _ROOT = Path(__file__).parent.parent
 START_S = 60.0
@@ -31,7 +31,7 @@ _POLL_S = 0.05
 _RESTART_S = 0.3
 _TAIL_CHARS = 3000
 #: modules of child processes of an instance, as they stand on their command lines
-WORKER, STORE = "fdasync.runner.child", "fdasync.cache.host_process"
+WORKER, STORE = "fdasync.runner.worker.main", "fdasync.cache.store.process.main"
 
 
 class Node:

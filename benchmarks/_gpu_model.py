@@ -19,11 +19,11 @@ from fdasync_transformers.fused_router import fuse_routers
 from fdasync_transformers.gpu_services import make_services
 from fdasync_transformers.kv import KVPool
 
-from fdasync.actions import BlockAppend, Chunk, RunStep, SeqStart
-from fdasync.cache.arena import AuxArena
+from fdasync.cache.aux_arena import AuxArena
+from fdasync.events.actions import BlockAppend, Chunk, RunStep, SeqStart
 from fdasync.request import SamplerSpec
 from fdasync.runner.base import RunnerLimits
-from fdasync.runner.lanes import LaneTable
+from fdasync.runner.input_batch import LaneTable
 
 if TYPE_CHECKING:
     import asyncio

@@ -17,9 +17,10 @@ from fdasync_transformers import TransformersConfig, TransformersRunner
 from benchmarks._gpu_judge import Answer
 from benchmarks._gpu_parts import Void
 from fdasync import Engine, EngineConfig, SamplingParams
+from fdasync.cli.local.fleet import LocalFleet, plans_for
 from fdasync.events.catalog import SwapDone
-from fdasync.local import LocalFleet, plans_for
-from fdasync.pd.router import Router, RouterConfig, connect
+from fdasync.pd.router.config import RouterConfig
+from fdasync.pd.router.router import Router, connect
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

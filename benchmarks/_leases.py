@@ -15,9 +15,12 @@ import time
 import uvloop
 
 from fdasync.cache.prefix import block_keys, root_key
-from fdasync.config import EngineConfig
-from fdasync.instance import Instance, shape_of
-from fdasync.pd.link import Links
+from fdasync.engine.config import EngineConfig
+from fdasync.ipc.child import settle
+from fdasync.pd.instance.instance import Instance, shape_of
+from fdasync.pd.link.links import Links
+from fdasync.pd.link.session import LinkConfig
+from fdasync.pd.link.zmq_wire import ZmqWire
 from fdasync.pd.messages import (
     PROTOCOL,
     Heartbeat,
@@ -29,9 +32,6 @@ from fdasync.pd.messages import (
     Refused,
     Wanted,
 )
-from fdasync.pd.session import LinkConfig
-from fdasync.pd.zmq_wire import ZmqWire
-from fdasync.process import settle
 from fdasync.request import SamplingParams
 from fdasync.scheduler import LeaseRules
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from fdasync.pd.link import Links
+from fdasync.pd.link.links import Links
+from fdasync.pd.link.session import LinkConfig
+from fdasync.pd.link.zmq_wire import ZmqWire
 from fdasync.pd.messages import PROTOCOL, BlocksTaken, Heartbeat, Hello, Message, Refused
-from fdasync.pd.session import LinkConfig
-from fdasync.pd.zmq_wire import ZmqWire
 
 if TYPE_CHECKING:
-    from fdasync.pd.peer import Peer
-    from fdasync.pd.wire import Frame
+    from fdasync.pd.link.peer import Peer
+    from fdasync.pd.link.wire import Frame
 
 ECHO = "echo"
 # a benchmark may keep its loop busy for longer than a peer may be silent

@@ -16,14 +16,14 @@ import msgspec
 import uvloop
 
 import fdasync.scheduler.core as core
-from fdasync.config import EngineConfig
-from fdasync.instance import Instance
-from fdasync.scheduler.borrower import Borrower
+from fdasync.engine.config import EngineConfig
+from fdasync.pd.instance.instance import Instance
+from fdasync.scheduler.disagg.prefill import Borrower
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fdasync.scheduler.errand import Errand
+    from fdasync.scheduler.disagg.handoff import Errand
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):

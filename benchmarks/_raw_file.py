@@ -1,6 +1,6 @@
 """The raw limit of a file store: plain `pwritev` and `preadv` from a pool of threads, in a process of its own.
 
-The same bytes in the same shared memory, the same segments of fixed slots (`file_layout.py`), reused in turn, the same
+The same bytes in the same shared memory, the same segments of fixed slots (`file/layout.py`), reused in turn, the same
 number of threads, one XXH3 of every section on each side. No index, no records, no crash safety, no object format.
 """
 
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from fdasync.cache.file_layout import Shape
-from fdasync.cache.region import SharedRegion
-from fdasync.process import die_with_parent
+from fdasync.cache.store.file.layout import Shape
+from fdasync.ipc.child import die_with_parent
+from fdasync.ipc.shared_memory import SharedRegion
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,24 +12,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fdasync import EngineConfig
-from fdasync.actions import FetchBlocks, StoreBlocks
-from fdasync.cache.arena import AuxArena
 from fdasync.cache.aux import AuxSpec
-from fdasync.cache.block_format import object_key
-from fdasync.cache.host import HostArena
-from fdasync.cache.region import page_aligned
-from fdasync.deadlines import Closing
+from fdasync.cache.aux_arena import AuxArena
+from fdasync.cache.host_arena import HostArena
+from fdasync.cache.store.block_format import object_key
+from fdasync.engine.store_io import Keeper
+from fdasync.engine.store_stack import StoreStack
+from fdasync.events.actions import FetchBlocks, StoreBlocks
 from fdasync.events.bus import EventBus
 from fdasync.events.catalog import FetchEnded, StoreEnded
-from fdasync.keeper import AUX_REGION, HOST_REGION, Keeper
-from fdasync.registry import Registry
+from fdasync.ipc.deadlines import Closing
+from fdasync.ipc.shared_memory import AUX_REGION, HOST_REGION, page_aligned
+from fdasync.registry.registry import Registry
 from fdasync.runner.base import Capacity
-from fdasync.stores import StoreStack
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fdasync.cache.store import Part
+    from fdasync.ipc.shared_memory import Part
 
 BLOCK_TOKENS = 16
 ROUTING = AuxSpec("routing", (48, 8), "uint8")

@@ -17,13 +17,12 @@ import sys
 import msgspec
 import uvloop
 
-from fdasync.cache.region import PAGE_NBYTES, SharedRegion
-from fdasync.cache.store import Part
+from fdasync.ipc.child import die_with_parent
+from fdasync.ipc.shared_memory import PAGE_NBYTES, Part, SharedRegion
 from fdasync.pd.messages import Source
-from fdasync.pd.shm import ShmTransport
-from fdasync.pd.tcp import TcpTransport
-from fdasync.pd.transport import checksum_parts
-from fdasync.process import die_with_parent
+from fdasync.pd.transfer.base import checksum_parts
+from fdasync.pd.transfer.shm import ShmTransport
+from fdasync.pd.transfer.tcp import TcpTransport
 
 # 48 layers x top-8 x 16 tokens, a byte each
 ROWS_NBYTES = 48 * 8 * 16

@@ -29,10 +29,11 @@ from benchmarks._chaos_late import Late, play_late
 from benchmarks._chaos_load import LONG_S, Ask, Load
 from benchmarks._chaos_proxy import Proxy
 from benchmarks._report import Report
-from fdasync.pd.router import Router, RouterConfig
+from fdasync.pd.router.config import RouterConfig
+from fdasync.pd.router.router import Router
 from fdasync.request import SamplingParams
-from fdasync.testing.engines import oracle_of
-from fdasync.testing.leaks import Resources
+from fdasync.testing.harness.engines import oracle_of
+from fdasync.testing.harness.leaks import Resources
 
 PREFILL, DECODE = 2, 3
 CLIENTS = 14

@@ -23,7 +23,7 @@ import uvloop
 
 from benchmarks._report import Report, calibrate_us
 from fdasync import Engine, EngineConfig, SamplingParams
-from fdasync.actions import Chunk, RunStep, SeqStart
+from fdasync.events.actions import Chunk, RunStep, SeqStart
 from fdasync.events.catalog import StepDone
 from fdasync.request import SamplerSpec
 from fdasync.runner.base import RunnerLimits

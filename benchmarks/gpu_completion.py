@@ -28,8 +28,8 @@ import torch
 import uvloop
 
 from benchmarks._report import Report, calibrate_us
-from fdasync.gpu.leases import EventPool
-from fdasync.gpu.ports import make_port
+from fdasync.gpu.pools import EventPool
+from fdasync.gpu.ports.other import make_port
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -33,11 +33,11 @@ import uvloop
 
 from benchmarks._block_kernel import KernelWay
 from benchmarks._report import Report, calibrate_us
-from fdasync.cache.host import HostArena
-from fdasync.gpu.adaptive import AdaptivePort
-from fdasync.gpu.copies import BatchWay, BlockCopies, SingleWay
+from fdasync.cache.host_arena import HostArena
+from fdasync.gpu.block_copies import BatchWay, BlockCopies, SingleWay
 from fdasync.gpu.cudart import Driver
-from fdasync.gpu.leases import EventPool
+from fdasync.gpu.pools import EventPool
+from fdasync.gpu.ports.adaptive import AdaptivePort
 from fdasync.gpu.streams import Streams
 
 if TYPE_CHECKING:
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from fdasync.gpu.block_copies import Way
     from fdasync.gpu.block_rows import Lane
-    from fdasync.gpu.copies import Way
 
 MEASURED: tuple[tuple[Lane, str], ...] = (("copy_out", "out"), ("copy_in", "in"))
 PRODUCTS = 20

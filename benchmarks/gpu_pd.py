@@ -36,11 +36,11 @@ import uvloop
 from benchmarks._gpu_scale import Scale, tiny, write_folder
 from benchmarks._report import Report
 from fdasync import EngineConfig, RouterConfig, SamplingParams, connect
-from fdasync.local import LocalFleet, plans_for
+from fdasync.cli.local.fleet import LocalFleet, plans_for
 
 if TYPE_CHECKING:
-    from fdasync.local_child import Role
-    from fdasync.pd.router import Router
+    from fdasync.cli.local.child import Role
+    from fdasync.pd.router.router import Router
 
 # instances say how they are twice a second
 _SETTLE_S = 1.5

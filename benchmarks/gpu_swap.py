@@ -39,9 +39,9 @@ from benchmarks._gpu_model import Rig
 from benchmarks._gpu_scale import Scale, tiny, write_folder
 from benchmarks._report import Report
 from fdasync import Engine, EngineConfig, SamplingParams
-from fdasync.cache.host import HostArena
+from fdasync.cache.host_arena import HostArena
 from fdasync.events.catalog import SwapDone
-from fdasync.gpu.copies import BlockCopies
+from fdasync.gpu.block_copies import BlockCopies
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterable, Sequence

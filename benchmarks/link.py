@@ -29,15 +29,15 @@ from benchmarks import _leases
 from benchmarks._link_peer import CONFIG, ECHO, Side
 from benchmarks._report import Report, calibrate_us
 from fdasync.errors import PeerBusy
-from fdasync.pd.link import Links
+from fdasync.pd.link.links import Links
+from fdasync.pd.link.zmq_wire import ZmqWire
 from fdasync.pd.messages import BlocksTaken, LeaseAsk, Message, Wanted
-from fdasync.pd.zmq_wire import ZmqWire
 from fdasync.request import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from fdasync.pd.peer import Peer
+    from fdasync.pd.link.peer import Peer
 
 AIMS = {"link_msgs_per_s": 100_000.0, "lease_p99_ms_512": 100.0}
 # questions in flight, and how many are measured

@@ -38,14 +38,15 @@ import fdasync.scheduler.core as core
 from benchmarks._pd_fleet import busy_s, fleet
 from benchmarks._pd_process import in_order
 from benchmarks._report import Report
-from fdasync.config import EngineConfig
-from fdasync.instance import Instance
-from fdasync.pd.router import Router, RouterConfig
+from fdasync.engine.config import EngineConfig
+from fdasync.pd.instance.instance import Instance
+from fdasync.pd.router.config import RouterConfig
+from fdasync.pd.router.router import Router
 from fdasync.request import SamplingParams
-from fdasync.scheduler.borrower import Borrower
-from fdasync.testing.loop import run_sim
-from fdasync.testing.network import SimNetwork, Weather
-from fdasync.testing.sim_transport import SimFabric, SimFaults, SimTransport
+from fdasync.scheduler.disagg.prefill import Borrower
+from fdasync.testing.sim.loop import run_sim
+from fdasync.testing.sim.network import SimNetwork, Weather
+from fdasync.testing.sim.transport import SimFabric, SimFaults, SimTransport
 
 if TYPE_CHECKING:
     from collections.abc import Callable

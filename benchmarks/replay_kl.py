@@ -14,9 +14,10 @@ log-softmax of bfloat16 logits in float32. Twice, as a trainer's experts are sel
 with the library's default experts (the runner's too), and (`_eager`) with its other ones, which go expert by expert
 and add in bfloat16.
 
-KL is the K3 estimate of `fdasync.mismatch`, in nats for each sampled token. `differing_tokens` and `differing_picks`
-are of the positions that tokens were sampled from. Intervals are of 2,000 bootstrap draws over sequences, in the
-conditions as `NAME_interval95`. With replay on, the experts computed are compared with the rollout's at every
+KL is the K3 estimate of `fdasync.routing.mismatch`, in nats for each sampled token. `differing_tokens` and
+`differing_picks` are of the positions that tokens were sampled from. Intervals are of 2,000 bootstrap draws over
+sequences, in the conditions as `NAME_interval95`. With replay on, the experts computed are compared with the rollout's
+at every
 position: one that differs voids the run. Published for Qwen3-30B-A3B (arXiv 2510.11370): 1.535e-3 off, 7.5e-4 on,
 8.4e-4 the trainer alone.
 """
@@ -39,7 +40,7 @@ from fdasync_transformers.quiet import no_progress_bars
 from benchmarks._replay_model import STEPS, corpus, trained
 from benchmarks._replay_sides import GROUP, Pass, Sampled, Trainer, asks, rollout, sampled_rows
 from benchmarks._report import Report
-from fdasync.mismatch import Mismatch, mismatch, table
+from fdasync.routing.mismatch import Mismatch, mismatch, table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

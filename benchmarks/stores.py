@@ -34,9 +34,9 @@ from benchmarks._raw_file import RawFiles
 from benchmarks._report import Report, calibrate_us
 from benchmarks._tier import Blocks, Tier
 from benchmarks._timed_loop import Ticker, TimedLoop
-from fdasync.cache.file import FileConfig
-from fdasync.cache.file_layout import Shape, slots_within
-from fdasync.keeper import HOST_REGION
+from fdasync.cache.store.file.layout import Shape, slots_within
+from fdasync.cache.store.file.store import FileConfig
+from fdasync.ipc.shared_memory import HOST_REGION
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -31,7 +31,7 @@ import uvloop
 from benchmarks._report import Report, calibrate_us
 from fdasync import Engine, EngineConfig, SamplingParams
 from fdasync.events.catalog import BreakerChanged, SwapDone
-from fdasync.testing.processes import stop_process
+from fdasync.testing.harness.processes import stop_process
 
 if TYPE_CHECKING:
     from fdasync.result import Result

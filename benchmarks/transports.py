@@ -31,14 +31,14 @@ import xxhash
 from benchmarks._report import Report, calibrate_us
 from benchmarks._timed_loop import TimedLoop
 from benchmarks._transport_sender import ROWS_NBYTES, Told, parts_of, regions_of
-from fdasync.pd.shm import ShmTransport
-from fdasync.pd.tcp import TcpTransport
-from fdasync.pd.transport import Receipt
+from fdasync.pd.transfer.base import Receipt
+from fdasync.pd.transfer.shm import ShmTransport
+from fdasync.pd.transfer.tcp import TcpTransport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from fdasync.pd.transport import Transport
+    from fdasync.pd.transfer.base import Transport
 
 RATIO_AIM = 0.8
 CALLBACK_AIM_MS = 0.5

@@ -12,8 +12,8 @@ import asyncio
 import sys
 
 from fdasync import Engine, EngineConfig, SamplingParams
-from fdasync.jsonlog import JsonLogTap
-from fdasync.metrics import PrometheusTap
+from fdasync.telemetry.json_log import JsonLogTap
+from fdasync.telemetry.prometheus import PrometheusTap
 
 CONFIG = EngineConfig(
     runner="synthetic",

@@ -37,8 +37,8 @@ from rich.live import Live
 from rl_loop_report import StepFigures, cells, draw, steps_table, summary
 
 from fdasync import Engine, EngineConfig, SamplingParams
-from fdasync.mismatch import mismatch
 from fdasync.result import Sample
+from fdasync.routing.mismatch import mismatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from fdasync.mismatch import Mismatch, table
+from fdasync.routing.mismatch import Mismatch, table
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,8 +16,8 @@ from random import Random
 from typing import Any
 
 from fdasync import Engine, EngineConfig, EngineFailed, Result, SamplingParams
-from fdasync.cache.memory import MemoryConfig, MemoryStore
-from fdasync.registry import Registry
+from fdasync.cache.store.memory import MemoryConfig, MemoryStore
+from fdasync.registry.registry import Registry
 from fdasync.testing import (
     EdgeRunner,
     FaultyStore,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from fdasync.errors import BadInput
-from fdasync.mapping import struct_of
+from fdasync.registry.mapping import struct_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

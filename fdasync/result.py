@@ -6,7 +6,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fdasync.runner.base import TopLogprobs
+
+class TopLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Best alternatives at one position, best first, of equal length."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
 
 
 class Routing(msgspec.Struct, frozen=True, kw_only=True):

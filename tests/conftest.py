@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import uvloop
 
-from fdasync.testing.leaks import LeakFound, Resources
+from fdasync.testing.harness.leaks import LeakFound, Resources
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator

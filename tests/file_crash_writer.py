@@ -17,10 +17,10 @@ import sys
 
 import uvloop
 
-from fdasync.cache.file import FileConfig, FileStore
-from fdasync.cache.hosted import HostedStore
-from fdasync.cache.region import SharedRegion
-from fdasync.cache.store import Item, Part
+from fdasync.cache.store.base import Item
+from fdasync.cache.store.file.store import FileConfig, FileStore
+from fdasync.cache.store.process.proxy import HostedStore
+from fdasync.ipc.shared_memory import Part, SharedRegion
 
 WORKERS = 3
 KEYS = 10

@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any
 from hypothesis import HealthCheck, settings
 from msgspec.structs import replace
 
-from fdasync.actions import (
+from fdasync.cache.aux import AuxSpec
+from fdasync.cache.aux_arena import AuxArena
+from fdasync.cache.prefix import block_keys, root_key
+from fdasync.engine.output import OutputHub, RequestOutput
+from fdasync.engine.prepare import salted
+from fdasync.events.actions import (
     CopyRows,
     EmitTokens,
     FetchBlocks,
@@ -23,9 +28,6 @@ from fdasync.actions import (
     SwapOut,
     WakeAt,
 )
-from fdasync.cache.arena import AuxArena
-from fdasync.cache.aux import AuxSpec
-from fdasync.cache.prefix import block_keys, root_key
 from fdasync.events.bus import EventBus
 from fdasync.events.catalog import (
     AbortRequested,
@@ -44,8 +46,6 @@ from fdasync.events.catalog import (
     TimerFired,
     WeightsChanged,
 )
-from fdasync.output import OutputHub, RequestOutput
-from fdasync.prepare import salted
 from fdasync.request import SamplerSpec, SamplingParams
 from fdasync.runner.base import Capacity, StepOutput
 from fdasync.scheduler import Scheduler, SchedulerConfig
@@ -53,9 +53,9 @@ from fdasync.scheduler import Scheduler, SchedulerConfig
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from fdasync.actions import Action
+    from fdasync.events.actions import Action
     from fdasync.events.catalog import Event
-    from fdasync.scheduler.config import SchedulerStats
+    from fdasync.scheduler.state.config import SchedulerStats
 
 ROOT = root_key(b"tests")
 

@@ -7,13 +7,13 @@ import random
 from typing import TYPE_CHECKING
 
 from fdasync.errors import PeerBusy
-from fdasync.pd.link import Links
+from fdasync.pd.link.links import Links
+from fdasync.pd.link.session import LinkConfig
 from fdasync.pd.messages import PROTOCOL, BlocksTaken, Heartbeat, Hello
-from fdasync.pd.session import LinkConfig
-from fdasync.testing.network import SimNetwork, SimWire, Weather
+from fdasync.testing.sim.network import SimNetwork, SimWire, Weather
 
 if TYPE_CHECKING:
-    from fdasync.pd.peer import Peer
+    from fdasync.pd.link.peer import Peer
 
 ADDRESS = "ipc:///run/b"
 

@@ -16,7 +16,7 @@ from tests.covering import Cell, all_cells, covering
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from fdasync.config import EngineConfig
+    from fdasync.engine.config import EngineConfig
 
 DIMENSIONS: dict[str, tuple[str, ...]] = {
     # prefix cache

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from fdasync.actions import FetchBlocks, RunStep, StoreBlocks, SwapIn, SwapOut
+from fdasync.events.actions import FetchBlocks, RunStep, StoreBlocks, SwapIn, SwapOut
 from fdasync.events.catalog import (
     FetchEnded,
     Hashed,
@@ -27,7 +27,7 @@ from fdasync.events.trace import Turn
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from fdasync.actions import Action, SeqStart
+    from fdasync.events.actions import Action, SeqStart
     from fdasync.events.catalog import Event
     from fdasync.testing import PassModel
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fdasync import Engine, Result, SamplingParams
-from fdasync.actions import SwapIn
 from fdasync.cache.prefix import block_keys
+from fdasync.events.actions import SwapIn
 from fdasync.runner.synthetic import SyntheticRunner
 from fdasync.testing import EdgeRunner, check_idle, check_sample
 from tests.matrix import BLOCK_TOKENS, WEIGHTS_ID
@@ -24,9 +24,9 @@ from tests.matrix_facts import Facts
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from fdasync.actions import RunStep, SwapOut
-    from fdasync.cache.store import Store
-    from fdasync.config import EngineConfig
+    from fdasync.cache.store.base import Store
+    from fdasync.engine.config import EngineConfig
+    from fdasync.events.actions import RunStep, SwapOut
     from fdasync.result import Sample
     from fdasync.runner.base import CopyOutput, Runner
     from fdasync.runner.oracle import Oracle

@@ -21,13 +21,13 @@ import numpy as np
 
 import fdasync
 from fdasync import Instance, InstanceLost, SamplingParams
-from fdasync.pd.router import RouterConfig
-from fdasync.pd.session import LinkConfig
+from fdasync.pd.link.session import LinkConfig
+from fdasync.pd.router.config import RouterConfig
 from fdasync.runner.synthetic import WEIGHTS_FILE
-from fdasync.scheduler.config import LeaseRules
+from fdasync.scheduler.state.config import LeaseRules
 from fdasync.testing import check_idle, check_sample, oracle_of
-from fdasync.testing.engines import expected, until
-from fdasync.testing.passes import Read
+from fdasync.testing.harness.engines import expected, until
+from fdasync.testing.harness.pass_model import Read
 from tests.matrix import BLOCK_TOKENS, NEW_WEIGHTS_ID, WEIGHTS_ID, engine_config
 from tests.matrix_life import tokens
 from tests.matrix_play import GROUP, LATE, LATEST, LEAVER, SHARED, SOLO, TAIL
@@ -35,7 +35,7 @@ from tests.matrix_play import GROUP, LATE, LATEST, LEAVER, SHARED, SOLO, TAIL
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from fdasync.pd.router import Router
+    from fdasync.pd.router.router import Router
     from fdasync.result import Result, Sample
     from tests.covering import Cell
 
@@ -44,7 +44,7 @@ _RULES = LeaseRules(ttl_s=2.0, receive_s=2.0, silent_s=1.0)
 _DEADLINE_S = 30.0
 # of each instance's stamps; who is to die comes first
 _STAMPS = 100_000
-_CHILD = "from fdasync.cli import main; main()"
+_CHILD = "from fdasync.cli.main import main; main()"
 
 
 class PdPlay:

@@ -31,7 +31,7 @@ from tests.matrix_life import Life, Stage, tokens
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from fdasync.cache.store import Store
+    from fdasync.cache.store.base import Store
     from tests.covering import Cell
 
 SHARED = tokens("shared", 8)

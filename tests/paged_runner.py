@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fdasync.actions import FetchBlocks, ReceiveBlocks, RunStep, StoreBlocks, SwapIn, SwapOut
 from fdasync.cache.prefix import block_keys
+from fdasync.engine.prepare import salted
+from fdasync.events.actions import FetchBlocks, ReceiveBlocks, RunStep, StoreBlocks, SwapIn, SwapOut
 from fdasync.events.catalog import StepDone
-from fdasync.prepare import salted
 from fdasync.runner.oracle import U64, Oracle, SyntheticConfig
 
 if TYPE_CHECKING:

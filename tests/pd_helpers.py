@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fdasync.actions import (
+from fdasync.events.actions import (
     AnswerLease,
     AskLease,
     ConfirmHandOver,
@@ -27,13 +27,13 @@ from fdasync.events.catalog import (
     LeasesRenewed,
     SampleOffered,
 )
-from fdasync.scheduler.config import LeaseRules
+from fdasync.scheduler.state.config import LeaseRules
 from tests.helpers import Table, make_sampler
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from fdasync.actions import Action
+    from fdasync.events.actions import Action
     from fdasync.events.catalog import Event, RequestPrepared
     from tests.helpers import Turned
 

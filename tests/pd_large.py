@@ -15,21 +15,22 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fdasync import EngineConfig, Instance, SamplingParams
-from fdasync.actions import AskLease
 from fdasync.errors import InstanceLost
+from fdasync.events.actions import AskLease
 from fdasync.events.catalog import LeaseAnswered
-from fdasync.pd.router import Router, RouterConfig
-from fdasync.pd.session import LinkConfig
+from fdasync.pd.link.session import LinkConfig
+from fdasync.pd.router.config import RouterConfig
+from fdasync.pd.router.router import Router
 from fdasync.runner.oracle import Oracle, SyntheticConfig
 from fdasync.runner.synthetic import SyntheticRunner
-from fdasync.scheduler.config import LeaseRules
+from fdasync.scheduler.state.config import LeaseRules
 from fdasync.testing import check_sample
-from fdasync.testing.network import SimNetwork, Weather
-from fdasync.testing.sim_process import ProcessTransport, ProcessWire, SimProcess
-from fdasync.testing.sim_transport import SimFabric, SimFaults
+from fdasync.testing.sim.network import SimNetwork, Weather
+from fdasync.testing.sim.process import ProcessTransport, ProcessWire, SimProcess
+from fdasync.testing.sim.transport import SimFabric, SimFaults
 
 if TYPE_CHECKING:
-    from fdasync.actions import Action
+    from fdasync.events.actions import Action
     from fdasync.result import Result
     from fdasync.scheduler import Scheduler
 

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fdasync.actions import (
+from fdasync.cache.prefix import block_keys
+from fdasync.engine.prepare import salted
+from fdasync.events.actions import (
     CopyRows,
     EmitTokens,
     FinishRequest,
@@ -19,13 +21,11 @@ from fdasync.actions import (
     TellBlocks,
     WakeAt,
 )
-from fdasync.cache.prefix import block_keys
 from fdasync.events.catalog import (
     Hashed,
     RequestPrepared,
     SwapDone,
 )
-from fdasync.prepare import salted
 from fdasync.scheduler import Scheduler, SchedulerConfig
 from tests.paged_runner import PagedRunner, namespace_of_version, whole_output
 

@@ -6,18 +6,19 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from fdasync.actions import AnswerLease, ReceiveBlocks
-from fdasync.cache.host import HostArena
+from fdasync.cache.host_arena import HostArena
 from fdasync.cache.prefix import block_keys, root_key
-from fdasync.cache.store import Outcome, Part
-from fdasync.door import Ask, Errand
+from fdasync.cache.store.base import Outcome
+from fdasync.engine.inputs import Ask, Errand
 from fdasync.errors import DeadlineExceeded, PeerBusy, PeerUnreachable
+from fdasync.events.actions import AnswerLease, ReceiveBlocks
 from fdasync.events.bus import EventBus
 from fdasync.events.catalog import LeaseAsked
-from fdasync.pd.lending import Lending
+from fdasync.ipc.shared_memory import Part
+from fdasync.pd.instance.context import Site
+from fdasync.pd.instance.decode_service import Lending
+from fdasync.pd.link.session import LinkConfig
 from fdasync.pd.messages import PROTOCOL, BlockRef, BlocksOffer, HandOff, Hello, LeaseAnswer, LeaseAsk, Wanted, encode
-from fdasync.pd.session import LinkConfig
-from fdasync.pd.site import Site
 from fdasync.request import SamplingParams
 from tests.helpers import make_capacity, make_request
 
@@ -147,14 +148,14 @@ class Stage:
         self.given_up.append((peer, problem))
         peer.is_up = False
 
-    def _take_over(self, name: str, wanted: Any) -> Any:
+    def _take_over(self, name: str, ask: Ask, given: Any, limit_s: float) -> Any:
         if self.refusal is not None:
             raise self.refusal
         self.taken.append(name)
         first = 100 * len(self.taken)
-        prompt = tuple(memoryview(wanted.tokens).cast("i"))
-        events = [make_request(first + index, prompt, 8, 4, group=first) for index in range(wanted.params.n)]
-        request = SimpleNamespace(prompt=prompt, params=wanted.params, request_id=name)
+        prompt = tuple(ask.prompt)
+        events = [make_request(first + index, prompt, 8, 4, group=first) for index in range(ask.params.n)]
+        request = SimpleNamespace(prompt=prompt, params=ask.params, request_id=name)
         for event in events:
             self.samples[event.key] = request, SimpleNamespace()
         return request, events

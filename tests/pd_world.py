@@ -1,5 +1,5 @@
-"""A prefill scheduler, decode schedulers, and the mail between them, for `test_pd_machine.py`: what `pd/asking.py` and
-`pd/lending.py` promise, without any link."""
+"""A prefill scheduler, decode schedulers, and the mail between them, for `test_pd_machine.py`: what
+`prefill_service.py` and `decode_service.py` promise, without any link."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fdasync.actions import (
+from fdasync.engine.prepare import salted
+from fdasync.events.actions import (
     AnswerLease,
     AskLease,
     ConfirmHandOver,
@@ -30,7 +31,6 @@ from fdasync.events.catalog import (
     RequestPrepared,
     SampleOffered,
 )
-from fdasync.prepare import salted
 from tests.helpers import make_sampler
 from tests.paged_runner import whole_output
 from tests.pd_side import Side

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from fdasync.pd.link import Links
+from fdasync.pd.link.links import Links
 from fdasync.pd.messages import (
     PROTOCOL,
     Abort,
@@ -31,9 +31,10 @@ from fdasync.pd.messages import (
     Status,
     Submit,
 )
-from fdasync.pd.router import Router, RouterConfig
-from fdasync.testing.loop import run_sim
-from fdasync.testing.network import SimNetwork
+from fdasync.pd.router.config import RouterConfig
+from fdasync.pd.router.router import Router
+from fdasync.testing.sim.loop import run_sim
+from fdasync.testing.sim.network import SimNetwork
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from fdasync.cache.memory import MemoryConfig, MemoryStore
-from fdasync.cache.region import SharedRegion
-from fdasync.cache.store import DONE, Capabilities, Item, Part, Store, StoreUsage, finish
+from fdasync.cache.store.base import DONE, Capabilities, Item, Store, StoreUsage, finish
+from fdasync.cache.store.memory import MemoryConfig, MemoryStore
+from fdasync.ipc.shared_memory import Part, SharedRegion
 
 NBYTES = 1000
 

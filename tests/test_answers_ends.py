@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from fdasync.pd.answers import Answers
+from fdasync.pd.instance.context import Site
+from fdasync.pd.instance.responses import Answers
 from fdasync.pd.messages import Failed, Moved
-from fdasync.pd.site import Site
 
 D0 = "ipc:///run/d0"
 

@@ -1,4 +1,4 @@
-"""The bytes of aux slots in shared memory: `cache/arena.py`."""
+"""The bytes of aux slots in shared memory: `aux_arena.py`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fdasync.cache.arena import AuxArena, arena_nbytes
 from fdasync.cache.aux import AuxSpec
+from fdasync.cache.aux_arena import AuxArena, arena_nbytes
 from fdasync.errors import InvariantBroken
 from tests.helpers import SPECS, case_settings
 

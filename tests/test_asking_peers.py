@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fdasync.pd.asking import Asking
+from fdasync.pd.instance.prefill_service import Asking
 
 
 class Dialed:

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from fdasync import BadInput, Engine, EngineFailed, Instance, SamplingParams
-from fdasync.cache.memory import MemoryConfig, MemoryStore
-from fdasync.cache.wrappers import FaultyStore, StoreFaults
-from fdasync.pd.router import Router
+from fdasync.cache.store.memory import MemoryConfig, MemoryStore
+from fdasync.cache.store.wrappers import FaultyStore, StoreFaults
+from fdasync.pd.router.router import Router
 from fdasync.runner.synthetic import SyntheticRunner
 from fdasync.testing import check_idle, check_sample, no_leaks, oracle_of, run_sim, synthetic_config, synthetic_engine
-from fdasync.testing.engines import until
-from fdasync.testing.network import SimNetwork
-from fdasync.testing.sim_transport import SimFabric, SimFaults, SimTransport
+from fdasync.testing.harness.engines import until
+from fdasync.testing.sim.network import SimNetwork
+from fdasync.testing.sim.transport import SimFabric, SimFaults, SimTransport
 
 PROMPT = list(range(1, 11))
 BRIEF = SamplingParams(max_tokens=5, seed=3)

@@ -19,7 +19,7 @@ from benchmarks._raw_file import RawFiles
 from benchmarks._report import Report
 from benchmarks._tier import Blocks
 from benchmarks._timed_loop import Ticker, TimedLoop
-from fdasync.cache.file_layout import Shape
+from fdasync.cache.store.file.layout import Shape
 
 ROOT = Path(__file__).parent.parent
 

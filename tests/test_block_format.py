@@ -13,7 +13,8 @@ import xxhash
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from fdasync.cache.block_format import (
+from fdasync.cache.store.base import DONE, EXISTS, MISS, Item, Outcome, finish
+from fdasync.cache.store.block_format import (
     MAGIC,
     BlockHeader,
     BlockSchema,
@@ -29,11 +30,10 @@ from fdasync.cache.block_format import (
     read_header,
     write_header,
 )
-from fdasync.cache.memory import MemoryConfig, MemoryStore
-from fdasync.cache.region import PAGE_NBYTES, SharedRegion, page_aligned
-from fdasync.cache.sealed import Sealed
-from fdasync.cache.store import DONE, EXISTS, MISS, Item, Outcome, Part, finish
+from fdasync.cache.store.checked import Sealed
+from fdasync.cache.store.memory import MemoryConfig, MemoryStore
 from fdasync.errors import BadInput, PermanentError, StoreRejected, StoreUnavailable
+from fdasync.ipc.shared_memory import PAGE_NBYTES, Part, SharedRegion, page_aligned
 from tests.helpers import case_settings
 
 if TYPE_CHECKING:

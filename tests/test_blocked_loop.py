@@ -10,14 +10,14 @@ import signal
 import pytest
 
 from fdasync import Engine, SamplingParams
-from fdasync.cache.hosted import HostedStore
-from fdasync.cache.region import SharedRegion
-from fdasync.cache.store import DONE, EXISTS, Item, Part
-from fdasync.cache.wrappers import Breaker, Limits, Timeout
+from fdasync.cache.store.base import DONE, EXISTS, Item
+from fdasync.cache.store.process.proxy import HostedStore
+from fdasync.cache.store.wrappers import Breaker, Limits, Timeout
 from fdasync.errors import StoreTimeout, StoreUnavailable
 from fdasync.events.catalog import BreakerChanged
+from fdasync.ipc.shared_memory import Part, SharedRegion
 from fdasync.testing import check_sample, oracle_of, synthetic_config, until
-from fdasync.testing.processes import stop_process
+from fdasync.testing.harness.processes import stop_process
 from tests.helpers import hold_up
 from tests.runner_plugin import install_plugin
 
@@ -28,7 +28,7 @@ BLOCKED_S = 0.8
 
 SLOW = '''
 import asyncio
-from fdasync.cache.memory import MemoryStore
+from fdasync.cache.store.memory import MemoryStore
 
 class SlowStore(MemoryStore):
     """A put takes as many milliseconds as its key says."""

@@ -16,8 +16,8 @@ import uvloop
 
 import fdasync
 from fdasync import SamplingParams
-from fdasync.pd.barrier import Commands
-from fdasync.pd.router import RouterConfig
+from fdasync.pd.router.config import RouterConfig
+from fdasync.pd.router.control import Commands
 from fdasync.testing import check_sample, oracle_of, until
 from tests.helpers import hold_up
 from tests.serve_helpers import children, command, config_file, config_of
@@ -90,9 +90,8 @@ async def test_hand_overs_of_which_the_word_lies_unread_are_not_begun_again() ->
     loop = asyncio.get_running_loop()
     live, restarted = ["a", "b"], []
     dispatch: Any = SimpleNamespace(being_handed_over=lambda: list(live), restart=restarted.append)
-    router: Any = SimpleNamespace(
-        fleet=None, on_failure=None, config=RouterConfig(handoff_s=0.05), dispatch=dispatch
-    )  # fmt: skip
+    config = RouterConfig(handoff_s=0.05)
+    fleet: Any = None
     links: Any = None
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -112,7 +111,8 @@ async def test_hand_overs_of_which_the_word_lies_unread_are_not_begun_again() ->
 
         reading = asyncio.ensure_future(read())
         loop.call_later(0.01, block)
-        await Commands(router, links)._let_hand_overs_finish()
+        commands = Commands(fleet, dispatch, links, config, lambda _: None, lambda _: None)
+        await commands._let_hand_overs_finish()
         await reading
     # the other one never came
     assert restarted == ["b"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fdasync.actions import AskLease, GiveUpLease, HandOver
+from fdasync.events.actions import AskLease, GiveUpLease, HandOver
 from tests.pd_helpers import PdTable, of, only
 
 A = range(10)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fdasync.actions import AskLease, GiveUpLease, HandOver, SendBlocks
+from fdasync.events.actions import AskLease, GiveUpLease, HandOver, SendBlocks
 from tests.pd_helpers import PdTable, begin, leave_on_host, of, only, sent_indices
 
 # -- blocks

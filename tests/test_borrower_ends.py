@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fdasync.actions import AskLease, GiveUpLease, HandOver, SendBlocks
-from fdasync.scheduler.sequence import State
+from fdasync.events.actions import AskLease, GiveUpLease, HandOver, SendBlocks
+from fdasync.scheduler.state.sequence import State
 from tests.pd_helpers import PdTable, begin, leave_on_host, of, only, sent_indices
 
 # -- a lease is lost

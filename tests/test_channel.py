@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fdasync import channel as module
-from fdasync.channel import Channel
 from fdasync.errors import ProtocolError
+from fdasync.ipc import channel as module
+from fdasync.ipc.channel import Channel
 from tests.helpers import case_settings
 
 pytestmark = pytest.mark.both_loops

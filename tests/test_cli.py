@@ -18,11 +18,11 @@ import uvloop
 from fdasync_transformers import make_random_checkpoint
 from rich.console import Console
 
-from fdasync import demo_serving
-from fdasync.demo import run_demo
-from fdasync.demo_jobs import DemoOptions, Served
+from fdasync.cli.demo import one_engine as demo_serving
+from fdasync.cli.demo.run import run_demo
+from fdasync.cli.demo.workload import DemoOptions, Served
 
-COMMAND = [sys.executable, "-c", "from fdasync.cli import main; main()"]
+COMMAND = [sys.executable, "-c", "from fdasync.cli.main import main; main()"]
 
 
 def command(

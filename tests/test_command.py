@@ -43,7 +43,7 @@ def test_it_is_what_the_console_script_starts() -> None:
     assert project["tool"]["setuptools"]["py-modules"] == ["fdasync_command"]
 
 
-@pytest.mark.parametrize("module", ["fdasync", "msgspec", "numpy", "fdasync.store_cli"])
+@pytest.mark.parametrize("module", ["fdasync", "msgspec", "numpy", "fdasync.cli.store"])
 def test_ctrl_c_while_it_imports_is_a_short_end(module: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", INTERRUPTED, module], capture_output=True, text=True, timeout=DEADLINE_S, check=False
@@ -99,7 +99,7 @@ def test_ctrl_c_under_python_m_fdasync_is_a_short_end() -> None:
     script = INTERRUPTED.replace("from fdasync_command import main\n\nmain()", "")
     script += "import runpy; runpy.run_module('fdasync', run_name='__main__', alter_sys=True)"
     done = subprocess.run(
-        [sys.executable, "-c", script, "fdasync.store_cli"],
+        [sys.executable, "-c", script, "fdasync.cli.store"],
         capture_output=True, text=True, timeout=DEADLINE_S, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
@@ -160,7 +160,7 @@ def test_a_link_names_the_limit_where_a_caller_has_too_few_open_files(tmp_path: 
     script = """
         import asyncio, os, resource, sys
         import fdasync
-        from fdasync.pd.zmq_wire import ZmqWire
+        from fdasync.pd.link.zmq_wire import ZmqWire
 
         async def main():
             left = int(sys.argv[1])

@@ -1,4 +1,4 @@
-"""Configuration: each bad value or key is refused by name (`config.py`)."""
+"""Configuration: each bad value or key is refused by name (`engine/config.py`)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import math
 import msgspec
 import pytest
 
-from fdasync.config import EngineConfig, host_blocks, resolve
+from fdasync.engine.config import EngineConfig, host_blocks, resolve
 from fdasync.errors import BadInput, ConfigError
-from fdasync.mapping import struct_of
-from fdasync.registry import Registry
+from fdasync.registry.mapping import struct_of
+from fdasync.registry.registry import Registry
 from fdasync.runner.base import RunnerLimits
 from fdasync.runner.oracle import SyntheticConfig
 from fdasync.runner.synthetic import SyntheticRunner

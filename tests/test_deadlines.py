@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from fdasync.deadlines import GRACE_S, DeadlineTimer, Within, wait_within
+from fdasync.ipc.deadlines import GRACE_S, DeadlineTimer, Within, wait_within
 from fdasync.testing import run_sim
 from tests.helpers import hold_up
 

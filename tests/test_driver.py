@@ -8,7 +8,9 @@ from typing import ClassVar
 import msgspec
 import pytest
 
-from fdasync.actions import (
+from fdasync.engine.driver import Driver
+from fdasync.errors import DeadlineExceeded, InvariantBroken, RunnerError
+from fdasync.events.actions import (
     ELSEWHERE,
     Action,
     AnswerLease,
@@ -32,8 +34,6 @@ from fdasync.actions import (
     TellBlocks,
     WakeAt,
 )
-from fdasync.driver import Driver
-from fdasync.errors import DeadlineExceeded, InvariantBroken, RunnerError
 from fdasync.events.catalog import AbortRequested, StepDone, StepFailed, StopChecked, SwapDone, TimerFired
 from fdasync.events.trace import TraceRing
 from fdasync.runner.base import CopyOutput, Runner, StepOutput

@@ -7,12 +7,12 @@ import asyncio
 import pytest
 
 from fdasync import Engine, SamplingParams
-from fdasync.cache.memory import MemoryConfig, MemoryStore
-from fdasync.cache.store import finish
-from fdasync.deadlines import Closing
+from fdasync.cache.store.base import finish
+from fdasync.cache.store.memory import MemoryConfig, MemoryStore
 from fdasync.errors import DeadlineExceeded, StoreTimeout, StoreUnavailable, WorkerStuck
+from fdasync.ipc.deadlines import Closing
 from fdasync.testing import check_idle, held_engine, run_sim, synthetic_config, until
-from fdasync.testing.processes import stop_process
+from fdasync.testing.harness.processes import stop_process
 
 PARAMS = SamplingParams(max_tokens=4, temperature=0.0)
 CLOSE_S = 2.0

@@ -18,9 +18,9 @@ from fdasync import (
     WorkerDied,
     WorkerStuck,
 )
+from fdasync.engine.prepare import Preparer
 from fdasync.errors import DeadlineExceeded
 from fdasync.events.catalog import RequestPrepared
-from fdasync.prepare import Preparer
 from fdasync.testing import (
     StepFault,
     check_idle,

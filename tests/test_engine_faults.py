@@ -187,7 +187,7 @@ async def test_a_runner_that_completes_another_step_fails_the_engine():
 
 @pytest.mark.parametrize(("way", "error"), [("close raises", OSError), ("close hangs", DeadlineExceeded)])
 async def test_a_runner_that_does_not_close_is_told_once_and_the_rest_is_freed(way, error, monkeypatch):
-    monkeypatch.setattr("fdasync.runtime._REAP_S", 0.1)
+    monkeypatch.setattr("fdasync.engine.runtime._REAP_S", 0.1)
     engine = faulty_engine(way, close_deadline_s=0.05)
     await engine.start()
     await engine.complete(PROMPT, GREEDY)

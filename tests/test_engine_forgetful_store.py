@@ -14,9 +14,9 @@ import msgspec
 import pytest
 
 from fdasync import Engine, SamplingParams
-from fdasync.cache.memory import MemoryConfig, MemoryStore
-from fdasync.cache.wrappers import Wrapper
-from fdasync.scheduler.chains import TRUSTED_USES
+from fdasync.cache.store.memory import MemoryConfig, MemoryStore
+from fdasync.cache.store.wrappers import Wrapper
+from fdasync.scheduler.tiers.chains import TRUSTED_USES
 from fdasync.testing import check_idle, check_sample, no_leaks, oracle_of, run_sim, synthetic_config, until
 
 PARAMS = SamplingParams(max_tokens=2, temperature=0.0)

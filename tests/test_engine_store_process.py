@@ -10,7 +10,7 @@ from fdasync import Engine, SamplingParams
 from fdasync.errors import StoreRejected
 from fdasync.events.catalog import BreakerChanged
 from fdasync.testing import check_idle, check_sample, oracle_of, synthetic_config, until
-from fdasync.testing.processes import stop_process
+from fdasync.testing.harness.processes import stop_process
 
 PARAMS = SamplingParams(max_tokens=4, temperature=0.0)
 

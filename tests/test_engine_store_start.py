@@ -8,17 +8,17 @@ from random import Random
 import pytest
 
 from fdasync import Engine, Instance, SamplingParams
-from fdasync.cache.memory import MemoryConfig, MemoryStore
-from fdasync.cache.store import finish
-from fdasync.cache.wrappers import Wrapper
+from fdasync.cache.store.base import finish
+from fdasync.cache.store.memory import MemoryConfig, MemoryStore
+from fdasync.cache.store.wrappers import Wrapper
 from fdasync.errors import ConfigError, DeadlineExceeded, StoreRejected, StoreTimeout, StoreUnavailable
 from fdasync.events.catalog import BreakerChanged
-from fdasync.metrics import PrometheusTap
-from fdasync.pd.router import Router
+from fdasync.pd.router.router import Router
+from fdasync.telemetry.prometheus import PrometheusTap
 from fdasync.testing import check_idle, check_sample, no_leaks, oracle_of, run_sim, synthetic_config, until
-from fdasync.testing.network import SimNetwork
-from fdasync.testing.processes import stop_process
-from fdasync.testing.sim_transport import SimFabric, SimFaults, SimTransport
+from fdasync.testing.harness.processes import stop_process
+from fdasync.testing.sim.network import SimNetwork
+from fdasync.testing.sim.transport import SimFabric, SimFaults, SimTransport
 from tests.runner_plugin import install_plugin
 
 PARAMS = SamplingParams(max_tokens=4, temperature=0.0)
@@ -234,7 +234,7 @@ def test_prefill_and_decode_instances_start_without_their_stores():
 
 LATE = '''
 import os, time
-from fdasync.cache.file import FileStore
+from fdasync.cache.store.file.store import FileStore
 from fdasync.errors import StoreUnavailable
 
 class LateStore(FileStore):

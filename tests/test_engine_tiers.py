@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from fdasync import Engine, EngineFailed, SamplingParams
-from fdasync.cache.memory import MemoryConfig, MemoryStore
-from fdasync.cache.wrappers import FaultyStore, StoreFaults
+from fdasync.cache.store.memory import MemoryConfig, MemoryStore
+from fdasync.cache.store.wrappers import FaultyStore, StoreFaults
 from fdasync.errors import DeadlineExceeded, StoreUnavailable
 from fdasync.events.catalog import BlockDamaged, BreakerChanged, FetchEnded, LookedUp, StoreCalled, SwapDone
 from fdasync.testing import (

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from fdasync import Engine, EngineClosed, EngineFailed, SamplingParams
-from fdasync.cache.memory import MemoryConfig, MemoryStore
-from fdasync.cache.wrappers import FaultyStore, StoreFaults
+from fdasync.cache.store.memory import MemoryConfig, MemoryStore
+from fdasync.cache.store.wrappers import FaultyStore, StoreFaults
 from fdasync.errors import BadInput, ConfigError, DeadlineExceeded, UpdateUnderWay, WeightsBroken, WeightsRejected
 from fdasync.events.catalog import StepDone
 from fdasync.runner.oracle import Oracle

@@ -1,4 +1,4 @@
-"""Errors: their fields, their tree, and their way through a worker's socket (`errors.py`, `runner/wire.py`)."""
+"""Errors: their fields, their tree, and their way through a worker's socket (`errors.py`, `worker/messages.py`)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from fdasync.errors import (
     WorkerDied,
     WorkerStuck,
 )
-from fdasync.runner.wire import Failed, ToEngine, pack_error, unpack_error
+from fdasync.runner.worker.messages import Failed, ToEngine, pack_error, unpack_error
 
 EXAMPLES = [
     (BadInput("top_p", "is odd", limit=3, hint="try less"), "top_p: is odd (limit: 3); try less"),

@@ -8,8 +8,8 @@ import json
 import msgspec
 import pytest
 
-from fdasync.actions import FinishRequest, WakeAt
 from fdasync.errors import InvariantBroken
+from fdasync.events.actions import FinishRequest, WakeAt
 from fdasync.events.bus import EventBus
 from fdasync.events.catalog import (
     AbortRequested,

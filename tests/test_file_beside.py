@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from fdasync.cache.block_format import BlockSchema, Section, object_key
-from fdasync.cache.file import FileStore
-from fdasync.cache.memory import MemoryConfig, MemoryStore
-from fdasync.cache.region import PAGE_NBYTES, SharedRegion
-from fdasync.cache.sealed import Sealed
-from fdasync.cache.store import DONE, EXISTS, MISS, Item, Part
-from fdasync.testing.store_bench import on_loop, turns, value
+from fdasync.cache.store.base import DONE, EXISTS, MISS, Item
+from fdasync.cache.store.block_format import BlockSchema, Section, object_key
+from fdasync.cache.store.checked import Sealed
+from fdasync.cache.store.file.store import FileStore
+from fdasync.cache.store.memory import MemoryConfig, MemoryStore
+from fdasync.ipc.shared_memory import PAGE_NBYTES, Part, SharedRegion
+from fdasync.testing.stores.harness import on_loop, turns, value
 from tests.test_file_store import InFolder
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from fdasync.cache.file import FileConfig, FileStore
-from fdasync.cache.file_admin import survey
-from fdasync.cache.region import SharedRegion
-from fdasync.cache.store import Item, Part
+from fdasync.cache.store.base import Item
+from fdasync.cache.store.file.admin import survey
+from fdasync.cache.store.file.store import FileConfig, FileStore
+from fdasync.ipc.shared_memory import Part, SharedRegion
 
 WRITER = Path(__file__).with_name("file_crash_writer.py")
 _SPEC = importlib.util.spec_from_file_location("file_crash_writer", WRITER)
@@ -295,7 +295,7 @@ def test_loss_of_power_anywhere(tmp_path, monkeypatch, sync, cap):
     closed_once = len(recorder.events)
     uvloop.run(live(generation))
     monkeypatch.undo()
-    monkeypatch.setattr("fdasync.cache.file_scan.boot_id", lambda: b"the boot after..")
+    monkeypatch.setattr("fdasync.cache.store.file.recovery.boot_id", lambda: b"the boot after..")
     objects = 0
     for number in range(100):
         moment = choice.randint(0, len(recorder.events))

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fdasync.cache import file_layout
-from fdasync.cache.file_index import Drop, Entry, FileIndex, Grow, Place, Segment
-from fdasync.cache.file_layout import (
+from fdasync.cache.store.file import layout as file_layout
+from fdasync.cache.store.file.index import Drop, Entry, FileIndex, Grow, Place, Segment
+from fdasync.cache.store.file.layout import (
     CLEAN,
     EMPTY_RECORD,
     LayoutError,
@@ -27,7 +27,7 @@ from fdasync.cache.file_layout import (
     parse_name,
     slots_within,
 )
-from fdasync.cache.region import PAGE_NBYTES
+from fdasync.ipc.shared_memory import PAGE_NBYTES
 from tests.helpers import case_settings
 
 SHAPES = st.builds(

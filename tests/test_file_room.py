@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 
-from fdasync.cache.file_room import Threads
+from fdasync.cache.store.file.allocator import Threads
 
 
 class Gate:

@@ -16,14 +16,15 @@ from pathlib import Path
 
 import pytest
 
-from fdasync.cache import file_io, file_scan
-from fdasync.cache.file import FileConfig, FileStore
-from fdasync.cache.file_layout import EMPTY_RECORD, ORDER_NAME, Shape, parse_name
-from fdasync.cache.hosted import HostedStore
+from fdasync.cache.store.file import io as file_io
+from fdasync.cache.store.file import recovery as file_scan
+from fdasync.cache.store.file.layout import EMPTY_RECORD, ORDER_NAME, Shape, parse_name
+from fdasync.cache.store.file.store import FileConfig, FileStore
+from fdasync.cache.store.process.proxy import HostedStore
 from fdasync.errors import ConfigError, StoreRejected, StoreUnavailable
 from fdasync.testing import StoreTests
-from fdasync.testing.store_bench import StoreHooks, on_loop, turns, value
-from fdasync.testing.store_machine import run_machine
+from fdasync.testing.stores.harness import StoreHooks, on_loop, turns, value
+from fdasync.testing.stores.machine import run_machine
 
 MIB = 1 << 20
 
@@ -128,7 +129,7 @@ class TestRoom(InFolder):
             for key in keys[:2]:
                 await on.keep(key, value(key, 5000))
             await on.assert_holds(keys[0], value(keys[0], 5000))
-        self.patch.setattr("fdasync.cache.file._ORDER_EVERY_S", 1000.0)
+        self.patch.setattr("fdasync.cache.store.file.store._ORDER_EVERY_S", 1000.0)
         async with self.on_store(self.store(max_nbytes=cap)) as on:
             for key in keys[2:4]:
                 await on.keep(key, value(key, 5000))
@@ -141,7 +142,7 @@ class TestRoom(InFolder):
 
     @on_loop
     async def test_the_order_is_written_now_and_then(self):
-        self.patch.setattr("fdasync.cache.file._ORDER_EVERY_S", 0.0)
+        self.patch.setattr("fdasync.cache.store.file.store._ORDER_EVERY_S", 0.0)
         async with self.on_store() as on:
             for number in range(3):
                 await on.keep(on.key(number), b"x")
@@ -442,7 +443,7 @@ class TestFolder(InFolder):
         async with self.on_store(self.store(**cap)) as on2:
             await on2.keep(on2.key("large"), value("large", 60_000))
             await asyncio.to_thread(shutil.copytree, self.path, copy)
-        self.patch.setattr("fdasync.cache.file.boot_id", lambda: b"another boot...!")
+        self.patch.setattr("fdasync.cache.store.file.store.boot_id", lambda: b"another boot...!")
         async with self.on_store(self.store(path=str(copy), **cap)) as later:
             await later.assert_holds(on.key("settled"), value("settled", 5000))
             assert await later.fetch(on2.key("large"), 60_000) == "miss"
@@ -556,7 +557,7 @@ class TestTrouble(InFolder):
     def test_a_folder_without_permission(self):
         script = """
             import asyncio, os, sys
-            from fdasync.cache.file import FileConfig, FileStore
+            from fdasync.cache.store.file.store import FileConfig, FileStore
 
             async def main():
                 store = FileStore(FileConfig(path=sys.argv[1]))
@@ -691,7 +692,7 @@ class TestTrouble(InFolder):
             raise OSError(errno.EIO, "Input/output error")
 
         with self.patch.context() as patch:
-            patch.setattr("fdasync.cache.file_scan.list_folder", broken)
+            patch.setattr("fdasync.cache.store.file.recovery.list_folder", broken)
             store = self.again(None)
             with pytest.raises(StoreUnavailable, match="Input/output error"):
                 await store.open(on.regions)

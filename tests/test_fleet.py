@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from fdasync.pd.fleet import Fleet
-from fdasync.pd.limits import Need
 from fdasync.pd.messages import PROTOCOL, BlockNews, Facts, Hello, Shape, Status
+from fdasync.pd.router.instances import Fleet
+from fdasync.pd.router.limits import Need
 
 KEYS = tuple(bytes([number]) * 16 for number in range(8))
 SHAPE = Shape(bytes(16), "l", "d", 4, 64, (), 300, (), False, b"")

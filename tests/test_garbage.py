@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import fdasync
 from fdasync import EngineConfig, SamplingParams
-from fdasync.instance import Instance
+from fdasync.pd.instance.instance import Instance
 from fdasync.testing import synthetic_engine, until
 
 if TYPE_CHECKING:

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from fdasync.cache.block_format import BlockSchema, Section, object_key
-from fdasync.cache.hosted import HostedStore
-from fdasync.cache.hosted_wire import pack_error, unpack_error
-from fdasync.cache.region import PAGE_NBYTES, SharedRegion
-from fdasync.cache.store import DONE, EXISTS, MISS, Item, Outcome, Part, StoreUsage
+from fdasync.cache.store.base import DONE, EXISTS, MISS, Item, Outcome, StoreUsage
+from fdasync.cache.store.block_format import BlockSchema, Section, object_key
+from fdasync.cache.store.process.messages import pack_error, unpack_error
+from fdasync.cache.store.process.proxy import HostedStore
 from fdasync.errors import BadInput, ConfigError, PluginError, StoreRejected, StoreTimeout, StoreUnavailable
+from fdasync.ipc.shared_memory import PAGE_NBYTES, Part, SharedRegion
 from fdasync.testing import StoreTests
-from fdasync.testing.leaks import children, native_threads
-from fdasync.testing.processes import stop_process
+from fdasync.testing.harness.leaks import children, native_threads
+from fdasync.testing.harness.processes import stop_process
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -32,8 +32,8 @@ MODULE = '''
 import asyncio, os, sys, time
 from concurrent.futures import ThreadPoolExecutor
 import msgspec
-from fdasync.cache.memory import MemoryStore
-from fdasync.cache.store import Capabilities, Outcome, StoreUsage, finish
+from fdasync.cache.store.memory import MemoryStore
+from fdasync.cache.store.base import Capabilities, Outcome, StoreUsage, finish
 from fdasync.errors import StoreRejected, StoreUnavailable
 
 
@@ -818,9 +818,9 @@ async def test_keys_at_the_terminal_are_not_for_the_child():
 def test_a_child_dies_with_its_engine(tmp_path):
     script = """
         import asyncio, uvloop
-        from fdasync.cache.hosted import HostedStore
-        from fdasync.cache.region import SharedRegion
-        from fdasync.cache.store import Item, Part
+        from fdasync.cache.store.process.proxy import HostedStore
+        from fdasync.ipc.shared_memory import SharedRegion
+        from fdasync.cache.store.base import Item, Part
 
         async def main():
             region = SharedRegion.create("r", 4096)

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from fdasync.engine.sample_output import SampleOutput
+from fdasync.engine.tokenizer import IncrementalDecoder, TokenKind, TokenKinds
 from fdasync.request import SamplingParams
-from fdasync.sample_output import SampleOutput
 from fdasync.testing import synthetic_engine
-from fdasync.tokenizer import IncrementalDecoder, TokenKind, TokenKinds
 from tests.helpers import ByteTokenizer, case_settings
 
 PIECES = (" ", " a", "b", "中", "\ufffd", "", "ab ")

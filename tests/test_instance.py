@@ -13,15 +13,15 @@ import pytest
 from fdasync import Instance, SamplingParams
 from fdasync.cache.aux import AuxSpec
 from fdasync.errors import ConfigError, InstanceLost, PeerRefused
-from fdasync.instance import shape_of
+from fdasync.pd.instance.instance import shape_of
+from fdasync.pd.instance.text_digest import text_digest
 from fdasync.pd.messages import Shape
-from fdasync.pd.router import Router
-from fdasync.pd.text import text_digest
+from fdasync.pd.router.router import Router
 from fdasync.result import Usage
 from fdasync.testing import LetterTokenizer, synthetic_config, synthetic_engine
-from fdasync.testing.loop import run_sim
-from fdasync.testing.network import SimNetwork
-from fdasync.testing.sim_transport import SimFabric, SimFaults, SimTransport
+from fdasync.testing.sim.loop import run_sim
+from fdasync.testing.sim.network import SimNetwork
+from fdasync.testing.sim.transport import SimFabric, SimFaults, SimTransport
 
 BRIEF = SamplingParams(max_tokens=8)
 LONG = SamplingParams(max_tokens=40)
@@ -62,7 +62,7 @@ def test_wrong_addresses_and_names_are_refused_before_there_is_an_engine(options
     ("tcp://127.0.0.1:0", "no procfs", ["shm", "tcp"]),
 ])  # fmt: skip
 def test_an_instance_that_only_its_user_can_call_opens_no_port(listen, problem, names, monkeypatch):
-    monkeypatch.setattr("fdasync.instance.shm_problem", lambda: problem)
+    monkeypatch.setattr("fdasync.pd.instance.instance.shm_problem", lambda: problem)
     instance = make(listen=listen, transports=None)
     assert list(instance._carriers._transports) == names
     assert ("no procfs" in instance.notice) == (names == ["tcp"])

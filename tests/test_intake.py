@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from fdasync.door import Intake
+from fdasync.engine.frontend import Intake
 
 pytestmark = pytest.mark.both_loops
 

@@ -16,9 +16,9 @@ from datetime import datetime, timedelta
 import pytest
 
 from fdasync import ConfigError, EngineClosed, EngineFailed, SamplingParams
-from fdasync.cache.memory import MemoryConfig, MemoryStore
-from fdasync.cache.wrappers import FaultyStore, StoreFaults
-from fdasync.engine import Engine
+from fdasync.cache.store.memory import MemoryConfig, MemoryStore
+from fdasync.cache.store.wrappers import FaultyStore, StoreFaults
+from fdasync.engine.engine import Engine
 from fdasync.events import catalog
 from fdasync.events.catalog import (
     BlockDamaged,
@@ -29,8 +29,8 @@ from fdasync.events.catalog import (
     RequestEnded,
     StoreCalled,
 )
-from fdasync.jsonlog import LEVELS, JsonLogTap, level_of, summary
-from fdasync.lines import LineWriter
+from fdasync.telemetry.json_log import LEVELS, JsonLogTap, level_of, summary
+from fdasync.telemetry.line_writer import LineWriter
 from fdasync.testing import held_engine, run_sim, synthetic_config, synthetic_engine, until
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0)

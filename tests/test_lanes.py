@@ -1,4 +1,4 @@
-"""The runner's flat view of steps, against a naive one kept sequence by sequence: `runner/lanes.py`."""
+"""The runner's flat view of steps, against a naive one kept sequence by sequence: `input_batch.py`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from fdasync.actions import BlockAppend, Chunk, RunStep, SeqStart
 from fdasync.errors import InvariantBroken
-from fdasync.runner.lanes import LaneTable
+from fdasync.events.actions import BlockAppend, Chunk, RunStep, SeqStart
+from fdasync.runner.input_batch import LaneTable
 from tests.helpers import machine_settings, make_sampler
 
 SIZE = 4

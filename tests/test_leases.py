@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fdasync.pd.leases import MAX_TOMBSTONES, TOMBSTONE_S, LeaseBook
+from fdasync.pd.instance.lease_table import MAX_TOMBSTONES, TOMBSTONE_S, LeaseBook
 
 
 class Entry:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fdasync.actions import AnswerLease, DropLease, ReceiveBlocks
+from fdasync.events.actions import AnswerLease, DropLease, ReceiveBlocks
 from fdasync.events.catalog import LeaseGivenUp
 from tests.pd_helpers import PdTable, leave_on_host, of, only
 

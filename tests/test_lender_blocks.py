@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fdasync.actions import ConfirmHandOver, DropLease, EmitTokens, FinishRequest, ReceiveBlocks
+from fdasync.events.actions import ConfirmHandOver, DropLease, EmitTokens, FinishRequest, ReceiveBlocks
 from tests.pd_helpers import PdTable, of, only
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fdasync.actions import AnswerLease
-from fdasync.scheduler.sequence import State
+from fdasync.events.actions import AnswerLease
+from fdasync.scheduler.state.sequence import State
 from tests.helpers import case_settings
 from tests.pd_helpers import PdTable, of
 from tests.pressure import Pressure

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from fdasync.errors import BadInput, DeadlineExceeded, PeerBusy, PeerRefused, PeerUnreachable, ProtocolError
-from fdasync.pd.link import Links
+from fdasync.pd.link.links import Links
 from fdasync.pd.messages import MAX_PAYLOAD_NBYTES, PROTOCOL, Bye, Heartbeat, Hello, Refused, encode
-from fdasync.testing.loop import run_sim
-from fdasync.testing.network import Weather
+from fdasync.testing.sim.loop import run_sim
+from fdasync.testing.sim.network import Weather
 from tests.helpers import case_settings
 from tests.link_helpers import ADDRESS, Owner, World, note, send_all, settle
 

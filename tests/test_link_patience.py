@@ -7,7 +7,7 @@ import asyncio
 import msgspec
 import pytest
 
-from fdasync.testing.loop import run_sim
+from fdasync.testing.sim.loop import run_sim
 from tests.link_helpers import World, note, send_all, settle
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from fdasync.local import LocalFleet
-from fdasync.local_child import ChildEnded
+from fdasync.cli.local.child import ChildEnded
+from fdasync.cli.local.fleet import LocalFleet
 
 
 async def test_work_ends_with_its_result_or_with_the_first_instance_that_ends() -> None:

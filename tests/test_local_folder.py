@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from fdasync import ConfigError
-from fdasync.local_folder import Folder
-from fdasync.pd.zmq_address import remove_dead
+from fdasync.cli.local.folder import Folder
+from fdasync.pd.link.address import remove_dead
 
 if TYPE_CHECKING:
     from pathlib import Path

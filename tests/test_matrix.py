@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import uvloop
 
-from fdasync.cache.memory import MemoryConfig, MemoryStore
-from fdasync.cache.wrappers import Latency, Wrapper
+from fdasync.cache.store.memory import MemoryConfig, MemoryStore
+from fdasync.cache.store.wrappers import Latency, Wrapper
 from fdasync.errors import ConfigError
 from fdasync.testing import run_sim, synthetic_config
 from tests.covering import all_cells, combinations_of

@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from fdasync.cache.memory import MemoryConfig, MemoryStore
+from fdasync.cache.store.memory import MemoryConfig, MemoryStore
 from fdasync.errors import ConfigError, StoreUnavailable
-from fdasync.registry import Registry
+from fdasync.registry.registry import Registry
 from fdasync.testing import SimLoop, StoreTests
-from fdasync.testing.store_bench import on_loop, turns, value
+from fdasync.testing.stores.harness import on_loop, turns, value
 
 
 class TestMemory(StoreTests):

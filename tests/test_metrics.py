@@ -17,9 +17,9 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from fdasync import ConfigError, EngineClosed, EngineFailed, SamplingParams
-from fdasync.cache.memory import MemoryConfig, MemoryStore
-from fdasync.cache.wrappers import FaultyStore, StoreFaults
-from fdasync.engine import Engine
+from fdasync.cache.store.memory import MemoryConfig, MemoryStore
+from fdasync.cache.store.wrappers import FaultyStore, StoreFaults
+from fdasync.engine.engine import Engine
 from fdasync.events.catalog import (
     BlockDamaged,
     BreakerChanged,
@@ -30,9 +30,9 @@ from fdasync.events.catalog import (
     StoreEnded,
     SwapDone,
 )
-from fdasync.metrics import PrometheusTap
-from fdasync.metrics_events import EventMetrics
-from fdasync.scrape import ScrapeServer
+from fdasync.telemetry.event_metrics import EventMetrics
+from fdasync.telemetry.metrics_http import ScrapeServer
+from fdasync.telemetry.prometheus import PrometheusTap
 from fdasync.testing import held_engine, run_sim, synthetic_config, synthetic_engine, until
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0)

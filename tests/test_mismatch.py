@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fdasync import BadInput, Routing
-from fdasync.mismatch import Mismatch, mismatch, table
+from fdasync.routing.mismatch import Mismatch, mismatch, table
 from tests.helpers import case_settings
 
 logprobs = st.floats(-30, 0)

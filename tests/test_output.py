@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fdasync.actions import CopyRows, EmitTokens, FinishRequest, RowSpan
+from fdasync.engine.output import RequestOutput
 from fdasync.errors import InvariantBroken
-from fdasync.output import RequestOutput
+from fdasync.events.actions import CopyRows, EmitTokens, FinishRequest, RowSpan
 from fdasync.request import SamplingParams
-from fdasync.runner.base import StepOutput, TopLogprobs
+from fdasync.result import TopLogprobs
+from fdasync.runner.base import StepOutput
 from tests.helpers import ByteTokenizer, OutputStage, case_settings, letters, make_capacity
 
 # -- the hub

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fdasync.engine.tokenizer import IncrementalDecoder
 from fdasync.events.catalog import StopChecked, StopMatched
-from fdasync.tokenizer import IncrementalDecoder
 from tests.helpers import ByteTokenizer, OutputStage, WordTokenizer, case_settings, letters
 
 # -- incremental decoding

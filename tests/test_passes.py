@@ -11,7 +11,7 @@ from fdasync.runner.base import RunnerLimits
 from fdasync.runner.oracle import SyntheticConfig
 from fdasync.runner.synthetic import SyntheticRunner
 from fdasync.testing import EdgeRunner, PassModel, on_bench, run_sim
-from fdasync.testing.bench import noisy
+from fdasync.testing.runners.bench import noisy
 
 SIZE = 16
 BASES = (0, 1000)

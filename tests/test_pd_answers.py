@@ -5,14 +5,14 @@ from __future__ import annotations
 from array import array
 from types import SimpleNamespace
 
-from fdasync.actions import FinishRequest, TellBlocks
-from fdasync.door import Ask, Errand
+from fdasync.engine.inputs import Ask, Errand
 from fdasync.errors import BadInput, EngineBusy
-from fdasync.pd.answers import Answers
+from fdasync.events.actions import FinishRequest, TellBlocks
+from fdasync.pd.instance.kv_events import News
+from fdasync.pd.instance.responses import Answers
 from fdasync.pd.messages import Abort, BlockNews, Ended, Failed, Moved, Outputs, Progress
-from fdasync.pd.news import News
 from fdasync.request import SamplingParams
-from fdasync.testing.loop import run_sim
+from fdasync.testing.sim.loop import run_sim
 from tests.helpers import OutputStage, make_capacity
 from tests.pd_site import FakePeer, Stage
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from fdasync.actions import AskLease, GiveUpLease, HandOver, SendBlocks
 from fdasync.errors import InvariantBroken, PeerRefused, PeerUnreachable
+from fdasync.events.actions import AskLease, GiveUpLease, HandOver, SendBlocks
 from fdasync.events.catalog import BlocksSent, HandedOver, LeaseAnswered, LeaseLost
-from fdasync.pd.asking import Asking
+from fdasync.pd.instance.prefill_service import Asking
 from fdasync.pd.messages import BlocksOffer, BlocksTaken, HandOff, HandOffTaken, LeaseAnswer, LeaseAsk, LeaseDrop
-from fdasync.testing.loop import run_sim
+from fdasync.testing.sim.loop import run_sim
 from tests.pd_site import CALLER, NAMESPACE, Stage
 
 

@@ -10,20 +10,20 @@ import msgspec
 import pytest
 
 from fdasync import Instance, SamplingParams
-from fdasync.actions import AskLease, ConfirmHandOver, DropLease, FinishRequest, WakeAt
 from fdasync.cache.aux import AuxSpec
-from fdasync.cache.store import DONE
+from fdasync.cache.store.base import DONE
+from fdasync.events.actions import AskLease, ConfirmHandOver, DropLease, FinishRequest, WakeAt
 from fdasync.events.catalog import AbortRequested
-from fdasync.pd.carriers import Carriers
-from fdasync.pd.leases import LeaseBook
+from fdasync.pd.instance.lease_table import LeaseBook
 from fdasync.pd.messages import HandOffTaken, LeaseDrop, Source
-from fdasync.pd.receipts import broken, refused
-from fdasync.pd.router import Router
-from fdasync.pd.transport import Receipt
+from fdasync.pd.router.router import Router
+from fdasync.pd.transfer.base import Receipt
+from fdasync.pd.transfer.transports import Carriers
+from fdasync.pd.transfer.validation import broken, refused
 from fdasync.testing import SimLoop, synthetic_config
-from fdasync.testing.loop import run_sim
-from fdasync.testing.network import SimNetwork
-from fdasync.testing.sim_process import SimProcess
+from fdasync.testing.sim.loop import run_sim
+from fdasync.testing.sim.network import SimNetwork
+from fdasync.testing.sim.process import SimProcess
 from tests import router_helpers
 from tests.pd_helpers import PdTable, of, only
 from tests.pd_site import LendingStage

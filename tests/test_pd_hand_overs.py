@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fdasync.actions import ConfirmHandOver
+from fdasync.events.actions import ConfirmHandOver
 from fdasync.events.catalog import (
     BlocksOffered,
     LeaseGivenUp,
@@ -20,8 +20,8 @@ from fdasync.pd.messages import (
     LeaseAsk,
     LeaseDrop,
 )
-from fdasync.runner.base import TopLogprobs
-from fdasync.testing.loop import run_sim
+from fdasync.result import TopLogprobs
+from fdasync.testing.sim.loop import run_sim
 from tests.helpers import case_settings
 from tests.message_strategies import messages_of
 from tests.pd_site import LendingStage as Lender

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from fdasync.actions import AnswerLease, DropLease
-from fdasync.cache.store import Outcome
+from fdasync.cache.store.base import Outcome
 from fdasync.errors import BadInput, DuplicateRequestId, EngineBusy
+from fdasync.events.actions import AnswerLease, DropLease
 from fdasync.events.catalog import (
     BlocksOffered,
     BlocksReceived,
@@ -21,7 +21,7 @@ from fdasync.pd.messages import (
     LeaseDrop,
 )
 from fdasync.request import SamplingParams
-from fdasync.testing.loop import run_sim
+from fdasync.testing.sim.loop import run_sim
 from tests.pd_site import CALLER, ref
 from tests.pd_site import LendingStage as Lender
 

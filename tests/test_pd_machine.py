@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from fdasync.cache.prefix import block_keys
+from fdasync.engine.prepare import salted
 from fdasync.events.catalog import (
     AbortRequested,
     LeaseAnswered,
@@ -22,9 +23,8 @@ from fdasync.events.catalog import (
     TimerFired,
     WeightsChanged,
 )
-from fdasync.prepare import salted
 from fdasync.scheduler import SchedulerConfig
-from fdasync.scheduler.config import LeaseRules
+from fdasync.scheduler.state.config import LeaseRules
 from tests.helpers import machine_settings, make_request, make_sampler
 from tests.paged_runner import VOCAB, namespace_of_version
 from tests.pd_world import World

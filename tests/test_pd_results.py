@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from fdasync.cache.aux import AuxSpec
 from fdasync.errors import ProtocolError
-from fdasync.pd import results, streams
+from fdasync.pd import results
+from fdasync.pd.instance import token_streams as streams
 from fdasync.pd.messages import Facts, LeaseDrop, Outputs, Progress, Rows, WeightSpan, brief, decode, encode
 from fdasync.pd.results import Incoming, delta_of, ended_message, output_messages, row_messages
-from fdasync.result import CachedTokens, Delta, Result, Routing, Sample
-from fdasync.runner.base import TopLogprobs
+from fdasync.result import CachedTokens, Delta, Result, Routing, Sample, TopLogprobs
 from tests.helpers import case_settings
 
 SPECS = (AuxSpec("routing", (3, 2), "uint8"), AuxSpec("values", (4,), "float16"))

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from fdasync.testing import PdWorkload, SimulationFailed, pd_callers, simulate_pd
+from fdasync.testing import PdWorkload, SimulationFailed, simulate_pd
+from fdasync.testing.sim.fleet import callers as pd_callers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from fdasync.cache.prefix import block_keys, root_key
-from fdasync.config import EngineConfig
-from fdasync.door import Ask
+from fdasync.engine.config import EngineConfig
+from fdasync.engine.inputs import Ask
+from fdasync.engine.prepare import Preparer, namespace_of
 from fdasync.errors import BadInput
-from fdasync.prepare import Preparer, namespace_of
 from fdasync.request import SamplingParams
 from tests.helpers import SPECS, ByteTokenizer, make_capacity
 

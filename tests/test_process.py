@@ -12,8 +12,8 @@ import textwrap
 import pytest
 
 from fdasync.errors import WorkerDied
-from fdasync.process import ChildProcess
-from fdasync.testing.leaks import Resources
+from fdasync.ipc.child import ChildProcess
+from fdasync.testing.harness.leaks import Resources
 
 # each frame carries an fd: one read of the socket brings no more than one of them
 _CHILD = """
@@ -77,7 +77,7 @@ async def test_a_child_that_cannot_be_started_or_watched_leaves_nothing(step, la
     elif step == "pidfd_open":
         monkeypatch.setattr(os, "pidfd_open", _out_of_fds)
     elif step == "channel":
-        monkeypatch.setattr("fdasync.process.Channel", _out_of_fds)
+        monkeypatch.setattr("fdasync.ipc.child.Channel", _out_of_fds)
     else:
         # one that refuses, the real one for all else
         class Refuses:

@@ -7,6 +7,7 @@ import asyncio
 import subprocess
 import sys
 import textwrap
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -22,12 +23,12 @@ MODULES = {
 }
 
 
-def imports_of(path: Path) -> dict[str, int]:
-    """Modules that a file imports when it runs, at any depth, and the line; what is for type checkers is not."""
+def imports_of(path: Path, *, types: bool = False) -> dict[str, int]:
+    """Modules that a file imports, at any depth, and the line; `types`: those for type checkers, too."""
     found: dict[str, int] = {}
 
     def visit(node: ast.AST) -> None:
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not types:
             for child in node.orelse:
                 visit(child)
             return
@@ -46,37 +47,40 @@ def imports_of(path: Path) -> dict[str, int]:
     return found
 
 
-BASE = (
-    "fdasync.events",
-    "fdasync.actions",
-    "fdasync.request",
-    "fdasync.errors",
-    "fdasync.deadlines",
-    "fdasync.mapping",
+# from the ground up: a room imports those of its floor and below
+FLOORS = (
+    ("fdasync.errors", "fdasync.result"),
+    ("fdasync.ipc", "fdasync.registry", "fdasync.request", "fdasync.routing"),
+    ("fdasync.events", "fdasync.cache"),
+    ("fdasync.cache.store",),
+    ("fdasync.cache.store.file", "fdasync.cache.store.process", "fdasync.cache.store.wrappers"),
+    ("fdasync.runner", "fdasync.gpu", "fdasync.gpu.kernels"),
+    ("fdasync.runner.worker", "fdasync.gpu.ports", "fdasync.scheduler"),
+    ("fdasync.engine",),
+    ("fdasync.pd",),
+    ("fdasync.pd.link", "fdasync.pd.transfer"),
+    ("fdasync.pd.instance", "fdasync.pd.router"),
+    ("fdasync.telemetry",),
+    ("fdasync.cli", "fdasync.testing", "fdasync"),
 )
+FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 PURE = ("fdasync.scheduler", "fdasync.cache.aux", "fdasync.cache.blocks", "fdasync.cache.lru", "fdasync.cache.prefix")
-CONTRACTS = (
-    "fdasync.cache.aux", "fdasync.cache.arena", "fdasync.cache.host", "fdasync.cache.region", "fdasync.cache.store",
-    "fdasync.cache.block_format", "fdasync.cache.debug_rows",
-    "fdasync.gpu.completion", "fdasync.runner.base", "fdasync.pd.messages", "fdasync.pd.transport", "fdasync.result",
-    "fdasync.tokenizer",
-)  # fmt: skip
-ROOMS = ("fdasync.cache", "fdasync.gpu", "fdasync.runner", "fdasync.pd")
-JOINERS = ("fdasync.engine", "fdasync.runtime", "fdasync.driver", "fdasync.instance")
-# what the command line runs: embedders like any other
-EMBEDDERS = ("fdasync.cli", "fdasync.demo", "fdasync.demo_serving", "fdasync.serving")
-# what knows more than its room, and why
+# rooms that know nothing but these
+ONLY = {
+    "fdasync.scheduler": (
+        "fdasync.scheduler", "fdasync.cache.aux", "fdasync.cache.blocks", "fdasync.cache.lru", "fdasync.cache.prefix",
+        "fdasync.events", "fdasync.errors", "fdasync.request",
+    ),
+    "fdasync.ipc": ("fdasync.ipc", "fdasync.errors"),
+    "fdasync.events": ("fdasync.events", "fdasync.errors", "fdasync.request"),
+}  # fmt: skip
+# neighbours that do not know each other
+APART = (("fdasync.pd.link", "fdasync.pd.transfer"), ("fdasync.pd.transfer", "fdasync.pd.link"))
+# what knows a floor above, and why
 EXCEPTIONS = {
-    ("fdasync.runner.worker", "fdasync.process"): "hosts a runner in a child process: it is shell",
-    ("fdasync.runner.child", "fdasync.channel"): "the child's side of the same",
-    ("fdasync.runner.child", "fdasync.process"): "the same",
-    ("fdasync.runner.child", "fdasync.registry"): "finds the runner",
-    ("fdasync.cache.host_child", "fdasync.process"): "hosts a store in a child process: it is shell",
-    ("fdasync.cache.host_process", "fdasync.channel"): "the child's side of the same",
-    ("fdasync.cache.host_process", "fdasync.process"): "the same",
-    ("fdasync.cache.host_process", "fdasync.registry"): "finds the store",
-    ("fdasync.pd.lending", "fdasync.cache.prefix"): "checks that blocks are called what they are",
-    ("fdasync.pd.dispatch", "fdasync.cache.prefix"): "looks for prefixes under the names that instances give them",
+    ("fdasync.registry.registry", "fdasync.cache.store.base"): "checks that a plugin is a store",
+    ("fdasync.registry.registry", "fdasync.pd.transfer.base"): "checks that a plugin is a transport",
+    ("fdasync.registry.registry", "fdasync.runner.base"): "checks that a plugin is a runner",
 }
 
 
@@ -84,21 +88,26 @@ def within(name: str, rooms: tuple[str, ...]) -> bool:
     return any(name == room or name.startswith(f"{room}.") for room in rooms)
 
 
+def room_of(module: str) -> str:
+    """The innermost room of the plan that holds a module."""
+    while module not in FLOOR_OF:
+        module = module.rpartition(".")[0]
+    return module
+
+
 def broken_rules(module: str, imported: str) -> str:
     """Which rule forbids this import; "" if none does."""
     if (module, imported) in EXCEPTIONS or not within(imported, ("fdasync",)):
         return ""
-    if within(module, BASE):
-        return "" if within(imported, BASE) else "events, actions, request, mapping and errors know each other only"
-    if within(module, PURE):
-        return "" if within(imported, BASE + PURE) else "the pure core adds only itself to those"
-    for room in ROOMS:
-        if within(module, (room,)):
-            fine = within(imported, (*BASE, *CONTRACTS, room))
-            return "" if fine else "rooms import each other's contracts only"
-    if within(imported, JOINERS) and not within(module, (*JOINERS, "fdasync.testing", *EMBEDDERS)):
-        return "" if module == "fdasync" else "nobody knows those who join the rooms"
-    if within(imported, ("fdasync.testing",)) and not within(module, ("fdasync.testing",)):
+    room, other = room_of(module), room_of(imported)
+    if FLOOR_OF[other] > FLOOR_OF[room]:
+        return f"{other} stands above {room}"
+    for pure, known in ONLY.items():
+        if within(module, (pure,)) and not within(imported, known):
+            return f"{pure} knows {', '.join(known)} only"
+    if (room, other) in APART:
+        return f"{room} and {other} do not know each other"
+    if other == "fdasync.testing" and room != "fdasync.testing":
         return "the package does not need its tests"
     return ""
 
@@ -107,28 +116,62 @@ def test_the_import_rule():
     broken = [
         f"{module}:{line} imports {imported}: {rule}"
         for module, path in MODULES.items()
-        for imported, line in imports_of(path).items()
+        for imported, line in imports_of(path, types=True).items()
         if (rule := broken_rules(module, imported))
     ]
     assert not broken, "\n".join(broken)
-    used = {(module, imported) for module, path in MODULES.items() for imported in imports_of(path)}
+    used = {(module, imported) for module, path in MODULES.items() for imported in imports_of(path, types=True)}
     assert EXCEPTIONS.keys() <= used, "an exception that nobody needs any more"
 
 
 @pytest.mark.parametrize(
     ("module", "imported"),
     [
-        ("fdasync.events.catalog", "fdasync.config"),
+        ("fdasync.events.catalog", "fdasync.engine.config"),
         ("fdasync.scheduler.core", "fdasync.runner.base"),
-        ("fdasync.scheduler.core", "fdasync.cache.arena"),
-        ("fdasync.cache.prefix", "fdasync.driver"),
+        ("fdasync.scheduler.core", "fdasync.cache.aux_arena"),
+        ("fdasync.cache.prefix", "fdasync.engine.driver"),
+        ("fdasync.cache.store.base", "fdasync.cache.store.file.store"),
         ("fdasync.runner.synthetic", "fdasync.scheduler"),
-        ("fdasync.output", "fdasync.engine"),
-        ("fdasync.engine", "fdasync.testing"),
+        ("fdasync.engine.engine", "fdasync.pd.messages"),
+        ("fdasync.pd.link.links", "fdasync.pd.transfer.base"),
+        ("fdasync.engine.engine", "fdasync.testing"),
+        ("fdasync.cli.main", "fdasync.testing"),
     ],
 )
 def test_the_import_rule_forbids(module, imported):
     assert broken_rules(module, imported)
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    graph = {
+        module: {imported for imported in imports_of(path, types=True) if imported in MODULES} - {module}
+        for module, path in MODULES.items()
+    }
+    # raises with the circle
+    assert len(list(TopologicalSorter(graph).static_order())) == len(MODULES)
+
+
+def test_rooms_are_small_and_say_what_they_are():
+    folders = [HOME, *[path for path in HOME.rglob("*") if path.is_dir() and path.name != "__pycache__"]]
+    for folder in folders:
+        files = {path.name for path in folder.glob("*.py")} - {"__init__.py"}
+        assert len(files) <= 16, f"{folder} holds {len(files)} files"
+        assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text())), f"{folder} does not say what it is"
+    assert len(list(HOME.glob("*.py"))) <= 6
+    assert len([path for path in HOME.iterdir() if path.is_dir() and path.name != "__pycache__"]) <= 13
+
+
+def test_a_worker_loads_what_it_needs():
+    script = """
+        import sys
+        import fdasync.runner.worker.main
+        from fdasync.runner import synthetic
+        ours = [name for name in sys.modules if name.partition(".")[0] == "fdasync"]
+        assert len(ours) <= 60, len(ours)
+        assert "zmq" not in sys.modules
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=60)
 
 
 def test_the_pure_core_reaches_for_nothing_outside():
@@ -147,7 +190,7 @@ def test_the_pure_core_reaches_for_nothing_outside():
 def test_torch_is_imported_in_gpu_rooms_and_runners_only():
     for module, path in MODULES.items():
         # the demo loads a real model through the plugin, and says when it is not there
-        if not within(module, ("fdasync.gpu", "fdasync.runner", "fdasync.demo")):
+        if not within(module, ("fdasync.gpu", "fdasync.runner", "fdasync.cli.demo.run")):
             heavy = {"torch", "transformers", "tokenizers", "safetensors"}
             assert not {name.split(".")[0] for name in imports_of(path)} & heavy, module
 
@@ -186,10 +229,10 @@ def test_waits_for_others_look_once_more_behind_their_deadline():
     """A loop that its user blocked must not call those late whose answer lies unread (`deadlines.py`)."""
     for module, path in MODULES.items():
         if not within(module, ("fdasync.testing",)):
-            assert bare_deadlines(path.read_text()) == [], f"{module}: wait through fdasync.deadlines"
+            assert bare_deadlines(path.read_text()) == [], f"{module}: wait through fdasync.ipc.deadlines"
     for source in (HOME.parent / "plugins").glob("*/src/**/*.py"):
         if source.name != "testing.py":
-            assert bare_deadlines(source.read_text()) == [], f"{source}: wait through fdasync.deadlines"
+            assert bare_deadlines(source.read_text()) == [], f"{source}: wait through fdasync.ipc.deadlines"
 
 
 def test_a_bare_deadline_is_found():
@@ -265,7 +308,7 @@ def test_an_engine_process_has_no_threads(process):
         _TWO_ENGINES
         + """
     import threading
-    from fdasync.testing.leaks import native_threads
+    from fdasync.testing.harness.leaks import native_threads
 
     most = 0
 

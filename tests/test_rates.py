@@ -1,10 +1,10 @@
-"""What things cost, learnt from how long they took: `scheduler/rates.py`, and what the scheduler feeds it."""
+"""What things cost, learnt from how long they took: `cost_model.py`, and what the scheduler feeds it."""
 
 from __future__ import annotations
 
 import pytest
 
-from fdasync.scheduler.rates import Mean, Rates
+from fdasync.scheduler.tiers.cost_model import Mean, Rates
 from tests.helpers import Table
 from tests.test_scheduler_store import make_table
 

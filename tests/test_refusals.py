@@ -8,10 +8,10 @@ import subprocess
 import pytest
 
 from fdasync import Engine, SamplingParams
-from fdasync.cache.store import DONE, EXISTS, Outcome
+from fdasync.cache.store.base import DONE, EXISTS, Outcome
+from fdasync.engine.refusals import TELL_EVERY_S, Refusals
 from fdasync.events.catalog import WritesRefused
-from fdasync.jsonlog import JsonLogTap
-from fdasync.refusals import TELL_EVERY_S, Refusals
+from fdasync.telemetry.json_log import JsonLogTap
 from fdasync.testing import check_idle, no_leaks, run_sim, synthetic_config, until
 
 PARAMS = SamplingParams(max_tokens=2, temperature=0.0)

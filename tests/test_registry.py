@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from fdasync.errors import PluginError
-from fdasync.registry import RUNNERS, TOKENIZERS, Registry
+from fdasync.registry.registry import RUNNERS, TOKENIZERS, Registry
 from fdasync.runner.synthetic import SyntheticRunner
 
 MODULE = """

@@ -7,10 +7,10 @@ from array import array
 
 import pytest
 
-from fdasync.actions import HashAgain
 from fdasync.cache.prefix import block_keys
+from fdasync.engine.prepare import Rehasher, hash_blocks, salted
+from fdasync.events.actions import HashAgain
 from fdasync.events.bus import EventBus
-from fdasync.prepare import Rehasher, hash_blocks, salted
 
 pytestmark = pytest.mark.both_loops
 

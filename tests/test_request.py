@@ -1,4 +1,4 @@
-"""Sampling parameters: every value that makes no sense is refused by name and limit (`request.py`)."""
+"""Sampling parameters: every value that makes no sense is refused by name and limit (`fdasync/request.py`)."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fdasync.restarts import RestartRules, Restarts
+from fdasync.cli.local.restarts import RestartRules, Restarts
 
 
 def test_each_time_it_waits_twice_as_long_and_then_it_is_given_up() -> None:

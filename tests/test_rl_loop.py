@@ -20,8 +20,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fdasync.mismatch import mismatch
 from fdasync.result import CachedTokens, Result, Routing, Sample, WeightSpan
+from fdasync.routing.mismatch import mismatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from fdasync.errors import BadInput, DuplicateRequestId, InstanceLost, PeerUnreachable, RemoteError
-from fdasync.pd.dispatch import grace_s
 from fdasync.pd.messages import Done, Failed, PromptTokens
+from fdasync.pd.router.dispatch import grace_s
 from fdasync.request import SamplingParams
 from fdasync.result import Usage
 from tests.router_helpers import in_scene, settle

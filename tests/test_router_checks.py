@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from fdasync.errors import BadInput
-from fdasync.pd.checks import check_whole
 from fdasync.pd.messages import Abort, Command
+from fdasync.pd.router.validation import check_whole
 from fdasync.request import SamplingParams
 from tests.router_helpers import in_scene, settle
 

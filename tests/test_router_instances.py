@@ -9,10 +9,11 @@ import pytest
 
 from fdasync.cache.prefix import block_keys, root_key
 from fdasync.errors import BadInput, ConfigError, DeadlineExceeded, PeerRefused, PeerUnreachable, WeightsRejected
+from fdasync.pd.link.address import absolute
 from fdasync.pd.messages import BlockNews, Done, Status
-from fdasync.pd.router import Router, RouterConfig, connect
-from fdasync.pd.zmq_address import absolute
-from fdasync.testing.loop import run_sim
+from fdasync.pd.router.config import RouterConfig
+from fdasync.pd.router.router import Router, connect
+from fdasync.testing.sim.loop import run_sim
 from tests.router_helpers import NAMESPACE, Scene, in_scene, settle
 
 PROMPT = tuple(range(12))

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from fdasync import SamplingParams
-from fdasync.actions import SwapIn
 from fdasync.errors import InvariantBroken
+from fdasync.events.actions import SwapIn
 from fdasync.runner.base import CopyOutput, StepOutput, TensorMeta
 from fdasync.runner.oracle import U64, Oracle, SyntheticConfig
 from fdasync.runner.synthetic import SyntheticRunner
-from fdasync.runner.worker import WorkerRunner
+from fdasync.runner.worker.proxy import WorkerRunner
 from fdasync.testing import EdgeRunner, RunnerTests, check_sample, oracle_of, synthetic_engine
 
 # set 0 is the default of the config

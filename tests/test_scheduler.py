@@ -6,8 +6,8 @@ from array import array
 
 import pytest
 
-from fdasync.actions import BlockAppend
 from fdasync.errors import InvariantBroken
+from fdasync.events.actions import BlockAppend
 from fdasync.events.catalog import Event, StepDone, StepFailed, TimerFired
 from tests.helpers import Table
 

@@ -6,8 +6,8 @@ import pytest
 
 from fdasync.errors import InvariantBroken
 from fdasync.events.catalog import LookedUp
-from fdasync.scheduler import chains
-from fdasync.scheduler.chains import TRUSTED_USES
+from fdasync.scheduler.tiers import chains
+from fdasync.scheduler.tiers.chains import TRUSTED_USES
 from tests.helpers import Table
 
 A = range(13)  # three full blocks

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fdasync.actions import FinishRequest
 from fdasync.errors import InvariantBroken
+from fdasync.events.actions import FinishRequest
 from tests.helpers import Table
 
 EOS = 7

@@ -13,7 +13,9 @@ import msgspec
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from fdasync.actions import (
+from fdasync.cache.prefix import block_keys
+from fdasync.engine.prepare import salted
+from fdasync.events.actions import (
     CopyRows,
     EmitTokens,
     FetchBlocks,
@@ -26,7 +28,6 @@ from fdasync.actions import (
     SwapOut,
     WakeAt,
 )
-from fdasync.cache.prefix import block_keys
 from fdasync.events.catalog import (
     AbortRequested,
     FetchEnded,
@@ -45,7 +46,6 @@ from fdasync.events.catalog import (
     WeightsChanged,
 )
 from fdasync.events.trace import TraceRing
-from fdasync.prepare import salted
 from fdasync.scheduler import Scheduler, SchedulerConfig
 from fdasync.scheduler.replay import replay
 from tests.helpers import machine_settings, make_request

@@ -16,10 +16,10 @@ import uvloop
 
 import fdasync
 from fdasync import BadInput, PluginError, SamplingParams
-from fdasync.cli import main
-from fdasync.engine_options import engine_config, parse_store
+from fdasync.cli.common.options import engine_config, parse_store
+from fdasync.cli.main import main
 from fdasync.testing import check_sample, oracle_of
-from fdasync.testing.engines import until
+from fdasync.testing.harness.engines import until
 from tests.runner_plugin import install_plugin
 from tests.serve_helpers import command, config_file, config_of, is_running, wait_for
 
@@ -116,7 +116,7 @@ def test_it_serves_without_a_store_that_is_not_there_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = """
-        from fdasync.cache.memory import MemoryStore
+        from fdasync.cache.store.memory import MemoryStore
         from fdasync.errors import StoreUnavailable
 
         class Absent(MemoryStore):

@@ -11,16 +11,16 @@ import msgspec
 import pytest
 import uvloop
 
-from fdasync.cache.region import SharedRegion
-from fdasync.cache.store import Outcome
+from fdasync.cache.store.base import Outcome
 from fdasync.errors import InvariantBroken
+from fdasync.ipc.shared_memory import SharedRegion
 from fdasync.pd.messages import Source
-from fdasync.pd.receipts import boot_id
-from fdasync.pd.shm import ShmTransport, shm_problem
-from fdasync.pd.shm_peer import IDENTITY_NBYTES, Peer, make_identity
-from fdasync.testing.leaks import Resources
-from fdasync.testing.transport_bench import TransportHooks
-from fdasync.testing.transport_process import SenderProcess
+from fdasync.pd.transfer.shm import ShmTransport, shm_problem
+from fdasync.pd.transfer.shm_peer import IDENTITY_NBYTES, Peer, make_identity
+from fdasync.pd.transfer.validation import boot_id
+from fdasync.testing.harness.leaks import Resources
+from fdasync.testing.transports.harness import TransportHooks
+from fdasync.testing.transports.processes import SenderProcess
 
 
 class Hooks(TransportHooks):
@@ -53,11 +53,11 @@ def test_whether_memory_can_be_shared_here(monkeypatch):
     def refuse(*_):
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr("fdasync.pd.shm_peer.os.memfd_create", refuse)
+    monkeypatch.setattr("fdasync.pd.transfer.shm_peer.os.memfd_create", refuse)
     assert "not implemented" in shm_problem()
     monkeypatch.undo()
-    monkeypatch.setattr("fdasync.pd.shm_peer.mmap.mmap", refuse)
-    monkeypatch.setattr("fdasync.pd.shm_peer._opened", refuse)
+    monkeypatch.setattr("fdasync.pd.transfer.shm_peer.mmap.mmap", refuse)
+    monkeypatch.setattr("fdasync.pd.transfer.shm_peer._opened", refuse)
     assert "not implemented" in shm_problem()
     assert Resources.now().left_since(before) == []
 
@@ -76,7 +76,7 @@ async def test_a_source_of_another_process_or_machine_is_refused():
 
 def test_the_process_id_of_another_process_is_seen():
     """Its fds have the right numbers, and are something else."""
-    with SenderProcess("fdasync.pd.shm:ShmTransport", 1, (100,)) as told:
+    with SenderProcess("fdasync.pd.transfer.shm:ShmTransport", 1, (100,)) as told:
         assert uvloop.run(refusal(pid=told.source.pid))
         problem = uvloop.run(refusal(lambda _: told.source.regions, pid=told.source.pid))
         assert "another process" in problem
@@ -113,7 +113,7 @@ def test_a_file_of_a_disk_is_looked_at_and_never_opened(tmp_path, monkeypatch):
 
     with path.open("rb") as file:
         source = Source(boot_id(), os.getpid(), ((file.fileno(), 4096),), bytes(16), "")
-        monkeypatch.setattr("fdasync.pd.shm_peer.os.open", spy)
+        monkeypatch.setattr("fdasync.pd.transfer.shm_peer.os.open", spy)
         found = Peer.map(source)
         monkeypatch.undo()
     assert "not shared memory" in found.problem
@@ -182,7 +182,7 @@ async def test_mappings_are_kept_until_forgotten():
 
 
 def test_who_is_stopped_or_dead_can_still_be_read_if_mapped():
-    with SenderProcess("fdasync.pd.shm:ShmTransport", 4, (300_000, 100)) as told:
+    with SenderProcess("fdasync.pd.transfer.shm:ShmTransport", 4, (300_000, 100)) as told:
 
         async def main():
             async with Hooks().sides(1) as (receiver,):
@@ -200,7 +200,7 @@ def test_another_user_is_refused():
     """The kernel decides; what it says is an outcome."""
     if os.getuid():
         pytest.skip("only root can be another user")
-    with SenderProcess("fdasync.pd.shm:ShmTransport", 1, (100,)) as told:
+    with SenderProcess("fdasync.pd.transfer.shm:ShmTransport", 1, (100,)) as told:
         made = Peer.map(told.source)
         assert isinstance(made, Peer)
         made.close()

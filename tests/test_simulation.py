@@ -33,10 +33,10 @@ from fdasync.testing import (
     run_sim,
     simulate,
 )
-from fdasync.testing import simulation as simulation_module
-from fdasync.testing.bench import noisy
 from fdasync.testing.pytest_plugin import all_strike
-from fdasync.testing.sim_transport import SimFabric, SimFaults
+from fdasync.testing.runners.bench import noisy
+from fdasync.testing.sim import engine as simulation_module
+from fdasync.testing.sim.transport import SimFabric, SimFaults
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

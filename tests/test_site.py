@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from fdasync.errors import PeerUnreachable
-from fdasync.pd import site as site_module
+from fdasync.pd.instance import context as site_module
+from fdasync.pd.instance.token_streams import Streams
 from fdasync.pd.messages import BlocksTaken, Progress
-from fdasync.pd.streams import Streams
 from fdasync.result import Delta
-from fdasync.testing.loop import run_sim
+from fdasync.testing.sim.loop import run_sim
 from tests.pd_site import Stage
 
 

@@ -16,13 +16,13 @@ import pytest
 import uvloop
 import xxhash
 
-from fdasync.cache.block_format import BlockSchema, Section, make_header, object_key, write_header
-from fdasync.cache.file import FileConfig, FileStore
-from fdasync.cache.file_layout import CLEAN, Record, Shape, encode_head, encode_record, parse_name
-from fdasync.cache.file_scan import lock_holder
-from fdasync.cache.region import PAGE_NBYTES, SharedRegion, page_aligned
-from fdasync.cache.store import Item, Part
-from fdasync.cli import main
+from fdasync.cache.store.base import Item
+from fdasync.cache.store.block_format import BlockSchema, Section, make_header, object_key, write_header
+from fdasync.cache.store.file.layout import CLEAN, Record, Shape, encode_head, encode_record, parse_name
+from fdasync.cache.store.file.recovery import lock_holder
+from fdasync.cache.store.file.store import FileConfig, FileStore
+from fdasync.cli.main import main
+from fdasync.ipc.shared_memory import PAGE_NBYTES, Part, SharedRegion, page_aligned
 
 KV_NBYTES, ROWS_NBYTES = 30_000, 512
 NAMESPACES = [bytes([number]) * 16 for number in (1, 2, 0xAB)]
@@ -266,7 +266,7 @@ def test_ctrl_c_ends_it(tmp_path):
             record = Record(object_key(NAMESPACES[0], slot.to_bytes(16, "big")), shape.stride, slot, 0)
             file.write(encode_record(record, shape, slot))
         file.truncate(shape.nbytes)  # sparse: no room is taken
-    command = [sys.executable, "-c", "from fdasync.cli import main; main()", "store", "verify", str(tmp_path)]
+    command = [sys.executable, "-c", "from fdasync.cli.main import main; main()", "store", "verify", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     until = time.monotonic() + 60
     while not lock_holder(tmp_path):

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 from hypothesis import Phase
 
-from fdasync.cache.memory import MemoryConfig, MemoryStore
-from fdasync.cache.store import DONE, EXISTS, Outcome, StoreUsage
+from fdasync.cache.store.base import DONE, EXISTS, Outcome, StoreUsage
+from fdasync.cache.store.memory import MemoryConfig, MemoryStore
 from fdasync.errors import StoreRejected, StoreUnavailable
 from fdasync.testing import Deadlock, SimLoop, StoreTests
-from fdasync.testing.store_machine import run_machine
+from fdasync.testing.stores.machine import run_machine
 
 
 class SlowStore(MemoryStore):

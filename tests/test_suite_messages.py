@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import fdasync.testing
-from fdasync.cache.store import DONE, Outcome
+from fdasync.cache.store.base import DONE, Outcome
 from fdasync.runner.oracle import SyntheticConfig
-from fdasync.testing.verdicts import check, equal, told
+from fdasync.testing.harness.verdicts import check, equal, told
 from tests import test_runner_synthetic as runners
 from tests import test_store_suite as stores
 from tests import test_transport_suite as transports

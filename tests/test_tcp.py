@@ -14,13 +14,14 @@ import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fdasync.cache.store import Outcome, Part
+from fdasync.cache.store.base import Outcome
 from fdasync.errors import BadInput
-from fdasync.pd import tcp_server
-from fdasync.pd.calls import Calls
-from fdasync.pd.tcp import TcpTransport
-from fdasync.pd.tcp_job import RUN_NBYTES, Job
-from fdasync.pd.tcp_wire import (
+from fdasync.ipc.shared_memory import Part
+from fdasync.pd.transfer import tcp_server
+from fdasync.pd.transfer.base import Receipt
+from fdasync.pd.transfer.tcp import TcpTransport
+from fdasync.pd.transfer.tcp_job import RUN_NBYTES, Job
+from fdasync.pd.transfer.tcp_wire import (
     GREETING_NBYTES,
     MAGIC,
     MAX_REQUESTS,
@@ -35,9 +36,9 @@ from fdasync.pd.tcp_wire import (
     pack_request,
     parse_address,
 )
-from fdasync.pd.transport import Receipt
+from fdasync.pd.transfer.transfers import Calls
 from fdasync.testing import until
-from fdasync.testing.transport_bench import TransportHooks
+from fdasync.testing.transports.harness import TransportHooks
 from tests.helpers import hold_up
 
 REPLY = struct.Struct("<QII")

@@ -7,9 +7,9 @@ import contextlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fdasync.cache.store import Part
 from fdasync.errors import ProtocolError
-from fdasync.pd.tcp_wire import (
+from fdasync.ipc.shared_memory import Part
+from fdasync.pd.transfer.tcp_wire import (
     MAX_RUN_NBYTES,
     NOT_OFFERED,
     OK,

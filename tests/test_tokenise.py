@@ -1,4 +1,4 @@
-"""Long texts in a child process of their own: `tokenise.py`."""
+"""Long texts in a child process of their own: `tokenizer_process.py`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import signal
 
 import pytest
 
+from fdasync.engine.tokenizer_process import TokenizerProcess
 from fdasync.errors import DeadlineExceeded, EngineClosed, ProtocolError, TokenizerFailed, WorkerDied, WorkerStuck
-from fdasync.tokenise import TokenizerProcess
 from tests.helpers import hold_up
 
 MODULE = """

@@ -8,9 +8,9 @@ import random
 import msgspec
 import pytest
 
-from fdasync.cache.store import DONE, Outcome
+from fdasync.cache.store.base import DONE, Outcome
 from fdasync.testing import SimLoop, TransportTests
-from fdasync.testing.sim_transport import SimFabric, SimTransport
+from fdasync.testing.sim.transport import SimFabric, SimTransport
 
 
 class Suite(TransportTests):

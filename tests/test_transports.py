@@ -7,15 +7,15 @@ import random
 
 import pytest
 
-from fdasync.pd.shm import ShmTransport
-from fdasync.pd.tcp import TcpTransport
+from fdasync.pd.transfer.shm import ShmTransport
+from fdasync.pd.transfer.tcp import TcpTransport
 from fdasync.testing import SimLoop, TransportTests
-from fdasync.testing.sim_transport import SimFabric, SimTransport
+from fdasync.testing.sim.transport import SimFabric, SimTransport
 
 
 class TestShm(TransportTests):
     keeps_offers = False
-    factory = "fdasync.pd.shm:ShmTransport"
+    factory = "fdasync.pd.transfer.shm:ShmTransport"
 
     def make(self):
         return ShmTransport()
@@ -27,7 +27,7 @@ class TestShmOnTheStdlibLoop(TestShm):
 
 
 class TestTcp(TransportTests):
-    factory = "fdasync.pd.tcp:TcpTransport"
+    factory = "fdasync.pd.transfer.tcp:TcpTransport"
 
     def make(self):
         return TcpTransport()

@@ -22,11 +22,11 @@ import uvloop
 
 import fdasync
 from fdasync import EngineConfig, SamplingParams
-from fdasync.local import plans_for
+from fdasync.cli.local.fleet import plans_for
 from fdasync.runner.oracle import Oracle, SyntheticConfig
 from fdasync.runner.synthetic import WEIGHTS_FILE
 from fdasync.testing import check_sample, oracle_of
-from fdasync.testing.engines import until
+from fdasync.testing.harness.engines import until
 from tests.runner_plugin import install_plugin
 from tests.serve_helpers import DEADLINE_S, children, command, config_file, config_of, is_running, wait_for
 
@@ -42,8 +42,8 @@ _IMPATIENT = """
 import json, sys
 from pathlib import Path
 from fdasync import EngineConfig
-from fdasync.restarts import RestartRules
-from fdasync.up import UpOptions, run_up
+from fdasync.cli.local.restarts import RestartRules
+from fdasync.cli.up import UpOptions, run_up
 
 config = EngineConfig.from_mapping(json.loads(Path(sys.argv[1]).read_text()))
 sys.exit(run_up(config, UpOptions(mixed=2, folder=Path(sys.argv[2]), restart=RestartRules(first_s=0.01, limit=LIMIT))))
@@ -52,7 +52,7 @@ sys.exit(run_up(config, UpOptions(mixed=2, folder=Path(sys.argv[2]), restart=Res
 # its router never gets to its end
 _DEAF = """
 import asyncio
-from fdasync.pd.router import Router
+from fdasync.pd.router.router import Router
 
 LIMIT = 1
 
@@ -65,7 +65,7 @@ Router.start = start
 
 # the third process cannot be started
 _SHORT = """
-from fdasync import local_child
+from fdasync.cli.local import child as local_child
 
 LIMIT = 2
 
@@ -226,7 +226,7 @@ def test_one_that_was_told_to_end_stays_away(tmp_path: Path) -> None:
 def test_a_store_that_is_not_there_is_said_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = """
         import os
-        from fdasync.cache.memory import MemoryStore
+        from fdasync.cache.store.memory import MemoryStore
         from fdasync.errors import StoreUnavailable
 
         class Absent(MemoryStore):

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from fdasync.cli.local.restarts import RestartRules, Restarts
+from fdasync.cli.up_table import Rates, fleet_table
 from fdasync.pd.messages import Status
-from fdasync.pd.overview import InstanceStats, RouterStats
-from fdasync.restarts import RestartRules, Restarts
-from fdasync.up_table import Rates, fleet_table
+from fdasync.pd.router.stats import InstanceStats, RouterStats
 
 
 class FakeChild:

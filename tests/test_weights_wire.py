@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from fdasync.errors import InvariantBroken, RunnerError, WeightsBroken, WeightsRejected, WorkerDied
 from fdasync.runner.base import RunnerLimits, TensorMeta
-from fdasync.runner.tensors import TensorReceiver, TensorSender
-from fdasync.runner.wire import Ready, WriteChunk, pack_error, unpack_error
-from fdasync.runner.worker import WorkerRunner
-from fdasync.testing.leaks import children
+from fdasync.runner.worker.messages import Ready, WriteChunk, pack_error, unpack_error
+from fdasync.runner.worker.proxy import WorkerRunner
+from fdasync.runner.worker.weight_transfer import TensorReceiver, TensorSender
+from fdasync.testing.harness.leaks import children
 from tests.helpers import case_settings
 from tests.runner_plugin import install_runners
 

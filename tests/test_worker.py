@@ -29,13 +29,13 @@ from fdasync import (
     WorkerDied,
     WorkerStuck,
 )
-from fdasync.actions import RunStep
+from fdasync.events.actions import RunStep
 from fdasync.events.catalog import EngineDied
 from fdasync.runner.base import RunnerLimits
-from fdasync.runner.worker import WorkerRunner
+from fdasync.runner.worker.proxy import WorkerRunner
 from fdasync.testing import check_idle, check_sample, oracle_of, synthetic_config
-from fdasync.testing.leaks import children
-from fdasync.testing.processes import stop_process
+from fdasync.testing.harness.leaks import children
+from fdasync.testing.harness.processes import stop_process
 from tests.runner_plugin import install_runners
 
 if TYPE_CHECKING:
@@ -356,7 +356,7 @@ _ENGINE = """
     import asyncio, sys
     from fdasync import Engine
     from fdasync.testing import synthetic_config
-    from fdasync.testing.leaks import children
+    from fdasync.testing.harness.leaks import children
 
     async def main():
         async with Engine(synthetic_config(process="worker")):

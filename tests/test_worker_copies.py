@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from fdasync.actions import SwapIn, SwapOut
-from fdasync.cache.host import HostArena
+from fdasync.cache.host_arena import HostArena
 from fdasync.errors import InvariantBroken, ProtocolError, RunnerError, WorkerDied
+from fdasync.events.actions import SwapIn, SwapOut
 from fdasync.runner.base import RunnerLimits
-from fdasync.runner.worker import WorkerRunner
-from fdasync.testing.leaks import children
+from fdasync.runner.worker.proxy import WorkerRunner
+from fdasync.testing.harness.leaks import children
 from tests.runner_plugin import install_runners
 
 if TYPE_CHECKING:

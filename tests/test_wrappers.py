@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fdasync.cache.memory import MemoryConfig, MemoryStore
-from fdasync.cache.region import PAGE_NBYTES, SharedRegion
-from fdasync.cache.store import DONE, EXISTS, MISS, Item, Outcome, Part, StoreUsage
-from fdasync.cache.wrappers import (
+from fdasync.cache.store.base import DONE, EXISTS, MISS, Item, Outcome, StoreUsage
+from fdasync.cache.store.memory import MemoryConfig, MemoryStore
+from fdasync.cache.store.wrappers import (
     Breaker,
     FaultyStore,
     Latency,
@@ -27,8 +26,9 @@ from fdasync.cache.wrappers import (
     Wrapper,
 )
 from fdasync.errors import BadInput, StoreRejected, StoreTimeout, StoreUnavailable
+from fdasync.ipc.shared_memory import PAGE_NBYTES, Part, SharedRegion
 from fdasync.testing import SimLoop, StoreTests, run_sim
-from fdasync.testing.store_bench import turns, value
+from fdasync.testing.stores.harness import turns, value
 from tests.helpers import case_settings
 from tests.store_helpers import NBYTES, Told, item, items, memory, now, opened
 

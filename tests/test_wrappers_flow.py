@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fdasync.cache.store import DONE, EXISTS, MISS, Item, Outcome, Part
-from fdasync.cache.wrappers import Breaker, FaultyStore, Limits, Retry, StoreFaults, Timeout, Trace
+from fdasync.cache.store.base import DONE, EXISTS, MISS, Item, Outcome
+from fdasync.cache.store.wrappers import Breaker, FaultyStore, Limits, Retry, StoreFaults, Timeout, Trace
 from fdasync.errors import StoreBusy, StoreRejected, StoreTimeout, StoreUnavailable
+from fdasync.ipc.shared_memory import Part
 from fdasync.testing import run_sim
-from fdasync.testing.store_bench import turns, value
+from fdasync.testing.stores.harness import turns, value
 from tests.helpers import case_settings
 from tests.store_helpers import NBYTES, Told, item, items, memory, now, opened
 

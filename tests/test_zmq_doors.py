@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from fdasync.pd import zmq_doors
-from fdasync.pd.zmq_doors import descriptors, reserve_of
-from fdasync.pd.zmq_wire import ZmqWire
+from fdasync.pd.link import zmq_listener as zmq_doors
+from fdasync.pd.link.zmq_listener import descriptors, reserve_of
+from fdasync.pd.link.zmq_wire import ZmqWire
 from fdasync.testing import until
 from tests.serve_helpers import wait_for
 from tests.test_zmq_wire import is_there
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.both_loops
 
 _LISTENS = """
 import asyncio, sys
-from fdasync.pd.zmq_wire import ZmqWire
+from fdasync.pd.link.zmq_wire import ZmqWire
 
 
 async def main():

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from fdasync.errors import BadInput, ConfigError, PeerUnreachable, ProtocolError
-from fdasync.pd.link import Links
-from fdasync.pd.zmq_wire import ZmqWire
+from fdasync.pd.link.links import Links
+from fdasync.pd.link.zmq_wire import ZmqWire
 from fdasync.testing import until
-from fdasync.testing.leaks import no_leaks
+from fdasync.testing.harness.leaks import no_leaks
 from tests.link_helpers import Owner, note, send_all
 
 pytestmark = pytest.mark.both_loops
@@ -377,8 +377,8 @@ async def test_links_over_real_sockets_survive_a_restart(address, tmp_path):
 
 _OTHER = """
 import asyncio, sys, threading, uvloop
-from fdasync.pd.link import Links
-from fdasync.pd.zmq_wire import ZmqWire
+from fdasync.pd.link.links import Links
+from fdasync.pd.link.zmq_wire import ZmqWire
 from tests.link_helpers import Owner
 
 async def main():

@@ -1,7 +1,7 @@
 """Block-bound data: what it is (`AuxSpec`) and the slots that hold it (`SlotPool`). Pure.
 
 A slot belongs to one computation of a block and shares the life of the KV it was written with
-(DESIGN section 4). The bytes live in `cache/arena.py`; this module knows none of them.
+(DESIGN section 4). The bytes live in `aux_arena.py`; this module knows none of them.
 """
 
 from __future__ import annotations

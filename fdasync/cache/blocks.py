@@ -77,8 +77,8 @@ class Block:
         self.absent = False
         self.uses = 0
         self.used = 0
-        self.device_list: Lru | None = None
-        self.host_list: Lru | None = None
+        self.device_list: Lru[Block] | None = None
+        self.host_list: Lru[Block] | None = None
 
     @property
     def usable(self) -> bool:

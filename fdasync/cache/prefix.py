@@ -85,12 +85,12 @@ class PrefixIndex:
         self.host_evictions = 0
         self._by_key: dict[bytes, Block] = {}
         self._clock = 0
-        self._clean = Lru()
-        self._dirty = Lru()
+        self._clean: Lru[Block] = Lru()
+        self._dirty: Lru[Block] = Lru()
         # of the host: nowhere else; on the device and used there; on the device and unused
-        self._host_only = Lru()
-        self._host_used = Lru()
-        self._host_clean = Lru()
+        self._host_only: Lru[Block] = Lru()
+        self._host_used: Lru[Block] = Lru()
+        self._host_clean: Lru[Block] = Lru()
 
     # -- room ---------------------------------------------------------------------------------------
 

@@ -420,7 +420,7 @@ class LinkChanged(Told, frozen=True, kw_only=True):
 
     Attributes:
         peer: its name; role: mixed, prefill, decode or router; "listener" where it is an address of ours, which is
-            closed for a moment when few file descriptors are left (`pd/zmq_doors.py`).
+            closed for a moment when few file descriptors are left (`zmq_listener.py`).
         problem: why it was lost.
     """
 

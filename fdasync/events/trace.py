@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fdasync.actions import Action
+from fdasync.events.actions import Action
 from fdasync.events.catalog import AnyEvent, Event
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """KV blocks as rows of bytes, in a pool and on the host: what may be copied, and the copies of a CPU device.
 
 Blocks are runs of bytes here; dtype and layers do not matter. Knows nothing of streams, futures, requests or rows of
-auxiliary data. Called by `copies.py`, and by runners whose copies may be done when the call returns.
+auxiliary data. Called by `block_copies.py`, and by runners whose copies may be done when the call returns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fdasync.cache.host import HostArena
+    from fdasync.cache.host_arena import HostArena
 
 Lane = Literal["copy_out", "copy_in"]
 
@@ -32,7 +32,7 @@ class BlockRows:
     Attributes:
         rows: uint8 [num_blocks, block_nbytes], the pool's own bytes, on its device.
         block_nbytes: bytes of a block.
-        name: "rows": of this way to copy, among those of `copies.py`.
+        name: "rows": of this way to copy, among those of `block_copies.py`.
         at_once: blocks that `submit` copies in about 0.3 ms.
     """
 

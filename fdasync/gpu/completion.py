@@ -2,7 +2,7 @@
 
 A caller launches work on a stream, records an event behind it and gives the event to a port. The port watches it,
 on its loop, and never blocks that. How it learns that an event is done is what ports differ in: `adaptive.py`
-predicts and queries, `ports.py` has a host function of the driver, a thread, and a fake for tests and for devices
+predicts and queries, `other.py` has a host function of the driver, a thread, and a fake for tests and for devices
 without streams.
 
 Knows nothing of torch, streams or steps. Called by runners.
@@ -15,8 +15,8 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, overload
 
-from fdasync.deadlines import wait_within
 from fdasync.errors import DeadlineExceeded, DeviceFailed, InvariantBroken
+from fdasync.ipc.deadlines import wait_within
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence

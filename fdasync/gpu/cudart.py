@@ -3,7 +3,7 @@
 The driver's entry points keep their signatures for ever, those of the runtime change with its major version. So copies
 in batches are asked of the driver: `cuMemcpyBatchAsync_v2` (CUDA 13), else `cuMemcpyBatchAsync` (12.8, with an index of
 what failed). Works in the context that torch made current on the calling thread. Knows addresses, no blocks' meaning.
-Called by `copies.py`; loading the module touches no driver.
+Called by `block_copies.py`; loading the module touches no driver.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fdasync.errors import DeviceFailed, RunnerError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from fdasync.cache.host import HostArena
+    from fdasync.cache.host_arena import HostArena
 
 # CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP
 _REGISTER_FLAGS = 3

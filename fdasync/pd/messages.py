@@ -1,7 +1,7 @@
 """Everything that instances and routers say to each other, on one page. A contract: pure data, no sockets.
 
 Frozen, tagged msgspec structs, encoded as msgpack arrays; never pickle. Who sends, in which incarnation, and in which
-order is the link's affair (`link.py`); every message about a request names it and its attempt. Bounds stand in the
+order is the link's affair (`links.py`); every message about a request names it and its attempt. Bounds stand in the
 types, so that `decode` refuses what is out of bounds before anything is done with it.
 
 A *lease* is room on a decode instance (D) for one request of a prefill instance (P): `LeaseAsk` is answered by
@@ -17,11 +17,10 @@ from typing import Annotated, Literal
 import msgspec
 
 from fdasync.cache.aux import AuxSpec
-from fdasync.cache.store import Part
 from fdasync.errors import ProtocolError
+from fdasync.ipc.shared_memory import Part
 from fdasync.request import SamplingParams
-from fdasync.result import WeightSpan
-from fdasync.runner.base import TopLogprobs
+from fdasync.result import TopLogprobs, WeightSpan
 
 PROTOCOL = 1
 #: of one message without its payload, and of a payload; a link takes nothing longer

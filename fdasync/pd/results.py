@@ -1,7 +1,7 @@
 """A result as messages, and messages as a result: what a caller of a router gets is what an engine's caller gets.
 
 Rows and tokens travel in runs no longer than a link takes (`Rows`, `Outputs`), before the `Ended` that counts them:
-a result may be as large as it likes. Pure. Used by `answers.py`, `streams.py` and `dispatch.py`.
+a result may be as large as it likes. Pure. Used by `responses.py`, `token_streams.py` and `dispatch.py`.
 """
 
 from __future__ import annotations

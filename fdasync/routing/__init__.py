@@ -7,6 +7,7 @@ docs/routing.md says which function is for whom.
 
 from fdasync.result import Routing
 from fdasync.routing.checks import RoutingLayout, check_routing
+from fdasync.routing.encoding import MAX_NBYTES
 from fdasync.routing.layers import expand_layers, moe_layers_only
 from fdasync.routing.nemo_rl import from_nemo_rl, to_nemo_rl
 from fdasync.routing.prime_rl import from_prime_rl, to_prime_rl
@@ -15,7 +16,6 @@ from fdasync.routing.skyrl import from_skyrl, to_skyrl
 from fdasync.routing.turns import RoutingLog, append
 from fdasync.routing.verl import from_verl, to_verl
 from fdasync.routing.vllm import from_vllm, to_vllm
-from fdasync.routing.wire import MAX_NBYTES
 
 __all__ = [
     "MAX_NBYTES",

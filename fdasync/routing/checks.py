@@ -1,7 +1,7 @@
 """What rows must be before they go to a trainer, or after they came from elsewhere.
 
 Ids in range, no expert twice in a row, shapes that fit the layers. Knows no trainer's format. Called by every converter
-of this folder, both ways, by `turns.py` and by `fdasync.mismatch`.
+of this folder, both ways, by `turns.py` and by `fdasync.routing.mismatch`.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ import numpy as np
 
 from fdasync.errors import BadInput
 from fdasync.routing.checks import RoutingLayout, check_count, rows_of
+from fdasync.routing.encoding import MAX_NBYTES, decode, encode, shaped
 from fdasync.routing.layers import expand_layers, moe_layers_only
-from fdasync.routing.wire import MAX_NBYTES, decode, encode, shaped
 
 if TYPE_CHECKING:
     from fdasync.result import Routing

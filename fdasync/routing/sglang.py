@@ -17,8 +17,8 @@ import numpy as np
 
 from fdasync.errors import BadInput
 from fdasync.routing.checks import RoutingLayout, check_count, check_num_rows, check_start, rows_of
+from fdasync.routing.encoding import MAX_NBYTES, decode, encode
 from fdasync.routing.layers import expand_layers, moe_layers_only
-from fdasync.routing.wire import MAX_NBYTES, decode, encode
 
 if TYPE_CHECKING:
     from fdasync.result import Routing

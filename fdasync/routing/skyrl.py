@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from fdasync.errors import BadInput
 from fdasync.routing.checks import RoutingLayout, check_num_rows, check_start, rows_of
+from fdasync.routing.encoding import MAX_NBYTES, pack, unpack
 from fdasync.routing.layers import expand_layers, moe_layers_only
-from fdasync.routing.wire import MAX_NBYTES, pack, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

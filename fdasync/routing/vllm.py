@@ -12,8 +12,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fdasync.routing.checks import RoutingLayout, check_num_rows, check_start, rows_of
+from fdasync.routing.encoding import MAX_NBYTES, decode, encode, load_npy, save_npy
 from fdasync.routing.layers import expand_layers, moe_layers_only
-from fdasync.routing.wire import MAX_NBYTES, decode, encode, load_npy, save_npy
 
 if TYPE_CHECKING:
     from fdasync.result import Routing

@@ -1,5 +1,6 @@
 """Runners: the contract, and what every runner shares."""
 
-from fdasync.runner.base import Capacity, Runner, RunnerLimits, StepOutput, TopLogprobs
+from fdasync.result import TopLogprobs
+from fdasync.runner.base import Capacity, Runner, RunnerLimits, StepOutput
 
 __all__ = ["Capacity", "Runner", "RunnerLimits", "StepOutput", "TopLogprobs"]

@@ -2,7 +2,7 @@
 
 The contract that `fdasync.testing.RunnerTests` checks. A runner knows sequences by number, blocks by
 id and slots by number; it knows nothing of requests, text, prefix caching or deadlines. Called by
-`driver.py` in process, or by `runner/worker.py` on the other side of a socket.
+`driver.py` in process, or by `worker/proxy.py` on the other side of a socket.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import msgspec
 
 from fdasync.cache.aux import AuxSpec
 from fdasync.errors import DeadlineExceeded, FdasyncError, InvariantBroken, WeightsRejected
+from fdasync.result import TopLogprobs
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Sequence
 
-    from fdasync.actions import RunStep, SwapIn, SwapOut
-    from fdasync.cache.arena import AuxArena
-    from fdasync.cache.host import HostArena
+    from fdasync.cache.aux_arena import AuxArena
+    from fdasync.cache.host_arena import HostArena
+    from fdasync.events.actions import RunStep, SwapIn, SwapOut
 
 
 class RunnerLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,13 +94,6 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     prefill_tokens_per_s: float = 0.0
     routing_debug: bool = False
     notes: tuple[str, ...] = ()
-
-
-class TopLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Best alternatives at one position, best first, of equal length."""
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="output"):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from fdasync.runner.base import TopLogprobs
+from fdasync.result import TopLogprobs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

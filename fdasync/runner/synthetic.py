@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 import numpy as np
 
-from fdasync.actions import SwapOut
 from fdasync.cache.aux import AuxSpec
 from fdasync.cache.debug_rows import debug_rows
 from fdasync.errors import BadInput, InvariantBroken, RunnerError, WeightsRejected
+from fdasync.events.actions import SwapOut
 from fdasync.runner.base import Capacity, CopyOutput, Runner, RunnerLimits, StepOutput, TensorMeta
-from fdasync.runner.lanes import Batch, LaneTable
+from fdasync.runner.input_batch import Batch, LaneTable
 from fdasync.runner.oracle import U64, Oracle, SyntheticConfig
 
 if TYPE_CHECKING:
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fdasync.actions import RunStep, SwapIn
-    from fdasync.cache.arena import AuxArena
-    from fdasync.cache.host import HostArena
+    from fdasync.cache.aux_arena import AuxArena
+    from fdasync.cache.host_arena import HostArena
+    from fdasync.events.actions import RunStep, SwapIn
 
 WEIGHTS_FILE = "weights.json"
 _WORD_NBYTES = 8

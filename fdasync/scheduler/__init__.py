@@ -1,6 +1,6 @@
 """The pure core: events in, actions out."""
 
-from fdasync.scheduler.config import LeaseRules, SchedulerConfig, SchedulerStats
 from fdasync.scheduler.core import Scheduler
+from fdasync.scheduler.state.config import LeaseRules, SchedulerConfig, SchedulerStats
 
 __all__ = ["LeaseRules", "Scheduler", "SchedulerConfig", "SchedulerStats"]

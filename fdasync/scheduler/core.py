@@ -2,8 +2,8 @@
 
 No await, no torch, no I/O, no text, no clock but the time stamped on events, no iteration over sets: the
 same events give the same actions, so every decision can be tested with plain calls and replayed from a
-trace. This file: what events mean, how a request ends. `planner.py`: what the next step computes. `tiers.py`: what
-happens below the device. `roster.py`: where every sequence stands.
+trace. This file: what events mean, how a request ends. `step_planner.py`: what the next step computes. `tiers.py`: what
+happens below the device. `queues.py`: where every sequence stands.
 
 Called by `driver.py` once per loop turn.
 """
@@ -14,11 +14,11 @@ import heapq
 from collections import deque
 from typing import TYPE_CHECKING
 
-from fdasync.actions import Action, CopyRows, EmitTokens, FinishRequest, RowSpan, TellBlocks, WakeAt
 from fdasync.cache.aux import SlotPool
 from fdasync.cache.blocks import BlockPool
 from fdasync.cache.prefix import PrefixIndex, block_key
 from fdasync.errors import InvariantBroken
+from fdasync.events.actions import Action, CopyRows, EmitTokens, FinishRequest, RowSpan, TellBlocks, WakeAt
 from fdasync.events.catalog import (
     AbortRequested,
     Event,
@@ -30,23 +30,28 @@ from fdasync.events.catalog import (
     StepFailed,
     StopChecked,
     StopMatched,
+    SwapDone,
     TimerFired,
     Told,
     WeightsChanged,
 )
-from fdasync.scheduler import books
-from fdasync.scheduler.books import Counters
-from fdasync.scheduler.borrower import Borrower
-from fdasync.scheduler.lender import Lender
-from fdasync.scheduler.planner import Planner, StepPlan
-from fdasync.scheduler.roster import Roster
-from fdasync.scheduler.sequence import Sequence, State
-from fdasync.scheduler.tiers import Tiers
+from fdasync.scheduler import stats as books
+from fdasync.scheduler.disagg.decode import Lender
+from fdasync.scheduler.disagg.prefill import Borrower
+from fdasync.scheduler.state.queues import Roster
+from fdasync.scheduler.state.sequence import Sequence, State
+from fdasync.scheduler.state.weights import Weights
+from fdasync.scheduler.stats import Counters, Parts
+from fdasync.scheduler.step_planner import Planner, StepPlan
+from fdasync.scheduler.tiers.store_planner import Storer
+from fdasync.scheduler.tiers.swap_planner import Copier
+from fdasync.scheduler.tiers.tiers import Tiers
+from fdasync.scheduler.tiers.write_policy import WritePolicy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from fdasync.scheduler.config import SchedulerConfig, SchedulerStats
+    from fdasync.scheduler.state.config import SchedulerConfig, SchedulerStats
 
 _NEVER = float("inf")
 
@@ -61,12 +66,15 @@ class Scheduler:
         self.index = PrefixIndex(pool, enabled=config.prefix_cache, news=config.block_news)
         self._spans: list[RowSpan] = []
         self._sequences: dict[int, Sequence] = {}
-        self.tiers = Tiers(config, self.index, self._sequences)
-        self.copier, self.storer = self.tiers.copier, self.tiers.storer
-        self.roster = Roster(config.block_tokens, self.index, self._spans, self.copier, self.tiers.write_back)
-        self.tiers.roster = self.roster
-        self.borrower = self.tiers.borrower = Borrower(config, self.copier, self.tiers)
-        self.lender = self.tiers.lender = Lender(config, self.index, self.roster, self.copier)
+        self.storer = Storer(config, self.index, lambda block: self.copier.keep(block))
+        self.copier = Copier(config, self.index, self.storer.on_host)
+        self.weights = Weights(config.namespace, config.weight_version)
+        self._writes = WritePolicy(config, self.copier, self.storer)
+        self.roster = Roster(config.block_tokens, self.index, self._spans, self.copier, self._writes.write_back)
+        self.tiers = Tiers(self.index, self._sequences, self.roster, self.copier, self.storer, self.weights)
+        self.borrower = Borrower(config, self.copier, self.weights)
+        self.lender = Lender(config, self.index, self.roster, self.copier)
+        self._parts = Parts(self.index, self.roster, self.copier, self.storer, self.borrower, self.lender)
         self._planner = Planner(config, self.index, self.roster, self.copier, self.storer, self.borrower)
         self._paused = False
         self._now = 0.0
@@ -88,6 +96,7 @@ class Scheduler:
             StepFailed: self._on_step_failed,
             TimerFired: self._on_timer,
             LeaseAsked: self._on_lease_asked,
+            SwapDone: self._on_swap_done,
             **self.tiers.handlers,
             **self.borrower.handlers,
             **self.lender.handlers,
@@ -179,7 +188,7 @@ class Scheduler:
     def _add(self, event: RequestPrepared) -> Sequence:
         if event.key in self._sequences:
             raise InvariantBroken(f"sequence {event.key} was prepared twice")
-        seq = Sequence(event, self._arrivals, self.tiers.version)
+        seq = Sequence(event, self._arrivals, self.weights.version)
         self._arrivals += 1
         self._sequences[seq.key] = seq
         if seq.deadline != float("inf"):
@@ -197,7 +206,7 @@ class Scheduler:
         for seq in seqs:
             seq.lease = event.requests[0].group
             self.roster.to_leased(seq)
-        self.lender.asked(event, seqs, self.tiers.namespace)
+        self.lender.asked(event, seqs, self.weights.namespace)
 
     def _take_leased(self) -> None:
         """Samples that have everything begin to decode, unless their first token is their last; and those end of which
@@ -290,6 +299,10 @@ class Scheduler:
         seq.stop_ids = frozenset()
         seq.emits = False
         self.tiers.leave(seq)
+        if seq.errand is not None:
+            self.borrower.leave(seq)
+        if seq.lease >= 0:
+            self.lender.leave(seq, seq.lease)
         self.roster.end(seq)
 
     def salvage(self) -> list[Action]:
@@ -371,8 +384,8 @@ class Scheduler:
         size = self.config.block_tokens
         for number in range(start // size, stop // size):
             self.index.seal(seq.blocks[number])
-            if self.tiers.writes_through:
-                self.tiers.write_through(seq, number)
+            if self._writes.through:
+                self._writes.write_through(seq, number)
         seq.computed_prefill = stop
         if seq.state is not State.ENDED:
             # sealed blocks, and the hits that this step was the first to read
@@ -389,8 +402,8 @@ class Scheduler:
             key = block_key(parent, seq.tokens[stop - size : stop])
             seq.keys.append(key)
         self.index.seal(seq.blocks[number], key)
-        if self.tiers.writes_through:
-            self.tiers.write_through(seq, number)
+        if self._writes.through:
+            self._writes.write_through(seq, number)
         if seq.state is not State.ENDED:
             seq.take_rows(stop, size, self._spans)
 
@@ -408,21 +421,22 @@ class Scheduler:
     def _on_weights(self, event: WeightsChanged) -> None:
         if self._inflight:
             raise InvariantBroken("the weights changed while a step was in flight")
+        self.weights.namespace, self.weights.version = event.namespace, event.version
+        for seq in self.borrower.new_weights(event.at):
+            self.roster.leave(seq)
+        self.lender.new_weights()
         self.tiers.new_weights(event)
+
+    def _on_swap_done(self, event: SwapDone) -> None:
+        self.tiers.copied(event.copy_id)
+        self.lender.copied(event.copy_id)
 
     # -- looking in -------------------------------------------------------------------------------
 
     def stats(self) -> SchedulerStats:
         """Counters since the start, gauges of now."""
-        return books.stats(self._counters, self.index, self.roster, self.tiers, paused=self._paused)
+        return books.stats(self._counters, self._parts, weight_version=self.weights.version, paused=self._paused)
 
     def check(self) -> None:
         """Raise InvariantBroken unless blocks, slots, pins and queues agree. For tests and idle time."""
-        books.check(
-            self._sequences.values(),
-            self.index,
-            self.roster,
-            self.tiers,
-            steps=bool(self._inflight),
-            paused=self._paused,
-        )
+        books.check(self._sequences.values(), self._parts, steps=bool(self._inflight), paused=self._paused)

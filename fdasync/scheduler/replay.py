@@ -8,11 +8,11 @@ import msgspec
 
 from fdasync.errors import BadInput, InvariantBroken
 from fdasync.events.trace import FORMAT, TraceHeader, Turn
-from fdasync.scheduler.config import SchedulerConfig
 from fdasync.scheduler.core import Scheduler
+from fdasync.scheduler.state.config import SchedulerConfig
 
 if TYPE_CHECKING:
-    from fdasync.actions import Action
+    from fdasync.events.actions import Action
 
 
 def replay(trace: bytes) -> int:

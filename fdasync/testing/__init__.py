@@ -13,10 +13,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fdasync.cache.wrappers.faults import FaultyStore, StoreFaults
-    from fdasync.testing.bench import Bench, on_bench
-    from fdasync.testing.edges import EdgeRunner, StepFault
-    from fdasync.testing.engines import (
+    from fdasync.cache.store.wrappers.faults import FaultyStore, StoreFaults
+    from fdasync.testing.harness.engines import (
         LetterTokenizer,
         check_deltas,
         check_sample,
@@ -27,24 +25,26 @@ if TYPE_CHECKING:
         synthetic_engine,
         until,
     )
-    from fdasync.testing.leaks import LeakFound, Resources, check_idle, no_leaks
-    from fdasync.testing.loop import Deadlock, Livelock, SimLoop, run_sim
-    from fdasync.testing.passes import PassModel
-    from fdasync.testing.pd_simulation import PdReport, simulate_pd
-    from fdasync.testing.pd_workload import PdWorkload
+    from fdasync.testing.harness.fault_runner import EdgeRunner, StepFault
+    from fdasync.testing.harness.leaks import LeakFound, Resources, check_idle, no_leaks
+    from fdasync.testing.harness.pass_model import PassModel
     from fdasync.testing.ports import PortTests
-    from fdasync.testing.runners import RunnerTests
-    from fdasync.testing.simulation import SimulationFailed, SimulationReport, simulate
-    from fdasync.testing.store_bench import StoreBench
-    from fdasync.testing.stores import StoreTests
-    from fdasync.testing.transports import TransportTests
-    from fdasync.testing.workload import Workload
+    from fdasync.testing.runners.bench import Bench, on_bench
+    from fdasync.testing.runners.suite import RunnerTests
+    from fdasync.testing.sim.engine import SimulationFailed, SimulationReport, simulate
+    from fdasync.testing.sim.fleet.simulation import PdReport, simulate_pd
+    from fdasync.testing.sim.fleet.workload import PdWorkload
+    from fdasync.testing.sim.loop import Deadlock, Livelock, SimLoop, run_sim
+    from fdasync.testing.sim.workload import Workload
+    from fdasync.testing.stores.harness import StoreBench
+    from fdasync.testing.stores.suite import StoreTests
+    from fdasync.testing.transports.suite import TransportTests
 
 _HOMES = {
-    "fdasync.cache.wrappers.faults": ("FaultyStore", "StoreFaults"),
-    "fdasync.testing.bench": ("Bench", "on_bench"),
-    "fdasync.testing.edges": ("EdgeRunner", "StepFault"),
-    "fdasync.testing.engines": (
+    "fdasync.cache.store.wrappers.faults": ("FaultyStore", "StoreFaults"),
+    "fdasync.testing.runners.bench": ("Bench", "on_bench"),
+    "fdasync.testing.harness.fault_runner": ("EdgeRunner", "StepFault"),
+    "fdasync.testing.harness.engines": (
         "LetterTokenizer",
         "check_deltas",
         "check_sample",
@@ -55,18 +55,18 @@ _HOMES = {
         "synthetic_engine",
         "until",
     ),
-    "fdasync.testing.leaks": ("LeakFound", "Resources", "check_idle", "no_leaks"),
-    "fdasync.testing.loop": ("Deadlock", "Livelock", "SimLoop", "run_sim"),
-    "fdasync.testing.passes": ("PassModel",),
-    "fdasync.testing.pd_simulation": ("PdReport", "simulate_pd"),
-    "fdasync.testing.pd_workload": ("PdWorkload",),
+    "fdasync.testing.harness.leaks": ("LeakFound", "Resources", "check_idle", "no_leaks"),
+    "fdasync.testing.sim.loop": ("Deadlock", "Livelock", "SimLoop", "run_sim"),
+    "fdasync.testing.harness.pass_model": ("PassModel",),
+    "fdasync.testing.sim.fleet.simulation": ("PdReport", "simulate_pd"),
+    "fdasync.testing.sim.fleet.workload": ("PdWorkload",),
     "fdasync.testing.ports": ("PortTests",),
-    "fdasync.testing.runners": ("RunnerTests",),
-    "fdasync.testing.simulation": ("SimulationFailed", "SimulationReport", "simulate"),
-    "fdasync.testing.store_bench": ("StoreBench",),
-    "fdasync.testing.stores": ("StoreTests",),
-    "fdasync.testing.transports": ("TransportTests",),
-    "fdasync.testing.workload": ("Workload",),
+    "fdasync.testing.runners.suite": ("RunnerTests",),
+    "fdasync.testing.sim.engine": ("SimulationFailed", "SimulationReport", "simulate"),
+    "fdasync.testing.stores.harness": ("StoreBench",),
+    "fdasync.testing.stores.suite": ("StoreTests",),
+    "fdasync.testing.transports.suite": ("TransportTests",),
+    "fdasync.testing.sim.workload": ("Workload",),
 }
 
 __all__ = [

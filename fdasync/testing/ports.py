@@ -28,9 +28,9 @@ import functools
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from fdasync.errors import DeadlineExceeded, DeviceFailed, InvariantBroken
-from fdasync.gpu.ports import FakeEvent
-from fdasync.testing.leaks import Resources
-from fdasync.testing.store_bench import run_bounded, turns
+from fdasync.gpu.ports.other import FakeEvent
+from fdasync.testing.harness.leaks import Resources
+from fdasync.testing.stores.harness import run_bounded, turns
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine

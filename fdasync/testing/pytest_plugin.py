@@ -28,20 +28,20 @@ _MIN_S = 15.0
 
 # what blocks on purpose and says so: (file, function)
 _MAY_BLOCK = (
-    ("fdasync/pd/zmq_address.py", "absolute"),
-    ("fdasync/pd/zmq_address.py", "remove_file"),
-    ("fdasync/process.py", "__init__"),
-    ("fdasync/process.py", "_reap"),
-    ("fdasync/registry.py", "find"),
-    ("fdasync/registry.py", "_check"),
+    ("fdasync/pd/link/address.py", "absolute"),
+    ("fdasync/pd/link/address.py", "remove_file"),
+    ("fdasync/ipc/child.py", "__init__"),
+    ("fdasync/ipc/child.py", "_reap"),
+    ("fdasync/registry/registry.py", "find"),
+    ("fdasync/registry/registry.py", "_check"),
     ("fdasync/runner/synthetic.py", "load_folder"),
-    ("fdasync/runtime.py", "_load_tokenizer"),
+    ("fdasync/engine/runtime.py", "_load_tokenizer"),
 )
 # the harness itself: it runs between tests and inside them, never in an engine
 _HARNESS = (
-    ("fdasync/testing/leaks.py", "now"),
-    ("fdasync/testing/leaks.py", "children"),
-    ("fdasync/testing/leaks.py", "native_threads"),
+    ("fdasync/testing/harness/leaks.py", "now"),
+    ("fdasync/testing/harness/leaks.py", "children"),
+    ("fdasync/testing/harness/leaks.py", "native_threads"),
     ("_pytest/assertion/rewrite.py", "exec_module"),
     ("_pytest/assertion/rewrite.py", "find_spec"),
     ("_pytest/warnings.py", "catch_warnings_for_item"),
@@ -72,7 +72,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture
 def run_sim() -> Callable[[Coroutine[Any, Any, Any]], Any]:
     """Run a coroutine in virtual time; see `fdasync.testing.run_sim`."""
-    from fdasync.testing.loop import run_sim
+    from fdasync.testing.sim.loop import run_sim
 
     return run_sim
 
@@ -88,7 +88,7 @@ def first_uvloop() -> None:
 @pytest.fixture
 def no_leaks(first_uvloop: None) -> Iterator[None]:  # noqa: ARG001
     """Fail the test if it leaves anything behind; see `fdasync.testing.no_leaks`."""
-    from fdasync.testing.leaks import no_leaks
+    from fdasync.testing.harness.leaks import no_leaks
 
     with no_leaks():
         yield

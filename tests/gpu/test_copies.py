@@ -19,12 +19,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks._block_kernel import KernelWay, move_blocks, word_view
-from fdasync.cache.host import HostArena
+from fdasync.cache.host_arena import HostArena
 from fdasync.errors import DeadlineExceeded, DeviceFailed, InvariantBroken, RunnerError
-from fdasync.gpu.copies import BlockCopies
+from fdasync.gpu.block_copies import BlockCopies
 from fdasync.gpu.cudart import Driver, RegisteredHost
-from fdasync.gpu.leases import EventPool
-from fdasync.gpu.ports import AlreadyDone, make_port
+from fdasync.gpu.pools import EventPool
+from fdasync.gpu.ports.other import AlreadyDone, make_port
 from fdasync.gpu.streams import Streams
 
 BLOCKS, HOST_BLOCKS, NBYTES = 12, 9, 96

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fdasync.errors import BadInput, BuffersOut, InvariantBroken
-from fdasync.gpu.leases import EventPool, PinnedPool
+from fdasync.gpu.pools import EventPool, PinnedPool
 
 MIB = 1 << 20
 

@@ -18,12 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fdasync.errors import DeadlineExceeded, DeviceFailed, InvariantBroken
-from fdasync.gpu.adaptive import AdaptivePort, Estimate
-from fdasync.gpu.native import Notifier, TimerFd, cuda_launcher
-from fdasync.gpu.ports import AlreadyDone, FakeEvent, FakePort, HostFunctionPort, ThreadPort, make_port
+from fdasync.gpu.ports.adaptive import AdaptivePort, Estimate
+from fdasync.gpu.ports.native import Notifier, TimerFd, cuda_launcher
+from fdasync.gpu.ports.other import AlreadyDone, FakeEvent, FakePort, HostFunctionPort, ThreadPort, make_port
 from fdasync.testing import PortTests
-from fdasync.testing.leaks import Resources
-from fdasync.testing.loop import SimLoop
+from fdasync.testing.harness.leaks import Resources
+from fdasync.testing.sim.loop import SimLoop
 
 WOKEN = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 
@@ -612,7 +612,7 @@ BROKEN_DEVICE = """
 import asyncio, json, os, sys, time
 import torch, uvloop
 from fdasync.errors import DeviceFailed
-from fdasync.gpu.ports import make_port
+from fdasync.gpu.ports.other import make_port
 
 class Lease:
     released = 0

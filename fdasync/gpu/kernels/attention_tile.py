@@ -2,7 +2,7 @@
 
 A head's dimensions are two parts, the largest power of two and a padded rest, so that 192 or 576 waste little. Keys
 past the end are loaded as zeros, values too: a block that is used again may hold NaN, and 0 * NaN is NaN. Knows views
-and one sequence's table; whose rows they are is for `attention.py` and `prefill.py`, its only callers.
+and one sequence's table; whose rows they are is for `attention.py` and `kernels/prefill.py`, its only callers.
 """
 
 from __future__ import annotations

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import pytest
 from fdasync_example import SqliteConfig, SqliteStore
 
-from fdasync.cache.hosted import HostedStore
+from fdasync.cache.store.process.proxy import HostedStore
 from fdasync.errors import ConfigError, StoreRejected, StoreUnavailable
-from fdasync.registry import Registry
+from fdasync.registry.registry import Registry
 from fdasync.testing import StoreTests
-from fdasync.testing.store_bench import on_loop, value
+from fdasync.testing.stores.harness import on_loop, value
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from fdasync.cache.hosted import HostedStore
+from fdasync.cache.store.process.proxy import HostedStore
 from fdasync.testing import StoreTests
 
 if TYPE_CHECKING:

@@ -16,12 +16,12 @@ from fdasync_example import UnixTransport
 import fdasync
 from fdasync import Instance, SamplingParams
 from fdasync.testing import TransportTests, check_sample, oracle_of, synthetic_config
-from fdasync.testing.transport_bench import on_loop
+from fdasync.testing.transports.harness import on_loop
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fdasync.pd.transport import Transport
+    from fdasync.pd.transfer.base import Transport
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

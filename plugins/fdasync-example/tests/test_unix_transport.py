@@ -10,7 +10,7 @@ from fdasync_example import UnixTransport
 from fdasync.testing import TransportTests
 
 if TYPE_CHECKING:
-    from fdasync.pd.transport import Transport
+    from fdasync.pd.transfer.base import Transport
 
 
 class TestUnix(TransportTests):

@@ -9,9 +9,9 @@ from itertools import pairwise
 from random import Random
 from typing import TYPE_CHECKING
 
-from fdasync.cache.hosted import HostedStore
-from fdasync.cache.region import SharedRegion
-from fdasync.cache.store import Item, Part
+from fdasync.cache.store import Item
+from fdasync.cache.store.process.proxy import HostedStore
+from fdasync.ipc.shared_memory import Part, SharedRegion
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable

@@ -10,8 +10,8 @@ import pytest
 from fdasync_mooncake.testing import LenderProcess, MasterProcess
 from mooncake_bench import Blocks, Lateness, get_one, put_one, until
 
-from fdasync.cache.hosted import HostedStore
-from fdasync.cache.wrappers import Breaker, Timeout
+from fdasync.cache.store.process.proxy import HostedStore
+from fdasync.cache.store.wrappers import Breaker, Timeout
 from fdasync.errors import StoreTimeout, StoreUnavailable
 
 pytestmark = pytest.mark.usefixtures("nothing_left", "network")

@@ -11,7 +11,7 @@ from fdasync_mooncake import MooncakeConfig, MooncakeStore
 from fdasync_mooncake.usage import parse_usage, read_usage
 
 from fdasync.errors import ConfigError, StoreRejected, StoreUnavailable
-from fdasync.registry import Registry
+from fdasync.registry.registry import Registry
 
 
 @pytest.mark.parametrize(

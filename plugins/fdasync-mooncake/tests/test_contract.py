@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fdasync.cache.hosted import HostedStore
+from fdasync.cache.store.process.proxy import HostedStore
 from fdasync.testing import StoreTests
 
 

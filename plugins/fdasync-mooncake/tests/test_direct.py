@@ -7,7 +7,7 @@ import os
 import pytest
 from fdasync_mooncake.direct import DirectProcess
 
-from fdasync.cache.region import SharedRegion
+from fdasync.ipc.shared_memory import SharedRegion
 
 
 @pytest.mark.usefixtures("nothing_left")

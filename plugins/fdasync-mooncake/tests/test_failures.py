@@ -17,7 +17,7 @@ from fdasync_mooncake.testing import LenderProcess, MasterProcess
 from mooncake_bench import Blocks, Lateness, get_one, hosted, put_one, until
 
 from fdasync import Engine, SamplingParams
-from fdasync.cache.hosted import HostedStore
+from fdasync.cache.store.process.proxy import HostedStore
 from fdasync.errors import StoreRejected, StoreUnavailable
 from fdasync.events.catalog import BreakerChanged
 from fdasync.testing import synthetic_config

@@ -6,10 +6,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from fdasync.cache.block_format import BlockSchema, Section, object_key, read_header
-from fdasync.cache.hosted import HostedStore
-from fdasync.cache.region import PAGE_NBYTES, SharedRegion
-from fdasync.cache.store import DONE, EXISTS, MISS, Item, Part
+from fdasync.cache.store import DONE, EXISTS, MISS, Item
+from fdasync.cache.store.block_format import BlockSchema, Section, object_key, read_header
+from fdasync.cache.store.process.proxy import HostedStore
+from fdasync.ipc.shared_memory import PAGE_NBYTES, Part, SharedRegion
 
 pytestmark = pytest.mark.usefixtures("nothing_left", "network")
 

@@ -8,7 +8,8 @@ import pytest
 from fdasync_mooncake.testing import LenderProcess, MasterProcess
 from mooncake_bench import Blocks, get_one, hosted, put_one
 
-from fdasync.cache.store import Item, Part
+from fdasync.cache.store import Item
+from fdasync.ipc.shared_memory import Part
 
 pytestmark = pytest.mark.usefixtures("nothing_left", "network")
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from fdasync_transformers import TransformersConfig, TransformersRunner
 
-from fdasync.actions import BlockAppend, Chunk, RunStep, SeqStart
-from fdasync.cache.arena import AuxArena
+from fdasync.cache.aux_arena import AuxArena
+from fdasync.events.actions import BlockAppend, Chunk, RunStep, SeqStart
 from fdasync.request import SamplerSpec
 from fdasync.runner.base import RunnerLimits
 

@@ -13,10 +13,10 @@ from families_zoo import make_checkpoint
 from fdasync_transformers import TransformersConfig, TransformersRunner, make_random_checkpoint, named_tensors
 from safetensors.torch import load_file
 
-from fdasync.runner.worker import WorkerRunner
+from fdasync.runner.worker.proxy import WorkerRunner
 from fdasync.testing import RunnerTests
-from fdasync.testing.runner_suite import RunnerSuite
-from fdasync.testing.runner_tails import TailTests
+from fdasync.testing.runners.harness import RunnerSuite
+from fdasync.testing.runners.open_blocks import TailTests
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from fdasync.runner.base import Runner, RunnerLimits
-    from fdasync.testing.bench import Answer
+    from fdasync.testing.runners.bench import Answer
 
 
 class _OnACheckpoint(RunnerSuite):

@@ -20,9 +20,9 @@ from msgspec.structs import replace
 from step_driver import Driver
 
 from fdasync import Engine, EngineConfig, SamplingParams
-from fdasync.actions import Chunk
 from fdasync.errors import ConfigError, RunnerError, UnsupportedModel
-from fdasync.gpu.ports import FakePort
+from fdasync.events.actions import Chunk
+from fdasync.gpu.ports.other import FakePort
 from fdasync.testing import RunnerTests
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from families_zoo import FAMILIES, VOCAB, config_of, make_checkpoint
-from fdasync_transformers import attention, capture, families, loading, probe
+from fdasync_transformers import attention, capture, families, loading, moe_layers, probe
 from fdasync_transformers.kv import KVPool, Reach
 from step_driver import Driver
 
@@ -197,7 +197,7 @@ async def test_rope_that_depends_on_the_batch_is_refused(tmp_path: Path, kind: s
 
 async def test_experts_where_the_config_has_none_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_checkpoint(tmp_path, "qwen3_moe")
-    monkeypatch.setattr(capture, "expected_moe_layers", lambda _: (0, 1))
+    monkeypatch.setattr(moe_layers, "expected_moe_layers", lambda _: (0, 1))
     assert "[0, 1]" in await refused(tmp_path)
 
 

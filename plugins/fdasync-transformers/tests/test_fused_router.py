@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from families_zoo import make_model
-from fdasync_transformers.capture import find_moe_layers
 from fdasync_transformers.fused_router import FusedRouters, fuse_routers
+from fdasync_transformers.moe_layers import find_moe_layers
 
 from fdasync.cache.debug_rows import debug_rows
 from fdasync.errors import BadInput, RunnerError

@@ -14,9 +14,9 @@ from fdasync_transformers.attention import paged_attention
 from fdasync_transformers.kv import KVLayout, KVPool, LayerSpec, Reach
 from step_driver import Driver, Sequence
 
-from fdasync.actions import Chunk, RunStep
-from fdasync.cache.arena import AuxArena
+from fdasync.cache.aux_arena import AuxArena
 from fdasync.errors import CheckpointError, ConfigError, InvariantBroken, RunnerError
+from fdasync.events.actions import Chunk, RunStep
 from fdasync.runner.base import RunnerLimits
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fdasync.errors import InvariantBroken, RunnerError
 from fdasync.request import SamplerSpec
-from fdasync.runner.base import TopLogprobs
+from fdasync.result import TopLogprobs
 
 OFF: dict[str, Any] = {
     "prompt_len": 3,

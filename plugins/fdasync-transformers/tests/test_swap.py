@@ -13,9 +13,9 @@ from fdasync_transformers import TransformersConfig, TransformersRunner
 from fdasync_transformers.kv import KVLayout, KVPool, LayerSpec
 from safetensors.torch import load_file
 
-from fdasync.actions import RunStep, SwapIn, SwapOut
-from fdasync.cache.host import HostArena
+from fdasync.cache.host_arena import HostArena
 from fdasync.errors import InvariantBroken, RunnerError, WeightsBroken
+from fdasync.events.actions import RunStep, SwapIn, SwapOut
 from fdasync.gpu.block_rows import BlockRows
 from fdasync.runner.base import RunnerLimits, TensorMeta
 from fdasync.testing import on_bench

@@ -12,9 +12,9 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Fast
 
 from fdasync import SamplingParams
-from fdasync.sample_output import SampleOutput
+from fdasync.engine.sample_output import SampleOutput
+from fdasync.engine.tokenizer import IncrementalDecoder, TokenKinds
 from fdasync.testing import synthetic_config, synthetic_engine
-from fdasync.tokenizer import IncrementalDecoder, TokenKinds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

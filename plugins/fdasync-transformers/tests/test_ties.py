@@ -10,8 +10,8 @@ import torch
 import transformers
 from families_zoo import make_checkpoint
 from fdasync_transformers import loading, named_tensors, ties
+from fdasync_transformers.placement import Placement
 from fdasync_transformers.shards import INDEX_FILE, SINGLE_FILE, StoredTensor
-from fdasync_transformers.weight_map import Placement
 from live_weights import Live, assert_equal, stored
 from safetensors.torch import load_file, save_file
 from step_driver import Driver

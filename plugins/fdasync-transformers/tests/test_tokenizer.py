@@ -13,11 +13,11 @@ from fdasync_transformers.tokenizer import _load_slow, _SlowTokenizer, load_toke
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fdasync.engine.tokenizer import IncrementalDecoder
 from fdasync.errors import BadInput, CheckpointError
-from fdasync.tokenizer import IncrementalDecoder
 
 if TYPE_CHECKING:
-    from fdasync.tokenizer import Tokenizer
+    from fdasync.engine.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

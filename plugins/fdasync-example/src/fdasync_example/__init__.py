@@ -1,6 +1,6 @@
 """The smallest useful plugins for fdasync: a store in an SQLite file, and a transport over Unix sockets.
 
-Read `store.py` and `transport.py`; they are meant to be copied.
+Read `store/base.py` and `transfer/base.py`; they are meant to be copied.
 """
 
 from __future__ import annotations

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from fdasync.cache.checks import check_items, check_keys
 from fdasync.cache.store import DONE, EXISTS, MISS, Capabilities, Item, Outcome, Store, StoreUsage
+from fdasync.cache.store.validation import check_items, check_keys
 from fdasync.errors import StoreRejected, StoreUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from fdasync.cache.region import SharedRegion
+    from fdasync.ipc.shared_memory import SharedRegion
 
 _TABLE = "CREATE TABLE IF NOT EXISTS objects (id INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT UNIQUE, value BLOB)"
 _USAGE = "SELECT COUNT(*), COALESCE(SUM(LENGTH(value)), 0) FROM objects"

@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 import xxhash
 
-from fdasync.cache.store import DONE, Part
-from fdasync.deadlines import Within, wait_within
+from fdasync.cache.store import DONE
 from fdasync.errors import InvariantBroken
-from fdasync.pd.calls import Call, Calls
+from fdasync.ipc.deadlines import Within, wait_within
+from fdasync.ipc.shared_memory import Part
 from fdasync.pd.messages import Source
-from fdasync.pd.receipts import (
+from fdasync.pd.transfer.base import SLICE_NBYTES, Transport, Turns
+from fdasync.pd.transfer.transfers import Call, Calls
+from fdasync.pd.transfer.validation import (
     CLOSED,
     FORGOTTEN,
     LATE,
@@ -35,14 +37,13 @@ from fdasync.pd.receipts import (
     damaged,
     refused,
 )
-from fdasync.pd.transport import SLICE_NBYTES, Transport, Turns
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fdasync.cache.region import SharedRegion
     from fdasync.cache.store import Outcome
-    from fdasync.pd.transport import Receipt
+    from fdasync.ipc.shared_memory import SharedRegion
+    from fdasync.pd.transfer.base import Receipt
 
 _REQUEST = struct.Struct("<QQQ")  # region, offset, bytes
 _HERE, _GONE = b"\1", b"\0"

@@ -13,8 +13,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from fdasync.cache.region import SharedRegion
-from fdasync.process import die_with_parent
+from fdasync.ipc.child import die_with_parent
+from fdasync.ipc.shared_memory import SharedRegion
 from fdasync_mooncake.client import import_client
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ import ctypes
 from concurrent.futures import Future, ThreadPoolExecutor  # threads: hosted, in no engine process
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fdasync.cache.checks import check_items, check_keys
 from fdasync.cache.store import DONE, EXISTS, Capabilities, Item, Outcome, Store, StoreUsage, finish
+from fdasync.cache.store.validation import check_items, check_keys
 from fdasync.errors import StoreUnavailable
 from fdasync_mooncake.client import Client, Value
 from fdasync_mooncake.config import NAME, MooncakeConfig, check_config, parse_address
@@ -28,7 +28,7 @@ from fdasync_mooncake.usage import PoolUsage, read_usage
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from fdasync.cache.region import SharedRegion
+    from fdasync.ipc.shared_memory import SharedRegion
 
 T = TypeVar("T")
 

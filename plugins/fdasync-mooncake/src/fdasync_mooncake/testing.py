@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fdasync.errors import StoreUnavailable
-from fdasync.process import die_with_parent
-from fdasync.testing.processes import stop_process
+from fdasync.ipc.child import die_with_parent
+from fdasync.testing.harness.processes import stop_process
 from fdasync_mooncake.usage import read_usage
 
 if TYPE_CHECKING:

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 
-from fdasync.actions import RunStep, SwapIn, SwapOut
 from fdasync.errors import InvariantBroken, RunnerError
-from fdasync.gpu import packed
-from fdasync.gpu.copies import BlockCopies
+from fdasync.events.actions import RunStep, SwapIn, SwapOut
+from fdasync.gpu import packed_copy as packed
+from fdasync.gpu.block_copies import BlockCopies
 from fdasync.gpu.kernels.layout import scatter_updates
 from fdasync.runner.base import CopyOutput, StepOutput
 from fdasync_transformers.device_lanes import DeviceLanes
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fdasync.runner.lanes import Batch
+    from fdasync.runner.input_batch import Batch
     from fdasync_transformers.device_step import DeviceStepModel, Way
     from fdasync_transformers.executor import Bound
     from fdasync_transformers.gpu_services import GpuServices

@@ -16,8 +16,8 @@ import torch
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from fdasync.actions import RunStep
-    from fdasync.runner.lanes import LaneTable
+    from fdasync.events.actions import RunStep
+    from fdasync.runner.input_batch import LaneTable
 
 
 class DeviceLanes:

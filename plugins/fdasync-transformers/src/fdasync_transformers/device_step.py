@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PreTrainedModel
 
-    from fdasync.runner.lanes import Batch, LaneTable
+    from fdasync.runner.input_batch import Batch, LaneTable
     from fdasync_transformers.kv import KVLayout, KVPool
 
 

@@ -15,11 +15,11 @@ from fdasync.runner.base import StepOutput
 if TYPE_CHECKING:
     import asyncio
 
-    from fdasync.actions import RunStep, SwapIn, SwapOut
-    from fdasync.cache.arena import AuxArena
-    from fdasync.cache.host import HostArena
+    from fdasync.cache.aux_arena import AuxArena
+    from fdasync.cache.host_arena import HostArena
+    from fdasync.events.actions import RunStep, SwapIn, SwapOut
     from fdasync.runner.base import CopyOutput
-    from fdasync.runner.lanes import LaneTable
+    from fdasync.runner.input_batch import LaneTable
     from fdasync_transformers.capture import RoutingCapture
     from fdasync_transformers.kv import KVPool
     from fdasync_transformers.sampler import SampleOutput

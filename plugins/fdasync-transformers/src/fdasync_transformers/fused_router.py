@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from fdasync.gpu.capture import CaptureBuffer
-    from fdasync_transformers.capture import MoELayers
+    from fdasync_transformers.moe_layers import MoELayers
 
     Forward = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 

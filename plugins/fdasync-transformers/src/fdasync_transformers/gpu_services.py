@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fdasync.gpu.leases import EventPool, PinnedPool
-from fdasync.gpu.ports import AlreadyDone, make_port
+from fdasync.gpu.pools import EventPool, PinnedPool
+from fdasync.gpu.ports.other import AlreadyDone, make_port
 from fdasync.gpu.streams import Streams
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import torch
 
-from fdasync.actions import RunStep, SwapIn, SwapOut
 from fdasync.errors import InvariantBroken, RunnerError
+from fdasync.events.actions import RunStep, SwapIn, SwapOut
 from fdasync.gpu.block_rows import BlockRows
 from fdasync.runner.base import CopyOutput, StepOutput
 from fdasync_transformers.executor import Executor, step_output
@@ -21,7 +21,7 @@ from fdasync_transformers.sampler import sample
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fdasync.runner.lanes import Batch
+    from fdasync.runner.input_batch import Batch
     from fdasync_transformers.executor import Bound
     from fdasync_transformers.step import StepModel
 

@@ -22,12 +22,14 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from fdasync.errors import CheckpointError, ConfigError, UnsupportedModel
 from fdasync_transformers.shards import StoredTensor, read_json, read_tensor_table
-from fdasync_transformers.weight_map import Placement, destination, place
+from fdasync_transformers.weight_map import destination, place
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from transformers import PreTrainedConfig, PreTrainedModel
+
+    from fdasync_transformers.placement import Placement
 
 # keys of config.json that KV does not depend on; all others count, known or not
 _NOT_IN_FINGERPRINT = frozenset(

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from fdasync.actions import Chunk, RunStep, SeqStart
 from fdasync.errors import ConfigError
+from fdasync.events.actions import Chunk, RunStep, SeqStart
 from fdasync.request import SamplerSpec
-from fdasync.runner.lanes import LaneTable
+from fdasync.runner.input_batch import LaneTable
 from fdasync_transformers.kv import KVPool
 
 if TYPE_CHECKING:
     from fdasync.runner.base import RunnerLimits
-    from fdasync.runner.lanes import Batch
+    from fdasync.runner.input_batch import Batch
     from fdasync_transformers.step import StepModel
 
 # of what is free; a CPU shares its memory with everyone else on the machine

@@ -18,9 +18,9 @@ import torch
 
 from fdasync.errors import CheckpointError, ConfigError, FdasyncError, InvariantBroken, RunnerError, UnsupportedModel
 from fdasync.runner.base import Capacity, Runner, RunnerLimits
-from fdasync.runner.lanes import LaneTable
+from fdasync.runner.input_batch import LaneTable
 from fdasync_transformers import families, loading, probe, selfcheck
-from fdasync_transformers.capture import MoELayers, RoutingCapture, find_moe_layers
+from fdasync_transformers.capture import RoutingCapture
 from fdasync_transformers.device_executor import DeviceExecutor
 from fdasync_transformers.device_step import DeviceStepModel
 from fdasync_transformers.executor import Bound, Executor
@@ -28,6 +28,7 @@ from fdasync_transformers.gpu_services import make_services
 from fdasync_transformers.graphs import ladder
 from fdasync_transformers.host_executor import HostExecutor
 from fdasync_transformers.kv import KVLayout, KVPool
+from fdasync_transformers.moe_layers import MoELayers, find_moe_layers
 from fdasync_transformers.profile import choose_num_blocks, prefill_tokens_per_s
 from fdasync_transformers.runner_config import (
     TransformersConfig,
@@ -46,9 +47,9 @@ if TYPE_CHECKING:
     import msgspec
     from transformers import PreTrainedModel
 
-    from fdasync.actions import RunStep, SwapIn, SwapOut
-    from fdasync.cache.arena import AuxArena
-    from fdasync.cache.host import HostArena
+    from fdasync.cache.aux_arena import AuxArena
+    from fdasync.cache.host_arena import HostArena
+    from fdasync.events.actions import RunStep, SwapIn, SwapOut
     from fdasync.runner.base import CopyOutput, StepOutput, TensorMeta
     from fdasync_transformers.gpu_services import GpuServices
 

@@ -11,8 +11,8 @@ import msgspec
 import torch
 
 from fdasync.errors import ConfigError
-from fdasync_transformers.capture import find_moe_layers
 from fdasync_transformers.mixed_graphs import token_ladder
+from fdasync_transformers.moe_layers import find_moe_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -22,7 +22,8 @@ import numpy as np
 import torch
 
 from fdasync.errors import InvariantBroken, RunnerError
-from fdasync.runner.base import StepOutput, TopLogprobs
+from fdasync.result import TopLogprobs
+from fdasync.runner.base import StepOutput
 from fdasync_transformers.sample_math import compute_samples
 from fdasync_transformers.sample_plan import SamplePlan, plan_samples, uniform
 

@@ -14,17 +14,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from fdasync.actions import Chunk, RunStep, SeqStart
 from fdasync.errors import UnsupportedModel
+from fdasync.events.actions import Chunk, RunStep, SeqStart
 from fdasync.request import SamplerSpec
-from fdasync.runner.lanes import LaneTable
-from fdasync_transformers.capture import MoELayers, RoutingCapture
+from fdasync.runner.input_batch import LaneTable
+from fdasync_transformers.capture import RoutingCapture
 from fdasync_transformers.kv import KVPool
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PreTrainedModel
 
+    from fdasync_transformers.moe_layers import MoELayers
     from fdasync_transformers.step import StepModel
 
 # tokens of each sequence by step: prefill beside single tokens, one sequence joining late

@@ -4,7 +4,7 @@ A folder may hold several names of one tensor. With equal values they are one. W
 folder and not the config, and leaves them apart; so it is at a first load (`loading.load`, where the library does it).
 A model in use keeps the memory that it has: names that have memory of their own may become equal or differ, names that
 share memory can only stay equal. Reads tensors to compare them, changes nothing. Called by `weight_map.py` and
-`weights.py`.
+`engine/weights.py`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
+    from fdasync_transformers.placement import Placement
     from fdasync_transformers.shards import StoredTensor
-    from fdasync_transformers.weight_map import Placement
 
 _COMPARED_NBYTES = 64 << 20
 

@@ -17,7 +17,7 @@ from fdasync.errors import BadInput, CheckpointError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fdasync.tokenizer import Tokenizer
+    from fdasync.engine.tokenizer import Tokenizer
 
 
 def load_tokenizer(model_folder: str) -> Tokenizer:

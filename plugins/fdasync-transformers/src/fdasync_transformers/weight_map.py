@@ -2,7 +2,7 @@
 
 Uses the library's own conversion table (`transformers.conversion_mapping`), but copies into parameters
 that exist instead of replacing them, so that a weight update keeps every address. Reads no tensor
-data: everything is checked on names and shapes first. Called by `loading.py` and `weights.py`.
+data: everything is checked on names and shapes first. Called by `loading.py` and `engine/weights.py`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from transformers.core_model_loading import (
 )
 
 from fdasync.errors import CheckpointError, UnsupportedModel
+from fdasync_transformers.placement import Placement
 from fdasync_transformers.shards import FLOATS
 from fdasync_transformers.ties import tied_groups
 
@@ -32,15 +33,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from fdasync_transformers.shards import StoredTensor
-
-
-class Placement(NamedTuple):
-    """Where one stored tensor goes: all of `target`, or part `part` of `parts` of its row `row` (an expert)."""
-
-    target: str
-    row: int = -1
-    part: int = 0
-    parts: int = 1
 
 
 class Located(NamedTuple):

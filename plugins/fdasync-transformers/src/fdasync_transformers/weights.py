@@ -15,8 +15,9 @@ import torch
 
 from fdasync.errors import FdasyncError, InvariantBroken, WeightsBroken, WeightsRejected
 from fdasync_transformers import loading
+from fdasync_transformers.placement import Placement
 from fdasync_transformers.ties import settle, tied_groups
-from fdasync_transformers.weight_map import Placement, destination, locate, meeting, misfit, place
+from fdasync_transformers.weight_map import destination, locate, meeting, misfit, place
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

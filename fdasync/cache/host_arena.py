@@ -1,0 +1,75 @@
+"""The host tier's memory: KV of host blocks in one shared region that can be pinned. Knows bytes, no identities.
+
+Page first: a host block is one run of bytes, a page for the header of a stored object and behind it the KV of
+all layers, padded to whole pages. So a block moves between device and host in one copy, and goes to a store and
+back as it lies. Two pages at the end serve as padding: zeros to write, and a place to read padding into.
+
+The runner copies KV in and out (`Runner.copy`), stores read and write whole blocks; the engine moves no byte.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fdasync.ipc.shared_memory import PAGE_NBYTES, Part, SharedRegion, page_aligned
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+def host_nbytes(num_blocks: int, block_nbytes: int) -> int:
+    """Size of the region in bytes, before anything is allocated."""
+    return num_blocks * (PAGE_NBYTES + page_aligned(block_nbytes)) + 2 * PAGE_NBYTES
+
+
+class HostArena:
+    """KV of host blocks.
+
+    Attributes:
+        region: owned by this object; pass `region.fd` to the worker and to store processes.
+        kv: uint8 [num_blocks, block_nbytes], the KV of each block over the shared bytes (rows are strided).
+    """
+
+    def __init__(self, region: SharedRegion, num_blocks: int, block_nbytes: int) -> None:
+        self.region = region
+        self.num_blocks = num_blocks
+        self.block_nbytes = block_nbytes
+        self.stride_nbytes = PAGE_NBYTES + page_aligned(block_nbytes)
+        blocks = np.frombuffer(region.map, np.uint8, num_blocks * self.stride_nbytes)
+        self.kv: NDArray[np.uint8] = blocks.reshape(num_blocks, self.stride_nbytes)[
+            :, PAGE_NBYTES : PAGE_NBYTES + block_nbytes
+        ]
+
+    @classmethod
+    def create(cls, num_blocks: int, block_nbytes: int) -> HostArena:
+        """A new arena. Pages are touched by whoever writes them first. Raises OSError."""
+        region = SharedRegion.create("host", host_nbytes(num_blocks, block_nbytes))
+        return cls(region, num_blocks, block_nbytes)
+
+    @classmethod
+    def attach(cls, fd: int, num_blocks: int, block_nbytes: int) -> HostArena:
+        """The arena behind a descriptor, which belongs to the result. Raises InvariantBroken if it is too small."""
+        return cls(SharedRegion(fd, host_nbytes(num_blocks, block_nbytes)), num_blocks, block_nbytes)
+
+    def header(self, block: int, region: int) -> Part:
+        """Where the header of a stored object goes; `region` is this region's number for the store."""
+        return Part(region, block * self.stride_nbytes, PAGE_NBYTES)
+
+    def payload(self, block: int, region: int) -> Part:
+        """Where the KV is, without padding."""
+        return Part(region, block * self.stride_nbytes + PAGE_NBYTES, self.block_nbytes)
+
+    def zeros(self, region: int) -> Part:
+        """A page of zeros that nobody writes."""
+        return Part(region, self.num_blocks * self.stride_nbytes, PAGE_NBYTES)
+
+    def trash(self, region: int) -> Part:
+        """A page that anybody may write and nobody believes."""
+        return Part(region, self.num_blocks * self.stride_nbytes + PAGE_NBYTES, PAGE_NBYTES)
+
+    def close(self) -> None:
+        """Drop mapping and fd; idempotent. The bytes live on while somebody holds a view of `kv`."""
+        self.kv = np.empty((0, self.block_nbytes), np.uint8)
+        self.region.close()

@@ -1,0 +1,31 @@
+"""The contract of stores, the object format, the checks; `memory` is the model."""
+
+from fdasync.cache.store.base import (
+    DONE,
+    EXISTS,
+    MISS,
+    Capabilities,
+    Item,
+    Outcome,
+    Status,
+    Store,
+    StoreUsage,
+    T,
+    finish,
+)
+from fdasync.ipc.shared_memory import Part
+
+__all__ = [
+    "DONE",
+    "EXISTS",
+    "MISS",
+    "Capabilities",
+    "Item",
+    "Outcome",
+    "Part",
+    "Status",
+    "Store",
+    "StoreUsage",
+    "T",
+    "finish",
+]

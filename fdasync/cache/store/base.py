@@ -1,0 +1,216 @@
+"""What a store is: a place outside the engine that keeps sealed blocks. A specification, and `finish`, which helps.
+
+`fdasync.testing.StoreTests` checks its sentences. Built in: `memory.py`, `file/store.py`; more by entry point
+(`fdasync.stores`). Called by `fdasync/engine/store_io.py` through the wrappers of `cache/store/wrappers/`.
+
+**Objects.** A store maps keys to immutable strings of bytes. A key is text of `[0-9a-z./_-]`, at most
+`capabilities.max_key_chars` long, never starting or ending with "/" or ".", without "..". It is no path: "a" and "a/b"
+can both be keys, and what happens to one of them does not touch the other. What the bytes mean is not the store's
+business: `block_format.py` makes them self-describing and checks them.
+
+**Parts.** A caller never hands over bytes. It names runs of bytes (`Part`) in shared regions that were given to
+`open`; the value of an item is its parts one after the other, and a store reads and writes them in place, without
+joining copies. A part may have no bytes, an item may not. The caller owns the regions, keeps them mapped until
+`aclose` has returned, and does not touch a part between the call of a verb and its end, except that it may read what
+a `put` reads.
+
+**The end of a verb is the end of its use of the parts.** However a verb ends - it returns, raises or is cancelled -
+the store neither reads nor writes the parts of that call any more, and keeps no reference to them. So a verb that is
+cancelled stops early if it can, and else takes its time, and only then raises CancelledError; `finish` does that for
+work that cannot be stopped. Whoever cannot wait uses a timeout that stops the waiting only (`wrappers.Timeout`).
+
+**Atomic.** An object is there whole or not at all, for every reader, in this process and after any crash: never in
+part, never mixed with another. A put that failed, or was cancelled, leaves the object whole or absent.
+
+**Immutable.** A put of a key that exists changes nothing, reads nothing it does not have to, and is "exists". Two
+puts of one key at a time: one of them wins, whole. To replace an object, delete it first.
+
+**Durable** to the degree `capabilities.durability` names, from the moment `put` said "done" for the item.
+
+**May forget.** A store may drop objects whenever it likes (a cap, another owner's delete): a cache, not a database.
+
+**Errors.** What concerns one item is its `Outcome`; a verb raises only for the call as a whole: StoreUnavailable
+(transient: the same call may succeed later), StoreFull is never raised but told per item, StoreRejected (permanent:
+the call breaks a limit or the contract). A store looks at the whole call before it begins: one that it rejects has
+done nothing, also for the items that were good. (`wrappers.Limits` cuts a batch into several calls: those before the
+one that is rejected are done.) Anything else that a store raises is a defect of the store; wrappers turn it into
+StoreUnavailable. A missing key is never an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+
+import msgspec
+
+from fdasync.ipc.shared_memory import Part
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from fdasync.ipc.shared_memory import SharedRegion
+
+T = TypeVar("T")
+
+
+class Item(msgspec.Struct, frozen=True, array_like=True):
+    """An object by key, and where its bytes come from or go to: parts one after the other, at least 1 byte in all."""
+
+    key: str
+    parts: tuple[Part, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+
+Status = Literal["done", "exists", "miss", "damaged", "full", "failed"]
+
+
+class Outcome(msgspec.Struct, frozen=True, array_like=True):
+    """How one item of a call ended.
+
+    Attributes:
+        status: `put`: "done", "exists" (it was there: nothing changed), "full" (no room now; a later one may find
+            some), "failed". `get_into`: "done" (all parts are filled), "miss", "damaged" (there is something under this
+            key that cannot be what was asked for; of another size, for a start), "failed". Unless "done", what the
+            parts of a get hold afterwards is undefined.
+        problem: in words, for "damaged", "full" and "failed"; else "".
+        transient: of "failed": the same item may succeed later.
+    """
+
+    status: Status
+    problem: str = ""
+    transient: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """There after a put; filled after a get."""
+        return self.status in ("done", "exists")
+
+
+DONE = Outcome("done")
+EXISTS = Outcome("exists")
+MISS = Outcome("miss")
+
+
+class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """What a store promises, and its limits; valid once `open` returned.
+
+    Attributes:
+        name: for people and for metrics, e.g. "file".
+        durability: what an object that is "done" outlives: "none" (this store object's end), "process" (any end of
+            this process and of the engine), "machine" (loss of power).
+        shared: other engines see what is put here, and the other way round.
+        max_batch: items of one call.
+        max_key_chars: of a key.
+        max_parts: of an item.
+        max_item_nbytes: of an item.
+        capacity_nbytes: of all objects, or None where the store does not know.
+    """
+
+    name: str
+    durability: Literal["none", "process", "machine"]
+    shared: bool = False
+    max_batch: int = 256
+    max_key_chars: int = 200
+    max_parts: int = 32
+    max_item_nbytes: int = 1 << 30
+    capacity_nbytes: int | None = None
+
+
+class StoreUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """What a store holds now; None where it cannot tell."""
+
+    objects: int | None = None
+    nbytes: int | None = None
+
+
+class Store(ABC):
+    """See the module. Life: `open` once, verbs any number of times and at the same time, `aclose` once or more.
+
+    An `open` that raised or was cancelled may be called again: an engine starts without a store that cannot be reached,
+    and tries again every so often. (One that is `blocking` is a new object in a new process then.)
+
+    Used from one loop. `config_type` is a frozen msgspec Struct that the registry decodes the configuration into.
+    `blocking`: its verbs may block, start threads or hold the GIL, so it is hosted in a process of its own
+    (`process/proxy.py`) and never runs in an engine's.
+    """
+
+    config_type: ClassVar[type[msgspec.Struct]]
+    blocking: ClassVar[bool] = False
+    capabilities: Capabilities
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    @abstractmethod
+    async def open(self, regions: Sequence[SharedRegion]) -> None:
+        """Connect, take locks, set `capabilities`. Later parts lie in these regions, which the caller owns.
+
+        Raises StoreUnavailable (nobody is there for now: a warning), StoreRejected (the configuration or the place is
+        wrong: no engine starts with it; it names what and the way out). `aclose` is called after a failed `open` too.
+        """
+
+    @abstractmethod
+    async def exists_prefix(self, keys: Sequence[str]) -> int:
+        """How many leading keys are there: the index of the first that is missing, never a count of those present.
+
+        A hint: what exists now may be gone when it is asked for. Raises StoreUnavailable, StoreRejected.
+        """
+
+    @abstractmethod
+    async def get_into(self, items: Sequence[Item]) -> list[Outcome]:
+        """Fill the parts of each item; one outcome for each, in order. Raises StoreUnavailable, StoreRejected."""
+
+    @abstractmethod
+    async def put(self, items: Sequence[Item]) -> list[Outcome]:
+        """Keep each item; one outcome for each, in order. Raises StoreUnavailable, StoreRejected."""
+
+    @abstractmethod
+    async def delete(self, keys: Sequence[str]) -> int:
+        """Drop objects; how many were there. Missing ones are no error. Raises StoreUnavailable, StoreRejected."""
+
+    async def usage(self) -> StoreUsage:
+        """What it holds. Raises StoreUnavailable."""
+        return StoreUsage()
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Let running verbs end, give everything back; idempotent, right after a failed `open` too.
+
+        Verbs called from now on raise StoreUnavailable.
+        """
+
+    def beside(self, before_put: Callable[[Item], None], after_get: Callable[[Item], str]) -> bool:
+        """Run these where an item's bytes move, while the CPU's caches hold them; called before `open`, once.
+
+        `before_put` runs right before the parts of a put are read, if they are; `after_get` right after those of a get
+        were filled: unless it says "", the item is "damaged", with that problem. They may run in threads, several at a
+        time, and raise nothing. False, the default: this store does not run them.
+        """
+        del before_put, after_get
+        return False
+
+    async def kill(self, why: str) -> bool:
+        """End every running verb now, whatever it does; True: none touches a buffer any more. The store may be used
+        further. False, the default: it cannot (DECISIONS 5)."""
+        del why
+        return False
+
+
+async def finish(work: asyncio.Future[T]) -> T:
+    """Wait for work that cannot be stopped and uses a caller's parts: a cancellation is raised after its end."""
+    cancelled: asyncio.CancelledError | None = None
+    while not work.done():
+        try:
+            await asyncio.wait([work])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        # what came of it is nobody's any more; retrieved, so that asyncio does not warn
+        _ = work.cancelled() or work.exception()
+        raise cancelled
+    return work.result()  # of a future that is done

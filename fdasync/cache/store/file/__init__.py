@@ -1,0 +1,1 @@
+"""Objects in slots of large files."""

@@ -1,0 +1,1 @@
+"""Any store in a process of its own."""

@@ -1,0 +1,223 @@
+"""A circuit breaker: a store that hangs or fails is not asked any more, until a probe says that it is back."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from fdasync.cache.store.base import Capabilities
+from fdasync.cache.store.wrappers.base import Verb, Wrapper
+from fdasync.errors import StoreBusy, StoreTimeout, StoreUnavailable
+from fdasync.ipc.deadlines import wait_within
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Sequence
+
+    from fdasync.cache.store.base import Store
+    from fdasync.ipc.shared_memory import SharedRegion
+
+BreakerState = Literal["closed", "open", "half_open"]
+
+PROBE_KEY = "fdasync-probe"
+
+
+class Breaker(Wrapper):
+    """Closed: calls go through. Open: they raise StoreUnavailable at once, and the store is left alone.
+
+    It opens at the first StoreTimeout, or after so many calls in a row that failed for now (of a batch: all items); a
+    call that never got out of the line before the store (StoreBusy) counts neither way.
+    After a cooldown a task of its own asks for one key (half open); an answer closes it, else the cooldown doubles.
+    There is one probe at a time: one that hangs is followed until it ends, and its end brings the next.
+
+    A store that cannot be opened for now may count as one that fails (`opens_late`): then the breaker starts open, and
+    until the store inside is open its probes are attempts to open it.
+
+    Args:
+        failures: calls in a row that open it.
+        cooldown_s: from opening to the first probe, in seconds; it doubles with each probe that fails.
+        max_cooldown_s: never longer than this, in seconds.
+        probe_s: how long a probe may take, in seconds.
+        on_state: called in the loop at each change, with the reason in words; it must not raise.
+        opens_late: StoreUnavailable at `open` is no error.
+        name: of the store in `capabilities`, before it is open too; "": its own.
+
+    Attributes:
+        state: now.
+        why: the reason for it, in words.
+        refused: calls that it did not let through.
+        late: calls that came back after their timeout.
+    """
+
+    def __init__(
+        self,
+        inner: Store,
+        *,
+        failures: int = 5,
+        cooldown_s: float = 1.0,
+        max_cooldown_s: float = 60.0,
+        probe_s: float = 5.0,
+        on_state: Callable[[BreakerState, str], None] | None = None,
+        opens_late: bool = False,
+        name: str = "",
+    ) -> None:
+        super().__init__(inner, name=name)
+        self.state: BreakerState = "closed"
+        self.refused = 0
+        self.late = 0
+        self.why = ""
+        self._failures = failures
+        self._cooldown_s = cooldown_s
+        self._max_cooldown_s = max_cooldown_s
+        self._probe_s = probe_s
+        self._on_state = on_state
+        self._opens_late = opens_late
+        self._unopened = False
+        self._regions: Sequence[SharedRegion] = ()
+        self._failed = 0  # in a row
+        self._round = 0  # of closed states; what began in an earlier one says nothing of this one
+        self._recovering: asyncio.Task[None] | None = None
+        self._probing: asyncio.Future[Any] | None = None
+
+    @property
+    def capabilities(self) -> Capabilities:  # type: ignore[override]
+        """Those of the store inside; while that is not open, of a store that takes nothing."""
+        if self._unopened:
+            return Capabilities(name=self.name, durability="none")
+        inner = self.inner.capabilities
+        return msgspec.structs.replace(inner, name=self._given_name) if self._given_name else inner
+
+    async def open(self, regions: Sequence[SharedRegion]) -> None:
+        """The inner store's. With `opens_late` it does not raise StoreUnavailable: calls do, until that is open."""
+        self._regions = tuple(regions)
+        try:
+            await self._open_inner()
+        except StoreUnavailable as error:
+            if not self._opens_late:
+                raise
+            self._unopened = True
+            self._open(error.problem, error.ended if isinstance(error, StoreTimeout) else None)
+
+    async def _open_inner(self) -> None:
+        await super().open(self._regions)
+        self._unopened = False
+
+    async def around(self, verb: Verb, argument: Sequence[Any]) -> Any:
+        if self.state != "closed":
+            self.refused += 1
+            raise StoreUnavailable(self.name, f"it is not asked for now: {self.why}")
+        era, round_ = self.era, self._round
+        try:
+            answer = await self.ask(verb, argument, era)
+        except StoreTimeout as error:
+            error.ended.add_done_callback(self._came_back)
+            if (era, round_) == (self.era, self._round):
+                self._open(error.problem)
+            raise
+        except StoreBusy:
+            raise
+        except StoreUnavailable as error:
+            if (era, round_) == (self.era, self._round):
+                self._count(error.problem)
+            raise
+        if (era, round_) == (self.era, self._round):
+            problem = _failed_wholly(verb, answer)
+            if problem:
+                self._count(problem)
+            else:
+                self._failed = 0
+        return answer
+
+    async def aclose(self) -> None:
+        """End the probe, close the store."""
+        self._closed = True
+        recovering, probing = self._recovering, self._probing
+        if recovering is not None:
+            recovering.cancel()
+            await wait_within([recovering], self._probe_s)
+        if probing is not None:
+            probing.cancel()
+        await super().aclose()
+        if probing is not None and not probing.done():
+            # it ends with the store, in a few turns
+            await wait_within([probing], 0.0)
+
+    # -- states ---------------------------------------------------------------------------------------
+
+    def _count(self, problem: str) -> None:
+        self._failed += 1
+        if self._failed >= self._failures:
+            self._open(f"{self._failed} calls in a row failed, the last one: {problem}")
+
+    def _open(self, why: str, hanging: asyncio.Future[Any] | None = None) -> None:
+        if self.state == "closed" and not self._closed:
+            self._round += 1
+            self._tell("open", why)
+            self._recovering = asyncio.get_running_loop().create_task(
+                self._recover(hanging), name=f"recovery of store {self.name}"
+            )
+
+    def _tell(self, state: BreakerState, why: str) -> None:
+        self.state = state
+        self.why = why
+        if self._on_state is not None:
+            self._on_state(state, why)
+
+    def _came_back(self, ended: asyncio.Future[Any]) -> None:
+        # one that was ended never answered
+        if not ended.cancelled() and ended.exception() is None:
+            self.late += 1
+
+    # -- the probe ------------------------------------------------------------------------------------
+
+    async def _recover(self, hanging: asyncio.Future[Any] | None) -> None:
+        cooldown_s = self._cooldown_s
+        while True:
+            await self._rest(hanging, cooldown_s)
+            self._tell("half_open", "a probe is under way")
+            problem, hanging = await self._probe()
+            if not problem:
+                self._failed = 0
+                self._tell("closed", "the probe was answered")
+                return
+            self._tell("open", problem)
+            cooldown_s = min(2.0 * cooldown_s, self._max_cooldown_s)
+
+    async def _rest(self, hanging: asyncio.Future[Any] | None, cooldown_s: float) -> None:
+        """Until the next probe: after a cooldown, or as soon as what hung has succeeded after all."""
+        while hanging is not None:
+            while not hanging.done():
+                await wait_within([hanging], cooldown_s)
+            error = None if hanging.cancelled() else hanging.exception()
+            if error is None and not hanging.cancelled():
+                # while the store is not open, nothing but its opening is under way
+                self._unopened = False
+                return
+            hanging = error.ended if isinstance(error, StoreTimeout) else None
+        await asyncio.sleep(cooldown_s)
+
+    async def _probe(self) -> tuple[str, asyncio.Future[Any] | None]:
+        """What is wrong, or ""; and what has to end before the next probe, if anything."""
+        work: Coroutine[Any, Any, Any]
+        work = self._open_inner() if self._unopened else self.ask("exists_prefix", [PROBE_KEY], self.era)
+        probe = asyncio.get_running_loop().create_task(work, name=f"probe of store {self.name}")
+        self._probing = probe
+        # retrieved, whoever is there when it ends
+        probe.add_done_callback(lambda probe: probe.cancelled() or probe.exception())
+        await wait_within([probe], self._probe_s)
+        if not probe.done():
+            return f"a probe was not answered within {self._probe_s:g} s", probe
+        if probe.cancelled():
+            return "a probe was cancelled", None
+        error = probe.exception()
+        if isinstance(error, StoreTimeout):
+            return error.problem, error.ended
+        return ("" if error is None else str(error)), None
+
+
+def _failed_wholly(verb: Verb, answer: Any) -> str:
+    """Why, if every item of a call failed for now."""
+    if verb in ("get_into", "put") and answer and all(one.status == "failed" and one.transient for one in answer):
+        return str(answer[0].problem)
+    return ""

@@ -1,0 +1,85 @@
+"""Tells of every call how long it took and what came of it: metrics and logs are made of that."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from fdasync.cache.store.wrappers.base import Verb, Wrapper, nbytes_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from fdasync.cache.store.base import Store
+
+
+class StoreCall(msgspec.Struct, frozen=True, kw_only=True):
+    """One call of a store, after its end.
+
+    Attributes:
+        store: its name.
+        verb: which.
+        items: items or keys of the call.
+        nbytes: of all its parts.
+        done_nbytes: of the items that were "done": what was really read or written.
+        seconds: from the call to its end, or to the end of the waiting for it.
+        outcomes: how many items ended how, by status; of `exists_prefix` "exists" and "miss", of `delete` "done" and
+            "miss".
+        error: the type of what the call raised, and its words; "" if it returned.
+    """
+
+    store: str
+    verb: Verb
+    items: int
+    nbytes: int
+    done_nbytes: int
+    seconds: float
+    outcomes: dict[str, int]
+    error: str
+
+
+class Trace(Wrapper):
+    """Calls `on_call` at the end of each call, in the loop; it must return soon and not raise."""
+
+    def __init__(self, inner: Store, on_call: Callable[[StoreCall], None]) -> None:
+        super().__init__(inner)
+        self._on_call = on_call
+
+    async def around(self, verb: Verb, argument: Sequence[Any]) -> Any:
+        loop = asyncio.get_running_loop()
+        begun_at = loop.time()
+        answer: Any = None
+        told = ""
+        try:
+            answer = await self.ask(verb, argument, self.era)
+        except BaseException as error:
+            told = f"{type(error).__name__}: {error}".rstrip(": ")
+            raise
+        finally:
+            outcomes, done_nbytes = _count(verb, argument, answer)
+            self._on_call(
+                StoreCall(
+                    store=self.name,
+                    verb=verb,
+                    items=len(argument),
+                    nbytes=nbytes_of(verb, argument),
+                    done_nbytes=done_nbytes,
+                    seconds=loop.time() - begun_at,
+                    outcomes=outcomes,
+                    error=told,
+                )
+            )
+        return answer
+
+
+def _count(verb: Verb, argument: Sequence[Any], answer: Any) -> tuple[dict[str, int], int]:
+    if answer is None or verb == "usage":
+        return {}, 0
+    if verb in ("get_into", "put"):
+        done = [item.nbytes for item, outcome in zip(argument, answer, strict=True) if outcome.status == "done"]
+        return dict(Counter(outcome.status for outcome in answer)), sum(done)
+    there = "exists" if verb == "exists_prefix" else "done"
+    return {status: count for status, count in ((there, answer), ("miss", len(argument) - answer)) if count}, 0

@@ -1,0 +1,188 @@
+"""Options of the command line that make an `EngineConfig`: shared by `serve` and `up`; `--store` by `demo` too.
+
+Parses and checks, a store's keys against the plugin's own; starts nothing. What is given as an option beats what the
+`--config` file says.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from fdasync.engine.config import EngineConfig
+from fdasync.errors import BadInput, ConfigError
+from fdasync.registry.registry import Registry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+STORE_FORMS = "NAME, NAME:VALUE, NAME:key=value,key=value or NAME:{JSON}"
+STORE_HELP = (
+    "Any installed store, e.g. memory, file:DIR, file:path=DIR,max_nbytes=20000000000, mooncake:HOST:PORT or"
+    ' sqlite:{"path": "kv.db"}. A value without a key is that of the store\'s first key.'
+)
+_KEY = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
+_COUNT = click.IntRange(1)
+_OPTIONS = (
+    click.option(
+        "--model", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Hugging Face checkpoint folder."
+    ),
+    click.option(
+        "--config", "config_path", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="TOML or JSON file with keys of EngineConfig, e.g. max_running = 64. Options given here go first.",
+    ),
+    click.option("--runner", help="Runner plugin: transformers (the default), synthetic, or another's name."),
+    click.option(
+        "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), help="Of weights and KV."
+    ),
+    click.option(
+        "--device", help="Of the model: cpu, cuda:1, ... Default: a GPU if there is one; several instances take GPUs"
+        " in turn.",
+    ),
+    click.option(
+        "--num-threads", type=_COUNT, help="CPU threads of each model process. Default: instances share the cores."
+    ),
+    click.option("--num-blocks", type=_COUNT, help="KV blocks on the device. Default: what fits."),
+    click.option("--block-tokens", type=_COUNT, help="Tokens of a KV block, a power of two. Default: the runner's."),
+    click.option("--max-context-tokens", type=_COUNT, help="Longest prompt and output together. Default: the model's."),
+    click.option("--max-running", type=_COUNT, help="Sequences in a step.  [default: 256]"),
+    click.option("--max-step-tokens", type=_COUNT, help="Token budget of a step.  [default: 2048]"),
+    click.option("--host-blocks", type=_COUNT, help="KV blocks in host memory. Default: what 1 GiB holds."),
+    click.option(
+        "--store", default="", metavar="STORE",
+        help=f"Tier behind the host. {STORE_HELP} A folder of `file` serves one instance: with several, each has its"
+        " own inside it.",
+    ),
+    click.option(
+        "--store-required", is_flag=True,
+        help="Do not start without the store. Default: say so, and use it when it is there.",
+    ),
+    click.option("--seed", type=click.IntRange(0), help="Of what an engine draws itself."),
+)  # fmt: skip
+_PLAIN = ("num_blocks", "block_tokens", "max_context_tokens", "max_running", "max_step_tokens", "host_blocks", "seed")
+
+
+def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: the options that `engine_config` takes."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def engine_config(options: dict[str, Any], role: str | None = None) -> EngineConfig:
+    """From the values of `engine_options`, which are taken out of `options`.
+
+    Args:
+        role: on the command line; None: what the file says, or "mixed".
+
+    Raises ConfigError, BadInput naming the option or the file's key.
+    """
+    taken = {
+        name: options.pop(name)
+        for name in ("model", "config_path", "runner", "dtype", "device", "num_threads", *_PLAIN)
+    }
+    values = {} if taken["config_path"] is None else read_config(taken["config_path"])
+    if taken["model"] is not None:
+        values["model"] = str(taken["model"])
+    if taken["runner"] is not None:
+        values["runner"] = taken["runner"]
+    own = {name: taken[name] for name in ("dtype", "device", "num_threads") if taken[name] is not None}
+    if own and isinstance(values.setdefault("runner_config", {}), dict):
+        values["runner_config"] = {**values["runner_config"], **own}
+    values.update({name: taken[name] for name in _PLAIN if taken[name] is not None})
+    store = parse_store(options.pop("store"))
+    if store is not None:
+        values["store"], values["store_config"] = store
+    if options.pop("store_required"):
+        values["store_required"] = True
+    if role is not None or values.get("role", "alone") == "alone":
+        values["role"] = role or "mixed"
+    config = EngineConfig.from_mapping(values)
+    if config.runner == "transformers" and not config.model:
+        raise BadInput("--model", "is missing", hint="name a checkpoint folder, or --runner synthetic to try without")
+    return config
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The mapping in a TOML or JSON file. Raises BadInput naming the file and the place."""
+    try:
+        data = path.read_bytes()
+        values = tomllib.loads(data.decode()) if path.suffix == ".toml" else json.loads(data)
+    except (ValueError, OSError) as error:
+        kind = "TOML" if path.suffix == ".toml" else "JSON (a TOML file's name ends in .toml)"
+        raise BadInput("--config", f"{path} cannot be read as {kind}: {error}") from None
+    if not isinstance(values, dict):
+        raise BadInput("--config", f"{path} holds no keys", hint='for example {"max_running": 64}')
+    return values
+
+
+def parse_store(text: str) -> tuple[str, dict[str, Any]] | None:
+    """Entry-point name and configuration of `--store`; None for "".
+
+    Loads the plugin, for its keys: those that are not there, and values that are not of their type, are refused here.
+    Raises BadInput naming the part that is wrong; PluginError where no such store is installed, telling which are.
+    """
+    if not text:
+        return None
+    name, colon, rest = text.partition(":")
+    if not name or (colon and not rest):
+        missing = "its configuration behind the colon" if name else "the name of a store"
+        raise BadInput("--store", f"{text!r} lacks {missing}", limit=STORE_FORMS)
+    config_type = Registry().load_store(name).config_type
+    keys = [field.encode_name for field in msgspec.structs.fields(config_type)]
+    json_form = rest.startswith("{")
+    given = _json_object(rest) if json_form else _pairs(name, rest, keys)
+    hint = f"its keys are: {', '.join(keys) or 'none'}"
+    if unknown := [key for key in given if key not in keys]:
+        raise BadInput(f"--store {name}.{unknown[0]}", "is not a key that exists", hint=hint)
+    try:
+        # what stands on a command line is text: its type is that of the key
+        own = msgspec.convert(given, config_type, strict=json_form)
+    except msgspec.ValidationError as error:
+        wrong = ConfigError.of_validation(error, f"--store {name}")
+        raise BadInput(wrong.field, wrong.problem, hint=hint) from None
+    values = msgspec.to_builtins(own)
+    return name, {key: values[key] for key in given if key in values}
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise BadInput("--store", f"{text!r} is no JSON object: {error}") from None
+    assert isinstance(values, dict)  # it begins with a brace
+    return values
+
+
+def _pairs(name: str, text: str, keys: list[str]) -> dict[str, Any]:
+    """Of "key=value,key=value"; the first may be a value alone."""
+    given: dict[str, Any] = {}
+    for number, part in enumerate(text.split(",") if text else ()):
+        found = _KEY.fullmatch(part)
+        if found is not None:
+            key, value = found.groups()
+        elif number == 0 and keys:
+            key, value = keys[0], part
+        else:
+            hint = f"a value with a comma needs the JSON form: --store '{name}:{{...}}'"
+            raise BadInput("--store", f"{part!r} of {name}:{text} is no key=value", hint=hint)
+        if key in given:
+            raise BadInput("--store", f"{key} is given twice in {name}:{text}")
+        given[key] = value
+    return given
+
+
+def store_of_instance(config: EngineConfig, name: str) -> dict[str, Any]:
+    """The store's configuration for one of several instances: a file store's folder has one user at a time."""
+    path = config.store_config.get("path")
+    if config.store != "file" or path is None:
+        return config.store_config
+    if not isinstance(path, str):
+        raise ConfigError("config.store_config.path", f"{path!r} is no folder")
+    return {**config.store_config, "path": str(Path(path) / name)}

@@ -1,0 +1,1 @@
+"""The round trip of `make demo`."""

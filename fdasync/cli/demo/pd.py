@@ -1,0 +1,118 @@
+"""The demo over prefill and decode instances: `fdasync serve` children, and a router in this process.
+
+Called by `one_engine.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from typing import TYPE_CHECKING
+
+from fdasync.cli.demo.workload import (
+    REFRESH_S,
+    Books,
+    DemoOptions,
+    Moved,
+    Room,
+    Served,
+    make_jobs,
+    play,
+    probe,
+    progress_on,
+)
+from fdasync.cli.local.fleet import LocalFleet, plans_for
+from fdasync.errors import BadInput, DeadlineExceeded
+from fdasync.pd.router.config import RouterConfig
+from fdasync.pd.router.router import Router, connect
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fdasync.engine.config import EngineConfig
+    from fdasync.pd.messages import Totals
+
+_MAX_INSTANCES = 16
+# instances say how they are twice a second
+_SETTLE_S = 10.0
+
+
+def parse_pd(text: str) -> tuple[int, int] | None:
+    """How many prefill and decode instances `--pd` names; None: one engine in this process. Raises BadInput."""
+    if text in ("", "0"):
+        return None
+    match = re.fullmatch("([0-9]+)x([0-9]+)", text)
+    if match is None or not all(1 <= int(count) <= _MAX_INSTANCES for count in match.groups()):
+        limit = f"PxD, for example 1x1, each 1 to {_MAX_INSTANCES}; 0 for none"
+        raise BadInput("--pd", f"{text!r} names no instances", limit=limit)
+    return int(match[1]), int(match[2])
+
+
+async def serve_apart(
+    options: DemoOptions, config: EngineConfig, counts: tuple[int, int], console: Console, life: int
+) -> Served:
+    """Prefill and decode instances in processes of their own, and a router in this one."""
+    started = time.perf_counter()
+    plans = plans_for(config, {"prefill": counts[0], "decode": counts[1]})
+    with progress_on(console) as progress:
+        loading = progress.add_task("loading", total=1, note=f"{len(plans)} instances")
+        progress.refresh()
+        fleet = LocalFleet(plans)
+        async with fleet, connect(fleet.addresses, RouterConfig(require="all")) as router:
+            room = _room(router)
+            progress.update(loading, completed=1, note=f"{counts[0]} prefill, {counts[1]} decode")
+            progress.refresh()
+            start_s = time.perf_counter() - started
+            jobs = make_jobs(options, room)
+            probes = await fleet.while_alive(probe(router, jobs)) if life else []
+            playing = play(router, jobs, options.concurrency, progress)
+            results, serve_s = await fleet.while_alive(playing)
+            books, moved = await fleet.while_alive(_totals(router, counts))
+            return Served(
+                jobs=jobs, results=results, room=room, books=books, serve_s=serve_s, start_s=start_s, probes=probes,
+                moved=moved,
+            )  # fmt: skip
+
+
+def _room(router: Router) -> Room:
+    facts = [member.facts for member in router.fleet.up()]
+    shapes = [member.hello.shape for member in router.fleet.up()]
+    return Room(
+        model=facts[0].model,
+        vocab_size=facts[0].vocab_size,
+        max_context_tokens=min(each.max_context_tokens for each in facts),
+        num_blocks=min(each.num_blocks for each in facts),
+        block_tokens=next(shape.block_tokens for shape in shapes if shape is not None),
+    )
+
+
+async def _totals(router: Router, counts: tuple[int, int]) -> tuple[Books, Moved]:
+    """What the instances counted, when each has said so after the last request."""
+    loop = asyncio.get_running_loop()
+    since = loop.time()
+    # an answer may be faster than the counters behind it: the second word holds them all
+    while any(one.status_at < since + 0.1 for one in router.stats().instances):
+        if loop.time() > since + _SETTLE_S:
+            raise DeadlineExceeded("waiting for the figures of all instances", _SETTLE_S)
+        await asyncio.sleep(REFRESH_S)
+    told = [(one.role, one.status.totals) for one in router.stats().instances if one.status is not None]
+    every = [totals for _, totals in told]
+    prefill = [totals for role, totals in told if role != "decode"]
+
+    def total(of: list[Totals], name: str) -> int:
+        return sum(getattr(totals, name) for totals in of)
+
+    prompts = ("prompt_tokens", "hit_tokens", "hit_tokens_host", "hit_tokens_store")
+    names = Books.__struct_fields__
+    books = Books(**{name: total(prefill if name in prompts else every, name) for name in names})
+    moved = Moved(
+        prefill=counts[0],
+        decode=counts[1],
+        blocks=total(every, "received_blocks"),
+        nbytes=total(every, "received_nbytes"),
+        leases=total(every, "asked"),
+        lease_s=sum(totals.asked_s for totals in every),
+        lease_most_s=max(totals.asked_most_s for totals in every),
+    )
+    return books, moved

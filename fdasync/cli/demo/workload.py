@@ -1,0 +1,204 @@
+"""The demo's workload: prompts and parameters from a seed, playing them on an engine or a router, and what came of it.
+
+Knows an engine's face and no processes. Used by `one_engine.py` and `pd.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from fdasync.errors import BadInput
+from fdasync.request import SamplingParams
+from fdasync.result import Result
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fdasync.engine.engine import Engine
+    from fdasync.pd.router.router import Router
+
+_MIN_PROMPT_TOKENS = 4
+# prompts are up to four times as long as outputs, and beside short outputs up to this long
+_LONGEST_PROMPT_TOKENS = 64
+GROUP_SAMPLES = 4
+# one in this many requests is a group of samples of one prompt
+_GROUP_EVERY = 8
+REFRESH_S = 0.1
+_PROBES = 8
+COLUMNS = (
+    SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+)  # fmt: skip
+
+
+class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """As on the command line."""
+
+    model: Path | None = None
+    requests: int = 64
+    concurrency: int = 32
+    max_tokens: int = 64
+    depth: int = 2
+    seed: int = 0
+    inline: bool = False
+    pd: str = ""
+    store: str = ""
+    json_path: Path | None = None
+
+
+class Job(msgspec.Struct, frozen=True):
+    """One request of the workload."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+
+
+class Probe(msgspec.Struct, frozen=True):
+    """One prompt, prefilled twice: tokens, those that came from the store, and both times to first token."""
+
+    prompt_tokens: int
+    store_tokens: int
+    computed_s: float
+    stored_s: float
+
+
+class Room(msgspec.Struct, frozen=True, kw_only=True):
+    """What a workload must fit into, of the smallest instance."""
+
+    model: str
+    vocab_size: int
+    max_context_tokens: int
+    num_blocks: int
+    block_tokens: int
+
+
+class Books(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters of all engines together; those of prompts are the ones of who prefilled."""
+
+    steps: int
+    preemptions: int
+    prompt_tokens: int
+    hit_tokens: int
+    hit_tokens_host: int
+    hit_tokens_store: int
+    written_blocks: int
+    fetched_blocks: int
+
+
+class Moved(msgspec.Struct, frozen=True, kw_only=True):
+    """Between instances: how many there are, blocks and bytes that went; leases granted, after how many seconds."""
+
+    prefill: int
+    decode: int
+    blocks: int
+    nbytes: int
+    leases: int
+    lease_s: float
+    lease_most_s: float
+
+
+class Served(msgspec.Struct, frozen=True, kw_only=True):
+    """What one life's serving gave: results by job, how long things took, and blocks that the store refused and why."""
+
+    jobs: list[Job]
+    results: list[Result]
+    room: Room
+    books: Books
+    serve_s: float
+    start_s: float
+    probes: list[Probe] = []
+    moved: Moved | None = None
+    refused: int = 0
+    refused_why: str = ""
+
+
+def make_jobs(options: DemoOptions, room: Room) -> list[Job]:
+    """Mixed lengths; every second request begins with one of four shared prefixes; some are groups of samples."""
+    rng = random.Random(options.seed)
+    longest_context = min(room.max_context_tokens, room.num_blocks * room.block_tokens)
+    output = min(options.max_tokens, longest_context // 4)
+    longest = min(max(4 * options.max_tokens, _LONGEST_PROMPT_TOKENS), longest_context - output - 1)
+    if output < 1 or longest <= _MIN_PROMPT_TOKENS:
+        raise BadInput("model", f"a context of {longest_context} tokens is too short for the demo")
+    low, high = min(16, room.vocab_size - 1), min(room.vocab_size, 256)
+
+    def text(count: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(low, high) for _ in range(count))
+
+    prefixes = [text(rng.randint(longest // 4, longest // 2)) for _ in range(4)]
+    jobs = []
+    for number in range(options.requests):
+        own = rng.randint(_MIN_PROMPT_TOKENS, max(longest // 2, _MIN_PROMPT_TOKENS))
+        prompt = (prefixes[number // 2 % 4] if number % 2 else ()) + text(own)
+        count = rng.randint(max(1, output // 4), output)
+        if number % _GROUP_EVERY == _GROUP_EVERY - 1:
+            params = SamplingParams(max_tokens=count, temperature=0.8, top_p=0.95, seed=number, n=GROUP_SAMPLES)
+        else:
+            params = SamplingParams(max_tokens=count, temperature=0.0, logprobs="raw")
+        jobs.append(Job(prompt, params))
+    return jobs
+
+
+def progress_on(console: Console) -> Progress:
+    """Progress bars with a note; refreshed by hand, as a thread would be started otherwise."""
+    return Progress(*COLUMNS, TextColumn("{task.fields[note]}"), console=console, auto_refresh=False)
+
+
+async def play(
+    face: Engine | Router, jobs: list[Job], concurrency: int, progress: Progress
+) -> tuple[list[Result], float]:
+    """All jobs, so many at a time; their results, and the seconds that it took."""
+    serving = progress.add_task("serving", total=len(jobs), note="")
+    results: list[Result | None] = [None] * len(jobs)
+    places = asyncio.Semaphore(concurrency)
+    tokens = 0
+    begun = ended = time.perf_counter()
+
+    async def serve_one(number: int, job: Job) -> None:
+        nonlocal tokens, ended
+        async with places, face.generate(job.prompt, job.params) as stream:
+            async for delta in stream:
+                tokens += len(delta.token_ids)
+        results[number] = stream.result
+        ended = time.perf_counter()
+        rate = tokens / (ended - begun)
+        progress.update(serving, advance=1, note=f"{rate:.0f} tokens/s")
+
+    async def refresh() -> None:
+        while not progress.finished:
+            progress.refresh()
+            await asyncio.sleep(REFRESH_S)
+
+    async with asyncio.TaskGroup() as group:
+        for number, job in enumerate(jobs):
+            group.create_task(serve_one(number, job))
+        group.create_task(refresh())
+    progress.refresh()
+    return [result for result in results if result is not None], ended - begun
+
+
+async def probe(face: Engine | Router, jobs: list[Job]) -> list[Probe]:
+    """Time to first token of the longest prompts, one at a time: computed anew, and with what the store has."""
+
+    async def ttft(prompt: tuple[int, ...], salt: str) -> tuple[float, int]:
+        async with face.generate(prompt, SamplingParams(max_tokens=1), cache_salt=salt) as stream:
+            async for _ in stream:
+                pass
+        return stream.result.ttft_s or 0.0, stream.result.cached.store
+
+    longest = sorted({job.prompt for job in jobs}, key=lambda prompt: (-len(prompt), prompt))
+    # the first one teaches the engine what things cost
+    found = []
+    for number, prompt in enumerate(longest[: _PROBES + 1]):
+        # another salt shares nothing with anybody
+        computed_s, _ = await ttft(prompt, f"probe {number}")
+        stored_s, tokens = await ttft(prompt, "")
+        if number and tokens:
+            found.append(Probe(len(prompt), tokens, computed_s, stored_s))
+    return found

@@ -1,0 +1,1 @@
+"""Instances as child processes of this one."""

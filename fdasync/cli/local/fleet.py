@@ -1,0 +1,173 @@
+"""Instances as child processes of this one: `fdasync serve` with sockets in a private folder, watched and ended.
+
+    async with LocalFleet(plans) as fleet:
+        async with fdasync.connect(fleet.addresses) as router: ...
+
+All start at the same time; one that ended can be started again. Whatever happens, all are ended and reaped, and their
+sockets are removed. Knows no requests; what a child is, is in `local/child.py`, what the folder is, in
+`folder.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from fdasync.cli.common.options import store_of_instance
+from fdasync.cli.local.child import Child, ChildEnded, Plan, Role
+from fdasync.cli.local.folder import Folder
+from fdasync.errors import ConfigError, DeadlineExceeded
+from fdasync.ipc.deadlines import Within
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Sequence
+    from pathlib import Path
+
+    from fdasync.engine.config import EngineConfig
+
+T = TypeVar("T")
+
+# beyond what a child gives its engine to start
+_START_S = 10.0
+
+
+def plans_for(config: EngineConfig, counts: dict[Role, int], **values: object) -> list[Plan]:
+    """So many instances of each role with this configuration; they share cores, GPUs and memory, and each has its own
+    store."""
+    names = [(f"{role[0]}{number}", role) for role, count in counts.items() for number in range(count)]
+    return [
+        Plan(
+            name=name,
+            role=role,
+            config=msgspec.structs.replace(
+                config,
+                role=role,
+                runner_config={**config.runner_config, **_place(config, place, len(names))},
+                store_config=store_of_instance(config, name),
+            ),
+            **values,  # type: ignore[arg-type]
+        )
+        for place, (name, role) in enumerate(names)
+    ]
+
+
+def _place(config: EngineConfig, instance: int, instances: int) -> dict[str, int]:
+    """What a runner on shared hardware has to know of the others."""
+    if config.runner != "transformers":
+        return {}
+    place = {"instance": instance, "instances": instances}
+    if config.runner_config.get("num_threads") is None:
+        # torch's threads wait for the slowest of them: more of them than cores are many times slower than one
+        place["num_threads"] = max(max(len(os.sched_getaffinity(0)) - 1, 1) // instances, 1)
+    return place
+
+
+class LocalFleet:
+    """See the module.
+
+    Args:
+        folder: where the sockets go, and nothing else; made if missing; None: a private temporary one.
+        on_end: called with a child that ended by itself, or not as it was asked to.
+    """
+
+    def __init__(
+        self, plans: Sequence[Plan], folder: Path | None = None, on_end: Callable[[Child], None] | None = None
+    ) -> None:
+        self.children: list[Child] = []
+        self._plans = plans
+        self._wanted = folder
+        self._folder: Folder | None = None
+        self._on_end = on_end or (lambda _child: None)
+
+    @property
+    def addresses(self) -> list[str]:
+        return [child.address for child in self.children]
+
+    async def __aenter__(self) -> LocalFleet:
+        self.open()
+        try:
+            await self.ready()
+        except BaseException:
+            await self.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
+
+    def open(self) -> None:
+        """Start them, all at once. Raises ConfigError, for the folder before any started; call `aclose` in any case."""
+        self._folder = folder = Folder(self._wanted)
+        addresses = [f"ipc://{folder.path / plan.name}" for plan in self._plans]
+        folder.check(addresses)
+        for plan, address in zip(self._plans, addresses, strict=True):
+            try:
+                self.children.append(Child(plan, address, self._on_end))
+            except OSError as error:
+                raise ConfigError("instances", f"{plan.name} cannot be started: {error}") from None
+
+    def start_again(self, child: Child) -> None:
+        """Another process in the place of one that has ended. Raises ConfigError where it cannot be started; then the
+        one that has ended keeps its place."""
+        place = self.children.index(child)
+        try:
+            self.children[place] = Child(self._plans[place], child.address, self._on_end)
+        except OSError as error:
+            raise ConfigError("instances", f"{child.name} cannot be started: {error}") from None
+
+    async def ready(self) -> None:
+        """Until all take requests. Raises ChildEnded for the first that ends before, if it took some already or not;
+        DeadlineExceeded."""
+        if not self.children:
+            return
+        limit_s = max(plan.config.start_deadline_s for plan in self._plans) + _START_S
+        try:
+            async with Within(limit_s):
+                while waiting := [child.ready for child in self.children if not child.ready.done()]:
+                    waited: list[asyncio.Future[Any]] = [*waiting, *[child.exited for child in self.children]]
+                    await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+                    self._check_alive()
+        except TimeoutError:
+            names = ", ".join(child.name for child in self.children if child.state == "loading")
+            raise DeadlineExceeded(f"starting {names}", limit_s) from None
+        self._check_alive()
+
+    def _check_alive(self) -> None:
+        """Raises ChildEnded for the first that has ended."""
+        for child in self.children:
+            if child.exited.done():
+                raise ChildEnded(child.name, child.exited.result(), tuple(child.lines))  # of one that has ended
+
+    async def while_alive(self, work: Coroutine[Any, Any, T]) -> T:
+        """Its result. Raises ChildEnded when an instance ends first, for whom nobody may take the place; the work is
+        cancelled then, and when this is. What it waits for bounds it."""
+        task = asyncio.ensure_future(work)
+        waited: list[asyncio.Future[Any]] = [task, *[child.exited for child in self.children]]
+        try:
+            # bounded by the work's own deadlines
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            self._check_alive()
+            return task.result()  # of a task that is done
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+
+    def alive(self, *roles: Role) -> list[Child]:
+        """Those that have not ended."""
+        return [child for child in self.children if child.state != "ended" and (not roles or child.role in roles)]
+
+    async def aclose(self) -> None:
+        """End all, remove what is left of them; idempotent. Cancelling it kills them at once."""
+        try:
+            await asyncio.gather(*[child.aclose() for child in self.children])
+        finally:
+            for child in self.children:
+                child.kill()
+            folder, self._folder = self._folder, None
+            if folder is not None:
+                for child in self.children:
+                    child.remove_socket()
+                folder.close()

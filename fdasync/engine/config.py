@@ -1,0 +1,282 @@
+"""Configuration: one frozen struct, checked in one place, resolved once against what the runner is.
+
+Units stand in names. "auto" becomes a value in `resolve`, which returns a new object and changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from fdasync.cache.host_arena import host_nbytes
+from fdasync.errors import ConfigError
+from fdasync.registry.mapping import struct_of
+from fdasync.runner.base import RunnerLimits
+from fdasync.scheduler import LeaseRules, SchedulerConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from fdasync.runner.base import Capacity
+
+Auto = Literal["auto"]
+
+# the scheduler keeps books of every block: some hundred bytes each
+MAX_BLOCKS = 1 << 22
+# a guess on the slow side costs one request a tenth of it; one on the fast side costs the first hits after a restart
+_PREFILL_TOKENS_PER_S = 1000.0
+_AUTO_HOST_NBYTES = 1 << 30
+_AUTO_HOST_MIN_BLOCKS = 16
+# of `leases`, where 0 means something
+_FROM_ZERO = ("ahead_tokens", "staging_blocks", "beyond_running")
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an engine is made of.
+
+    Attributes:
+        model: checkpoint folder; "" for runners that need none.
+        runner: entry-point name in `fdasync.runners`.
+        runner_config: the runner's own keys, decoded by it; unknown ones are refused by name.
+        process: "worker" runs the model in a child process of its own (the default: a CPU forward pass, or
+            an import of torch, would block the loop); "inline" runs it on the engine's loop.
+        tokenizer: entry-point name in `fdasync.tokenizers`; "auto" takes the one the runner names; "none" means
+            tokens in, tokens out.
+        routing: capture expert routing; "auto": if the model has MoE layers.
+        routing_debug: self-check: the capture records digits of each token's position instead of expert ids, and every
+            row is checked when it comes off the device and when it comes to its request; a wrong one fails the engine.
+            Blocks of such an engine have identities of their own. Rows of results are then of no other use.
+        max_context_tokens: most tokens of one request, prompt and output; "auto": the model's.
+        block_tokens: tokens of a KV block, a power of two; "auto": the runner's choice.
+        num_blocks: KV blocks on the device; "auto": what the runner profiled.
+        max_running: sequences in a step.
+        max_step_tokens: token budget of a step; longer prompts are prefilled in chunks.
+        max_requests: live samples; further requests wait at the door.
+        pipeline_depth: steps in flight: 1 is plain, 2 overlaps.
+        prefix_cache: share KV (and rows) between requests with equal prefixes.
+        decode_reserve_blocks: see `SchedulerConfig`; "auto": 2 on decode instances, else 1.
+        host_blocks: KV blocks of the host tier, behind the device: what is evicted there is copied here and back.
+            0: there is none; "auto": none without a store and other instances, else what 1 GiB holds.
+        role: "alone", or what it is to other instances (`fdasync.pd`): "prefill" and "decode" ones hand requests from
+            one to the other, "mixed" ones serve them whole. All but "alone" need a host tier.
+        leases: bounds of what instances do for each other.
+        store: entry-point name in `fdasync.stores` of the tier behind the host; "" for none.
+        store_config: the store's own keys, decoded by it; unknown ones are refused by name.
+        write_through: which blocks are written to the store as soon as they are complete: "all", those of "prompt"s, or
+            none ("off").
+        write_back: blocks of preempted requests go to the host at once, and to the store if there is one.
+        fetch_min_tokens: shorter runs are computed and not looked up in the store; whether a longer one is fetched,
+            the measured speeds of fetching and prefill say.
+        store_required: a store that cannot be opened is an error of the start. Otherwise the engine starts without it,
+            says so (`BreakerChanged`), and uses it from when it can be opened. A store that is configured wrongly is an
+            error of the start in any case.
+        store_open_deadline_s: how long the start waits for the store to open. An opening that takes longer goes on,
+            and is ended after `lease_kill_s` or this, whichever is longer; then it is tried again.
+        store_deadline_s: of one call to the store; then its circuit breaker opens.
+        store_retry_s: after this long a store that failed is tried again; doubles while it fails.
+        store_calls: calls to the store at a time.
+        weight_version: label of the weights that the engine starts with.
+        lease_kill_s: a call to the store that has not ended this long after it began, though its deadline has passed,
+            has the store's process killed: blocks are lent out no longer. That time includes starting the process
+            anew where the last one has ended.
+        inline_tokenise_chars: longer texts are tokenised in a child process.
+        start_deadline_s: loading and profiling.
+        step_deadline_s: one step, from its launch or the end of the step before it, to its own end. A runner warms
+            up and compiles before it says hello, under the start deadline.
+        request_deadline_s: of requests that name none.
+        prepare_deadline_s: tokenising in the child process.
+        close_deadline_s: of `aclose`: steps in flight, what is on its way to the store, the ends of store and worker.
+            What has not ended by then is killed, or abandoned and named in the error. Where steps take most of it,
+            closing the rest may take as long again; killing a process takes what the kernel needs, 15 s at most.
+        seed: of what the engine draws itself (missing sampling seeds, request ids); None: from the system.
+        trace_turns: keep this many of the latest turns for `Engine.trace`; 0: none.
+    """
+
+    model: str = ""
+    runner: str = "transformers"
+    runner_config: dict[str, Any] = msgspec.field(default_factory=dict)
+    process: Literal["worker", "inline"] = "worker"
+    tokenizer: str = "auto"
+    routing: bool | Auto = "auto"
+    routing_debug: bool = False
+    max_context_tokens: int | Auto = "auto"
+    block_tokens: int | Auto = "auto"
+    num_blocks: int | Auto = "auto"
+    max_running: int = 256
+    max_step_tokens: int = 2048
+    max_requests: int = 4096
+    pipeline_depth: int = 2
+    prefix_cache: bool = True
+    decode_reserve_blocks: int | Auto = "auto"
+    host_blocks: int | Auto = "auto"
+    role: Literal["alone", "mixed", "prefill", "decode"] = "alone"
+    leases: LeaseRules = LeaseRules()
+    store: str = ""
+    store_config: dict[str, Any] = msgspec.field(default_factory=dict)
+    write_through: Literal["off", "prompt", "all"] = "all"
+    write_back: bool = True
+    fetch_min_tokens: int = 0
+    store_required: bool = False
+    store_open_deadline_s: float = 10.0
+    store_deadline_s: float = 5.0
+    store_retry_s: float = 1.0
+    store_calls: int = 8
+    lease_kill_s: float = 30.0
+    weight_version: int = 0
+    inline_tokenise_chars: int = 8000
+    start_deadline_s: float = 900.0
+    step_deadline_s: float = 120.0
+    request_deadline_s: float = 3600.0
+    prepare_deadline_s: float = 60.0
+    close_deadline_s: float = 10.0
+    seed: int | None = None
+    trace_turns: int = 0
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> EngineConfig:
+        """A checked config from plain values (a parsed TOML or JSON file). Raises ConfigError."""
+        config = struct_of(cls, values, error=ConfigError, root="config")
+        config.validate()
+        return config
+
+    def validate(self) -> None:
+        """Raise ConfigError naming the first field that makes no sense."""
+        struct_of(EngineConfig, msgspec.structs.asdict(self), error=ConfigError, root="config")
+        for name in ("max_running", "max_step_tokens", "max_requests"):
+            _bounds(name, getattr(self, name), 1, 1 << 24)
+        if self.max_context_tokens != "auto":
+            _bounds("max_context_tokens", self.max_context_tokens, 2, 1 << 31)
+        if self.num_blocks != "auto":
+            _bounds("num_blocks", self.num_blocks, 1, MAX_BLOCKS)
+        if self.block_tokens != "auto":
+            _bounds("block_tokens", self.block_tokens, 2, 4096)
+            if self.block_tokens & (self.block_tokens - 1):
+                raise ConfigError("config.block_tokens", f"{self.block_tokens} is not a power of two")
+        try:
+            self.model.encode()
+        except UnicodeEncodeError:
+            raise ConfigError("config.model", "has a lone surrogate: it is no path") from None
+        self._validate_tiers()
+        _bounds("pipeline_depth", self.pipeline_depth, 1, 2)
+        if self.decode_reserve_blocks != "auto":
+            _bounds("decode_reserve_blocks", self.decode_reserve_blocks, 0, 1024)
+        for name in self.leases.__struct_fields__:
+            low = 1e-3 if name.endswith("_s") else 0 if name in _FROM_ZERO else 1
+            _bounds(f"leases.{name}", getattr(self.leases, name), low, 1e9)
+        _bounds("inline_tokenise_chars", self.inline_tokenise_chars, 0, 1 << 24)
+        _bounds("trace_turns", self.trace_turns, 0, 1 << 30)
+        for name in self.__struct_fields__:
+            if name.endswith("_deadline_s"):
+                _bounds(name, getattr(self, name), 1e-3, 1e9)
+        if self.max_step_tokens < self.max_running:
+            raise ConfigError(
+                "config.max_step_tokens",
+                f"{self.max_step_tokens} cannot hold one token of each of max_running={self.max_running} sequences",
+                limit=f"at least {self.max_running}",
+            )
+        if self.max_requests < self.max_running:
+            raise ConfigError(
+                "config.max_requests", f"{self.max_requests} is below max_running", limit=self.max_running
+            )
+
+    def _validate_tiers(self) -> None:
+        if self.host_blocks != "auto":
+            _bounds("host_blocks", self.host_blocks, 0, MAX_BLOCKS)
+        _bounds("fetch_min_tokens", self.fetch_min_tokens, 0, 1 << 31)
+        _bounds("weight_version", self.weight_version, 0, 1 << 62)
+        _bounds("store_calls", self.store_calls, 1, 1024)
+        _bounds("store_retry_s", self.store_retry_s, 1e-3, 1e9)
+        _bounds("lease_kill_s", self.lease_kill_s, 1e-3, 1e9)
+        if self.store and self.host_blocks == 0:
+            raise ConfigError(
+                "config.host_blocks", "is 0, and a store is set", hint="stores are read and written by way of the host"
+            )
+        if self.role != "alone" and self.host_blocks == 0:
+            raise ConfigError(
+                "config.host_blocks",
+                f"is 0, and the role is {self.role!r}",
+                hint="instances read host blocks",
+            )
+        tiers = self.store or self.role != "alone" or self.host_blocks not in (0, "auto")
+        if tiers and not self.prefix_cache:
+            raise ConfigError(
+                "config.prefix_cache",
+                "is off, and a host tier, a store or a role is set",
+                hint="tiers and other instances find blocks by prefix",
+            )
+        try:
+            msgspec.msgpack.encode(self.store_config)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ConfigError("config.store_config", f"holds what cannot be sent to a process: {error}") from None
+        if self.store_config and not self.store:
+            raise ConfigError("config.store_config", "is set, but config.store names no store")
+        if self.store_required and not self.store:
+            raise ConfigError("config.store_required", "is set, but config.store names no store")
+
+    def runner_limits(self) -> RunnerLimits:
+        """What the runner is asked for."""
+        return RunnerLimits(
+            model=self.model,
+            capture=self.routing,
+            max_running=self.max_running,
+            max_step_tokens=self.max_step_tokens,
+            max_context_tokens=_or_none(self.max_context_tokens),
+            block_tokens=_or_none(self.block_tokens),
+            num_blocks=_or_none(self.num_blocks),
+            pipeline_depth=self.pipeline_depth,
+            routing_debug=self.routing_debug,
+        )
+
+
+def host_blocks(config: EngineConfig, capacity: Capacity) -> int:
+    """Blocks of the host tier. Raises ConfigError if they cannot fit into memory."""
+    stride = host_nbytes(1, capacity.block_nbytes) - host_nbytes(0, capacity.block_nbytes)
+    if config.host_blocks == "auto":
+        wanted = config.store or config.role != "alone"
+        return max(_AUTO_HOST_NBYTES // stride, _AUTO_HOST_MIN_BLOCKS) if wanted else 0
+    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // stride
+    if config.host_blocks > most:
+        problem = f"{config.host_blocks} blocks of {stride} bytes are more than this machine's memory"
+        raise ConfigError("config.host_blocks", problem, limit=most)
+    return config.host_blocks
+
+
+def resolve(config: EngineConfig, capacity: Capacity, namespace: bytes = b"") -> SchedulerConfig:
+    """The scheduler's configuration for a runner of this capacity. Raises ConfigError."""
+    if capacity.num_blocks > MAX_BLOCKS:
+        raise ConfigError("config.num_blocks", f"the runner offers {capacity.num_blocks} blocks", limit=MAX_BLOCKS)
+    if capacity.num_blocks < 1:
+        raise ConfigError("config.num_blocks", "the runner found no memory for KV blocks", hint="give it less to hold")
+    reserve = config.decode_reserve_blocks
+    return SchedulerConfig(
+        block_tokens=capacity.block_tokens,
+        num_blocks=capacity.num_blocks,
+        max_running=config.max_running,
+        max_step_tokens=config.max_step_tokens,
+        pipeline_depth=config.pipeline_depth,
+        prefix_cache=config.prefix_cache,
+        capture=bool(capacity.aux_specs),
+        decode_reserve_blocks=(2 if config.role == "decode" else 1) if reserve == "auto" else reserve,
+        leases=config.leases,
+        block_news=config.role != "alone",
+        weight_version=config.weight_version,
+        namespace=namespace,
+        num_host_blocks=host_blocks(config, capacity),
+        block_nbytes=capacity.block_nbytes,
+        store=bool(config.store),
+        write_through=config.write_through,
+        write_back=config.write_back,
+        fetch_min_tokens=config.fetch_min_tokens,
+        prefill_tokens_per_s=capacity.prefill_tokens_per_s or _PREFILL_TOKENS_PER_S,
+    )
+
+
+def _bounds(field: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise ConfigError(f"config.{field}", f"{value!r} is out of range", limit=f"{low:g} to {high:g}")
+
+
+def _or_none(value: int | Auto) -> int | None:
+    return None if value == "auto" else value

@@ -1,0 +1,279 @@
+"""The shell around the pure scheduler: turns events into turns, and performs actions.
+
+Once per loop turn: drain the bus, call `handle` once, perform the actions in order, feed the taps. It
+decides nothing. Exactly one event answers each asynchronous action; a step or a copy that is overdue, or any
+exception here or in `handle`, fails the engine through `on_failure`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import partial
+from typing import TYPE_CHECKING
+
+from fdasync.errors import InvariantBroken
+from fdasync.events.actions import (
+    ELSEWHERE,
+    CopyRows,
+    EmitTokens,
+    FetchBlocks,
+    FinishRequest,
+    HashAgain,
+    LookUp,
+    RunStep,
+    StoreBlocks,
+    SwapIn,
+    SwapOut,
+    TellBlocks,
+    WakeAt,
+)
+from fdasync.events.bus import EventBus
+from fdasync.events.catalog import StepDone, StepFailed, SwapDone, TimerFired
+from fdasync.ipc.deadlines import DeadlineTimer
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+
+    from fdasync.engine.output import OutputHub
+    from fdasync.engine.prepare import Rehasher
+    from fdasync.engine.store_io import Keeper
+    from fdasync.events.actions import Action
+    from fdasync.events.trace import TraceRing
+    from fdasync.runner.base import CopyOutput, Runner, StepOutput
+    from fdasync.scheduler import Scheduler
+
+
+class Driver:
+    """One engine's turns.
+
+    Args:
+        on_failure: called once, with the error that ends the engine; no turn follows.
+
+    Attributes:
+        attendant: performs actions that concern other instances; None: there are none.
+        broken: a turn ended half done, so the scheduler's books and the results may disagree.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        step_deadline_s: float,
+        trace: TraceRing | None,
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        self.bus = EventBus(loop.time, self._wake)
+        self.scheduler = scheduler
+        self.output: OutputHub | None = None
+        self.keeper: Keeper | None = None
+        self.attendant: Callable[[Action], None] | None = None
+        self.rehasher: Rehasher | None = None
+        self._loop = loop
+        self._runner = runner
+        self._step_deadline_s = step_deadline_s
+        self._trace = trace
+        self._on_failure = on_failure
+        self.broken = False
+        self._stopped = False
+        self._steps: deque[tuple[int, float]] = deque()
+        self._outputs: dict[int, StepOutput] = {}
+        self._copies: dict[int, float] = {}
+        self._copy_watches: dict[int, DeadlineTimer] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._watchdog: DeadlineTimer | None = None
+        self._waiters: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+        self._ended_at = 0.0
+
+    @property
+    def steps_in_flight(self) -> int:
+        """Launched, and the turn that takes their results not over."""
+        return len(self._steps) + len(self._outputs)
+
+    @property
+    def is_idle(self) -> bool:
+        """No step and no copy is in flight."""
+        return not self.steps_in_flight and not self._copies
+
+    def stop(self) -> None:
+        """No more turns; idempotent. Steps in flight go on in the runner."""
+        self._stopped = True
+        for timer in (self._timer, self._watchdog, *self._copy_watches.values()):
+            if timer is not None:
+                timer.cancel()
+        self._copy_watches.clear()
+        self._tell()
+
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Until it holds after some turn, or there are no more turns. The caller sets the deadline."""
+        if not self._stopped and not condition():
+            waiter = self._loop.create_future()
+            self._waiters.append((condition, waiter))
+            try:
+                await waiter
+            finally:
+                self._waiters = [entry for entry in self._waiters if entry[1] is not waiter]
+
+    async def wait_idle(self) -> None:
+        """Until no step and no copy is in flight. The caller sets the deadline."""
+        await self.wait_until(lambda: self.is_idle)
+
+    def _tell(self) -> None:
+        for condition, waiter in self._waiters:
+            if not waiter.done() and (self._stopped or condition()):
+                waiter.set_result(None)
+
+    # -- a turn -----------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        self._loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        if self._stopped:
+            return
+        events = self.bus.drain()
+        try:
+            actions = self.scheduler.handle(events)
+            if self._trace is not None:
+                self._trace.add(events, actions)
+            for action in actions:
+                self._perform(action)
+        except Exception as error:
+            self.broken = True
+            self.bus.feed_taps(events)
+            if self._trace is not None:
+                error.add_note("\n".join(["the latest events, oldest first:", *self._trace.story()]))
+            self._fail(error)
+            return
+        for event in events:
+            if type(event) is StepDone:
+                del self._outputs[event.step_id]
+        self.bus.feed_taps(events)
+        if self._waiters:
+            self._tell()
+
+    def _perform(self, action: Action) -> None:
+        assert self.output is not None
+        if type(action) is RunStep:
+            self._launch(action)
+        elif type(action) is EmitTokens:
+            self.output.emit(action, self._outputs[action.step_id])
+        elif type(action) is CopyRows:
+            self.output.copy_rows(action.spans)
+        elif type(action) is FinishRequest:
+            self.output.finish(action)
+        elif type(action) is WakeAt:
+            if self._timer is not None:
+                self._timer.cancel()
+            # bare timer: the scheduler is told what time it is, and decides
+            self._timer = self._loop.call_at(action.time, self._ring)
+        elif type(action) is SwapOut or type(action) is SwapIn:
+            self._copy(action)
+        elif type(action) is HashAgain:
+            assert self.rehasher is not None
+            self.rehasher.add(action)
+        elif type(action) is LookUp:
+            self._kept(action).look_up(action)
+        elif type(action) is FetchBlocks:
+            self._kept(action).fetch(action)
+        elif type(action) is StoreBlocks:
+            self._kept(action).write(action)
+        elif type(action) in ELSEWHERE:
+            if self.attendant is not None:
+                self.attendant(action)
+            elif type(action) is not TellBlocks:
+                raise InvariantBroken(f"{type(action).__name__} without other instances")
+        else:
+            raise TypeError(f"the driver knows no action {type(action).__name__}")
+
+    def _kept(self, action: Action) -> Keeper:
+        if self.keeper is None:
+            raise InvariantBroken(f"{type(action).__name__} without a store")
+        return self.keeper
+
+    def _ring(self) -> None:
+        self.bus.publish(TimerFired())
+
+    # -- copies of blocks -------------------------------------------------------------------------
+
+    def _copy(self, copy: SwapOut | SwapIn) -> None:
+        number = copy.copy_id
+        self._copies[number] = self._loop.time()
+        overdue = partial(self._copy_overdue, number)
+        self._copy_watches[number] = DeadlineTimer(self._loop, self._copies[number] + self._step_deadline_s, overdue)
+        self._runner.copy(copy).add_done_callback(lambda done: self._copied(number, done))
+
+    def _copied(self, number: int, done: asyncio.Future[CopyOutput]) -> None:
+        if self._stopped:
+            _ = done.cancelled() or done.exception()
+            return
+        self._copy_watches.pop(number).cancel()
+        started = self._copies.pop(number)
+        try:
+            output = done.result()  # of a future that is done
+            if output.copy_id != number:
+                raise InvariantBroken(f"the runner completed copy {output.copy_id} as copy {number}")
+        except BaseException as error:
+            self._fail(error)
+            return
+        self.bus.publish(
+            SwapDone(
+                copy_id=number,
+                seconds=self._loop.time() - started,
+                kv_nbytes=output.kv_nbytes,
+                aux_nbytes=output.aux_nbytes,
+            )
+        )
+
+    def _copy_overdue(self, number: int) -> None:
+        self._fail(self._runner.overdue(f"copy {number}", self._step_deadline_s))
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    def _launch(self, step: RunStep) -> None:
+        self._steps.append((step.step_id, self._loop.time()))
+        self._runner.launch(step).add_done_callback(self._step_ended)
+        if self._watchdog is None:
+            self._watchdog = DeadlineTimer(self._loop, self._steps[0][1] + self._step_deadline_s, self._watch)
+
+    def _step_ended(self, done: asyncio.Future[StepOutput]) -> None:
+        if self._stopped:
+            # retrieve what nobody waits for, so that asyncio does not warn of it
+            _ = done.cancelled() or done.exception()
+            return
+        step_id, _ = self._steps.popleft()
+        self._ended_at = self._loop.time()
+        try:
+            output = done.result()  # of a future that is done
+            if output.step_id != step_id:
+                raise InvariantBroken(f"the runner completed step {output.step_id} before step {step_id}")
+        except BaseException as error:
+            # a cancelled future too: whoever cancelled it, the engine cannot go on without the step
+            self.bus.publish(StepFailed(step_id=step_id, problem=str(error)))
+            self._fail(error)
+            return
+        self._outputs[step_id] = output
+        self.bus.publish(StepDone(step_id=step_id, tokens=output.tokens))
+
+    def _watch(self) -> None:
+        """One timer for all steps, whose deadline has passed: is the oldest in flight overdue?"""
+        self._watchdog = None
+        if not self._steps:
+            return
+        step_id, launched = self._steps[0]
+        # a step that waited for the one before it has had its time only since then
+        due = max(launched, self._ended_at) + self._step_deadline_s
+        if due > self._loop.time():
+            self._watchdog = DeadlineTimer(self._loop, due, self._watch)
+        else:
+            self._fail(self._runner.overdue(f"step {step_id}", self._step_deadline_s))
+
+    def _fail(self, error: BaseException) -> None:
+        if self._stopped:
+            return
+        self.stop()
+        # taps see what happened up to the end, the failure included
+        self.bus.feed_taps(self.bus.drain())
+        self._on_failure(error)

@@ -1,0 +1,171 @@
+"""Framed messages over a Unix socket pair, without threads and without streams.
+
+A frame is a little-endian uint32 length, a byte that says how many file descriptors ride on it, and the
+payload. The fds go with the frame's first byte (SCM_RIGHTS), but one read may bring them together with the
+frames before it: hence the count. Writes never wait: what the kernel does not take at once is kept, in
+order, and sent when the socket is writable. The end of the stream is the peer's death. Knows no message
+types; used by both sides of a child process (`ipc/child.py`, `worker/proxy.py`, `tokenizer_process.py`).
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+from collections import deque
+from typing import TYPE_CHECKING
+
+from fdasync.errors import ProtocolError
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable, Sequence
+
+MAX_FRAME_NBYTES = 256 << 20
+_RECV_NBYTES = 1 << 18
+_MAX_FDS = 8
+_HEADER_NBYTES = 5
+
+
+class Channel:
+    """One end. `on_frame(payload, fds)` and `on_end(error | None)` are called from the loop; on_end once.
+
+    Fds handed to `on_frame` belong to the callee; what it raises ends the channel. Owns `sock`
+    and closes it.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        sock: socket.socket,
+        on_frame: Callable[[bytes, list[int]], None],
+        on_end: Callable[[Exception | None], None],
+    ) -> None:
+        sock.setblocking(False)
+        self._loop = loop
+        self._sock = sock
+        self._on_frame = on_frame
+        self._on_end = on_end
+        self._unread = bytearray()
+        self._fds: list[int] = []
+        self._unsent: deque[tuple[memoryview, list[int]]] = deque()
+        self._closed = False
+        loop.add_reader(sock.fileno(), self._read)
+
+    @property
+    def unsent_nbytes(self) -> int:
+        """Bytes that the kernel has not taken yet."""
+        return sum(len(part) for part, _ in self._unsent)
+
+    def send(self, payload: bytes, fds: Sequence[int] = ()) -> None:
+        """Queue a frame. The fds are duplicated by the kernel when sent: keep them open until then.
+
+        After `close`, or when the peer is gone, frames are dropped: `on_end` tells.
+        """
+        if self._closed:
+            return
+        if len(payload) > MAX_FRAME_NBYTES or len(fds) > _MAX_FDS:
+            limit = f"{MAX_FRAME_NBYTES} bytes or {_MAX_FDS} fds"
+            raise ProtocolError(f"a frame of {len(payload)} bytes with {len(fds)} fds is above the limit of {limit}")
+        frame = len(payload).to_bytes(4, "little") + bytes([len(fds)]) + payload
+        self._unsent.append((memoryview(frame), list(fds)))
+        if len(self._unsent) == 1 and not self._write_some():
+            self._loop.add_writer(self._sock.fileno(), self._write)
+
+    def close(self) -> None:
+        """Stop reading and writing; idempotent. `on_end` is not called any more."""
+        if self._closed:
+            return
+        self._closed = True
+        self._loop.remove_reader(self._sock.fileno())
+        self._loop.remove_writer(self._sock.fileno())
+        self._sock.close()
+        self._unsent.clear()
+        for fd in self._fds:
+            os.close(fd)
+        self._fds.clear()
+
+    def _write(self) -> None:
+        if self._write_some():
+            self._loop.remove_writer(self._sock.fileno())
+
+    def _write_some(self) -> bool:
+        """Send until the socket is full; True when nothing is left."""
+        while self._unsent:
+            part, fds = self._unsent[0]
+            try:
+                sent = socket.send_fds(self._sock, [part], fds) if fds else self._sock.send(part)
+            except (BlockingIOError, InterruptedError):
+                return False
+            except OSError:
+                # the reader sees the end of the stream and reports it
+                self._unsent.clear()
+                return True
+            if sent < len(part):
+                self._unsent[0] = (part[sent:], [])
+            else:
+                self._unsent.popleft()
+        return True
+
+    def drain(self) -> None:
+        """Deliver all that the peer wrote before it ended."""
+        while not self._closed and self._read():
+            pass
+
+    def _read(self) -> bool:
+        """Take what is there, up to a limit; True if there may be more."""
+        try:
+            data, ancillary, _flags, _address = self._sock.recvmsg(
+                _RECV_NBYTES, socket.CMSG_LEN(4 * _MAX_FDS), socket.MSG_CMSG_CLOEXEC
+            )
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError as error:
+            self._end(error)
+            return False
+        for level, kind, payload in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                self._fds += array.array("i", payload[: len(payload) // 4 * 4])
+        if not data:
+            self._end(None)
+            return False
+        self._unread += data
+        self._deliver()
+        return True
+
+    def _deliver(self) -> None:
+        at = 0
+        frames: list[tuple[bytes, list[int]]] = []
+        broken: ProtocolError | None = None
+        while not self._closed and len(self._unread) - at >= _HEADER_NBYTES:
+            size, count = int.from_bytes(self._unread[at : at + 4], "little"), self._unread[at + 4]
+            if size > MAX_FRAME_NBYTES or count > len(self._fds):
+                broken = ProtocolError(f"a frame of {size} bytes is above {MAX_FRAME_NBYTES}, or lacks its {count} fds")
+                break
+            start = at + _HEADER_NBYTES
+            if len(self._unread) - start < size:
+                break
+            payload = bytes(memoryview(self._unread)[start : start + size])
+            at = start + size
+            fds, self._fds = self._fds[:count], self._fds[count:]
+            frames.append((payload, fds))
+        # taken off before anybody sees them: whatever a callee raises, no frame is delivered twice
+        if not self._closed:
+            del self._unread[:at]
+        for number, (payload, fds) in enumerate(frames):
+            if self._closed:
+                for _, left in frames[number:]:
+                    for fd in left:
+                        os.close(fd)
+                return
+            try:
+                self._on_frame(payload, fds)
+            except Exception as error:
+                self._end(error)
+        if broken is not None:
+            self._end(broken)
+
+    def _end(self, error: Exception | None) -> None:
+        if not self._closed:
+            self.close()
+            self._on_end(error)

@@ -1,0 +1,166 @@
+"""A child process that talks over a channel: started, watched by pidfd, killed and reaped.
+
+No thread, no signal handler, no asyncio child watcher. The child gets one end of a socket pair; its
+death closes that end, and the kernel kills it should this process die first (it asks for that itself,
+`die_with_parent`). Used by the worker runner, by the tokeniser and by hosted stores (`child_handle.py`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import os
+import resource
+import socket
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from fdasync.errors import ConfigError, DeadlineExceeded, WorkerDied
+from fdasync.ipc.channel import Channel
+from fdasync.ipc.deadlines import wait_within
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable, Sequence
+
+_REAP_DEADLINE_S = 10.0
+
+
+class ChildProcess:
+    """`module.main()` in a fresh interpreter, its end of the channel as the fd in argv[1].
+
+    Args:
+        name: what it is for, in words; part of errors.
+        on_frame: called for each frame it sends; fds belong to the callee.
+        on_death: called once when it ended and was reaped, however that came about; not after `kill`.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        name: str,
+        module: str,
+        on_frame: Callable[[bytes, list[int]], None],
+        on_death: Callable[[Exception], None],
+    ) -> None:
+        """Raises OSError if no process can be started, or none can be watched; then nothing of it is left."""
+        self.name = name
+        self._loop = loop
+        self._on_death = on_death
+        self._error: Exception | None = None
+        self._silent = False
+        self.exited: asyncio.Future[int] = loop.create_future()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with theirs:
+                self._process = subprocess.Popen(  # blocking: fork and exec, milliseconds, once
+                    [sys.executable, "-P", "-c", f"from {module} import main; main()", str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    # Ctrl-C at a terminal goes to the group of this process: what it means for the child is decided
+                    # here
+                    process_group=0,
+                )
+            self.pid = self._process.pid
+            self._watch(ours, on_frame)
+        except BaseException:
+            # fds may have run out at any of these steps
+            ours.close()
+            raise
+
+    def _watch(self, ours: socket.socket, on_frame: Callable[[bytes, list[int]], None]) -> None:
+        """Be told of its end and of its frames; a child that cannot be watched is ended here."""
+        self._pidfd = -1
+        try:
+            self._pidfd = os.pidfd_open(self.pid)
+            self._loop.add_reader(self._pidfd, self._reap)
+            self.channel = Channel(self._loop, ours, on_frame, self._channel_ended)
+        except BaseException:
+            if self._pidfd >= 0:
+                self._loop.remove_reader(self._pidfd)
+                os.close(self._pidfd)
+            self._process.kill()
+            self._process.wait()  # blocking: it has done nothing yet, and was killed
+            raise
+
+    def send(self, payload: bytes, fds: Sequence[int] = ()) -> None:
+        self.channel.send(payload, fds)
+
+    async def close(self, payload: bytes, deadline_s: float) -> None:
+        """Ask it to end with this frame; kill it at the deadline. Idempotent; reaped on return."""
+        self._silent = True
+        if not self.exited.done():
+            self.channel.send(payload)
+            await wait_within([self.exited], deadline_s)
+        await self.kill()
+
+    async def kill(self) -> None:
+        """SIGKILL and reap; idempotent. On return nothing that it could write to is being written."""
+        self._silent = True
+        if not self.exited.done():
+            self._process.kill()
+            done, _ = await wait_within([self.exited], _REAP_DEADLINE_S)
+            if not done:
+                raise DeadlineExceeded(f"reaping the {self.name} process {self.pid}", _REAP_DEADLINE_S)
+        self.channel.close()
+
+    def _reap(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        status = self._process.wait()  # blocking: the pidfd said that it has ended
+        # what it wrote before it ended is still in the socket: deliver that first, then its end
+        self.channel.drain()
+        self.exited.set_result(status)
+        if not self._silent:
+            self._silent = True
+            self.channel.close()
+            self._on_death(self._error or WorkerDied(self.name, self.pid, status))
+
+    def _channel_ended(self, error: Exception | None) -> None:
+        # the end of the stream is its death, and what broke the protocol must not go on; one that is dying already
+        # keeps the status that the pidfd will tell
+        if error is not None and not isinstance(error, OSError):
+            self._error = error
+        if not self._silent and not self.exited.done():
+            self._process.kill()
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when the thread that started it ends. For children, first thing."""
+    import ctypes
+    import signal
+
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def allow_files(needed: int) -> None:
+    """Let this process open as many files as it may: the soft limit becomes the hard one. For processes that are ours
+    alone, first thing. Raises ConfigError if that is fewer than `needed`.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):
+            # a sandbox may forbid it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        raise ConfigError(
+            "open files", f"this process may open {soft}, and needs more", limit=f"{needed} or more",
+            hint=f"say `ulimit -n {max(needed, 1024)}` first, or have the hard limit raised",
+        )  # fmt: skip
+
+
+def settle() -> None:
+    """Take all that this process has made so far out of the garbage collector's rounds. For processes that are ours
+    alone, when they are ready to serve: never where a caller's own program runs.
+
+    A full round over a library like torch and its models stops the loop for a tenth of a second, and again whenever
+    enough was made since; of what was made before this call none is looked at any more.
+    """
+    gc.collect()
+    gc.freeze()
+    # libraries look for leaks when the interpreter ends
+    atexit.register(gc.unfreeze)

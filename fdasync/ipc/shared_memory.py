@@ -1,0 +1,81 @@
+"""Memory that processes share by file descriptor: a sealed memfd and one mapping of it. Pure bytes.
+
+Vanishes with its last holder, so there is nothing to unlink; sealed against shrinking, so that no peer can
+make another die of SIGBUS. The engine creates regions (`aux_arena.py`, `host_arena.py`); workers and store
+processes attach to them. Knows nothing of what the bytes mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+
+import msgspec
+
+from fdasync.errors import InvariantBroken
+
+PAGE_NBYTES = 4096
+#: regions of an engine: KV of host blocks, rows
+HOST_REGION = 0
+AUX_REGION = 1
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """`nbytes` bytes from `offset` of the region with this number (its place in `Store.open`'s sequence)."""
+
+    region: int
+    offset: int
+    nbytes: int
+
+
+def page_aligned(nbytes: int) -> int:
+    """`nbytes`, rounded up to whole pages."""
+    return (nbytes + PAGE_NBYTES - 1) // PAGE_NBYTES * PAGE_NBYTES
+
+
+class SharedRegion:
+    """One mapping, readable and writable.
+
+    Attributes:
+        fd: the memfd, owned by this object; pass it to another process, or -1 once closed.
+        nbytes: of the mapping.
+        map: the mapping itself, for numpy and torch to build views on.
+    """
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        """Attach to `fd`, which this object owns from now on. Raises InvariantBroken if it is too small, OSError."""
+        self.fd = fd
+        self.nbytes = nbytes
+        if os.fstat(fd).st_size < nbytes:
+            raise InvariantBroken(f"the shared region has {os.fstat(fd).st_size} bytes, {nbytes} are needed")
+        self.map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+
+    @classmethod
+    def create(cls, name: str, nbytes: int) -> SharedRegion:
+        """A new region of zeros; its pages are touched by whoever writes first. Raises OSError."""
+        fd = os.memfd_create(f"fdasync-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, nbytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            return cls(fd, nbytes)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def view(self, offset: int = 0, nbytes: int | None = None) -> memoryview:
+        """A writable view of some of its bytes; the mapping lives while views do."""
+        stop = self.nbytes if nbytes is None else offset + nbytes
+        if not 0 <= offset <= stop <= self.nbytes:
+            raise InvariantBroken(f"bytes {offset} to {stop} are outside a shared region of {self.nbytes}")
+        return memoryview(self.map)[offset:stop]
+
+    def close(self) -> None:
+        """Drop the mapping and the fd; idempotent. The bytes live on while somebody holds a view of them."""
+        if self.fd < 0:
+            return
+        with contextlib.suppress(BufferError):
+            self.map.close()
+        os.close(self.fd)
+        self.fd = -1

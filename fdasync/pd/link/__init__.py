@@ -1,0 +1,1 @@
+"""Who is there, and every message once and in order."""

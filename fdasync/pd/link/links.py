@@ -1,0 +1,339 @@
+"""Links to other instances and routers, over any wire: who is there, who is lost, and every message once, in order.
+
+A connection that is cut and healed, delay, reordering, repetition and loss cost time and nothing else, as long as a
+peer is not silent for `lost_s` (a router: `router_lost_s`). Then, or when it says Bye, acknowledges nothing, says
+something that cannot be read in its turn, or comes back as another process, the session is over: its owner is told
+once, what was not acknowledged is dropped, and a peer that was dialed is called again.
+
+Knows what a Hello, a Refused, a Bye and a Heartbeat are; of all other messages nothing. One timer serves all peers. A
+service owns a `Links` and is its `LinkOwner`.
+
+Heartbeats and Byes are not numbered: a late Heartbeat may come after a younger one, or after messages sent later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TYPE_CHECKING
+
+from fdasync.errors import BadInput, DeadlineExceeded, PeerRefused, PeerUnreachable
+from fdasync.pd.link.address import absolute
+from fdasync.pd.link.inbound import Arrivals
+from fdasync.pd.link.peer import Peer
+from fdasync.pd.link.session import (
+    NEVER,
+    NOBODY,
+    PROCESS_NBYTES,
+    Counters,
+    LinkConfig,
+    Session,
+    process_of,
+    session_name,
+)
+from fdasync.pd.messages import Bye, Hello, encode
+
+if TYPE_CHECKING:
+    from fdasync.pd.link.callbacks import LinkOwner
+    from fdasync.pd.link.wire import Frame, Pipe, Wire
+    from fdasync.pd.messages import Refused
+
+# of the reason of a Bye, as its type says
+_WORDS_CHARS = 4096
+_MIN_TICK_S = 0.001
+_FLUSH_S = 0.05
+
+
+class Links:
+    """See the module. Owns the wire. Made, used and closed on one loop.
+
+    Attributes:
+        incarnation: of this process, 16 bytes, the last 4 of them zero.
+        counters: what came from nobody that we know.
+    """
+
+    def __init__(
+        self, wire: Wire, owner: LinkOwner, config: LinkConfig | None = None, *, incarnation: bytes | None = None
+    ) -> None:
+        """`incarnation`: at least 12 bytes that no other process has or had, the first not zero; else drawn."""
+        if incarnation is None:
+            incarnation = b"\x01" + os.urandom(PROCESS_NBYTES - 1)
+        if len(incarnation) < PROCESS_NBYTES or not incarnation[0]:
+            raise BadInput("incarnation", f"{len(incarnation)} bytes, or begins with a zero", limit=PROCESS_NBYTES)
+        self.incarnation = process_of(incarnation)
+        self.counters = Counters()
+        self.config = config or LinkConfig()
+        self._wire = wire
+        self._owner = owner
+        self._loop = asyncio.get_running_loop()
+        self.time = self._loop.time
+        self._sessions = 0
+        self._by_pipe: dict[Pipe, Peer] = {}
+        self._dialed: dict[str, Peer] = {}
+        self._by_incarnation: dict[bytes, Peer] = {}
+        self._arrivals = Arrivals(self, wire, owner, self._by_pipe, self.time)
+        self._due = NEVER
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = self._finished = False
+        wire.open(self.incarnation, self._on_frames, self._on_room)
+
+    # -- what owners call ---------------------------------------------------------------------
+
+    @property
+    def peers(self) -> list[Peer]:
+        """All that were dialed, and those that dialed us and are up."""
+        return [peer for peer in self._by_pipe.values() if peer.was_dialed or peer.is_up]
+
+    def find(self, incarnation: bytes) -> Peer | None:
+        """The peer that is up and is this process; the latest, if it has several."""
+        return self._by_incarnation.get(incarnation)
+
+    def listen(self, address: str) -> str:
+        """Be reachable at an address; returns the actual one, absolute. Raises ConfigError; see `Wire.listen`."""
+        return self._wire.listen(absolute(address))
+
+    def dial(self, address: str) -> Peer:
+        """The peer at an address, called until it answers; the same one if it was dialed before.
+
+        Returns at once: wait for `ready`, or for `on_up`. One that was refused is called again. Raises ConfigError.
+        """
+        if self._closed:
+            raise PeerUnreachable(address, "the links are closed")
+        address = absolute(address)
+        peer = self._dialed.get(address)
+        if peer is None:
+            pipe = self._wire.dial(address)
+            peer = self._dialed[address] = self._by_pipe[pipe] = Peer(self._wire, pipe, self._loop, self.arm)
+            self._call(peer)
+        elif peer.state == "refused":
+            self._call(peer)
+        return peer
+
+    def hang_up(self, peer: Peer, reason: str = "hung up") -> None:
+        """Say Bye, and forget a peer; idempotent. `on_lost` is not called; one that dialed us may come again."""
+        if self._by_pipe.get(peer.pipe) is peer:
+            self._bye(peer, reason)
+            self._forget(peer, reason)
+
+    async def aclose(self, deadline_s: float = 0.5) -> None:
+        """Wait up to so many seconds until all peers acknowledged all, say Bye to all, close the wire; idempotent.
+
+        Callbacks go on until the Byes are said. Cancelling ends the waiting; the wire is closed all the same.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            until = self.time() + deadline_s
+            for peer in [peer for peer in self._by_pipe.values() if peer.unacked and peer.is_up]:
+                try:
+                    await peer.acknowledged(max(until - self.time(), 0.0))
+                except (PeerUnreachable, DeadlineExceeded):
+                    continue
+        finally:
+            self._finished = True
+            if self._timer is not None:
+                self._timer.cancel()
+            anybody = any(peer.is_up for peer in self._by_pipe.values())
+            for peer in list(self._by_pipe.values()):
+                self._bye(peer, "closed")
+                self._forget(peer, "the links are closed", hang_up=False)
+            try:
+                if anybody:
+                    # the wire drops what it has not sent when it closes
+                    await asyncio.sleep(_FLUSH_S)
+            finally:
+                await self._wire.aclose()
+
+    # -- the states of a peer -----------------------------------------------------------------
+
+    def _call(self, peer: Peer, wait_s: float = 0.0) -> None:
+        """Begin a session with whoever is at a peer's address."""
+        now = self.time()
+        peer.state, peer.refusal = "calling", None
+        peer.session = self._new_session(peer, now)
+        peer.hello_due, peer.hello_wait_s = now + wait_s, self.config.retry_s
+        self.arm(peer.hello_due)
+
+    def _new_session(self, peer: Peer, now: float) -> Session:
+        self._sessions += 1
+        return Session(session_name(self.incarnation, self._sessions), self.config, peer.counters, now)
+
+    def greet(self, pipe: Pipe, theirs: bytes, hello: Hello) -> None:
+        """Somebody who dialed us said Hello, and fits: answer, and wait for a sign that the answer arrived."""
+        now = self.time()
+        peer = self._by_pipe[pipe] = Peer(self._wire, pipe, self._loop, self.arm)
+        peer.state, peer.address = "greeted", hello.address
+        peer.hello, peer.incarnation = hello, process_of(theirs)
+        peer.session = self._new_session(peer, now)
+        peer.session.bind(theirs)
+        self.say_hello(peer)
+        self.arm(now + self.config.lost_s)
+
+    def say_hello(self, peer: Peer) -> None:
+        peer.send_aside(encode(self._owner.hello()))
+
+    def up(self, peer: Peer, session: Session) -> None:
+        """Both sides know both sessions."""
+        now = self.time()
+        session.confirmed = True
+        peer.state, peer.is_up, peer.problem = "up", True, "is not up"
+        peer.hello_due, peer.beat_due = NEVER, now + self.config.beat_s
+        if peer.address and not peer.was_dialed:
+            for other in [other for other in self._by_pipe.values() if other.is_up and not other.was_dialed]:
+                if other.address == peer.address and other.incarnation != peer.incarnation:
+                    self.lose(other, "another process is at its address")
+        self._by_incarnation[peer.incarnation] = peer
+        self.arm(peer.beat_due)
+        peer.wake()
+        self._owner.on_up(peer)
+
+    def lose(self, peer: Peer, problem: str, *, hang_up: bool = True) -> None:
+        """A session is over; call again if it was we who called. Whoever waits for room is told.
+
+        `hang_up`: a pipe that the other side dialed is not of use any more.
+        """
+        was_up = peer.is_up
+        if peer.was_dialed:
+            self._end(peer, problem)
+            # not at once: it may be one that says Bye to whoever calls
+            self._call(peer, self.config.retry_s)
+        else:
+            self._forget(peer, problem, hang_up=hang_up)
+        if was_up:
+            try:
+                self._owner.on_lost(peer, PeerUnreachable(peer.address or peer.name, problem))
+            except Exception as error:
+                # whoever takes its place must come up all the same
+                self._owner.on_failure(error)
+
+    def give_up(self, peer: Peer, problem: str) -> None:
+        """End a session that cannot go on: the other side is told, and takes everything for lost as well."""
+        self._bye(peer, problem)
+        self.lose(peer, problem)
+
+    def refuse(self, peer: Peer, refused: Refused) -> None:
+        """A peer that we dialed and we do not fit together; that stays so until it is dialed again."""
+        peer.counters.refused += 1
+        peer.refusal = PeerRefused(peer.address, refused.field, refused.problem)
+        self._end(peer, f"refused: {refused.field}: {refused.problem}")
+        peer.state = "refused"
+        peer.wake()
+
+    def turn_away(self, peer: Peer, refused: Refused) -> None:
+        """As `refuse`, of one that was up: it did not fit after all. `on_lost` is not called."""
+        self._bye(peer, f"refused: {refused.field}: {refused.problem}")
+        self.refuse(peer, refused)
+
+    def _end(self, peer: Peer, problem: str) -> None:
+        peer.is_up, peer.session, peer.problem = False, None, problem
+        if self._by_incarnation.get(peer.incarnation) is peer:
+            del self._by_incarnation[peer.incarnation]
+            # where each of us dialed the other there are two ways to it
+            same = (each for each in self._by_pipe.values() if each.is_up and each.incarnation == peer.incarnation)
+            self._by_incarnation.update((each.incarnation, each) for each in same)
+        peer.wake()
+
+    def _forget(self, peer: Peer, problem: str, *, hang_up: bool = True) -> None:
+        peer.state = "gone"
+        self._end(peer, problem)
+        self._by_pipe.pop(peer.pipe, None)
+        if peer.was_dialed:
+            self._dialed.pop(peer.address, None)
+        if hang_up:
+            self._wire.hang_up(peer.pipe)
+
+    def _bye(self, peer: Peer, reason: str) -> None:
+        if peer.session is not None and peer.session.theirs != NOBODY:
+            peer.send_aside(encode(Bye(reason[:_WORDS_CHARS])))
+
+    # -- the wire and the clock ---------------------------------------------------------------
+
+    def _on_frames(self, pipe: Pipe, frames: list[Frame]) -> None:
+        if not self._finished:
+            try:
+                self._arrivals.take(pipe, frames)
+            except Exception as error:
+                self._owner.on_failure(error)
+
+    def _on_room(self, pipe: Pipe) -> None:
+        peer = self._by_pipe.get(pipe)
+        if peer is None or peer.session is None or self._finished:
+            return
+        peer.session.wire_full = False
+        if peer.state == "calling":
+            peer.hello_due = self.time()
+            self.arm(peer.hello_due)
+        elif peer.session.owed:
+            peer.send_aside()
+        peer.pump()
+
+    def arm(self, when: float) -> None:
+        """See that `_tick` comes by then."""
+        if when < self._due and not self._finished:
+            self._due = when
+            if self._timer is not None:
+                self._timer.cancel()
+            # bare timer: it sees itself that the loop stood still
+            self._timer = self._loop.call_at(when, self._tick)
+
+    def _tick(self) -> None:
+        now = self.time()
+        late = now - self._due
+        self._timer, self._due, due = None, NEVER, NEVER
+        self._arrivals.told.clear()
+        for peer in list(self._by_pipe.values()):
+            if late > self.config.beat_s and peer.session is not None:
+                # this loop stood still, and what came meanwhile is not read yet
+                peer.session.heard += late
+                peer.session.cut_at = NEVER
+            try:
+                due = min(due, self._look_after(peer, now))
+            except Exception as error:
+                due = min(due, now + self.config.beat_s)
+                self._owner.on_failure(error)
+        self.arm(max(due, now + _MIN_TICK_S))
+
+    def _look_after(self, peer: Peer, now: float) -> float:
+        """Do what is due for a peer; when to come again."""
+        session = peer.session
+        if session is None or peer.state in ("refused", "gone"):
+            return NEVER
+        if peer.state == "calling":
+            if now >= peer.hello_due:
+                peer.hello_due = now + peer.hello_wait_s
+                peer.hello_wait_s = min(2 * peer.hello_wait_s, self.config.retry_most_s)
+                self.say_hello(peer)
+            return peer.hello_due
+        lost_due = self._lost_due(peer, session, now)
+        if now >= lost_due:
+            self._bye(peer, "nothing was heard from you")
+            self.lose(peer, f"silent for {lost_due - session.heard:g} s")
+            return self._look_after(peer, now)
+        if peer.state == "greeted":
+            return lost_due
+        if now >= peer.beat_due:
+            peer.beat_due = now + self.config.beat_s
+            if session.is_deaf():
+                self.give_up(peer, f"acknowledged nothing for {self.config.deaf_s:g} s")
+                return self._look_after(peer, now)
+            peer.send_aside(encode(self._owner.beat(peer)))
+        if now >= session.retry_due:
+            session.retry(now)
+            peer.pump()
+        if now >= session.ack_due:
+            peer.send_aside()
+        return min(lost_due, peer.beat_due, session.retry_due, session.ack_due)
+
+    def _lost_due(self, peer: Peer, session: Session, now: float) -> float:
+        """When its silence has lasted too long."""
+        config = self.config
+        due = session.heard + config.lost_s
+        if peer.state != "up" or peer.role != "router":
+            return due
+        # its loop may stand still; that its process is gone, its connection tells
+        if not peer.pipe.is_cut:
+            session.cut_at = NEVER
+        elif session.cut_at == NEVER:
+            session.cut_at = now
+        return max(due, min(session.heard + config.router_lost_s, session.cut_at + config.lost_s))

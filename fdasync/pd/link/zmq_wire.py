@@ -1,0 +1,318 @@
+"""A wire of ZMQ sockets, read on the loop: one ROUTER for whoever dials us, one DEALER for each address we dial.
+
+ZMQ connects, reconnects and queues on native threads of its own, which run no Python. Its fd is edge triggered: it
+says that something may have changed, once, and any call may swallow that. So a socket is read until it has nothing,
+and looked at again after each turn in which something was sent. (`zmq.asyncio` is about 15 times slower.)
+
+Knows no messages and no sessions. Used by `Links`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import resource
+from typing import TYPE_CHECKING
+
+import zmq
+
+from fdasync.errors import ConfigError, ProtocolError
+from fdasync.pd.link.address import check_address, check_free
+from fdasync.pd.link.session import MAX_FRAME_NBYTES
+from fdasync.pd.link.wire import NAME_NBYTES, Frame, Pipe, Wire
+from fdasync.pd.link.zmq_listener import Doors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_HIGH_WATER = 1000
+# messages read before others of the loop have their turn
+_READ_CAP = 64
+_RECONNECT_MS = (50, 1000)
+# so that what was said just before hanging up still goes out
+_LINGER_MS = 50
+_TRY_FULL_S = 0.005
+_MORE = zmq.NOBLOCK | zmq.SNDMORE
+# what a context and its first sockets open; ZMQ ends the process where it can open no more
+_FILES = 24
+
+
+def _check_files() -> None:
+    """Raises ConfigError if ZMQ would find no room for its descriptors."""
+    with contextlib.ExitStack() as tried:
+        try:
+            for _ in range(_FILES):
+                tried.callback(os.close, os.eventfd(0))
+        except OSError:
+            raise _too_many_files() from None
+
+
+def _too_many_files() -> ConfigError:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    hint = "say `ulimit -n 1024`, or more, first"
+    return ConfigError("open files", "this process has too many open for another link", limit=limit, hint=hint)
+
+
+class ZmqPipe(Pipe):
+    """`name` is the routing id of whoever dialed us, empty on our own DEALERs; `full`: it refused frames."""
+
+    __slots__ = ("closed", "full", "name", "port")
+
+    def __init__(self, address: str, name: bytes) -> None:
+        super().__init__(address)
+        self.name = name
+        self.closed = False
+        # a fresh DEALER is not connected yet
+        self.full = bool(address)
+        self.port: _Port
+
+
+class _Port:
+    """One ZMQ socket on the loop; `read` is called when it may have something, at least once after each event."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, sock: zmq.Socket[bytes], read: Callable[[_Port], None]) -> None:
+        self.sock = sock
+        self._loop = loop
+        self._read = read
+        self._fd = int(sock.getsockopt(zmq.FD))
+        self._soon = False
+        self.closed = False
+        loop.add_reader(self._fd, self._go)
+        self.again()
+
+    def again(self) -> None:
+        """Look at it in the next turn: any call may have swallowed the edge."""
+        if not self._soon:
+            self._soon = True
+            self._loop.call_soon(self._go)
+
+    def _go(self) -> None:
+        self._soon = False
+        if not self.closed:
+            self._read(self)
+
+    def close(self, linger_ms: int) -> None:
+        if not self.closed:
+            self.closed = True
+            self._loop.remove_reader(self._fd)
+            self.sock.close(linger=linger_ms)
+
+
+class ZmqWire(Wire):
+    """See the module and `Wire`. Must be closed: the sockets' threads and files are the wire's.
+
+    Args:
+        high_water: messages that are queued for one pipe, on either side, before `send` refuses more.
+        max_frame_nbytes: a longer frame is not read; whoever sent it is disconnected by ZMQ.
+        on_doors: told with an address and a reason when it is closed for lack of file descriptors (`zmq_listener.py`),
+        and
+            with "" when it is listened at again.
+    """
+
+    def __init__(
+        self,
+        *,
+        high_water: int = _HIGH_WATER,
+        max_frame_nbytes: int = MAX_FRAME_NBYTES,
+        on_doors: Callable[[str, str], None] | None = None,
+    ) -> None:
+        self._high_water = high_water
+        self._max_frame_nbytes = max_frame_nbytes
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._router: _Port | None = None
+        self._inbound: dict[bytes, ZmqPipe] = {}
+        self._dealers: dict[_Port, ZmqPipe] = {}
+        self._on_doors = on_doors
+        self.doors: Doors | None = None
+        self._name = b""
+        self._dials = 0
+        # pipes to those who dialed us that refused frames
+        self._full: list[ZmqPipe] = []
+        self._retry: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    def open(
+        self, name: bytes, on_frames: Callable[[Pipe, list[Frame]], None], on_room: Callable[[Pipe], None]
+    ) -> None:
+        if len(name) != NAME_NBYTES or not name[0]:
+            raise ProtocolError(f"a name on a wire has {NAME_NBYTES} bytes and does not begin with a zero")
+        self._name = name
+        self._on_frames = on_frames
+        self._on_room = on_room
+        self._loop = asyncio.get_running_loop()
+        _check_files()
+        self._context = zmq.Context(io_threads=1)
+
+    def _port(self, kind: int, read: Callable[[_Port], None], options: dict[int, int | bytes]) -> _Port:
+        if self._context is None or self._closed:
+            raise ProtocolError("the wire is closed, or was not opened")
+        try:
+            sock = self._context.socket(kind)
+        except zmq.ZMQError as error:
+            raise _too_many_files() if error.errno == errno.EMFILE else error from None
+        low, high = _RECONNECT_MS
+        common: dict[int, int | bytes] = {
+            zmq.LINGER: 0,
+            zmq.SNDHWM: self._high_water,
+            zmq.RCVHWM: self._high_water,
+            zmq.MAXMSGSIZE: self._max_frame_nbytes,
+            zmq.RECONNECT_IVL: low,
+            zmq.RECONNECT_IVL_MAX: high,
+        }
+        for option, value in (common | options).items():
+            sock.setsockopt(option, value)
+        return _Port(self._loop, sock, read)
+
+    def listen(self, address: str) -> str:
+        check_address(address, listens=True)
+        check_free(address)
+        if self._router is None:
+            options: dict[int, int | bytes] = {zmq.ROUTER_MANDATORY: 1, zmq.ROUTER_HANDOVER: 1}
+            self._router = self._port(zmq.ROUTER, self._read_router, options)
+        if self.doors is None:
+            self.doors = Doors(self._router.sock, self._loop, self._on_doors)
+        actual = self.doors.listen(address)
+        self._router.again()
+        return actual
+
+    def dial(self, address: str) -> Pipe:
+        check_address(address)
+        self._dials += 1
+        # told apart from an earlier pipe of ours to the same listener, which may not have noticed its end
+        name = self._name + self._dials.to_bytes(4, "big")
+        port = self._port(zmq.DEALER, self._read_dealer, {zmq.ROUTING_ID: name, zmq.IMMEDIATE: 1})
+        try:
+            port.sock.connect(address)
+        except zmq.ZMQError as error:
+            port.close(0)
+            raise ConfigError("address", f"cannot dial {address!r}: {error.strerror}") from None
+        pipe = self._dealers[port] = ZmqPipe(address, b"")
+        pipe.port = port
+        return pipe
+
+    def send(self, pipe: Pipe, frames: list[Frame]) -> bool:
+        assert isinstance(pipe, ZmqPipe)
+        if pipe.closed:
+            return True
+        port = pipe.port
+        send = port.sock.send
+        # before the call, which may raise
+        port.again()
+        try:
+            if pipe.name:
+                send(pipe.name, _MORE)
+            if len(frames) == 2:
+                send(frames[0], _MORE)
+            send(frames[-1], zmq.NOBLOCK)
+        except zmq.Again:
+            if not pipe.full:
+                pipe.full = True
+                if pipe.name:
+                    self._full.append(pipe)
+                    # bare timer: tries again
+                    self._retry = self._retry or self._loop.call_later(_TRY_FULL_S, self._try_full)
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            # whoever dialed us went away; it may come back
+            pipe.is_cut = True
+            return True
+        pipe.is_cut = False
+        return True
+
+    def hang_up(self, pipe: Pipe) -> None:
+        assert isinstance(pipe, ZmqPipe)
+        if pipe.closed:
+            return
+        pipe.closed = True
+        if pipe.name:
+            self._inbound.pop(pipe.name, None)
+        else:
+            del self._dealers[pipe.port]
+            pipe.port.close(_LINGER_MS)
+
+    async def aclose(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        ports = [*self._dealers, *([self._router] if self._router is not None else [])]
+        for pipe in (*self._dealers.values(), *self._inbound.values()):
+            pipe.closed = True
+        # first, while nobody can take the address
+        if self.doors is not None:
+            self.doors.close()
+        for port in ports:
+            port.close(0)
+        self._dealers.clear()
+        self._inbound.clear()
+        self._full.clear()
+        if self._retry is not None:
+            self._retry.cancel()
+        if self._context is not None:
+            self._context.term()  # blocking: joins ZMQ's threads, milliseconds: nothing lingers but a Bye, 50 ms
+
+    # -- reading ------------------------------------------------------------------------------
+
+    def _read_dealer(self, port: _Port) -> None:
+        pipe = self._dealers[port]
+        recv, sock = port.sock.recv, port.sock
+        try:
+            for _ in range(_READ_CAP):
+                head = recv(zmq.NOBLOCK)
+                self._on_frames(pipe, self._rest(sock, head) if sock.getsockopt(zmq.RCVMORE) else [head])
+                if port.closed:
+                    return
+            port.again()
+        except zmq.Again:
+            pass
+        except BaseException:
+            port.again()
+            raise
+        if pipe.full and int(sock.getsockopt(zmq.EVENTS)) & zmq.POLLOUT:
+            pipe.full = False
+            self._on_room(pipe)
+
+    def _read_router(self, port: _Port) -> None:
+        recv, sock = port.sock.recv, port.sock
+        pipes = self._inbound
+        try:
+            for _ in range(_READ_CAP):
+                name = recv(zmq.NOBLOCK)
+                head = recv(zmq.NOBLOCK)
+                pipe = pipes.get(name)
+                if pipe is None:
+                    pipe = pipes[name] = ZmqPipe("", name)
+                    pipe.port = port
+                self._on_frames(pipe, self._rest(sock, head) if sock.getsockopt(zmq.RCVMORE) else [head])
+                if port.closed:
+                    return
+            port.again()
+        except zmq.Again:
+            pass
+        except BaseException:
+            port.again()
+            raise
+
+    def _try_full(self) -> None:
+        """A ROUTER does not say which pipe has room again; so those that had none are tried."""
+        self._retry = None
+        full, self._full = self._full, []
+        for pipe in full:
+            pipe.full = False
+        for pipe in full:
+            if not pipe.closed:
+                self._on_room(pipe)
+
+    def _rest(self, sock: zmq.Socket[bytes], head: bytes) -> list[Frame]:
+        """The frames of a message of several. Of what has too many, three: enough to show that it is no message."""
+        frames: list[Frame] = [head]
+        more = True
+        while more:
+            part = sock.recv(zmq.NOBLOCK, copy=False)
+            more = part.more
+            if len(frames) < 3:
+                frames.append(part.buffer)
+        return frames

@@ -1,0 +1,285 @@
+"""The sender's side of `tcp.py`: listens on loopback and answers requests for parts that are on offer.
+
+Bytes go from the regions into the kernel as they lie, at most a slice in one callback, so that receivers take turns.
+Nothing is read from a region that is not on offer at that moment. Who does not greet, asks for half a thing or
+does not take what it asked for is dropped at a deadline. Every process of the machine can connect: *strangers*, who
+have not greeted with the token yet, have few places and little time, and take none from those who have. Knows no
+receipts and no calls. Made by `TcpTransport`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections import deque
+from typing import TYPE_CHECKING
+
+from fdasync.errors import ProtocolError
+from fdasync.ipc.deadlines import DeadlineTimer
+from fdasync.pd.transfer.base import TURN_NBYTES
+from fdasync.pd.transfer.tcp_wire import (
+    GREETING_NBYTES,
+    MAX_REQUESTS,
+    NOT_OFFERED,
+    OK,
+    REQUEST_NBYTES,
+    Request,
+    check_greeting,
+    pack_reply,
+    read_requests,
+)
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Sequence
+
+    from fdasync.ipc.shared_memory import SharedRegion
+    from fdasync.pd.transfer.validation import Offers
+
+#: of those who greeted, and of those who did not yet: the oldest of these makes room
+MAX_CONNECTIONS = 64
+MAX_STRANGERS = 64
+_GREET_S = 1.0
+_BACKLOG = 64
+_ACCEPTS_PER_TURN = 8
+# what stands in for bytes of a run that was withdrawn in the middle of its reply: its checksum will be wrong
+_FILL = bytes(64 << 10)
+
+
+class Server:
+    """All connections of those who read from us.
+
+    Attributes:
+        address: host:port that it listens on.
+        drops: connections that were dropped, by reason.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        host: str,
+        token: bytes,
+        regions: Sequence[SharedRegion],
+        offers: Offers,
+        stuck_s: float,
+    ) -> None:
+        """Listens from now on; `host` is a loopback address. Raises OSError."""
+        self.loop = loop
+        self.token = token
+        self.regions = regions
+        self.offers = offers
+        self.stuck_s = stuck_s
+        self.drops = {"full": 0, "protocol": 0, "stranger": 0, "stuck": 0}
+        self._connections: dict[ServerConnection, None] = {}
+        # until when each has to greet, in the order in which they came
+        self._strangers: dict[ServerConnection, float] = {}
+        self._timer: DeadlineTimer | None = None
+        self._paused = False
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            self._sock.setblocking(False)
+            self._sock.bind((host, 0))
+            self._sock.listen(_BACKLOG)
+            port = self._sock.getsockname()[1]
+            loop.add_reader(self._sock.fileno(), self._accept)
+        except BaseException:
+            self._sock.close()
+            raise
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTS_PER_TURN):
+            try:
+                sock, _ = self._sock.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError:
+                # no fd is left: asking again at once would keep the loop busy; `sweep` does
+                self.loop.remove_reader(self._sock.fileno())
+                self._paused = True
+                return
+            if len(self._strangers) >= MAX_STRANGERS:
+                self.drop(next(iter(self._strangers)), "stranger")
+            connection = ServerConnection(self, sock)
+            self._connections[connection] = None
+            self._strangers[connection] = self.loop.time() + _GREET_S
+            if self._timer is None:
+                self._time_strangers()
+
+    def _time_strangers(self) -> None:
+        """The next of them to be late. A loop that was blocked reads first what came meanwhile."""
+        self._timer = DeadlineTimer(self.loop, next(iter(self._strangers.values())), self._drop_strangers)
+
+    def _drop_strangers(self) -> None:
+        """Those whose time is over."""
+        self._timer = None
+        now = self.loop.time()
+        for connection in [each for each, until in self._strangers.items() if until <= now]:
+            self.drop(connection, "stranger")
+        if self._strangers:
+            self._time_strangers()
+
+    def greeted(self, connection: ServerConnection) -> bool:
+        """It has shown the token. False: there are too many who did, and it was dropped."""
+        del self._strangers[connection]
+        if len(self._connections) - len(self._strangers) <= MAX_CONNECTIONS:
+            return True
+        self.drop(connection, "full")
+        return False
+
+    def drop(self, connection: ServerConnection, why: str = "") -> None:
+        """End a connection, counted unless it ended in order."""
+        if connection not in self._connections:
+            return
+        del self._connections[connection]
+        self._strangers.pop(connection, None)
+        connection.close()
+        if why:
+            self.drops[why] += 1
+
+    def sweep(self, now: float) -> None:
+        """Drop those that are stuck, look for new ones again; called by a timer."""
+        if self._paused and self._sock.fileno() >= 0:
+            self._paused = False
+            self.loop.add_reader(self._sock.fileno(), self._accept)
+        for connection in [each for each in self._connections if each.stuck(now)]:
+            self.drop(connection, "stuck")
+
+    def close(self) -> None:
+        """Stop listening, drop all; idempotent."""
+        if self._sock.fileno() >= 0:
+            self.loop.remove_reader(self._sock.fileno())
+            self._sock.close()
+        for connection in list(self._connections):
+            self.drop(connection)
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+class ServerConnection:
+    """One receiver that dialled. Owns its socket."""
+
+    def __init__(self, server: Server, sock: socket.socket) -> None:
+        self._server = server
+        self._sock = sock
+        sock.setblocking(False)
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._fd = sock.fileno()
+        self._greeted = False
+        self._unread = bytearray()
+        # replies that are not sent whole yet; of the first: what is left of its head, and how much of its bytes is sent
+        self._replies: deque[Request] = deque()
+        self._head = b""
+        self._sent = -1
+        self._moved_at = server.loop.time()
+        self._reading = self._writing = False
+        self._watch()
+
+    def stuck(self, now: float) -> bool:
+        """It owes us the rest of something, or does not take what it asked for, for too long."""
+        waits = bool(self._replies or self._unread or not self._greeted)
+        return waits and now - self._moved_at > self._server.stuck_s
+
+    def close(self) -> None:
+        """For `Server.drop`."""
+        loop = self._server.loop
+        loop.remove_reader(self._fd)
+        loop.remove_writer(self._fd)
+        self._sock.close()
+        self._replies.clear()
+
+    def _watch(self) -> None:
+        """Be told of what is worth it: more requests while few are waiting, room while replies are."""
+        reading, writing = len(self._replies) < MAX_REQUESTS, bool(self._replies)
+        loop = self._server.loop
+        if reading != self._reading:
+            self._reading = reading
+            loop.add_reader(self._fd, self._read) if reading else loop.remove_reader(self._fd)
+        if writing != self._writing:
+            self._writing = writing
+            loop.add_writer(self._fd, self._write) if writing else loop.remove_writer(self._fd)
+
+    def _read(self) -> None:
+        room = GREETING_NBYTES + MAX_REQUESTS * REQUEST_NBYTES - len(self._unread)
+        try:
+            data = self._sock.recv(room)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._server.drop(self)
+            return
+        self._unread += data
+        self._moved_at = self._server.loop.time()
+        self._take()
+
+    def _take(self) -> None:
+        """Requests out of what was read."""
+        try:
+            if not self._greeted:
+                if len(self._unread) < GREETING_NBYTES:
+                    return
+                check_greeting(self._unread[:GREETING_NBYTES], self._server.token)
+                del self._unread[:GREETING_NBYTES]
+                self._greeted = True
+                if not self._server.greeted(self):
+                    return
+            self._replies.extend(read_requests(self._unread, MAX_REQUESTS - len(self._replies)))
+        except ProtocolError:
+            self._server.drop(self, "protocol")
+            return
+        self._watch()
+
+    def _write(self) -> None:
+        """Send some: one call of the kernel, at most a turn's bytes."""
+        if self._sent < 0:
+            self._begin()
+        request = self._replies[0]
+        pieces: list[bytes | memoryview] = [self._head] if self._head else []
+        if self._sent < request.length:
+            nbytes = min(request.length - self._sent, TURN_NBYTES)
+            if request.part in self._server.offers:
+                offset = request.part.offset + request.start + self._sent
+                pieces.append(self._server.regions[request.part.region].view(offset, nbytes))
+            else:
+                pieces.append(memoryview(_FILL)[:nbytes])
+        try:
+            sent = self._sock.sendmsg(pieces)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            self._server.drop(self)
+            return
+        finally:
+            # whoever owns the regions may unmap them when this connection is gone
+            for piece in pieces:
+                if isinstance(piece, memoryview):
+                    piece.release()
+        self._moved_at = self._server.loop.time()
+        of_head = min(sent, len(self._head))
+        self._head = self._head[of_head:]
+        self._sent += sent - of_head
+        if not self._head and self._sent == request.length:
+            self._replies.popleft()
+            self._sent = -1
+            # what was read already and had no place may have one now
+            if len(self._unread) >= REQUEST_NBYTES:
+                self._take()
+            else:
+                self._watch()
+
+    def _begin(self) -> None:
+        """The first reply: its verdict, from what is on offer now."""
+        request = self._replies[0]
+        self._sent = 0
+        if request.part in self._server.offers:
+            self._head = pack_reply(request.number, OK, request.length)
+        else:
+            self._head = pack_reply(request.number, NOT_OFFERED, 0)
+            self._sent = request.length

@@ -1,0 +1,103 @@
+"""What goes over the socket of `tcp.py`: a greeting, requests of one size, replies of one size followed by bytes.
+
+    receiver: greeting = magic (8), token of the sender (16)
+    receiver: request  = number (8), part: region (4), offset (8), nbytes (8); run in it: start (8), length (4)
+    sender:   reply    = number (8), verdict (4), length (4); then so many bytes of the run
+
+All little-endian. Replies come in the order of the requests, and a reply whose verdict is OK has the length that was
+asked for, any other none. A run is at most MAX_RUN_NBYTES, so that many receives share a connection fairly. Whatever
+else comes is a ProtocolError and ends the connection. Pure; knows no sockets. Used by both sides.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import struct
+from typing import TYPE_CHECKING, NamedTuple
+
+from fdasync.errors import ProtocolError
+from fdasync.ipc.shared_memory import Part
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+MAGIC = b"fdblk\0\0\1"
+GREETING_NBYTES = len(MAGIC) + 16
+#: of one reply
+MAX_RUN_NBYTES = 1 << 20
+#: requests of a connection that have no whole answer yet; more are not read
+MAX_REQUESTS = 32
+
+_REQUEST = struct.Struct("<QIQQQI")
+_REPLY = struct.Struct("<QII")
+REQUEST_NBYTES = _REQUEST.size
+REPLY_NBYTES = _REPLY.size
+
+OK, NOT_OFFERED = 0, 1
+
+
+class Request(NamedTuple):
+    """`length` bytes from `start` of a part."""
+
+    number: int
+    part: Part
+    start: int
+    length: int
+
+
+def greeting(token: bytes) -> bytes:
+    return MAGIC + token
+
+
+def check_greeting(data: bytes | bytearray | memoryview, token: bytes) -> None:
+    """Raises ProtocolError unless it is the whole greeting to this token."""
+    if bytes(data[: len(MAGIC)]) != MAGIC:
+        raise ProtocolError("what dialled does not speak this protocol")
+    if not hmac.compare_digest(bytes(data[len(MAGIC) :]), token):
+        raise ProtocolError("what dialled means another sender")
+
+
+def pack_request(request: Request) -> bytes:
+    number, part, start, length = request
+    return _REQUEST.pack(number, part.region, part.offset, part.nbytes, start, length)
+
+
+def read_requests(data: bytearray, limit: int) -> Iterable[Request]:
+    """Take up to so many whole requests off its front. Raises ProtocolError for one that is none."""
+    count = min(len(data) // REQUEST_NBYTES, limit)
+    found = []
+    for number, region, offset, nbytes, start, length in _REQUEST.iter_unpack(bytes(data[: count * REQUEST_NBYTES])):
+        if not 1 <= length <= MAX_RUN_NBYTES or start + length > nbytes:
+            raise ProtocolError(f"a request for {length} bytes from {start} of a part of {nbytes}")
+        found.append(Request(number, Part(region, offset, nbytes), start, length))
+    del data[: count * REQUEST_NBYTES]
+    return found
+
+
+def pack_reply(number: int, verdict: int, length: int) -> bytes:
+    return _REPLY.pack(number, verdict, length)
+
+
+def read_reply(data: bytes | bytearray | memoryview, number: int, length: int) -> bool:
+    """The reply to this request, for so many bytes: whether they follow. Raises ProtocolError if it is none."""
+    found, verdict, follows = _REPLY.unpack(data)
+    if found != number or (verdict, follows) not in ((OK, length), (NOT_OFFERED, 0)):
+        raise ProtocolError(
+            f"request {number} for {length} bytes was answered by {found}, verdict {verdict}, {follows} bytes"
+        )
+    return bool(verdict == OK)
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """Host and port. Raises ProtocolError for what is none, and for one that is not of this machine's loopback."""
+    host, _, port = address.rpartition(":")
+    try:
+        if not (port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 1 << 16):
+            raise ValueError
+        found = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        raise ProtocolError(f"{address!r:.100} is no address: host:port, with a number of a host") from None
+    if not found.is_loopback:
+        raise ProtocolError(f"{address!r:.100} is not loopback: links are not authenticated yet")
+    return str(found), int(port)

@@ -1,0 +1,1 @@
+"""Any runner in a process of its own."""

@@ -1,0 +1,180 @@
+"""Tensors from the engine's memory into a worker: chunks of shared memory, used in turn (DECISIONS 11).
+
+While the worker copies the pieces out of one chunk, the engine fills the other; many small tensors share a
+chunk. `TensorSender` is the engine's side, `TensorReceiver` the child's, both owned by `worker/proxy.py`. They know
+bytes and element sizes; what a tensor is called and where it goes is the runner's business."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fdasync.errors import WeightsBroken, WeightsRejected
+from fdasync.ipc.shared_memory import SharedRegion, page_aligned
+from fdasync.runner.worker.messages import Answer, BeginTensors, Piece, WriteChunk
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from fdasync.runner.base import Runner, TensorMeta
+
+#: of each of the two chunks, at most
+CHUNK_NBYTES = 256 << 20
+_NUM_CHUNKS = 2
+# dtypes that numpy has no name for
+_OTHER_NBYTES = {"bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+# the loop gets its turn between slices: about half a millisecond of copying into fresh pages
+_SLICE_NBYTES = 1 << 20
+# pieces start where any dtype may, and a copy of whole cache lines is the fast one
+_ALIGN_NBYTES = 64
+
+
+def itemsize_of(dtype: str) -> int:
+    """Bytes of an element of `TensorMeta.dtype`. Raises WeightsRejected for a name that nobody knows."""
+    if dtype in _OTHER_NBYTES:
+        return _OTHER_NBYTES[dtype]
+    try:
+        return np.dtype(dtype).itemsize
+    except (TypeError, ValueError, SyntaxError):
+        raise WeightsRejected(f"there is no dtype {dtype!r}") from None
+
+
+def nbytes_of(tensor: TensorMeta) -> int:
+    """Bytes of a tensor. Raises WeightsRejected for a dtype that nobody knows."""
+    return math.prod(tensor.shape) * itemsize_of(tensor.dtype)
+
+
+class TensorSender:
+    """One update on its way out.
+
+    Args:
+        tensors: what will be written, in order.
+        ask: sends a message to the worker; the future ends with its answer.
+        chunk_nbytes: bound on a chunk; less where less is to be sent.
+
+    Raises WeightsRejected where there is no memory for the chunks, or a dtype is unknown.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[TensorMeta],
+        ask: Callable[[WriteChunk], asyncio.Future[Answer]],
+        chunk_nbytes: int = CHUNK_NBYTES,
+    ) -> None:
+        self._ask = ask
+        total = sum(_aligned(nbytes_of(tensor)) for tensor in tensors)
+        self._chunk_nbytes = page_aligned(max(1, min(chunk_nbytes, total)))
+        self._chunks: list[SharedRegion] = []
+        self._acks: list[asyncio.Future[Answer] | None] = [None] * _NUM_CHUNKS
+        self._at = 0
+        self._filled = 0
+        self._pieces: list[Piece] = []
+        try:
+            for _ in range(_NUM_CHUNKS):
+                self._chunks.append(SharedRegion.create("tensors", self._chunk_nbytes))
+        except OSError as error:
+            self.close()
+            raise WeightsRejected(f"there is no shared memory for the transfer: {error.strerror}") from error
+        #: asks for the update; goes out first, with `fds`
+        self.request = BeginTensors(tuple(tensors), self._chunk_nbytes)
+
+    @property
+    def fds(self) -> list[int]:
+        """Of the chunks; open until `close`."""
+        return [chunk.fd for chunk in self._chunks]
+
+    async def write(self, number: int, offset_nbytes: int, data: memoryview) -> None:
+        """Pack the next bytes of a tensor, whole elements; full chunks go out. `data` is the caller's on return.
+
+        Gives the loop a turn after every slice. Raises what the worker answered to an earlier chunk.
+        """
+        data = data.cast("B")
+        done = 0
+        while done < len(data):
+            # of whole elements, whatever the dtype: pieces and chunks are aligned to more than the largest
+            room = self._chunk_nbytes - self._filled
+            if not room:
+                await self._flush()
+                continue
+            nbytes = min(room, len(data) - done)
+            await self._wait_for(self._at)
+            await self._copy(data[done : done + nbytes])
+            self._pieces.append(Piece(number, offset_nbytes + done, self._filled, nbytes))
+            self._filled = _aligned(self._filled + nbytes)
+            done += nbytes
+
+    async def end(self) -> None:
+        """Send what is left and wait until the worker has written all. Raises what it answered."""
+        if self._pieces:
+            await self._flush()
+        for number in range(_NUM_CHUNKS):
+            await self._wait_for(number)
+
+    def close(self) -> None:
+        """Give the memory back; idempotent. The worker has mappings of its own."""
+        for chunk in self._chunks:
+            chunk.close()
+
+    async def _copy(self, data: memoryview) -> None:
+        with self._chunks[self._at].view(self._filled, len(data)) as target:
+            for first in range(0, len(data), _SLICE_NBYTES):
+                target[first : first + _SLICE_NBYTES] = data[first : first + _SLICE_NBYTES]
+                await asyncio.sleep(0)
+
+    async def _flush(self) -> None:
+        self._acks[self._at] = self._ask(WriteChunk(self._at, tuple(self._pieces)))
+        self._pieces = []
+        self._filled = 0
+        self._at = (self._at + 1) % _NUM_CHUNKS
+        # the other chunk may have failed long ago
+        await self._wait_for(self._at)
+
+    async def _wait_for(self, chunk: int) -> None:
+        """Until the chunk is ours again. The engine's deadline for updates bounds the wait."""
+        ack = self._acks[chunk]
+        if ack is None:
+            return
+        # a wait that is cancelled must not cancel the answer: the worker reads the chunk until it comes
+        await asyncio.wait([ack])
+        ack.result()  # of a future that is done
+        self._acks[chunk] = None
+
+
+class TensorReceiver:
+    """One update on its way in: chunks mapped, pieces handed to the runner in the order sent."""
+
+    def __init__(self, runner: Runner, fds: list[int], chunk_nbytes: int) -> None:
+        """Owns `fds`. Raises OSError or InvariantBroken for fds that are no chunks."""
+        self._runner = runner
+        self._chunks: list[SharedRegion] = []
+        self._broken = ""
+        try:
+            while fds:
+                self._chunks.append(SharedRegion(fds.pop(0), chunk_nbytes))
+        except BaseException:
+            self.close()
+            raise
+
+    async def write(self, message: WriteChunk) -> None:
+        """Hand the pieces to the runner. After a failure nothing more is written. Raises WeightsBroken."""
+        if self._broken:
+            raise WeightsBroken(self._broken)
+        try:
+            for piece in message.pieces:
+                with self._chunks[message.chunk].view(piece.at_nbytes, piece.nbytes) as data:
+                    await self._runner.write_tensor(piece.number, piece.offset_nbytes, data)
+        except Exception as error:
+            self._broken = error.problem if isinstance(error, WeightsBroken) else f"{type(error).__name__}: {error}"
+            raise WeightsBroken(self._broken) from error
+
+    def close(self) -> None:
+        """Drop the mappings; idempotent."""
+        for chunk in self._chunks:
+            chunk.close()
+
+
+def _aligned(nbytes: int) -> int:
+    return (nbytes + _ALIGN_NBYTES - 1) // _ALIGN_NBYTES * _ALIGN_NBYTES

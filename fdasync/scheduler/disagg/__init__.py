@@ -1,0 +1,1 @@
+"""Requests handed from a prefill to a decode instance, both sides."""

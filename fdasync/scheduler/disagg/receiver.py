@@ -1,0 +1,162 @@
+"""Blocks that arrive at a decode instance under its leases: which are copied when, and what is here then. Pure.
+
+What another instance offers is copied to the host, a bounded number of blocks at a time (the staging ring; one other
+instance gets half of it at most), and is checked there. A lease gets its device blocks here too, one by one, of those
+that were reserved for it. Called by `decode.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fdasync.errors import InvariantBroken
+from fdasync.events.actions import ReceiveBlocks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fdasync.cache.blocks import Block
+    from fdasync.cache.prefix import PrefixIndex
+    from fdasync.events.actions import Action
+    from fdasync.events.catalog import BlocksReceived
+    from fdasync.scheduler.disagg.lease import Lease
+    from fdasync.scheduler.state.config import SchedulerConfig
+    from fdasync.scheduler.state.sequence import Sequence
+
+_MAX_RECEIVE_BLOCKS = 16
+
+
+class _Receive:
+    """Blocks on their way from another instance."""
+
+    __slots__ = ("blocks", "epoch", "indices", "lease", "samples")
+
+    def __init__(self, lease: Lease, epoch: int) -> None:
+        self.lease = lease
+        self.epoch = epoch
+        self.blocks: list[Block] = []
+        self.indices: list[int] = []
+        self.samples: list[Sequence | None] = []
+
+
+class Receiver:
+    """See the module.
+
+    Args:
+        actions: where what is to be done is put.
+
+    Attributes:
+        epoch: of the weights: what was offered under others is not indexed.
+        num_received: blocks that arrived.
+    """
+
+    def __init__(self, config: SchedulerConfig, index: PrefixIndex, actions: list[Action]) -> None:
+        self._rules = config.leases
+        self._size = config.block_tokens
+        self._staging = config.leases.staging_blocks or max(config.num_host_blocks // 2, 1)
+        self._index = index
+        self._actions = actions
+        self._receives: dict[int, _Receive] = {}
+        self._receiving = 0
+        self._by_peer: dict[str, int] = {}
+        self._next_receive = 0
+        self.epoch = 0
+        self.num_received = 0
+
+    @property
+    def num_receiving(self) -> int:
+        """Host blocks that are being filled."""
+        return self._receiving
+
+    def receive(self, lease: Lease, now: float) -> str:
+        """Copy what is offered, as far as the ring and the host have room. Returns what was promised and is not so, or
+        "": the lease must end then."""
+        share = max(self._staging // 2, 1)
+        problem = ""
+        while lease.offered and not problem:
+            receive = _Receive(lease, self.epoch)
+            offers: list[int] = []
+            rows: list[int] = []
+            while lease.offered and len(offers) < _MAX_RECEIVE_BLOCKS:
+                if self._receiving and (self._receiving >= self._staging or self._by_peer.get(lease.peer, 0) >= share):
+                    break
+                offer, index, seq = lease.offered[0]
+                if (lease.blocks[index] if seq is None else lease.open.get(seq.key)) is not None:
+                    # a promise broken: it has been sent already, or need not be
+                    problem = f"block {index} was offered twice, or is here"
+                    break
+                block = self._index.take_reserved() if self._index.make_host_room(for_fetch=True) else None
+                if block is None:
+                    break
+                lease.reserved -= 1
+                if seq is None:
+                    lease.blocks[index] = block
+                else:
+                    lease.open[seq.key] = block
+                lease.offered.popleft()
+                self._index.pool.add_host(block)
+                block.host_moves += 1
+                self._index.settle(block)
+                offers.append(offer)
+                receive.blocks.append(block)
+                receive.indices.append(index)
+                receive.samples.append(seq)
+                rows.append(self._size if seq is None else seq.prompt_len % self._size)
+                self._receiving += 1
+                self._by_peer[lease.peer] = self._by_peer.get(lease.peer, 0) + 1
+            if not offers:
+                break
+            number = self._next_receive
+            self._next_receive += 1
+            self._receives[number] = receive
+            slots = [block.slot for block in receive.blocks if block.slot is not None]
+            self._actions.append(
+                ReceiveBlocks(
+                    number,
+                    lease.group,
+                    tuple(offers),
+                    tuple(receive.indices),
+                    tuple([block.host for block in receive.blocks]),
+                    tuple([slot.id for slot in slots]),
+                    tuple([slot.generation for slot in slots]),
+                    tuple(rows),
+                    min(lease.over_by, now + self._rules.receive_s),
+                )
+            )
+        return problem
+
+    def received(self, event: BlocksReceived, bring: Callable[[Lease, list[Block]], None]) -> Lease:
+        """Copies ended; returns whose. What is here is checked, and stays as cache whatever becomes of the lease.
+
+        Args:
+            bring: called with the lease and its blocks that are on the host now, before they may be evicted.
+        """
+        receive = self._receives.pop(event.receive_id, None)
+        if receive is None or len(event.arrived) != len(receive.blocks):
+            raise InvariantBroken(f"receive {event.receive_id} ended, and was not in flight")
+        lease = receive.lease
+        self._receiving -= len(receive.blocks)
+        self._by_peer[lease.peer] -= len(receive.blocks)
+        if not self._by_peer[lease.peer]:
+            del self._by_peer[lease.peer]
+        here: list[Block] = []
+        for number, (block, came) in enumerate(zip(receive.blocks, event.arrived, strict=True)):
+            seq = receive.samples[number]
+            if came:
+                self.num_received += 1
+                block.on_host = True
+                if block.pins:
+                    # not a sample's that ended meanwhile
+                    here.append(block)
+                if seq is None:
+                    block.sealed = True
+                    lease.missing -= 1
+                    if self._index.enabled and receive.epoch == self.epoch:
+                        self._index.adopt(block, lease.keys[receive.indices[number]])
+                else:
+                    lease.tails.pop(seq.key, None)
+        bring(lease, here)
+        for block in receive.blocks:
+            block.host_moves -= 1
+            self._index.settle(block)
+        return lease

@@ -1,0 +1,1 @@
+"""What moves between device, host and store."""

@@ -1,0 +1,511 @@
+"""Dealings with the store: what is looked up, fetched and written, and who waits for it how long. Pure.
+
+A request whose prefix ends on the device and the host may find more of it in the store. It is asked only where reading
+should be faster than computing, once for all who want the same (a hundred requests for one prefix read it once), and
+is waited for no longer than the estimate plus a tenth of the recompute time (`cost_model.py`). What arrives is a block
+of the host like any other, but that it stays until the first who waited for it is admitted; who waited is matched
+again. What is fetched ahead of admission is bounded by half of the host tier: a request beyond that asks in its turn.
+
+Blocks that shall be kept are written from the host, in the background, and nobody waits for that; `chains.py` says
+which still make sense, and which have to be written again. A transfer whose wait ended before its work keeps its blocks
+until `LeaseReturned` (DECISIONS 5).
+
+Called by `core.py`; knows identities and blocks, no bytes and no clock but the time of events.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+from fdasync.errors import InvariantBroken
+from fdasync.events.actions import FetchBlocks, LookUp, StoreBlocks
+from fdasync.scheduler.tiers.chains import MAX_LOOKUP_KEYS, Chains
+from fdasync.scheduler.tiers.cost_model import REGRET_SHARE, Rates
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fdasync.cache.blocks import Block
+    from fdasync.cache.prefix import PrefixIndex
+    from fdasync.events.catalog import FetchEnded, LeaseReturned, LookedUp, LookupReturned, StoreEnded
+    from fdasync.scheduler.state.config import SchedulerConfig
+    from fdasync.scheduler.state.sequence import Sequence
+
+_MAX_FETCH_BLOCKS = 512
+_MAX_PUT_BLOCKS = 16
+_MAX_PUTS = 4
+# lookups that nobody waits for, at a time, one for all that begins alike; and how long one may take
+_MAX_CHECKS = 4
+_CHECK_S = 10.0
+
+
+class _Lookup:
+    __slots__ = ("deadline", "keys", "waiting")
+
+    def __init__(self, keys: list[bytes], deadline: float) -> None:
+        self.keys = keys
+        self.deadline = deadline
+        self.waiting: list[Sequence] = []
+
+
+class _Transfer:
+    """A fetch or a write in flight, or its late rest.
+
+    Attributes:
+        held: numbers of the blocks that it still touches.
+        epoch: of the weights that the blocks belong to.
+        deadline: of waiting for a fetch, by the events' clock.
+    """
+
+    __slots__ = ("blocks", "deadline", "epoch", "fetch", "held", "keys", "waiting")
+
+    def __init__(self, keys: list[bytes], blocks: list[Block], epoch: int, *, fetch: bool) -> None:
+        self.keys = keys
+        self.blocks = blocks
+        self.held = list(range(len(blocks)))
+        self.epoch = epoch
+        self.fetch = fetch
+        self.deadline = 0.0
+        self.waiting: list[Sequence] = []
+
+
+class Storer:
+    """See the module.
+
+    Args:
+        keep: told of blocks that have to come to the host, to be written.
+
+    Attributes:
+        chains: what the store is believed to have.
+        written, dropped: blocks that the store took, and blocks that should have been written and were not.
+        fetched: blocks that came from the store in time; late_fetched: that came after all.
+        cut_off: fetches and lookups that ended at their deadline.
+        rates: what things cost.
+    """
+
+    def __init__(self, config: SchedulerConfig, index: PrefixIndex, keep: Callable[[Block], None]) -> None:
+        self._config = config
+        self._index = index
+        self._keep = keep
+        self.enabled = config.store
+        self.chains = Chains(config, index, self._send)
+        self.rates = Rates(config.prefill_tokens_per_s, config.fetch_nbytes_per_s, config.lookup_s)
+        self._lookups: dict[int, _Lookup] = {}
+        # of each: the identity before what is asked about, and that
+        self._checks: dict[int, tuple[bytes, list[bytes]]] = {}
+        self._fetches: dict[int, _Transfer] = {}
+        self._puts: dict[int, _Transfer] = {}
+        self._late: dict[int, _Transfer] = {}
+        # who is on its way to whom: identities that a lookup or a fetch in flight will tell of
+        self._asked: dict[bytes, _Lookup | _Transfer] = {}
+        self._queue: deque[Block] = deque()
+        self._writing: dict[Block, None] = {}
+        self._asks: list[LookUp | FetchBlocks] = []
+        self._next_id = 0
+        self._ahead_blocks = max(config.num_host_blocks // 2, 1)
+        self._held = 0
+        self._epoch = 0
+        self._namespace = config.namespace
+        self.written = self.dropped = self.fetched = self.late_fetched = self.cut_off = 0
+
+    @property
+    def num_writes(self) -> int:
+        """Blocks that are being written, or wait for it."""
+        return len(self._queue) + sum(len(put.blocks) for put in self._puts.values())
+
+    @property
+    def num_waits(self) -> int:
+        """Lookups and fetches that requests wait for."""
+        return len(self._lookups) + len(self._fetches)
+
+    @property
+    def num_late(self) -> int:
+        """Leases: transfers whose wait ended before their work."""
+        return len(self._late)
+
+    def plan(self) -> list[LookUp | FetchBlocks | StoreBlocks]:
+        """What to ask of the store now."""
+        actions: list[LookUp | FetchBlocks | StoreBlocks] = [*self._asks]
+        self._asks.clear()
+        # late writes count: a store that hangs gets no more than this
+        late = sum(not transfer.fetch for transfer in self._late.values())
+        while self._queue and len(self._puts) + late < _MAX_PUTS:
+            put = self._next_put()
+            if put is not None:
+                actions.append(put)
+        return actions
+
+    def new_weights(self, namespace: bytes) -> None:
+        """What is in flight belongs to weights that are gone: it ends as it ends, and is not used."""
+        self._epoch += 1
+        self._namespace = namespace
+        self._asked.clear()
+
+    # -- reading ------------------------------------------------------------------------------------
+
+    def consider(self, seq: Sequence, now: float) -> bool:
+        """`seq` is waiting to be admitted: does it wait for the store first? Asks where that is worth it."""
+        if self.enabled and not seq.hashing and seq.store.waits_for is None:
+            self._consider(seq, now)
+        return seq.store.waits_for is not None
+
+    def _consider(self, seq: Sequence, now: float) -> None:
+        notes = seq.store
+        size = self._config.block_tokens
+        limit = (len(seq.tokens) - 1) // size
+        first = next((at for at in range(limit) if self._index.get(seq.keys[at]) is None), limit)
+        if first == limit or first == notes.absent_at or seq.keys[first] in notes.brought:
+            return
+        if (limit - first) * size < self._config.fetch_min_tokens:
+            return
+        under_way = self._asked.get(seq.keys[first])
+        if under_way is not None:
+            under_way.waiting.append(seq)
+            notes.waits_for = under_way
+            return
+        if notes.regret_s is not None and notes.regret_s <= 0:
+            return
+        keys = self._gap(seq.keys[first : min(limit, first + MAX_LOOKUP_KEYS)])
+        if self._ahead() >= self._ahead_blocks:
+            return
+        recompute_s = self.rates.recompute_s(len(keys) * size)
+        if self.rates.lookup_s + self.rates.fetch_s(len(keys) * self._config.block_nbytes) >= recompute_s:
+            self.rates.passed_over()
+            notes.regret_s = 0.0
+            return
+        if notes.regret_s is None:
+            notes.regret_s = REGRET_SHARE * recompute_s
+        deadline = now + self.rates.lookup_s + notes.regret_s
+        lookup = _Lookup(keys, deadline)
+        number = self._take_id()
+        self._lookups[number] = lookup
+        lookup.waiting.append(seq)
+        notes.waits_for = lookup
+        for key in keys:
+            self._asked.setdefault(key, lookup)
+        self._asks.append(LookUp(number, self._namespace, tuple(keys), deadline))
+
+    def _gap(self, keys: list[bytes]) -> list[bytes]:
+        """Up to the first that is here: what is behind a gap need not come again."""
+        return list(takewhile(lambda key: self._index.get(key) is None, keys))
+
+    def _ahead(self) -> int:
+        """Blocks that were, are, or may soon be fetched for requests that are not admitted yet."""
+        asked = sum(len(lookup.keys) for lookup in self._lookups.values())
+        return self._held + asked + sum(len(fetch.blocks) for fetch in self._fetches.values())
+
+    def looked_up(self, event: LookedUp) -> list[Sequence]:
+        """Returns who need not wait any longer, or must look again."""
+        check = self._checks.pop(event.lookup_id, None)
+        if check is not None:
+            self._checked(*check, event)
+            return []
+        lookup = self._lookups.pop(event.lookup_id, None)
+        if lookup is None or event.count > len(lookup.keys):
+            raise InvariantBroken(f"lookup {event.lookup_id} of {event.count} blocks was not in flight")
+        self._forget(lookup, lookup.keys)
+        # only a loop that was held up hears of an answer after its deadline: that time says nothing of the store
+        held_up = event.answered and event.at > lookup.deadline
+        over_s = 0.0 if held_up else event.seconds - self.rates.lookup_s
+        if held_up:
+            pass
+        elif event.answered:
+            self.rates.looked_up(event.seconds)
+        elif event.at >= lookup.deadline:
+            self.cut_off += 1
+        if event.answered and event.count < len(lookup.keys):
+            self.chains.broken_before(self._behind(lookup))
+        waiting = self._still_waiting(lookup)
+        for seq in waiting:
+            if seq.store.regret_s is not None:
+                seq.store.regret_s -= max(over_s, 0.0) if event.answered else seq.store.regret_s
+            self._note_absence(seq, lookup.keys, event.count)
+        if event.count and waiting:
+            fetch = self._fetch(lookup.keys[: event.count], waiting, event.at)
+            if fetch is not None:
+                for seq in waiting:
+                    if self._asked.get(self._next_key(seq)) is fetch:
+                        seq.store.waits_for = fetch
+                        fetch.waiting.append(seq)
+        return [seq for seq in waiting if seq.store.waits_for is None]
+
+    @staticmethod
+    def _behind(lookup: _Lookup) -> list[bytes]:
+        """What the first who asked has behind what was asked for; it is here."""
+        chain = lookup.waiting[0].keys
+        return chain[chain.index(lookup.keys[0]) + len(lookup.keys) :] if lookup.keys[0] in chain else []
+
+    def lookup_returned(self, event: LookupReturned) -> None:
+        """A lookup that was given up was answered: next time it is waited for as long as that, if that would have paid.
+
+        What took longer than computing hung, and says nothing of how long lookups take.
+        """
+        if event.seconds < self.rates.recompute_s(event.num_keys * self._config.block_tokens):
+            self.rates.looked_up(event.seconds)
+
+    def _note_absence(self, seq: Sequence, keys: list[bytes], count: int) -> None:
+        """Remember where the store's run of this sequence's blocks ends, if this lookup tells."""
+        first = seq.keys.index(keys[0]) if keys[0] in seq.keys else -1
+        if first < 0 or count >= len(keys):
+            return
+        if len(seq.keys) > first + count and seq.keys[first + count] == keys[count]:
+            seq.store.absent_at = first + count
+
+    def _next_key(self, seq: Sequence) -> bytes:
+        """The first identity that is in no tier of ours; b"" where all are."""
+        limit = (len(seq.tokens) - 1) // self._config.block_tokens
+        return next((key for key in seq.keys[:limit] if self._index.get(key) is None), b"")
+
+    def _fetch(self, keys: list[bytes], waiting: list[Sequence], now: float) -> _Transfer | None:
+        """Reserve host blocks for the leading run that is missing here, and ask for it."""
+        index = self._index
+        known = next((at for at, key in enumerate(keys) if index.get(key) is None), len(keys))
+        wanted = self._gap(keys[known : known + _MAX_FETCH_BLOCKS])
+        regrets = [seq.store.regret_s or 0.0 for seq in waiting]
+        budget_s = max(regrets[0], 0.0)
+        own_s = self._fetch_s(len(wanted))
+        if not wanted or own_s >= self.rates.recompute_s(len(wanted) * self._config.block_tokens):
+            self._give_up(waiting)
+            return None
+        blocks: list[Block] = []
+        room = self._ahead_blocks - self._held - sum(len(fetch.blocks) for fetch in self._fetches.values())
+        self._hold_hits(waiting[0], wanted[0])
+        for _ in wanted[: max(room, 1)]:
+            if not index.make_host_room(for_fetch=True):
+                break
+            block = index.pool.allocate_host()
+            block.host_moves += 1
+            blocks.append(block)
+        if not blocks:
+            self._give_up(waiting)
+            return None
+        wanted = wanted[: len(blocks)]
+        number = self._take_id()
+        fetch = _Transfer(wanted, blocks, self._epoch, fetch=True)
+        fetch.deadline = now + own_s + budget_s
+        self._fetches[number] = fetch
+        for key in wanted:
+            self._asked[key] = fetch
+        slots = [block.slot for block in blocks if block.slot is not None]
+        self._asks.append(
+            FetchBlocks(
+                number,
+                self._namespace,
+                tuple(wanted),
+                tuple([block.host for block in blocks]),
+                tuple([slot.id for slot in slots]),
+                tuple([slot.generation for slot in slots]),
+                fetch.deadline,
+            )
+        )
+        return fetch
+
+    def _fetch_s(self, count: int) -> float:
+        """Behind what is being read already."""
+        ahead = sum(len(fetch.blocks) for fetch in self._fetches.values())
+        return self.rates.fetch_s((count + ahead) * self._config.block_nbytes)
+
+    @staticmethod
+    def _give_up(waiting: list[Sequence]) -> None:
+        for seq in waiting:
+            seq.store.regret_s = 0.0
+
+    def fetch_ended(self, event: FetchEnded) -> list[Sequence]:
+        """Returns who is to be matched again."""
+        fetch = self._fetches.pop(event.fetch_id, None)
+        if fetch is None or len(event.arrived) != len(fetch.blocks):
+            raise InvariantBroken(f"fetch {event.fetch_id} ended, and was not in flight")
+        self._forget(fetch, fetch.keys)
+        came = sum(event.arrived)
+        # what passed after the deadline is the time of a loop that was held up, not the store's
+        held_up_s = max(event.at - fetch.deadline, 0.0)
+        seconds = event.seconds - held_up_s
+        if seconds <= 0 or (held_up_s and not event.late):
+            pass
+        elif came:
+            self.rates.fetched(came * self._config.block_nbytes, seconds)
+        elif event.late:
+            # it is at least this slow
+            self.rates.fetched(len(fetch.blocks) * self._config.block_nbytes, seconds)
+        self.fetched += came
+        waiting = self._still_waiting(fetch)
+        if waiting and fetch.epoch == self._epoch:
+            self._hold(waiting[0], [block for block, came in zip(fetch.blocks, event.arrived, strict=True) if came])
+        self._release(fetch, event.arrived, last=not event.late)
+        brought = {key: block.key == key for key, block in zip(fetch.keys, fetch.blocks, strict=True)}
+        for seq in waiting:
+            seq.store.brought.update(brought)
+        if event.late:
+            self.cut_off += 1
+            self._late[event.fetch_id] = fetch
+        if came < len(fetch.blocks):
+            self._give_up(waiting)
+        return waiting
+
+    def _hold(self, seq: Sequence, blocks: list[Block]) -> None:
+        for block in blocks:
+            block.host_moves += 1
+            self._index.settle(block)
+        seq.store.held += blocks
+        self._held += len(blocks)
+
+    def _hold_hits(self, seq: Sequence, first: bytes) -> None:
+        """What a fetch brings is worth nothing without the blocks before it: they do not make room for it."""
+        hits = seq.keys[: seq.keys.index(first)] if first in seq.keys else []
+        blocks = [block for key in hits if (block := self._index.get(key)) is not None]
+        held = dict.fromkeys(seq.store.held)
+        self._hold(seq, [block for block in blocks if block.id < 0 and block.on_host and block not in held])
+
+    def let_go(self, seq: Sequence) -> None:
+        """It was admitted, or ended: what came for it may be evicted like any other block."""
+        held, seq.store.held = seq.store.held, []
+        self._held -= len(held)
+        for block in held:
+            block.host_moves -= 1
+            self._index.settle(block)
+
+    def _release(self, transfer: _Transfer, arrived: tuple[bool, ...], *, last: bool) -> int:
+        """Give back the blocks that arrived, or were stored, and with the last word all others; returns how many did.
+
+        A late block that passed its checks is indexed like any other (DECISIONS 9).
+        """
+        came = 0
+        still = []
+        # from the last one on, so that leaves are older than their parents
+        for number in reversed(transfer.held):
+            block = transfer.blocks[number]
+            if not arrived[number] and not last:
+                still.append(number)
+                continue
+            block.host_moves -= 1
+            if arrived[number]:
+                came += 1
+                block.heard(stored=True)
+                if transfer.fetch:
+                    block.sealed = block.on_host = True
+                    if transfer.epoch == self._epoch:
+                        self._index.adopt(block, transfer.keys[number])
+            self._index.settle(block)
+        transfer.held = still[::-1]
+        return came
+
+    def _forget(self, asked: _Lookup | _Transfer, keys: list[bytes]) -> None:
+        for key in keys:
+            if self._asked.get(key) is asked:
+                del self._asked[key]
+
+    @staticmethod
+    def _still_waiting(asked: _Lookup | _Transfer) -> list[Sequence]:
+        """Those who have not ended meanwhile; they wait no longer."""
+        waiting = [seq for seq in asked.waiting if seq.store.waits_for is asked]
+        for seq in waiting:
+            seq.store.waits_for = None
+        return waiting
+
+    # -- writing ------------------------------------------------------------------------------------
+
+    def admitted(self, seq: Sequence, now: float) -> None:
+        """`seq` got its place: what it uses should be in the store, and the store may have forgotten it."""
+        parent, keys = self.chains.used(seq)
+        asked = [check[0] for _, check in self._checks.values()]
+        if keys and keys[0] not in asked and len(asked) < _MAX_CHECKS:
+            self.chains.asked(keys)
+            number = self._take_id()
+            self._checks[number] = (parent, keys)
+            self._asks.append(LookUp(number, self._namespace, tuple(keys), now + _CHECK_S))
+
+    def _checked(self, parent: bytes, keys: list[bytes], event: LookedUp) -> None:
+        if event.count > len(keys):
+            raise InvariantBroken(f"lookup {event.lookup_id} of {event.count} blocks was not in flight")
+        if event.answered:
+            self.chains.answered(parent, keys, event.count)
+
+    def _send(self, block: Block) -> None:
+        if block.on_host:
+            self.on_host(block)
+        else:
+            self._keep(block)
+
+    def on_host(self, block: Block) -> None:
+        """A block's KV is whole on the host: write it, if it is wanted."""
+        if block.wanted and not block.stored:
+            self._queue.append(block)
+            if len(self._queue) > 2 * self._config.num_host_blocks:
+                # a store that hangs: most of them had to make room by now
+                self.dropped += sum(block.give_up() for block in self._queue if not block.on_host)
+                self._queue = deque(dict.fromkeys(block for block in self._queue if block.on_host))
+
+    def _next_put(self) -> StoreBlocks | None:
+        blocks: list[Block] = []
+        while self._queue and len(blocks) < _MAX_PUT_BLOCKS:
+            block = self._queue.popleft()
+            if block in self._writing or not block.wanted:
+                # it was queued twice, or the weights changed and nobody wants it any more
+                continue
+            if block.key is None or not block.on_host:
+                # it had to make room before its turn came
+                self.dropped += block.give_up()
+            elif self.chains.gives_up(block):
+                self.dropped += 1
+            else:
+                self._writing[block] = None
+                block.host_moves += 1
+                self._index.settle(block)
+                blocks.append(block)
+        if not blocks:
+            return None
+        number = self._take_id()
+        keys = [block.key for block in blocks if block.key is not None]
+        self._puts[number] = _Transfer(keys, blocks, self._epoch, fetch=False)
+        host = tuple([block.host for block in blocks])
+        slots = [block.slot for block in blocks if block.slot is not None]
+        ids, generations = tuple([slot.id for slot in slots]), tuple([slot.generation for slot in slots])
+        return StoreBlocks(number, self._namespace, tuple(keys), host, ids, generations)
+
+    def store_ended(self, event: StoreEnded) -> None:
+        put = self._puts.pop(event.put_id, None)
+        if put is None or len(event.stored) != len(put.blocks):
+            raise InvariantBroken(f"write {event.put_id} ended, and was not in flight")
+        self._written(put, self._release(put, event.stored, last=not event.late))
+        if event.late:
+            self._late[event.put_id] = put
+
+    def _written(self, put: _Transfer, count: int) -> None:
+        self.written += count
+        if not put.held:
+            # the last word is said: what was not stored by now was not
+            for block in put.blocks:
+                if not block.stored:
+                    self.dropped += 1
+                    block.heard(stored=False)
+                block.wanted = False
+                self._writing.pop(block, None)
+
+    def lease_returned(self, event: LeaseReturned) -> None:
+        """The late rest of a transfer ended."""
+        late = self._late.pop(event.lease_id, None)
+        if late is None or len(event.arrived) != len(late.blocks):
+            raise InvariantBroken(f"lease {event.lease_id} was returned, and was not out")
+        came = self._release(late, event.arrived, last=True)
+        if late.fetch:
+            self.late_fetched += came
+        else:
+            self._written(late, came)
+
+    def _take_id(self) -> int:
+        self._next_id += 1
+        return self._next_id - 1
+
+    def check(self, held: int) -> None:
+        """Raise InvariantBroken unless blocks in transfers know it; `held`: host moves that belong to copies."""
+        moves = sum(
+            len(transfer.held)
+            for transfers in (self._fetches, self._puts, self._late)
+            for transfer in transfers.values()
+        )
+        moves += self._held
+        total = sum(block.host_moves for block in self._index.pool.live())
+        if total != moves + held:
+            raise InvariantBroken(f"{total} moves on the host, {moves} of transfers and {held} of copies")

@@ -1,0 +1,290 @@
+"""Copies of blocks between device and host: which go out, which come in, who waits for them. Pure.
+
+Outward go blocks that shall be kept beyond the device (`keep`), and, when free blocks run short, idle ones that are
+nowhere else: the device block comes back when its copy is done, and waits for nothing but that. Inward come blocks of
+the host that a request hit; it holds its device blocks from the same turn on (DECISIONS 8) and starts when they have
+arrived. Several copies are in flight at a time; steps that do not need them go on.
+
+Called by `core.py` and `step_planner.py`; knows requests only as those who wait.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from fdasync.errors import InvariantBroken
+from fdasync.events.actions import SwapIn, SwapOut
+from fdasync.scheduler.state.hold import Export
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fdasync.cache.blocks import Block
+    from fdasync.cache.prefix import PrefixIndex
+    from fdasync.scheduler.state.config import SchedulerConfig
+    from fdasync.scheduler.state.sequence import Sequence
+
+# a copy is worth a message, and must not hold a queue up
+_MAX_COPY_BLOCKS = 64
+_MAX_OUTWARD = 4
+# idle blocks are copied out ahead of need, so that a decode rarely waits for one
+_AHEAD_SHARE = 16
+_AHEAD_MAX_BLOCKS = 64
+
+
+class _Copy:
+    """A copy in flight."""
+
+    __slots__ = ("blocks", "outward", "waiting")
+
+    def __init__(self, blocks: list[Block], outward: bool) -> None:
+        self.blocks = blocks
+        self.outward = outward
+        self.waiting: list[Sequence] = []
+
+
+class Copier:
+    """See the module.
+
+    Args:
+        on_host: told of each block whose KV on the host is whole.
+
+    Attributes:
+        dropped: blocks that should have been kept, and found no room on the host.
+        out_blocks, in_blocks: copied so far.
+    """
+
+    def __init__(self, config: SchedulerConfig, index: PrefixIndex, on_host: Callable[[Block], None]) -> None:
+        self._index = index
+        self._on_host = on_host
+        self._enabled = config.num_host_blocks > 0
+        self._ahead = min(config.num_blocks // _AHEAD_SHARE, _AHEAD_MAX_BLOCKS)
+        self._queue: deque[Block] = deque()
+        self._copies: dict[int, _Copy] = {}
+        self._next_id = 0
+        self._needed = 0
+        self._outward = 0
+        self._exports: deque[Export] = deque()
+        self._held = 0
+        self._loads: list[SwapIn] = []
+        self.dropped = 0
+        self.out_blocks = 0
+        self.in_blocks = 0
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._copies)
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._queue)
+
+    @property
+    def num_leaving(self) -> int:
+        """Idle device blocks that come back without anybody's doing: on their way out, or about to be."""
+        return self._on_their_way() + (self._index.num_dirty if self._index.has_host_room else 0)
+
+    def _on_their_way(self) -> int:
+        return sum(1 for copy in self._copies.values() for block in copy.blocks if not block.pins)
+
+    def keep(self, block: Block) -> None:
+        """Copy it to the host soon, if it is not there; it may be in use meanwhile."""
+        if self._enabled and block.host < 0:
+            self._queue.append(block)
+
+    def need(self, count: int) -> None:
+        """Somebody lacked device blocks in this turn: see that this many can be had."""
+        self._needed = max(self._needed, count)
+
+    def export(self, block: Block) -> Export:
+        """Have it on the host, whatever else it is there for, sealed or an open block that nobody writes any more."""
+        export = Export(block)
+        if block.host >= 0:
+            self._hold(export)
+        else:
+            self._exports.append(export)
+        return export
+
+    def _hold(self, export: Export) -> None:
+        export.held = True
+        self._held += 1
+        export.block.host_moves += 1
+        self._index.settle(export.block)
+
+    def release(self, export: Export) -> None:
+        """Nobody reads it there any more; idempotent."""
+        export.wanted = False
+        if export.held:
+            export.held = False
+            self._held -= 1
+            export.block.host_moves -= 1
+            self._index.settle(export.block)
+
+    @property
+    def num_held(self) -> int:
+        """Host blocks that exports keep in place."""
+        return self._held
+
+    def bring(self, blocks: list[Block]) -> list[int]:
+        """Copy these from the host to the device places that they have; returns the copies."""
+        return [
+            self._bring(blocks[first : first + _MAX_COPY_BLOCKS]) for first in range(0, len(blocks), _MAX_COPY_BLOCKS)
+        ]
+
+    def load(self, seq: Sequence, hits: list[Block], fresh: list[Block]) -> None:
+        """Bring `fresh`, blocks of the host that just got their device ids, and let `seq` wait for all of its hits
+        that are on their way, others' too."""
+        self.bring(fresh)
+        for number in sorted({block.arriving for block in hits if block.arriving >= 0}):
+            seq.arrivals += 1
+            self._copies[number].waiting.append(seq)
+
+    def _bring(self, batch: list[Block]) -> int:
+        number = self._start(batch, outward=False)
+        slots = [block.slot for block in batch if block.slot is not None]
+        self._loads.append(
+            SwapIn(
+                number,
+                tuple([block.host for block in batch]),
+                tuple([block.id for block in batch]),
+                tuple([slot.id for slot in slots]),
+                tuple([slot.generation for slot in slots]),
+            )
+        )
+        return number
+
+    def forget(self, seq: Sequence) -> None:
+        """It waits for no copy any more; the copies go on."""
+        if seq.arrivals:
+            seq.arrivals = 0
+            for copy in self._copies.values():
+                copy.waiting = [other for other in copy.waiting if other is not seq]
+
+    def plan(self) -> list[SwapIn | SwapOut]:
+        """What to copy now."""
+        actions: list[SwapIn | SwapOut] = [*self._loads]
+        self._loads.clear()
+        if not self._enabled:
+            return actions
+        if self._exports:
+            actions += self._send_exports()
+        self._demote()
+        while self._queue and self._outward < _MAX_OUTWARD:
+            batch = self._next_batch()
+            if batch:
+                number = self._start(batch, outward=True)
+                actions.append(
+                    SwapOut(number, tuple([block.id for block in batch]), tuple([block.host for block in batch]))
+                )
+        self._needed = 0
+        return actions
+
+    def _send_exports(self) -> list[SwapOut]:
+        """Hold the exports that are on the host, and send others there as far as there is room, in order."""
+        waiting: deque[Export] = deque()
+        batch: list[Block] = []
+        for export in self._exports:
+            block = export.block
+            if not export.wanted or export.gone:
+                continue
+            if block.host < 0 and (
+                waiting or self._outward >= _MAX_OUTWARD or len(batch) >= _MAX_COPY_BLOCKS or not self._make_room()
+            ):
+                waiting.append(export)
+                continue
+            if block.host < 0:
+                self._index.pool.add_host(block)
+                batch.append(block)
+            self._hold(export)
+        self._exports = waiting
+        if not batch:
+            return []
+        number = self._start(batch, outward=True)
+        return [SwapOut(number, tuple([block.id for block in batch]), tuple([block.host for block in batch]))]
+
+    def _make_room(self) -> bool:
+        return self._index.make_host_room(for_fetch=True)
+
+    def _demote(self) -> None:
+        """Idle blocks that are nowhere else go out while there is time, oldest first."""
+        index = self._index
+        if not index.num_dirty or self._outward >= _MAX_OUTWARD:
+            return
+        lacking = max(self._needed, self._ahead) - index.num_available - self._on_their_way()
+        if lacking > 0 and index.has_host_room:
+            # who is needed now goes before those who shall only be kept
+            self._queue.extendleft(reversed(index.next_dirty(lacking)))
+
+    def _next_batch(self) -> list[Block]:
+        """Take the next blocks off the queue and give them places on the host."""
+        batch: list[Block] = []
+        while self._queue and len(batch) < _MAX_COPY_BLOCKS:
+            block = self._queue.popleft()
+            if block.key is None or block.host >= 0 or not block.usable:
+                # it was evicted, replaced, or went out meanwhile
+                if block.host < 0:
+                    self.dropped += block.give_up()
+                continue
+            if not self._index.make_host_room(for_store=block.wanted):
+                self.dropped += 1
+                block.give_up()
+                continue
+            self._index.pool.add_host(block)
+            # at once, or the next one's search for room could take it back
+            block.host_moves += 1
+            batch.append(block)
+        for block in batch:
+            block.host_moves -= 1
+        return batch
+
+    def _start(self, blocks: list[Block], *, outward: bool) -> int:
+        number = self._next_id
+        self._next_id += 1
+        self._copies[number] = _Copy(blocks, outward)
+        self._outward += outward
+        for block in blocks:
+            block.device_moves += 1
+            block.host_moves += 1
+            if not outward:
+                block.arriving = number
+            self._index.settle(block)
+        return number
+
+    def done(self, number: int) -> list[Sequence]:
+        """A copy ended; returns who has everything that it waited for."""
+        copy = self._copies.pop(number, None)
+        if copy is None:
+            raise InvariantBroken(f"copy {number} ended, and was not in flight")
+        self._outward -= copy.outward
+        for block in copy.blocks:
+            block.device_moves -= 1
+            block.host_moves -= 1
+            if copy.outward:
+                self.out_blocks += 1
+                block.on_host = True
+            else:
+                self.in_blocks += 1
+                block.arriving = -1
+            self._index.settle(block)
+            if copy.outward and block.key is not None:
+                self._on_host(block)
+        ready = []
+        for seq in copy.waiting:
+            seq.arrivals -= 1
+            if not seq.arrivals:
+                ready.append(seq)
+        return ready
+
+    def check(self) -> None:
+        """Raise InvariantBroken unless blocks in copies know it."""
+        arriving: dict[int, int] = {}
+        for number, copy in self._copies.items():
+            for block in copy.blocks:
+                if block.id < 0 or block.host < 0 or not block.device_moves or not block.host_moves:
+                    raise InvariantBroken(f"{block} is in copy {number} and lacks a place or a move")
+                if not copy.outward:
+                    arriving[id(block)] = number
+        for block in self._index.pool.live():
+            if block.arriving != arriving.get(id(block), -1):
+                raise InvariantBroken(f"{block} arrives with copy {block.arriving}, and does not")

@@ -1,0 +1,1 @@
+"""Metrics and JSON lines from events."""

@@ -1,0 +1,287 @@
+"""What happens in an engine, as JSON lines: one object per event, for people and for log collectors.
+
+    async with Engine(config) as engine, JsonLogTap(engine, 2):  # to stderr
+        ...
+
+    {"time": "2026-03-01T12:00:00.123456Z", "at": 12.345, "seq": 88, "level": "info", "engine": "synthetic",
+     "event": "RequestEnded", "request_id": "a", "reasons": {"length": 1}, "output_tokens": 10, ...}
+
+By default what is noteworthy: ends of requests, changes of breaker and weights, damaged blocks, failures, waits that
+were cut off, late leases, a loop that was held up. Prompts never appear: tokens and keys are counted, hashes cut short.
+
+A tap is a subscription behind a bounded queue, and lines wait in a bounded buffer (`line_writer.py`): a reader that is
+stuck costs lines, which are counted and told of, and never holds up the engine. Made by users; knows the engine by its
+public face only."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from fdasync.errors import ConfigError
+from fdasync.events.catalog import (
+    BlockDamaged,
+    BreakerChanged,
+    EngineDied,
+    FetchEnded,
+    LeaseLost,
+    LeaseReturned,
+    LinkChanged,
+    LookedUp,
+    LoopHeldUp,
+    PauseRequested,
+    RequestEnded,
+    ResumeRequested,
+    StepFailed,
+    StoreCalled,
+    StoreEnded,
+    WeightsChanged,
+    WritesRefused,
+)
+from fdasync.telemetry.line_writer import LineWriter
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterable
+
+    from fdasync.engine.engine import Engine
+    from fdasync.events.bus import Subscription
+    from fdasync.events.catalog import Event
+
+LEVELS: Final = ("debug", "info", "warning", "error")
+NOTEWORTHY: Final = (
+    BlockDamaged,
+    BreakerChanged,
+    EngineDied,
+    FetchEnded,
+    LeaseLost,
+    LeaseReturned,
+    LinkChanged,
+    LookedUp,
+    LoopHeldUp,
+    PauseRequested,
+    RequestEnded,
+    ResumeRequested,
+    StepFailed,
+    StoreEnded,
+    WeightsChanged,
+    WritesRefused,
+)
+_TURN_EVENTS = 64
+_MAX_CHARS = 500
+_HEX_CHARS = 16
+_MAX_ITEMS = 16
+# nobody's business, however they are asked for: what was said, and how it was to be sampled
+_COUNTED = frozenset({"tokens", "block_keys", "stop_ids", "keys"})
+_LEFT_OUT = frozenset({"sampler", "at", "seq"})
+
+
+class JsonLogTap:
+    """See the module. Enter it on the engine's loop once the engine runs; leave it before or after the engine's end.
+
+    Args:
+        write: a path (appended to), a descriptor that stays yours (of a pipe, a terminal, a socket, a file), or a
+            function that takes a line with its newline; it is called on the loop and must not block.
+        kinds: which events; None: the noteworthy ones.
+        level: of "debug", "info", "warning", "error", the lowest that is written; None: "info", and where `kinds` are
+            given, all of them.
+        name: the engine's, in each line; None: of its model, or its runner.
+        limit: most events that wait to be written; max_nbytes: most bytes of lines that do.
+        close_s: how long leaving waits for lines to be taken, in seconds.
+        wall: the time of day, in seconds since 1970.
+
+    Attributes:
+        lines: of events, handed to the function, or to what is buffered; see `dropped`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        write: str | os.PathLike[str] | int | Callable[[bytes], object],
+        *,
+        kinds: Iterable[type[Event]] | None = None,
+        level: str | None = None,
+        name: str | None = None,
+        limit: int = 4096,
+        max_nbytes: int = 1 << 20,
+        close_s: float = 1.0,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        """Raises ConfigError for a level that is none."""
+        if level is None:
+            level = "info" if kinds is None else "debug"
+        if level not in LEVELS:
+            raise ConfigError("level", f"{level!r} is no level", limit=", ".join(LEVELS))
+        self.lines = 0
+        self._engine = engine
+        self._target = None if callable(write) else write
+        self._function = write if callable(write) else None
+        self._kinds = NOTEWORTHY if kinds is None else tuple(kinds)
+        self._from = LEVELS.index(level)
+        self._name = _text(engine.config.model or engine.config.runner if name is None else name)
+        self._limit = limit
+        self._max_nbytes = max_nbytes
+        self._close_s = close_s
+        self._wall = wall
+        self._loop: asyncio.AbstractEventLoop
+        self._writer: LineWriter | None = None
+        self._events: Subscription | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._seen_dropped = 0
+        self._store_left_alone = False
+        self._encoder = msgspec.json.Encoder()
+
+    @property
+    def dropped(self) -> int:
+        """Events and lines that were lost: too many waited, or writing failed. A later line tells of them."""
+        lost = 0 if self._events is None else self._events.dropped
+        return lost if self._writer is None else lost - self._seen_dropped + self._writer.dropped
+
+    @property
+    def problem(self) -> str:
+        """What the latest write that failed said, or ""."""
+        return "" if self._writer is None else self._writer.problem
+
+    async def __aenter__(self) -> JsonLogTap:
+        """Raises EngineClosed before the engine's start, ConfigError for what cannot be written to."""
+        if self._events is not None:
+            raise ConfigError("tap", "was entered before", hint="make another one")
+        bus = self._engine.bus
+        self._loop = asyncio.get_running_loop()
+        if self._target is not None:
+            self._writer = LineWriter(self._target, self._max_nbytes, self._note)
+        self._events = events = bus.subscribe(*self._kinds, limit=self._limit)
+        self._task = self._loop.create_task(self._consume(events), name="fdasync-jsonlog")
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        """Writes what there is, within `close_s`. Raises what the function that takes lines raised."""
+        assert self._events is not None
+        assert self._task is not None
+        self._events.close()
+        try:
+            # ends by itself: the subscription is closed, and what it holds is bounded
+            await self._task
+        finally:
+            if self._writer is not None:
+                await self._writer.aclose(self._close_s)
+
+    async def _consume(self, events: Subscription) -> None:
+        taken = 0
+        async for event in events:
+            level = self._level(event)
+            if LEVELS.index(level) >= self._from:
+                self._write(self._line(event.at, level, type(event).__name__, {"seq": event.seq, **summary(event)}))
+            taken += 1
+            if not taken % _TURN_EVENTS:
+                # a full queue must not become one long callback
+                await asyncio.sleep(0)
+
+    def _level(self, event: Event) -> str:
+        if isinstance(event, BreakerChanged):
+            self._store_left_alone = event.state != "closed"
+        elif isinstance(event, LookedUp) and self._store_left_alone:
+            # every request asks, and the breaker's own line has said why nobody answers
+            return "debug"
+        return level_of(event)
+
+    def _write(self, line: bytes) -> None:
+        assert self._events is not None
+        lost = self._events.dropped - self._seen_dropped
+        self._seen_dropped += lost
+        if self._writer is not None:
+            self._writer.lose(lost)
+            self.lines += self._writer.offer(line)
+        elif self._function is not None:
+            if lost:
+                self._function(self._note(lost, ""))
+            self._function(line)
+            self.lines += 1
+
+    def _note(self, count: int, problem: str) -> bytes:
+        fields = {"count": count, "problem": _text(problem)}
+        return self._line(self._loop.time(), "warning", "LinesDropped", fields)
+
+    def _line(self, at: float, level: str, name: str, fields: dict[str, Any]) -> bytes:
+        # from the clock of now backwards: so it stays right when somebody sets the clock
+        moment = datetime.fromtimestamp(self._wall() - (self._loop.time() - at), UTC)
+        line = {
+            "time": moment.isoformat(timespec="microseconds").replace("+00:00", "Z"),
+            "at": round(at, 6),
+            "level": level,
+            "engine": self._name,
+            "event": name,
+            **fields,
+        }
+        return self._encoder.encode(line) + b"\n"
+
+
+def level_of(event: Event) -> str:
+    """How much an event matters: one of LEVELS."""
+    match event:
+        case EngineDied() | StepFailed():
+            return "error"
+        case BlockDamaged() | WritesRefused() | LoopHeldUp():
+            return "warning"
+        case RequestEnded():
+            return "warning" if event.error or "failed" in event.reasons else "info"
+        case BreakerChanged():
+            return "warning" if event.state == "open" else "info"
+        case FetchEnded() | StoreEnded():
+            return "warning" if event.late else "debug"
+        case LookedUp():
+            return "debug" if event.answered else "warning"
+        case StoreCalled():
+            return "warning" if event.error or event.failed or event.damaged else "debug"
+        case LinkChanged():
+            return "info" if event.up else "warning"
+        case LeaseLost() | LeaseReturned() | WeightsChanged() | PauseRequested() | ResumeRequested():
+            return "info"
+    return "debug"
+
+
+def summary(event: Event) -> dict[str, Any]:
+    """An event's fields as they are written: plain values, tokens and keys counted, hashes cut short."""
+    found: dict[str, Any] = {}
+    for name in event.__struct_fields__:
+        value = getattr(event, name)
+        if name in _LEFT_OUT:
+            continue
+        if name == "cached":
+            found["cached"] = dict(zip(("device", "host", "store"), value, strict=True))
+        elif name == "reasons":
+            found["reasons"] = dict(Counter(value))
+        elif name in ("arrived", "stored"):
+            found["blocks"] = len(value)
+            found[name] = sum(value)
+        elif name in _COUNTED:
+            found[f"num_{name}"] = len(value)
+        elif name == "salt":
+            found["salted"] = bool(value)
+        elif isinstance(value, bytes):
+            found[name] = value.hex()[:_HEX_CHARS]
+        elif isinstance(value, str):
+            # the name of a stored object: hashes
+            found[name] = (
+                "/".join([_text(part)[:_HEX_CHARS] for part in value.split("/")]) if name == "key" else _text(value)
+            )
+        elif isinstance(value, tuple | frozenset):
+            found[name if len(value) <= _MAX_ITEMS else f"num_{name}"] = (
+                value if len(value) <= _MAX_ITEMS else len(value)
+            )
+        elif isinstance(value, float):
+            found[name] = round(value, 6) if math.isfinite(value) else None
+        else:
+            found[name] = value
+    return found
+
+
+def _text(value: str) -> str:
+    """Text that can be written: not too long, and UTF-8."""
+    return value[:_MAX_CHARS].encode(errors="replace").decode()

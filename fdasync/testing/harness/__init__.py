@@ -1,0 +1,1 @@
+"""Engines on the synthetic runner, leak checks, fault injection, the model of passes."""

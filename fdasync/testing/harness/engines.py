@@ -1,0 +1,301 @@
+"""Engines on the synthetic runner, and what they must answer.
+
+`synthetic_engine` builds one in a line, `held_engine` one whose steps a test releases by hand. `expected`
+says how a sample ends if nobody interrupts it, by the oracle; `check_sample` holds a sample against that:
+tokens and every row of every spec. Knows engines by their public face only. Called by tests and by
+`sim/engine.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from random import Random
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from fdasync.engine.config import EngineConfig
+from fdasync.engine.engine import Engine
+from fdasync.runner.oracle import Oracle, SyntheticConfig
+from fdasync.runner.synthetic import SyntheticRunner
+from fdasync.testing.harness.fault_runner import EdgeRunner
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from fdasync.cache.store.base import Store
+    from fdasync.engine.tokenizer import Tokenizer
+    from fdasync.request import SamplingParams
+    from fdasync.result import Delta, Result, Sample
+    from fdasync.runner.base import Runner
+    from fdasync.testing.harness.fault_runner import StepFault
+    from fdasync.testing.harness.pass_model import Read
+
+# of an engine with a store: as many as its device has
+_HOST_BLOCKS = 64
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+class LetterTokenizer:
+    """One letter for one token id, ids above 25 wrap around: text for stop strings, without a vocabulary."""
+
+    def encode(self, text: str) -> list[int]:
+        return [_LETTERS.index(letter) for letter in text]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join([_LETTERS[token % 26] for token in token_ids])
+
+
+def synthetic_config(runner: Mapping[str, Any] | None = None, **values: Any) -> EngineConfig:
+    """A small engine's configuration: in this process, blocks of 4 tokens, both further aux specs on."""
+    own = {
+        "vocab_size": 100,
+        "block_tokens": 4,
+        "num_blocks": 64,
+        "max_context_tokens": 256,
+        "values_spec": True,
+        "pass_stamp": True,
+        **(runner or {}),
+    }
+    defaults: dict[str, Any] = {
+        "process": "inline",
+        "max_running": 8,
+        "max_step_tokens": 32,
+        "trace_turns": 1 << 16,
+        # a request that stalls ends a test, and does not hold it up
+        "request_deadline_s": 20.0,
+    }
+    return EngineConfig(runner="synthetic", runner_config=own, **{**defaults, **values})
+
+
+def synthetic_engine(
+    config: EngineConfig | None = None,
+    *,
+    runner: Runner | None = None,
+    tokenizer: Tokenizer | None = None,
+    store: Store | None = None,
+) -> Engine:
+    """An engine that is not started yet.
+
+    Args:
+        store: the tier behind a host tier, which is small unless the configuration says how large. The engine closes
+            it; one that shall serve a second engine overrides `aclose`.
+    """
+    config = config or synthetic_config()
+    if store is not None and not config.store:
+        config = msgspec.structs.replace(config, store="given")
+    if store is not None and config.host_blocks == "auto":
+        config = msgspec.structs.replace(config, host_blocks=_HOST_BLOCKS)
+    return Engine(config, runner=runner, tokenizer=tokenizer, store=store)
+
+
+def held_engine(config: EngineConfig | None = None, *, fault: StepFault | None = None, on_launch: Any = None) -> Held:
+    """An engine, not started, whose steps a test holds back and releases by hand; see `EdgeRunner`."""
+    config = config or synthetic_config()
+    inner = SyntheticRunner(oracle_of(config).config, config.runner_limits())
+    edge = EdgeRunner(inner, Random(0), fault=fault, on_launch=on_launch)
+    return Held(Engine(config, runner=edge, tokenizer=LetterTokenizer()), edge)
+
+
+async def until(condition: Callable[[], bool], deadline_s: float = 10.0, every_s: float = 0.0) -> None:
+    """Let the loop turn until the condition holds; in virtual time, which stands still meanwhile, give `every_s`."""
+    async with asyncio.timeout(deadline_s):
+        while not condition():  # noqa: ASYNC110 - it is for what nobody announces
+            await asyncio.sleep(every_s)
+
+
+def oracle_of(config: EngineConfig) -> Oracle:
+    """The oracle of the synthetic runner that this configuration names."""
+    return Oracle(msgspec.convert(config.runner_config, SyntheticConfig))
+
+
+class Held(NamedTuple):
+    """An engine and the edge of its runner."""
+
+    engine: Engine
+    edge: EdgeRunner
+
+    def assert_struck(self) -> None:
+        """See `EdgeRunner`."""
+        self.edge.assert_struck()
+
+
+class Ending(msgspec.Struct, frozen=True):
+    """How a sample ends when nobody interrupts it."""
+
+    token_ids: tuple[int, ...]
+    reason: str
+    text: str
+
+
+def expected(
+    prompt: Sequence[int], params: SamplingParams, index: int, oracle: Oracle, seen: Sequence[Read] | None = None
+) -> Ending:
+    """How sample `index` of a request ends when nobody interrupts it. `params` needs a seed unless greedy.
+
+    `seen`: what its passes read (`PassModel.seen`), where weights changed; it ends where they end.
+    """
+    assert params.seed is not None or params.temperature == 0, "without a seed nobody can say"
+    seed = params.seed or 0
+    if seen is None:
+        tokens = oracle.generate(prompt, params.max_tokens, temperature=params.temperature, seed=seed, index=index)
+    else:
+        tokens = _generate_seen(prompt, params, index, oracle, seen)
+    ends = set(params.stop_token_ids)
+    if oracle.config.eos_id >= 0 and not params.ignore_eos:
+        ends.add(oracle.config.eos_id)
+    letters = LetterTokenizer()
+    for count in range(1, len(tokens) + 1):
+        kept = tuple(tokens[:count])
+        if params.stop:
+            text = letters.decode(kept)
+            found = [at for stop in params.stop if (at := text.find(stop)) >= 0]
+            if found:
+                return Ending(kept, "stop", text[: min(found)])
+        if kept[-1] in ends and count >= params.min_tokens:
+            return Ending(kept, "stop", letters.decode(kept))
+    return Ending(tuple(tokens), "length", letters.decode(tokens))
+
+
+def _generate_seen(
+    prompt: Sequence[int], params: SamplingParams, index: int, oracle: Oracle, seen: Sequence[Read]
+) -> list[int]:
+    """Tokens of a request whose passes read KV of several weights."""
+    tokens = list(prompt)
+    for position in range(len(prompt) - 1, min(len(seen), len(prompt) + params.max_tokens - 1)):
+        noise = oracle.noise(params.seed or 0, index, position + 1) if params.temperature > 0 else 0
+        digest = _digest(tokens, position, oracle, seen)
+        tokens.append(int(oracle.sample(digest, np.array([noise], np.uint64), seen[position].weights_id)[0]))
+    return tokens[len(prompt) :]
+
+
+def _digest(tokens: Sequence[int], position: int, oracle: Oracle, seen: Sequence[Read]) -> NDArray[np.uint64]:
+    weights = seen[position].kv_weights
+    return oracle.digests(tokens[: position + 1], weights[0] if len(weights) == 1 else weights)[-1:]
+
+
+def check_sample(
+    sample: Sample,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    oracle: Oracle,
+    *,
+    start: int = 0,
+    names: Sequence[str] | None = None,
+    seen: Sequence[Read] | None = None,
+) -> None:
+    """Raise AssertionError unless the sample is what the oracle says, as far as it went.
+
+    Args:
+        names: whose rows must be there, "routing" or those of another spec, and no others; None: all that the
+            oracle's model writes.
+        seen: see `expected`.
+    """
+    want = expected(prompt, params, sample.index, oracle, seen)
+    count = len(sample.token_ids)
+    if sample.finish_reason in ("stop", "length"):
+        assert sample.token_ids == want.token_ids, f"tokens {sample.token_ids}, oracle {want.token_ids}"
+        assert sample.finish_reason == want.reason, f"ended by {sample.finish_reason}, oracle {want.reason}"
+    else:
+        assert sample.token_ids == want.token_ids[:count], f"tokens {sample.token_ids}, oracle {want.token_ids}"
+    tokens = [*prompt, *want.token_ids]
+    if seen is None:
+        digests = oracle.digests(tokens)
+        weights = [oracle.config.weights_id] * len(tokens)
+    else:
+        seen = seen[: len(tokens)]
+        parts = [_digest(tokens, position, oracle, seen) for position in range(len(seen))]
+        digests = np.concatenate([*parts, np.zeros(len(tokens) - len(seen), np.uint64)])
+        weights = [read.weights_id for read in seen]
+    _check_logprobs(sample, len(prompt), params, oracle, digests, weights)
+    found = dict(sample.aux)
+    if sample.routing is not None:
+        assert sample.routing.start == start
+        found["routing"] = sample.routing.array
+    wanted = _names(oracle) if names is None else names
+    assert sorted(found) == sorted(wanted), f"rows of {sorted(found)} came, of {sorted(wanted)} were wanted"
+    assert sample.start == start
+    for name, array in found.items():
+        if count:
+            whole = len(prompt) + count - 1 - start
+            assert len(array) == whole, f"{len(array)} rows of {name}, {whole} positions were forwarded"
+        own = digests[start : start + len(array)]
+        if name == "stamp":
+            assert array.dtype == np.uint32
+            assert array.shape[1:] == (1,)
+            continue
+        want_rows = oracle.rows(own) if name == "routing" else oracle.values(own)
+        assert array.dtype == want_rows.dtype
+        assert np.array_equal(array, want_rows), f"rows of {name} are not the oracle's"
+    assert len({len(array) for array in found.values()}) <= 1
+
+
+def _names(oracle: Oracle) -> list[str]:
+    """Of the specs that the synthetic model writes."""
+    config = oracle.config
+    written = {"routing": config.num_moe_layers > 0, "values": config.values_spec, "stamp": config.pass_stamp}
+    return [name for name, is_written in written.items() if is_written]
+
+
+def _check_logprobs(
+    sample: Sample,
+    prompt_len: int,
+    params: SamplingParams,
+    oracle: Oracle,
+    digests: NDArray[np.uint64],
+    weights: Sequence[int],
+) -> None:
+    assert (sample.raw_logprobs is not None) == (params.logprobs in ("raw", "both"))
+    assert (sample.processed_logprobs is not None) == (params.logprobs in ("processed", "both"))
+    assert (sample.top_logprobs is not None) == bool(params.top_logprobs)
+    if params.logprobs == "none":
+        return
+    tokens = np.array(sample.token_ids, np.int64)
+    first = prompt_len - 1
+    want = np.zeros(len(tokens))
+    for weights_id in sorted(set(weights[first : first + len(tokens)])):
+        chosen = [at for at in range(len(tokens)) if weights[first + at] == weights_id]
+        places = [first + at for at in chosen]
+        want[chosen] = oracle.logprobs(digests[places], tokens[chosen], weights_id)
+    for have, factor in ((sample.raw_logprobs, 1.0), (sample.processed_logprobs, 0.5)):
+        if have is not None:
+            assert len(have) == len(tokens)
+            assert np.allclose(have, want * factor, atol=1e-6), "log-probs are not the oracle's"
+    if sample.top_logprobs is not None:
+        best = [oracle.top(digests[at], params.top_logprobs, weights[at]) for at in range(first, first + len(tokens))]
+        assert list(sample.top_logprobs) == best, "alternatives are not the oracle's"
+
+
+def check_deltas(deltas: Sequence[Delta], result: Result, *, whole: bool = True, ends: bool = True) -> None:
+    """Raise AssertionError unless the deltas of a stream, joined, are its result: tokens, text, log-probs and ends.
+
+    Args:
+        whole: False: the stream was left, so they are the beginning of the result.
+        ends: each sample's last delta names its end; False: a router may have ended it without its instance.
+    """
+    for sample in result.samples:
+        own = [delta for delta in deltas if delta.index == sample.index]
+        told = tuple(token for delta in own for token in delta.token_ids)
+        text = "".join(delta.text for delta in own)
+        assert told == sample.token_ids[: len(told)], f"deltas {told} are not the result's {sample.token_ids}"
+        assert sample.text.startswith(text), f"the deltas' text {text!r} is not the result's {sample.text!r}"
+        for name in ("raw_logprobs", "processed_logprobs", "top_logprobs"):
+            want = getattr(sample, name)
+            parts = [getattr(delta, name) for delta in own]
+            assert {part is None for part in parts} <= {want is None}, f"{name} came, or did not, against the result"
+            if want is None:
+                continue
+            joined = [value for part in parts for value in part]
+            if name != "top_logprobs":
+                joined, want = np.array(joined, np.float32).tolist(), want.tolist()
+            assert joined == list(want[: len(told)]), f"{name} of the deltas are not the result's"
+        if not whole:
+            continue
+        assert (len(told), text) == (len(sample.token_ids), sample.text), "the deltas end before the result"
+        if not ends:
+            continue
+        assert [delta.finish_reason for delta in own if delta.finish_reason] == [sample.finish_reason]
+        assert own[-1].finish_reason is not None, "something came after the end"

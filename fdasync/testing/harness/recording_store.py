@@ -1,0 +1,59 @@
+"""A store that writes down which host block went in and out under which key, for `PassModel`, and outlives engines.
+
+Wraps the innermost store: what faults, timeouts and checks do around it does not concern it. Used by simulations and
+the routing matrix.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fdasync.cache.store.wrappers import Wrapper
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fdasync.cache.store.base import Item, Outcome, Store
+    from fdasync.testing.harness.pass_model import PassModel
+
+
+class WatchedStore(Wrapper):
+    """Tells `passes` of every block that was kept, and of every one that was given back.
+
+    Attributes:
+        stride_nbytes: of host blocks, whose header page is the first part of an item; set it before use.
+    """
+
+    def __init__(self, inner: Store, passes: PassModel, *, closes: bool = False) -> None:
+        """`closes`: the inner store is this engine's own: another one opens what it left behind."""
+        super().__init__(inner)
+        self._closes = closes
+        self.stride_nbytes = 1
+        self._passes = passes
+        self._kept: dict[str, None] = {}
+
+    async def aclose(self) -> None:
+        """Unless it `closes`, the inner store stays as it is: the next engine opens it again."""
+        if self._closes:
+            await self.inner.aclose()
+
+    async def forget(self) -> None:
+        """Everything that it kept, as a store may."""
+        keys = list(self._kept)
+        self._kept.clear()
+        await self.inner.delete(keys)
+
+    async def put(self, items: Sequence[Item]) -> list[Outcome]:
+        outcomes = await self.inner.put(items)
+        for item, outcome in zip(items, outcomes, strict=True):
+            if outcome.status == "done":
+                self._passes.stored(item.key, item.parts[0].offset // self.stride_nbytes)
+                self._kept[item.key] = None
+        return outcomes
+
+    async def get_into(self, items: Sequence[Item]) -> list[Outcome]:
+        outcomes = await self.inner.get_into(items)
+        for item, outcome in zip(items, outcomes, strict=True):
+            if outcome.status == "done":
+                self._passes.fetched(item.key, item.parts[0].offset // self.stride_nbytes)
+        return outcomes

@@ -1,0 +1,301 @@
+"""The part of the conformance suite for runners about sequences that another instance began.
+
+One runner computes a prompt and its first token; the KV of all its blocks, the last partly filled one too, and its
+rows are moved to another runner as bytes, which goes on where the first one stopped: in the middle of a block. What
+comes must be what the first runner says when it goes on by itself.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from fdasync.errors import InvariantBroken
+from fdasync.events.actions import Chunk
+from fdasync.testing.harness.verdicts import check, equal
+from fdasync.testing.runners.bench import GREEDY, Answer, noisy, on_bench
+from fdasync.testing.runners.harness import RunnerSuite, on_loop, same_rows
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractAsyncContextManager
+
+    from numpy.typing import NDArray
+
+    from fdasync.events.actions import SeqStart
+    from fdasync.request import SamplerSpec
+    from fdasync.runner.base import CopyOutput, StepOutput
+    from fdasync.testing.runners.bench import Bench
+
+# sampled tokens of a sequence, the first one included
+_COUNT = 6
+_HOST_BLOCKS = 4
+# where blocks lie: in the first runner, on the other's host, in the other, and those of others who run there
+_FROM = (0, 1, 2, 3)
+_PLACES = (2, 0, 3, 1)
+_INTO = (9, 4, 7, 2)
+_OTHERS = ((0, 1), (5, 6, 8))
+
+
+@dataclass
+class _Line:
+    """One sequence, and what was sampled for it."""
+
+    start: SeqStart
+    blocks: Sequence[int]
+    tokens: list[int] = field(default_factory=list)
+    raw: list[float] = field(default_factory=list)
+    processed: list[float] = field(default_factory=list)
+    best: list[tuple[float, ...]] = field(default_factory=list)
+    length: int = 0
+
+    def take(self, output: StepOutput, row: int) -> None:
+        self.tokens.append(output.tokens[row])
+        if output.raw is not None and output.processed is not None:
+            self.raw.append(output.raw[row])
+            self.processed.append(output.processed[row])
+        best = None if output.top is None else output.top[row]
+        self.best.append(() if best is None else best.logprobs)
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """What one instance gives to another after the first token, and how it went on itself.
+
+    `past` is where the bytes of the last block lie that belong to tokens past the prompt, as far as that is known.
+    """
+
+    prompt: list[int]
+    sampler: SamplerSpec
+    kv: list[NDArray[np.uint8]]
+    past: NDArray[np.bool_]
+    rows: dict[str, NDArray[Any]]
+    line: _Line
+    whole: Answer
+
+
+class _Play:
+    """Sequences that are decoded together, with up to `depth` steps in flight."""
+
+    def __init__(self, on: Bench, depth: int) -> None:
+        self._on = on
+        self._depth = depth
+        self._lines: list[_Line] = []
+        self._flights: deque[tuple[asyncio.Future[StepOutput], list[_Line]]] = deque()
+
+    async def step(self, *joining: _Line) -> None:
+        """Launch a step, if there is anything to do; wait until there may be another one in flight."""
+        on, size = self._on, self._on.size
+        if not self._lines and not joining:
+            return
+        due = [line for line in self._lines if line.length % size == 0]
+        appends = [on.append(line.start.key, line.blocks[line.length // size]) for line in due]
+        for line in self._lines:
+            line.length += 1
+        chunks = []
+        for line in joining:
+            line.length = len(line.start.tokens) // 4
+            chunks.append(Chunk(line.start.key, line.length - line.start.num_cached, True))
+        starts = [line.start for line in joining]
+        self._lines += joining
+        self._flights.append((on.launch(starts=starts, appends=appends, chunks=chunks), list(self._lines)))
+        while len(self._flights) >= self._depth:
+            await self._land()
+
+    async def end(self) -> None:
+        """Wait for all; the sequences leave."""
+        while self._flights:
+            await self._land()
+        await self._on.leave(*[line.start.key for line in self._lines])
+
+    async def _land(self) -> None:
+        future, lines = self._flights.popleft()
+        output = await future
+        for row, line in enumerate(lines):
+            line.take(output, row)
+
+
+class TailTests(RunnerSuite):
+    """Wherever in a block a sequence is taken over, it goes on as if it had not been."""
+
+    @on_loop
+    async def test_a_sequence_begun_elsewhere_goes_on_in_the_middle_of_a_block(self) -> None:
+        await self._goes_on_after(lambda size: 2 * size + size // 2)
+
+    @on_loop
+    async def test_a_sequence_begun_elsewhere_goes_on_after_one_token_of_a_block(self) -> None:
+        await self._goes_on_after(lambda size: 2 * size + 1)
+
+    @on_loop
+    async def test_a_sequence_begun_elsewhere_goes_on_with_the_last_token_of_a_block(self) -> None:
+        await self._goes_on_after(lambda size: 3 * size - 1)
+
+    @on_loop
+    async def test_a_sequence_begun_elsewhere_goes_on_in_a_fresh_block(self) -> None:
+        await self._goes_on_after(lambda size: 2 * size)
+
+    @on_loop
+    async def test_a_sequence_begun_elsewhere_goes_on_in_its_only_block(self) -> None:
+        await self._goes_on_after(lambda size: size // 2 + 1)
+
+    @on_loop
+    async def test_what_lies_past_the_tokens_of_a_tail_counts_for_nothing(self) -> None:
+        async with self._bench() as one, self._bench() as other:
+            random = np.random.default_rng(1)
+            for key, tail in enumerate((1, one.size // 2, one.size - 1)):
+                prompt = one.prompt(one.size + tail, salt=3)
+                # so long that the tail is filled: then it shows which bytes are not the prompt's
+                begun = await self._begin(one, key, prompt, self._samplers(one)[0], one.size + 2)
+                written = int(begun.past.sum())
+                check(written, "bytes of an open block past the prompt's, when they were filled", written)
+                noise = random.integers(0, 256, begun.past.shape, np.uint8)
+                # among the bits of 0xff are those of no number at all
+                for number, garbage in enumerate((np.full_like(noise, 0xFF), noise)):
+                    kv = [*begun.kv[:-1], np.where(begun.past, garbage, begun.kv[-1])]
+                    await self._take_over(other, 10 * key + number, replace(begun, kv=kv), 1)
+
+    @on_loop
+    async def test_a_sequence_begun_elsewhere_may_have_more_to_compute(self) -> None:
+        async with self._bench() as one, self._bench() as other:
+            prompt = one.prompt(2 * one.size - 3)
+            begun = await self._begin(one, 0, prompt, self._samplers(one)[1], one.size + 2)
+            kv = [*begun.kv[:-1], np.where(begun.past, np.uint8(0xFF), begun.kv[-1])]
+            await self._receive(other, replace(begun, kv=kv))
+            # two chunks: the first one ends in the tail, the second one in the block behind it
+            known, blocks = prompt + begun.line.tokens[:5], _INTO[:3]
+            start = other.start(0, known, blocks, cached=len(prompt), prompt_len=len(prompt), sampler=begun.sampler)
+            sampled = await other.step(starts=[start], chunks=[Chunk(0, 2, False)])
+            equal(sampled, (), "tokens of a chunk that is not a sequence's last")
+            tokens = known[len(prompt) :] + list(await other.step(chunks=[Chunk(0, 3, True)]))
+            tokens += await other.decode(0, len(known), blocks, len(begun.line.tokens) - 6)
+            self.assert_same(begun.whole, Answer(tokens, other.rows(blocks, 0, len(prompt) + len(tokens) - 1)))
+
+    @on_loop
+    async def test_a_tail_that_was_swapped_goes_on_in_its_slot(self) -> None:
+        for capture in (self.limits.capture, False):
+            limits = msgspec.structs.replace(self.limits, capture=capture)
+            async with on_bench(self.make(limits), host_blocks=_HOST_BLOCKS) as on:
+                size = on.size
+                prompt = on.prompt(2 * size + 5)
+                plain = await on.answer(0, prompt, size, _FROM)
+                first = await on.launch_prefill(on.start(1, prompt, _FROM))
+                await on.swap_out(_FROM[:3], _PLACES[:3])
+                await on.leave(1)
+                await on.answer(2, on.prompt(3 * size, salt=1), 1, _FROM)
+                await on.swap_in(_PLACES[:3], _INTO[:3])
+                before = on.rows(_INTO, 0, len(prompt))
+                known = prompt + list(first.tokens)
+                start = on.start(3, known, _INTO, cached=len(prompt), prompt_len=len(prompt))
+                tokens = list((await on.launch_prefill(start)).tokens)
+                tokens += await on.decode(3, len(known), _INTO, size - 2)
+                rows = on.rows(_INTO, 0, len(prompt) + size - 1)
+                self.assert_same(plain, Answer([*first.tokens, *tokens], rows))
+                _assert_untouched(before, rows)
+
+    # -- how it is done -------------------------------------------------------------------------------
+
+    def _bench(self) -> AbstractAsyncContextManager[Bench]:
+        return on_bench(self.make(self.limits), host_blocks=_HOST_BLOCKS)
+
+    def _samplers(self, on: Bench) -> tuple[SamplerSpec, SamplerSpec]:
+        """Greedy, and with everything that asks which tokens are output, and how many there were."""
+        asks = {"raw": True, "processed": True, "top": 3} if self.logprobs else {}
+        penalties = {"repetition_penalty": 1.3, "presence_penalty": 0.6, "frequency_penalty": 0.4}
+        # until four were sampled, half of the vocabulary is out of reach
+        stops = {"min_tokens": 4, "stop_ids": tuple(range(on.capacity.vocab_size // 2))}
+        greedy = msgspec.structs.replace(GREEDY, **asks)
+        return greedy, msgspec.structs.replace(noisy(7, 1), **asks, **penalties, **stops)
+
+    async def _goes_on_after(self, length_of: Callable[[int], int]) -> None:
+        async with self._bench() as one, self._bench() as other:
+            prompt = one.prompt(length_of(one.size), salt=2)
+            key = 0
+            for sampler in self._samplers(one):
+                begun = await self._begin(one, key, prompt, sampler, _COUNT)
+                for depth in (1, 2) if self.overlaps else (1,):
+                    await self._take_over(other, key, begun, depth)
+                    key += 10
+
+    async def _begin(self, on: Bench, key: int, prompt: list[int], sampler: SamplerSpec, count: int) -> _Begun:
+        """Compute a sequence, and give what there was after its first token: copies of whole blocks."""
+        line = _Line(on.start(key, prompt, _FROM, sampler=sampler), _FROM)
+        used = len(line.start.blocks)
+        play = _Play(on, 1)
+        await play.step(line)
+        kv = await self._sent(on, _FROM[:used])
+        rows = on.rows(_FROM, 0, len(prompt))
+        for _ in range(count - 1):
+            await play.step()
+        past = kv[-1] != (await self._sent(on, _FROM[used - 1 : used]))[0]
+        await play.end()
+        whole = Answer(line.tokens, on.rows(_FROM, 0, len(prompt) + count - 1))
+        return _Begun(prompt, sampler, kv, past, rows, line, whole)
+
+    async def _sent(self, on: Bench, blocks: Sequence[int]) -> list[NDArray[np.uint8]]:
+        await on.swap_out(blocks, _PLACES[: len(blocks)])
+        assert on.host is not None, f"the bench has no host tier: {on.host}"
+        return [on.host.kv[place].copy() for place in _PLACES[: len(blocks)]]
+
+    def _receive(self, on: Bench, begun: _Begun) -> asyncio.Future[CopyOutput]:
+        places = _PLACES[: len(begun.kv)]
+        on.receive(begun.kv, begun.rows, len(begun.prompt), places)
+        return on.swap_in(places, _INTO[: len(places)])
+
+    async def _take_over(self, on: Bench, key: int, begun: _Begun, depth: int) -> None:
+        """Go on with a sequence among others, which come before it and with it, and hold all against being alone."""
+        prompts = [on.prompt(5), on.prompt(on.size + 3, salt=5)] if self.batch_safe else []
+        alone = [await on.answer(key + 1, prompt, _COUNT, _OTHERS[at]) for at, prompt in enumerate(prompts)]
+        prompt, first = begun.prompt, begun.line.tokens[0]
+        play = _Play(on, depth)
+        others = [_Line(on.start(key + 1 + at, own, _OTHERS[at]), _OTHERS[at]) for at, own in enumerate(prompts)]
+        await play.step(*others[:1])
+        # it comes while another one runs
+        arrived = self._receive(on, begun)
+        await play.step()
+        await arrived
+        here: dict[str, Any] = {"cached": len(prompt), "prompt_len": len(prompt), "sampler": begun.sampler}
+        line = _Line(on.start(key, [*prompt, first], _INTO, **here), _INTO)
+        await play.step(line, *others[1:])
+        for _ in range(len(begun.line.tokens) - 2):
+            await play.step()
+        await play.end()
+        num_rows = len(prompt) + len(line.tokens)
+        rows = on.rows(_INTO, 0, num_rows)
+        self.assert_same(begun.whole, Answer([first, *line.tokens], rows))
+        _assert_untouched(begun.rows, rows)
+        self._assert_logprobs(begun.line, line)
+        for at, other in enumerate(others):
+            beside = alone[at].tokens[: len(other.tokens)]
+            equal(other.tokens[:_COUNT], beside, "tokens of another sequence, beside one from elsewhere")
+        self._assert_no_row(on, num_rows)
+
+    def _assert_no_row(self, on: Bench, position: int) -> None:
+        """Behind the last row of an open block."""
+        if on.arena is None or not position % on.size:
+            return
+        try:
+            on.rows(_INTO, position, position + 1)
+        except InvariantBroken:
+            return
+        raise AssertionError(f"row {position} is there, which nobody computed")
+
+    def _assert_logprobs(self, whole: _Line, later: _Line) -> None:
+        """Of the second token and those after it; the first one's came with it."""
+        if not self.logprobs:
+            return
+        for name in ("raw", "processed", "best"):
+            one, other = np.array(getattr(whole, name)[1:]), np.array(getattr(later, name))
+            equal(other.shape, one.shape, f"shape of {name} log-probs after a sequence came from elsewhere")
+            check(one.size, f"number of {name} log-probs of a sequence that asks for them", one.size)
+            apart = float(np.abs(one - other).max())
+            check(apart <= self.logprob_error, f"{name} log-probs are at most {self.logprob_error} apart", apart)
+
+
+def _assert_untouched(before: dict[str, NDArray[Any]], after: dict[str, NDArray[Any]]) -> None:
+    for name, rows in before.items():
+        same_rows(after[name][: len(rows)], rows, f"rows of {name} that came with the KV, and stay")

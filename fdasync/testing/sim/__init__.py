@@ -1,0 +1,1 @@
+"""Virtual time and whole engines in it."""

@@ -1,0 +1,1 @@
+"""Whole fleets in virtual time (ours: may leave the wheel, see 6)."""

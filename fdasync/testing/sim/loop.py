@@ -1,0 +1,200 @@
+"""An event loop in virtual time: hours pass in milliseconds, and the same code gives the same order.
+
+`SimLoop` is the stdlib's selector loop with a clock of its own. Time stands still while anything is ready
+and jumps to the next timer when nothing is, so a timeout never beats code that needs no time. Timers that
+are due at the same moment fire one by one, in the order they were set, each with all that follows from it.
+When nothing is ready and no timer is set the loop raises `Deadlock` and names who waits.
+
+It knows nothing of engines. There is no world outside of it: real sockets and pipes between tasks of the same loop
+work (addresses in numbers: a name is looked up in a thread), threads and child processes do not. Called by `run_sim`,
+which the pytest plugin hands out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import selectors
+from contextvars import copy_context
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, Unpack
+
+from fdasync.testing.sim.process import Guarded, process_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Mapping
+    from contextvars import Context
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+_NS = 1_000_000_000
+_MAX_TURNS_PER_MOMENT = 200_000
+_MIN_TAKEN = 4096
+# rounds of cancelling at the end of a run that failed
+_MAX_RUINS = 8
+
+
+class Deadlock(RuntimeError):
+    """Nothing is ready and no timer is set: those who wait, wait for ever.
+
+    Attributes:
+        waiting: one line for each task that is not done: its name and where it stands.
+    """
+
+    def __init__(self, waiting: list[str]) -> None:
+        self.waiting = waiting
+        super().__init__("\n  ".join(["nothing is ready and no timer is set; these tasks wait for ever:", *waiting]))
+
+
+class Livelock(RuntimeError):
+    """The loop is always busy and its time stands still: somebody polls without a timer."""
+
+
+class _SimSelector(selectors.BaseSelector):
+    """The real selector, asked without waiting; what would be a wait moves the loop's clock instead."""
+
+    def __init__(self) -> None:
+        self.loop: SimLoop
+        self._real = selectors.DefaultSelector()
+
+    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+        return self._real.register(fileobj, events, data)
+
+    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
+        return self._real.unregister(fileobj)
+
+    def modify(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+        return self._real.modify(fileobj, events, data)
+
+    def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
+        return self._real.get_map()
+
+    def close(self) -> None:
+        self._real.close()
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        # the loop's own pipe, which wakes it for threads and signals, is always there
+        ready = self._real.select(0) if timeout is None or len(self._real.get_map()) > 1 else []
+        if not ready:
+            self.loop.nothing_ready(timeout)
+        return ready
+
+
+class SimLoop(asyncio.SelectorEventLoop):
+    """See the module. `time()` starts at 0 and counts whole nanoseconds.
+
+    Attributes:
+        turns: iterations of the loop so far.
+    """
+
+    def __init__(self) -> None:
+        selector = _SimSelector()
+        selector.loop = self
+        self.turns = 0
+        self._now_ns = 0
+        self._last_moment = 0
+        self._taken: set[int] = set()
+        self._taken_limit = _MIN_TAKEN
+        super().__init__(selector)
+        # timers are whole nanoseconds apart, so half of one never takes two at once
+        self._clock_resolution = 0.5 / _NS
+
+    def time(self) -> float:
+        return self._now_ns / _NS
+
+    def call_at(
+        self, when: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """As in asyncio, but no two timers share a moment: the later set one fires a nanosecond later."""
+        # up, never down: a timer must not fire before its time
+        moment = max(math.ceil(round(when * _NS, 3)), self._now_ns)
+        while moment in self._taken:
+            moment += 1
+        self._taken.add(moment)
+        if len(self._taken) > self._taken_limit:
+            self._taken = {taken for taken in self._taken if taken >= self._now_ns}
+            self._taken_limit = max(2 * len(self._taken), _MIN_TAKEN)
+        context = copy_context() if context is None else context
+        process = process_of(context)
+        if process is None:
+            return super().call_at(moment / _NS, callback, *args, context=context)
+        guarded = Guarded(process, callback, args, context)
+        guarded.handle = handle = super().call_at(moment / _NS, guarded, context=context)
+        return handle
+
+    def call_soon(
+        self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        """As in asyncio; what belongs to a process (`process.py`) runs when that does."""
+        context = copy_context() if context is None else context
+        process = process_of(context)
+        if process is None:
+            return super().call_soon(callback, *args, context=context)
+        guarded = Guarded(process, callback, args, context)
+        guarded.handle = handle = super().call_soon(guarded, context=context)
+        return handle
+
+    def nothing_ready(self, timeout: float | None) -> None:
+        """Called by the selector when the loop would wait this long (None: for ever; 0: it would not)."""
+        self.turns += 1
+        if timeout is None:
+            raise Deadlock(self._waiting())
+        if timeout > 0:
+            self._now_ns += math.ceil(round(timeout * _NS, 3))
+            self._last_moment = self.turns
+        elif self.turns - self._last_moment > _MAX_TURNS_PER_MOMENT:
+            self._last_moment = self.turns
+            raise Livelock(f"{_MAX_TURNS_PER_MOMENT} turns of the loop at {self.time():g} s: somebody polls")
+
+    def _waiting(self) -> list[str]:
+        lines = []
+        for task in asyncio.all_tasks(self):
+            stack = task.get_stack(limit=1)
+            where = "not started"
+            if stack:
+                code = stack[-1].f_code
+                where = f"{code.co_qualname} ({code.co_filename}:{stack[-1].f_lineno})"
+            lines.append(f"{task.get_name()} in {where}")
+        return sorted(lines)
+
+
+def run_sim(main: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end in virtual time, as `asyncio.run` would.
+
+    Raises what it raises; `Deadlock` when it can never end; RuntimeError when it leaves tasks behind.
+    """
+    loop = SimLoop()
+    try:
+        asyncio.set_event_loop(loop)
+        try:
+            result = loop.run_until_complete(main)
+        except BaseException:
+            _cancel_all(loop)
+            raise
+        left = [task.get_name() for task in asyncio.all_tasks(loop)]
+        _cancel_all(loop)
+        if left:
+            raise RuntimeError(f"tasks were left behind: {', '.join(sorted(left))}")
+        return result
+    finally:
+        asyncio.set_event_loop(None)
+        loop.close()
+
+
+def _cancel_all(loop: SimLoop) -> None:
+    # what is cancelled may start tasks that close what it had
+    for _ in range(_MAX_RUINS):
+        tasks = asyncio.all_tasks(loop)
+        if not tasks:
+            break
+        for task in tasks:
+            task.cancel()
+        try:
+            loop.run_until_complete(asyncio.wait(tasks, timeout=3600.0))
+        except (Deadlock, Livelock):
+            # what is reported is why the run ended, not what its ruins do
+            return
+        for task in tasks:
+            # retrieve, so that asyncio does not warn of what nobody will ask for
+            _ = not task.done() or task.cancelled() or task.exception()
+    loop.run_until_complete(loop.shutdown_asyncgens())

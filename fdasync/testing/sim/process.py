@@ -1,0 +1,148 @@
+"""Processes in one loop of virtual time: each can stand still (SIGSTOP), go on, or die, in the middle of anything.
+
+What a process starts - tasks, timers, callbacks - carries its name in its context, and `SimLoop` asks here before it
+runs any of it. So the code under test needs to know nothing of it: a process that stands still runs no line, and finds
+its timers late when it goes on. `ProcessWire` and `ProcessTransport` are its doors to the others: what comes in is its
+own from there on, what went out is on its way whatever becomes of it.
+
+Knows no instances. Called by simulations of several processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextvars import Context, ContextVar, copy_context
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fdasync.testing.sim.network import SimNetwork, SimWire
+from fdasync.testing.sim.transport import SimFabric, SimTransport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from fdasync.cache.store.base import Outcome
+    from fdasync.pd.link.wire import Frame, Pipe
+    from fdasync.pd.transfer.base import Receipt
+    from fdasync.pd.transfer.transfers import Call
+
+T = TypeVar("T")
+
+_OURS: ContextVar[SimProcess | None] = ContextVar("fdasync_sim_process", default=None)
+
+
+def process_of(context: Context) -> SimProcess | None:
+    """Whose code runs in this context; None: nobody's that can stand still."""
+    return context.get(_OURS)
+
+
+class SimProcess:
+    """See the module. Compared by identity.
+
+    Attributes:
+        name: for people.
+        stopped: it stands still, or is dead.
+        held: what it will do when it goes on, in order.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.stopped = False
+        self.held: list[Callable[[], None]] = []
+        self._context = copy_context()
+        self._context.run(_OURS.set, self)
+
+    def __repr__(self) -> str:
+        return f"<SimProcess {self.name}>"
+
+    def stop(self) -> None:
+        """From now on it runs nothing."""
+        self.stopped = True
+
+    def go_on(self) -> None:
+        """What was due meanwhile runs now, in the order in which it became due."""
+        self.stopped = False
+        held, self.held = self.held, []
+        for each in held:
+            asyncio.get_running_loop().call_soon(each, context=Context())
+
+    def start(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+        """A task of this process."""
+        return asyncio.get_running_loop().create_task(work, name=f"{self.name}: {name}", context=self._context.copy())
+
+    def call(self, callback: Callable[..., object], *args: Any) -> None:
+        """Have it do this soon."""
+        asyncio.get_running_loop().call_soon(callback, *args, context=self._context.copy())
+
+
+class Guarded:
+    """A callback of a process, as the loop holds it."""
+
+    __slots__ = ("_args", "_callback", "_context", "_process", "handle")
+
+    def __init__(
+        self, process: SimProcess, callback: Callable[..., object], args: tuple[Any, ...], context: Context
+    ) -> None:
+        self._process = process
+        self._callback = callback
+        self._args = args
+        self._context = context
+        self.handle: asyncio.Handle
+
+    def __call__(self) -> None:
+        if self._process.stopped:
+            self._process.held.append(self._late)
+        else:
+            self._callback(*self._args)
+
+    def _late(self) -> None:
+        if self.handle.cancelled():
+            return
+        if self._process.stopped:
+            # it was stopped again in the middle of going on
+            self._process.held.append(self._late)
+        else:
+            self._context.run(self._callback, *self._args)
+
+
+def _outside(work: Callable[..., T], *args: Any) -> T:
+    """Call it as nobody's: what it sets on its way goes on when whoever set it stands still."""
+    return Context().run(work, *args)
+
+
+class ProcessWire(SimWire):
+    """The wire of a process."""
+
+    def __init__(self, network: SimNetwork, process: SimProcess) -> None:
+        super().__init__(network, process.name)
+        self._process = process
+
+    def open(
+        self, name: bytes, on_frames: Callable[[Pipe, list[Frame]], None], on_room: Callable[[Pipe], None]
+    ) -> None:
+        call = self._process.call
+        super().open(name, lambda pipe, frames: call(on_frames, pipe, frames), lambda pipe: call(on_room, pipe))
+
+    def send(self, pipe: Pipe, frames: list[Frame]) -> bool:
+        return _outside(super().send, pipe, frames)
+
+
+class ProcessTransport(SimTransport):
+    """The transport of a process.
+
+    Args:
+        on_copied: told of each receipt that was copied whole, and from whom, before anything else happens.
+    """
+
+    def __init__(
+        self, fabric: SimFabric, process: SimProcess, on_copied: Callable[[ProcessTransport, Receipt], None]
+    ) -> None:
+        super().__init__(fabric, process.name)
+        self._on_copied = on_copied
+
+    async def _copy(self, call: Call, receipt: Receipt, *, spoil: bool) -> Outcome:
+        sender = self._fabric.sender(call.token)
+        outcome = await super()._copy(call, receipt, spoil=spoil)
+        if outcome.status == "done":
+            assert isinstance(sender, ProcessTransport)
+            self._on_copied(sender, receipt)
+        return outcome
