@@ -254,7 +254,7 @@ def test_text_in_parts_is_the_whole_text(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_text_in_parts_is_the_whole_text_of_very_many_sequences(name: str) -> None:
-    # 108,000 in all
+    # 132,000 in all
     ends = fuzz(name, 12_000, 2)
     assert {"no", "found"} <= ends
     assert "at the end" in ends or name.startswith(("metaspace", "word", "ends")), ends
