@@ -74,6 +74,23 @@ ONLY = {
     "fdasync.ipc": ("fdasync.ipc", "fdasync.errors"),
     "fdasync.events": ("fdasync.events", "fdasync.errors", "fdasync.request"),
 }  # fmt: skip
+# what rooms may know of each other when they run
+CONTRACTS = (
+    "fdasync.errors", "fdasync.result", "fdasync.request", "fdasync.events", "fdasync.ipc", "fdasync.registry",
+    "fdasync.cache.aux", "fdasync.cache.aux_arena", "fdasync.cache.host_arena", "fdasync.cache.debug_rows",
+    "fdasync.cache.store.base", "fdasync.cache.store.block_format", "fdasync.gpu.completion", "fdasync.runner.base",
+    "fdasync.engine.inputs", "fdasync.engine.tokenizer", "fdasync.pd.messages", "fdasync.pd.transfer.base",
+)  # fmt: skip
+ROOMS = ("fdasync.cache", "fdasync.gpu", "fdasync.runner", "fdasync.pd")
+# what joins a room to others, and what knows more than a contract
+JOINERS = {
+    "fdasync.pd.instance.instance": ("fdasync.engine", "fdasync.cache.prefix"),
+    "fdasync.pd.instance.decode_service": ("fdasync.cache.prefix",),  # checks that blocks are called what they are
+    "fdasync.pd.router.dispatch": ("fdasync.cache.prefix",),  # looks for prefixes under the names that instances give
+}
+# the middle of an engine and of an instance, which only they, and embedders (the command line, tests), know
+MIDDLE = ("fdasync.engine.engine", "fdasync.engine.runtime", "fdasync.engine.driver", "fdasync.pd.instance.instance")
+EMBEDDERS = ("fdasync.cli", "fdasync.testing")
 # neighbours that do not know each other
 APART = (("fdasync.pd.link", "fdasync.pd.transfer"), ("fdasync.pd.transfer", "fdasync.pd.link"))
 # what knows a floor above, and why
@@ -110,6 +127,21 @@ def broken_rules(module: str, imported: str) -> str:
     if other == "fdasync.testing" and room != "fdasync.testing":
         return "the package does not need its tests"
     return ""
+
+
+def test_rooms_know_each_others_contracts_only():
+    for module, path in MODULES.items():
+        for room in ROOMS:
+            if within(module, (room,)):
+                known = (*CONTRACTS, room, *JOINERS.get(module, ()))
+                ours = [name for name in imports_of(path) if within(name, ("fdasync",))]
+                assert [name for name in ours if not within(name, known)] == [], module
+
+
+def test_nobody_knows_the_middle():
+    for module, path in MODULES.items():
+        if not within(module, (*MIDDLE, *EMBEDDERS)):
+            assert [name for name in imports_of(path) if within(name, MIDDLE)] == [], module
 
 
 def test_the_import_rule():

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from random import Random
 
     from fdasync.engine.config import EngineConfig
-    from fdasync.engine.inputs import Ask
-    from fdasync.engine.prepare import Given, Preparer
+    from fdasync.engine.inputs import Ask, Given
+    from fdasync.engine.prepare import Preparer
     from fdasync.engine.runtime import Runtime
     from fdasync.events.catalog import RequestPrepared
     from fdasync.result import Result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -43,3 +43,10 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     start: int
     cache_salt: str
     errand: Errand | None = None
+
+
+class Given(NamedTuple):
+    """What a prompt's blocks are called: identities of the full ones under a namespace."""
+
+    namespace: bytes
+    block_keys: tuple[bytes, ...]

@@ -11,7 +11,7 @@ import asyncio
 from array import array
 from collections import deque
 from collections.abc import Sequence, Sized
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from fdasync.cache.aux import ROUTING
 from fdasync.cache.prefix import block_keys, root_key
+from fdasync.engine.inputs import Given
 from fdasync.engine.tokenizer_process import token_ids
 from fdasync.errors import BadInput, TaskCancelled, TooLong
 from fdasync.events.catalog import Hashed, RequestPrepared
@@ -59,13 +60,6 @@ def namespace_of(capacity: Capacity) -> bytes:
         # rows that are no routing never meet rows that are
         parts = (*parts, "routing_debug")
     return root_key(msgspec.msgpack.encode(parts))
-
-
-class Given(NamedTuple):
-    """What a prompt's blocks are called: identities of the full ones under a namespace."""
-
-    namespace: bytes
-    block_keys: tuple[bytes, ...]
 
 
 class Preparer:

@@ -10,7 +10,6 @@ from fdasync.cache.store.base import (
     Status,
     Store,
     StoreUsage,
-    T,
     finish,
 )
 from fdasync.ipc.shared_memory import Part
@@ -26,6 +25,5 @@ __all__ = [
     "Status",
     "Store",
     "StoreUsage",
-    "T",
     "finish",
 ]

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 
 from fdasync.cache.aux import ROUTING
 from fdasync.cache.prefix import are_block_keys, root_key
-from fdasync.engine.inputs import Ask
-from fdasync.engine.prepare import Given
+from fdasync.engine.inputs import Ask, Given
 from fdasync.errors import DuplicateRequestId, FdasyncError, PermanentError
 from fdasync.events.actions import EmitTokens
 from fdasync.events.catalog import (
