@@ -4,10 +4,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PLUGINS := plugins/fdasync-transformers plugins/fdasync-example plugins/fdasync-mooncake
-WORKERS ?= 2
+# more than cores: tests that wait for processes and deadlines leave theirs to others
+WORKERS ?= 3
 SEEDS ?= 2000
-SPINE := fdasync/scheduler/*,fdasync/cache/*,fdasync/events/*,fdasync/engine/driver.py,fdasync/engine/output.py,fdasync/engine/prepare.py,fdasync/engine/frontend.py,fdasync/engine/engine.py
+SPINE := fdasync/scheduler/*,fdasync/cache/*,fdasync/events/*,fdasync/engine/driver.py,fdasync/engine/request_state.py,fdasync/engine/output.py,fdasync/engine/prepare.py,fdasync/engine/frontend.py,fdasync/engine/engine.py
 export HF_HUB_OFFLINE := 1
+# tests start hundreds of processes: each would compile every module of ours anew where bytecode is not kept
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-all lint types bench bench-pd bench-gpu clean venv help
 
@@ -29,7 +32,7 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard plugins/*/pyproject.toml)
 	@$(PYTHON) -c 'import venv, ensurepip' || { echo "the venv module is missing (Debian: python3-venv)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev]' $(addprefix -e ,$(PLUGINS))
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev]' $(addprefix -e ,$(PLUGINS)) -e 'plugins/fdasync-http[test]'
 	@$(BIN)/pip install -q -c constraints.txt -e 'plugins/fdasync-mooncake[cpu]' || \
 		echo "no Mooncake client for this machine: its tests will skip"
 	@touch $@
@@ -40,14 +43,15 @@ demo: $(STAMP)
 		$(BIN)/fdasync demo $(if $(DEMO_ARGS),$(DEMO_ARGS),--pd 1x1 --store "file:$$store")
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
 	$(MAKE) --no-print-directory lint types
 
-# SEEDS of one engine, 1,000 of one on each real loop (tests/test_simulation.py), and 5,000 of fleets in parts
-# (tests/test_pd_simulation.py)
+# SEEDS of one engine, 1,000 of one on each real loop (tests/system/test_simulation.py), and 5,000 of fleets in parts
+# (tests/system/test_pd_simulation.py); four times the examples of each property
+test-all: export FDASYNC_EXAMPLES := 2
 test-all: $(STAMP)
 	rm -f .coverage .coverage.*
-	$(BIN)/python -m coverage run -m pytest -n $(WORKERS) -o faulthandler_timeout=3600 --seeds $(SEEDS)
+	$(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist worksteal -o faulthandler_timeout=3600 --seeds $(SEEDS)
 	$(BIN)/python -m coverage combine -q
 	$(BIN)/python -m coverage report
 	$(BIN)/python -m coverage report --fail-under=90 --include='$(SPINE)' > /dev/null
@@ -75,7 +79,7 @@ bench-pd: $(STAMP)
 
 # needs a CUDA GPU with 80 GB and more, and torch's CUDA build in the environment that PYTHON names
 bench-gpu:
-	$(PYTHON) -m pytest -m gpu tests/gpu plugins
+	$(PYTHON) -m pytest -m gpu tests/gpu tests/test_pages.py plugins
 	$(PYTHON) -m benchmarks.gpu_completion
 	$(PYTHON) -m benchmarks.gpu_capture
 	$(PYTHON) -m benchmarks.gpu_attention

@@ -1,7 +1,7 @@
-"""The `fdasync` command's first lines: all that must be so before anything heavy is imported.
+"""The entry point of the `fdasync` command: prepares signals and descriptors before anything heavy is imported.
 
-Beside the package and not in it: importing any of its modules imports the package first, and that takes long enough
-for somebody to press Ctrl-C. A library changes no signals and descriptors; this is for a process of our own.
+It stands beside the package: importing a module of the package imports the package first, which takes long enough for a
+user to press Ctrl-C. Importing the package changes no signals and descriptors; this is for a process of our own.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ EXIT_INTERRUPTED = 130
 
 
 def main() -> None:
-    """Entry point: what `fdasync.cli.main.main` is, and Ctrl-C is a short end from the first moment on."""
+    """Run `fdasync.cli.main.main`; Ctrl-C ends the process with one line from the first moment on."""
     open_standard_streams()
     ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if ours:
-        # an exception in the middle of an import ends in a traceback, or is lost; nothing was made that must be undone
+        # an exception in the middle of an import ends in a traceback, or is lost; there is nothing to undo yet
         signal.signal(signal.SIGINT, _leave)
     from fdasync.cli.main import main as command
 
@@ -27,11 +27,11 @@ def main() -> None:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         command()
     except KeyboardInterrupt:
-        # beside what `command` itself catches
+        # outside of what `command` itself catches
         sys.exit(EXIT_INTERRUPTED)
     finally:
         if ours:
-            # it has ended, and its exit code stands: one more must not kill it while Python cleans up
+            # the exit code stands: another Ctrl-C must not kill the process while Python cleans up
             signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
@@ -43,14 +43,14 @@ def _leave(_number: int, _frame: object) -> None:
 
 
 def open_standard_streams() -> None:
-    """Open what is closed of descriptors 0 to 2 on /dev/null: whatever was opened next would be taken for them."""
+    """Open closed descriptors of 0 to 2 on /dev/null: the next file that is opened would be taken for one of them."""
     for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(fd)
         except OSError:
-            # the lowest one that is free: those below are open
+            # gets this number, the lowest that is free
             os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(fd, True)
         if getattr(sys, name) is None:
-            # as Python's own, it is there until the process ends
+            # like Python's own streams it stays open until the process ends
             setattr(sys, name, open(fd, mode, closefd=False))  # noqa: SIM115

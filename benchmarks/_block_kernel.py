@@ -1,8 +1,8 @@
 """A kernel that moves blocks between the device pool and the host tier's registered pages. Pure bytes.
 
 A few programs go over the blocks one after the other, each taking every n-th tile of a block: that fills the bus and
-leaves the other multiprocessors to the step beside it. The package does not use it: copies by it make a step beside
-them up to three times as long, those by the driver do not. Kept so that `gpu_copies` can repeat the comparison.
+leaves the other multiprocessors to the step beside it. The package does not use it: such copies make a concurrent step
+up to three times as long, copies by the driver do not. Kept so that `gpu_copies` can repeat the comparison.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""One instance of the chaos harness: `fdasync serve`, and a socket over which it can be asked what it holds.
+"""One instance of the chaos harness: `fdasync serve`, with a socket on which the harness asks what the instance holds.
 
     python -m benchmarks._chaos_child '{"config": ..., "options": ..., "links": ..., "probe_fd": 3}'
 
-The product's own code serves; the question and its answer are the harness's, and no part of the protocol. One line in,
-one line of JSON out (`Probe`). Started by `_chaos_node.py`.
+The product's own code serves; the question and its answer are the harness's, and no part of the protocol. A question is
+one line, an answer is one line of JSON (`Probe`). Started by `_chaos_node.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What to run.
 
     Attributes:
-        data_port: of the proxy through which others read its blocks over tcp; 0: they do not.
+        config, options, links: of the instance, as `fdasync serve` takes them.
+        probe_fd: of the socket for questions.
+        data_port: of the proxy through which other instances read its blocks over tcp; 0: they do not.
     """
 
     config: EngineConfig
@@ -48,11 +50,13 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     """What an instance holds at a moment.
 
     Attributes:
-        problem: what `Engine.check` said; "": the books are right.
+        state: of the engine.
+        problem: what `Engine.check` said; "": its checks passed.
         held: gauges that are 0 where nothing is under way, by name.
-        books: the scheduler's own counters and gauges.
-        late: messages that were refused because they came under no lease, here as a lender and as an asker.
-        leases: that others have here; granted, or in line.
+        scheduler_stats: the scheduler's own counters and gauges.
+        late_decode, late_prefill: messages that the decode side and the prefill side of this instance refused because
+            they came under no lease.
+        leases: of other instances here; granted, or in line.
         tasks: names of the tasks on its loop.
         fds: open files by what they are.
         children: process ids of its worker, its store and so on.
@@ -62,9 +66,9 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     problem: str
     held: dict[str, int]
-    books: dict[str, Any]
-    late_as_lender: int
-    late_as_asker: int
+    scheduler_stats: dict[str, Any]
+    late_decode: int
+    late_prefill: int
     leases: int
     tasks: list[str]
     fds: dict[str, int]
@@ -75,42 +79,43 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
 def probe(instance: Instance) -> Probe:
     engine = instance.engine
     stats = engine.stats()
-    books = stats.scheduler
+    scheduler_stats = stats.scheduler
     try:
         engine.check()
         problem = ""
     except FdasyncError as error:
         problem = str(error)
-    lending, asking, site = instance._lending, instance._asking, instance._site
-    assert site is not None
+    prefill_service, decode_service = instance._prefill_service, instance._decode_service
+    context = instance._context
+    assert context is not None
     held = {
         "live samples": stats.live,
-        "requests at the door": stats.at_the_door,
+        "requests in the frontend": stats.waiting_for_place,
         "steps in flight": stats.steps_in_flight,
-        "waiting": books.waiting,
-        "running": books.running,
-        "leased": books.leased,
-        "errands": books.errands,
-        "copies in flight": books.moving,
-        "blocks being written": books.writing,
-        "waits for the store": books.waiting_for_store,
-        "late leases of blocks": books.late_leases,
-        "blocks lost": books.num_blocks - books.free_blocks - books.idle_blocks,
-        "leases in the book": len(lending._book),
-        "questions for room": len(asking._by_name),
-        "moved and not told": len(asking._moved),
-        "answers not told": instance._answers.num_live,
-        "services' tasks": len(site.tasks()),
-        "services' backlogs": len(site._backlogs),
+        "waiting": scheduler_stats.waiting,
+        "running": scheduler_stats.running,
+        "leased": scheduler_stats.leased,
+        "hand-offs": scheduler_stats.hand_offs,
+        "copies in flight": scheduler_stats.moving,
+        "blocks being written": scheduler_stats.writing,
+        "waits for the store": scheduler_stats.waiting_for_store,
+        "late transfers": scheduler_stats.late_transfers,
+        "blocks lost": scheduler_stats.num_blocks - scheduler_stats.free_blocks - scheduler_stats.idle_blocks,
+        "leases": len(decode_service._leases),
+        "lease requests": len(prefill_service._by_name),
+        "moved and not confirmed": len(prefill_service._moved),
+        "responses not sent": instance._responses.num_live,
+        "services' tasks": len(context.tasks()),
+        "services' backlogs": len(context._backlogs),
     }
     return Probe(
         state=stats.state,
         problem=problem,
         held=held,
-        books=msgspec.to_builtins(books),
-        late_as_lender=lending.late,
-        late_as_asker=asking.late,
-        leases=len(lending._book),
+        scheduler_stats=msgspec.to_builtins(scheduler_stats),
+        late_decode=decode_service.late,
+        late_prefill=prefill_service.late,
+        leases=len(decode_service._leases),
         tasks=sorted(task.get_name() for task in asyncio.all_tasks()),
         fds=open_files(),
         children=children(),
@@ -131,7 +136,7 @@ def open_files() -> dict[str, int]:
 
 
 class ProxiedTcp(TcpTransport):
-    """Others are told of the proxy's port."""
+    """Announces the proxy's port in place of its own."""
 
     port: int = 0
     real_port: int = 0
@@ -155,8 +160,8 @@ class Probed(Instance):
 
     async def start(self) -> None:
         await super().start()
-        # its real port is known once it is told
-        self._carriers.sources()
+        # `source` learns the real port
+        self._transports.sources()
         sock = socket.socket(fileno=self.spec.probe_fd)
         sock.setblocking(False)
         loop = asyncio.get_running_loop()

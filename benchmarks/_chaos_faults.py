@@ -1,6 +1,6 @@
 """What the chaos harness does to a fleet: kills, stops, cuts, stalls, joins and drains, drawn from a seed.
 
-At any time one prefill and one decode instance at least is left alone. Used by `chaos.py`.
+At any time at least one prefill and one decode instance are left alone. Used by `chaos.py`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Director:
 
     Attributes:
         played: faults, by kind.
-        at: when each began, and what it was.
+        at: start and kind of each fault.
     """
 
     def __init__(self, fleet: Fleet, router: Router, rng: Random, wrong: list[str]) -> None:
@@ -73,7 +73,7 @@ class Director:
         ]
 
     async def play(self, seconds: float) -> None:
-        """Do things for so long; returns when all of them are over."""
+        """Draw and play faults for so long; returns when all of them are over."""
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
         while loop.time() < until:
@@ -127,7 +127,7 @@ class Director:
         await self._again(node, starts)
 
     async def _again(self, node: Node, starts: int) -> None:
-        """Its process ends, and another one comes: it had been started so often."""
+        """Wait until the process ended and a new one is ready; `starts`: how often it had been started."""
         async with asyncio.timeout(_START_LIMIT_S):
             while node.starts == starts or not node.ready.is_set():  # noqa: ASYNC110 - polled as its process is
                 await asyncio.sleep(0.05)
@@ -148,7 +148,7 @@ class Director:
             await self._again(node, starts)
 
     async def _stick_worker(self, node: Node) -> None:
-        """Its engine notices when a step is overdue: it needs work for that."""
+        """Stop a worker until its engine fails: it notices an overdue step, and needs work for that."""
         node.expected, starts = {_FAILED}, node.starts
         if node.signal_child(WORKER, signal.SIGSTOP):
             loop = asyncio.get_running_loop()
@@ -156,7 +156,7 @@ class Director:
             while node.starts == starts and node.ready.is_set() and loop.time() < until:  # noqa: ASYNC110 - likewise
                 await asyncio.sleep(0.05)
             if node.starts == starts and node.ready.is_set():
-                # nothing was asked of it, or only just: then it may still end
+                # the engine had no work, or only just got some: then it may still end
                 node.signal_child(WORKER, signal.SIGCONT)
                 await asyncio.sleep(2 * STEP_LIMIT_S)
             if node.starts != starts or not node.ready.is_set():
@@ -188,7 +188,7 @@ class Director:
         node.proxy.stall(inward, outward)
         await asyncio.sleep(self._rng.uniform(least_s, most_s))
         if self._rng.random() < 0.3:
-            # what lay still is lost
+            # the bytes that lay still are lost
             node.proxy.cut()
         node.proxy.stall(False, False)
 
@@ -232,13 +232,13 @@ class Director:
             await fleet.drop(leaver)
 
     async def _update_weights(self, _node: Node) -> None:
-        """To the same weights, so that the answers stay what they are. Who cannot is dropped, and comes back."""
+        """Update to the same weights: answers stay the same. An instance that fails is dropped, and comes back."""
         self._version += 1
         before = len(self._router.commands.dropped)
         try:
             await self._router.update_weights(self._version, self._fleet.weights, "keep")
         except (BadInput, TransientError, RemoteError) as error:
-            # another update is under way, or nobody could
+            # another update is under way, or all instances failed
             self.played[f"update weights: {type(error).__name__}"] += 1
         for dropped in self._router.commands.dropped[before:]:
             self.played["update weights: dropped"] += 1

@@ -1,7 +1,7 @@
 """The fleet of the chaos harness: which instances there are, and what each must hold when nothing is under way.
 
-A round of chaos ends in quiet; then every live instance is asked what it holds, and that is held against what it held
-in the first quiet: no block, slot, lease, task, file or process may be left. Used by `chaos.py`.
+A round of chaos ends in quiet. Then every live instance is asked what it holds, and its answer is compared with that of
+the first quiet: no block, slot, lease, task, file or process may be left. Knows no requests. Used by `chaos.py`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,19 @@ RULES = LeaseRules(silent_s=1.0, queue_s=2.0, find_s=10.0, total_s=30.0, ttl_s=T
 LINKS = LinkConfig(beat_s=0.25, lost_s=LOST_S)
 QUIET_S = 25.0
 END_S = 40.0
-# connections come and go with those at their other ends
+# connections come and go with the processes at their other ends
 _LOOSE = {"socket": 2, "anon_inode": 1, "pipe": 0}
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    """Of every instance of a fleet: from roomy to so tight that requests preempt each other all the time."""
+    """Sizes of every instance of a fleet: from roomy to so tight that requests preempt each other all the time.
+
+    Attributes:
+        blocks, host_blocks: on the device, and in host memory.
+        staging: `LeaseRules.staging_blocks`.
+        depth: steps in flight.
+        running: sequences at most.
+    """
 
     blocks: int = 160
     host_blocks: int = 160
@@ -59,7 +66,7 @@ def config_of(role: str, folder: Path | None, sizes: Sizes, *, worker: bool) -> 
     store: dict[str, Any] = {}
     if folder is not None:
         where = {"path": str(folder), "max_nbytes": 4 << 20, "segment_nbytes": 1 << 20}
-        store = {"store": "file", "store_config": where, "store_deadline_s": 1.0, "lease_kill_s": 4.0}
+        store = {"store": "file", "store_config": where, "store_deadline_s": 1.0, "store_kill_s": 4.0}
     return EngineConfig(
         runner="synthetic", runner_config=own, process="worker" if worker else "inline", role=role,  # type: ignore[arg-type]
         tokenizer="none", host_blocks=sizes.host_blocks, max_running=sizes.running, max_step_tokens=64,
@@ -72,13 +79,12 @@ class Fleet:
     """See the module.
 
     Args:
-        prefill, decode: how many. The first of each has a worker process; the second decode instance and the second
-            prefill one have a file store.
+        prefill, decode: number of instances. The first of each role has a worker process, the second one a file store.
 
     Attributes:
-        nodes: by name, those that are there.
+        nodes: present instances by name.
         weights: a folder with the weights that all of them have.
-        wrong: what must not have been, in words.
+        wrong: broken rules, in words.
     """
 
     def __init__(self, folder: Path, transport: str, prefill: int, decode: int, sizes: Sizes | None = None) -> None:
@@ -88,7 +94,7 @@ class Fleet:
         self._sizes = sizes or Sizes()
         weights = folder / "weights"
         weights.mkdir(exist_ok=True)
-        # those that every instance starts with
+        # the weights that every instance starts with
         (weights / "weights.json").write_text('{"weights_id": 1}')
         self.weights = str(weights)
         self._transport = transport
@@ -130,7 +136,7 @@ class Fleet:
             raise TimeoutError(f"not up within {limit_s:g} s: {down}") from None
 
     async def heal(self) -> None:
-        """Undo everything that is being done."""
+        """End every fault."""
         for node in self.nodes.values():
             node.kill_now(signal.SIGCONT)
             for pid in node.children().values():
@@ -143,9 +149,9 @@ class Fleet:
     # -- when nothing is under way --------------------------------------------------------------------
 
     async def check_quiet(self) -> None:
-        """Every instance has everything back, within some seconds."""
+        """Note a broken rule for each thing that an instance has not given back within some seconds."""
         until = asyncio.get_running_loop().time() + QUIET_S
-        problems = ["nobody was asked"]
+        problems = ["no instance was asked"]
         while problems and asyncio.get_running_loop().time() < until:
             await asyncio.sleep(0.3)
             problems = []
@@ -169,7 +175,7 @@ class Fleet:
         return problems
 
     def _files_of(self, node: Node, probe: Probe) -> list[str]:
-        """What grew since the first quiet."""
+        """Files, processes and tasks that were added since the first quiet."""
         first = self._baseline.get(node.name)
         if first is None:
             return []
@@ -185,7 +191,7 @@ class Fleet:
         return grown
 
     async def remember(self) -> None:
-        """This is what an instance holds that has met all others and does nothing."""
+        """Remember what idle instances hold that have met all others."""
         for name, node in self.nodes.items():
             probe = await node.probe()
             if probe is not None:
@@ -194,14 +200,14 @@ class Fleet:
     # -- the end --------------------------------------------------------------------------------------
 
     async def drop(self, node: Node) -> None:
-        """One that was drained leaves."""
+        """Let a drained instance leave."""
         del self.nodes[node.name]
         self._baseline.pop(node.name, None)
         await node.aclose(END_S)
         self.wrong += node.surprises
 
     async def aclose(self) -> None:
-        """Prefill instances first, as a person would; all must drain."""
+        """End prefill instances first, as a person would; all must drain."""
         await self.heal()
         for role in ("prefill", "decode"):
             nodes = self.role(role)
@@ -212,7 +218,7 @@ class Fleet:
             self.wrong += [f"process {pid} outlived its {role} instance" for pid in orphans if _is_alive(pid)]
 
     def destroy(self) -> None:
-        """Whatever happened, no process is left."""
+        """Kill all processes."""
         for node in self.nodes.values():
             node.destroy()
 

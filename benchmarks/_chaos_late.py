@@ -1,7 +1,8 @@
-"""A prefill instance that is stopped in mid-transfer and wakes when its lease is long over, as one scene.
+"""A prefill instance that is stopped in mid-transfer and goes on when its lease is long over, as one scene.
 
-While it sleeps its lease expires, and the decode instance gives the blocks to others. When it wakes, and what it had
-said before arrives at last, that must be refused and counted, and touch nothing. Used by `chaos.py`.
+While it is stopped its lease expires, and the decode instance gives the blocks to other requests. When it goes on, the
+messages that it sent before arrive at last: the decode instance must refuse and count them, and they must touch
+nothing. Used by `chaos.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from benchmarks._chaos_child import Probe
 
-# so long that it is the lease that ends, not the link
+# so long that the lease ends before the link does
 _LINKS = LinkConfig(beat_s=0.2, lost_s=30.0)
 _TTL_S = 1.0
 _PROMPT, _OUTPUT = 200, 12
@@ -37,7 +38,7 @@ _LIMIT_S = 30.0
 
 
 class Late(msgspec.Struct):
-    """How it went; `refused`: words that came too late."""
+    """How it went; `refused`: messages that came too late."""
 
     wrong: list[str]
     refused: int = 0
@@ -61,15 +62,15 @@ class _SlowFleet(Fleet):
 
 
 async def play_late(folder: Path, transport: str, seed: int) -> Late:
-    """The scene twice: with its words held back on the way, and without."""
+    """The scene twice: with the messages of the stopped instance held back on the way, and without."""
     late = Late([])
     rng = random.Random(seed)
     fleet = _SlowFleet(folder, transport, 1, 1)
     try:
         await fleet.open()
-        lender = fleet.nodes["d0"]
-        direct = [f"tcp://127.0.0.1:{lender.proxy.target}"]
-        oracle = oracle_of(lender.config)
+        decode_side = fleet.nodes["d0"]
+        direct = [f"tcp://127.0.0.1:{decode_side.proxy.target}"]
+        oracle = oracle_of(decode_side.config)
         async with Router(fleet.addresses, links=_LINKS) as router, Router(direct, links=_LINKS) as aside:
             load = Load(router, oracle, rng, VOCAB)
             others = Load(aside, oracle, rng, VOCAB)
@@ -83,7 +84,7 @@ async def play_late(folder: Path, transport: str, seed: int) -> Late:
             if set(others.outcomes) != {"right"}:
                 late.wrong.append(f"late: the others: {dict(others.outcomes)}")
         if not late.refused:
-            late.wrong.append("late: no word came too late")
+            late.wrong.append("late: no message came too late")
         await fleet.aclose()
         late.wrong += fleet.wrong
     finally:
@@ -92,36 +93,38 @@ async def play_late(folder: Path, transport: str, seed: int) -> Late:
 
 
 async def _scene(fleet: Fleet, load: Load, others: Load, rng: random.Random, held_back: bool) -> int:
-    """How many words came too late."""
-    first, lender = fleet.nodes["p0"], fleet.nodes["d0"]
-    before = await _until(lender, "no lease", lambda probe: probe.leases == 0)
-    had = before.books["received_blocks"]
-    asked = asyncio.ensure_future(load.one(_ask(rng, _PROMPT)))
+    """How many messages came too late."""
+    first, decode_side = fleet.nodes["p0"], fleet.nodes["d0"]
+    before = await _until(decode_side, "no lease", lambda probe: probe.leases == 0)
+    had = before.scheduler_stats["received_blocks"]
+    request = asyncio.ensure_future(load.one(_ask(rng, _PROMPT)))
     try:
         await _until(
-            lender, "in mid-transfer", lambda probe: probe.leases == 1 and probe.books["received_blocks"] > had
+            decode_side,
+            "in mid-transfer",
+            lambda probe: probe.leases == 1 and probe.scheduler_stats["received_blocks"] > had,
         )
         if held_back:
-            lender.proxy.stall(inward=True, outward=False)
-            # more blocks are offered, and lie still
+            decode_side.proxy.stall(inward=True, outward=False)
+            # more blocks are offered, and their offers lie still
             await asyncio.sleep(0.2)
         first.kill_now(signal.SIGSTOP)
-        await _until(lender, "the lease is over", lambda probe: probe.leases == 0 and not probe.held["leased"])
+        await _until(decode_side, "the lease is over", lambda probe: probe.leases == 0 and not probe.held["leased"])
         busy = [asyncio.ensure_future(others.one(_ask(rng, 60))) for _ in range(_OTHERS // 2)]
         await asyncio.wait(busy)
         busy = [asyncio.ensure_future(others.one(_ask(rng, 60))) for _ in range(_OTHERS // 2)]
         first.kill_now(signal.SIGCONT)
         await asyncio.sleep(0.05)
-        lender.proxy.stall(inward=False, outward=False)
+        decode_side.proxy.stall(inward=False, outward=False)
         await asyncio.wait(busy)
-        await asyncio.wait([asked])
+        await asyncio.wait([request])
     finally:
         first.kill_now(signal.SIGCONT)
-        lender.proxy.stall(inward=False, outward=False)
-    after = await _until(lender, "no lease", lambda probe: probe.leases == 0)
-    if after.books["leases_dropped"] <= before.books["leases_dropped"]:
+        decode_side.proxy.stall(inward=False, outward=False)
+    after = await _until(decode_side, "no lease", lambda probe: probe.leases == 0)
+    if after.scheduler_stats["leases_dropped"] <= before.scheduler_stats["leases_dropped"]:
         fleet.wrong.append("late: the lease of a stopped instance was not dropped")
-    return after.late_as_lender - before.late_as_lender
+    return after.late_decode - before.late_decode
 
 
 def _ask(rng: random.Random, num_tokens: int) -> Ask:
@@ -131,7 +134,7 @@ def _ask(rng: random.Random, num_tokens: int) -> Ask:
 
 
 async def _until(node: Node, what: str, met: Callable[[Probe], bool]) -> Any:
-    """Ask an instance until it says so. Raises DeadlineExceeded."""
+    """Ask an instance until its answer meets the condition. Raises DeadlineExceeded."""
     loop = asyncio.get_running_loop()
     until = loop.time() + _LIMIT_S
     probe = None

@@ -1,7 +1,7 @@
-"""The load of the chaos harness: clients that ask all the time, in every way there is, and check every answer.
+"""The load of the chaos harness: clients that send requests in every way there is, and check every answer.
 
-Every request ends once, in time, right or with an error that says it may be asked again; what a stream gave is what
-the result holds, or its beginning. Knows a router by its public face. Used by `chaos.py`.
+Every request must end once, in time, right or with an error that allows another try; the deltas of a stream must be the
+result, or its beginning. Knows a router by its public face. Used by `chaos.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,14 @@ _MAX_CONTEXT = 250
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """One request as a client makes it; `after_s`: when it is aborted, cancelled or left."""
+    """One request as a client makes it.
+
+    Attributes:
+        prompt, params, deadline_s, start: see `Engine.generate`.
+        way: how the client ends it.
+        after_s: when it is aborted, cancelled or left.
+        routing: with rows of every kind; False: without rows.
+    """
 
     prompt: list[int]
     params: SamplingParams
@@ -47,16 +54,17 @@ class Ask(msgspec.Struct, frozen=True):
 
 
 class Wrong(AssertionError):
-    """An answer that must not be."""
+    """A wrong answer."""
 
 
 class Load:
     """See the module.
 
     Attributes:
-        outcomes: of requests, by what came of them; errors: those that say "ask again", in words.
-        wrong: what must not have happened, in words.
-        served_at: when right answers came.
+        outcomes: number of requests by outcome.
+        errors: number of errors that allow another try, by their words.
+        wrong: broken rules, in words.
+        served_at: times of right answers.
         live: requests that have not ended.
     """
 
@@ -83,7 +91,7 @@ class Load:
         self._clients = [loop.create_task(self._client()) for _ in range(clients)]
 
     async def stop(self) -> None:
-        """Let what is asked end; nothing new."""
+        """Send no new requests, and wait for the ends of the others."""
         self._going = False
         if self._clients:
             await asyncio.wait(self._clients, timeout=LONG_S + 2 * GRACE_S)
@@ -123,7 +131,7 @@ class Load:
     # -- one request ----------------------------------------------------------------------------------
 
     async def one(self, ask: Ask, **where: Any) -> str:
-        """Ask and check; what came of it."""
+        """Send a request and check its answer; returns the outcome."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         deltas: list[Delta] = []
@@ -151,7 +159,7 @@ class Load:
         return outcome
 
     async def _ask(self, ask: Ask, deltas: list[Delta], where: dict[str, Any]) -> Result | None:
-        """None: it was cancelled, or left."""
+        """The result; None: the request was cancelled, or left."""
         words = {"deadline_s": ask.deadline_s, "start": ask.start, **where}
         # all kinds of rows, or none
         words |= {"routing": ask.routing, "aux": None if ask.routing else False}
@@ -191,41 +199,41 @@ class Load:
         if reasons <= {"stop", "length"}:
             return "right"
         if "abort" in reasons:
-            return "aborted" if ask.way == "abort" else self._blame(ask, "it was aborted, and nobody asked for that")
+            return "aborted" if ask.way == "abort" else self._blame(ask, "it was aborted, and not by its client")
         if seconds < ask.deadline_s - 0.2:
             return self._blame(ask, f"its deadline of {ask.deadline_s:g} s came after {seconds:.2f} s")
-        return "deadline" if ask.way == "deadline" else self._blame(ask, f"nobody answered in {ask.deadline_s:g} s")
+        return "deadline" if ask.way == "deadline" else self._blame(ask, f"no answer came in {ask.deadline_s:g} s")
 
     def _check(self, ask: Ask, result: Result, deltas: list[Delta]) -> None:
         if list(result.prompt_token_ids) != ask.prompt:
             raise Wrong("the result is of another prompt")
         if [sample.index for sample in result.samples] != list(range(ask.params.n)):
             raise Wrong(f"samples {[sample.index for sample in result.samples]}")
-        # what a router ends by itself, as nobody answers, has what came of each sample, and rows may not have come
+        # a result that a router ended by itself has the tokens that had come, and may lack rows
         answered = all(sample.finish_reason in ("stop", "length") for sample in result.samples)
         for sample in result.samples:
             whole = answered and sample.finish_reason in ("stop", "length")
             rows = ask.routing and (whole or sample.routing is not None)
-            # of what a router ends by itself with nothing of it, there are no log-probs
+            # a sample that a router ended before its first token has no log-probs
             bare = not whole and sample.raw_logprobs is None
             params = msgspec.structs.replace(ask.params, logprobs="none") if bare else ask.params
             check_sample(sample, ask.prompt, params, self._oracle, start=ask.start, names=None if rows else ())
             if ask.way in ("stream", "abort"):
-                told = tuple(token for delta in deltas if delta.index == sample.index for token in delta.token_ids)
-                if told != sample.token_ids:
-                    raise Wrong(f"deltas {told} are not the result's {sample.token_ids}")
+                streamed = tuple(token for delta in deltas if delta.index == sample.index for token in delta.token_ids)
+                if streamed != sample.token_ids:
+                    raise Wrong(f"deltas {streamed} are not the result's {sample.token_ids}")
 
     def _check_beginning(self, ask: Ask, deltas: list[Delta]) -> None:
         for index in range(ask.params.n):
-            told = tuple(token for delta in deltas if delta.index == index for token in delta.token_ids)
+            streamed = tuple(token for delta in deltas if delta.index == index for token in delta.token_ids)
             want = expected(ask.prompt, ask.params, index, self._oracle).token_ids
-            if told != want[: len(told)]:
-                raise Wrong(f"deltas {told}, the oracle says {want}")
+            if streamed != want[: len(streamed)]:
+                raise Wrong(f"deltas {streamed}, the oracle says {want}")
 
     def _judge_late(self, ask: Ask, error: DeadlineExceeded, seconds: float) -> str:
         if seconds < ask.deadline_s - 0.5:
             return self._blame(ask, f"after {seconds:.2f} of {ask.deadline_s:g} s: {error}")
-        return "deadline" if ask.way == "deadline" else self._blame(ask, f"nobody took it: {error}")
+        return "deadline" if ask.way == "deadline" else self._blame(ask, f"no instance took it: {error}")
 
     def _judge_error(self, ask: Ask, error: FdasyncError, deltas: list[Delta]) -> str:
         problem = error.problem if isinstance(error, InstanceLost) else str(error)
@@ -235,9 +243,9 @@ class Load:
             partial = error.partial if isinstance(error, InstanceLost) else None
             if partial is not None:
                 for sample in partial.samples:
-                    told = tuple(t for delta in deltas if delta.index == sample.index for t in delta.token_ids)
-                    if sample.token_ids[: len(told)] != told:
-                        raise Wrong(f"deltas {told} are not of the partial result {sample.token_ids}")
+                    streamed = tuple(t for delta in deltas if delta.index == sample.index for t in delta.token_ids)
+                    if sample.token_ids[: len(streamed)] != streamed:
+                        raise Wrong(f"deltas {streamed} are not of the partial result {sample.token_ids}")
         except AssertionError as wrong:
             return self._blame(ask, f"{wrong}")
         if isinstance(error, EngineClosed | BadInput):

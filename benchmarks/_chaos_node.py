@@ -1,7 +1,7 @@
-"""One instance of the chaos harness as seen from outside: its process, what is done to it, what it says it holds.
+"""One instance of the chaos harness as seen from outside: its process, its faults, and its answers to probes.
 
-A node keeps its address (a proxy's) over all of its processes. Whatever ends one is told apart: what the harness did,
-and what nobody did. Knows no requests. Used by `_chaos_fleet.py`.
+A node keeps its address (a proxy's) over all of its processes. The end of a process is either expected, since the
+harness caused it, or a surprise. Knows no requests. Used by `_chaos_fleet.py`.
 """
 
 from __future__ import annotations
@@ -38,12 +38,15 @@ class Node:
     """See the module.
 
     Attributes:
-        proxy, data: between it and those who dial it, or read its blocks over tcp.
-        faulted: something is being done to it.
+        proxy: between the instance and the processes that dial it.
+        data: between the instance and readers of its blocks over tcp; None: blocks travel over shared memory.
+        faulted: a fault is in force.
         expected: exit codes of its process that are no surprise now.
-        deaths: of its processes, each with what was expected; surprises: those that nobody can explain.
+        surprises: unexpected ends of its processes, in words.
+        starts: how often its process was started.
         ready: its process takes requests.
-        orphans: processes that its killed processes left, by pid.
+        process: the current one.
+        orphans: pids of the children of its killed processes.
     """
 
     def __init__(
@@ -96,7 +99,7 @@ class Node:
         self._task = asyncio.get_running_loop().create_task(self._keep())
 
     async def _keep(self) -> None:
-        """A process, and another one whenever it ended."""
+        """Start a process, and another one whenever it ended."""
         failed_starts = 0
         while not self._closing:
             fd = self._start()
@@ -122,11 +125,11 @@ class Node:
             await asyncio.sleep(_RESTART_S)
 
     def _start(self) -> int:
-        """Returns the end of the pipe at which it says that it is ready."""
+        """Start the process; returns the end of the pipe on which it says that it is ready."""
         self.starts += 1
         ours, theirs = socket.socketpair()
-        ready, told = os.pipe()
-        options = msgspec.structs.replace(self._options, listen=f"tcp://127.0.0.1:{self._port}", ready_fd=told)
+        ready, theirs_ready = os.pipe()
+        options = msgspec.structs.replace(self._options, listen=f"tcp://127.0.0.1:{self._port}", ready_fd=theirs_ready)
         spec = ChildSpec(
             config=self.config, options=options, links=self._links, probe_fd=theirs.fileno(),
             data_port=0 if self.data is None else self.data.port,
@@ -136,10 +139,10 @@ class Node:
         with self._log.open("ab") as log, theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "benchmarks._chaos_child", str(path)],
-                cwd=_ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno(), told],
+                cwd=_ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno(), theirs_ready],
                 process_group=0, env={**os.environ, "TMPDIR": str(self._folder), "OMP_NUM_THREADS": "1"},
             )  # fmt: skip
-        os.close(told)
+        os.close(theirs_ready)
         ours.setblocking(False)
         self._probe = ours
         return ready
@@ -156,8 +159,8 @@ class Node:
                 await asyncio.sleep(_POLL_S)
                 continue
             if data:
-                told = msgspec.json.decode(data, type=Ready)
-                self.proxy.target = self._port = int(told.address.rpartition(":")[2])
+                said = msgspec.json.decode(data, type=Ready)
+                self.proxy.target = self._port = int(said.address.rpartition(":")[2])
                 self.ready.set()
                 if self.data is not None and (probe := await self.probe()) is not None:
                     self.data.target = probe.data_port
@@ -173,7 +176,7 @@ class Node:
             self.process.send_signal(signal.SIGTERM)
 
     async def aclose(self, limit_s: float) -> None:
-        """Nothing of it is left, whatever happened."""
+        """End the instance; at the limit its processes are killed."""
         self.end()
         self.kill_now(signal.SIGCONT)
         if self._task is not None:
@@ -186,13 +189,13 @@ class Node:
             await proxy.aclose()
 
     def destroy(self) -> None:
-        """Kill what there is; at the end of everything."""
+        """Kill every process of the instance, at the end of everything."""
         self._closing = True
         for pid in [*self.children().values()]:
             _signal(pid, signal.SIGKILL)
         self.kill_now(signal.SIGKILL)
 
-    # -- what is done to it ---------------------------------------------------------------------------
+    # -- faults -----------------------------------------------------------------------------------
 
     def kill_now(self, number: int) -> None:
         if self.process is not None and self.process.poll() is None:
@@ -201,14 +204,14 @@ class Node:
             self.process.send_signal(number)
 
     def signal_child(self, module: str, number: int) -> bool:
-        """To its worker or its store's process; False: there is none."""
+        """Send a signal to its worker or its store's process; False: there is none."""
         pid = self.children().get(module)
         if pid is not None:
             _signal(pid, number)
         return pid is not None
 
     def children(self) -> dict[str, int]:
-        """Child processes that we know, by module."""
+        """Pids of its worker and its store's process, by module."""
         if self.process is None or self.process.poll() is not None:
             return {}
         found = {}
@@ -221,10 +224,10 @@ class Node:
             return found
         return found
 
-    # -- what it holds --------------------------------------------------------------------------------
+    # -- probes ---------------------------------------------------------------------------------------
 
     async def probe(self, limit_s: float = 10.0) -> Probe | None:
-        """None: it does not answer."""
+        """What the instance holds; None: it does not answer."""
         sock = self._probe
         if sock is None or not self.ready.is_set():
             return None

@@ -1,6 +1,6 @@
-"""A TCP relay between instances and whoever dials them, that can stall, cut and refuse. Loopback only.
+"""A TCP relay between an instance and the processes that dial it, which can stall, cut and refuse. Loopback only.
 
-One for each instance, at an address that outlives its processes. Knows no protocol. Used by `_chaos_node.py`.
+Each instance has a proxy, at an address that outlives its processes. Knows no protocol. Used by `_chaos_node.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class _End(asyncio.Protocol):
-    """One side of one connection; what it reads goes to the other side."""
+    """One side of a connection; the bytes that it reads go to the other side."""
 
     def __init__(self, proxy: Proxy, other: _End | None) -> None:
         self.proxy = proxy
@@ -35,7 +35,7 @@ class _End(asyncio.Protocol):
         self.apply()
 
     def apply(self) -> None:
-        """Read or not, as the proxy is."""
+        """Stop or resume reading, as the proxy's stalls say."""
         if self.transport is None or self.transport.is_closing():
             return
         stalled = self.proxy.stalls_in if self.inbound else self.proxy.stalls_out
@@ -64,9 +64,11 @@ class Proxy:
     """See the module.
 
     Attributes:
-        port: where it listens; target: of the instance, 0 while there is none.
+        port: where it listens.
+        target: the instance's port; 0 while there is no process.
         stalls_in, stalls_out: bytes to the instance, or from it, lie still.
-        refuses: no connection comes about.
+        refuses: every new connection is aborted.
+        ends: of all connections.
     """
 
     def __init__(self) -> None:
@@ -99,7 +101,7 @@ class Proxy:
             end.apply()
 
     def cut(self) -> int:
-        """End every connection; how many."""
+        """End every connection; returns their number."""
         ends = list(self.ends)
         for end in ends:
             end.abort()

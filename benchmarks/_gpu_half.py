@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from fdasync_transformers import forced_routing
-from fdasync_transformers.replay import Selection, find_routers, observed_routing
+from fdasync_transformers.replay.force import Selection, find_routers, observed_routing
 
 from benchmarks._gpu_judge import Answer, Findings, Judge
 
@@ -138,12 +138,12 @@ def _here(choice: Selection) -> Selection:
 @contextmanager
 def _router_logits(model: Any, logits: dict[int, torch.Tensor]) -> Iterator[None]:
     with ExitStack() as stack:
-        for site in find_routers(model).values():
+        for context in find_routers(model).values():
 
-            def after(_module: Any, _args: Any, output: Any, layer: int = site.layer) -> None:
+            def after(_module: Any, _args: Any, output: Any, layer: int = context.layer) -> None:
                 logits[layer] = output[0].detach().flatten(0, -2).cpu().double()
 
-            stack.callback(site.router.register_forward_hook(after).remove)
+            stack.callback(context.router.register_forward_hook(after).remove)
         yield
 
 

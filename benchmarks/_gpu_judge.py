@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from fdasync_transformers import Served, forced_routing, verify
-from fdasync_transformers.quiet import no_progress_bars
+from fdasync_transformers.weights.quiet import no_progress_bars
 from transformers import AutoModelForCausalLM
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Answer:
 
     @classmethod
     def of(cls, result: Result, sample: Sample, *, greedy: bool) -> Answer:
-        spans = tuple((span.start, span.stop, span.version) for span in sample.weight_version)
+        spans = tuple((span.start, span.stop, int(span.version)) for span in sample.weight_version)
         prompt = tuple(result.prompt_token_ids)
         return cls(prompt, sample.token_ids, greedy, sample.routing, spans, sample.finish_reason)
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import transformers
-from fdasync_transformers import loading
+from fdasync_transformers.weights import loading
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from benchmarks._gpu_scale import Scale, tiny

@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from fdasync_transformers import TransformersConfig, TransformersRunner
-from fdasync_transformers.capture import RoutingCapture
-from fdasync_transformers.device_executor import DeviceExecutor
-from fdasync_transformers.executor import Bound
-from fdasync_transformers.fused_router import fuse_routers
-from fdasync_transformers.gpu_services import make_services
-from fdasync_transformers.kv import KVPool
+from fdasync_transformers.execution.device_executor import DeviceExecutor
+from fdasync_transformers.execution.executor import Bound
+from fdasync_transformers.execution.gpu_services import make_services
+from fdasync_transformers.model.aux_data import AuxData
+from fdasync_transformers.model.capture import RoutingCapture
+from fdasync_transformers.model.fused_router import fuse_routers
+from fdasync_transformers.model.kv import KVPool
 
 from fdasync.cache.aux_arena import AuxArena
 from fdasync.events.actions import BlockAppend, Chunk, RunStep, SeqStart
 from fdasync.request import SamplerSpec
 from fdasync.runner.base import RunnerLimits
-from fdasync.runner.input_batch import LaneTable
+from fdasync.runner.input_batch import InputBatch
 
 if TYPE_CHECKING:
     import asyncio
@@ -50,12 +51,13 @@ class Arm:
         scale = rig.scale
         self.name = name
         self.capture = capture
+        self.aux = None if capture is None else AuxData((capture,))
         self.running = 0
         self.position = scale.context
         self._rig = rig
         self._step_id = 0
         self._forwards = [module.__dict__["forward"] for module in rig.routers]
-        self.table = LaneTable(
+        self.table = InputBatch(
             scale.sizes[-1], scale.blocks_each * scale.block_tokens, scale.block_tokens, len(rig.pool.blocks)
         )
         bound = Bound(
@@ -63,7 +65,7 @@ class Arm:
             table=self.table,
             arena=arena,
             host=None,
-            capture=capture,
+            aux=self.aux,
             vocab_size=scale.config["vocab_size"],
             logits_dtype="float32",
         )
@@ -74,7 +76,7 @@ class Arm:
 
     def select(self) -> None:
         """Steps that are no graphs are this arm's from now on."""
-        self._rig.step_model.capture = self.capture
+        self._rig.step_model.aux = self.aux
         for module, forward in zip(self._rig.routers, self._forwards, strict=True):
             module.forward = forward
 
@@ -169,7 +171,7 @@ class Rig:
         moe: Any = rig.runner._moe
         rig.step_model, rig.moe = step_model, moe
         rig.device = step_model.model.device
-        rig.services = make_services(rig.device, "adaptive")
+        rig.services = make_services(rig.device)
         say(f"opened: {rig.capacity.notes}")
         rig.pool = KVPool(step_model.layout, num_blocks, scale.block_tokens, rig.device)
         order = np.random.default_rng(1).permutation(num_blocks).reshape(scale.sizes[-1], scale.blocks_each)

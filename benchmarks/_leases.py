@@ -14,7 +14,7 @@ import time
 
 import uvloop
 
-from fdasync.cache.prefix import block_keys, root_key
+from fdasync.cache.identity import block_keys, root_key
 from fdasync.engine.config import EngineConfig
 from fdasync.ipc.child import settle
 from fdasync.pd.instance.instance import Instance, shape_of
@@ -26,8 +26,8 @@ from fdasync.pd.messages import (
     Heartbeat,
     Hello,
     LeaseAnswer,
-    LeaseAsk,
     LeaseDrop,
+    LeaseRequest,
     Message,
     Refused,
     Wanted,
@@ -135,7 +135,7 @@ async def measure(address: str, in_flight: int, count: int) -> list[float]:
             name = os.urandom(8).hex()
             future = asker.granted[name] = loop.create_future()
             begin = time.perf_counter()
-            peer.send(LeaseAsk(name, 0, wanted, 60.0, 600.0))
+            peer.send(LeaseRequest(name, 0, wanted, 60.0, 600.0))
             came, answer = await future
             spent.append((came - begin) * 1e3)
             if answer.verdict != "granted":

@@ -1,4 +1,4 @@
-"""The other process of `benchmarks.link`: takes every message, and sends back those that ask for it."""
+"""The other process of `benchmarks.link`: takes every message, and returns the messages named `ECHO`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,14 @@ CONFIG = LinkConfig(lost_s=20.0)
 
 
 class Side:
-    """An owner that counts; `echoes` says whether it answers. `ended` is done when a peer is lost."""
+    """Callbacks of one end of a link.
+
+    Attributes:
+        name: in the handshake.
+        echoes: it returns messages named `ECHO`.
+        came: done when an echo has come.
+        ended: done when the peer is lost.
+    """
 
     def __init__(self, name: str, *, echoes: bool) -> None:
         self.name = name

@@ -1,4 +1,4 @@
-"""Bring files to the disk and out of the page cache, and see that they are: needs no root."""
+"""Drops files from the page cache, and checks that they are gone; needs no root. Used by the benchmark of stores."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def settle(folder: Path) -> None:
-    """Everything in these segments is on the disk, so that no write of before disturbs what comes."""
+    """Sync all segments of a folder, so that earlier writes do not disturb a measurement."""
     for path in _segments(folder):
         fd = os.open(path, os.O_RDONLY)
         os.fdatasync(fd)

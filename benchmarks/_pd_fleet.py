@@ -18,7 +18,12 @@ if TYPE_CHECKING:
 
 
 class Fleet:
-    """Processes by name, and where they listen."""
+    """Running instances.
+
+    Attributes:
+        processes: by name.
+        addresses: where they listen, by name.
+    """
 
     def __init__(self) -> None:
         self.processes: dict[str, subprocess.Popen[str]] = {}
@@ -30,7 +35,7 @@ class Fleet:
 
 @contextlib.contextmanager
 def fleet(instances: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[Fleet]:
-    """Instances by name, each with the keys of its `Spec` but its address; all are ready when this is entered."""
+    """Start instances, each by its name and the keys of its `Spec` but the address; all are ready in the body."""
     running = Fleet()
     with tempfile.TemporaryDirectory(prefix="fdasync-bench-") as folder:
         try:
@@ -55,7 +60,7 @@ def fleet(instances: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[Fleet]:
 
 
 def busy_s() -> tuple[float, float]:
-    """CPU seconds that all processes of this machine spent, and CPU seconds that there were, since its start."""
+    """CPU seconds that all processes of this machine spent, and CPU seconds that it had, since its start."""
     with open("/proc/stat") as stat:
         fields = [int(field) for field in stat.readline().split()[1:9]]
     tick = os.sysconf("SC_CLK_TCK")

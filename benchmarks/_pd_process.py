@@ -2,8 +2,9 @@
 
     python -m benchmarks._pd_process '{"role": ..., "address": ...}'
 
-`workers` says how a prefill instance finds room: 0 is ours, else as the peers do it, by so many threads in order.
-`answers_s` delays when a decode instance hears questions for room; below 0 it never does. Everything else goes on.
+`workers` of a prefill instance: 0: fdasync's own way to lease room; else so many threads in order, as other systems do
+it. `answers_s` of a decode instance: lease requests reach it so many seconds late; below 0 never. All other messages
+are on time. Started by `_pd_fleet.py`.
 """
 
 from __future__ import annotations
@@ -18,16 +19,21 @@ import uvloop
 import fdasync.scheduler.core as core
 from fdasync.engine.config import EngineConfig
 from fdasync.pd.instance.instance import Instance
-from fdasync.scheduler.disagg.prefill import Borrower
+from fdasync.scheduler.disagg.prefill import PrefillSide
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fdasync.scheduler.disagg.handoff import Errand
+    from fdasync.scheduler.disagg.handoff import HandOff
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run."""
+    """One instance.
+
+    Attributes:
+        role, address, config, transport: of the instance.
+        workers, answers_s: see the module.
+    """
 
     role: str
     address: str
@@ -37,13 +43,13 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     transport: str = "auto"
 
 
-def in_order(workers: int, prepare_s: float = 0.0) -> type[Borrower]:
-    """Finding room as prepare threads do it: each takes the oldest request there is, prepares it for so long, asks its
-    instance, and stays with it until it has an answer, however often it has to ask. (The peers' threads take batches,
-    and reserve their own blocks before they ask: both only make it worse.)"""
+def in_order(workers: int, prepare_s: float = 0.0) -> type[PrefillSide]:
+    """A prefill side that leases room as prepare threads do: each thread takes the oldest request, prepares it for so
+    long, asks its instance, and keeps the request until it has an answer, however often it has to ask. (The threads of
+    other systems take batches, and reserve their own blocks before they ask: both only make it worse.)"""
 
-    class InOrder(Borrower):
-        """`_taken`: errands that a worker has, and when it has prepared them."""
+    class InOrder(PrefillSide):
+        """`_taken`: time at which each hand-off that a thread holds is prepared, by group."""
 
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
@@ -54,46 +60,43 @@ def in_order(workers: int, prepare_s: float = 0.0) -> type[Borrower]:
             due = [
                 ready_at
                 for group, ready_at in self._taken.items()
-                if group in self._errands and self._errands[group].attempt < 0
+                if group in self.hand_offs and self.hand_offs[group].attempt < 0
             ]
             return min([super().wake_at, *due])
 
-        def _trim(self, now: float) -> None:
-            """They have as many leases as their threads brought."""
-
         def _ask(self, now: float) -> None:
-            live = self._errands
+            live = self.hand_offs
             self._taken = {
                 group: ready_at for group, ready_at in self._taken.items() if group in live and not live[group].granted
             }
-            queued: list[Errand] = sorted(
-                [errand for peer in self._peers.values() for errand in peer.queue if errand.state != "ended"],
-                key=lambda errand: errand.order,
+            queued: list[HandOff] = sorted(
+                [hand_off for peer in self._peers.values() for hand_off in peer.queue if hand_off.state != "ended"],
+                key=lambda hand_off: hand_off.order,
             )
-            for errand in queued:
-                if errand.group not in self._taken:
+            for hand_off in queued:
+                if hand_off.group not in self._taken:
                     if len(self._taken) >= workers:
                         continue
-                    self._taken[errand.group] = now + prepare_s
-                if now >= self._taken[errand.group]:
-                    peer = self._peer(errand.decoders[errand.at])
-                    peer.queue.remove(errand)
-                    self._send_ask(errand, peer, now)
+                    self._taken[hand_off.group] = now + prepare_s
+                if now >= self._taken[hand_off.group]:
+                    peer = self._peer(hand_off.decoders[hand_off.at])
+                    peer.queue.remove(hand_off)
+                    self._send_ask(hand_off, peer, now)
 
     return InOrder
 
 
 def delay_answers(instance: Instance, seconds: float) -> None:
-    """Questions for room are heard this much later; below 0 never."""
-    lending = instance._lending
-    heard: Callable[..., None] = lending.on_ask
+    """Delay the lease requests that reach this instance; below 0 they never do."""
+    decode_service = instance._decode_service
+    handle: Callable[..., None] = decode_service.on_lease_request
 
     def later(peer: Any, message: Any) -> None:
         if seconds >= 0:
-            asyncio.get_running_loop().call_later(seconds, heard, peer, message)
+            asyncio.get_running_loop().call_later(seconds, handle, peer, message)
 
     for kind, handler in list(instance._on.items()):
-        if handler == heard:
+        if handler == handle:
             instance._on[kind] = later
 
 
@@ -110,5 +113,5 @@ async def main(spec: Spec) -> None:
 if __name__ == "__main__":
     spec = msgspec.json.decode(sys.argv[1], type=Spec)
     if spec.workers:
-        core.Borrower = in_order(spec.workers)  # type: ignore[misc]
+        core.PrefillSide = in_order(spec.workers)  # type: ignore[misc]
     uvloop.run(main(spec))

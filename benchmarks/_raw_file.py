@@ -33,16 +33,16 @@ class RawFiles:
 
     Args:
         folder: where the segments go; there and empty.
-        blocks: what is moved; owned by the caller.
-        shape: of the segments; their numbers are their own.
-        segments: how many.
-        threads: that read and write.
+        blocks: the blocks to move; owned by the caller.
+        shape: of the segments, whose numbers count from 0.
+        segments: number of segments.
+        threads: number of threads that read and write.
     """
 
     def __init__(self, folder: Path, blocks: Blocks, shape: Shape, segments: int, threads: int) -> None:
         host, numbers = blocks.host, range(blocks.count)
         # numbers of regions are places in `fds`
-        told = {
+        setup = {
             "folder": str(folder),
             "fds": [region.fd for region in blocks.regions],
             "nbytes": [region.nbytes for region in blocks.regions],
@@ -61,14 +61,14 @@ class RawFiles:
             text=True,
             env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
         )
-        self._ask(told)
+        self._ask(setup)
 
     def write(self) -> None:
         """Write every block to the slots that were used longest ago."""
         self._ask({"verb": "write"})
 
     def read(self) -> None:
-        """Read what was written last back into its place. Raises RuntimeError if a checksum is not what it was."""
+        """Read the blocks of the last write back. Raises RuntimeError if a checksum differs."""
         self._ask({"verb": "read"})
 
     def close(self) -> None:
@@ -103,19 +103,19 @@ def _numbers(part: Any) -> list[int]:
 class _Slots:
     """The child's side: preallocated segments, and the blocks in them."""
 
-    def __init__(self, told: dict[str, Any]) -> None:
-        self.regions = [SharedRegion(fd, nbytes) for fd, nbytes in zip(told["fds"], told["nbytes"], strict=True)]
-        self._writes = [self._views(parts) for parts in told["write"]]
-        self._reads = [self._views(parts) for parts in told["read"]]
-        self._hashed = [self._views(parts) for parts in told["hashed"]]
+    def __init__(self, setup: dict[str, Any]) -> None:
+        self.regions = [SharedRegion(fd, nbytes) for fd, nbytes in zip(setup["fds"], setup["nbytes"], strict=True)]
+        self._writes = [self._views(parts) for parts in setup["write"]]
+        self._reads = [self._views(parts) for parts in setup["read"]]
+        self._hashed = [self._views(parts) for parts in setup["hashed"]]
         self._sums: list[list[int]] = [[] for _ in self._hashed]
-        self._threads: int = told["threads"]
+        self._threads: int = setup["threads"]
         self._pool = ThreadPoolExecutor(self._threads)
         self._places: list[tuple[int, int]] = []
-        stride, slots = told["shape"]
-        for number in range(told["segments"]):
+        stride, slots = setup["shape"]
+        for number in range(setup["segments"]):
             shape = Shape(stride, slots, number)
-            fd = os.open(Path(told["folder"]) / shape.name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            fd = os.open(Path(setup["folder"]) / shape.name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             os.posix_fallocate(fd, 0, shape.nbytes)
             self._places += [(fd, shape.value_at(slot)) for slot in range(shape.slots)]
         self._first = 0
@@ -139,7 +139,7 @@ class _Slots:
         return self._places[(self._first + number) % len(self._places)]
 
     def _write_some(self, numbers: Iterator[int]) -> None:
-        # the threads share the iterator: each takes the next block that nobody has
+        # the threads share the iterator: each takes the next free block
         for number in numbers:
             self._sums[number] = [xxhash.xxh3_64_intdigest(view) for view in self._hashed[number]]
             fd, offset = self._place(number)

@@ -1,8 +1,8 @@
 """A small mixture-of-experts language model for `replay_kl`, trained on the text of Python's own library.
 
-A Qwen3-MoE of 8 layers with 4 of 32 experts, 7 million parameters, one token for each byte. It learns enough in two
-minutes of one core that its routers mean something, and its text stays as uncertain as text is, which the short
-answers of `examples/small_moe.py` are not. Saved as an ordinary checkpoint, and kept for the next run if the folder is.
+A Qwen3-MoE of 8 layers with 4 of 32 experts, 7 million parameters, one token for each byte. Two minutes of one core
+train it well enough for meaningful routers, and its text stays as uncertain as text is, unlike the short answers of
+`examples/small_moe.py`. It is saved as an ordinary checkpoint, which the next run in the folder finds.
 Knows no engine.
 """
 

@@ -1,4 +1,4 @@
-"""The two sides that `replay_kl` compares: a rollout by the engine, and a trainer that recomputes its log-probs.
+"""The two sides that `replay_kl` compares: a rollout by the engine, and a trainer that recomputes the log-probs.
 
 The rollout: the `transformers` runner in a worker process, bfloat16, continuous batching, chunked prefill, shared
 prefixes out of the prefix cache, too few blocks for all that run. The trainer: the library's own model as a plain
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from fdasync_transformers import replay_routing
-from fdasync_transformers.replay import find_routers, observed_routing
+from fdasync_transformers.replay.force import find_routers, observed_routing
 
 from fdasync import Engine, EngineConfig, SamplingParams
 from fdasync.result import Routing
@@ -41,7 +41,7 @@ _DOCUMENTS = 8
 
 @dataclass(frozen=True)
 class Ask:
-    """A prompt, and how many tokens each of its GROUP samples gets."""
+    """A prompt, and the number of tokens that each of its GROUP samples gets."""
 
     prompt: list[int]
     max_tokens: int
@@ -49,9 +49,11 @@ class Ask:
 
 @dataclass(frozen=True)
 class Sampled:
-    """One sample: all its token ids, how many of them are the prompt, and what the engine said of it.
+    """One sample.
 
     Attributes:
+        ids: of the prompt and the output.
+        prompt_len: tokens of the prompt.
         logprobs: float32, of the sampled tokens: log-softmax of the model's logits.
         routing: rows of all positions but the last.
     """
@@ -64,12 +66,13 @@ class Sampled:
 
 @dataclass
 class Pass:
-    """What a trainer's pass over all sequences gave, in their order.
+    """Output of a trainer's pass over all sequences, in their order.
 
     Attributes:
         logprobs: float32, of the sampled tokens.
         routing: experts that were computed, of all positions but the last.
-        real, live: real tokens, and those of them that had no row; with replay only.
+        real, live: real tokens, and real tokens without a row; with replay only.
+        seconds: of wall time.
     """
 
     logprobs: list[NDArray[np.float32]] = field(default_factory=list)
@@ -86,7 +89,7 @@ class Pass:
 def asks(text: NDArray[np.uint8], tokens: int) -> list[Ask]:
     """Prompts from a text, for at least so many sampled tokens in all; the same for the same arguments.
 
-    Fewer than 1,000 tokens, for a test, are of shorter answers.
+    Below 1,000 tokens, for a test, answers are shorter.
     """
     answer = _ANSWER if tokens >= 1000 else _SHORT
     rng = random.Random(0)
@@ -100,13 +103,13 @@ def asks(text: NDArray[np.uint8], tokens: int) -> list[Ask]:
 
 
 async def rollout(
-    model: Path, asked: Sequence[Ask], device: str, threads: int, say: Callable[[str], None]
+    model: Path, prompts: Sequence[Ask], device: str, threads: int, say: Callable[[str], None]
 ) -> tuple[list[Sampled], dict[str, Any]]:
-    """Sample all of it at temperature 1; the sequences, and what the engine counted.
+    """Sample all prompts at temperature 1; returns the sequences and the engine's counters.
 
-    Raises SystemExit if nothing was preempted or nothing cached: then it is not what it should be.
+    Raises SystemExit if nothing was preempted or nothing cached: then the rollout lacks what is to be measured.
     """
-    num_blocks = _few_blocks(asked)
+    num_blocks = _few_blocks(prompts)
     config = EngineConfig(
         model=str(model),
         runner_config={"dtype": "bfloat16", "device": device, "num_threads": threads},
@@ -134,10 +137,10 @@ async def rollout(
                 ids = [*ask.prompt, *sample.token_ids]
                 groups[number].append(Sampled(ids, len(ask.prompt), sample.raw_logprobs, sample.routing))
             if len(groups) % 10 == 0:
-                say(f"rollout: {len(groups)} of {len(asked)} prompts, {time.perf_counter() - began:.0f} s")
+                say(f"rollout: {len(groups)} of {len(prompts)} prompts, {time.perf_counter() - began:.0f} s")
 
         async with asyncio.TaskGroup() as group:
-            for number, ask in enumerate(asked):
+            for number, ask in enumerate(prompts):
                 group.create_task(one(number, ask))
         counted = engine.stats().scheduler
     if not counted.preemptions or not counted.hit_tokens:
@@ -157,12 +160,13 @@ async def rollout(
     return [one for number in sorted(groups) for one in groups[number]], facts
 
 
-def _few_blocks(asked: Sequence[Ask]) -> int:
-    """Two thirds of what runs at first wants at its end, a prompt counted once; enough for any one sample."""
-    first = asked[: MAX_RUNNING // GROUP]
+def _few_blocks(asks: Sequence[Ask]) -> int:
+    """Two thirds of the blocks that the first running samples need at their end, a prompt counted once; enough for any
+    single sample."""
+    first = asks[: MAX_RUNNING // GROUP]
     prompts = sum(-(-len(ask.prompt) // BLOCK_TOKENS) for ask in first)
     answers = sum(-(-ask.max_tokens // BLOCK_TOKENS) for ask in first)
-    longest = max(len(ask.prompt) + ask.max_tokens for ask in asked)
+    longest = max(len(ask.prompt) + ask.max_tokens for ask in asks)
     return max(-(-longest // BLOCK_TOKENS) + 2, (prompts + GROUP * answers) * 2 // 3)
 
 
@@ -210,7 +214,7 @@ class Trainer:
         began, done = time.perf_counter(), _Collected(sequences, self._layers, self.model.config.num_experts)
         ids, _ = self._padded([one.ids for one in sequences])
         cache, logits, experts = None, [], []
-        # what follows the end of a sequence is of no use, and changes nothing of it
+        # positions behind the end of a sequence change nothing before it
         for position in range(ids.shape[1] - 1):
             seen: dict[int, torch.Tensor] = {}
             with observed_routing(self.model, seen):
@@ -262,7 +266,7 @@ class _Collected:
 
 
 def sampled_rows(sequences: Sequence[Sampled], routing: Sequence[Routing]) -> Iterator[Routing]:
-    """Of each sequence the rows of the positions that its sampled tokens came from, one for each token."""
+    """The rows of the positions that the sampled tokens of each sequence came from, one for each token."""
     for sequence, one in zip(sequences, routing, strict=True):
         first = sequence.prompt_len - 1
         yield Routing(

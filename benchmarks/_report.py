@@ -19,7 +19,13 @@ if TYPE_CHECKING:
 
 
 class Report:
-    """Figures as they come; medians with their spread."""
+    """The figures of one run.
+
+    Attributes:
+        title: of the table.
+        figures: medians by name.
+        conditions: facts about the run and the machine, and the spread of each figure.
+    """
 
     def __init__(self, title: str) -> None:
         self.title = title

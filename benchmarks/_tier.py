@@ -1,12 +1,14 @@
-"""A store with everything that an engine puts around it, moving blocks as an engine does; no engine.
+"""A store inside the engine's own wrappers and memory, which moves blocks as an engine does; without an engine.
 
-The store is found by name, hosted, sealed and wrapped by `StoreStack`, asked by a `Keeper`, told by an `EventBus`: the
-engine's own objects on the engine's own memory. Only the scheduler is missing: the caller says which blocks to move.
+`StoreStack` finds the store by name, puts it into a process of its own, checks and wraps it; a `StoreIO` calls it, and
+an `EventBus` gets its events. Only the scheduler is missing: the caller chooses the blocks to move. Used by store
+benchmarks.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,14 +18,13 @@ from fdasync.cache.aux import AuxSpec
 from fdasync.cache.aux_arena import AuxArena
 from fdasync.cache.host_arena import HostArena
 from fdasync.cache.store.block_format import object_key
-from fdasync.engine.store_io import Keeper
+from fdasync.engine.store_io import StoreIO
 from fdasync.engine.store_stack import StoreStack
 from fdasync.events.actions import FetchBlocks, StoreBlocks
 from fdasync.events.bus import EventBus
 from fdasync.events.catalog import FetchEnded, StoreEnded
 from fdasync.ipc.deadlines import Closing
 from fdasync.ipc.shared_memory import AUX_REGION, HOST_REGION, page_aligned
-from fdasync.registry.registry import Registry
 from fdasync.runner.base import Capacity
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ ROUTING = AuxSpec("routing", (48, 8), "uint8")
 # long: a slow machine is measured, not cut off
 _DEADLINE_S = 120.0
 _NAMESPACE = b"benchmarks.store"
-# of every slot
+# generation of every slot
 _USE = 1
 _EDGE_NBYTES = 64
 
@@ -66,7 +67,7 @@ class Blocks:
 
     @property
     def regions(self) -> list[Any]:
-        """What a store is opened with."""
+        """The regions that a store is opened with."""
         return [self.host.region] + ([] if self.arena is None else [self.arena.region])
 
     @property
@@ -96,7 +97,7 @@ class Blocks:
             edge ^= 0xFF
 
     def check(self) -> None:
-        """Raise RuntimeError unless they are what they were at first."""
+        """Raise RuntimeError unless first and last bytes are those of the start."""
         if not all(np.array_equal(now, then) for now, then in zip(self._look(), self._edges, strict=True)):
             raise RuntimeError("a read did not bring back what was written")
 
@@ -119,7 +120,7 @@ class Tier:
 
     Args:
         name, config: of the store, as in `EngineConfig.store` and `.store_config`.
-        blocks: what is moved; owned by the caller.
+        blocks: the blocks to move; owned by the caller.
     """
 
     def __init__(self, name: str, config: dict[str, Any], blocks: Blocks) -> None:
@@ -147,23 +148,21 @@ class Tier:
             aux_specs=() if blocks.arena is None else (ROUTING,),
         )
         self._closing = Closing(_DEADLINE_S)
-        self.stack = StoreStack(engine, Registry(), capacity, blocks.host, None, self._closing)
-        self._bus: EventBus
-        self._keeper: Keeper
+        self._bus = EventBus(time.monotonic)
+        self._bus.attach(self._wake)
+        self.stack = StoreStack(engine, capacity, blocks.host, None, self._closing, self._bus.publish)
+        self._store_io: StoreIO
         self._ended: dict[int, asyncio.Future[StoreEnded | FetchEnded]] = {}
         self._number = 0
 
     async def __aenter__(self) -> Tier:
-        loop = asyncio.get_running_loop()
-        self._bus = EventBus(loop.time, self._wake)
-        self.stack.publish = self._bus.publish
         try:
             await self.stack.open(self._blocks.regions)
         except BaseException:
             await self.stack.aclose()
             raise
         host, arena = self._blocks.host, self._blocks.arena
-        self._keeper = Keeper(
+        self._store_io = StoreIO(
             self._bus,
             self.stack.store,
             host,
@@ -175,33 +174,33 @@ class Tier:
 
     async def __aexit__(self, *_: object) -> None:
         try:
-            await self._keeper.aclose()
+            await self._store_io.aclose()
         finally:
             await self.stack.aclose()
 
     def _uses(self, places: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Slots of the blocks' rows and which use of them; empty where there are no rows."""
+        """Slots of the blocks' rows and their generations; empty where there are no rows."""
         return (places, (_USE,) * len(places)) if self._blocks.arena is not None else ((), ())
 
     async def write(self, round_: int, numbers: Sequence[int]) -> None:
-        """Until the store has them. Raises RuntimeError if it does not take all."""
+        """Write blocks, until the store has them. Raises RuntimeError if it does not take all."""
         number, ended = self._begin()
         keys = tuple(_key(round_, block) for block in numbers)
         places = tuple(numbers)
-        self._keeper.write(StoreBlocks(number, _NAMESPACE, keys, places, *self._uses(places)))
+        self._store_io.write(StoreBlocks(number, _NAMESPACE, keys, places, *self._uses(places)))
         event = await ended
         assert isinstance(event, StoreEnded)
         if not all(event.stored):
             raise RuntimeError(f"the store took {sum(event.stored)} of {len(keys)} blocks")
 
     async def read(self, round_: int, numbers: Sequence[int]) -> None:
-        """Until they are there and checked. Raises RuntimeError if one is not."""
+        """Read blocks, until they are here and checked. Raises RuntimeError if one is not."""
         number, ended = self._begin()
         keys = tuple(_key(round_, block) for block in numbers)
         places = tuple(numbers)
         slots, generations = self._uses(places)
         deadline = asyncio.get_running_loop().time() + _DEADLINE_S
-        self._keeper.fetch(FetchBlocks(number, _NAMESPACE, keys, places, slots, generations, deadline))
+        self._store_io.fetch(FetchBlocks(number, _NAMESPACE, keys, places, slots, generations, deadline))
         event = await ended
         assert isinstance(event, FetchEnded)
         if not all(event.arrived):

@@ -1,7 +1,7 @@
-"""A uvloop loop that takes the time of every callback: the loop's engine uses, with a stopwatch around each turn.
+"""A uvloop loop that measures every callback, in CPU time of the loop's thread.
 
-Tasks step, futures call back, timers fire and sockets report through `call_soon`, `call_later`, `add_reader` and
-`add_writer`: whatever these run is timed, in CPU time of the loop's thread.
+Steps of tasks, callbacks of futures, timers and sockets all run through `call_soon`, `call_later`, `add_reader` and
+`add_writer`, which this loop overrides. Knows no engine. Used by the benchmarks of stores and transports.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 
 
 class TimedLoop(uvloop.Loop):
-    """Attributes:
-    longest_s: of the callbacks since `reset`, in seconds of CPU time; what the stopwatch takes is in it.
-    longest: which one that was.
-    callbacks: how many.
+    """See the module.
+
+    Attributes:
+        longest_s: of the longest callback since `reset`, in seconds of CPU time, the measurement's own included.
+        longest: name of that callback.
+        callbacks: number of callbacks since `reset`.
     """
 
     longest_s = 0.0
@@ -34,7 +36,7 @@ class TimedLoop(uvloop.Loop):
         return super().call_soon(self._timed, callback, *args, context=context)
 
     def call_later(self, delay: float, callback: Any, *args: Any, context: Any = None) -> Any:  # type: ignore[override]
-        # `call_at` comes this way too
+        # uvloop's `call_at` calls this too
         return super().call_later(delay, self._timed, callback, *args, context=context)
 
     def add_reader(self, fd: Any, callback: Any, *args: Any) -> Any:  # type: ignore[override]
@@ -56,14 +58,14 @@ class TimedLoop(uvloop.Loop):
 
 
 def _name_of(callback: Callable[..., Any]) -> str:
-    """Of a task's step: the coroutine's. No paths: it stands in figures that are kept."""
+    """The name of a callback, of a task's step its coroutine's; without paths, since recorded figures hold it."""
     owner = getattr(callback, "__self__", None)
     named = owner.get_coro() if isinstance(owner, asyncio.Task) else callback
     return str(getattr(named, "__qualname__", type(named).__name__))
 
 
 class Ticker:
-    """How late a 1 ms timer of this loop came while the block ran, in seconds of wall time."""
+    """Measures how late a 1 ms timer of this loop fires while the body runs, in seconds of wall time (`late_s`)."""
 
     def __init__(self) -> None:
         self.late_s: list[float] = []

@@ -1,7 +1,7 @@
 """The other process of `benchmarks/transports.py`: blocks in shared memory, behind both transports and a raw socket.
 
-Says in one line where everything is, then serves until its standard input ends. A process of its own, forked before
-any loop runs, answers raw requests with plain `sendall` from the same memory.
+It announces them in one line, then serves until its standard input ends. A process that it forks before any loop runs
+answers raw requests with plain `sendall` from the same memory.
 """
 
 from __future__ import annotations
@@ -28,8 +28,14 @@ from fdasync.pd.transfer.tcp import TcpTransport
 ROWS_NBYTES = 48 * 8 * 16
 
 
-class Told(msgspec.Struct):
-    """Where the blocks are, and what they must be."""
+class Announcement(msgspec.Struct):
+    """What the sender writes when it is ready.
+
+    Attributes:
+        sources: of its transports, by name.
+        raw_port: of the raw socket.
+        checksums: of the parts of each block.
+    """
 
     sources: dict[str, Source]
     raw_port: int
@@ -37,7 +43,7 @@ class Told(msgspec.Struct):
 
 
 def regions_of(count: int, nbytes: int) -> list[SharedRegion]:
-    """Regions laid out as an engine's, every page touched: a page for a header, then KV; rows."""
+    """Regions laid out as an engine's, every page touched: header pages and KV in one, rows in the other."""
     regions = [
         SharedRegion.create("host", count * (PAGE_NBYTES + nbytes)),
         SharedRegion.create("aux", count * ROWS_NBYTES + PAGE_NBYTES),
@@ -54,7 +60,7 @@ def parts_of(number: int, nbytes: int) -> tuple[Part, Part]:
 
 
 def serve_raw(listener: socket.socket, regions: list[SharedRegion], count: int, nbytes: int) -> None:
-    """To each who dials: all blocks for every byte that comes. Never returns."""
+    """Answer every byte that a client sends with all blocks. Never returns."""
     views = [regions[part.region].view(part.offset, part.nbytes) for n in range(count) for part in parts_of(n, nbytes)]
     while True:
         sock, _ = listener.accept()
@@ -72,14 +78,14 @@ async def serve(regions: list[SharedRegion], port: int, count: int, nbytes: int)
         await transport.open(regions)
         for parts in blocks:
             transport.offer(parts)
-    told = Told(
+    announcement = Announcement(
         {transport.name: transport.source() for transport in transports},
         port,
         [await checksum_parts(regions, parts) for parts in blocks],
     )
     ended = asyncio.Event()
     asyncio.get_running_loop().add_reader(0, ended.set)
-    sys.stdout.write(base64.b64encode(msgspec.msgpack.encode(told)).decode() + "\n")
+    sys.stdout.write(base64.b64encode(msgspec.msgpack.encode(announcement)).decode() + "\n")
     sys.stdout.flush()
     await ended.wait()
     for transport in transports:

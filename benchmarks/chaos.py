@@ -4,8 +4,8 @@
 
 Processes are killed and stopped (instances, workers, stores), links cut, stalled and refused, instances join and
 drain, all drawn from a seed, which is printed. Every request must end once, in time, right by the oracle or with an
-error that says it may be asked again. Every round ends in quiet, when each instance must have everything back. It ends
-with 1 if anything was wrong, and names it.
+error that allows another try. Every round ends in quiet, when each instance must have everything back. The program ends
+with 1 if a rule was broken, and names it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,14 @@ ROUND_S = 20.0
 
 
 class Game:
-    """One fleet, one router, and how it went."""
+    """One fleet and one router.
+
+    Attributes:
+        wrong: broken rules, in words.
+        rounds: that were played.
+        sizes: of the instances.
+        load, director: None until the fleet is up.
+    """
 
     def __init__(self, folder: Path, transport: str, seed: int) -> None:
         self.wrong: list[str] = []
@@ -53,12 +60,12 @@ class Game:
         self.director: Director | None = None
 
     async def play(self, seconds: float) -> None:
-        """Until the end of the round that ends nearest to so many seconds from now."""
+        """Play rounds for so many seconds."""
         fleet = self._fleet
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
         try:
-            # the loop itself keeps a file from its first listener on
+            # the loop itself keeps a file open from its first listener on
             first = Proxy()
             await first.open()
             await first.aclose()
@@ -79,8 +86,8 @@ class Game:
             fleet.destroy()
 
     async def _meet(self) -> None:
-        """Every prefill instance hands something to every decode instance: then each has met all others, and does
-        nothing. What it holds then is remembered the first time, and held against that ever after."""
+        """Send a request through each pair of prefill and decode instance, so that all have met, and check the quiet.
+        What an instance holds in the first quiet is remembered for comparison."""
         assert self.load is not None
         for first in self._fleet.role("prefill"):
             for last in self._fleet.role("decode"):
@@ -88,7 +95,7 @@ class Game:
                 ask = Ask(prompt, SamplingParams(max_tokens=8, seed=1), "complete", LONG_S, 0.0, True, 0)
                 outcome = await self.load.one(ask, prefill=first.address, decoders=[last.address])
                 if outcome != "right":
-                    self.wrong.append(f"nothing is done to {first.name} and {last.name}, and a request is {outcome}")
+                    self.wrong.append(f"{first.name} and {last.name} have no fault, and a request is {outcome}")
         await self._fleet.check_quiet()
         await self._fleet.remember()
         self._take()
@@ -101,7 +108,7 @@ class Game:
         await self.load.stop()
         await self._fleet.heal()
         await self._fleet.until_up(60.0)
-        # those who lost each other call again once a second
+        # instances that lost each other dial again once a second
         await asyncio.sleep(2.0)
         await self._meet()
         self.rounds += 1
@@ -131,7 +138,7 @@ def run(minutes: float, seed: int, transport: str, json_path: str | None, keep: 
     finally:
         wrong += game.wrong
         if wrong and keep:
-            print(f"left for a look: {folder}", file=sys.stderr)
+            print(f"logs and traces are in {folder}", file=sys.stderr)
         else:
             shutil.rmtree(folder, ignore_errors=True)
     report = Report(f"Chaos over {transport}, seed {seed}")
@@ -145,7 +152,7 @@ def run(minutes: float, seed: int, transport: str, json_path: str | None, keep: 
         asked = outcomes.total()
         for name, count in sorted(outcomes.items()):
             report.add(f"requests_{name}", [count])
-        # what nobody took back before its end
+        # requests that their clients did not take back
         served = outcomes["right"] + outcomes["lost"] + outcomes["wrong"]
         report.add("requests", [asked])
         report.add("served_right", [outcomes["right"] / max(served, 1)])

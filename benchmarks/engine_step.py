@@ -5,7 +5,8 @@ its free mode: 1,000-token prompts, prefix cache, stop ids and routing on (48 la
 scatter into the arena). Counted over at least 500 steady steps: all requests decode, none arrives or ends.
 The runner's own time, measured alone without its scatter, is subtracted when it runs in process; the
 scatter stays in the figure. Page faults of the arena's first touch are paid before the count begins, as
-in an engine that has run for a while; those of the results' own arrays are in the figure.
+in an engine that has run for a while. Those of the results' own arrays are in the figure: the first run of a
+process pays them, later runs find most of that memory in the allocator. So the faults of each run stand beside it.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import asyncio
 import contextlib
 import cProfile
 import pstats
+import resource
 import statistics
 import time
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import uvloop
 
@@ -39,6 +41,18 @@ BLOCK_TOKENS = 16
 AIMS = {"step_us_final_128": 200.0, "step_us_final_256": 400.0, "step_us_stream_128": 800.0}
 
 
+class Cost(NamedTuple):
+    """Of one step of this process, the runner's own time not subtracted.
+
+    Attributes:
+        cpu_us: CPU microseconds.
+        faults: pages touched for the first time.
+    """
+
+    cpu_us: float
+    faults: float
+
+
 def runner_config(running: int, new_tokens: int) -> dict[str, Any]:
     blocks = -(-(PROMPT_TOKENS + new_tokens) // BLOCK_TOKENS) + 1
     return {
@@ -56,8 +70,7 @@ def runner_config(running: int, new_tokens: int) -> dict[str, Any]:
 
 async def measure(
     running: int, steps: int, *, streams: bool, depth: int, process: Process, profile: cProfile.Profile | None = None
-) -> float:
-    """CPU microseconds per step of this process; the runner's own time not subtracted."""
+) -> Cost:
     new_tokens = steps + 2 * WARM_STEPS + 64
     config = EngineConfig(
         runner="synthetic",
@@ -96,7 +109,7 @@ async def measure(
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _count(engine: Engine, running: int, steps: int, profile: cProfile.Profile | None) -> float:
+async def _count(engine: Engine, running: int, steps: int, profile: cProfile.Profile | None) -> Cost:
     async with engine.bus.subscribe(StepDone, limit=1 << 20) as done:
         async for event in done:
             assert isinstance(event, StepDone)
@@ -105,20 +118,26 @@ async def _count(engine: Engine, running: int, steps: int, profile: cProfile.Pro
                 break
     stats = engine.stats
     await _reach(engine, first + WARM_STEPS)
-    begin_step, begin = stats().scheduler.steps, time.process_time()
+    begin_step, begin, faults = stats().scheduler.steps, time.process_time(), _faults()
     if profile is not None:
         profile.enable()
     await _reach(engine, begin_step + steps)
     if profile is not None:
         profile.disable()
     spent, end_step = time.process_time() - begin, stats().scheduler.steps
+    faults = _faults() - faults
     if stats().scheduler.running != running:
         raise RuntimeError("requests ended while steps were counted")
-    return spent / (end_step - begin_step) * 1e6
+    count = end_step - begin_step
+    return Cost(spent / count * 1e6, faults / count)
+
+
+def _faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 async def _reach(engine: Engine, step: int) -> None:
-    # polled, and rarely: a tap that is told of every step would be in the figure
+    # polled, and rarely: a tap that gets every step would be in the figure
     while engine.stats().scheduler.steps < step:  # noqa: ASYNC110
         await asyncio.sleep(0.002)
 
@@ -178,16 +197,17 @@ def main() -> None:
     for name, running, how in cases:
         if args.only not in name:
             continue
-        values, own = [], []
+        values: list[Cost] = []
+        own: list[float] = []
         for _ in range(args.runs):
             calibration.append(calibrate_us())
             own.append(uvloop.run(runner_alone(running, args.steps)) if how["process"] == "inline" else 0.0)
             values.append(uvloop.run(measure(running, args.steps, **how)))
         # the median of several: one noisy measurement of the runner must not end up in the engine's figure
         runner_us = statistics.median(own)
-        values = [value - runner_us for value in values]
+        report.conditions[f"{name}_faults"] = [round(value.faults, 1) for value in values]
         report.conditions[f"{name}_runner_us"] = round(runner_us, 2)
-        report.add(name, values, aim=AIMS.get(name))
+        report.add(name, [value.cpu_us - runner_us for value in values], aim=AIMS.get(name))
     report.add("calibration_us", calibration)
     report.finish(args.json)
 

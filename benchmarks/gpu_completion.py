@@ -4,10 +4,10 @@
                                    with nothing else to do; `busy`: beside a coroutine that always has 50 us to do
     WAY_cpu_share_5ms              CPU time of the process over wall time while it waits, idle loop
     adaptive_over_spin_p50_5ms     the default port over the limit
-    bubble_us, bubble_us_PORT      what an event and a completion per step put between back-to-back kernels of 46 us,
-                                   by the device's clock; without a name the default port
+    bubble_us                      what an event and a completion per step put between back-to-back kernels of 46 us,
+                                   by the device's clock
 
-The ways are the ports, and the limit: `event.synchronize()`, which spins and blocks the loop. They take turns, step by
+The ways are the port, and the limit: `event.synchronize()`, which spins and blocks the loop. They take turns, step by
 step. Late is the host's time of a step less the device's own between two events, so it contains the launch too,
 for all ways alike.
 """
@@ -29,15 +29,14 @@ import uvloop
 
 from benchmarks._report import Report, calibrate_us
 from fdasync.gpu.pools import EventPool
-from fdasync.gpu.ports.other import make_port
+from fdasync.gpu.ports.adaptive import AdaptivePort
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from fdasync.gpu.completion import CompletionPort
 
-PORTS = ("adaptive", "hostfunc", "thread")
-SPIN = "spin"
+PORT, SPIN = WAYS = ("adaptive", "spin")
 STEPS_MS = (0.2, 1.0, 5.0, 15.0)
 LOADS = ("idle", "busy")
 KERNEL_US = 46.0
@@ -48,7 +47,7 @@ _LEARN = 15
 _MOST_S = 2.5
 _FEWEST = 5
 _BUBBLE_STEPS = 2000
-# more than the slowest port is late by
+# more than the port is late by
 _IN_FLIGHT = 64
 _BUSY_S = 50e-6
 
@@ -103,17 +102,16 @@ class Waits:
 class Steps:
     """One kind of step, awaited in one of the ways."""
 
-    def __init__(self, ports: dict[str, CompletionPort], cycles: int, kind: str) -> None:
-        self._ports = ports
+    def __init__(self, port: CompletionPort, cycles: int, kind: str) -> None:
+        self._port = port
         self._cycles = cycles
         self._kind = kind
         self._stream = torch.cuda.Stream()
         self._start = torch.cuda.Event(enable_timing=True)
-        self._spins = torch.cuda.Event(enable_timing=True)
-        self._blocks = torch.cuda.Event(enable_timing=True, blocking=True)
+        self._end = torch.cuda.Event(enable_timing=True)
 
     async def one(self, way: str, waits: Waits | None) -> None:
-        end = self._blocks if way == "thread" else self._spins
+        end = self._end
         cpu, began = time.process_time(), time.perf_counter()
         self._start.record(self._stream)
         with torch.cuda.stream(self._stream):
@@ -122,7 +120,7 @@ class Steps:
         if way == SPIN:
             end.synchronize()
         else:
-            await self._ports[way].completion(end, kind=self._kind)
+            await self._port.completion(end, kind=self._kind)
         ended, cpu_after = time.perf_counter(), time.process_time()
         if waits is not None:
             waits.late_us.append((ended - began) * 1e6 - self._start.elapsed_time(end) * 1000)
@@ -133,29 +131,27 @@ class Steps:
 async def measure_waits(cycles_per_us: float, repeats: int) -> dict[tuple[str, float, str], Waits]:
     """By way, milliseconds and load."""
     found: dict[tuple[str, float, str], Waits] = {}
-    ports = {name: make_port(name, torch.device("cuda")) for name in PORTS}
+    port = AdaptivePort()
     try:
         for step_ms in STEPS_MS:
             for kind in LOADS:
-                steps = Steps(ports, int(step_ms * 1000 * cycles_per_us), f"{step_ms:g} {kind}")
+                steps = Steps(port, int(step_ms * 1000 * cycles_per_us), f"{step_ms:g} {kind}")
                 print(f"  steps of {step_ms:g} ms, {kind} loop", file=sys.stderr, flush=True)
                 async with load(kind):
                     for turn in range(-_LEARN, repeats):
-                        for way in (SPIN, *PORTS):
+                        for way in WAYS:
                             waits = found.setdefault((way, step_ms, kind), Waits())
-                            # a thread beside a loop that is always busy waits long for its turn at Python
                             if waits.wall_s < _MOST_S or len(waits.late_us) < _FEWEST:
                                 await steps.one(way, waits if turn >= 0 else None)
     finally:
-        for port in ports.values():
-            await port.aclose()
+        await port.aclose()
     return found
 
 
-async def back_to_back_us(cycles: int, count: int, name: str | None) -> float:
-    """Microseconds of the device for each of so many kernels, with a completion each (None: without)."""
-    port = make_port(name, torch.device("cuda")) if name else None
-    events = EventPool(lambda: torch.cuda.Event(blocking=name == "thread"))
+async def back_to_back_us(cycles: int, count: int, *, completions: bool) -> float:
+    """Microseconds of the device for each of so many kernels, with a completion each or without."""
+    port = AdaptivePort() if completions else None
+    events = EventPool(torch.cuda.Event)
     stream = torch.cuda.Stream()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     waiting: deque[asyncio.Future[None]] = deque()
@@ -165,9 +161,9 @@ async def back_to_back_us(cycles: int, count: int, name: str | None) -> float:
                 start.record(stream)
             torch.cuda._sleep(cycles)
             if port is not None:
-                lease = events.take()
-                lease.event.record(stream)
-                waiting.append(port.completion(lease.event, leases=(lease,)))
+                hold = events.take()
+                hold.event.record(stream)
+                waiting.append(port.completion(hold.event, holds=(hold,)))
                 if len(waiting) == _IN_FLIGHT:
                     await waiting.popleft()
             elif number % _IN_FLIGHT == 0:
@@ -209,7 +205,7 @@ def main() -> None:
     found = [uvloop.run(measure_waits(cycles_per_us, repeats)) for _ in range(runs)]
     for step_ms in STEPS_MS:
         for kind in LOADS:
-            for way in (SPIN, *PORTS):
+            for way in WAYS:
                 waits = [run[way, step_ms, kind] for run in found]
                 where = f"{step_ms:g}ms_{kind}"
                 if (counted := min(len(each.late_us) for each in waits)) < repeats:
@@ -217,28 +213,25 @@ def main() -> None:
                 report.add(f"{way}_late_p50_us_{where}", [percentile(each.late_us, 0.5) for each in waits])
                 report.add(f"{way}_late_p99_us_{where}", [percentile(each.late_us, 0.99) for each in waits])
     for step_ms in STEPS_MS:
-        for way in (SPIN, *PORTS):
+        for way in WAYS:
             waits = [run[way, step_ms, "idle"] for run in found]
             name = f"{way}_cpu_share_{step_ms:g}ms"
             report.add(name, [each.cpu_s / each.wall_s for each in waits], aim=AIMS.get(name))
     ratios = [
-        percentile(run["adaptive", 5.0, "idle"].late_us, 0.5) / percentile(run[SPIN, 5.0, "idle"].late_us, 0.5)
+        percentile(run[PORT, 5.0, "idle"].late_us, 0.5) / percentile(run[SPIN, 5.0, "idle"].late_us, 0.5)
         for run in found
     ]
     report.add("adaptive_over_spin_p50_5ms", ratios, aim=AIMS["adaptive_over_spin_p50_5ms"])
     cycles = int(KERNEL_US * cycles_per_us)
-    bubbles: dict[str, list[float]] = {name: [] for name in PORTS}
+    bubbles: list[float] = []
     plain = []
     for number in range(3 if args.quick else 9):
         print(f"  back to back, round {number + 1}", file=sys.stderr, flush=True)
-        plain.append(uvloop.run(back_to_back_us(cycles, _BUBBLE_STEPS, None)))
-        for name in PORTS:
-            took = uvloop.run(back_to_back_us(cycles, _BUBBLE_STEPS, name))
-            bubbles[name].append(took - plain[-1])
+        plain.append(uvloop.run(back_to_back_us(cycles, _BUBBLE_STEPS, completions=False)))
+        took = uvloop.run(back_to_back_us(cycles, _BUBBLE_STEPS, completions=True))
+        bubbles.append(took - plain[-1])
     report.add("kernel_us", plain)
-    for name in PORTS:
-        figure = "bubble_us" if name == "adaptive" else f"bubble_us_{name}"
-        report.add(figure, bubbles[name], aim=AIMS.get(figure))
+    report.add("bubble_us", bubbles, aim=AIMS["bubble_us"])
     report.finish(args.json)
     print(json.dumps({"figures": report.figures, "conditions": report.conditions}))
 

@@ -1,10 +1,10 @@
 """What a link costs: typed messages between two processes over a Unix socket, each encoded, numbered, acknowledged,
-decoded and handed to its owner.
+decoded and given to its callback.
 
     link_msgs_per_s           small messages one way (`BlocksTaken`), from the first `send` to the last acknowledgement
-    link_lease_asks_per_s     the same for a `LeaseAsk` with a prompt of 1,280 tokens and its 80 block keys
+    link_lease_asks_per_s     the same for a `LeaseRequest` with a prompt of 1,280 tokens and its 80 block keys
     link_round_trip_us_p50/99 a small message there and its echo back, one at a time, while nothing else is sent
-    lease_p50/p99_ms_N        from a question for room to its grant by a real decode instance, N of them in flight
+    lease_p50/p99_ms_N        from a lease request to its grant by a real decode instance, N of them in flight
 
 The other process is `benchmarks/_link_peer.py`, for leases `benchmarks/_leases.py`; both run on uvloop.
 """
@@ -31,7 +31,7 @@ from benchmarks._report import Report, calibrate_us
 from fdasync.errors import PeerBusy
 from fdasync.pd.link.links import Links
 from fdasync.pd.link.zmq_wire import ZmqWire
-from fdasync.pd.messages import BlocksTaken, LeaseAsk, Message, Wanted
+from fdasync.pd.messages import BlocksTaken, LeaseRequest, Message, Wanted
 from fdasync.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -40,15 +40,15 @@ if TYPE_CHECKING:
     from fdasync.pd.link.peer import Peer
 
 AIMS = {"link_msgs_per_s": 100_000.0, "lease_p99_ms_512": 100.0}
-# questions in flight, and how many are measured
+# requests in flight, and how many are measured
 LEASES = {1: 500, 64: 4000, 512: 8000}
 PROMPT_TOKENS = 1280
 SMALL = BlocksTaken("01890af2-7d1f-7cc3-98c4-dc0c0c07398f", 0, 17)
-# messages sent in one go before the loop has its turn
+# messages that are sent before the loop has its turn
 _BATCH = 256
 
 
-def lease_ask() -> LeaseAsk:
+def lease_ask() -> LeaseRequest:
     wanted = Wanted(
         caller=os.urandom(16),
         tokens=os.urandom(4 * PROMPT_TOKENS),
@@ -62,7 +62,7 @@ def lease_ask() -> LeaseAsk:
         rows=("routing",),
         start=0,
     )
-    return LeaseAsk(SMALL.request, 0, wanted, 10.0, 60.0)
+    return LeaseRequest(SMALL.request, 0, wanted, 10.0, 60.0)
 
 
 async def one_way(peer: Peer, message: Message, count: int) -> float:
@@ -82,7 +82,7 @@ async def one_way(peer: Peer, message: Message, count: int) -> float:
 
 
 async def round_trips(peer: Peer, side: Side, count: int) -> list[float]:
-    """Microseconds of each."""
+    """Microseconds of each round trip."""
     echo = BlocksTaken(ECHO, 0, 0)
     spent = []
     for _ in range(count):
@@ -95,7 +95,7 @@ async def round_trips(peer: Peer, side: Side, count: int) -> list[float]:
 
 
 def measure_leases(in_flight: int, count: int) -> list[float]:
-    """Milliseconds of each, in order."""
+    """Milliseconds of each lease, in order."""
     with tempfile.TemporaryDirectory() as folder:
         address = f"ipc://{folder}/decode"
         with other_process(address, "_leases"):

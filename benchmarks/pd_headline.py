@@ -2,8 +2,8 @@
 
 FastDeploy #7724 reports 275 s with prepare in one thread in order, and 260 s with five threads (ERNIE-4.5 0.3B). Here
 it is played in virtual time, with the real router, links, instances and schedulers, and a cost of steps that was fixed
-before our arm ran. Over the bound, which is the same system with links and an engine that cost nothing, so that ramp
-and drain are in it:
+before our arm ran. The figures are ratios to the bound, which is the same system, ramp and drain included, with links
+and an engine that cost nothing:
 
     over_bound            ours: latencies of links as `benchmarks.link` measures them, and on every step the CPU of the
                           engine as `benchmarks.engine_step` measures it
@@ -12,9 +12,9 @@ and drain are in it:
     realtime_over_bound   ours in real time, real processes, at a smaller scale with steps of at least 5 ms, over the
                           bound of that same scale
 
-The peers' arms have two costs that were fitted (`--fit` does it again) so that they land within 2 % of 275/250 and
-260/250: `PREPARE_S`, what a worker spends on one request, and `STEP_EXTRA_S`, what threads that compete for the
-interpreter cost each step.
+The arms of other systems have two costs that were fitted (`--fit` does it again) so that they land within 2 % of
+275/250 and 260/250: `PREPARE_S`, a worker's time for one request, and `STEP_EXTRA_S`, the cost of threads that compete
+for the interpreter, for each step.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from fdasync.pd.instance.instance import Instance
 from fdasync.pd.router.config import RouterConfig
 from fdasync.pd.router.router import Router
 from fdasync.request import SamplingParams
-from fdasync.scheduler.disagg.prefill import Borrower
+from fdasync.scheduler.disagg.prefill import PrefillSide
 from fdasync.testing.sim.loop import run_sim
-from fdasync.testing.sim.network import SimNetwork, Weather
+from fdasync.testing.sim.network import NetworkConditions, SimNetwork
 from fdasync.testing.sim.transport import SimFabric, SimFaults, SimTransport
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ MAX_STEP_TOKENS = 2048
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of a step, fixed and per token, of both instances; as of the bound."""
+    """Seconds of a step, fixed and per token, of both instances, in the bound and in every arm."""
 
     prefill_step_s: float = 0.02
     prefill_token_s: float = 1e-4
@@ -70,7 +70,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Scale(msgspec.Struct, frozen=True, kw_only=True):
-    """How much work."""
+    """The amount of work."""
 
     requests: int = 1000
     concurrency: int = 256
@@ -80,7 +80,7 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Latency(msgspec.Struct, frozen=True, kw_only=True):
-    """What our arm is charged with.
+    """The costs that our arm is charged with.
 
     Attributes:
         link_s: of a message, one way, at least and at most; decode_us, prefill_us: CPU of the engine on every step.
@@ -102,7 +102,7 @@ REAL = Scale(
 
 
 def config_of(role: str, scale: Scale, latency: Latency) -> dict[str, Any]:
-    """Of one instance's engine, as plain values."""
+    """The configuration of one instance's engine, as plain values."""
     costs = scale.costs
     prefill = role == "prefill"
     context = 4 * (scale.mean_in + scale.mean_out)
@@ -161,7 +161,7 @@ async def clients(router: Router, scale: Scale, addresses: tuple[str, str], *, s
 async def virtual(scale: Scale, latency: Latency) -> float:
     """Seconds of virtual time."""
     rng = random.Random(1)
-    network = SimNetwork(rng, Weather(delay_s=latency.link_s, room=1 << 20))
+    network = SimNetwork(rng, NetworkConditions(delay_s=latency.link_s, room=1 << 20))
     fast = latency.link_s == (0.0, 0.0)
     fabric = SimFabric(
         rng, SimFaults(latency_s=(0.0, 0.0) if fast else (2e-4, 2e-3), nbytes_per_s=1e15 if fast else 4e9)
@@ -183,14 +183,14 @@ async def virtual(scale: Scale, latency: Latency) -> float:
 
 def arm(workers: int, scale: Scale, latency: Latency, prepare_s: float = 0.0) -> float:
     """One arm in virtual time; 0 workers: ours."""
-    own = core.Borrower
+    own = core.PrefillSide
     if workers:
-        core.Borrower = in_order(workers, prepare_s)  # type: ignore[misc]
+        core.PrefillSide = in_order(workers, prepare_s)  # type: ignore[misc]
     try:
         return run_sim(virtual(scale, latency))
     finally:
-        core.Borrower = own  # type: ignore[misc]
-        assert core.Borrower is Borrower
+        core.PrefillSide = own  # type: ignore[misc]
+        assert core.PrefillSide is PrefillSide
 
 
 async def real(scale: Scale) -> tuple[float, float]:
@@ -216,14 +216,14 @@ def measured(module: str, *options: str) -> dict[str, float]:
 
 
 def latency_of(args: argparse.Namespace) -> Latency:
-    """From files of figures, or measured now."""
+    """Our arm's costs, from files of figures or measured now."""
     link = json.loads(Path(args.link).read_text())["figures"] if args.link else measured("link", "--runs", "1")
     step = (
         json.loads(Path(args.engine_step).read_text())["figures"]
         if args.engine_step
         else measured("engine_step", "--runs", "2")
     )
-    # a lease is a question and an answer: half of each way
+    # a lease is a request and an answer: each way takes half
     return Latency(
         link_s=(link["lease_p50_ms_64"] / 2e3, link["lease_p99_ms_64"] / 2e3),
         decode_us=step["step_us_stream_256"],
@@ -232,7 +232,7 @@ def latency_of(args: argparse.Namespace) -> Latency:
 
 
 def fit(scale: Scale, bound_s: float) -> None:
-    """Print the two constants that bring the peers' arms where they were published."""
+    """Print the two constants that bring the arms of other systems to their published figures."""
 
     def threads5(extra_s: float) -> float:
         return arm(5, scale, Latency(decode_us=extra_s * 1e6), PREPARE_S) / bound_s
@@ -246,7 +246,7 @@ def fit(scale: Scale, bound_s: float) -> None:
 
 
 def _solve(name: str, ratio: Callable[[float], float], wanted: float, value: float) -> float:
-    """By secants from what it is: the ratios grow with the costs, nearly in a line."""
+    """Find the cost by secants: the ratios grow nearly in a line with the costs."""
     before, was = value, ratio(value)
     print(f"{name} = {before:.5f}: {was:.4f}, wanted {wanted:.4f}", file=sys.stderr, flush=True)
     value *= 1.1 if was < wanted else 0.9

@@ -1,16 +1,16 @@
-"""What one bad decode instance costs the others: 1 prefill instance, 4 decode instances, three ways to find room.
+"""What one bad decode instance costs the others: 1 prefill instance, 4 decode instances, three ways to lease room.
 
-    ours        a future for each question, bounded for each decode instance
+    ours        a future for each lease request, bounded for each decode instance
     serial      one thread in order (FastDeploy before #7724)
     threads5    five threads, each in order (FastDeploy #7724)
 
-All with the same scheduler, deadlines and cost of steps; only `Borrower._ask` differs (`benchmarks/_pd_process.py`).
+All with the same scheduler, deadlines and cost of steps; only `PrefillSide._ask` differs (`benchmarks/_pd_process.py`).
 Requests arrive at random (open loop) at 70 % of what the prefill instance can do; request i must go to decode instance
-i mod 4. One of them answers questions for room after 2 s (slow), never (silent), or is killed (killed).
+i mod 4. One of them answers lease requests after 2 s (slow), never (silent), or is killed (killed).
 
-Goodput: of the requests for the other three, the share whose time to first token was within 3 times the 99th
-percentile of the same arm with four healthy ones. A run in which the machine was busy for more than 60 % is void; the
-whole is valid only if `threads5_goodput_silent` is under 0.8.
+Goodput: of the requests for the other three instances, the share whose time to first token was within 3 times the 99th
+percentile of the same arm with four healthy instances. A run in which the machine was busy for more than 60 % is void;
+the comparison is valid only if `threads5_goodput_silent` is under 0.8.
 """
 
 from __future__ import annotations
@@ -63,18 +63,18 @@ def spec(role: str, **keys: Any) -> dict[str, Any]:
 
 
 class Load:
-    """Requests as they come, and their times to first token."""
+    """An open loop of requests, and their times to first token."""
 
     def __init__(self, router: Router, running: Fleet, seed: int) -> None:
         self._router = router
         self._fleet = running
         self._rng = random.Random(seed)
         self._tasks: set[asyncio.Task[None]] = set()
-        # (decode instance, when it came, time to first token or None)
+        # decode instance, arrival, time to first token or None
         self.seen: list[tuple[int, float, float | None]] = []
 
     async def run(self, seconds: float) -> None:
-        """Send for so long."""
+        """Send requests for so many seconds."""
         loop = asyncio.get_running_loop()
         begin = loop.time()
         number, due = 0, 0.0
@@ -105,7 +105,7 @@ class Load:
                 async for _ in stream:
                     ttft_s = ttft_s if ttft_s is not None else time.perf_counter() - begin
         except FdasyncError:
-            # those of the bad one
+            # a request for the bad instance
             ttft_s = None
         finally:
             self.seen.append((to, due, ttft_s))
@@ -120,7 +120,7 @@ class Load:
 
 
 async def play(arm: str, fault: str, seconds: float, seed: int) -> tuple[list[float | None], float]:
-    """Times to first token of the healthy ones' requests that came after the warm-up; the machine's busy share."""
+    """Times to first token of requests for healthy instances after the warm-up; the machine's busy share."""
     prefill = ("p0", spec("prefill", workers=ARMS[arm]))
     decoders = [
         (f"d{number}", spec("decode", answers_s=FAULTS.get(fault, 0.0) if number == 0 else 0.0))

@@ -15,11 +15,10 @@ with the library's default experts (the runner's too), and (`_eager`) with its o
 and add in bfloat16.
 
 KL is the K3 estimate of `fdasync.routing.mismatch`, in nats for each sampled token. `differing_tokens` and
-`differing_picks` are of the positions that tokens were sampled from. Intervals are of 2,000 bootstrap draws over
-sequences, in the conditions as `NAME_interval95`. With replay on, the experts computed are compared with the rollout's
-at every
-position: one that differs voids the run. Published for Qwen3-30B-A3B (arXiv 2510.11370): 1.535e-3 off, 7.5e-4 on,
-8.4e-4 the trainer alone.
+`differing_picks` count positions that tokens were sampled from. Intervals come from 2,000 bootstrap draws over
+sequences, and stand in the conditions as `NAME_interval95`. With replay on, the computed experts are compared with the
+rollout's at every position, and a single difference voids the run. Published for Qwen3-30B-A3B (arXiv 2510.11370):
+1.535e-3 off, 7.5e-4 on, 8.4e-4 the trainer alone.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 import uvloop
-from fdasync_transformers.quiet import no_progress_bars
+from fdasync_transformers.weights.quiet import no_progress_bars
 
 from benchmarks._replay_model import STEPS, corpus, trained
 from benchmarks._replay_sides import GROUP, Pass, Sampled, Trainer, asks, rollout, sampled_rows
@@ -54,7 +53,7 @@ _DRAWS = 2000
 
 
 class Figures(Report):
-    """As small as they come: four digits of each instead of four decimals."""
+    """A report of small figures: four digits of each instead of four decimals."""
 
     def put(
         self, name: str, value: float, interval: tuple[float, float] | None = None, aim: float | None = None
@@ -98,7 +97,7 @@ def compare(
     arms = {name: Arm(sequences, played, passes[name]) for name in ("off", "on")}
     for name in ("self", "self_decode"):
         if name in passes:
-            # one of a part of the sequences is compared with that part
+            # an arm with a part of the sequences is compared with the same part of the others
             count = len(passes[name].logprobs)
             arms[name] = Arm(sequences[:count], passes[name], passes["off"].part(count))
     kl_self = arms["self"].all.k3
@@ -124,7 +123,7 @@ def compare(
 
 
 def check_replay(sequences: Sequence[Sampled], on: Pass) -> dict[str, float]:
-    """That replay did what it says: every row that the rollout brought is what was computed."""
+    """Raise SystemExit unless the experts computed with replay are the rollout's rows."""
     rows = mismatch([0.0], [0.0], rollout_routing=[one.routing for one in sequences], trainer_routing=on.routing)
     if rows.differing_rows or on.live != len(sequences) or rows.rows != on.real - on.live:
         problem = f"{rows.differing_rows} of {rows.rows} positions computed other experts, {on.live} had no row"
@@ -158,8 +157,8 @@ def main() -> None:
     with no_progress_bars(), tempfile.TemporaryDirectory(prefix="fdasync-replay-kl-") as name:
         folder = options.folder or Path(name) / "model"
         report.conditions["model"] = trained(folder, steps, device, say)
-        asked = asks(corpus()[1], tokens)
-        sequences, facts = uvloop.run(rollout(folder, asked, options.device, options.threads, say))
+        prompts = asks(corpus()[1], tokens)
+        sequences, facts = uvloop.run(rollout(folder, prompts, options.device, options.threads, say))
         report.conditions["rollout"] = facts
         sampled = sum(len(one.logprobs) for one in sequences)
         say(f"{sampled:,} tokens sampled, {facts['preemptions']} preemptions, {facts['cached_tokens']} cached tokens")
@@ -187,7 +186,7 @@ def main() -> None:
     report.conditions |= {
         "tokens": sampled,
         "sequences": len(sequences),
-        "prompts": len(asked),
+        "prompts": len(prompts),
         "samples_of_a_prompt": GROUP,
         "mean_logprob": _short(float(np.concatenate(played.logprobs).mean())),
         "dtype": "bfloat16",

@@ -1,7 +1,7 @@
-"""What a long sample's rows weigh in each trainer's format: `python -m benchmarks.routing_bytes`.
+"""The size of a long sample's rows in each trainer's format: `python -m benchmarks.routing_bytes`.
 
-Random rows of two published shapes; bytes of what crosses a wire (JSON text where the format is JSON, an array's where
-it is an array), and the seconds that converting takes, each way, on one core. `--tokens N`, `--runs N`, `--json PATH`.
+Random rows of two published shapes; bytes on the wire (of JSON text or of an array, as the format has it), and seconds
+of conversion each way on one core. `--tokens N`, `--runs N`, `--json PATH`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def sample(tokens: int, hidden: int, first: int, experts: int, top_k: int) -> Ro
 
 
 def ways(routing: Routing, hidden: int, tokens: int) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Routing]]]:
-    """To each format and back."""
+    """Conversions to each format and back."""
     layout = RoutingLayout.of(routing)
     most = 1 << 33
     return {
@@ -64,7 +64,7 @@ def ways(routing: Routing, hidden: int, tokens: int) -> dict[str, tuple[Callable
 
 
 def nbytes(payload: Any) -> int:
-    """On the wire; an array's without what carries it."""
+    """Bytes on the wire; of an array without its envelope."""
     return payload.nbytes if isinstance(payload, np.ndarray) else len(msgspec.json.encode(payload))
 
 

@@ -1,10 +1,10 @@
 """What a store costs beyond the raw path: the file store and Mooncake, each against the same bytes moved without us.
 
-**File.** 256 blocks of 1.5 MiB of KV with their rows, moved by the engine's own objects (`_tier.py`: keeper, wrappers,
-hosted process, object format), against plain `pwritev` and `preadv` from as many threads in a process of its own
-(`_raw_file.py`). Both arms: the same shared memory, touched before; slots of the same segments, reused; no syncs; one
-XXH3 pass; timed by the asker. Written over what was used longest ago; read warm from the page cache; read cold, after
-both arms' files were synced and dropped from it.
+**File.** 256 blocks of 1.5 MiB of KV with their rows, moved by the engine's own objects (`_tier.py`: store I/O,
+wrappers, a process of its own, object format), against plain `pwritev` and `preadv` from as many threads in a process
+of its own (`_raw_file.py`). Both arms: the same shared memory, touched before; slots of the same segments, reused; no
+syncs; one XXH3 pass; timed by the caller. Writes displace the blocks used longest ago; warm reads come from the page
+cache; before cold reads both arms' files are synced and dropped from it.
 
 **Loop.** The longest callback on the engine's loop (uvloop) while 256 blocks move: written, read, and half of them
 written while the other half is read; in CPU time of its thread. Beside it, how late a 1 ms timer came.
@@ -59,7 +59,7 @@ class Times:
         self.raw: dict[str, list[float]] = {}
 
     def report(self, report: Report, store: str, nbytes: int) -> None:
-        """A ratio for each, and the rates behind it."""
+        """Report the ratio of each phase, and the rates behind it."""
         for phase, ours_s in self.ours.items():
             ours = [nbytes / 1e6 / seconds for seconds in ours_s]
             raw = [nbytes / 1e6 / seconds for seconds in self.raw[phase]]
@@ -96,7 +96,7 @@ class FileArms:
                 if times is not None:
                     (times.ours if ours else times.raw).setdefault(phase, []).append(spent)
                 if phase == "write":
-                    # the other arm's turn must not pay for what this one left to the kernel
+                    # the other arm's turn must not pay for this arm's pending writes
                     settle(self._folders[0 if ours else 1])
                 else:
                     self._blocks.check()
@@ -112,7 +112,7 @@ class FileArms:
 
 
 def file_config(folder: Path, blocks: Blocks) -> tuple[FileConfig, Shape, int]:
-    """A store with room for little more than all blocks: what is written displaces what was used longest ago."""
+    """A store with room for little more than all blocks: writes displace the blocks used longest ago."""
     defaults = FileConfig(path=str(folder))
     stride = sum(part.nbytes for part in blocks.object_parts(0, blocks.host.zeros(HOST_REGION)))
     shape = Shape(stride, slots_within(stride, defaults.segment_nbytes), 0)
@@ -134,7 +134,7 @@ async def measure_file(folder: Path, blocks: Blocks, pairs: int) -> Times:
 
 
 async def measure_loop(folder: Path, blocks: Blocks, rounds: int) -> tuple[list[tuple[float, str]], list[float]]:
-    """The longest callback of each round and what it was; how late each tick was; in milliseconds."""
+    """The longest callback of each round and its name; how late each tick was; in milliseconds."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, TimedLoop)
     config, _, _ = file_config(folder / "loop", blocks)
@@ -143,7 +143,7 @@ async def measure_loop(folder: Path, blocks: Blocks, rounds: int) -> tuple[list[
     longest: list[tuple[float, str]] = []
     async with Tier("file", {"path": config.path, "max_nbytes": config.max_nbytes}, blocks) as tier:
         await tier.write(0, range(blocks.count))
-        # what the start left is looked at now; collections that moving blocks brings about stay in the figure
+        # garbage of the start is collected now; collections that moving blocks causes stay in the figure
         gc.collect()
         async with Ticker() as ticker:
             for round_ in range(1, rounds + 1):
@@ -160,13 +160,13 @@ async def measure_loop(folder: Path, blocks: Blocks, rounds: int) -> tuple[list[
 
 async def measure_mooncake(blocks: Blocks, pairs: int) -> Times:
     from fdasync_mooncake.direct import DirectProcess
-    from fdasync_mooncake.testing import LenderProcess, MasterProcess
+    from fdasync_mooncake.testing import MasterProcess, MemoryProcess
 
     times = Times()
     numbers = range(blocks.count)
     zeros = blocks.host.zeros(HOST_REGION)
     parts = [[(part.offset, part.nbytes) for part in blocks.object_parts(n, zeros)] for n in numbers]
-    with MasterProcess() as master, LenderProcess(master, 4 * blocks.host.region.nbytes + (64 << 20)):
+    with MasterProcess() as master, MemoryProcess(master, 4 * blocks.host.region.nbytes + (64 << 20)):
         direct = DirectProcess(master.address, blocks.host.region, parts, checksum=True)
         with direct:
             async with Tier("mooncake", {"master": master.address}, blocks) as tier:
@@ -178,17 +178,17 @@ async def measure_mooncake(blocks: Blocks, pairs: int) -> Times:
                         return time.perf_counter() - started
 
                     for phase in ("put", "get"):
-                        for hosted in (True, False) if round_ % 2 else (False, True):
+                        for is_ours in (True, False) if round_ % 2 else (False, True):
                             if phase == "get":
                                 blocks.spoil()
-                            if hosted:
+                            if is_ours:
                                 spent = await ours(tier.write if phase == "put" else tier.read)
                             else:
                                 spent = (direct.put if phase == "put" else direct.get)(str(round_))
                             if phase == "get":
                                 blocks.check()
                             if round_ >= MOONCAKE_WARM_ROUNDS:
-                                (times.ours if hosted else times.raw).setdefault(phase, []).append(spent)
+                                (times.ours if is_ours else times.raw).setdefault(phase, []).append(spent)
                     await tier.forget(round_, numbers)
                     direct.delete(str(round_))
     return times
@@ -259,7 +259,7 @@ def main() -> None:
             run_file(report, Path(name), options.blocks, options.block_nbytes, options.pairs)
     if options.only != "file":
         run_mooncake(report, options.pairs)
-    # whoever else was at work on this machine, before and after
+    # load of this machine by other processes, before and after
     report.conditions["load_1m"] = [round(load, 2), round(os.getloadavg()[0], 2)]
     report.finish(options.json_path)
 

@@ -5,13 +5,13 @@ differ in their first token. Five arms, one after the other in every round, so t
 on all of them:
 
     recompute  never seen before
-    device     asked for again at once
-    host       asked for again when another prompt of the same length has pushed it out of the device
-    file       computed by an engine that is gone; this one reads it from the file store
+    device     sent again at once
+    host       sent again when another prompt of the same length has pushed it out of the device
+    file       computed by an engine that is closed; this engine reads it from the file store
     hung       never seen before, with a file store whose process is stopped (SIGSTOP) just before the request and
                continued after it; the next round begins when the breaker has closed again
 
-TTFT is the engine's own (`Result.ttft_s`). `aux_bytes_moved_by_swap` is the sum of what the runner counts in each copy.
+TTFT is the engine's own (`Result.ttft_s`). `aux_bytes_moved_by_swap` sums the runner's counter over all copies.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ async def ask(engine: Engine, number: int) -> Result:
 
 
 def took(result: Result, tier: str) -> float:
-    """Seconds to the first token; the run is void if the prefix did not come from where it should have."""
+    """Seconds to the first token. Raises SystemExit if the prefix did not come from this tier."""
     cached = result.cached
     want = PROMPT_TOKENS // 64 * 64
-    # what was evicted went leaves first: the first block or two of a prompt may still be on the device
+    # eviction takes leaves first: the first block or two of a prompt may still be on the device
     have = {"recompute": want if not cached.total else 0, "device": cached.device, "host": cached.host + 128,
             "file": cached.store, "hung": want if not cached.total else 0}[tier]  # fmt: skip
     if have < want or (tier == "host" and cached.total < want):
@@ -93,7 +93,6 @@ class Hung:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        # the store's process is the engine's own; what it does on SIGSTOP is the kernel's business
         self._pid = engine.store_pid
 
     async def ask(self, number: int) -> Result:
@@ -107,7 +106,7 @@ class Hung:
         return result
 
     async def _closed(self, changes: Any) -> None:
-        """Until the breaker is closed again, if it opened; or nothing is on its way to the store any more."""
+        """Wait until the breaker is closed again, if it opened, and no write is on its way to the store."""
         state = "closed"
         async with asyncio.timeout(60):
             while changes.pending or state != "closed" or self._engine.stats().scheduler.writing:
@@ -132,7 +131,7 @@ async def measure(model: Path, folder: Path, rounds: int) -> tuple[dict[str, lis
     async with plain, reader, Engine(engine_config(model, **hanging)) as broken:
         hung = Hung(broken)
         async with plain.bus.subscribe(SwapDone, limit=1 << 16) as swaps:
-            # engines learn what prefill costs, and each has touched its memory once
+            # a first request: the engine learns what prefill costs, and touches its memory
             for engine in (plain, reader, broken):
                 await ask(engine, 99_999)
             await ask(plain, 0)

@@ -4,9 +4,9 @@
 and an XXH3 pass over the copy. **tcp.** `TcpTransport.receive` against blocking `recv_into` on a plain socket over
 127.0.0.1, whose other end is a process that does nothing but `sendall` from the same memory, and an XXH3 pass.
 
-Both arms of each: the same source memory, the same destination, touched before; blocks of 1 MiB of KV with their rows.
-The sender's checksums were taken before, in both. Arms take turns, and so does the one that begins; the figure of a
-ratio is the ratio of the medians of MB/s. The longest callback is of rounds of their own, on a loop with a stopwatch.
+Both arms of each have the same source memory and the same destination, touched before; blocks are 1 MiB of KV with
+their rows, and the sender's checksums are taken before. Arms take turns to begin; the figure of a ratio is the ratio of
+the medians of MB/s. The longest callback is measured in rounds of its own, on a `TimedLoop`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ import xxhash
 
 from benchmarks._report import Report, calibrate_us
 from benchmarks._timed_loop import TimedLoop
-from benchmarks._transport_sender import ROWS_NBYTES, Told, parts_of, regions_of
-from fdasync.pd.transfer.base import Receipt
+from benchmarks._transport_sender import ROWS_NBYTES, Announcement, parts_of, regions_of
+from fdasync.pd.transfer.base import CopySpec
 from fdasync.pd.transfer.shm import ShmTransport
 from fdasync.pd.transfer.tcp import TcpTransport
 
@@ -48,7 +48,7 @@ TRANSPORTS: dict[str, Callable[[], Transport]] = {"shm": ShmTransport, "tcp": Tc
 
 
 class Bench:
-    """The sender's process, our regions, and both raw arms."""
+    """The sender's process, the receiver's regions, and both raw arms."""
 
     def __init__(self, count: int, nbytes: int) -> None:
         self.count, self.nbytes = count, nbytes
@@ -57,24 +57,24 @@ class Bench:
         command = [sys.executable, "-m", "benchmarks._transport_sender", str(count), str(nbytes)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._process.stdout is not None
-        self.told = msgspec.msgpack.decode(base64.b64decode(self._process.stdout.readline()), type=Told)
+        self.sender = msgspec.msgpack.decode(base64.b64decode(self._process.stdout.readline()), type=Announcement)
         parts = [parts_of(number, nbytes) for number in range(count)]
-        self.receipts = [Receipt(one, one, sums) for one, sums in zip(parts, self.told.checksums, strict=True)]
-        source = self.told.sources["shm"]
+        self.copy_specs = [CopySpec(one, one, sums) for one, sums in zip(parts, self.sender.checksums, strict=True)]
+        source = self.sender.sources["shm"]
         self._maps = []
         for fd, size in source.regions[:2]:
             opened = os.open(f"/proc/{source.pid}/fd/{fd}", os.O_RDONLY)
             self._maps.append(mmap.mmap(opened, size, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ))
             os.close(opened)
-        self._sock = socket.create_connection(("127.0.0.1", self.told.raw_port))
+        self._sock = socket.create_connection(("127.0.0.1", self.sender.raw_port))
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         views = [memoryview(each) for each in self._maps]
         flat = [
             (part, sums[at])
-            for one, sums in zip(parts, self.told.checksums, strict=True)
+            for one, sums in zip(parts, self.sender.checksums, strict=True)
             for at, part in enumerate(one)
         ]
-        # of each part: where it comes from, where it goes, its checksum
+        # of each part: source, destination, checksum
         self._raw = [
             (
                 views[part.region][part.offset : part.offset + part.nbytes],
@@ -85,7 +85,7 @@ class Bench:
         ]
 
     def spoil(self) -> None:
-        """So that a copy that brings nothing is seen."""
+        """Overwrite the destination, so that a missing copy is seen."""
         for _, into, _ in self._raw:
             into[:: 64 << 10] = bytes(len(into[:: 64 << 10]))
 
@@ -113,8 +113,8 @@ class Bench:
 
     async def ours(self, transport: Transport) -> None:
         deadline = asyncio.get_running_loop().time() + _RECEIVE_S
-        source = self.told.sources[transport.name]
-        outcomes = await transport.receive(source, self.receipts, deadline)
+        source = self.sender.sources[transport.name]
+        outcomes = await transport.receive(source, self.copy_specs, deadline)
         bad = [outcome for outcome in outcomes if not outcome.ok]
         if bad:
             raise RuntimeError(f"{len(bad)} of {len(outcomes)} blocks did not come: {bad[0]}")
@@ -155,7 +155,7 @@ async def measure(bench: Bench, name: str, pairs: int) -> dict[str, list[float]]
 
 
 async def measure_loop(bench: Bench, name: str, rounds: int) -> list[tuple[float, str]]:
-    """The longest callback of each round in milliseconds of CPU time, and what it was."""
+    """The longest callback of each round, in milliseconds of CPU time, and its name."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, TimedLoop)
     longest = []
@@ -231,7 +231,7 @@ def main() -> None:
             compare_slices(report, bench, options.pairs)
     finally:
         bench.close()
-    # whoever else was at work on this machine, before and after
+    # load of this machine by other processes, before and after
     report.conditions["load_1m"] = [round(load, 2), round(os.getloadavg()[0], 2)]
     report.finish(options.json_path)
 

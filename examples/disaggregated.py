@@ -1,9 +1,9 @@
-"""The embedder: prompts over prefill and decode instances, through a router.
+"""For embedders: prompts over prefill and decode instances, through a router.
 
     fdasync up --prefill 1 --decode 1 --model CHECKPOINT     # prints the addresses
     python examples/disaggregated.py ipc:///... ipc:///...
 
-Sends a few prompts at a time, one of them again, and shows where each was served and what moved between instances.
+Sends a few prompts at a time, one of them again, and shows the answers and the blocks that each instance received.
 Without addresses it starts a prefill and a decode instance on the synthetic runner in this process: no model, no torch.
 """
 
@@ -51,9 +51,9 @@ async def main(addresses: Sequence[str]) -> None:
         async with asyncio.TaskGroup() as group:
             for prompt in PROMPTS:
                 group.create_task(ask(router, prompt))
-        # what both halves have already is neither computed nor sent again
+        # blocks that both instances have are neither computed nor sent again
         await ask(router, PROMPTS[-1])
-        # instances say twice a second how they are
+        # instances send their status twice a second
         await asyncio.sleep(1.2)
         for one in router.stats().instances:
             assert one.status is not None

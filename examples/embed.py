@@ -1,10 +1,10 @@
-"""The embedder: rollouts for reinforcement learning, with log-probs and routing for the trainer.
+"""For embedders: rollouts for reinforcement learning, with log-probs and routing for the trainer.
 
     python examples/embed.py [CHECKPOINT]
 
-Samples a group of answers for each prompt, scores them, and shows what a trainer would take: token ids,
-the log-probs that they were sampled with, and the routing rows to replay. A second turn asks only for the
-rows that the first did not bring (`start`). Without CHECKPOINT it uses a small random one.
+Samples a group of answers for each prompt, scores them, and shows the input of a trainer: token ids, the log-probs that
+they were sampled with, and the routing rows to replay. The conversation's next turn asks only for the rows that the
+first one did not return (`start`). Without CHECKPOINT it uses a small random one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Watching an engine: Prometheus metrics on the loopback, JSON lines on stderr.
 
-    python examples/metrics.py            # serves a few requests, prints what a scrape says, ends
+    python examples/metrics.py            # serves a few requests, prints a scrape, ends
     python examples/metrics.py 9400       # goes on: curl http://127.0.0.1:9400/metrics
 
 The engine runs the synthetic runner, with a host tier and a store in memory, both small, so that every tier is used.

@@ -1,15 +1,15 @@
-"""The embedder: a whole RL loop in one program, with the rollout's experts replayed in the trainer.
+"""For embedders: a whole RL loop in one program, with the rollout's experts replayed in the trainer.
 
     python examples/rl_loop.py                       # both arms, replay off and on, and a picture: rl_loop.png
     python examples/rl_loop.py --arm on --steps 10
 
-A small MoE (`small_moe.py`, trained first, once) learns to sort letters. Per step: groups of samples, rewards, one
-GRPO-like update, `update_weights` in memory. Requests that still run then go on under the new weights and are trained
-on later. The two arms differ in one line: whether the trainer's passes are within `replay_routing`.
+A small MoE (`small_moe.py`, trained first, once) learns to sort letters. Each step has groups of samples, rewards, one
+GRPO-like update, and `update_weights` in memory. Requests that still run go on under the new weights, and are trained
+on in a later step. The two arms differ in one line: whether the trainer's passes are within `replay_routing`.
 
 The rollout computes in bfloat16, in a worker process and in batches that change all the time; the trainer in float32,
 in padded micro-batches. Their log-probs differ by the rounding, and by experts that were chosen differently because of
-it; replay takes the latter away.
+it. Replay removes the second difference.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import numpy as np
 import small_moe  # beside this file, as is rl_loop_report
 import torch
 from fdasync_transformers import named_tensors, replay_routing
-from fdasync_transformers.quiet import no_progress_bars
+from fdasync_transformers.weights.quiet import no_progress_bars
 from rich.console import Console
 from rich.live import Live
 from rl_loop_report import StepFigures, cells, draw, steps_table, summary
@@ -55,7 +55,7 @@ CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 
 
 class Experience(msgspec.Struct, frozen=True):
-    """One sample as the trainer takes it."""
+    """One sample as the trainer takes it: its prompt, the engine's sample, its reward and its advantage."""
 
     prompt: tuple[int, ...]
     sample: Sample
@@ -70,7 +70,7 @@ def advantages(rewards: Sequence[float]) -> list[float]:
 
 
 class Rollouts:
-    """Groups of samples, in order, `ahead` more of them than are awaited always under way. Owned by one arm's loop."""
+    """Groups of samples, in order; `ahead` more groups than one step takes are under way. Owned by one arm's loop."""
 
     def __init__(self, engine: Engine, seed: int, steps: int, problems: int, ahead: int) -> None:
         self._engine = engine
@@ -81,7 +81,7 @@ class Rollouts:
         self._running: deque[asyncio.Task[list[Experience]]] = deque()
 
     async def take(self, group: asyncio.TaskGroup) -> list[Experience]:
-        """The oldest groups, as many as a step has, when they have ended. `group` owns the tasks."""
+        """Wait for the oldest groups, as many as a step has, and return their samples. `group` owns the tasks."""
         while len(self._running) < self._problems + self._ahead and self._next < len(self._asked):
             self._running.append(group.create_task(self._ask(self._next)))
             self._next += 1
@@ -99,7 +99,7 @@ class Rollouts:
 def scored(problem: small_moe.Problem, result: Result) -> list[Experience]:
     """The samples of a group that ended by themselves; the others are left out, and `StepFigures` counts them.
 
-    One that a deadline or an abort cut short is no wrong answer, and the group's mean is not to know of it.
+    A sample that a deadline or an abort cut short is no wrong answer, and must not change the group's mean.
     """
     ended = [sample for sample in result.samples if sample.finish_reason in ("stop", "length")]
     if not ended:
@@ -141,10 +141,10 @@ class Trainer:
     async def update(self, batch: list[Experience]) -> tuple[list[np.ndarray], float]:
         """One optimizer step; returns the log-probs of each sample's tokens before it, and the share of clipped tokens.
 
-        It computes on the engine's own loop, a micro-batch at a time, and the loop has its turn between them. That is
-        fine here because the engine is paused and a micro-batch takes a quarter of a second. A trainer whose steps take
-        longer belongs in a process of its own (or the engine does: `fdasync serve`): a loop that is blocked neither
-        answers requests nor sees that a worker has died.
+        It computes on the engine's own loop, a micro-batch at a time, and other tasks of the loop run between them.
+        That is fine here because the engine is paused and a micro-batch takes a quarter of a second. A trainer whose
+        steps take longer belongs in a process of its own (or the engine does: `fdasync serve`): a loop that is blocked
+        neither answers requests nor sees that a worker has died.
         """
         tokens = sum(len(one.sample.token_ids) for one in batch)
         if not tokens:
@@ -182,7 +182,7 @@ class Trainer:
             real[row, :last] = 1
             theirs[row, first:last] = torch.from_numpy(one.sample.raw_logprobs)
             sampled[row, first:last] = True
-        # rows belong to requests: those of one that crossed an update were recorded under either weights
+        # a request's rows may have been recorded under old and new weights
         rows = [one.sample.routing for one in part]
         if self.replay and None in rows:
             raise RuntimeError("a sample came without its experts: it would be trained on with others, unnoticed")
@@ -213,7 +213,7 @@ async def run_arm(
                 began = time.perf_counter()
                 batch = await rollouts.take(group)
                 rollout_s = time.perf_counter() - began
-                # what still runs waits where it is, while the trainer has the loop
+                # requests that still run wait while the trainer has the loop
                 await engine.pause()
                 logprobs, clipped = await trainer.update(batch)
                 await engine.update_weights(version + 1, named_tensors(trainer.model), mode="keep")
@@ -235,13 +235,13 @@ def figures(
     replayed: int = 0,
 ) -> StepFigures:
     spans = [one.sample.weight_version for one in batch]
-    fresh = [at for at, own in enumerate(spans) if all(span.version == version for span in own)]
+    fresh = [at for at, own in enumerate(spans) if all(span.version == str(version) for span in own)]
     theirs = [np.asarray(one.sample.raw_logprobs) for one in batch]
     return StepFigures(
         reward=float(np.mean([one.reward for one in batch])),
         fresh=mismatch([theirs[at] for at in fresh], [logprobs[at] for at in fresh]),
         crossed=sum(len(own) > 1 for own in spans),
-        stale=sum(span.stop - span.start for own in spans for span in own if span.version < version),
+        stale=sum(span.stop - span.start for own in spans for span in own if int(span.version) < version),
         clipped=clipped,
         left_out=left_out,
         replayed=replayed,
@@ -253,11 +253,11 @@ def figures(
 async def compare(
     folder: Path, names: list[str], steps: int, problems: int, seed: int, console: Console
 ) -> dict[str, list[StepFigures]]:
-    """The arms, one after the other, shown while they run."""
+    """Run the arms, one after the other, and show them meanwhile."""
     runs: dict[str, list[StepFigures]] = {}
     for name in names:
         done = runs[f"replay {name}"] = []
-        # no refreshing by itself: that would take a thread, and an engine's process has none
+        # `auto_refresh` would start a thread, and an engine's process has none
         with Live(console=console, auto_refresh=False, transient=True) as live:
 
             def tell(one: StepFigures, name: str = name, done: list[StepFigures] = done, live: Live = live) -> None:
@@ -301,7 +301,7 @@ def main() -> int:
         names = ["off", "on"] if chosen.arm == "both" else [chosen.arm]
         runs = asyncio.run(compare(chosen.folder, names, chosen.steps, chosen.problems, chosen.seed, console))
     except KeyboardInterrupt:
-        # the engine has been closed by then, and its worker is gone
+        # the engine was closed on the way here, and its worker has ended
         return 130
     draw(runs, chosen.png)
     print(summary(runs))

@@ -1,4 +1,4 @@
-"""What `rl_loop.py` shows: a table that grows while it runs, two at the end, and a picture."""
+"""The output of `rl_loop.py`: a table that grows while it runs, two tables at the end, and a picture."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class StepFigures(msgspec.Struct, frozen=True):
-    """What a step was.
+    """The figures of one step.
 
     Attributes:
         reward: mean over its samples.
@@ -28,6 +28,7 @@ class StepFigures(msgspec.Struct, frozen=True):
         clipped: share of tokens whose ratio the clip cut off.
         left_out: samples that a deadline or an abort cut short; not trained on, in no other figure.
         replayed: tokens, prompts included, that had the rollout's experts in the trainer's passes.
+        rollout_s, train_s: seconds that the step waited for samples, and that its update took.
     """
 
     reward: float
@@ -92,7 +93,7 @@ def draw(runs: dict[str, list[StepFigures]], path: Path) -> None:
 
 
 def summary(runs: dict[str, list[StepFigures]]) -> str:
-    """What was measured, in two tables: rewards, and how far the trainer was from the rollout."""
+    """Two tables: rewards, and how far the trainer was from the rollout."""
     console = Console(width=120, color_system=None)
     drawn = Table(title="reinforcement learning")
     counted = ("crossed an update", "stale tokens", "left out", "replayed tokens")

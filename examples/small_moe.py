@@ -4,8 +4,8 @@
 
 The task is to sort letters: "hdbca>" is answered by "abcdh;". The model, a Qwen3-MoE of 2 million parameters, is
 trained by next-token prediction on random problems, half of them answered the wrong way round, "hdcba;". So its routers
-mean something, and of samples at temperature 1 about two in five are right: reinforcement learning has something to
-improve. Saved as an ordinary checkpoint with a tokenizer of one token per character. Knows no engine; called by
+have learnt to choose, and about two in five samples at temperature 1 are right: reinforcement learning can improve it.
+It is saved as an ordinary checkpoint with a tokenizer of one token per character. Knows no engine. Called by
 `rl_loop.py`.
 """
 
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
-from fdasync_transformers.quiet import no_progress_bars
+from fdasync_transformers.weights.quiet import no_progress_bars
 
 if TYPE_CHECKING:
     import os
@@ -68,7 +68,7 @@ def reward(problem: Problem, token_ids: Sequence[int]) -> float:
 
 
 def text(token_ids: Sequence[int]) -> str:
-    """As a reader would write it."""
+    """The characters of these tokens."""
     return "".join("_;>"[token] if token < FIRST else LETTERS[token - FIRST] for token in token_ids)
 
 
@@ -80,12 +80,12 @@ def pretrain(
     Deterministic for a seed on one machine. The random state and the threads of torch are left as they were.
 
     Args:
-        folder: becomes the checkpoint, whole or not at all. One that an earlier call wrote with other arguments is
-            replaced.
+        folder: becomes the checkpoint, whole or not at all. A checkpoint that an earlier call wrote with other
+            arguments is replaced.
         steps: of training, 64 problems each.
-        say: is told how it goes, a line at a time.
+        say: called with a line of progress at a time.
 
-    Returns `folder`. Raises FileExistsError for a folder that holds something else.
+    Returns `folder`. Raises FileExistsError for a folder that holds other files.
     """
     target = Path(folder).absolute()
     mark = json.dumps({"recipe": _RECIPE, "seed": seed, "steps": steps})
@@ -181,7 +181,7 @@ def _train(seed: int, steps: int, say: Callable[[str], None]) -> Any:
         output = model(input_ids=ids, use_cache=False, output_router_logits=True)
         logits = output.logits[:, length:-1].flatten(0, 1)
         loss = torch.nn.functional.cross_entropy(logits, ids[:, length + 1 :].flatten())
-        # without it a few experts would do all the work, and the others' routing would mean nothing
+        # without the balance loss a few experts would do all the work, and routing would mean nothing
         (loss + _BALANCE * output.aux_loss).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -1,9 +1,9 @@
-"""The test author: async tests of a system that embeds the engine, in virtual time and with faults.
+"""For test authors: async tests of a system that embeds the engine, in virtual time and with faults.
 
     pytest examples/test_service.py
 
-The system under test is `Collector`, a small rollout service: it keeps a bounded number of requests going,
-retries what an engine's failure cut short on a second engine, and never waits longer than its deadline.
+The system under test is `Collector`, a small rollout service: it keeps a bounded number of requests going, retries
+requests on a second engine that the first one's failure cut short, and never waits longer than its deadline.
 The engines run the synthetic runner, whose right answers are known (`expected`), so the tests need no model,
 no GPU and no sleep: an hour of simulated time takes milliseconds, and the same seed gives the same run.
 """
@@ -17,9 +17,9 @@ from typing import Any
 
 from fdasync import Engine, EngineConfig, EngineFailed, Result, SamplingParams
 from fdasync.cache.store.memory import MemoryConfig, MemoryStore
-from fdasync.registry.registry import Registry
+from fdasync.runner.plugins import make_runner
 from fdasync.testing import (
-    EdgeRunner,
+    FaultRunner,
     FaultyStore,
     StepFault,
     StoreFaults,
@@ -30,13 +30,13 @@ from fdasync.testing import (
 )
 
 RunSim = Callable[[Coroutine[Any, Any, Any]], Any]
-# a fault that never strikes lets a test pass because nothing happened: this fixture then fails it
+# without this fixture a test would pass whose fault never struck: the fixture fails it
 MustStrike = Callable[[Any], Any]
 PARAMS = SamplingParams(max_tokens=12, temperature=0.0)
 
 
 class Collector:
-    """Yours would be larger. Collects one answer for each prompt from the first engine that is well."""
+    """Collects one answer for each prompt from the first engine that works. Yours would be larger."""
 
     def __init__(self, engines: Sequence[Engine], *, concurrency: int, deadline_s: float) -> None:
         self._engines = engines
@@ -64,12 +64,11 @@ def slow_engine(seed: int, *, step_s: float = 0.02) -> Engine:
     return synthetic_engine(synthetic_config({"step_s": step_s, "jitter": 0.3, "seed": seed}))
 
 
-def faulty_runner(seed: int, fault: StepFault) -> EdgeRunner:
+def faulty_runner(seed: int, fault: StepFault) -> FaultRunner:
     """A runner that breaks at one of its steps."""
     config = faulty_config(seed)
-    runner_type = Registry().load_runner("synthetic")
-    inner = runner_type(oracle_of(config).config, config.runner_limits())
-    return EdgeRunner(inner, Random(seed), max_delay_s=0.01, fault=fault)
+    inner = make_runner(config.runner, config.runner_config, config.runner_limits())
+    return FaultRunner(inner, Random(seed), max_delay_s=0.01, fault=fault)
 
 
 def faulty_config(seed: int) -> EngineConfig:
@@ -77,14 +76,14 @@ def faulty_config(seed: int) -> EngineConfig:
 
 
 class SharedStore(FaultyStore):
-    """A store that engines use one after the other: none of them closes it."""
+    """A store that several engines use, one after the other, and none closes."""
 
     async def aclose(self) -> None:
         self.end()
 
 
 def engine_with(store: FaultyStore) -> Engine:
-    # where computing costs nothing, nothing is fetched
+    # computing must cost time, or no block is fetched
     return synthetic_engine(synthetic_config({"step_s": 0.01, "token_s": 0.01}, max_step_tokens=64), store=store)
 
 

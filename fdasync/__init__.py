@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fdasync.engine.config import EngineConfig
     from fdasync.engine.engine import Engine, EngineStats
-    from fdasync.engine.stream import Generation, TokenStream
+    from fdasync.engine.stream import TokenStream
     from fdasync.errors import (
         BadInput,
+        ChatUnsupported,
         CheckpointError,
         ConfigError,
         DeadlineExceeded,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
         ProtocolError,
         RemoteError,
         RunnerError,
+        SourceUnsupported,
         StoreRejected,
         StoreUnavailable,
         TokenizerFailed,
@@ -45,86 +47,54 @@ if TYPE_CHECKING:
         WorkerDied,
         WorkerStuck,
     )
+    from fdasync.generator import DeltaStream, Generation, Generator, InstanceLoad, Load, ModelFacts
     from fdasync.pd.instance.instance import Instance
     from fdasync.pd.router.config import RouterConfig
     from fdasync.pd.router.router import Router, connect
     from fdasync.pd.router.stats import InstanceStats, RouterStats
-    from fdasync.request import SamplingParams
+    from fdasync.request import GenerateOptions, PauseMode, SamplingParams
     from fdasync.result import CachedTokens, Delta, Result, Routing, Sample, Usage, WeightSpan
 
+# the modules of the names that are no errors
 _HOMES = {
-    "fdasync.engine.config": ("EngineConfig",),
-    "fdasync.engine.engine": (
-        "Engine",
-        "EngineStats",
-    ),
-    "fdasync.errors": (
-        "BadInput",
-        "CheckpointError",
-        "ConfigError",
-        "DeadlineExceeded",
-        "DecodeFailed",
-        "DuplicateRequestId",
-        "EngineBusy",
-        "EngineClosed",
-        "EngineFailed",
-        "FdasyncError",
-        "InstanceLost",
-        "InvariantBroken",
-        "PeerBusy",
-        "PeerRefused",
-        "PeerUnreachable",
-        "PermanentError",
-        "PluginError",
-        "ProtocolError",
-        "RemoteError",
-        "RunnerError",
-        "StoreRejected",
-        "StoreUnavailable",
-        "TokenizerFailed",
-        "TooLong",
-        "TransientError",
-        "UnsupportedModel",
-        "UpdateUnderWay",
-        "WeightsBroken",
-        "WeightsRejected",
-        "WorkerDied",
-        "WorkerStuck",
-    ),
-    "fdasync.pd.instance.instance": ("Instance",),
-    "fdasync.pd.router.stats": (
-        "InstanceStats",
-        "RouterStats",
-    ),
-    "fdasync.pd.router.router": (
-        "Router",
-        "connect",
-    ),
-    "fdasync.pd.router.config": ("RouterConfig",),
-    "fdasync.request": ("SamplingParams",),
-    "fdasync.result": (
-        "CachedTokens",
-        "Delta",
-        "Result",
-        "Routing",
-        "Sample",
-        "Usage",
-        "WeightSpan",
-    ),
-    "fdasync.engine.stream": (
-        "Generation",
-        "TokenStream",
-    ),
+    "CachedTokens": "result",
+    "Delta": "result",
+    "DeltaStream": "generator",
+    "Engine": "engine.engine",
+    "EngineConfig": "engine.config",
+    "EngineStats": "engine.engine",
+    "GenerateOptions": "request",
+    "Generation": "generator",
+    "Generator": "generator",
+    "Instance": "pd.instance.instance",
+    "InstanceLoad": "generator",
+    "InstanceStats": "pd.router.stats",
+    "Load": "generator",
+    "ModelFacts": "generator",
+    "PauseMode": "request",
+    "Result": "result",
+    "Router": "pd.router.router",
+    "RouterConfig": "pd.router.config",
+    "RouterStats": "pd.router.stats",
+    "Routing": "result",
+    "Sample": "result",
+    "SamplingParams": "request",
+    "TokenStream": "engine.stream",
+    "Usage": "result",
+    "WeightSpan": "result",
+    "connect": "pd.router.router",
 }
 
 __all__ = [
     "BadInput",
     "CachedTokens",
+    "ChatUnsupported",
     "CheckpointError",
     "ConfigError",
     "DeadlineExceeded",
     "DecodeFailed",
     "Delta",
+    "DeltaStream",
     "DuplicateRequestId",
     "Engine",
     "EngineBusy",
@@ -133,11 +103,17 @@ __all__ = [
     "EngineFailed",
     "EngineStats",
     "FdasyncError",
+    "GenerateOptions",
     "Generation",
+    "Generator",
     "Instance",
+    "InstanceLoad",
     "InstanceLost",
     "InstanceStats",
     "InvariantBroken",
+    "Load",
+    "ModelFacts",
+    "PauseMode",
     "PeerBusy",
     "PeerRefused",
     "PeerUnreachable",
@@ -153,6 +129,7 @@ __all__ = [
     "RunnerError",
     "Sample",
     "SamplingParams",
+    "SourceUnsupported",
     "StoreRejected",
     "StoreUnavailable",
     "TokenStream",
@@ -172,10 +149,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    for home, names in _HOMES.items():
-        if name in names:
-            return getattr(importlib.import_module(home), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"fdasync.{_HOMES.get(name, 'errors')}"), name)
 
 
 def __dir__() -> list[str]:

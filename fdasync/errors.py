@@ -1,8 +1,8 @@
 """Every error that fdasync raises.
 
-One small tree. Fields, not text, carry the facts; ``TransientError`` and ``PermanentError`` tell a
-caller (or a retry wrapper) by type whether the same call may succeed later. Bad input is also a
-``ValueError``. This module knows nothing of the rest of the package; everything may import it.
+One small tree. Fields, not text, carry the facts; `TransientError` and `PermanentError` tell a caller by type whether
+the same call may succeed later. Bad input is also a `ValueError`. This module knows no other module of the package;
+every module may import it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Self
 
-# how msgspec ends its messages: where the value stands, or the mapping with a key that cannot be
+# the end of msgspec's messages: the path of the value, or of the mapping with a key of a wrong type
 _WHERE = re.compile(r" - at (?:`\$(?P<value>[^`]*)`|`key` in `\$(?P<keys>[^`]*)`)$")
 
 
@@ -31,7 +31,7 @@ class PermanentError(FdasyncError):
     """The same call will fail again until something outside it changes."""
 
 
-# -- what the caller gave -----------------------------------------------------------------------
+# -- input ----------------------------------------------------------------------------------------
 
 
 class BadInput(PermanentError, ValueError):
@@ -83,7 +83,7 @@ class TooLong(BadInput):
     """A request needs more tokens than the context or the KV blocks of an engine hold; another engine may have more.
 
     Attributes:
-        prompt_tokens: of the request; of a text that was not tokenised, at least so many.
+        prompt_tokens: of the request; for a text that was not tokenised, a lower bound.
     """
 
     def __init__(self, field: str, problem: str, *, limit: Any = None, hint: str = "", prompt_tokens: int) -> None:
@@ -95,12 +95,26 @@ class UpdateUnderWay(BadInput):
     """Weights are being updated already, by this caller or another; nothing was started, the version is not used up.
 
     Attributes:
-        where: whose update it is, or which instance says so.
+        where: in words: whose update it is ("of this engine"), or which instance refused ("says d0").
     """
 
     def __init__(self, where: str) -> None:
         self.where = where
         super().__init__("update_weights", f"another update is under way ({where})", hint="wait for its end")
+
+
+class SourceUnsupported(BadInput):
+    """Weights were given in a form that this generator does not take, though another may; nothing was started.
+
+    Attributes:
+        given: the form, in words.
+        supported: the forms that it takes.
+    """
+
+    def __init__(self, given: str, supported: str) -> None:
+        self.given = given
+        self.supported = supported
+        super().__init__("source", f"{given} cannot be loaded here", limit=supported)
 
 
 class RoutingMismatch(BadInput):
@@ -110,8 +124,8 @@ class RoutingMismatch(BadInput):
         problem: what does not fit, in words.
         sequence: number of the sequence in the batch.
         request_id: the caller's name for it, or "".
-        layer: hidden-layer number, or -1 where it is not about one.
-        position: absolute, or -1 where it is not about one.
+        layer: hidden-layer number; -1: the error concerns no single layer.
+        position: absolute; -1: the error concerns no single position.
     """
 
     def __init__(
@@ -133,7 +147,11 @@ class ConfigError(BadInput):
 
 
 class DuplicateRequestId(BadInput):
-    """A live request already has this id."""
+    """A live request already has this id.
+
+    Attributes:
+        request_id: the id.
+    """
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -157,11 +175,11 @@ class CheckpointError(PermanentError):
 
 
 class TokenizerFailed(PermanentError):
-    """A tokenizer raised, or gave what are no token ids; nothing was started for the text.
+    """A tokenizer raised, or returned something else than token ids; nothing was started for the text.
 
     Attributes:
-        tokenizer: its name in `fdasync.tokenizers`, or the class of one that was given as an object.
-        problem: what it raised or gave.
+        tokenizer: its name in `fdasync.tokenizers`, or the class of a tokenizer that was given as an object.
+        problem: the error that it raised, or the value that it returned.
     """
 
     def __init__(self, tokenizer: str, problem: str) -> None:
@@ -170,12 +188,24 @@ class TokenizerFailed(PermanentError):
         super().__init__(f"tokenizer {tokenizer}: {problem}")
 
 
+class ChatUnsupported(BadInput):
+    """A tokenizer makes no tokens of chat messages: its plugin cannot, or its checkpoint has no chat template.
+
+    Attributes:
+        tokenizer: its class.
+    """
+
+    def __init__(self, tokenizer: str, problem: str) -> None:
+        self.tokenizer = tokenizer
+        super().__init__("messages", f"tokenizer {tokenizer} {problem}", hint="give text or token ids")
+
+
 class UnsupportedModel(PermanentError):
-    """The model loads but cannot be served rightly; the reason says why.
+    """The model loads but cannot be served correctly.
 
     Attributes:
         model: model type or folder.
-        reason: what stands in the way.
+        reason: why not.
     """
 
     def __init__(self, model: str, reason: str) -> None:
@@ -188,9 +218,9 @@ class PluginError(PermanentError):
     """A plugin that was asked for by name is missing or broken.
 
     Attributes:
-        group: entry-point group, e.g. ``fdasync.runners``.
+        group: entry-point group, e.g. `fdasync.runners`.
         name: entry-point name.
-        distribution: the distribution that declares it, or "" where none does.
+        distribution: the distribution that declares it; "": none does.
         problem: what is wrong.
     """
 
@@ -219,7 +249,7 @@ class EngineClosed(PermanentError):
 
 
 class TaskCancelled(PermanentError):
-    """Somebody outside cancelled a task that an engine runs on: all tasks of the loop, for instance.
+    """A task that an engine runs on was cancelled from outside, together with all tasks of the loop, for example.
 
     Attributes:
         task: its name.
@@ -234,7 +264,8 @@ class EngineBusy(TransientError):
     """The engine has no place for a request of another instance now.
 
     Attributes:
-        live: samples inside; limit: most of them (`max_requests`).
+        live: samples inside.
+        limit: most samples inside (`max_requests`).
     """
 
     def __init__(self, live: int, limit: int) -> None:
@@ -248,7 +279,7 @@ class EngineFailed(PermanentError):
 
     Attributes:
         cause: the error that stopped the engine.
-        partial: the result so far of the request that was waiting, or None where there was none.
+        partial: the `Result` so far of the request that was waiting; None: there is none.
     """
 
     def __init__(self, cause: BaseException, partial: Any = None) -> None:
@@ -262,8 +293,8 @@ class DecodeFailed(PermanentError):
     """The tokenizer could not make text of a request's tokens; the request was ended, others go on.
 
     Attributes:
-        cause: what the tokenizer raised.
-        partial: the result so far; its text ends before the tokens that could not be decoded.
+        cause: the tokenizer's error.
+        partial: the `Result` so far; its text ends before the tokens that could not be decoded.
     """
 
     def __init__(self, cause: BaseException, partial: Any = None) -> None:
@@ -291,8 +322,8 @@ class DeadlineExceeded(TransientError, TimeoutError):
     """A wait ended at its deadline.
 
     Attributes:
-        what: what was waited for.
-        deadline_s: how long, in seconds.
+        what: the work that did not end.
+        deadline_s: how long the wait was, in seconds.
     """
 
     def __init__(self, what: str, deadline_s: float) -> None:
@@ -319,7 +350,7 @@ class RunnerError(PermanentError):
 
 
 class DeviceFailed(PermanentError):
-    """The device reported an error: whatever was in flight on it is lost, and nothing more can be run there.
+    """The device reported an error: its work in flight is lost, and nothing more can be run there.
 
     Attributes:
         problem: the device's own words.
@@ -335,9 +366,9 @@ class BuffersOut(TransientError):
 
     Attributes:
         pool: its name.
-        wanted_nbytes: the size that was asked for, rounded up as the pool does.
-        limit_nbytes: most that the pool may hold.
-        out: names of the leases in use, and how many bytes each name holds.
+        wanted_nbytes: the size that was requested, rounded up as the pool does.
+        limit_nbytes: most bytes of the pool.
+        out: bytes in use, by name of their holds.
     """
 
     def __init__(self, pool: str, wanted_nbytes: int, limit_nbytes: int, out: dict[str, int]) -> None:
@@ -353,9 +384,9 @@ class WorkerDied(TransientError):
     """A child process ended that should have gone on.
 
     Attributes:
-        name: what the process was for.
+        name: the purpose of the process.
         pid: its process id.
-        exit_status: its return code; negative is the signal that ended it; None where unknown.
+        exit_status: its return code; negative: the signal that ended it; None: not known.
     """
 
     def __init__(self, name: str, pid: int, exit_status: int | None) -> None:
@@ -372,7 +403,7 @@ class WorkerStuck(TransientError):
     """A child process did not finish its work by the deadline, and was killed.
 
     Attributes:
-        name: what the process was for.
+        name: the purpose of the process.
         pid: its process id.
         what: the work.
         deadline_s: the deadline, in seconds.
@@ -402,7 +433,7 @@ class ProtocolError(PermanentError):
 
 
 class StoreUnavailable(TransientError):
-    """A store cannot do what was asked now.
+    """A store cannot perform a call now.
 
     Attributes:
         store: its name.
@@ -416,11 +447,11 @@ class StoreUnavailable(TransientError):
 
 
 class StoreTimeout(StoreUnavailable, TimeoutError):
-    """A call to a store was not waited for any longer; it goes on.
+    """A call to a store did not end by its deadline; the call goes on.
 
     Attributes:
-        deadline_s: how long it was waited for, in seconds.
-        ended: done, with whatever came of it, when the call has really ended: only then are its buffers free.
+        deadline_s: how long the caller waited, in seconds.
+        ended: done, with the call's result or error, when the call has really ended: only then are its buffers free.
     """
 
     def __init__(self, store: str, what: str, deadline_s: float, ended: asyncio.Future[Any]) -> None:
@@ -430,7 +461,7 @@ class StoreTimeout(StoreUnavailable, TimeoutError):
 
 
 class StoreBusy(StoreUnavailable):
-    """A call waited its time in line and was never begun: that says nothing of whether the store works."""
+    """A call waited in line until its deadline and never began, which does not say whether the store works."""
 
 
 class StoreRejected(PermanentError):
@@ -511,7 +542,7 @@ class PeerBusy(TransientError):
 
     Attributes:
         peer: address or name of the other side.
-        unacked_nbytes: on their way, or waiting for it.
+        unacked_nbytes: bytes that are sent or queued, and not acknowledged.
     """
 
     def __init__(self, peer: str, unacked_nbytes: int) -> None:
@@ -521,12 +552,12 @@ class PeerBusy(TransientError):
 
 
 class InstanceLost(TransientError):
-    """The instance that served a request is gone, and it could not be served elsewhere; asking again may help.
+    """The instance that served a request is gone, and no other one could serve it; trying again may help.
 
     Attributes:
-        request_id: the caller's name for it.
+        request_id: the caller's name for the request.
         problem: what happened.
-        partial: the `Result` so far, or None; its rows are those that had come.
+        partial: the `Result` so far, with the rows that had arrived; None: there is none.
     """
 
     def __init__(self, request_id: str, problem: str, partial: Any = None) -> None:

@@ -1,33 +1,56 @@
-"""What a caller asks for: sampling parameters and the numbers a request lives by.
+"""Calls as data: requests and weight updates, their arguments, limits and checks; and a runner's `SamplerSpec`.
 
-Pure data. Knows nothing of engines, text or tokenizers; read by prepare, scheduler, runners, output.
+Knows no engine and no tokenizer. The engine, the router, the scheduler and runners read it.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
+import re
+from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 
 import msgspec
 
 from fdasync.errors import BadInput
-from fdasync.registry.mapping import struct_of
+from fdasync.registry.mapping import refusal_of, struct_of
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Mapping
 
+    #: text, or token ids
+    Prompt = str | Sequence[int]
+    #: name, dtype, shape, buffer
+    NamedTensor = tuple[str, str, Sequence[int], Any]
+    #: a checkpoint folder, or tensors
+    WeightSource = str | os.PathLike[str] | Sequence[NamedTensor]
+
 LogprobKind = Literal["none", "raw", "processed", "both"]
+#: what a pause does to the requests that are inside (`Generator.pause`)
+PauseMode = Literal["in_place", "retract", "abort", "wait"]
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_TOP_LOGPROBS = 64
-#: as much as instances tell each other in one field
+#: tokens of one request with a bias, and the largest bias either way
+MAX_LOGIT_BIAS_TOKENS = 1024
+MAX_LOGIT_BIAS = 100.0
+#: as much as a message between instances has room for
 MAX_SALT_CHARS = 4096
-#: where the vocabulary is not known: token ids are int32
+#: for checks without a model: token ids are int32
 MAX_VOCAB_SIZE = 1 << 31
 MAX_AUX_NAMES = 64
 _MAX_NAME_CHARS = 256
+MAX_VERSION_CHARS = 256
+#: what an engine starts with unless its configuration says otherwise
+FIRST_VERSION = "0"
+# orders fit the messages between instances
+_MAX_NUMBER_DIGITS = 14
+_LAST_DIGITS = re.compile(r"[0-9]+(?=[^0-9]*\Z)")
+_NUMBER = re.compile(r"[0-9]+")
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,23 +63,30 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         top_k: keep the k largest logits; 0 keeps all.
         top_p: keep the smallest set whose probability reaches top_p, in (0, 1].
         min_p: drop what is less likely than min_p times the likeliest, in [0, 1].
-        seed: below 2^63; noise depends on (seed, sample index, position) alone; None draws one at the door.
+        seed: below 2^63; noise depends on (seed, sample index, position) alone; None: the frontend draws one.
         repetition_penalty: 0.001 to 1000; divides positive and multiplies negative logits of tokens already in
             prompt or output (arXiv 1909.05858). 1 is off.
         presence_penalty, frequency_penalty: in [-2, 2]; subtracted once, or once per occurrence, for
             tokens in the output.
+        logit_bias: by token id, what is added to the token's logit, in [-100, 100], for 1024 ids at most. It is added
+            after the penalties, which do not scale it, and before the temperature: 100 forces a token and -100 bars
+            one, for logits as models have them. Ids may be strings of digits, as in JSON.
         n: samples of the one prompt, up to 1024 and the engine's `max_requests`.
-        stop: strings that end the request; one may be given as it is ("ab" is the one stop string "ab"), and is a tuple
-            of one from then on. Text from the match on is not returned; the tokens that complete the match are, as an
-            EOS is (they were sampled and count for a trainer); tokens after it are dropped.
-            What is text only at the end (U+FFFD of a character that is not complete) is searched at the end: a match
-            makes "length" a "stop".
+        stop: strings that end the request, or a single one, which becomes a tuple. Text from the match on is not
+            returned; the tokens that complete the match are, as an EOS is (they were sampled and count for a trainer);
+            tokens after it are dropped. Text that only the end of the request completes (U+FFFD of an incomplete
+            character) is searched at the end: a match makes "length" a "stop".
         stop_token_ids: token ids that end the request; the id is kept in the result, as EOS is.
-        ignore_eos: EOS ids of the model do not stop.
+        ignore_eos: EOS ids of the model do not end the request.
         logprobs: "raw" = log-softmax of the model's logits (float32); "processed" = the same after
-            penalties, temperature and filters, the distribution that was sampled from; "both"; "none".
-        top_logprobs: this many best alternatives beside each sampled token, of the kind asked for
-            (raw where both).
+            penalties, bias, temperature and filters, the distribution that was sampled from; "both"; "none".
+        top_logprobs: this many best alternatives beside each sampled token, of the kind that `logprobs` names
+            (raw with "both").
+        prompt_logprobs_start: position in the prompt from which raw log-probs of the prompt's own tokens are wanted
+            (`Result.prompt_logprobs`); None: none are. The log-prob of the token at position i comes from the logits
+            of position i - 1, so the token at position 0 has none. Positions from there on are computed even if a
+            cache has them, once for all samples.
+        prompt_top_logprobs: this many best alternatives beside each of those tokens.
     """
 
     max_tokens: int = 256
@@ -69,12 +99,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
     n: int = 1
     stop: str | tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: LogprobKind = "none"
     top_logprobs: int = 0
+    prompt_logprobs_start: int | None = None
+    prompt_top_logprobs: int = 0
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -82,22 +115,25 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
-        """Checked parameters from plain values (parsed JSON, say). `SamplingParams(**values)` means the same, but is
-        checked only where a request is made with it.
+        """Checked parameters from plain values (parsed JSON, for example). `SamplingParams(**values)` means the same,
+        but is checked only when a request is made with it.
 
-        Raises BadInput naming the first field that makes no sense, or that is unknown, and the nearest that is not.
-        What depends on a model's vocabulary is checked where the request is made.
+        Raises BadInput naming the first field that is wrong or unknown, and the known name nearest to it. Limits that
+        depend on a model's vocabulary are checked when a request is made.
         """
         params = struct_of(cls, values, whole="params")
         params._check(MAX_VOCAB_SIZE)
         return params
 
     def validated(self, *, vocab_size: int) -> SamplingParams:
-        """A checked copy that shares nothing the caller could change (a list given for `stop`, say).
+        """A checked copy that shares no object that the caller could change (a list given for `stop`, for example).
 
-        Raises BadInput naming the first field that makes no sense. Types are checked too.
+        Raises BadInput naming the first field that is wrong. Types are checked too.
         """
-        copy = struct_of(SamplingParams, msgspec.structs.asdict(self), whole="params")
+        try:
+            copy = msgspec.convert(msgspec.structs.asdict(self), SamplingParams, str_keys=True)
+        except msgspec.ValidationError as wrong:
+            raise refusal_of(SamplingParams, wrong, whole="params") from None
         copy._check(vocab_size)
         return copy
 
@@ -113,10 +149,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _within("repetition_penalty", self.repetition_penalty, 1e-3, 1e3)
         _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if len(self.logit_bias) > MAX_LOGIT_BIAS_TOKENS:
+            raise BadInput("logit_bias", f"{len(self.logit_bias)} token ids", limit=MAX_LOGIT_BIAS_TOKENS)
+        for token, bias in self.logit_bias.items():
+            _in_vocabulary("logit_bias", token, vocab_size)
+            _within(f"logit_bias[{token}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
         _within("n", self.n, 1, 1024)
         _within("top_logprobs", self.top_logprobs, 0, min(MAX_TOP_LOGPROBS, vocab_size))
         if self.seed is not None:
             _within("seed", self.seed, 0, 2**63 - 1)
+        if self.prompt_logprobs_start is not None:
+            _at_least("prompt_logprobs_start", self.prompt_logprobs_start, 0)
+        _within("prompt_top_logprobs", self.prompt_top_logprobs, 0, min(MAX_TOP_LOGPROBS, vocab_size))
+        if self.prompt_top_logprobs and self.prompt_logprobs_start is None:
+            raise BadInput("prompt_top_logprobs", "needs prompt_logprobs_start", hint="0 scores the whole prompt")
         if self.top_logprobs and self.logprobs == "none":
             raise BadInput("top_logprobs", "needs logprobs", hint='set logprobs="raw" or "processed"')
         if len(self.stop) > MAX_STOP_STRINGS:
@@ -126,8 +172,87 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 raise BadInput("stop", f"a stop string of {len(text)} characters", limit=f"1 to {MAX_STOP_CHARS}")
             check_text("stop", text)
         for token in self.stop_token_ids:
-            if not 0 <= token < vocab_size:
-                raise BadInput("stop_token_ids", f"{token} is outside the vocabulary", limit=f"0 to {vocab_size - 1}")
+            _in_vocabulary("stop_token_ids", token, vocab_size)
+
+
+class GenerateOptions(TypedDict, total=False):
+    """The keyword arguments that every `Generator` takes in `generate` and `complete`; each may be left out.
+
+    Attributes:
+        request_id: the caller's own name for the request, unique among live requests; drawn when None.
+        priority: higher is admitted first and preempted last; equal ones in order of arrival. Default 0.
+        deadline_s: seconds from the call, after which the request returns with finish_reason "deadline". None: the
+            configuration's.
+        routing: whether to return expert routing; None: if the engine captures it; True: raise if it does not.
+        aux: the other rows of each token to return (`Sample.aux`), whatever `routing` is: names of the runner's
+            `AuxSpec`s (the error for an unknown name lists them); None: all; True: all, and raise if there are none;
+            False: none.
+        start: first position whose rows are wanted, inside the prompt; the result repeats it. Default 0.
+        cache_salt: requests share prefixes only with requests of the same salt, of up to 4096 characters. Default "".
+    """
+
+    request_id: str | None
+    priority: int
+    deadline_s: float | None
+    routing: bool | None
+    aux: bool | Sequence[str] | None
+    start: int
+    cache_salt: str
+
+
+class HandOffTarget(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a request goes that this instance prefills and another one decodes.
+
+    Attributes:
+        name: the request's name among instances.
+        caller: incarnation of the router that gets the answer.
+        decoders: addresses of decode instances, in order of preference.
+    """
+
+    name: str
+    caller: bytes
+    decoders: tuple[str, ...]
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A caller's request, not tokenised yet. Fields that are not named here are those of `GenerateOptions`.
+
+    Attributes:
+        prompt: text or token ids; a tuple of ints once it is checked.
+        params: how to sample.
+        streams: the caller reads deltas; False: the result alone.
+        hand_off: the decode instances that the request goes to; None: this engine decodes it.
+        waited_s: seconds that it has waited at a router or at another instance.
+    """
+
+    prompt: Any
+    params: SamplingParams
+    streams: bool
+    request_id: str | None = None
+    priority: int = 0
+    deadline_s: float | None = None
+    routing: bool | None = None
+    aux: bool | Sequence[str] | None = None
+    start: int = 0
+    cache_salt: str = ""
+    hand_off: HandOffTarget | None = None
+    waited_s: float = 0.0
+
+
+def ask_of(prompt: Any, params: SamplingParams | None, options: GenerateOptions, *, streams: bool) -> GenerateRequest:
+    """A call of `generate` (`streams`) or `complete`, not checked yet but for the names of its options.
+
+    Raises TypeError for a keyword argument that neither takes, as a call of a Python function does.
+    """
+    known = GenerateOptions.__optional_keys__
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(sorted(known))}"
+            raise TypeError(f"unexpected keyword argument {name!r}{hint}")
+    return GenerateRequest(
+        prompt=prompt, params=SamplingParams() if params is None else params, streams=streams, **options
+    )
 
 
 def _within(field: str, value: float, low: float, high: float) -> None:
@@ -141,8 +266,13 @@ def _at_least(field: str, value: int, low: int) -> None:
         raise BadInput(field, f"{value!r} is too small", limit=f"at least {low}")
 
 
+def _in_vocabulary(field: str, token: int, vocab_size: int) -> None:
+    if not 0 <= token < vocab_size:
+        raise BadInput(field, f"{token} is outside the vocabulary", limit=f"0 to {vocab_size - 1}")
+
+
 def check_text(field: str, text: str) -> None:
-    """Raise BadInput for text that has no bytes: no trace, message or tokenizer could hold it."""
+    """Raise BadInput for text that cannot be encoded: no trace, message or tokenizer could take it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -151,9 +281,27 @@ def check_text(field: str, text: str) -> None:
         ) from None
 
 
+def check_name(request_id: Any) -> None:
+    """Raise BadInput for a request id that is no string."""
+    if not isinstance(request_id, str):
+        raise BadInput("request_id", f"{request_id!r} is no name")
+
+
+def check_pause_mode(mode: Any) -> None:
+    """Raise BadInput for a mode that `Generator.pause` does not know."""
+    if mode not in get_args(PauseMode):
+        raise BadInput("mode", f"{mode!r} is no mode of a pause", limit=", ".join(get_args(PauseMode)))
+
+
+def check_prefix(prefix: Any) -> None:
+    """Raise BadInput for a prefix of request ids that is no string."""
+    if not isinstance(prefix, str):
+        raise BadInput("prefix", f"{prefix!r} is no beginning of a name")
+
+
 def checked_aux(aux: Any) -> bool | tuple[str, ...] | None:
-    """A copy of what a caller asks for besides routing. Raises BadInput for what is no such thing; whether there are
-    such rows is another question."""
+    """A copy of the `aux` option. Raises BadInput for a value of another type; whether the runner has such rows is not
+    checked here."""
     if aux is None or isinstance(aux, bool):
         return aux
     if isinstance(aux, str) or not isinstance(aux, Sequence):
@@ -170,14 +318,53 @@ def checked_aux(aux: Any) -> bool | tuple[str, ...] | None:
     return names
 
 
+def checked_version(version: Any) -> str:
+    """A label as text: a string as it is, an integer from 0 on as its decimal digits. Raises BadInput."""
+    if isinstance(version, int) and not isinstance(version, bool):
+        if not 0 <= version < 1 << 63:
+            raise BadInput("version", f"{version!r:.100} is out of range", limit="an integer from 0 to 2^63 - 1")
+        return str(version)
+    if not isinstance(version, str):
+        raise BadInput("version", f"{version!r:.100} is neither text nor an integer")
+    if not 0 < len(version) <= MAX_VERSION_CHARS:
+        raise BadInput("version", f"has {len(version)} characters", limit=f"1 to {MAX_VERSION_CHARS} characters")
+    check_text("version", version)
+    return version
+
+
+def next_version(version: str) -> str:
+    """The label that counts one up: the last run of digits plus one, as wide as it was ("step-09" to "step-10"); "-1"
+    is appended where there are no digits. Raises BadInput if that is too long."""
+    digits = _LAST_DIGITS.search(version)
+    if digits is None:
+        return checked_version(f"{version}-1")
+    number = str(int(digits[0]) + 1).zfill(len(digits[0]))
+    return checked_version(f"{version[: digits.start()]}{number}{version[digits.end() :]}")
+
+
+def next_order(order: int, version: str) -> int:
+    """The order of weights that come into use after those of `order` (-1: there were none). A label that is a higher
+    number of up to 14 digits is its own order; else it is one higher."""
+    number = int(version) if len(version) <= _MAX_NUMBER_DIGITS and _NUMBER.fullmatch(version) else 0
+    return max(order + 1, number)
+
+
 class SamplerSpec(msgspec.Struct, frozen=True, array_like=True):
-    """What a runner needs to sample for one sequence; travels with `SeqStart`.
+    """How a runner samples for one sequence; a part of `SeqStart`.
 
     Attributes:
         prompt_len: tokens before the first sampled one; penalties count output from here.
-        seed, index: of the noise, with the token's position.
+        seed, index: seed and sample index of the noise, which also depends on the token's position.
+        temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty, min_tokens: as in
+            `SamplingParams`.
         stop_ids: ids masked while fewer than `min_tokens` tokens were sampled.
-        raw, processed: which log-probs to compute; `top` alternatives beside them.
+        raw, processed: which log-probs to compute.
+        top: how many alternatives beside them.
+        bias_ids, bias_values: token ids, int32 little-endian, each once, and what is added to the logit of each after
+            the penalties, float32 little-endian; both empty without a bias.
+        score_from: position of the first token of the prompt whose log-prob is wanted; -1: none is. At position 0
+            there is none to compute.
+        score_top: how many alternatives beside each of those.
     """
 
     prompt_len: int
@@ -195,3 +382,11 @@ class SamplerSpec(msgspec.Struct, frozen=True, array_like=True):
     raw: bool
     processed: bool
     top: int
+    bias_ids: bytes = b""
+    bias_values: bytes = b""
+    score_from: int = -1
+    score_top: int = 0
+
+    def logit_bias(self) -> dict[int, float]:
+        """The bias by token id, for a runner that samples one sequence at a time."""
+        return dict(zip(array("i", self.bias_ids), array("f", self.bias_values), strict=True))

@@ -1,14 +1,30 @@
-"""What a caller gets back: deltas while a request runs, one result at its end. Pure data."""
+"""The results of a request: deltas while it runs, one result at its end.
+
+Pure data, which knows no other module of the package. The engine and the router make results.
+"""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+#: How a sample ended. Callers see the first four, and "failed" in a partial result. Between instances a prefill side
+#: ends its part as "handed_over", "no_lease" or "never_lease", a decode side as "lease_lost" (`FinishRequest`).
+FinishReason = Literal[
+    "stop", "length", "abort", "deadline", "failed", "handed_over", "no_lease", "never_lease", "lease_lost"
+]
+
 
 class TopLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Best alternatives at one position, best first, of equal length."""
+    """The best alternatives at one position.
+
+    Attributes:
+        token_ids: best first.
+        logprobs: of each token id.
+    """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -23,9 +39,9 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True):
         array: [n, num_moe_layers, top_k], uint8 up to 256 experts, else uint16; logical expert ids in the router's
             order, so rows are compared as sets. Owned by the caller.
         start: absolute position of the first row.
-        layer_ids: hidden-layer number of each of the second axis.
-        num_experts: ids are below it.
-        top_k_by_layer: how many leading columns count in each layer, where layers differ; else None.
+        layer_ids: hidden-layer numbers along the second axis.
+        num_experts: all ids are below it.
+        top_k_by_layer: how many leading columns count in each layer; None: all, in every layer.
     """
 
     array: NDArray[np.generic]
@@ -36,15 +52,24 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightSpan(msgspec.Struct, frozen=True):
-    """Output tokens [start, stop) were sampled under this weight version."""
+    """Output tokens that were sampled under one weight version.
+
+    Attributes:
+        start, stop: the tokens [start, stop).
+        version: the caller's label of the weights.
+    """
 
     start: int
     stop: int
-    version: int
+    version: str
 
 
 class CachedTokens(msgspec.Struct, frozen=True):
-    """Tokens that were not computed at a sample's first admission, by the tier that had them."""
+    """Prompt tokens that were not computed at a sample's first admission, by the tier that had them.
+
+    Attributes:
+        device, host, store: tokens found there.
+    """
 
     device: int = 0
     host: int = 0
@@ -56,14 +81,14 @@ class CachedTokens(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """What a request cost in tokens, for whoever counts them.
+    """The cost of a request in tokens.
 
     Attributes:
-        prompt_tokens: of the prompt, once however many samples there are; 0 where a text was not tokenised before the
-            end.
-        cached_tokens: of those, the ones that were computed for no sample of the request: they came from a cache,
-            whatever tier or instance had them. What one sample computed and others found is not among them, so where
-            `n` is above 1 each sample's own `cached_tokens` may be more.
+        prompt_tokens: tokens of the prompt, counted once for all samples; 0: the request ended before its text was
+            tokenised.
+        cached_tokens: prompt tokens that came from a cache of any tier or instance for every sample. Tokens that one
+            sample computed and others found do not count, so with `n` above 1 a sample's own `cached_tokens` may be
+            higher.
         completion_tokens: `token_ids` of all samples together, with the EOS or stop ids that ended them.
     """
 
@@ -73,14 +98,14 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
-    """What is new of one sample. A reader that is slow gets fewer, longer deltas; nothing is lost.
+    """The new tokens of one sample. A slow reader gets fewer, longer deltas; no token is lost.
 
     Attributes:
-        index: which sample.
+        index: number of the sample.
         token_ids: new tokens. All deltas of a sample joined are the result's `token_ids`.
         text: new text that cannot change any more; "" without a tokenizer.
-        raw_logprobs, processed_logprobs: of the new tokens, as asked for; else None.
-        top_logprobs: alternatives at the new tokens, as asked for; else None.
+        raw_logprobs, processed_logprobs: of the new tokens, if `SamplingParams.logprobs` asks for them; else None.
+        top_logprobs: alternatives at the new tokens, if `SamplingParams.top_logprobs` asks for them; else None.
         finish_reason: stop, length, abort or deadline in a sample's last delta; None before.
     """
 
@@ -90,26 +115,27 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     raw_logprobs: tuple[float, ...] | None = None
     processed_logprobs: tuple[float, ...] | None = None
     top_logprobs: tuple[TopLogprobs | None, ...] | None = None
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """One sample of a request, whole, or so far where it was aborted or failed.
+    """One sample of a request: whole, or its part so far if it was aborted or failed.
 
     Attributes:
+        index: number of the sample.
         token_ids: sampled tokens, with the EOS or stop id that ended them.
         text: decoded, cut before a matched stop string; "" without a tokenizer.
         raw_logprobs: float32 [len(token_ids)] log-softmax of the model's logits, or None.
-        processed_logprobs: the same after penalties, temperature and filters, or None.
+        processed_logprobs: the same after penalties, bias, temperature and filters, or None.
         top_logprobs: alternatives at each token, or None.
         finish_reason: stop, length, abort, deadline; "failed" in `EngineFailed.partial`.
         stop_token_id: the EOS or stop id that ended it, or None.
         cached: prompt tokens that were not computed for it, by the tier that had them.
         weight_version: spans of output tokens by weight version.
-        routing: expert routing, or None where it was not captured or not asked for.
-        aux: rows of every other aux spec that was asked for, by name, [n, *shape] of the spec's dtype; as many as of
+        routing: expert routing; None: it was not captured, or not requested.
+        aux: rows of every other aux spec that was requested, by name, [n, *shape] of the spec's dtype; as many as of
             `routing`, row i belongs to position `start + i`. Owned by the caller.
-        start: position of the first row of any kind, as it was asked for.
+        start: position of the first row of any kind, as requested.
     """
 
     index: int
@@ -118,7 +144,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     raw_logprobs: NDArray[np.float32] | None
     processed_logprobs: NDArray[np.float32] | None
     top_logprobs: tuple[TopLogprobs | None, ...] | None
-    finish_reason: str
+    finish_reason: FinishReason
     cached: CachedTokens
     weight_version: tuple[WeightSpan, ...]
     routing: Routing | None
@@ -128,12 +154,12 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that came from the prefix cache, whatever tier had them."""
+        """Prompt tokens that came from the prefix cache, in any tier."""
         return self.cached.total
 
     @property
     def logprobs(self) -> NDArray[np.float32] | None:
-        """The log-probs asked for: raw ones, or where only those were wanted the processed ones."""
+        """The raw log-probs; the processed ones if only those were requested."""
         return self.processed_logprobs if self.raw_logprobs is None else self.raw_logprobs
 
 
@@ -142,10 +168,15 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         request_id: as given or drawn.
-        prompt_token_ids: what was forwarded as the prompt; () of a text that was not tokenised before the end.
+        prompt_token_ids: the prompt's tokens; (): the request ended before its text was tokenised.
         samples: one for each of `n`, by index.
-        ttft_s: from the call to the first token of any sample, in seconds; None where none came, or where tokens
-            were only counted at the end (`complete` without log-probs or stop strings).
+        ttft_s: from the call to the first token of any sample, in seconds; None: no token came, or tokens were only
+            counted at the end (`complete` without log-probs or stop strings).
+        prompt_logprobs: float32 [prompt - `SamplingParams.prompt_logprobs_start`], log-softmax of the model's logits:
+            entry i is that of the prompt's token at position start + i, and NaN at position 0. A request that ended
+            before its prompt was computed has the leading part. None: not requested, or a router ended the request
+            itself. Owned by the caller.
+        prompt_top_logprobs: alternatives at those positions, None at position 0; None: not requested.
         total_s: from the call to the end, in seconds.
     """
 
@@ -154,11 +185,13 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     samples: tuple[Sample, ...]
     ttft_s: float | None = None
     total_s: float = 0.0
+    prompt_logprobs: NDArray[np.float32] | None = None
+    prompt_top_logprobs: tuple[TopLogprobs | None, ...] | None = None
 
     @property
     def usage(self) -> Usage:
         """Tokens of the whole request, all samples together."""
-        # one that has sampled nothing may have ended before it was ever matched: it says nothing of the cache
+        # a sample without tokens may have ended before it was ever matched: its count says nothing of the cache
         begun = [sample for sample in self.samples if sample.token_ids] or self.samples
         return Usage(
             prompt_tokens=len(self.prompt_token_ids),
@@ -191,7 +224,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         return self.samples[0].top_logprobs
 
     @property
-    def finish_reason(self) -> str:
+    def finish_reason(self) -> FinishReason:
         return self.samples[0].finish_reason
 
     @property

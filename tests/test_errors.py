@@ -12,6 +12,7 @@ from fdasync import errors
 from fdasync.errors import (
     BadInput,
     BuffersOut,
+    ChatUnsupported,
     CheckpointError,
     ConfigError,
     DeadlineExceeded,
@@ -33,6 +34,7 @@ from fdasync.errors import (
     RemoteError,
     RoutingMismatch,
     RunnerError,
+    SourceUnsupported,
     StoreBusy,
     StoreRejected,
     StoreTimeout,
@@ -48,7 +50,8 @@ from fdasync.errors import (
     WorkerDied,
     WorkerStuck,
 )
-from fdasync.runner.worker.messages import Failed, ToEngine, pack_error, unpack_error
+from fdasync.ipc.rpc import Failed
+from fdasync.runner.worker.messages import ERRORS, error_of
 
 EXAMPLES = [
     (BadInput("top_p", "is odd", limit=3, hint="try less"), "top_p: is odd (limit: 3); try less"),
@@ -60,9 +63,14 @@ EXAMPLES = [
     ),
     (RoutingMismatch("is no record", sequence=0), "routing[0]: is no record"),
     (UpdateUnderWay("of d0"), "update_weights: another update is under way (of d0); wait for its end"),
+    (SourceUnsupported("tensors", "a folder"), "source: tensors cannot be loaded here (limit: a folder)"),
     (ConfigError("config.x", "is odd", limit=0), "config.x: is odd (limit: 0)"),
     (DuplicateRequestId("r1"), "'r1' names a request that is still live"),
     (CheckpointError("/m", "no weights"), "/m: no weights"),
+    (
+        ChatUnsupported("Letters", "knows no chat templates"),
+        "messages: tokenizer Letters knows no chat templates; give text or token ids",
+    ),
     (TokenizerFailed("Letters", "encode raised KeyError: 'x'"), "tokenizer Letters: encode raised KeyError: 'x'"),
     (UnsupportedModel("llama", "dense"), "llama: dense"),
     (PluginError("g", "n", "d", "broken"), "plugin 'n' of g (from d): broken"),
@@ -150,26 +158,26 @@ WHOLE = [
 
 @pytest.mark.parametrize("error", WHOLE, ids=[type(error).__name__ for error in WHOLE])
 def test_errors_that_a_worker_may_raise_arrive_whole(error):
-    sent = msgspec.msgpack.encode(pack_error(error))
-    got = unpack_error(msgspec.msgpack.decode(sent, type=ToEngine))
+    sent = msgspec.msgpack.encode(ERRORS.pack(1, error_of(error)))
+    got = ERRORS.unpack(msgspec.msgpack.decode(sent, type=Failed))
     assert type(got) is type(error)
     assert vars(got) == vars(error)
     assert str(got) == str(error)
 
 
 def test_fields_are_taken_by_name_not_by_place():
-    got = unpack_error(Failed("PluginError", {"problem": "p", "distribution": "d", "name": "n", "group": "g"}))
+    got = ERRORS.unpack(Failed(1, "PluginError", {"problem": "p", "distribution": "d", "name": "n", "group": "g"}))
     assert (got.group, got.name, got.distribution, got.problem) == ("g", "n", "d", "p")
 
 
 def test_a_limit_crosses_in_words():
-    got = unpack_error(pack_error(BadInput("a", "b", limit=range(3))))
+    got = ERRORS.unpack(ERRORS.pack(1, BadInput("a", "b", limit=range(3))))
     assert got.limit == "range(0, 3)"
 
 
 @pytest.mark.parametrize("error", [OSError("disk"), WorkerDied("w", 1, 2), DuplicateRequestId("x"), KeyError("k")])
 def test_other_errors_arrive_as_words(error):
-    got = unpack_error(pack_error(error))
+    got = ERRORS.unpack(ERRORS.pack(1, error_of(error)))
     assert type(got) is RunnerError
     assert got.problem == f"{type(error).__name__}: {error}"
     assert got.step_id == -1
@@ -178,17 +186,17 @@ def test_other_errors_arrive_as_words(error):
 @pytest.mark.parametrize(
     "failed",
     [
-        Failed("OSError", {"problem": "x"}),
-        Failed("SystemExit", {}),
-        Failed("eval", {"problem": "x", "step_id": 1}),
-        Failed("EngineClosed", {"state": "x"}),
-        Failed("WorkerDied", {"name": "a", "pid": 1, "exit_status": 0}),
-        Failed("RunnerError", {"problem": "x"}),
-        Failed("RunnerError", {"problem": "x", "step_id": 1, "more": 2}),
-        Failed("BadInput", {"problem": "x", "step_id": 1}),
+        Failed(1, "OSError", {"problem": "x"}),
+        Failed(1, "SystemExit", {}),
+        Failed(1, "eval", {"problem": "x", "step_id": 1}),
+        Failed(1, "EngineClosed", {"state": "x"}),
+        Failed(1, "WorkerDied", {"name": "a", "pid": 1, "exit_status": 0}),
+        Failed(1, "RunnerError", {"problem": "x"}),
+        Failed(1, "RunnerError", {"problem": "x", "step_id": 1, "more": 2}),
+        Failed(1, "BadInput", {"problem": "x", "step_id": 1}),
+        Failed(1, "RunnerError", {"problem": "x", "step_id": "one"}),
     ],
 )
 def test_nothing_else_can_be_made_from_the_wire(failed):
-    got = unpack_error(failed)
-    assert type(got) is ProtocolError
-    assert failed.kind in got.problem
+    with pytest.raises(ProtocolError, match=failed.kind):
+        ERRORS.unpack(failed)

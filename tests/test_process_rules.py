@@ -1,197 +1,54 @@
-"""The rules of the house: who imports whom, no module state, no threads, several engines in one process."""
+"""The rules of the house: what rooms hold, no module state, no threads, several engines in one process.
+
+`test_import_rules.py` has the floors.
+"""
 
 from __future__ import annotations
 
 import ast
 import asyncio
+import io
+import re
 import subprocess
 import sys
 import textwrap
-from graphlib import TopologicalSorter
-from pathlib import Path
+import tokenize
 
 import pytest
 
-import fdasync
 from fdasync import Engine, SamplingParams
 from fdasync.testing import check_sample, oracle_of, synthetic_config
+from tests.support.imports import HOME, MODULES, imports_of, within
 
-HOME = Path(fdasync.__file__).parent
-MODULES = {
-    ".".join(("fdasync", *path.relative_to(HOME).with_suffix("").parts)).removesuffix(".__init__"): path
-    for path in sorted(HOME.rglob("*.py"))
-}
+PLUGIN_HOME = HOME.parent / "plugins/fdasync-transformers/src/fdasync_transformers"
 
-
-def imports_of(path: Path, *, types: bool = False) -> dict[str, int]:
-    """Modules that a file imports, at any depth, and the line; `types`: those for type checkers, too."""
-    found: dict[str, int] = {}
-
-    def visit(node: ast.AST) -> None:
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not types:
-            for child in node.orelse:
-                visit(child)
-            return
-        if isinstance(node, ast.Import):
-            found.update((alias.name, node.lineno) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno}: a relative import"
-            base = node.module or ""
-            for alias in node.names:
-                inner = f"{base}.{alias.name}"
-                found[inner if inner in MODULES else base] = node.lineno
-        for child in ast.iter_child_nodes(node):
-            visit(child)
-
-    visit(ast.parse(path.read_text()))
-    return found
-
-
-# from the ground up: a room imports those of its floor and below
-FLOORS = (
-    ("fdasync.errors", "fdasync.result"),
-    ("fdasync.ipc", "fdasync.registry", "fdasync.request", "fdasync.routing"),
-    ("fdasync.events", "fdasync.cache"),
-    ("fdasync.cache.store",),
-    ("fdasync.cache.store.file", "fdasync.cache.store.process", "fdasync.cache.store.wrappers"),
-    ("fdasync.runner", "fdasync.gpu", "fdasync.gpu.kernels"),
-    ("fdasync.runner.worker", "fdasync.gpu.ports", "fdasync.scheduler"),
-    ("fdasync.engine",),
-    ("fdasync.pd",),
-    ("fdasync.pd.link", "fdasync.pd.transfer"),
-    ("fdasync.pd.instance", "fdasync.pd.router"),
-    ("fdasync.telemetry",),
-    ("fdasync.cli", "fdasync.testing", "fdasync"),
-)
-FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-PURE = ("fdasync.scheduler", "fdasync.cache.aux", "fdasync.cache.blocks", "fdasync.cache.lru", "fdasync.cache.prefix")
-# rooms that know nothing but these
-ONLY = {
-    "fdasync.scheduler": (
-        "fdasync.scheduler", "fdasync.cache.aux", "fdasync.cache.blocks", "fdasync.cache.lru", "fdasync.cache.prefix",
-        "fdasync.events", "fdasync.errors", "fdasync.request",
-    ),
-    "fdasync.ipc": ("fdasync.ipc", "fdasync.errors"),
-    "fdasync.events": ("fdasync.events", "fdasync.errors", "fdasync.request"),
-}  # fmt: skip
-# what rooms may know of each other when they run
-CONTRACTS = (
-    "fdasync.errors", "fdasync.result", "fdasync.request", "fdasync.events", "fdasync.ipc", "fdasync.registry",
-    "fdasync.cache.aux", "fdasync.cache.aux_arena", "fdasync.cache.host_arena", "fdasync.cache.debug_rows",
-    "fdasync.cache.store.base", "fdasync.cache.store.block_format", "fdasync.gpu.completion", "fdasync.runner.base",
-    "fdasync.engine.inputs", "fdasync.engine.tokenizer", "fdasync.pd.messages", "fdasync.pd.transfer.base",
+PURE = (
+    "fdasync.scheduler", "fdasync.cache.aux", "fdasync.cache.blocks", "fdasync.cache.identity",
+    "fdasync.cache.prefix",
 )  # fmt: skip
-ROOMS = ("fdasync.cache", "fdasync.gpu", "fdasync.runner", "fdasync.pd")
-# what joins a room to others, and what knows more than a contract
-JOINERS = {
-    "fdasync.pd.instance.instance": ("fdasync.engine", "fdasync.cache.prefix"),
-    "fdasync.pd.instance.decode_service": ("fdasync.cache.prefix",),  # checks that blocks are called what they are
-    "fdasync.pd.router.dispatch": ("fdasync.cache.prefix",),  # looks for prefixes under the names that instances give
-}
-# the middle of an engine and of an instance, which only they, and embedders (the command line, tests), know
-MIDDLE = ("fdasync.engine.engine", "fdasync.engine.runtime", "fdasync.engine.driver", "fdasync.pd.instance.instance")
-EMBEDDERS = ("fdasync.cli", "fdasync.testing")
-# neighbours that do not know each other
-APART = (("fdasync.pd.link", "fdasync.pd.transfer"), ("fdasync.pd.transfer", "fdasync.pd.link"))
-# what knows a floor above, and why
-EXCEPTIONS = {
-    ("fdasync.registry.registry", "fdasync.cache.store.base"): "checks that a plugin is a store",
-    ("fdasync.registry.registry", "fdasync.pd.transfer.base"): "checks that a plugin is a transport",
-    ("fdasync.registry.registry", "fdasync.runner.base"): "checks that a plugin is a runner",
-}
 
 
-def within(name: str, rooms: tuple[str, ...]) -> bool:
-    return any(name == room or name.startswith(f"{room}.") for room in rooms)
-
-
-def room_of(module: str) -> str:
-    """The innermost room of the plan that holds a module."""
-    while module not in FLOOR_OF:
-        module = module.rpartition(".")[0]
-    return module
-
-
-def broken_rules(module: str, imported: str) -> str:
-    """Which rule forbids this import; "" if none does."""
-    if (module, imported) in EXCEPTIONS or not within(imported, ("fdasync",)):
-        return ""
-    room, other = room_of(module), room_of(imported)
-    if FLOOR_OF[other] > FLOOR_OF[room]:
-        return f"{other} stands above {room}"
-    for pure, known in ONLY.items():
-        if within(module, (pure,)) and not within(imported, known):
-            return f"{pure} knows {', '.join(known)} only"
-    if (room, other) in APART:
-        return f"{room} and {other} do not know each other"
-    if other == "fdasync.testing" and room != "fdasync.testing":
-        return "the package does not need its tests"
-    return ""
-
-
-def test_rooms_know_each_others_contracts_only():
-    for module, path in MODULES.items():
-        for room in ROOMS:
-            if within(module, (room,)):
-                known = (*CONTRACTS, room, *JOINERS.get(module, ()))
-                ours = [name for name in imports_of(path) if within(name, ("fdasync",))]
-                assert [name for name in ours if not within(name, known)] == [], module
-
-
-def test_nobody_knows_the_middle():
-    for module, path in MODULES.items():
-        if not within(module, (*MIDDLE, *EMBEDDERS)):
-            assert [name for name in imports_of(path) if within(name, MIDDLE)] == [], module
-
-
-def test_the_import_rule():
-    broken = [
-        f"{module}:{line} imports {imported}: {rule}"
-        for module, path in MODULES.items()
-        for imported, line in imports_of(path, types=True).items()
-        if (rule := broken_rules(module, imported))
-    ]
-    assert not broken, "\n".join(broken)
-    used = {(module, imported) for module, path in MODULES.items() for imported in imports_of(path, types=True)}
-    assert EXCEPTIONS.keys() <= used, "an exception that nobody needs any more"
-
-
-@pytest.mark.parametrize(
-    ("module", "imported"),
-    [
-        ("fdasync.events.catalog", "fdasync.engine.config"),
-        ("fdasync.scheduler.core", "fdasync.runner.base"),
-        ("fdasync.scheduler.core", "fdasync.cache.aux_arena"),
-        ("fdasync.cache.prefix", "fdasync.engine.driver"),
-        ("fdasync.cache.store.base", "fdasync.cache.store.file.store"),
-        ("fdasync.runner.synthetic", "fdasync.scheduler"),
-        ("fdasync.engine.engine", "fdasync.pd.messages"),
-        ("fdasync.pd.link.links", "fdasync.pd.transfer.base"),
-        ("fdasync.engine.engine", "fdasync.testing"),
-        ("fdasync.cli.main", "fdasync.testing"),
-    ],
-)
-def test_the_import_rule_forbids(module, imported):
-    assert broken_rules(module, imported)
-
-
-def test_no_module_imports_itself_by_way_of_others():
-    graph = {
-        module: {imported for imported in imports_of(path, types=True) if imported in MODULES} - {module}
-        for module, path in MODULES.items()
-    }
-    # raises with the circle
-    assert len(list(TopologicalSorter(graph).static_order())) == len(MODULES)
-
-
-def test_rooms_are_small_and_say_what_they_are():
-    folders = [HOME, *[path for path in HOME.rglob("*") if path.is_dir() and path.name != "__pycache__"]]
+@pytest.mark.parametrize(("home", "files", "rooms"), [(HOME, 6, 13), (PLUGIN_HOME, 4, 6)], ids=["fdasync", "plugin"])
+def test_rooms_are_small_and_say_what_they_are(home, files, rooms):
+    folders = [home, *[path for path in home.rglob("*") if path.is_dir() and path.name != "__pycache__"]]
     for folder in folders:
-        files = {path.name for path in folder.glob("*.py")} - {"__init__.py"}
-        assert len(files) <= 16, f"{folder} holds {len(files)} files"
+        held = {path.name for path in folder.glob("*.py")} - {"__init__.py"}
+        assert len(held) <= 16, f"{folder} holds {len(held)} files"
         assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text())), f"{folder} does not say what it is"
-    assert len(list(HOME.glob("*.py"))) <= 6
-    assert len([path for path in HOME.iterdir() if path.is_dir() and path.name != "__pycache__"]) <= 13
+    assert len(list(home.glob("*.py"))) <= files
+    assert len([path for path in home.iterdir() if path.is_dir() and path.name != "__pycache__"]) <= rooms
+
+
+def test_tests_mirror_the_package_in_small_files():
+    tests = HOME.parent / "tests"
+    # what several folders share, whole systems, and benchmarks stand beside the rooms
+    beside = {tests / name for name in ("support", "system", "benchmarks")}
+    folders = {path.parent for path in tests.rglob("*.py")} - {tests}
+    folders = {folder for folder in folders if not beside.intersection([folder, *folder.parents])}
+    assert len(folders) > 20
+    assert [str(one) for one in sorted(folders) if not (HOME / one.relative_to(tests)).is_dir()] == []
+    files = [*tests.rglob("*.py"), *(HOME.parent / "plugins").glob("*/tests/**/*.py")]
+    assert [f"{path}: {count}" for path in files if (count := len(path.read_text().splitlines())) > 500] == []
 
 
 def test_a_worker_loads_what_it_needs():
@@ -202,18 +59,19 @@ def test_a_worker_loads_what_it_needs():
         ours = [name for name in sys.modules if name.partition(".")[0] == "fdasync"]
         assert len(ours) <= 60, len(ours)
         assert "zmq" not in sys.modules
+        assert not [name for name in ours if name.startswith("fdasync.pd")]
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=60)
 
 
 def test_the_pure_core_reaches_for_nothing_outside():
     allowed = {
-        "__future__", "array", "bisect", "collections", "enum", "hashlib", "heapq", "itertools", "math", "msgspec",
-        "typing",
+        "__future__", "abc", "array", "bisect", "collections", "enum", "hashlib", "heapq", "itertools", "math",
+        "msgspec", "struct", "typing",
     }  # fmt: skip
     for module, path in MODULES.items():
         if within(module, PURE):
-            outside = {name.split(".")[0] for name in imports_of(path) if not within(name, ("fdasync",))}
+            outside = {name.split(".")[0] for name in imports_of(path.read_text()) if not within(name, ("fdasync",))}
             assert outside <= allowed, f"{module} imports {sorted(outside - allowed)}"
             tree = ast.parse(path.read_text())
             assert not [node for node in ast.walk(tree) if isinstance(node, ast.AsyncFunctionDef | ast.Await)], module
@@ -224,7 +82,7 @@ def test_torch_is_imported_in_gpu_rooms_and_runners_only():
         # the demo loads a real model through the plugin, and says when it is not there
         if not within(module, ("fdasync.gpu", "fdasync.runner", "fdasync.cli.demo.run")):
             heavy = {"torch", "transformers", "tokenizers", "safetensors"}
-            assert not {name.split(".")[0] for name in imports_of(path)} & heavy, module
+            assert not {name.split(".")[0] for name in imports_of(path.read_text())} & heavy, module
 
 
 def test_nothing_is_global():
@@ -395,3 +253,28 @@ async def test_two_engines_in_one_process_do_not_meet():
         await ask(two, 3)
         assert two.stats().state == "running"
         assert one.state == "closed"
+
+
+# a lease is room that a decode instance grants, and nothing else
+LEASE_ROOMS = (
+    "fdasync.pd", "fdasync.scheduler", "fdasync.events", "fdasync.engine.config", "fdasync.engine.frontend",
+    "fdasync.engine.prepare", "fdasync.engine.driver", "fdasync.telemetry", "fdasync.cli", "fdasync.testing",
+    "fdasync.result",
+)  # fmt: skip
+
+
+def lease_names(source: str) -> set[str]:
+    """Names in a module's code that speak of leases."""
+    names = {token.string for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type == 1}
+    return {name for name in names if re.search(r"(?<!re)lease", name.lower())}
+
+
+def test_a_lease_is_room_at_a_decode_instance_and_nothing_else():
+    assert lease_names("class BufferLease: pass") == {"BufferLease"}
+    assert lease_names("released = release(_lease_kill_s)") == {"_lease_kill_s"}
+    found = {
+        name: names
+        for name, path in MODULES.items()
+        if not within(name, LEASE_ROOMS) and (names := lease_names(path.read_text()))
+    }
+    assert found == {}

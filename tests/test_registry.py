@@ -7,11 +7,15 @@ import sys
 import pytest
 
 from fdasync.errors import PluginError
-from fdasync.registry.registry import RUNNERS, TOKENIZERS, Registry
+from fdasync.pd.transfer.base import Transport
+from fdasync.pd.transfer.transports import make_transport
+from fdasync.registry.registry import RUNNERS, TOKENIZERS, TRANSPORTS, Registry
+from fdasync.runner.base import Runner
 from fdasync.runner.synthetic import SyntheticRunner
 
 MODULE = """
 import msgspec
+from fdasync.pd.transfer.shm import ShmTransport
 from fdasync.runner.synthetic import SyntheticRunner
 
 
@@ -31,6 +35,15 @@ class NoRunner:
     config_type = msgspec.Struct
 
 
+class Greedy(ShmTransport):
+    def __init__(self, name):
+        raise AssertionError("it was made")
+
+
+class Configured(ShmTransport):
+    config_type = None
+
+
 def tokenizer(model):
     return model
 
@@ -40,7 +53,7 @@ thing = 3
 
 
 @pytest.fixture
-def site(tmp_path, monkeypatch):
+def context(tmp_path, monkeypatch):
     """A folder on the path; `site(distribution, group, name=target, ...)` installs entry points there."""
     (tmp_path / "plugmod.py").write_text(MODULE)
     (tmp_path / "plugbroken.py").write_text("import no_such_module_anywhere")
@@ -60,28 +73,29 @@ def site(tmp_path, monkeypatch):
 
 
 def test_what_comes_with_the_package_loads():
-    assert Registry().load_runner("synthetic") is SyntheticRunner
+    assert Registry().load(RUNNERS, "synthetic", Runner) is SyntheticRunner
 
 
-def test_a_plugin_is_loaded_by_name(site):
-    site("fdasync-plug", RUNNERS, plug="plugmod:Good")
-    site("fdasync-plug", TOKENIZERS, plugtok="plugmod:tokenizer")
-    assert Registry().load_runner("plug").__name__ == "Good"
-    assert Registry().load_tokenizer("plugtok")("folder") == "folder"
+def test_a_plugin_is_loaded_by_name(context):
+    context("fdasync-plug", RUNNERS, plug="plugmod:Good")
+    context("fdasync-plug", TOKENIZERS, plugtok="plugmod:tokenizer")
+    assert Registry().load(RUNNERS, "plug", Runner).__name__ == "Good"
+    assert Registry().load_function(TOKENIZERS, "plugtok")("folder") == "folder"
 
 
-def test_finding_imports_nothing(site):
-    site("fdasync-plug", RUNNERS, plug="plugmod:Good")
+def test_finding_imports_nothing(context):
+    context("fdasync-plug", RUNNERS, plug="plugmod:Good")
     assert Registry().find(RUNNERS, "plug").value == "plugmod:Good"
     assert "plugmod" not in sys.modules
 
 
-@pytest.mark.parametrize("load", [Registry().load_runner, Registry().load_tokenizer])
-def test_a_missing_one_is_told_with_what_there_is(load):
+def test_a_missing_one_is_told_with_what_there_is():
     with pytest.raises(PluginError, match="not installed") as caught:
-        load("nobody")
+        Registry().load(RUNNERS, "nobody", Runner)
     assert (caught.value.name, caught.value.distribution) == ("nobody", "")
-    assert load.__name__ != "load_runner" or "synthetic" in caught.value.problem
+    assert "synthetic" in caught.value.problem
+    with pytest.raises(PluginError, match="not installed"):
+        Registry().load_function(TOKENIZERS, "nobody")
 
 
 @pytest.mark.parametrize(
@@ -97,33 +111,45 @@ def test_a_missing_one_is_told_with_what_there_is(load):
         ("plugmod:OddConfig", "plugmod:OddConfig has no config_type"),
     ],
 )
-def test_a_broken_runner_is_told_with_its_distribution(site, target, problem):
-    site("fdasync-plug", RUNNERS, plug=target)
+def test_a_broken_runner_is_told_with_its_distribution(context, target, problem):
+    context("fdasync-plug", RUNNERS, plug=target)
     with pytest.raises(PluginError) as caught:
-        Registry().load_runner("plug")
+        Registry().load(RUNNERS, "plug", Runner)
     error = caught.value
     assert (error.group, error.name, error.distribution) == (RUNNERS, "plug", "fdasync-plug")
     assert error.problem.startswith(problem)
     assert "fdasync-plug" in str(error)
 
 
-def test_a_tokenizer_must_be_callable(site):
-    site("fdasync-plug", TOKENIZERS, plugtok="plugmod:thing")
+def test_a_tokenizer_must_be_callable(context):
+    context("fdasync-plug", TOKENIZERS, plugtok="plugmod:thing")
     with pytest.raises(PluginError, match="cannot be called") as caught:
-        Registry().load_tokenizer("plugtok")
+        Registry().load_function(TOKENIZERS, "plugtok")
     assert caught.value.distribution == "fdasync-plug"
 
 
-def test_one_name_in_two_distributions_is_refused_and_both_are_named(site):
-    site("fdasync-one", RUNNERS, plug="plugmod:Good")
-    site("fdasync-two", RUNNERS, plug="plugmod:NoConfig")
+def test_a_transport_is_made_without_arguments_and_configuration(context):
+    context("fdasync-plug", TRANSPORTS, greedy="plugmod:Greedy", configured="plugmod:Configured", other="plugmod:Good")
+    assert isinstance(make_transport("shm"), Transport)
+    for name, problem in (
+        ("greedy", "cannot be made without arguments"),
+        ("configured", "has no config_type"),
+        ("other", "is not a Transport class"),
+    ):
+        with pytest.raises(PluginError, match=problem):
+            make_transport(name)
+
+
+def test_one_name_in_two_distributions_is_refused_and_both_are_named(context):
+    context("fdasync-one", RUNNERS, plug="plugmod:Good")
+    context("fdasync-two", RUNNERS, plug="plugmod:NoConfig")
     with pytest.raises(PluginError, match="several distributions") as caught:
         Registry().find(RUNNERS, "plug")
     assert caught.value.distribution == "fdasync-one, fdasync-two"
 
 
-def test_the_list_names_every_plugin_and_imports_none(site):
-    site("fdasync-plug", RUNNERS, plug="plugmod:Good", aaa="plugbroken:Runner")
+def test_the_list_names_every_plugin_and_imports_none(context):
+    context("fdasync-plug", RUNNERS, plug="plugmod:Good", aaa="plugbroken:Runner")
     found = [info for info in Registry().list() if info.distribution == "fdasync-plug"]
     assert [(info.name, info.version, info.target, info.problem) for info in found] == [
         ("aaa", "1.2", "plugbroken:Runner", None),
@@ -132,12 +158,12 @@ def test_the_list_names_every_plugin_and_imports_none(site):
     assert "plugmod" not in sys.modules
 
 
-def test_the_list_tells_what_is_wrong_with_each_when_asked(site, tmp_path, monkeypatch):
+def test_the_list_tells_what_is_wrong_with_each_when_asked(context, tmp_path, monkeypatch):
     # nothing else is installed there: what other plugins import is not for this process
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    site("fdasync-plug", RUNNERS, plug="plugmod:Good", aaa="plugbroken:Runner")
-    site("fdasync-plug", TOKENIZERS, tok="plugmod:thing")
-    listed = Registry().list(load=True)
+    context("fdasync-plug", RUNNERS, plug="plugmod:Good", aaa="plugbroken:Runner")
+    context("fdasync-plug", TOKENIZERS, tok="plugmod:thing")
+    listed = Registry().list({RUNNERS: Runner})
     problems = {info.name: info.problem for info in listed}
     assert problems["plug"] == ""
     assert problems["aaa"].startswith("importing plugbroken:Runner failed")

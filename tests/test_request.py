@@ -1,4 +1,5 @@
-"""Sampling parameters: every value that makes no sense is refused by name and limit (`fdasync/request.py`)."""
+"""Sampling parameters: every value that makes no sense is refused by name and limit; versions of weights
+(`fdasync/request.py`)."""
 
 from __future__ import annotations
 
@@ -8,7 +9,15 @@ import msgspec
 import pytest
 
 from fdasync.errors import BadInput
-from fdasync.request import MAX_STOP_CHARS, MAX_STOP_STRINGS, SamplingParams
+from fdasync.request import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGIT_BIAS_TOKENS,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    SamplingParams,
+    next_order,
+    next_version,
+)
 
 VOCAB = 100
 
@@ -24,6 +33,7 @@ def test_the_defaults_are_fine():
         {"temperature": 0.0, "top_p": 1e-9, "min_p": 1.0, "top_k": VOCAB},
         {"temperature": 100, "repetition_penalty": 1e-3},
         {"presence_penalty": -2, "frequency_penalty": 2.0},
+        {"logit_bias": {0: -MAX_LOGIT_BIAS, VOCAB - 1: MAX_LOGIT_BIAS, 5: 0}},
         {"seed": 0, "n": 1024},
         {"seed": 2**63 - 1},
         {"stop": ("x" * MAX_STOP_CHARS,) * MAX_STOP_STRINGS},
@@ -58,6 +68,9 @@ def test_the_bounds_belong_to_what_is_allowed(values):
         ("presence_penalty", 2.1, "-2.0 to 2.0"),
         ("presence_penalty", math.nan, "-2.0 to 2.0"),
         ("frequency_penalty", -2.1, "-2.0 to 2.0"),
+        ("logit_bias", {VOCAB: 1.0}, "0 to 99"),
+        ("logit_bias", {-1: 1.0}, "0 to 99"),
+        ("logit_bias", dict.fromkeys(range(MAX_LOGIT_BIAS_TOKENS + 1), 1.0), 1024),
         ("n", 0, "1 to 1024"),
         ("n", 1025, "1 to 1024"),
         ("seed", -1, "0 to 9223372036854775807"),
@@ -76,7 +89,7 @@ def test_what_is_out_of_range_is_refused(field, value, limit):
         SamplingParams(**{field: value}).validated(vocab_size=VOCAB)
     assert (caught.value.field, caught.value.limit) == (field, limit)
     assert str(limit) in str(caught.value)
-    if (field, value) not in ((("top_k", VOCAB + 1)), ("stop_token_ids", (VOCAB,))):
+    if (field, value) not in (("top_k", VOCAB + 1), ("stop_token_ids", (VOCAB,)), ("logit_bias", {VOCAB: 1.0})):
         # of a vocabulary a mapping knows nothing
         with pytest.raises(BadInput) as caught:
             SamplingParams.from_mapping({field: value})
@@ -102,6 +115,9 @@ def test_what_is_out_of_range_is_refused(field, value, limit):
         ({"stop": (1,)}, "stop[0]"),
         ({"stop_token_ids": ("a",)}, "stop_token_ids[0]"),
         ({"stop_token_ids": 3}, "stop_token_ids"),
+        ({"logit_bias": [1]}, "logit_bias"),
+        ({"logit_bias": {3: "much"}}, "logit_bias[...]"),
+        ({"logit_bias": {"x": 1.0}}, "logit_bias"),
         ({"ignore_eos": 1}, "ignore_eos"),
         ({"logprobs": True}, "logprobs"),
         ({"logprobs": "most"}, "logprobs"),
@@ -117,6 +133,22 @@ def test_what_has_the_wrong_type_is_refused(values, field):
             make()
         assert caught.value.field == field
         assert "$" not in str(caught.value)
+
+
+@pytest.mark.parametrize("bias", [100.5, -101, math.nan, math.inf])
+def test_a_bias_out_of_range_is_refused_with_its_token(bias):
+    with pytest.raises(BadInput) as caught:
+        SamplingParams(logit_bias={3: 1.0, 7: bias}).validated(vocab_size=VOCAB)
+    assert (caught.value.field, caught.value.limit) == ("logit_bias[7]", "-100.0 to 100.0")
+
+
+def test_a_bias_is_copied_and_its_ids_may_be_the_strings_of_json():
+    given = {3: 1.0}
+    params = SamplingParams(logit_bias=given).validated(vocab_size=VOCAB)
+    given[4] = 2.0
+    assert params.logit_bias == {3: 1.0}, "the caller's mapping is the caller's"
+    assert SamplingParams.from_mapping({"logit_bias": {"3": 1}}) == params
+    assert SamplingParams().logit_bias is not SamplingParams().logit_bias
 
 
 def test_a_mapping_says_what_the_constructor_says():
@@ -203,3 +235,21 @@ def test_parameters_cannot_be_changed():
     params = SamplingParams()
     with pytest.raises(AttributeError):
         params.n = 3
+
+
+@pytest.mark.parametrize(
+    ("version", "after"),
+    [("0", "1"), ("9", "10"), ("step-9", "step-10"), ("v009", "v010"), ("2-final", "3-final"), ("best", "best-1"),
+     ("a1b2", "a1b3"), ("\u0663", "\u0663-1")],
+)  # fmt: skip
+def test_the_next_version_counts_the_last_digits_up(version, after):
+    assert next_version(version) == after
+    with pytest.raises(BadInput, match="characters"):
+        next_version("v" * 255)
+
+
+def test_a_later_version_has_a_higher_order():
+    assert [next_order(-1, version) for version in ("0", "7", "step-7", "99999999999999", "9" * 15)] == [
+        0, 7, 0, 99999999999999, 0
+    ]  # fmt: skip
+    assert [next_order(7, version) for version in ("3", "7", "8", "12", "step-99")] == [8, 8, 8, 12, 8]

@@ -1,7 +1,8 @@
 """Block-bound data: what it is (`AuxSpec`) and the slots that hold it (`SlotPool`). Pure.
 
 A slot belongs to one computation of a block and shares the life of the KV it was written with
-(DESIGN section 4). The bytes live in `aux_arena.py`; this module knows none of them.
+(docs/design.md, section 4). The bytes live in `aux_arena.py`; this module knows none of them. The block pool takes
+slots from it; the engine, the runners and the instances read the specs.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from fdasync.errors import InvariantBroken
+from fdasync.errors import BadInput, InvariantBroken
 
 #: name of the spec that is the expert routing
 ROUTING = "routing"
@@ -31,6 +32,19 @@ class AuxSpec(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
     dtype: str
 
+    def __post_init__(self) -> None:
+        """Raises BadInput."""
+        if not self.name:
+            raise BadInput("aux_specs.name", "is empty")
+        if not self.shape or min(self.shape) < 1:
+            raise BadInput(
+                "aux_specs.shape", f"of {self.name!r} is {self.shape}", limit="one or more sizes of 1 or more"
+            )
+        if self.dtype not in _DTYPE_NBYTES:
+            raise BadInput(
+                "aux_specs.dtype", f"of {self.name!r} is {self.dtype!r:.100}", limit=", ".join(_DTYPE_NBYTES)
+            )
+
     @property
     def token_nbytes(self) -> int:
         return math.prod(self.shape) * _DTYPE_NBYTES[self.dtype]
@@ -39,24 +53,34 @@ class AuxSpec(msgspec.Struct, frozen=True):
 def wanted_specs(
     specs: Sequence[AuxSpec], routing: bool | None, aux: bool | Sequence[str] | None
 ) -> tuple[AuxSpec, ...]:
-    """The specs whose rows a request gets, in their order; see `Engine.generate` for what it asks."""
+    """The specs whose rows a request gets, in their order; `GenerateOptions` says what `routing` and `aux` mean."""
     others = aux if isinstance(aux, Sequence) else [spec.name for spec in specs if aux is not False]
     return tuple([spec for spec in specs if (routing is not False if spec.name == ROUTING else spec.name in others)])
 
 
-class Slot(msgspec.Struct, frozen=True, array_like=True):
-    """A slot and the generation of its present use; a stale pair matches nothing."""
+class Slot(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A slot and the generation of its present use; a pair of an earlier use matches nothing.
+
+    Attributes:
+        id: number of the slot.
+        generation: number of this use of the slot, 1 or more.
+    """
 
     id: int
     generation: int
 
 
 class SlotPool:
-    """Hands out slots, each use under a new generation. Generations start at 1; 0 is never valid."""
+    """Hands out slots, each use under a new generation. Generations start at 1; 0 is never valid.
+
+    Attributes:
+        num_slots: all slots, free or in use.
+    """
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self._free = list(range(num_slots - 1, -1, -1))
+        # by slot: the generation of its latest use, and 1 while it is in use
         self._generation = [0] * num_slots
         self._used = bytearray(num_slots)
 
@@ -65,7 +89,7 @@ class SlotPool:
         return len(self._free)
 
     def acquire(self) -> Slot:
-        """A free slot. Slots are as many as the blocks that need one, so running out is a defect."""
+        """A free slot. There are as many slots as blocks that need one, so running out is a defect."""
         if not self._free:
             raise InvariantBroken(f"no aux slot left of {self.num_slots}")
         slot = self._free.pop()

@@ -1,15 +1,17 @@
-"""The host arena: the bytes of all aux slots, in one sealed memfd that engine and worker share.
+"""The host arena: the bytes of all aux slots, in one memfd of a fixed size that engine and worker share.
 
 Layout: a section of row tags, uint32 [num_slots, block_tokens], then one section per spec,
 [num_slots, block_tokens, *shape], each section aligned to 4 KiB. A row's tag is the generation of the
 slot's use that wrote it: a row counts only while its tag equals the generation asked for, so a row
 that was never written, or was written for another use of the slot, is never returned (fail closed).
 
-The runner writes (`scatter`), the engine reads (`copy_rows`); the receipt of `StepDone` orders the two.
+The runner writes (`scatter`), the engine reads (`copy_rows`) once `StepDone` has come. This module does not know what
+rows mean, nor which block a slot belongs to. Runners, the engine's row copies, store I/O and transfers call it.
 """
 
 from __future__ import annotations
 
+from sys import byteorder
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,9 +37,11 @@ class AuxArena:
     """Shared rows of all slots.
 
     Attributes:
-        region: owned by this object; pass `region.fd` to the worker and to store processes.
+        region: the shared memory, owned by this object; the worker and store processes get `region.fd`.
+        num_slots, block_tokens: slots, and rows of each slot.
+        specs: kinds of data, in the order of their sections.
         rows: per spec name, an array [num_slots * block_tokens, *shape] over the shared bytes.
-        written_nbytes: of rows written through this object (`scatter`), counted where they are written.
+        written_nbytes: bytes of the rows that `scatter` wrote through this object.
     """
 
     def __init__(self, region: SharedRegion, num_slots: int, block_tokens: int, specs: Sequence[AuxSpec]) -> None:
@@ -49,12 +53,14 @@ class AuxArena:
         count = num_slots * block_tokens
         self._tags: NDArray[np.uint32] = np.frombuffer(region.map, np.uint32, count)
         self.rows: dict[str, NDArray[np.generic]] = {}
-        # of each spec: where its section begins, and what a slot takes there
+        self._by_slot: dict[str, NDArray[np.generic]] = {}
+        # of each spec: where its section begins, and how many bytes a slot takes there
         self._runs: list[tuple[int, int]] = []
         offset = page_aligned(count * 4)
         for spec in self.specs:
             flat = np.frombuffer(region.map, spec.dtype, count * int(np.prod(spec.shape)), offset)
             self.rows[spec.name] = flat.reshape(count, *spec.shape)
+            self._by_slot[spec.name] = flat.reshape(num_slots, block_tokens, *spec.shape)
             self._runs.append((offset, block_tokens * spec.token_nbytes))
             offset += page_aligned(count * spec.token_nbytes)
 
@@ -77,7 +83,7 @@ class AuxArena:
         `values[name]` [n, *shape] of the spec's dtype, for every spec. Tags are written last.
 
         Raises InvariantBroken, before anything is written, unless names, shapes and dtypes are exactly those of the
-        specs: a row is valid for all of them or for none, so what was left out would be another use's bytes.
+        specs: a row is valid for all of them or for none, so a spec left out would keep bytes of an earlier use.
         """
         self._check(index, generations, values)
         for name, rows in values.items():
@@ -106,55 +112,91 @@ class AuxArena:
             raise InvariantBroken(
                 f"aux rows are written at {index.dtype} for {generations.dtype}, which are no integers"
             )
-        # one of 0 is no use of a slot, a larger one would be cut to another use's
-        if count and not 1 <= int(generations.min()) <= int(generations.max()) < 1 << 32:
+        if not count:
+            return
+        # 0 is no use of a slot, and a number above 32 bits would be cut to that of another use
+        if not (generations.all() and _most(generations) < 1 << 32):
             raise InvariantBroken(f"aux rows of generations {int(generations.min())} to {int(generations.max())}")
-        # a negative one would count from the end, in another slot
-        if count and not 0 <= int(index.min()) <= int(index.max()) < self.num_slots * self.block_tokens:
+        # a negative index would count from the end, in another slot
+        if _most(index) >= self.num_slots * self.block_tokens:
             raise InvariantBroken(
                 f"aux rows {int(index.min())} to {int(index.max())} of {self.num_slots * self.block_tokens}"
             )
 
     def copy_rows(
-        self, slot: int, generation: int, offset: int, count: int, into: Mapping[str, NDArray[np.generic]], at: int
+        self,
+        slots: Sequence[int],
+        generations: Sequence[int],
+        offset: int,
+        count: int,
+        into: Mapping[str, NDArray[np.generic]],
+        at: int,
     ) -> None:
-        """Copy rows [offset, offset + count) of a slot to `into[name][at : at + count]`, for every name in it.
+        """Copy rows [offset, offset + count) of slots, one behind the other, to `into[name][at : at + count]`, for
+        every name in it. `generations` has the use of each slot.
 
-        Raises InvariantBroken, before anything is copied, if a row was not written for this generation.
+        Raises InvariantBroken, before anything is copied, if a row was not written for its slot's generation.
         """
-        self.check_written(slot, generation, offset, count)
-        first = slot * self.block_tokens + offset
-        last = first + count
+        self._check_slots(slots, generations, offset, count)
+        index = np.array(slots)
         for name, rows in into.items():
-            rows[at : at + count] = self.rows[name][first:last]
+            # of all slots at once: a copy for each costs twice as much
+            found = self._by_slot[name].take(index, axis=0)
+            rows[at : at + count] = found.reshape(-1, *found.shape[2:])[offset : offset + count]
+
+    def _check_slots(self, slots: Sequence[int], generations: Sequence[int], offset: int, count: int) -> None:
+        size, stop = self.block_tokens, offset + count
+        if not (slots and len(slots) == len(generations) and 0 <= offset < size and 0 < stop <= len(slots) * size):
+            raise InvariantBroken(
+                f"aux rows {offset} to {stop - 1} of {len(slots)} slots of {size} rows and {len(generations)} uses"
+            )
+        known = min(slots) >= 0 and max(slots) < self.num_slots and min(generations) > 0 and max(generations) < 1 << 32
+        if known:
+            found = self._tags.reshape(-1, size).take(slots, axis=0)
+            wanted = np.array(generations, np.uint32).repeat(size)
+            # compared as bytes: an array of booleans costs more
+            if found.reshape(-1)[offset:stop].tobytes() == wanted[offset:stop].tobytes():
+                return
+        for number, (slot, generation) in enumerate(zip(slots, generations, strict=True)):
+            first = max(offset - number * size, 0)
+            self.check_written(slot, generation, first, min(stop - number * size, size) - first)
 
     def check_written(self, slot: int, generation: int, offset: int, count: int) -> None:
-        """Raise InvariantBroken unless rows [offset, offset + count) of a slot were written for this use of it. Whoever
-        copies rows, stores them or offers them to others asks first."""
+        """Raise InvariantBroken unless rows [offset, offset + count) of a slot were written for this use of it. Callers
+        check so before they copy rows, store them or offer them to another instance."""
         if not (0 <= slot < self.num_slots and offset >= 0 and 0 <= count <= self.block_tokens - offset):
             raise InvariantBroken(f"aux rows {offset} to {offset + count - 1} of slot {slot} of {self.num_slots}")
         first = slot * self.block_tokens + offset
-        # 0 is what memory holds that nobody wrote; no use of a slot has it
-        if not generation or not (self._tags[first : first + count] == generation).all():
+        # memory that was never written holds 0, which is no generation
+        known = 0 < generation < 1 << 32
+        # compared as bytes: an array of booleans costs ten times as much, and this is asked for every block
+        if not known or self._tags[first : first + count].tobytes() != generation.to_bytes(4, byteorder) * count:
             raise InvariantBroken(
                 f"aux rows {offset} to {offset + count - 1} of slot {slot} were not written for generation "
                 f"{generation}: the runner's capture missed them"
             )
 
     def parts(self, slot: int, region: int) -> tuple[Part, ...]:
-        """Where the rows of a slot lie, a part for each spec; `region` is this region's number for the store."""
+        """Where the rows of a slot lie, a part for each spec; `region` is this region's number in `Store.open`."""
         return tuple([Part(region, offset + slot * nbytes, nbytes) for offset, nbytes in self._runs])
 
     def adopt(self, slot: int, generation: int, count: int | None = None) -> None:
-        """The first `count` rows of a slot (None: all) came with their block, checked, for this use of the slot: from
-        now on they count, and no others."""
+        """Make the first `count` rows of a slot (None: all) valid for this use of it, and no others: they came with
+        their block from a store or another instance, and were checked."""
         first = slot * self.block_tokens
         stop = first + (self.block_tokens if count is None else count)
         self._tags[first:stop] = generation
         self._tags[stop : first + self.block_tokens] = 0
 
     def close(self) -> None:
-        """Drop the mapping and the fd; idempotent. The bytes live on while somebody holds a view of `rows`."""
+        """Drop the mapping and the fd; idempotent. The bytes live on while a view of `rows` does."""
         self._tags = np.empty(0, np.uint32)
         self.rows.clear()
+        self._by_slot.clear()
         self.region.close()
+
+
+def _most(values: NDArray[np.integer]) -> int:
+    """The largest of some integers, where a negative one is larger than any other."""
+    # read as unsigned: one pass over the values instead of two
+    return int(values.view(f"u{values.itemsize}").max())

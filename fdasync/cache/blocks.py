@@ -1,18 +1,29 @@
-"""Blocks: where each computation of a block is, who uses it, its aux slot. Pure; no identities (`prefix.py`), no bytes.
+"""Blocks: where each computation of a block is, how it is used, in which order, its aux slot. Pure.
 
-A `Block` is one computation. Its KV may sit on the device, on the host, or on both; its slot is one and goes with
-the last of its places. Ids of either tier are in exactly one place: a free list, or one `Block`.
+A `Block` is one computation. Its KV may sit on the device, on the host, or on both; it has one slot, which goes with
+the last of its places. Ids of either tier are in exactly one place: a free list, or one `Block`. This module gives no
+meaning to identities (`prefix.py` does) and holds no bytes. The prefix index and the scheduler call it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import heapq
+from typing import TYPE_CHECKING, Literal
 
 from fdasync.errors import InvariantBroken
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from fdasync.cache.aux import Slot, SlotPool
-    from fdasync.cache.lru import Lru
+
+# stale entries of an `Lru`'s heap beyond the number of members, before the heap is made again
+_SLACK = 64
+
+# why the KV of a block on the host stays there: a copy between device and host reads or writes it; a fetch brings it
+# from the store; a write reads it for the store; it was fetched for a request that waits to be admitted; another
+# instance reads it (export), or it is being copied from another instance (receive)
+HostHold = Literal["copy", "fetch", "write", "request", "export", "receive"]
 
 
 class Block:
@@ -23,18 +34,20 @@ class Block:
         host: host block id; -1 while it is not on the host.
         slot: aux slot of this computation; None when capture is off.
         key: identity under which it is indexed; None while private.
-        pins: sequences that use it on the device.
+        ref_count: sequences that use it on the device.
         step: the step whose completion seals it, while pending; -1 otherwise.
         sealed: complete and immutable.
         arriving: the copy that brings its KV to the device, while under way; else -1.
-        device_moves, host_moves: transfers in flight that read or write its KV there. A transfer pins both ends.
+        device_moves: copies in flight that read or write its KV on the device.
+        host_holds: why it cannot leave the host, once for each hold; mostly empty.
         on_host: its KV on the host is whole: no transfer is still bringing it.
-        wanted: it shall be written to the store as soon as it is on the host; parent: identity of the block before it,
-            b"" for the first, since it was wanted.
-        stored: the store has it, as far as known; absent: it has not, as far as known. Neither: nothing is known.
-        uses: admissions that came by it since the store's last word about it.
-        used: when it was used last, in the index's own count; leaves of a chain before their parents.
-        device_list, host_list: the lists of `prefix.py` that it is in.
+        wanted: it is to be written to the store as soon as it is on the host.
+        parent: identity of the block before it, set when it becomes wanted; b"" for the first block.
+        stored: the store has it, as far as known.
+        absent: the store does not have it, as far as known. Neither of the two: nothing is known.
+        uses: admissions that matched it since the store's last word about it.
+        last_use: when it was used last, in the index's own count; leaves of a chain before their parents.
+        device_list, host_list: the lists of `prefix.py` that it is in; None: none.
     """
 
     __slots__ = (
@@ -43,18 +56,18 @@ class Block:
         "device_list",
         "device_moves",
         "host",
+        "host_holds",
         "host_list",
-        "host_moves",
         "id",
         "key",
+        "last_use",
         "on_host",
         "parent",
-        "pins",
+        "ref_count",
         "sealed",
         "slot",
         "step",
         "stored",
-        "used",
         "uses",
         "wanted",
     )
@@ -64,33 +77,44 @@ class Block:
         self.host = host
         self.slot = slot
         self.key: bytes | None = None
-        self.pins = 0
+        self.ref_count = 0
         self.step = -1
         self.sealed = False
         self.arriving = -1
         self.device_moves = 0
-        self.host_moves = 0
+        self.host_holds: tuple[HostHold, ...] = ()
         self.on_host = False
         self.wanted = False
         self.parent = b""
         self.stored = False
         self.absent = False
         self.uses = 0
-        self.used = 0
-        self.device_list: Lru[Block] | None = None
-        self.host_list: Lru[Block] | None = None
+        self.last_use = 0
+        self.device_list: Lru | None = None
+        self.host_list: Lru | None = None
 
     @property
     def usable(self) -> bool:
         """A step may read its KV on the device."""
         return self.id >= 0 and self.arriving < 0
 
+    def hold(self, reason: HostHold) -> None:
+        """Keep it on the host until `unhold` is called with the same reason."""
+        self.host_holds += (reason,)
+
+    def unhold(self, reason: HostHold) -> None:
+        """Take one hold back. Raises InvariantBroken if there is none for this reason."""
+        if reason not in self.host_holds:
+            raise InvariantBroken(f"{self} is not held for {reason}")
+        at = self.host_holds.index(reason)
+        self.host_holds = self.host_holds[:at] + self.host_holds[at + 1 :]
+
     def heard(self, *, stored: bool) -> None:
-        """The store's last word about it."""
+        """Note the store's last word about it."""
         self.stored, self.absent, self.uses = stored, not stored, 0
 
     def give_up(self) -> int:
-        """It cannot be written; returns 1 if it should have been, else 0."""
+        """Note that it cannot be written; returns 1 if it was wanted in the store, else 0."""
         if not self.wanted:
             return 0
         self.wanted = False
@@ -98,7 +122,64 @@ class Block:
         return 1
 
     def __repr__(self) -> str:
-        return f"Block({self.id}, host={self.host}, slot={self.slot}, pins={self.pins}, sealed={self.sealed})"
+        return f"Block({self.id}, host={self.host}, slot={self.slot}, pins={self.ref_count}, sealed={self.sealed})"
+
+
+class Lru:
+    """Blocks in the order of their last use, which they keep while they leave the list and return.
+
+    A block that a transfer touched returns to its old place: being copied or written is no use. The list is a heap by
+    last use whose entries may be stale, beside a dict of the members. A member's `last_use` does not change while it is
+    in.
+    """
+
+    __slots__ = ("_heap", "_members")
+
+    def __init__(self) -> None:
+        self._members: dict[Block, None] = {}
+        # (last use, a number that tells blocks apart, block)
+        self._heap: list[tuple[int, int, Block]] = []
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __contains__(self, block: Block) -> bool:
+        return block in self._members
+
+    def __iter__(self) -> Iterator[Block]:
+        """Used longest ago first."""
+        return iter(sorted(self._members, key=lambda member: member.last_use))
+
+    def add(self, block: Block) -> None:
+        self._members[block] = None
+        heapq.heappush(self._heap, (block.last_use, id(block), block))
+        if len(self._heap) > 2 * len(self._members) + _SLACK:
+            self._heap = [(member.last_use, id(member), member) for member in self._members]
+            heapq.heapify(self._heap)
+
+    def discard(self, block: Block) -> None:
+        self._members.pop(block, None)
+
+    def oldest(self) -> Block:
+        """The member used longest ago. There must be one."""
+        heap = self._heap
+        while heap[0][2] not in self._members or heap[0][0] != heap[0][2].last_use:
+            heapq.heappop(heap)
+        return heap[0][2]
+
+    def first(self, count: int) -> list[Block]:
+        """The members used longest ago, in that order."""
+        heap, members = self._heap, self._members
+        found: dict[Block, tuple[int, int, Block]] = {}
+        # as many steps as blocks are wanted, not as there are members: the engine's loop waits for this
+        while heap and len(found) < count:
+            entry = heapq.heappop(heap)
+            block = entry[2]
+            if block in members and entry[0] == block.last_use:
+                found[block] = entry
+        for entry in found.values():
+            heapq.heappush(heap, entry)
+        return list(found)
 
 
 class BlockPool:
@@ -107,6 +188,9 @@ class BlockPool:
     Args:
         slots: None when capture is off; else as many as device and host blocks together.
         num_host_blocks: 0: there is no host tier.
+
+    Attributes:
+        num_blocks, num_host_blocks: ids of the device and of the host, free or in use.
     """
 
     def __init__(self, num_blocks: int, slots: SlotPool | None, num_host_blocks: int = 0) -> None:
@@ -119,7 +203,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Device ids that nobody has."""
+        """Device ids that no block has."""
         return len(self._free)
 
     @property
@@ -131,12 +215,12 @@ class BlockPool:
         if not self._free:
             raise InvariantBroken("allocate was called with no free block")
         block = Block(self._free.pop(), -1, self._slots.acquire() if self._slots is not None else None)
-        block.pins = 1
+        block.ref_count = 1
         self._live[block] = None
         return block
 
     def allocate_host(self) -> Block:
-        """A fresh block on the host, for what a fetch brings. Raises when none is free."""
+        """A fresh block on the host, to be filled by a fetch or from another instance. Raises when none is free."""
         if not self._host_free:
             raise InvariantBroken("allocate_host was called with no free host block")
         block = Block(-1, self._host_free.pop(), self._slots.acquire() if self._slots is not None else None)
@@ -157,7 +241,7 @@ class BlockPool:
 
     def drop_device(self, block: Block) -> None:
         """Take back its place on the device; the slot goes with the last place."""
-        if block.pins or block.device_moves or block.id < 0 or block not in self._live:
+        if block.ref_count or block.device_moves or block.id < 0 or block not in self._live:
             raise InvariantBroken(f"{block} cannot leave the device")
         self._free.append(block.id)
         block.id = -1
@@ -165,7 +249,7 @@ class BlockPool:
 
     def drop_host(self, block: Block) -> None:
         """Take back its place on the host; the slot goes with the last place."""
-        if block.host_moves or block.host < 0 or block not in self._live:
+        if block.host_holds or block.host < 0 or block not in self._live:
             raise InvariantBroken(f"{block} cannot leave the host")
         self._host_free.append(block.host)
         block.host = -1

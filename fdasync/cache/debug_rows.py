@@ -1,8 +1,8 @@
-"""What a runner records under `routing_debug`, for those who check it: rows that name their token's position.
+"""Rows that a runner records under `routing_debug`: each names its token's position, so that it can be checked.
 
 A cell of such a row is a digit of the absolute position, so a row that was moved, lost, doubled or given to the
-wrong token is seen as such, whatever the model. numpy only. Called by runners when rows come off their device, and by
-`output.py` when they come to a request.
+wrong token is detected, whatever the model. The module knows numpy and specs, no model. Runners call it when rows come
+off their device, and `engine/output.py` when they come to a request.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def debug_rows(positions: ArrayLike, spec: AuxSpec) -> NDArray[np.generic]:
 def check_debug_rows(rows: NDArray[np.generic], positions: ArrayLike, spec: AuxSpec, where: str) -> None:
     """Raise InvariantBroken, naming position and layer, unless `rows` [n, L, K] are those of these positions [n].
 
-    `where` says for people where the rows were found.
+    `where` says in words where the rows were found.
     """
     wanted = debug_rows(positions, spec)
     if rows.shape == wanted.shape and (rows == wanted).all():

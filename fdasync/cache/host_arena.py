@@ -1,10 +1,11 @@
-"""The host tier's memory: KV of host blocks in one shared region that can be pinned. Knows bytes, no identities.
+"""The host tier's memory: KV of host blocks in one shared region that can be pinned.
 
-Page first: a host block is one run of bytes, a page for the header of a stored object and behind it the KV of
-all layers, padded to whole pages. So a block moves between device and host in one copy, and goes to a store and
-back as it lies. Two pages at the end serve as padding: zeros to write, and a place to read padding into.
+A host block is one run of bytes: a page for the header of a stored object, and behind it the KV of all layers, padded
+to whole pages. So a block moves between device and host in one copy, and goes to a store and back as it lies. Two
+pages at the end serve as padding: zeros to write, and a place to read padding into.
 
-The runner copies KV in and out (`Runner.copy`), stores read and write whole blocks; the engine moves no byte.
+The runner copies KV in and out (`Runner.copy`), stores and transfers read and write whole blocks; the engine moves no
+byte. This module knows no identities. The engine makes the arena; the worker attaches to it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ class HostArena:
     """KV of host blocks.
 
     Attributes:
-        region: owned by this object; pass `region.fd` to the worker and to store processes.
+        region: the shared memory, owned by this object; the worker and store processes get `region.fd`.
+        num_blocks: host blocks.
+        block_nbytes: KV of one block, without padding.
+        stride_nbytes: from one block's header to the next one's.
         kv: uint8 [num_blocks, block_nbytes], the KV of each block over the shared bytes (rows are strided).
     """
 
@@ -44,7 +48,7 @@ class HostArena:
 
     @classmethod
     def create(cls, num_blocks: int, block_nbytes: int) -> HostArena:
-        """A new arena. Pages are touched by whoever writes them first. Raises OSError."""
+        """A new arena. Its pages are touched by the process that writes them first. Raises OSError."""
         region = SharedRegion.create("host", host_nbytes(num_blocks, block_nbytes))
         return cls(region, num_blocks, block_nbytes)
 
@@ -54,7 +58,7 @@ class HostArena:
         return cls(SharedRegion(fd, host_nbytes(num_blocks, block_nbytes)), num_blocks, block_nbytes)
 
     def header(self, block: int, region: int) -> Part:
-        """Where the header of a stored object goes; `region` is this region's number for the store."""
+        """Where the header of a stored object goes; `region` is this region's number in `Store.open`."""
         return Part(region, block * self.stride_nbytes, PAGE_NBYTES)
 
     def payload(self, block: int, region: int) -> Part:
@@ -62,14 +66,14 @@ class HostArena:
         return Part(region, block * self.stride_nbytes + PAGE_NBYTES, self.block_nbytes)
 
     def zeros(self, region: int) -> Part:
-        """A page of zeros that nobody writes."""
+        """A page of zeros, which is never written."""
         return Part(region, self.num_blocks * self.stride_nbytes, PAGE_NBYTES)
 
     def trash(self, region: int) -> Part:
-        """A page that anybody may write and nobody believes."""
+        """A page to read padding into; its bytes are never used."""
         return Part(region, self.num_blocks * self.stride_nbytes + PAGE_NBYTES, PAGE_NBYTES)
 
     def close(self) -> None:
-        """Drop mapping and fd; idempotent. The bytes live on while somebody holds a view of `kv`."""
+        """Drop mapping and fd; idempotent. The bytes live on while a view of `kv` does."""
         self.kv = np.empty((0, self.block_nbytes), np.uint8)
         self.region.close()

@@ -1,4 +1,7 @@
-"""What is on this machine that an engine could use, and what is missing for what. Imports nothing heavy."""
+"""Looks for the parts of this machine that an engine can use, and says what is missing for what.
+
+Imports nothing heavy. Called by `main.py`.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from fdasync.registry.registry import Registry
+from fdasync.cli.common.plugins import checked_plugins
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,7 +43,15 @@ State = Literal["ok", "missing", "broken"]
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing looked at. `essential`: no engine runs without it."""
+    """One part that was looked at.
+
+    Attributes:
+        what: its name.
+        state: "missing" parts can be installed or allowed; "broken" parts are there and do not work.
+        found: its version or size, or the problem.
+        needed_for: what an engine does with it.
+        essential: no engine runs without it.
+    """
 
     what: str
     state: State
@@ -48,28 +59,25 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     needed_for: str = ""
     essential: bool = False
 
-    def as_dict(self) -> dict[str, Any]:
-        return msgspec.structs.asdict(self)
-
 
 def examine() -> list[Finding]:
-    """Look at everything; takes some seconds where plugins are heavy."""
+    """All findings; takes some seconds where plugins are heavy."""
     findings = [_python(), _linux(), *_packages(), *_kernel(), _shared_memory(), *_limits(), _device()]
     findings += [
         Finding(
             what=f"plugin {info.name} ({info.group})",
             state="broken" if info.problem else "ok",
             found=info.problem or f"{info.distribution} {info.version}",
-            needed_for="whoever names it",
+            needed_for="engines that name it",
         )
-        for info in Registry().list(load=True)
+        for info in checked_plugins()
     ]
     findings.append(_mooncake())
     return findings
 
 
 def _mooncake() -> Finding:
-    """Found, not imported: its native parts belong into a store's process."""
+    """Found and not imported: its native parts belong into a store's process."""
     for wheel in ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine"):
         try:
             found = f"{wheel} {version(wheel)}"
@@ -172,7 +180,7 @@ def _limits() -> list[Finding]:
         Finding(
             what="io_uring", state="ok" if uring == "0" else "missing",
             found={"0": "allowed", "1": "for root only", "2": "forbidden"}.get(uring, uring),
-            needed_for="nothing so far: the file store works where it is forbidden",
+            needed_for="nothing so far: the file store works without it",
         ),
     ]  # fmt: skip
 

@@ -1,12 +1,12 @@
 """The `fdasync` command, also `python -m fdasync`: serve, up, demo, doctor, plugins, store.
 
-Parses, prints, sets exit codes; the work is in `run.py`, `doctor.py` and the registry.
+Parses, prints and sets exit codes. A command imports its work when it runs: `demo/run.py`, `doctor.py`, the registry.
+Called by the command `fdasync` (`fdasync_command.py`).
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import sys
 from importlib.metadata import version
@@ -17,17 +17,50 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from fdasync.cli.common.options import STORE_HELP
+from fdasync.cli.common.options import POLICY_HELP, STORE_HELP
+from fdasync.cli.common.stdout import print_json
 from fdasync.cli.serve import serve, up
 from fdasync.cli.store import store
-from fdasync.errors import BadInput, EngineFailed, FdasyncError
+from fdasync.errors import BadInput, EngineFailed, FdasyncError, PluginError
+from fdasync.registry.registry import COMMANDS, Registry
 
 EXIT_DIFFERS = 1
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+class _Commands(click.Group):
+    """The commands of this package, and those that plugins add (`fdasync.commands`)."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*super().list_commands(ctx), *Registry().names(COMMANDS)})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        own = super().get_command(ctx, cmd_name)
+        if own is not None or cmd_name not in Registry().names(COMMANDS):
+            return own
+        try:
+            command = Registry().load_function(COMMANDS, cmd_name)
+        except PluginError as error:
+            return _broken(cmd_name, error)
+        return command if isinstance(command, click.Command) else _broken(cmd_name, _no_command(cmd_name))
+
+
+def _no_command(name: str) -> PluginError:
+    return PluginError(COMMANDS, name, "", "it is no click command")
+
+
+def _broken(name: str, error: PluginError) -> click.Command:
+    """Stands for a command that cannot be loaded, so that the others can still be listed and used."""
+
+    def fail() -> None:
+        raise error
+
+    return click.Command(name, callback=fail, short_help="(broken: see `fdasync plugins`)", add_help_option=False,
+                         context_settings={"ignore_unknown_options": True, "allow_extra_args": True})  # fmt: skip
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(version("fdasync"), "-V", "--version")
 def cli() -> None:
     """fdasync: serve mixture-of-experts models, and get the exact expert routing of every token."""
@@ -48,11 +81,11 @@ def cli() -> None:
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Of the prompts and of sampling.")
 @click.option(
     "--store",
-    default="",
     metavar="STORE",
     help=f"Serve everything twice: first fill the store, then start a fresh engine on it and show what came back."
-    f" {STORE_HELP} A pool of mooncake needs a lender of memory that outlives the engine.",
+    f" {STORE_HELP} A pool of mooncake needs a process that gives it memory and outlives the engine.",
 )
+@click.option("--policy", metavar="POLICY", help=POLICY_HELP)
 @click.option(
     "--pd",
     default="",
@@ -65,11 +98,10 @@ def cli() -> None:
 def demo(**options: Any) -> None:
     """Serve requests from a real checkpoint, then check every token and routing row.
 
-    Serves requests of mixed lengths - half of them with shared prefixes, some as groups of samples of one
-    prompt - with the engine in this process and the model in a worker, or with prefill and decode instances (--pd),
-    then runs the library's own plain
-    forward pass over the same tokens and compares: greedy tokens, and the experts of every position and
-    layer. Exit code 0: all equal. 1: something differs. 2: it could not run.
+    Serves requests of mixed lengths, half of them with shared prefixes, some as groups of samples of one prompt. The
+    engine runs in this process and the model in a worker, or prefill and decode instances serve (--pd). Then the
+    library's own plain forward pass runs over the same tokens, and greedy tokens and the experts of every position and
+    layer are compared. Exit code 0: all equal. 1: something differs. 2: the demo could not run.
     """
     from fdasync.cli.demo.run import run_demo
     from fdasync.cli.demo.workload import DemoOptions
@@ -80,7 +112,7 @@ def demo(**options: Any) -> None:
 @cli.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def doctor(as_json: bool) -> None:
-    """Tell what is here, and what is missing for what.
+    """Show what this machine has, and what is missing for what.
 
     Exit code 1 if something that every engine needs is missing.
     """
@@ -88,7 +120,7 @@ def doctor(as_json: bool) -> None:
 
     findings = examine()
     if as_json:
-        click.echo(json.dumps([finding.as_dict() for finding in findings], indent=2))
+        print_json(findings)
     else:
         table = Table(title="fdasync doctor")
         for column in ("", "what", "found", "needed for"):
@@ -108,13 +140,11 @@ def plugins(no_load: bool, as_json: bool) -> None:
 
     Exit code 1 if one is broken.
     """
-    import msgspec
+    from fdasync.cli.common.plugins import checked_plugins
 
-    from fdasync.registry.registry import Registry
-
-    found = Registry().list(load=not no_load)
+    found = Registry().list() if no_load else checked_plugins()
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+        print_json(found)
     else:
         table = Table(title="fdasync plugins")
         for column in ("group", "name", "state", "from", "target"):
@@ -132,7 +162,7 @@ cli.add_command(store)
 
 
 def main() -> None:
-    """Entry point: errors of ours become one line and exit code 2; Ctrl-C becomes 130."""
+    """Entry point: an FdasyncError becomes one line and exit code 2; Ctrl-C becomes 130."""
     try:
         cli(standalone_mode=False)
     except click.ClickException as error:
@@ -142,7 +172,7 @@ def main() -> None:
         click.echo("interrupted", err=True)
         sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:
-        # whoever read has enough; nothing more can be said, and Python must not try at its exit
+        # the reader of stdout has gone; Python must not try to write the rest at its exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_ERROR)
     except OSError as error:

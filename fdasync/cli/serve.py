@@ -1,6 +1,6 @@
 """The `fdasync serve` and `fdasync up` commands: options and exit codes.
 
-Parses; the work is in `service.py` and `up.py`, imported when a command runs.
+Parses; the work is in `service.py` and `up.py`, which are imported when a command runs. Called by `main.py`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,13 @@ import click
 from fdasync.cli.common.options import engine_config, engine_options
 
 _MAX_INSTANCES = 64
+_drain_s = click.option(
+    "--drain-s",
+    default=600.0,
+    show_default=True,
+    type=click.FloatRange(0, 1e9),
+    help="Longest that the first signal waits for requests.",
+)
 
 
 @click.command()
@@ -28,7 +35,7 @@ _MAX_INSTANCES = 64
     "peers",
     multiple=True,
     metavar="ADDRESS",
-    help="A decode instance to connect to at once; others are when a router names them.",
+    help="A decode instance to connect to at once; to others it connects when a router names them.",
 )
 @click.option("--name", default="", help="For people.  [default: the address]")
 @click.option(
@@ -40,30 +47,24 @@ _MAX_INSTANCES = 64
     " shm where that works, else tcp; both where --listen is a tcp address.",
 )
 @engine_options
-@click.option(
-    "--drain-s",
-    default=600.0,
-    show_default=True,
-    type=click.FloatRange(0, 1e9),
-    help="Longest that the first signal waits for requests.",
-)
-@click.option("--json-log", default="", metavar="PATH", help="Append what happens as JSON lines; - is stderr.")
+@_drain_s
+@click.option("--json-log", default="", metavar="PATH", help="Append events as JSON lines; - is stderr.")
 @click.option("--metrics-port", type=click.IntRange(0, 65535), help="Prometheus on the loopback; 0: any free port.")
 @click.option("--ready-fd", type=click.IntRange(0), help="Write one JSON line to this descriptor when ready.")
 @click.option("--parent", type=click.IntRange(1), hidden=True, help="End when this process, our parent, ends.")
 def serve(**options: Any) -> None:
     """Run one instance until Ctrl-C or SIGTERM, for `fdasync.connect([ADDRESS, ...])`.
 
-    It speaks the native protocol only: there is no HTTP yet. Addresses are ipc:// or loopback tcp:// only, because
-    links are not authenticated yet: whoever can connect is trusted.
+    It speaks the native protocol only; `fdasync http` serves HTTP in front of it. Addresses are ipc:// or loopback
+    tcp:// only, because links are not authenticated yet: every process that can connect is trusted.
 
     When requests may come, a line "fdasync serve: ready at ADDRESS as NAME (ROLE): ..." goes to stdout, and with
     --ready-fd a JSON object with name, role, address, pid, model, block_tokens, num_blocks and metrics_port.
 
-    The first signal drains: no new work, what is here ends or goes elsewhere. The second ends at once, as a terminal
-    that closes does.
+    The first signal drains: no new work is taken, live requests end here or go to other instances. The second signal
+    ends at once, as a terminal that closes does.
 
-    Exit code 0: drained. 1: it failed while it ran, or requests were cut short. 2: it could not start.
+    Exit code 0: drained. 1: the instance failed while it ran, or requests were cut short. 2: it could not start.
     130: interrupted while it loaded.
     """
     from fdasync.cli.service import ServeOptions, run_serve
@@ -87,21 +88,15 @@ def serve(**options: Any) -> None:
 @click.option(
     "--folder",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Where the sockets are made, which are removed at the end, and nothing else: addresses are ipc://FOLDER/p0,"
+    help="Where the sockets are made, and removed at the end; holds nothing else. Addresses are ipc://FOLDER/p0,"
     " .../d0 and so on. Made if missing. Default: a private temporary folder.",
 )
-@click.option(
-    "--drain-s",
-    default=600.0,
-    show_default=True,
-    type=click.FloatRange(0, 1e9),
-    help="Longest that the first signal waits for requests.",
-)
+@_drain_s
 @click.option(
     "--json-log",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="DIR",
-    help="Append what happens to DIR/NAME.jsonl of each instance.",
+    help="Append the events of each instance to DIR/NAME.jsonl, as JSON lines.",
 )
 @click.option(
     "--restart",
@@ -114,20 +109,19 @@ def serve(**options: Any) -> None:
 def up(ctx: click.Context, /, **options: Any) -> None:
     """Start prefill, decode and mixed instances on this machine and show how they do, until Ctrl-C or SIGTERM.
 
-    Each is a process of its own (`fdasync serve`), reachable for this user only, over ipc. What to connect with is
-    printed when all are ready: `fdasync.connect([...])` has the face of an engine.
+    Each is a process of its own (`fdasync serve`), reachable for this user only, over ipc. When all are ready, the call
+    `fdasync.connect([...])` is printed, whose router is used like an engine.
 
     An instance that fails or is killed is started again: after 0.5 s, then after twice as long each time, five times at
     most unless it has taken requests for five minutes in between. Before it gets requests, it gets the weights of the
-    others from the router that updated them. One that does not come up the first time, or ends before all have, ends
-    all.
+    others from the router that updated them. An instance that does not come up the first time, or ends before all are
+    up, ends all.
 
     The first signal drains all, prefill instances first; the second ends all at once, as a terminal that closes does;
-    the third kills. A reader of its output that ends (| head) ends nothing: what is left to say goes to stderr.
+    the third kills. A reader of the output that ends (| head) ends nothing: later lines go to stderr.
 
-    Exit code 0: all drained. 1: one was given up, or was not there at the end; or requests were cut short. 2: one could
-    not start.
-    130: interrupted while they loaded, or were connected to.
+    Exit code 0: all drained. 1: an instance was given up, or was not there at the end; or requests were cut short. 2:
+    an instance could not start. 130: interrupted while instances loaded, or were connected to.
     """
     from fdasync.cli.local.restarts import RestartRules
     from fdasync.cli.up import UpOptions, run_up

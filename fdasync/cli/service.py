@@ -1,7 +1,7 @@
-"""`fdasync serve`: one `Instance` from its start to its end, with signals, a ready line and what it says meanwhile.
+"""`fdasync serve`: runs one `Instance` from its start to its end, with signals, a ready line and lines for people.
 
-The first signal drains: no new work, what is here ends or goes elsewhere. The second ends at once. Knows the
-instance by its public face; made by `serve.py`, which parses.
+The first signal drains: no new work is taken, live requests end here or go to other instances. The second signal ends
+at once. Knows the instance by its public methods. Called by `serve.py`, which parses.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import uvloop
 
 from fdasync.cli.common.signals import Signals
 from fdasync.errors import BadInput, ConfigError, DeadlineExceeded
-from fdasync.events.catalog import BreakerChanged, EngineDied
+from fdasync.events.catalog import BreakerChanged, EngineDied, TapFailed
 from fdasync.ipc.child import allow_files, die_with_parent, settle
 from fdasync.pd.instance.instance import Instance
 from fdasync.telemetry.json_log import JsonLogTap
@@ -34,12 +34,12 @@ _MAX_WAITING_NBYTES = 64 << 10
 _LOOK_S = 1.0
 # open files of an instance with a worker, a store and a few links
 _FILES = 64
-# it is woken by a signal or by the engine's end
+# a signal or the engine's end comes before
 _LONG_S = 3600.0
 
 
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """As on the command line; see `fdasync serve --help`."""
+    """The options of the command line; see `fdasync serve --help`."""
 
     listen: str
     peers: tuple[str, ...] = ()
@@ -53,7 +53,17 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
-    """What `--ready-fd` gets, as one JSON line, when requests may come."""
+    """The JSON line for `--ready-fd`, written when the instance takes requests.
+
+    Attributes:
+        name: as given, or the address.
+        role: of the instance.
+        address: where it listens.
+        pid: of this process.
+        model: as the runner names it.
+        block_tokens, num_blocks: of the KV blocks on the device.
+        metrics_port: of Prometheus metrics; None without them.
+    """
 
     name: str
     role: str
@@ -70,7 +80,7 @@ def run_serve(config: EngineConfig, options: ServeOptions) -> int:
     if options.parent is not None:
         die_with_parent()
         if os.getppid() != options.parent:
-            # it died first
+            # the parent has ended already
             return EXIT_FAILED
     allow_files(_FILES)
     if options.ready_fd is not None:
@@ -106,7 +116,7 @@ async def _serve(config: EngineConfig, options: ServeOptions) -> int:
 
 
 class _Service:
-    """An instance that has started."""
+    """Runs an instance that has started."""
 
     def __init__(self, instance: Instance, options: ServeOptions, signals: Signals, voice: Voice) -> None:
         self._instance = instance
@@ -115,7 +125,7 @@ class _Service:
         self._voice = voice
 
     async def run(self) -> int:
-        """Until the end; the exit code."""
+        """Run until a signal or the engine's end; returns the exit code."""
         engine, options = self._instance.engine, self._options
         async with AsyncExitStack() as stack:
             port = None
@@ -128,15 +138,19 @@ class _Service:
                 port = await metrics.serve(options.metrics_port)
             deaths = stack.enter_context(closing(engine.bus.subscribe(EngineDied, limit=1)))
             died = asyncio.ensure_future(anext(deaths))
+            telling = asyncio.ensure_future(self._tell_of_failed_taps())
             try:
                 settle()
                 self._tell_ready(port)
                 await self._tell_of_store()
                 await self._until_signal(died)
-                return await (self._failed(died) if died.done() else self._drain(died))
+                code = await (self._failed(died) if died.done() else self._drain(died))
+                self._tell_of_lost_events()
+                return code
             finally:
                 died.cancel()
-                await asyncio.wait([died])
+                telling.cancel()
+                await asyncio.wait([died, telling])
 
     def _tell_ready(self, metrics_port: int | None) -> None:
         instance, capacity = self._instance, self._instance.engine.capacity
@@ -163,24 +177,37 @@ class _Service:
             try:
                 os.write(fd, msgspec.json.encode(ready) + b"\n")  # blocking: a pipe takes so short a line at once
             except OSError as error:
-                self._voice.say(f"nobody takes the ready line at descriptor {fd}: {error.strerror}")
+                self._voice.say(f"the ready line could not be written to descriptor {fd}: {error.strerror}")
             if fd > _STDERR:
                 os.close(fd)
 
     async def _tell_of_store(self) -> None:
-        """That the store could not be opened, which the start does without."""
+        """Say so if the instance started without its store."""
         with closing(self._instance.engine.bus.subscribe(BreakerChanged, limit=1)) as told:
             if told.pending:
                 event = await anext(told)
                 assert isinstance(event, BreakerChanged)
                 self._voice.say(f"without store {event.store} for now, it is tried again: {event.problem}")
 
+    async def _tell_of_failed_taps(self) -> None:
+        """Say which taps of the configuration an error ended; runs until the service ends."""
+        with closing(self._instance.engine.bus.subscribe(TapFailed)) as failures:
+            async for event in failures:
+                assert isinstance(event, TapFailed)
+                self._voice.say(f"goes on without tap {event.tap}, which failed: {event.problem}")
+
+    def _tell_of_lost_events(self) -> None:
+        """Say which taps of the configuration lost events, being slow or having failed."""
+        for tap in self._instance.engine.stats().taps:
+            if tap.dropped:
+                self._voice.say(f"tap {tap.name} lost {tap.dropped} events of {tap.delivered + tap.dropped}")
+
     async def _until_signal(self, died: asyncio.Future[Event]) -> None:
         while not self._signals.count and not died.done():
             await self._signals.wait(died, count=1, timeout_s=_LONG_S)
 
     async def _drain(self, died: asyncio.Future[Event]) -> int:
-        """No new work; until what is here is done."""
+        """Take no new work, wait until live requests have ended; returns the exit code."""
         limit_s, signals, told = self._options.drain_s, self._signals, ""
         draining = asyncio.ensure_future(self._instance.drain(limit_s))
         try:
@@ -210,11 +237,11 @@ class _Service:
 
     def _waits_for(self) -> str:
         stats = self._instance.engine.stats()
-        books = stats.scheduler
-        count = stats.live + stats.at_the_door
+        count = stats.live + stats.waiting_for_place
         if not count:
             return ""
-        return f"waits for {count} requests ({books.running} in blocks, {books.errands} on their way elsewhere)"
+        running, handed = stats.scheduler.running, stats.scheduler.hand_offs
+        return f"waits for {count} requests ({running} in blocks, {handed} on their way elsewhere)"
 
     async def _failed(self, died: asyncio.Future[Event]) -> int:
         event = died.result() if died.exception() is None else None  # of one that is done
@@ -226,7 +253,7 @@ class _Service:
 
 
 class Voice:
-    """Lines for people on a descriptor, which is never waited for."""
+    """Writes lines for people to a descriptor, and never waits for its reader."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -234,7 +261,7 @@ class Voice:
         try:
             self._writer = LineWriter(fd, _MAX_WAITING_NBYTES, lambda count, _why: b"(%d lines lost)\n" % count)
         except ConfigError:
-            # what cannot be opened anew, another user's terminal for one, is written to as it is
+            # a descriptor that cannot be opened anew, such as another user's terminal, is written to as it is
             return
 
     def say(self, text: str) -> None:

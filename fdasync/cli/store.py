@@ -1,6 +1,7 @@
 """The `fdasync store` commands: look into the folder of a file store, check it, clean it up.
 
-Parses, prints, sets exit codes; the work is in `admin.py`, imported when a command runs.
+Parses, prints and sets exit codes; the work is in `cache/store/file/admin.py`, imported when a command runs. Called by
+`main.py`.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
-import msgspec
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from fdasync.cli.common.stdout import print_json
 from fdasync.errors import BadInput
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def store() -> None:
 @click.option("--namespace", default="", help="Only those whose namespace starts like this.")
 @_JSON
 def ls(path: Path, limit: int, namespace: str, as_json: bool) -> None:
-    """List objects, put last first: key, size, age, what it is.
+    """List objects, the latest first: key, size, age, content.
 
     Exit code 0; 2 if the folder cannot be read.
     """
@@ -89,7 +90,7 @@ def ls(path: Path, limit: int, namespace: str, as_json: bool) -> None:
             }
             for one in shown
         ]
-        _print_json({"objects": rows, "total": len(found)})
+        print_json({"objects": rows, "total": len(found)})
         return
     table = Table(title=f"{len(shown)} of {len(found)} objects in {path}")
     for column in ("key", "bytes", "age", "put", "content"):
@@ -105,7 +106,8 @@ def ls(path: Path, limit: int, namespace: str, as_json: bool) -> None:
 @_PATH
 @_JSON
 def stat(path: Path, as_json: bool) -> None:
-    """Count objects, bytes and slots, by namespace and by size of slot; who uses the folder; what is not the store's.
+    """Count objects, bytes and slots, by namespace and by size of slot; show which process uses the folder, and files
+    that are not the store's.
 
     Exit code 0; 1 if something is damaged; 2 if the folder cannot be read.
     """
@@ -123,7 +125,7 @@ def stat(path: Path, as_json: bool) -> None:
     nbytes = sum(one.record.nbytes for one in seen.objects)
     if as_json:
         columns = ("segments", "slots", "used", "nbytes", "disk_nbytes")
-        _print_json(
+        print_json(
             {
                 "objects": len(seen.objects),
                 "nbytes": nbytes,
@@ -160,7 +162,7 @@ def stat(path: Path, as_json: bool) -> None:
 
 @store.command()
 @_PATH
-@click.option("--delete", is_flag=True, help="Remove what is damaged, so that a good one can take its place.")
+@click.option("--delete", is_flag=True, help="Remove damaged objects, so that good ones can take their places.")
 @_JSON
 def verify(path: Path, delete: bool, as_json: bool) -> None:
     """Read every object and check it against its checksums.
@@ -174,7 +176,7 @@ def verify(path: Path, delete: bool, as_json: bool) -> None:
         damaged = dict(folder.damaged)
         bad: list[Entry] = []
         counts: Counter[str] = Counter()
-        # refreshed by hand: a thread of its own is what nothing here needs
+        # refreshed by hand: `auto_refresh` starts a thread
         progress = Progress(console=Console(stderr=True), auto_refresh=False, transient=True)
         with progress:
             task = progress.add_task("checking", total=folder.index.nbytes, visible=not as_json)
@@ -195,7 +197,7 @@ def verify(path: Path, delete: bool, as_json: bool) -> None:
                 deleted += 1
     if as_json:
         names = ("objects", "nbytes", "unchecked")
-        _print_json({**{name: counts[name] for name in names}, "damaged": damaged, "deleted": deleted})
+        print_json({**{name: counts[name] for name in names}, "damaged": damaged, "deleted": deleted})
     else:
         console = Console()
         for name, problem in damaged.items():
@@ -211,15 +213,15 @@ def verify(path: Path, delete: bool, as_json: bool) -> None:
 @_PATH
 @click.option("--keep-namespace", multiple=True, help="Remove all but these (their beginning will do).")
 @click.option(
-    "--older-than", metavar="AGE", callback=_parse_age, help="Remove what was put longer ago, e.g. 12h or 7d."
+    "--older-than", metavar="AGE", callback=_parse_age, help="Remove objects that were put longer ago, e.g. 12h or 7d."
 )
 @click.option(
     "--max-nbytes",
     metavar="SIZE",
     callback=_parse_size,
-    help="Remove what was used longest ago until the files are this small.",
+    help="Remove the objects that were used longest ago until the files are this small.",
 )
-@click.option("--dry-run", is_flag=True, help="Say what would be removed, and remove nothing.")
+@click.option("--dry-run", is_flag=True, help="Show what would be removed, and remove nothing.")
 @_JSON
 def gc(
     path: Path,
@@ -259,7 +261,7 @@ def gc(
     left_nbytes = total_nbytes - waste.disk_nbytes
     if as_json:
         figures = {"objects": waste.objects, "nbytes": waste.nbytes, "disk_nbytes": waste.disk_nbytes}
-        _print_json({**figures, "disk_left_nbytes": left_nbytes, "dry_run": dry_run})
+        print_json({**figures, "disk_left_nbytes": left_nbytes, "dry_run": dry_run})
     else:
         verb = "would remove" if dry_run else "removed"
         removed = f"{verb} {waste.objects:,} objects ({_size(waste.nbytes)}), {_size(waste.disk_nbytes)} of disk"
@@ -282,7 +284,3 @@ def _size(nbytes: int) -> str:
         if nbytes >= _UNITS[unit]:
             return f"{nbytes / _UNITS[unit]:.1f} {unit[0].upper()}iB"
     return f"{nbytes} B"
-
-
-def _print_json(value: Any) -> None:
-    click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())

@@ -1,10 +1,9 @@
-"""`fdasync up`: several instances on this machine, a table of how they do, and their end.
+"""`fdasync up`: runs several instances on this machine, shows a table of them, and ends them.
 
-Owns a `LocalFleet` of `fdasync serve` children, starts those again that end by themselves (`restarts.py`), and has a
-`Router` that asks them how they are; serves no requests itself. Routers that have updated them give one that was
-started again the weights of the others (`weight_agreement.py`).
-No engine runs here: a terminal that is stopped holds up what is shown, and nothing else, and a reader that ends costs
-what is shown (`stdout.py`). Called by `serve.py`.
+Owns a `LocalFleet` of `fdasync serve` children, starts a child again that ends by itself (`restarts.py`), and has a
+`Router` that reads their status. It sends no requests. A router that updated the weights gives them to an instance that
+was started again (`weight_agreement.py`). No engine runs here: a terminal that is stopped holds up the table alone, and
+a reader that ends costs the table alone (`stdout.py`). Called by `serve.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from rich.console import Console
 from rich.live import Live
 
 from fdasync.cli.common.signals import Signals
-from fdasync.cli.common.stdout import Outlet
+from fdasync.cli.common.stdout import StdoutWriter
 from fdasync.cli.local.child import Child, ChildEnded, Role, in_words
 from fdasync.cli.local.fleet import LocalFleet, plans_for
 from fdasync.cli.local.restarts import RestartRules, Restarts
@@ -43,15 +42,15 @@ _REFRESH_S = 0.5
 _SHORT_S = 0.001
 _CONNECT_S = 30.0
 _SHOWN_LINES = 8
-# open files: of this process, and for each instance
+# open files of this process, and more for each instance
 _FILES, _CHILD_FILES = 48, 8
 
 
 class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """As on the command line; see `fdasync up --help`.
+    """The options of the command line; see `fdasync up --help`.
 
     Attributes:
-        restart: when one that ended by itself is started again; a limit of 0: never.
+        restart: when an instance that ended by itself is started again; a limit of 0: never.
     """
 
     prefill: int = 0
@@ -65,15 +64,15 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_up(config: EngineConfig, options: UpOptions) -> int:
-    """Run them until a signal; returns the exit code. Raises FdasyncError where they cannot start."""
+    """Run the instances until a signal; returns the exit code. Raises FdasyncError where they cannot start."""
     allow_files(_FILES + _CHILD_FILES * (options.prefill + options.decode + options.mixed))
-    return uvloop.run(_Up(config, options, Outlet(sys.stdout, "fdasync up")).run())
+    return uvloop.run(_Up(config, options, StdoutWriter(sys.stdout, "fdasync up")).run())
 
 
 class _Up:
     """See the module."""
 
-    def __init__(self, config: EngineConfig, options: UpOptions, out: Outlet) -> None:
+    def __init__(self, config: EngineConfig, options: UpOptions, out: StdoutWriter) -> None:
         self._out = out
         self._console = Console(file=cast("TextIO", out))
         self._options = options
@@ -92,6 +91,8 @@ class _Up:
         self._fleet = LocalFleet(plans, options.folder, self._on_end)
         self._restarts = {plan.name: Restarts(options.restart) for plan in plans}
         self._store_problems = {plan.name: "" for plan in plans}
+        # problem, and whether events were lost, as told of each instance
+        self._tap_states = {plan.name: ("", False) for plan in plans}
 
     async def run(self) -> int:
         fleet = self._fleet
@@ -104,7 +105,7 @@ class _Up:
                 await self._close(signals)
 
     async def _load(self, signals: Signals) -> int | None:
-        """None: all are ready."""
+        """Wait until all are ready; returns an exit code where that failed."""
         names = ", ".join(child.name for child in self._fleet.children)
         self._say(f"loading {names} in {len(self._fleet.children)} processes")
         loading = asyncio.ensure_future(self._fleet.ready())
@@ -127,12 +128,12 @@ class _Up:
         self._running = True
         for child in self._fleet.children:
             if child.state == "ended":
-                # in the turn in which the last one became ready
+                # it ended in the turn in which the last child became ready
                 self._on_end(child)
         return None
 
     async def _watch(self, signals: Signals) -> int:
-        """A table of how they do, until all have ended for good. One that ended by itself is started again."""
+        """Show the table until a signal, or until all have ended for good; returns the exit code."""
         listed = ", ".join(f'"{address}"' for address in self._fleet.addresses)
         router = connect(self._fleet.addresses, RouterConfig(connect_s=_CONNECT_S))
         try:
@@ -158,7 +159,7 @@ class _Up:
         return _EXIT_FAILED if cut_short or self._failed else 0
 
     async def _connect(self, router: Router, signals: Signals) -> int | None:
-        """None: there is a router. Who ended meanwhile is started again all the same."""
+        """Start the router, and children again that end meanwhile; returns an exit code where that failed."""
         connecting = asyncio.ensure_future(router.start())
         try:
             while not connecting.done() and (self._fleet.alive() or self._waiting()) and not signals.count:
@@ -177,7 +178,7 @@ class _Up:
         return None
 
     async def _drain(self, signals: Signals, live: Live, router: Router, rates: Rates) -> bool:
-        """Prefill instances first, so that what they began finds others. True: requests were cut short."""
+        """Drain prefill instances first: their requests still need decode instances. True: requests were cut short."""
         if not self._fleet.alive() or signals.count > 1:
             return bool(self._fleet.alive())
         self._say("draining; another signal ends all at once")
@@ -192,17 +193,17 @@ class _Up:
         return not all(drained) or bool(self._fleet.alive())
 
     async def _look(self, signals: Signals, count: int, *others: asyncio.Future[Any]) -> None:
-        """A moment, or until something happens."""
+        """Wait for a signal, a child's end or `others`; at most until the next refresh or restart."""
         alive = [child.exited for child in self._fleet.alive()]
         left_s = min(self._waiting(), default=float("inf")) - asyncio.get_running_loop().time()
         await signals.wait(*alive, *others, count=count, timeout_s=min(_REFRESH_S, max(left_s, _SHORT_S)))
 
     def _waiting(self) -> list[float]:
-        """When those that ended shall be started again."""
+        """When children that ended are due to be started again."""
         return [one.due for one in self._restarts.values() if one.due is not None]
 
     def _stop_restarts(self) -> None:
-        """Who is not there now will not be."""
+        """Start no child again; each that was due counts as failed."""
         for one in self._restarts.values():
             self._failed = self._failed or one.due is not None
             one.due = None
@@ -217,7 +218,7 @@ class _Up:
                     self._say(f"[red]{error}[/]; {self._next(child, None)}")
 
     async def _close(self, signals: Signals) -> None:
-        """Whatever happened, nothing is left; the third signal kills."""
+        """End all children; the third signal kills them."""
         if signals.count >= 2 and self._fleet.alive():
             self._say("ending all at once; another signal kills")
         count = max(signals.count + 1, 3)
@@ -233,7 +234,7 @@ class _Up:
     # -- what is said -----------------------------------------------------------------------------
 
     def _tell_of_stores(self, stats: RouterStats) -> None:
-        """Who serves without its store, or has it again."""
+        """Say which instance serves without its store, or uses it again."""
         for one in stats.instances:
             problem = "" if one.status is None else one.status.store_problem
             if one.name in self._store_problems and bool(problem) != bool(self._store_problems[one.name]):
@@ -243,6 +244,18 @@ class _Up:
                 )
                 self._print(f"fdasync up: {one.name}: {told}")
 
+    def _tell_of_taps(self, stats: RouterStats) -> None:
+        """Say which instance has taps that failed, and which has taps that begin to lose events."""
+        for one in stats.instances:
+            if one.name not in self._tap_states or one.status is None:
+                continue
+            state = (one.status.tap_problem, one.status.dropped_events > 0)
+            known, self._tap_states[one.name] = self._tap_states[one.name], state
+            if state[0] and state[0] != known[0]:
+                self._print(f"fdasync up: {one.name}: goes on without taps that failed: {state[0]}")
+            if state[1] and not known[1]:
+                self._print(f"fdasync up: {one.name}: its taps have lost {one.status.dropped_events} events so far")
+
     def _on_end(self, child: Child) -> None:
         """A child ended by itself: it is started again, and the others go on."""
         if not self._running:
@@ -250,7 +263,7 @@ class _Up:
         status = child.exited.result()  # of one that was reaped
         what = f"[red]{child.name} ({child.role}) {in_words(status)}[/]"
         if self._draining or not status or not self._options.restart.limit:
-            # it was told to end, by us or by somebody else, or nobody is started again
+            # it was asked to end, or no child is started again
             self._failed = True
             self._say(f"{what}; the others go on")
         else:
@@ -258,7 +271,7 @@ class _Up:
         self._show(tuple(child.lines))
 
     def _next(self, child: Child, ready_at: float | None) -> str:
-        """What becomes of one that ended, in words."""
+        """Plan the restart of a child that ended; returns that in words."""
         restarts = self._restarts[child.name]
         wait_s = restarts.ended(asyncio.get_running_loop().time(), ready_at)
         if wait_s is not None:
@@ -283,6 +296,7 @@ class _Up:
         stats = router.stats()
         rates.take(stats)
         self._tell_of_stores(stats)
+        self._tell_of_taps(stats)
         now = asyncio.get_running_loop().time()
         live.update(fleet_table(self._fleet.children, stats, rates, self._restarts, now))
         if self._console.is_terminal:

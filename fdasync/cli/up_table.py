@@ -1,4 +1,7 @@
-"""The table of `fdasync up`: one row for each instance, from what a router knows of it. Asks and changes nothing."""
+"""The table of `fdasync up`: one row for each instance, from the statistics of a router.
+
+Starts and changes nothing. Called by `up.py`.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,14 @@ _COLORS = {
     "running": "green", "ready": "green", "behind": "magenta", "ended": "red", "given up": "red", "away": "red",
     "refused": "red",
 }  # fmt: skip
-# a new word comes twice a second
+# an instance sends its status twice a second
 _STALE_S = 3.0
-# two words that came at once say nothing of a rate
+# two statuses that are closer together give no rate
 _MIN_S = 0.1
 
 
 class Rates:
-    """Tokens and prompt tokens per second of each instance, between its last two words."""
+    """Tokens and prompt tokens per second of each instance, between its last two statuses."""
 
     def __init__(self) -> None:
         self._last: dict[str, tuple[float, int, int]] = {}
@@ -55,7 +58,7 @@ class Rates:
 def fleet_table(
     children: Sequence[Child], stats: RouterStats, rates: Rates, restarts: Mapping[str, Restarts], now: float
 ) -> Table:
-    """A row for each child; `restarts` by name, `now` in their time."""
+    """A row for each child; `restarts` are by its name, `now` is the loop's time."""
     known = {one.address: one for one in stats.instances}
     table = Table(title="fdasync up", caption=f"addresses: {children[0].address.removesuffix(children[0].name)}NAME")
     for column in ("name", "role", "state"):
@@ -68,9 +71,10 @@ def fleet_table(
 
 
 def _row(child: Child, one: InstanceStats | None, rates: Rates, restarts: Restarts, now: float) -> tuple[str, ...]:
-    state, count = child.state, f"{restarts.count}"
+    state: str = child.state
+    count = f"{restarts.count}"
     if state == "ready" and one is not None:
-        # one that is up and has a problem gets no requests, as it has not the weights of the others
+        # an instance that is up with a problem lacks the others' weights, and gets no requests
         state = "behind" if one.is_up and one.problem and one.state == "running" else one.state
     elif state == "ended" and restarts.due is not None:
         state = f"again in {max(restarts.due - now, 0.0):.0f} s"

@@ -1,40 +1,46 @@
-"""Configuration: one frozen struct, checked in one place, resolved once against what the runner is.
+"""`EngineConfig`: one frozen struct, checked in one place, and resolved once against the runner's capacity.
 
-Units stand in names. "auto" becomes a value in `resolve`, which returns a new object and changes nothing.
+Names carry their units. `resolve` gives every "auto" a value, in a new object. Knows no running engine. Called by
+`engine/engine.py`, `engine/runtime.py` and the command line.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from fdasync.cache.host_arena import host_nbytes
-from fdasync.errors import ConfigError
+from fdasync.errors import BadInput, ConfigError, PluginError
 from fdasync.registry.mapping import struct_of
+from fdasync.registry.registry import POLICIES, Registry
+from fdasync.request import FIRST_VERSION, checked_version
 from fdasync.runner.base import RunnerLimits
-from fdasync.scheduler import LeaseRules, SchedulerConfig
+from fdasync.scheduler import LeaseRules, Policy, SchedulerConfig
+from fdasync.scheduler.state.policy import OWN_POLICIES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from fdasync.runner.base import Capacity
 
 Auto = Literal["auto"]
 
-# the scheduler keeps books of every block: some hundred bytes each
+# the scheduler holds some hundred bytes for each block
 MAX_BLOCKS = 1 << 22
-# a guess on the slow side costs one request a tenth of it; one on the fast side costs the first hits after a restart
+# assumed until it is measured: too slow a guess costs one request a tenth of it, too fast a guess the first hits after
+# a restart
 _PREFILL_TOKENS_PER_S = 1000.0
 _AUTO_HOST_NBYTES = 1 << 30
 _AUTO_HOST_MIN_BLOCKS = 16
-# of `leases`, where 0 means something
+# keys of `leases` for which 0 has a meaning
 _FROM_ZERO = ("ahead_tokens", "staging_blocks", "beyond_running")
+# keys that had another name: an old name is refused, and the error gives the new one
+_RENAMED = {"lease_kill_s": "store_kill_s"}
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an engine is made of.
+    """Everything that an engine is told at its start.
 
     Attributes:
         model: checkpoint folder; "" for runners that need none.
@@ -53,44 +59,49 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         num_blocks: KV blocks on the device; "auto": what the runner profiled.
         max_running: sequences in a step.
         max_step_tokens: token budget of a step; longer prompts are prefilled in chunks.
-        max_requests: live samples; further requests wait at the door.
+        max_requests: live samples; further requests wait for a place.
         pipeline_depth: steps in flight: 1 is plain, 2 overlaps.
         prefix_cache: share KV (and rows) between requests with equal prefixes.
+        policy: entry-point name in `fdasync.policies`: which requests go first, in every line of the engine.
+        policy_config: the policy's own keys, decoded by it; unknown ones are refused by name.
         decode_reserve_blocks: see `SchedulerConfig`; "auto": 2 on decode instances, else 1.
-        host_blocks: KV blocks of the host tier, behind the device: what is evicted there is copied here and back.
-            0: there is none; "auto": none without a store and other instances, else what 1 GiB holds.
-        role: "alone", or what it is to other instances (`fdasync.pd`): "prefill" and "decode" ones hand requests from
-            one to the other, "mixed" ones serve them whole. All but "alone" need a host tier.
-        leases: bounds of what instances do for each other.
+        host_blocks: KV blocks of the host tier, behind the device: blocks that the device evicts are copied there and
+            back. 0: no host tier; "auto": 0 without a store and a role, else the blocks that 1 GiB holds.
+        role: "alone", or the role among instances (`fdasync.pd`): "prefill" instances hand requests to "decode"
+            instances, "mixed" instances serve requests whole. Every role but "alone" needs a host tier.
+        leases: bounds on leases, the room that a decode instance grants to prefill instances; see `LeaseRules`.
         store: entry-point name in `fdasync.stores` of the tier behind the host; "" for none.
         store_config: the store's own keys, decoded by it; unknown ones are refused by name.
-        write_through: which blocks are written to the store as soon as they are complete: "all", those of "prompt"s, or
+        write_through: which blocks are written to the store as soon as they are sealed: "all", those of "prompt"s, or
             none ("off").
         write_back: blocks of preempted requests go to the host at once, and to the store if there is one.
-        fetch_min_tokens: shorter runs are computed and not looked up in the store; whether a longer one is fetched,
-            the measured speeds of fetching and prefill say.
-        store_required: a store that cannot be opened is an error of the start. Otherwise the engine starts without it,
-            says so (`BreakerChanged`), and uses it from when it can be opened. A store that is configured wrongly is an
-            error of the start in any case.
+        fetch_min_tokens: shorter runs of tokens are computed and never looked up in the store. The measured speeds of
+            fetching and prefill decide whether a longer run is fetched.
+        store_required: a store that cannot be opened is an error of the start. Otherwise the engine starts without the
+            store, publishes `BreakerChanged`, and uses the store once it opens. A store that is configured wrongly is
+            an error of the start in any case.
         store_open_deadline_s: how long the start waits for the store to open. An opening that takes longer goes on,
-            and is ended after `lease_kill_s` or this, whichever is longer; then it is tried again.
+            and is ended after `store_kill_s` or this, whichever is longer; then it is tried again.
         store_deadline_s: of one call to the store; then its circuit breaker opens.
         store_retry_s: after this long a store that failed is tried again; doubles while it fails.
         store_calls: calls to the store at a time.
-        weight_version: label of the weights that the engine starts with.
-        lease_kill_s: a call to the store that has not ended this long after it began, though its deadline has passed,
-            has the store's process killed: blocks are lent out no longer. That time includes starting the process
-            anew where the last one has ended.
+        weight_version: label of the weights that the engine starts with, up to 256 characters; an integer becomes its
+            digits.
+        store_kill_s: a call to the store that is past its deadline and older than this has the store's process
+            killed, so that no call holds its blocks for longer. The age includes starting the process anew where the
+            last one has ended.
         inline_tokenise_chars: longer texts are tokenised in a child process.
         start_deadline_s: loading and profiling.
         step_deadline_s: one step, from its launch or the end of the step before it, to its own end. A runner warms
             up and compiles before it says hello, under the start deadline.
         request_deadline_s: of requests that name none.
         prepare_deadline_s: tokenising in the child process.
-        close_deadline_s: of `aclose`: steps in flight, what is on its way to the store, the ends of store and worker.
-            What has not ended by then is killed, or abandoned and named in the error. Where steps take most of it,
-            closing the rest may take as long again; killing a process takes what the kernel needs, 15 s at most.
+        close_deadline_s: of `aclose`: steps in flight, writes to the store, the ends of store and worker. Work that
+            has not ended by then is killed, or abandoned and named in the error. Where steps take most of it, closing
+            the rest may take as long again; the kernel may need up to 15 s more to kill a process.
         seed: of what the engine draws itself (missing sampling seeds, request ids); None: from the system.
+        taps: taps that run beside the engine: entry-point name in `fdasync.taps`, and the tap's own keys, decoded by
+            it. A tap that is missing or broken is an error at once; `docs/events.md` shows how to write one.
         trace_turns: keep this many of the latest turns for `Engine.trace`; 0: none.
     """
 
@@ -109,6 +120,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_requests: int = 4096
     pipeline_depth: int = 2
     prefix_cache: bool = True
+    policy: str = "arrival"
+    policy_config: dict[str, Any] = msgspec.field(default_factory=dict)
     decode_reserve_blocks: int | Auto = "auto"
     host_blocks: int | Auto = "auto"
     role: Literal["alone", "mixed", "prefill", "decode"] = "alone"
@@ -123,8 +136,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     store_deadline_s: float = 5.0
     store_retry_s: float = 1.0
     store_calls: int = 8
-    lease_kill_s: float = 30.0
-    weight_version: int = 0
+    store_kill_s: float = 30.0
+    weight_version: str | int = FIRST_VERSION
     inline_tokenise_chars: int = 8000
     start_deadline_s: float = 900.0
     step_deadline_s: float = 120.0
@@ -132,17 +145,27 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prepare_deadline_s: float = 60.0
     close_deadline_s: float = 10.0
     seed: int | None = None
+    taps: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
     trace_turns: int = 0
+
+    def __post_init__(self) -> None:
+        version: Any = self.weight_version
+        if type(version) is int and 0 <= version < 1 << 63:
+            msgspec.structs.force_setattr(self, "weight_version", str(version))
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> EngineConfig:
         """A checked config from plain values (a parsed TOML or JSON file). Raises ConfigError."""
+        given: object = values
+        for old, new in _RENAMED.items():
+            if isinstance(given, Mapping) and old in given:
+                raise ConfigError(f"config.{old}", f"is named {new!r} now")
         config = struct_of(cls, values, error=ConfigError, root="config")
         config.validate()
         return config
 
     def validate(self) -> None:
-        """Raise ConfigError naming the first field that makes no sense."""
+        """Raise ConfigError naming the first field whose value is wrong."""
         struct_of(EngineConfig, msgspec.structs.asdict(self), error=ConfigError, root="config")
         for name in ("max_running", "max_step_tokens", "max_requests"):
             _bounds(name, getattr(self, name), 1, 1 << 24)
@@ -158,6 +181,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             self.model.encode()
         except UnicodeEncodeError:
             raise ConfigError("config.model", "has a lone surrogate: it is no path") from None
+        try:
+            msgspec.json.encode(self.policy_config)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ConfigError("config.policy_config", f"holds what cannot stand in a trace: {error}") from None
         self._validate_tiers()
         _bounds("pipeline_depth", self.pipeline_depth, 1, 2)
         if self.decode_reserve_blocks != "auto":
@@ -185,10 +212,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.host_blocks != "auto":
             _bounds("host_blocks", self.host_blocks, 0, MAX_BLOCKS)
         _bounds("fetch_min_tokens", self.fetch_min_tokens, 0, 1 << 31)
-        _bounds("weight_version", self.weight_version, 0, 1 << 62)
+        try:
+            checked_version(self.weight_version)
+        except BadInput as error:
+            raise ConfigError("config.weight_version", error.problem, limit=error.limit, hint=error.hint) from None
         _bounds("store_calls", self.store_calls, 1, 1024)
         _bounds("store_retry_s", self.store_retry_s, 1e-3, 1e9)
-        _bounds("lease_kill_s", self.lease_kill_s, 1e-3, 1e9)
+        _bounds("store_kill_s", self.store_kill_s, 1e-3, 1e9)
         if self.store and self.host_blocks == 0:
             raise ConfigError(
                 "config.host_blocks", "is 0, and a store is set", hint="stores are read and written by way of the host"
@@ -216,7 +246,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError("config.store_required", "is set, but config.store names no store")
 
     def runner_limits(self) -> RunnerLimits:
-        """What the runner is asked for."""
+        """The limits that the runner is made with."""
         return RunnerLimits(
             model=self.model,
             capture=self.routing,
@@ -249,6 +279,8 @@ def resolve(config: EngineConfig, capacity: Capacity, namespace: bytes = b"") ->
         raise ConfigError("config.num_blocks", f"the runner offers {capacity.num_blocks} blocks", limit=MAX_BLOCKS)
     if capacity.num_blocks < 1:
         raise ConfigError("config.num_blocks", "the runner found no memory for KV blocks", hint="give it less to hold")
+    if capacity.max_run_tokens > 1:
+        _check_runs(config, capacity.max_run_tokens)
     reserve = config.decode_reserve_blocks
     return SchedulerConfig(
         block_tokens=capacity.block_tokens,
@@ -256,12 +288,13 @@ def resolve(config: EngineConfig, capacity: Capacity, namespace: bytes = b"") ->
         max_running=config.max_running,
         max_step_tokens=config.max_step_tokens,
         pipeline_depth=config.pipeline_depth,
+        max_run_tokens=capacity.max_run_tokens,
         prefix_cache=config.prefix_cache,
         capture=bool(capacity.aux_specs),
         decode_reserve_blocks=(2 if config.role == "decode" else 1) if reserve == "auto" else reserve,
         leases=config.leases,
-        block_news=config.role != "alone",
-        weight_version=config.weight_version,
+        kv_events=config.role != "alone",
+        weight_version=str(config.weight_version),
         namespace=namespace,
         num_host_blocks=host_blocks(config, capacity),
         block_nbytes=capacity.block_nbytes,
@@ -270,7 +303,42 @@ def resolve(config: EngineConfig, capacity: Capacity, namespace: bytes = b"") ->
         write_back=config.write_back,
         fetch_min_tokens=config.fetch_min_tokens,
         prefill_tokens_per_s=capacity.prefill_tokens_per_s or _PREFILL_TOKENS_PER_S,
+        policy=config.policy,
+        policy_config=config.policy_config,
     )
+
+
+def policy_class(name: str) -> type[Policy]:
+    """The class of the policy of this name. Raises PluginError."""
+    # mypy takes an abstract base for a class that is going to be made
+    return OWN_POLICIES.get(name) or Registry().load(POLICIES, name, Policy)  # type: ignore[type-abstract]
+
+
+def make_policy(name: str, config: Mapping[str, Any]) -> Policy:
+    """The policy of this name with its own configuration decoded. Raises PluginError; ConfigError naming the key."""
+    policy = policy_class(name)
+    own = struct_of(policy.config_type, config, error=ConfigError, root="policy_config")
+    try:
+        return policy(own)
+    except Exception as error:
+        raise PluginError(POLICIES, name, "", f"it cannot be made: {type(error).__name__}: {error}") from error
+
+
+def _check_runs(config: EngineConfig, run: int) -> None:
+    """Whether an engine can plan steps that yield up to `run` tokens of a sequence. Raises ConfigError."""
+    if config.pipeline_depth > 1:
+        raise ConfigError(
+            "config.pipeline_depth",
+            f"is {config.pipeline_depth}, and a step of this runner yields up to {run} tokens of a sequence: "
+            "how far a sequence is when the next step begins is known only when this one is done",
+            limit=1,
+        )
+    if config.max_step_tokens < run * config.max_running:
+        raise ConfigError(
+            "config.max_step_tokens",
+            f"{config.max_step_tokens} cannot hold {run} tokens of each of max_running={config.max_running} sequences",
+            limit=f"at least {run * config.max_running}",
+        )
 
 
 def _bounds(field: str, value: float, low: float, high: float) -> None:

@@ -1,8 +1,9 @@
-"""The shell around the pure scheduler: turns events into turns, and performs actions.
+"""The driver: runs the pure scheduler's turns, and performs its actions.
 
-Once per loop turn: drain the bus, call `handle` once, perform the actions in order, feed the taps. It
-decides nothing. Exactly one event answers each asynchronous action; a step or a copy that is overdue, or any
-exception here or in `handle`, fails the engine through `on_failure`.
+Once per loop turn it drains the bus, calls `handle` once, performs the actions in order and feeds the taps. It decides
+nothing, and knows no texts and no requests. Exactly one event answers each asynchronous action. A step or a copy that
+is overdue, or any exception here or in `handle`, fails the engine through `on_failure`. Made by `engine/runtime.py`;
+the bus calls it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from fdasync.events.actions import (
     TellBlocks,
     WakeAt,
 )
-from fdasync.events.bus import EventBus
 from fdasync.events.catalog import StepDone, StepFailed, SwapDone, TimerFired
 from fdasync.ipc.deadlines import DeadlineTimer
 
@@ -35,10 +35,11 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
-    from fdasync.engine.output import OutputHub
+    from fdasync.engine.output import OutputProcessor
     from fdasync.engine.prepare import Rehasher
-    from fdasync.engine.store_io import Keeper
+    from fdasync.engine.store_io import StoreIO
     from fdasync.events.actions import Action
+    from fdasync.events.bus import EventBus
     from fdasync.events.trace import TraceRing
     from fdasync.runner.base import CopyOutput, Runner, StepOutput
     from fdasync.scheduler import Scheduler
@@ -48,31 +49,42 @@ class Driver:
     """One engine's turns.
 
     Args:
+        bus: the engine's bus; an event that is published there schedules a turn.
+        output: performs actions about tokens, rows and ends.
+        rehasher: computes identities again.
+        store_io: performs actions about the store; None: there is no store.
+        step_deadline_s: of each step and of each copy, in seconds.
+        trace: records the turns; None: nothing does.
         on_failure: called once, with the error that ends the engine; no turn follows.
 
     Attributes:
-        attendant: performs actions that concern other instances; None: there are none.
-        broken: a turn ended half done, so the scheduler's books and the results may disagree.
+        scheduler: decides.
+        attendant: performs actions that concern other instances, and registers after the start; None: there are none.
+        broken: a turn ended half done, so the scheduler's state and the results may disagree.
     """
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
+        bus: EventBus,
         scheduler: Scheduler,
         runner: Runner,
+        output: OutputProcessor,
+        rehasher: Rehasher,
+        store_io: StoreIO | None,
         *,
         step_deadline_s: float,
         trace: TraceRing | None,
         on_failure: Callable[[BaseException], None],
     ) -> None:
-        self.bus = EventBus(loop.time, self._wake)
         self.scheduler = scheduler
-        self.output: OutputHub | None = None
-        self.keeper: Keeper | None = None
         self.attendant: Callable[[Action], None] | None = None
-        self.rehasher: Rehasher | None = None
         self._loop = loop
+        self._bus = bus
         self._runner = runner
+        self._output = output
+        self._rehasher = rehasher
+        self._store_io = store_io
         self._step_deadline_s = step_deadline_s
         self._trace = trace
         self._on_failure = on_failure
@@ -86,10 +98,11 @@ class Driver:
         self._watchdog: DeadlineTimer | None = None
         self._waiters: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
         self._ended_at = 0.0
+        bus.attach(self._wake)
 
     @property
     def steps_in_flight(self) -> int:
-        """Launched, and the turn that takes their results not over."""
+        """Steps that are launched, and whose results no turn has taken."""
         return len(self._steps) + len(self._outputs)
 
     @property
@@ -104,10 +117,10 @@ class Driver:
             if timer is not None:
                 timer.cancel()
         self._copy_watches.clear()
-        self._tell()
+        self.tell()
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Until it holds after some turn, or there are no more turns. The caller sets the deadline."""
+        """Wait until `condition` holds after a turn, or there are no more turns. The caller sets the deadline."""
         if not self._stopped and not condition():
             waiter = self._loop.create_future()
             self._waiters.append((condition, waiter))
@@ -117,10 +130,11 @@ class Driver:
                 self._waiters = [entry for entry in self._waiters if entry[1] is not waiter]
 
     async def wait_idle(self) -> None:
-        """Until no step and no copy is in flight. The caller sets the deadline."""
+        """Wait until no step and no copy is in flight. The caller sets the deadline."""
         await self.wait_until(lambda: self.is_idle)
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
+        """Look at the conditions that `wait_until` waits for; called after every turn, and when one may hold since."""
         for condition, waiter in self._waiters:
             if not waiter.done() and (self._stopped or condition()):
                 waiter.set_result(None)
@@ -133,7 +147,7 @@ class Driver:
     def _turn(self) -> None:
         if self._stopped:
             return
-        events = self.bus.drain()
+        events = self._bus.drain()
         try:
             actions = self.scheduler.handle(events)
             if self._trace is not None:
@@ -142,7 +156,7 @@ class Driver:
                 self._perform(action)
         except Exception as error:
             self.broken = True
-            self.bus.feed_taps(events)
+            self._bus.feed_taps(events)
             if self._trace is not None:
                 error.add_note("\n".join(["the latest events, oldest first:", *self._trace.story()]))
             self._fail(error)
@@ -150,30 +164,28 @@ class Driver:
         for event in events:
             if type(event) is StepDone:
                 del self._outputs[event.step_id]
-        self.bus.feed_taps(events)
+        self._bus.feed_taps(events)
         if self._waiters:
-            self._tell()
+            self.tell()
 
     def _perform(self, action: Action) -> None:
-        assert self.output is not None
         if type(action) is RunStep:
             self._launch(action)
         elif type(action) is EmitTokens:
-            self.output.emit(action, self._outputs[action.step_id])
+            self._output.emit(action, self._outputs[action.step_id])
         elif type(action) is CopyRows:
-            self.output.copy_rows(action.spans)
+            self._output.copy_rows(action.spans)
         elif type(action) is FinishRequest:
-            self.output.finish(action)
+            self._output.finish(action)
         elif type(action) is WakeAt:
             if self._timer is not None:
                 self._timer.cancel()
-            # bare timer: the scheduler is told what time it is, and decides
+            # bare timer: it publishes the time, and the scheduler decides
             self._timer = self._loop.call_at(action.time, self._ring)
         elif type(action) is SwapOut or type(action) is SwapIn:
             self._copy(action)
         elif type(action) is HashAgain:
-            assert self.rehasher is not None
-            self.rehasher.add(action)
+            self._rehasher.add(action)
         elif type(action) is LookUp:
             self._kept(action).look_up(action)
         elif type(action) is FetchBlocks:
@@ -188,13 +200,13 @@ class Driver:
         else:
             raise TypeError(f"the driver knows no action {type(action).__name__}")
 
-    def _kept(self, action: Action) -> Keeper:
-        if self.keeper is None:
+    def _kept(self, action: Action) -> StoreIO:
+        if self._store_io is None:
             raise InvariantBroken(f"{type(action).__name__} without a store")
-        return self.keeper
+        return self._store_io
 
     def _ring(self) -> None:
-        self.bus.publish(TimerFired())
+        self._bus.publish(TimerFired())
 
     # -- copies of blocks -------------------------------------------------------------------------
 
@@ -218,7 +230,7 @@ class Driver:
         except BaseException as error:
             self._fail(error)
             return
-        self.bus.publish(
+        self._bus.publish(
             SwapDone(
                 copy_id=number,
                 seconds=self._loop.time() - started,
@@ -240,7 +252,7 @@ class Driver:
 
     def _step_ended(self, done: asyncio.Future[StepOutput]) -> None:
         if self._stopped:
-            # retrieve what nobody waits for, so that asyncio does not warn of it
+            # take the unused result or error, so that asyncio does not warn of it
             _ = done.cancelled() or done.exception()
             return
         step_id, _ = self._steps.popleft()
@@ -249,13 +261,16 @@ class Driver:
             output = done.result()  # of a future that is done
             if output.step_id != step_id:
                 raise InvariantBroken(f"the runner completed step {output.step_id} before step {step_id}")
+            if output.scores:
+                assert self._output is not None
+                self._output.take_scores(output.scores)
         except BaseException as error:
-            # a cancelled future too: whoever cancelled it, the engine cannot go on without the step
-            self.bus.publish(StepFailed(step_id=step_id, problem=str(error)))
+            # also where the future was cancelled: the engine cannot go on without the step
+            self._bus.publish(StepFailed(step_id=step_id, problem=str(error)))
             self._fail(error)
             return
         self._outputs[step_id] = output
-        self.bus.publish(StepDone(step_id=step_id, tokens=output.tokens))
+        self._bus.publish(StepDone(step_id=step_id, tokens=output.tokens, counts=output.counts))
 
     def _watch(self) -> None:
         """One timer for all steps, whose deadline has passed: is the oldest in flight overdue?"""
@@ -274,6 +289,6 @@ class Driver:
         if self._stopped:
             return
         self.stop()
-        # taps see what happened up to the end, the failure included
-        self.bus.feed_taps(self.bus.drain())
+        # taps get every event up to the end, the failure included
+        self._bus.feed_taps(self._bus.drain())
         self._on_failure(error)

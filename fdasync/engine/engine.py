@@ -1,8 +1,9 @@
-"""The front door: `async with Engine(config) as engine`, then `generate`, `complete`, `abort`, `drain`.
+"""`Engine`: `async with Engine(config) as engine`, then `generate`, `complete`, `abort`, `drain`.
 
-Owns one supervisor task, and through it everything that runs (`runtime.py`); requests come in through
-`frontend.py`. A request's failure is its own; a broken invariant, a failed step or a dead worker fails the
-engine, and every pending and later call raises `EngineFailed` - the caller's own task is never cancelled.
+An engine owns one supervisor task, and through it everything that runs (`runtime.py`); `frontend.py` takes requests in.
+A request's failure ends that request alone. A broken invariant, a failed step or a dead worker fails the engine: every
+pending and later call raises `EngineFailed`, and the caller's own task is never cancelled. Knows no other instance.
+Called by embedders and `pd/instance/instance.py`.
 """
 
 from __future__ import annotations
@@ -14,52 +15,60 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
+from fdasync.cache.aux import ROUTING
 from fdasync.engine.config import EngineConfig
-from fdasync.engine.frontend import Door
-from fdasync.engine.inputs import Ask
+from fdasync.engine.frontend import Frontend
 from fdasync.engine.prepare import Preparer
 from fdasync.engine.runtime import Runtime, to_its_end
-from fdasync.engine.stream import Generation
-from fdasync.engine.weights import Weights, refuse_broken
+from fdasync.engine.stream import TokenStream
+from fdasync.engine.weights import Weights
 from fdasync.errors import BadInput, ConfigError, DeadlineExceeded, EngineClosed, EngineFailed, TaskCancelled
-from fdasync.events.catalog import EngineDied, LoopHeldUp
+from fdasync.events.catalog import CacheResetRequested, EngineDied, LoopHeldUp
+from fdasync.events.tap import TapStats
+from fdasync.generator import Generation, Generator, Load, ModelFacts
 from fdasync.ipc.deadlines import Within
-from fdasync.request import SamplingParams
+from fdasync.request import ask_of, check_name, check_pause_mode, check_prefix
 from fdasync.scheduler import SchedulerStats
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable
+    from typing import Unpack
 
     from fdasync.cache.aux_arena import AuxArena
     from fdasync.cache.host_arena import HostArena
     from fdasync.cache.store.base import Store
-    from fdasync.engine.output import OutputHub
+    from fdasync.engine.output import OutputProcessor
     from fdasync.engine.tokenizer import Tokenizer
-    from fdasync.engine.weights import WeightSource
     from fdasync.events.actions import Action
     from fdasync.events.bus import EventBus
     from fdasync.events.trace import TraceRing
+    from fdasync.request import GenerateOptions, PauseMode, Prompt, SamplingParams, WeightSource
     from fdasync.result import Result
     from fdasync.runner.base import Capacity, Runner
 
-    Prompt = str | Sequence[int]
-
 _LATENESS_PERIOD_S = 0.1
-# what taps are told of
+# a loop that is late by so much makes an event
 _HELD_UP_S = 0.05
+
+EngineState = Literal["new", "starting", "running", "draining", "closing", "closed", "failed"]
 
 
 class Shared(NamedTuple):
     """Parts of an engine that services for other instances work with.
 
     Attributes:
-        capacity, namespace: of the weights in use, now.
+        bus: the engine's events.
+        frontend: takes in requests that another instance prefills.
+        processor: has the outputs of live requests.
+        host: the host tier, which blocks of other instances are copied from and to.
+        arena: aux rows; None when capture is off.
+        capacity, namespace: return those of the weights in use.
         fail: ends the engine.
     """
 
     bus: EventBus
-    door: Door
-    hub: OutputHub
+    frontend: Frontend
+    processor: OutputProcessor
     host: HostArena
     arena: AuxArena | None
     capacity: Callable[[], Capacity]
@@ -71,18 +80,22 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Gauges and counters of an engine.
 
     Attributes:
-        live, at_the_door: samples inside, and requests that wait to come in.
+        state: what the engine does: "running" takes requests, "draining" lets live ones end.
+        live: samples inside.
+        waiting_for_place: requests that wait until fewer samples than `max_requests` are live.
         steps_in_flight: launched and not completed.
         updating: a weight update is under way.
         loop_late_max_s: the longest that the engine's loop was held up since the last call of `stats`.
-        refused_writes: blocks that the store did not take; refused_why: its words about the latest, e.g. how much room
-            it needs and how much there is.
-        store_problem: why the store is not asked for now; "" while it is used, and where there is none.
+        scheduler: what the scheduler counts.
+        refused_writes: blocks that the store did not take.
+        refused_why: the store's words about the latest of them, e.g. how much room it needs and how much there is.
+        store_problem: why the store is left alone for now; "" while it is used, and where there is none.
+        taps: the taps that the configuration names.
     """
 
-    state: str
+    state: EngineState
     live: int
-    at_the_door: int
+    waiting_for_place: int
     steps_in_flight: int
     updating: bool
     loop_late_max_s: float
@@ -90,10 +103,15 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     refused_writes: int = 0
     refused_why: str = ""
     store_problem: str = ""
+    taps: tuple[TapStats, ...] = ()
 
 
-class Engine:
-    """See the module; states are new, starting, running, draining, closed, failed.
+class Engine(Generator):
+    """See the module.
+
+    Attributes:
+        config: checked, as given.
+        state: where the engine is in its life; "failed" and "closed" are final.
 
     Args:
         config: an EngineConfig, or a mapping of its keys. Raises ConfigError or PluginError at once.
@@ -118,9 +136,9 @@ class Engine:
             config = EngineConfig.from_mapping(config)
         config.validate()
         self.config = config
-        self.state = "new"
+        self.state: EngineState = "new"
         self._runtime = Runtime(config, runner, tokenizer, store)
-        self._door: Door | None = None
+        self._frontend: Frontend | None = None
         self._weights: Weights | None = None
         self._failure: BaseException | None = None
         self._on_failed: Callable[[], None] | None = None
@@ -130,15 +148,11 @@ class Engine:
 
     # -- life ---------------------------------------------------------------------------------------
 
-    async def __aenter__(self) -> Engine:
-        await self.start()
-        return self
-
-    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         await self.aclose()
-        seen = self._door is not None and self._door.failure_seen
+        seen = self._frontend is not None and self._frontend.failure_seen
         if self._failure is not None and not seen and error is None:
-            # a failure that no caller has seen must not end in silence
+            # a failure that no caller has got must not end in silence
             raise EngineFailed(self._failure)
 
     async def start(self) -> None:
@@ -153,24 +167,24 @@ class Engine:
         loop = asyncio.get_running_loop()
         self._stop: asyncio.Event = asyncio.Event()
         started: asyncio.Future[None] = loop.create_future()
-        # where nobody waits any more, its error is nobody's
+        # its error counts as read where no caller waits any more
         started.add_done_callback(lambda future: future.cancelled() or future.exception())
         self._supervisor = loop.create_task(self._supervise(started), name="fdasync-engine")
         try:
-            # a supervisor that is cancelled before its first step never tells
+            # a supervisor that is cancelled before its first step never sets `started`
             await asyncio.wait([started, self._supervisor], return_when=asyncio.FIRST_COMPLETED)
             if not started.done():
                 raise EngineClosed("closed")
             started.result()  # of a future that is done
         except BaseException:
             self._stop.set()
-            # who is cancelled once more leaves it to end by itself; what closing raises is `aclose`'s to tell
+            # a second cancellation leaves the supervisor to end by itself; `aclose` raises what closing raised
             await asyncio.wait([self._supervisor])
             raise
 
     async def _supervise(self, started: asyncio.Future[None]) -> None:
-        """The engine's life. Who cancels it, as `asyncio.run` does to all tasks at its end, fails the engine: of other
-        tasks cancelled with it nobody would be told."""
+        """The engine's life. Cancelling this task fails the engine: `asyncio.run` cancels all tasks at its end, and
+        other tasks of the engine that end with this one may leave their callers without an answer."""
         starting = asyncio.ensure_future(self._open())
         try:
             stopping = asyncio.ensure_future(self._stop.wait())
@@ -187,7 +201,7 @@ class Engine:
             await self._end(starting, started)
 
     async def _run(self) -> None:
-        """Until it is to stop; then requests and steps come to their ends."""
+        """Run until `_stop` is set; then let requests and steps end."""
         async with asyncio.TaskGroup() as group:
             lateness = group.create_task(self._watch_lateness(), name="fdasync-lateness")
             await self._stop.wait()
@@ -200,14 +214,14 @@ class Engine:
                 self._fail(error)
 
     async def _end(self, starting: asyncio.Future[None], started: asyncio.Future[None]) -> None:
-        """Free everything, however far it got; nobody cancels this. Raises what closing raises."""
+        """Free everything, however far the start got; cannot be cancelled. Raises what closing raises."""
         starting.cancel()
         await to_its_end("starting", lambda: asyncio.wait([starting]))
         error = None if starting.cancelled() else starting.exception()
         if error is not None:
             self.state = "failed"
         if not started.done():
-            started.set_exception(error or self._word())
+            started.set_exception(error or self._stopped())
         try:
             if self._weights is not None:
                 await to_its_end("ending an update", self._weights.aclose)
@@ -222,7 +236,7 @@ class Engine:
         await runtime.open(self._fail, lambda request: self._inside().ended(request))
         preparer = Preparer(self.config, runtime.capacity, runtime.tokenizer, runtime.long_texts, rng)
         self._weights = Weights(self.config, runtime, preparer, self._fail, lambda: self._check_open(True))
-        self._door = Door(self.config, runtime, preparer, rng, self._check_door)
+        self._frontend = Frontend(self.config, runtime, preparer, rng, self._check_admission)
 
     async def drain(self, timeout_s: float | None = None) -> None:
         """Take no new requests and wait until the live ones ended; the engine stays open for `stats` and `aclose`.
@@ -230,28 +244,28 @@ class Engine:
         Raises DeadlineExceeded after `timeout_s` (default: the config's request_deadline_s), EngineFailed.
         """
         self._check_open(draining_is_fine=True)
-        door = self._inside()
+        frontend = self._inside()
         limit_s: Any = self.config.request_deadline_s if timeout_s is None else timeout_s
         if not isinstance(limit_s, int | float) or not 0 <= limit_s <= 1e9:
             raise BadInput("timeout_s", f"{limit_s!r} is out of range", limit="0 to 1e9")
         self.state = "draining"
         try:
             async with Within(limit_s):
-                while live := door.requests():
+                while live := frontend.requests():
                     await asyncio.wait([request.done for request in live])
                     # ends free their ids before their readers run; one turn lets those read
                     await asyncio.sleep(0)
         except TimeoutError:
-            raise DeadlineExceeded(f"draining {len(door.requests())} requests", limit_s) from None
+            raise DeadlineExceeded(f"draining {len(frontend.requests())} requests", limit_s) from None
         if self._failure is not None:
-            door.failure_seen = True
+            frontend.failure_seen = True
             raise EngineFailed(self._failure)
 
     async def aclose(self) -> None:
-        """Abort what is live, let steps in flight end, free everything; idempotent.
+        """Abort live requests, let steps in flight end, free everything; idempotent.
 
-        Callers get what there is; those still at the door get EngineClosed. Raises, once, what closing the runner
-        raises.
+        Live requests return what they have; requests that wait for a place raise EngineClosed. Raises, once, what
+        closing the runner raises.
         """
         if self._supervisor is None:
             self.state = "closed"
@@ -271,33 +285,33 @@ class Engine:
             raise error
 
     def _fail(self, cause: BaseException) -> None:
-        """The engine cannot go on: everyone who waits is told, then the supervisor frees what there is."""
+        """Fail the engine: every waiting caller gets EngineFailed, then the supervisor frees everything."""
         if self._failure is not None:
             return
         self._failure = cause
         self.state = "failed"
         self._stop.set()
-        if self._door is None:
-            # it was still starting: `start` tells
+        if self._frontend is None:
+            # it was still starting: `start` raises the error
             return
-        door = self._door
-        door.failure_seen = bool(door.requests())
+        frontend = self._frontend
+        frontend.failure_seen = bool(frontend.requests())
         self._runtime.fail(cause)
         if self._on_failed is not None:
             self._on_failed()
-        # no turn follows that would feed the taps
+        # no later turn of the driver feeds the taps
         bus = self._runtime.bus
         bus.publish(EngineDied(problem=f"{type(cause).__name__}: {cause}"))
         bus.feed_taps(bus.drain())
 
-    def _word(self) -> EngineClosed | EngineFailed:
-        """What a start ends with that somebody stopped."""
+    def _stopped(self) -> EngineClosed | EngineFailed:
+        """The error of a start that was stopped."""
         return EngineClosed("closed") if self._failure is None else EngineFailed(self._failure)
 
-    def _inside(self) -> Door:
-        if self._door is None:
+    def _inside(self) -> Frontend:
+        if self._frontend is None:
             raise EngineClosed(self.state)
-        return self._door
+        return self._frontend
 
     def _check_open(self, draining_is_fine: bool = False) -> None:
         if self._failure is not None:
@@ -306,9 +320,10 @@ class Engine:
         if self.state != "running" and not (draining_is_fine and self.state == "draining"):
             raise EngineClosed(self.state)
 
-    def _check_door(self, draining_is_fine: bool) -> None:
+    def _check_admission(self, draining_is_fine: bool) -> None:
         self._check_open(draining_is_fine)
-        refuse_broken(self._weights)
+        if self._weights is not None and self._weights.broken is not None:
+            raise self._weights.broken
 
     async def _watch_lateness(self) -> None:
         loop = asyncio.get_running_loop()
@@ -323,168 +338,139 @@ class Engine:
     # -- requests -----------------------------------------------------------------------------------
 
     def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        deadline_s: float | None = None,
-        routing: bool | None = None,
-        aux: bool | Sequence[str] | None = None,
-        start: int = 0,
-        cache_salt: str = "",
-    ) -> Generation:
-        """A stream of deltas: `async with engine.generate(...) as stream: async for delta in stream: ...`.
-
-        Args:
-            prompt: text, or token ids (a sequence of ints, or an array with `tolist`); copied, never changed.
-            params: how to sample; default SamplingParams().
-            request_id: one's own name for it, unique among live requests; drawn when None.
-            priority: higher is admitted first and preempted last; equal ones in order of arrival.
-            deadline_s: from now; at its end the request returns with finish_reason "deadline".
-            routing: return expert routing; None: if the engine captures it; True: raise where it does not.
-            aux: return other rows that the runner writes for each token (`Sample.aux`), whether or not routing is
-                wanted: names (of the runner's `AuxSpec`s; the error of an unknown one lists them), or None: all that
-                there are; True: the same, and raise where there are none; False: none.
-            start: first position whose rows are wanted, inside the prompt; the result echoes it.
-            cache_salt: requests share prefixes only with those of the same salt, of up to 4096 characters.
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[GenerateOptions]
+    ) -> Generation[TokenStream]:
+        """See `Generator.generate`.
 
         Entering waits for a place (`max_requests`) and for tokenising. It raises BadInput, DuplicateRequestId,
         EngineClosed, EngineFailed, TokenizerFailed, and DeadlineExceeded, WorkerDied or
-        WorkerStuck of the process that tokenises long texts. Reading raises EngineFailed or DecodeFailed. Leaving
-        early aborts the request.
+        WorkerStuck of the process that tokenises long texts. Reading raises EngineFailed or DecodeFailed.
         """
-        ask = Ask(
-            prompt=prompt,
-            params=SamplingParams() if params is None else params,
-            streams=True,
-            request_id=request_id,
-            priority=priority,
-            deadline_s=deadline_s,
-            routing=routing,
-            aux=aux,
-            start=start,
-            cache_salt=cache_salt,
-        )
-        return Generation(self._inside(), ask)
+        frontend, ask = self._inside(), ask_of(prompt, params, options, streams=True)
+        return Generation(lambda: TokenStream.open(frontend, ask))
 
     async def complete(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        deadline_s: float | None = None,
-        routing: bool | None = None,
-        aux: bool | Sequence[str] | None = None,
-        start: int = 0,
-        cache_salt: str = "",
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[GenerateOptions]
     ) -> Result:
-        """The end only; see `generate` for arguments and errors. Cancelling it aborts the request.
+        """See `Generator.complete`.
 
         Raises EngineFailed with `.partial` if the engine fails meanwhile, DecodeFailed likewise if its text cannot be
         made.
         """
-        ask = Ask(
-            prompt=prompt,
-            params=SamplingParams() if params is None else params,
-            streams=False,
-            request_id=request_id,
-            priority=priority,
-            deadline_s=deadline_s,
-            routing=routing,
-            aux=aux,
-            start=start,
-            cache_salt=cache_salt,
-        )
-        async with Generation(self._inside(), ask) as stream:
+        frontend, ask = self._inside(), ask_of(prompt, params, options, streams=False)
+        async with Generation(lambda: TokenStream.open(frontend, ask)) as stream:
             return await stream.finished()
 
     def abort(self, request_id: str) -> bool:
-        """End a live request now; it returns normally, with what it has and finish_reason "abort".
-
-        True if there is such a request; aborting twice, or one that just ended, does no harm.
-        """
-        if not isinstance(request_id, str):
-            raise BadInput("request_id", f"{request_id!r} is no name")
-        request = None if self._door is None else self._door.find(request_id)
-        if request is None or self._door is None:
+        check_name(request_id)
+        request = None if self._frontend is None else self._frontend.find(request_id)
+        if request is None or self._frontend is None:
             return False
-        self._door.abort(request)
+        self._frontend.abort(request)
         return True
+
+    def abort_all(self, prefix: str = "") -> int:
+        check_prefix(prefix)
+        return 0 if self._frontend is None else self._frontend.abort_all(prefix)
 
     # -- weights --------------------------------------------------------------------------------------
 
-    async def pause(self) -> None:
-        """Plan no more steps; returns when none is in flight. Requests keep what they have, new ones wait.
+    async def pause(self, mode: PauseMode = "in_place") -> None:
+        """See `Generator.pause`. Cancelling takes the pause back, unless it was there before; requests that it ended
+        have ended, and those that it retracted start again.
 
-        Deadlines go on. Cancelling takes the pause back, unless it was there before.
-
-        Idempotent. Raises EngineFailed if the steps in flight do not end by their deadline, EngineClosed.
+        Raises EngineFailed if the steps in flight do not end by their deadline, EngineClosed.
         """
-        await self._changing().pause()
+        changing = self.weights
+        check_pause_mode(mode)
+        if mode == "abort":
+            self._check_open(draining_is_fine=True)
+            # the scheduler ends those that it knows
+            self._inside().abort_unprepared()
+        await changing.pause(mode)
 
     async def resume(self) -> None:
-        """Go on after `pause`; during an update, at its end. Idempotent.
+        """See `Generator.resume`; during an update it goes on at its end.
 
         Raises WeightsBroken, EngineClosed, EngineFailed.
         """
-        await self._changing().resume()
+        await self.weights.resume()
+
+    async def reset_cache(self) -> None:
+        """See `Generator.reset_cache`. Cancelling stops the waiting only. Raises EngineClosed, EngineFailed."""
+        self._inside()
+        self._check_open(draining_is_fine=True)
+        driver = self._runtime.driver
+        assert driver is not None
+        before = driver.scheduler.resets
+        self._runtime.bus.publish(CacheResetRequested())
+        # the next turn reads it
+        await driver.wait_until(lambda: driver.scheduler.resets > before)
+        self._check_open(draining_is_fine=True)
 
     async def update_weights(
-        self, version: int, source: WeightSource, mode: Literal["abort", "keep"] = "abort"
+        self, version: str | int | None, source: WeightSource, mode: Literal["abort", "keep"] = "abort"
     ) -> None:
-        """Load new weights: pause, let steps end, load, forget every cached block, go on (unless it was paused before).
+        """See `Generator.update_weights`. It pauses, lets steps end, loads, and goes on.
 
         Args:
-            version: your label, never used before; results tell it for each span of their tokens. It starts at the
-                config's weight_version.
-            source: a checkpoint folder, or (name, dtype, shape, buffer) tuples: names as in the checkpoint or the
-                model's state dict, numpy's dtype name or "bfloat16", a C-contiguous buffer. Names left out keep their
-                values. Buffers are read until this returns.
-            mode: "abort": requests that ran end with what they have, and finish_reason "abort"; those that still waited
-                run under the new weights. "keep": all go on; those with KV on the device use it to their end, the
-                others start again from their tokens under the new weights.
+            source: of tensors, names are as in the checkpoint or the model's state dict, dtypes numpy's names or
+                "bfloat16", buffers C-contiguous. Names left out keep their values. Buffers are read until this returns.
 
         Raises BadInput; WeightsRejected when the source does not fit (nothing has changed, the engine goes on);
         WeightsBroken when loading failed half-way (it stays paused and takes only this call or `aclose`);
-        EngineFailed, EngineClosed. Cancelling stops the waiting: the update goes on to its end, and reads the buffers
-        until `stats().updating` is False.
-        """
-        await self._changing().update(version, source, mode)
+        EngineFailed, EngineClosed. An update whose caller was cancelled reads the buffers until `stats().updating` is
+        False.
 
-    def _changing(self) -> Weights:
-        self._inside()
-        assert self._weights is not None
-        return self._weights
+        Where `version` is in use already, the folder's weights id (XXH3-128 over all tensor bytes, as loaded) is
+        compared with that of the weights in use. That reads and hashes the whole folder, and no step runs meanwhile.
+        """
+        await self.weights.update(version, source, mode)
+
+    async def set_weight_version(self, version: str | int) -> None:
+        """See `Generator.set_weight_version`. It takes effect at once: tokens of steps in flight have the new label."""
+        self.weights.relabel(version)
 
     # -- other instances ------------------------------------------------------------------------------
 
     def share(self, close_transports: Callable[[], Awaitable[None]]) -> Shared:
-        """What services for other instances work with (`fdasync.Instance`).
+        """The parts that services for other instances work with (`fdasync.Instance`).
 
         Args:
             close_transports: ends all copies from and to the arenas; called before these are freed.
 
         Raises EngineClosed before the start, ConfigError without a host tier.
         """
-        door, runtime = self._inside(), self._runtime
+        frontend, runtime = self._inside(), self._runtime
         host, arena = runtime.share(close_transports)
         return Shared(
-            runtime.bus, door, runtime.hub, host, arena, lambda: runtime.capacity, lambda: runtime.namespace, self.fail
+            runtime.bus,
+            frontend,
+            runtime.processor,
+            host,
+            arena,
+            lambda: runtime.capacity,
+            lambda: runtime.namespace,
+            self.fail,
         )
 
+    @property
+    def weights(self) -> Weights:
+        """What changes the weights and their label, for services that know the order of versions among instances.
+        Raises EngineClosed before the start."""
+        self._inside()
+        assert self._weights is not None
+        return self._weights
+
     def attend(self, perform: Callable[[Action], None], failed: Callable[[], None]) -> None:
-        """Have the scheduler's actions that concern other instances performed, and `failed` called if it fails."""
+        """Register `perform` for the scheduler's actions that concern other instances, and `failed` for a failure."""
         self._inside()
         assert self._runtime.driver is not None
         self._runtime.driver.attendant = perform
         self._on_failed = failed
 
     def fail(self, cause: BaseException) -> None:
-        """End the engine: something that belongs to it cannot go on. Idempotent."""
+        """Fail the engine because a service that belongs to it failed. Idempotent."""
         if self.state in ("running", "draining", "closing"):
             self._fail(cause)
 
@@ -492,7 +478,7 @@ class Engine:
 
     @property
     def capacity(self) -> Capacity:
-        """What the runner is. Raises EngineClosed before the start."""
+        """The runner's capacity. Raises EngineClosed before the start."""
         self._inside()
         return self._runtime.capacity
 
@@ -504,7 +490,7 @@ class Engine:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """What makes tokens of text; None: tokens in, tokens out. Raises EngineClosed before the start."""
+        """The tokenizer; None: tokens in, tokens out. Raises EngineClosed before the start."""
         self._inside()
         return self._runtime.tokenizer
 
@@ -515,15 +501,15 @@ class Engine:
         return self._runtime.store_pid
 
     def stats(self) -> EngineStats:
-        """What it is doing now. Raises EngineClosed before the start."""
-        door, driver = self._inside(), self._runtime.driver
+        """Gauges and counters, now. Raises EngineClosed before the start."""
+        frontend, driver = self._inside(), self._runtime.driver
         assert driver is not None
         late, self._late_max_s = self._late_max_s, 0.0
         refused, why = self._runtime.refused_writes
         return EngineStats(
             state=self.state,
-            live=door.num_live,
-            at_the_door=door.num_waiting,
+            live=frontend.num_live,
+            waiting_for_place=frontend.num_waiting,
             steps_in_flight=driver.steps_in_flight,
             updating=self._weights is not None and self._weights.is_updating,
             loop_late_max_s=late,
@@ -531,6 +517,48 @@ class Engine:
             refused_writes=refused,
             refused_why=why,
             store_problem=self._runtime.store_problem,
+            taps=self._runtime.taps.stats(),
+        )
+
+    def facts(self) -> ModelFacts:
+        capacity, runtime = self.capacity, self._runtime
+        names = [spec.name for spec in capacity.aux_specs]
+        return ModelFacts(
+            model=capacity.model,
+            model_path=self.config.model,
+            tokenizer=runtime.tokenizer_name,
+            takes_text=runtime.tokenizer is not None,
+            dtype=capacity.dtype,
+            kv_dtype=capacity.kv_dtype,
+            vocab_size=capacity.vocab_size,
+            eos_ids=tuple(sorted(capacity.eos_ids)),
+            max_context_tokens=capacity.max_context_tokens,
+            block_tokens=capacity.block_tokens,
+            captures_routing=ROUTING in names,
+            num_hidden_layers=capacity.num_hidden_layers,
+            moe_layer_ids=capacity.moe_layer_ids,
+            num_experts=capacity.num_experts,
+            top_k=capacity.top_k,
+            top_k_by_layer=capacity.top_k_by_layer,
+            aux=tuple([name for name in names if name != ROUTING]),
+            weight_version=self.weights.version,
+            num_instances=1,
+        )
+
+    def load(self) -> Load:
+        if self._failure is not None:
+            raise EngineFailed(self._failure)
+        frontend, driver = self._inside(), self._runtime.driver
+        assert driver is not None
+        stats, size = driver.scheduler.stats(), self._runtime.capacity.block_tokens
+        return Load(
+            running=stats.running,
+            waiting=stats.waiting + frontend.num_waiting,
+            live=len(frontend.requests()),
+            used_tokens=(stats.num_blocks - stats.free_blocks - stats.idle_blocks) * size,
+            capacity_tokens=stats.num_blocks * size,
+            paused=self.weights.is_paused,
+            updating=self.weights.is_updating,
         )
 
     def trace(self) -> TraceRing:
@@ -540,7 +568,7 @@ class Engine:
         return self._runtime.trace
 
     def check(self) -> None:
-        """Raise InvariantBroken unless the scheduler's books are right. For tests and idle time."""
+        """Raise InvariantBroken unless the scheduler's state is consistent. For tests and idle time."""
         self._inside()
         assert self._runtime.driver is not None
         self._runtime.driver.scheduler.check()

@@ -1,8 +1,8 @@
-"""The door: every request from the call until it is the scheduler's, and the names of those that are inside.
+"""The frontend: takes a request from the call to the scheduler, and keeps the names of live requests.
 
-A bounded number of samples is live; who finds no place waits, higher priority first, within the request's own
-deadline. An abort, the engine's end or its failure end a wait at the door as they end anything else. Knows
-no schedule and no text. Called by `engine/engine.py` and `engine/stream.py`.
+A bounded number of samples is live. A request that finds no place waits, in the policy's order, within its own
+deadline; an abort, the engine's end or its failure end that wait too. Knows no schedule and no text. Called by
+`engine/engine.py`, `engine/stream.py` and, for requests of other instances, `pd/instance`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fdasync.cache.aux import wanted_specs
-from fdasync.engine.output import RequestOutput
+from fdasync.engine.request_state import RequestState
 from fdasync.errors import (
     DeadlineExceeded,
     DecodeFailed,
@@ -26,42 +26,54 @@ from fdasync.errors import (
 )
 from fdasync.events.catalog import AbortRequested
 from fdasync.ipc.deadlines import wait_within
+from fdasync.scheduler import Candidate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from random import Random
 
+    from fdasync.cache.identity import PromptHashes
     from fdasync.engine.config import EngineConfig
-    from fdasync.engine.inputs import Ask, Given
     from fdasync.engine.prepare import Preparer
     from fdasync.engine.runtime import Runtime
     from fdasync.events.catalog import RequestPrepared
+    from fdasync.request import GenerateRequest
     from fdasync.result import Result
+    from fdasync.scheduler import Order, Policy
 
 
-class Intake:
-    """A bounded number of live samples; who finds no place waits: higher priority first, then older."""
+# the policy orders a text before it is tokenised: so many characters count as a token
+_TOKEN_CHARS = 4
 
-    def __init__(self, limit: int) -> None:
+
+class AdmissionLimiter:
+    """A bounded number of live samples; a request that finds no place waits, in the policy's order.
+
+    Attributes:
+        limit: places; a sample takes one.
+        used: places that are taken.
+    """
+
+    def __init__(self, limit: int, policy: Policy) -> None:
         self.limit = limit
         self.used = 0
-        self._arrivals = 0
-        self._waiting: list[tuple[int, int, int, asyncio.Future[None]]] = []
+        self._policy = policy
+        self._waiting: list[tuple[Order, int, asyncio.Future[None]]] = []
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    async def enter(self, count: int, priority: int = 0) -> None:
+    async def enter(self, count: int, candidate: Candidate) -> None:
         """Take `count` places. The caller's deadline bounds the wait; cancelling gives the place up."""
-        first = not self._waiting or -priority < self._waiting[0][0]
+        order = self._policy.order(candidate)
+        first = not self._waiting or order < self._waiting[0][0]
         if first and self.used + count <= self.limit:
             self.used += count
             return
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # arrivals differ, so futures are never compared
-        entry = (-priority, self._arrivals, count, place)
-        self._arrivals += 1
+        entry = (order, count, place)
         insort(self._waiting, entry)
         try:
             await place
@@ -69,14 +81,14 @@ class Intake:
             if place.done() and not place.cancelled():
                 self.leave(count)
             else:
-                # gone already where somebody left between the cancelling and now
+                # `_grant` has removed it where a place came free after the cancellation
                 if entry in self._waiting:
                     self._waiting.remove(entry)
                 self._grant()
             raise
 
     def enter_now(self, count: int) -> bool:
-        """Take `count` places if nobody has to wait for them."""
+        """Take `count` places if they are free and no request waits for one."""
         if self._waiting or self.used + count > self.limit:
             return False
         self.used += count
@@ -87,21 +99,21 @@ class Intake:
         self._grant()
 
     def _grant(self) -> None:
-        while self._waiting and self.used + self._waiting[0][2] <= self.limit:
-            _, _, count, place = self._waiting.pop(0)
+        while self._waiting and self.used + self._waiting[0][1] <= self.limit:
+            _, count, place = self._waiting.pop(0)
             if not place.done():
                 self.used += count
                 place.set_result(None)
 
 
-class Door:
+class Frontend:
     """Takes requests in and keeps their names.
 
     Args:
-        check_open: raises unless the engine takes requests; True lets those finish that came before a drain.
+        check_open: raises unless the engine takes requests; with True it lets requests pass that came before a drain.
 
     Attributes:
-        failure_seen: some caller was told of the engine's failure.
+        failure_seen: a caller got the engine's failure.
     """
 
     def __init__(
@@ -118,53 +130,56 @@ class Door:
         self._preparer = preparer
         self._rng = rng
         self._check_open = check_open
-        self._intake = Intake(config.max_requests)
-        self._live: dict[str, RequestOutput] = {}
+        self._limiter = AdmissionLimiter(config.max_requests, runtime.policy)
+        self._live: dict[str, RequestState] = {}
         self._keys = itertools.count()
 
     @property
     def num_live(self) -> int:
-        """Samples inside."""
-        return self._intake.used
+        """Live samples."""
+        return self._limiter.used
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait to come in."""
-        return self._intake.num_waiting
+        """Requests that wait for a place."""
+        return self._limiter.num_waiting
 
-    def find(self, request_id: str) -> RequestOutput | None:
+    def find(self, request_id: str) -> RequestState | None:
         return self._live.get(request_id)
 
-    def requests(self) -> list[RequestOutput]:
-        """All requests that have not ended, at the door or inside."""
+    def requests(self) -> list[RequestState]:
+        """All requests that have not ended; some may still wait for a place."""
         return list(self._live.values())
 
-    async def submit(self, ask: Ask) -> RequestOutput:
+    async def submit(self, ask: GenerateRequest) -> RequestState:
         """Check, wait for a place, prepare, publish. Raises as `Engine.generate` says."""
         self._check_open(False)
         limit_s = self._config.request_deadline_s if ask.deadline_s is None else ask.deadline_s
-        # what the caller may still change is copied here: it is checked once
+        # the check copies: the caller may change its lists meanwhile
         ask = self._preparer.check(ask, limit_s)
         name = f"{self._rng.getrandbits(64):016x}" if ask.request_id is None else ask.request_id
         if name in self._live:
             raise DuplicateRequestId(name)
         now = asyncio.get_running_loop().time()
-        # of what another instance decodes nothing is read here
-        here = ask.errand is None
+        # a request that another instance decodes has no text here
+        here = ask.hand_off is None
         params = ask.params if here else msgspec.structs.replace(ask.params, stop=())
-        request = RequestOutput(name, params, start=ask.start, now=now)
+        request = RequestState(name, params, start=ask.start, now=now)
         self._live[name] = request
-        # of an errand none are taken here; who aborts it gets as many as there are, which is none of each kind
+        # a request that another instance decodes takes no rows here: if it is aborted, it returns none of each spec
         request.specs = wanted_specs(self._runtime.capacity.aux_specs, ask.routing, ask.aux)
         entered = False
         try:
-            # bare deadline: the caller's own, who gets what there is
+            # bare deadline: the caller's own, which gets what there is
             async with asyncio.timeout_at(now + limit_s) as request.limit:
-                await self._intake.enter(ask.params.n, ask.priority)
+                keys = [next(self._keys) for _ in range(ask.params.n)]
+                arrived_at = now - ask.waited_s
+                await self._limiter.enter(ask.params.n, _candidate(ask, keys[0], arrived_at))
                 entered = True
                 self._check_open(True)
-                keys = [next(self._keys) for _ in range(ask.params.n)]
-                events = await self._preparer.prepare(ask, keys, rows=bool(request.specs), deadline=now + limit_s)
+                events = await self._preparer.prepare(
+                    ask, keys, rows=bool(request.specs), arrived_at=arrived_at, deadline=now + limit_s
+                )
                 request.asked = ask, events[0]
             if request.done.done():
                 # aborted, or the engine closed, while it was being prepared
@@ -174,7 +189,7 @@ class Door:
         except TimeoutError as error:
             aborted = request.done.done()
             if not aborted and not isinstance(error, DeadlineExceeded):
-                self._runtime.hub.cut(request, "deadline")
+                self._runtime.processor.cut(request, "deadline")
             self._forget(request, entered)
             if not aborted and isinstance(error, DeadlineExceeded):
                 raise
@@ -188,20 +203,20 @@ class Door:
         finally:
             request.limit = None
         request.prompt = events[0].tokens
-        self._runtime.hub.add(request, keys, self._runtime.tokenizer)
+        self._runtime.processor.add(request, keys, self._runtime.tokenizer)
         for event in events:
             self._runtime.bus.publish(event)
         return request
 
     def take_over(
-        self, name: str, ask: Ask, given: Given, limit_s: float
-    ) -> tuple[RequestOutput, list[RequestPrepared]]:
+        self, name: str, ask: GenerateRequest, given: PromptHashes, limit_s: float
+    ) -> tuple[RequestState, list[RequestPrepared]]:
         """Take in a request that another instance prefills, without waiting. The caller publishes its events.
 
         Args:
-            ask: as the other instance has it, its prompt tokenised.
-            given: identities of its blocks, as the other instance knows them.
-            limit_s: until its deadline, in seconds.
+            ask: the request, its prompt tokenised by the other instance.
+            given: identities of the prompt's blocks, computed by the other instance.
+            limit_s: seconds until its deadline.
 
         Raises BadInput, DuplicateRequestId, EngineClosed, EngineFailed, and EngineBusy where there is no place.
         """
@@ -210,38 +225,62 @@ class Door:
         if name in self._live:
             raise DuplicateRequestId(name)
         count = ask.params.n
-        if not self._intake.enter_now(count):
-            raise EngineBusy(self._intake.used, self._intake.limit)
+        if not self._limiter.enter_now(count):
+            raise EngineBusy(self._limiter.used, self._limiter.limit)
         now = asyncio.get_running_loop().time()
-        request = RequestOutput(name, ask.params, start=ask.start, now=now)
+        request = RequestState(name, ask.params, start=ask.start, now=now)
         request.specs = wanted_specs(self._runtime.capacity.aux_specs, ask.routing, ask.aux)
         keys = [next(self._keys) for _ in range(count)]
-        events = self._preparer.events(ask, ask.prompt, given, keys, rows=bool(request.specs), deadline=now + limit_s)
+        events = self._preparer.events(
+            ask,
+            ask.prompt,
+            given,
+            keys,
+            rows=bool(request.specs),
+            arrived_at=now - ask.waited_s,
+            deadline=now + limit_s,
+            scores=False,
+        )
         request.asked = ask, events[0]
         request.prompt = events[0].tokens
         self._live[name] = request
-        self._runtime.hub.add(request, keys, self._runtime.tokenizer)
+        self._runtime.processor.add(request, keys, self._runtime.tokenizer)
         return request, events
 
-    def abort(self, request: RequestOutput) -> None:
-        """End it with what it has; where it is still at the door, with nothing. Ended ones stay as they are."""
+    def abort(self, request: RequestState) -> None:
+        """End a request with what it has: nothing while it waits for a place. An ended request stays as it is."""
         if request.done.done():
             return
         keys = [sample.key for sample in request.samples if sample.finish is None]
         if keys:
             self._runtime.bus.publish(AbortRequested(keys=tuple(keys)))
         elif not request.samples:
-            self._runtime.hub.cut(request, "abort")
+            self._runtime.processor.cut(request, "abort")
             if request.limit is not None and not request.limit.expired():
-                # whatever it waits for at the door, it waits no longer
+                # ends its wait for a place or for its preparation
                 request.limit.reschedule(0.0)
 
-    def ended(self, request: RequestOutput) -> None:
-        """Told by the output hub: the request has its result."""
+    def abort_all(self, prefix: str) -> int:
+        """End the requests whose names start with `prefix`; returns how many had not ended."""
+        live = [request for request in self.requests() if request.request_id.startswith(prefix)]
+        # one that was aborted while it waited for a place has ended, and keeps its name until its caller runs
+        live = [request for request in live if not request.done.done()]
+        for request in live:
+            self.abort(request)
+        return len(live)
+
+    def abort_unprepared(self) -> None:
+        """End the requests that the scheduler does not know yet."""
+        for request in self.requests():
+            if not request.samples:
+                self.abort(request)
+
+    def ended(self, request: RequestState) -> None:
+        """Called by the output processor when the request has its result."""
         self._forget(request, entered=True)
 
-    async def leave(self, request: RequestOutput) -> None:
-        """Abort it if it has not ended, and wait until it has: one turn of the driver."""
+    async def leave(self, request: RequestState) -> None:
+        """Abort a request if it has not ended, and wait until it has: one turn of the driver."""
         if request.done.done():
             return
         self.abort(request)
@@ -250,9 +289,9 @@ class Door:
         if not done:
             raise DeadlineExceeded(f"aborting request {request.request_id}", limit_s)
 
-    def result(self, request: RequestOutput) -> Result:
-        """Of an ended request. Raises EngineFailed if the engine's failure ended it, DecodeFailed if its text could
-        not be made; both carry what there is."""
+    def result(self, request: RequestState) -> Result:
+        """The result of an ended request. Raises EngineFailed if the engine's failure ended it, DecodeFailed if its
+        text could not be made; both carry what there is."""
         result = request.result(self._runtime.capacity)
         if request.failure is not None:
             self.failure_seen = True
@@ -261,10 +300,18 @@ class Door:
             raise DecodeFailed(request.spoiled, result)
         return result
 
-    def _forget(self, request: RequestOutput, entered: bool) -> None:
+    def _forget(self, request: RequestState, entered: bool) -> None:
         self._live.pop(request.request_id, None)
         if not request.done.done():
-            # its caller has an error instead of a result; `drain` must not wait for it
+            # its caller got an error instead of a result; `drain` must not wait for it
             request.done.cancel()
         if entered:
-            self._intake.leave(request.params.n)
+            self._limiter.leave(request.params.n)
+
+
+def _candidate(ask: GenerateRequest, group: int, arrived_at: float) -> Candidate:
+    """A request that is not prepared yet, as the policy sees it."""
+    count = len(ask.prompt)
+    tokens = max(count // _TOKEN_CHARS, 1) if isinstance(ask.prompt, str) else count
+    # the numbers of samples grow with the requests
+    return Candidate(priority=ask.priority, arrival=group, arrived_at=arrived_at, prompt_tokens=tokens, group=group)

@@ -1,8 +1,8 @@
-"""From what a caller gave to what the scheduler takes: validate, tokenise, hash.
+"""Prepares requests: validates, tokenises and hashes a prompt, and makes its `RequestPrepared` events.
 
-Coroutines without decisions: bad input ends here, before any work, with an error that names the field
-and the limit; good input ends in `RequestPrepared` events. Long texts are tokenised in a child
-process; hashing of long prompts yields to the loop. Knows no blocks and no schedule.
+Bad input ends here, before any work, with an error that names the field and the limit. A child process tokenises long
+texts; hashing a long prompt yields to the loop. Knows no blocks and no schedule. Called by `frontend.py`; the driver
+uses `Rehasher`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from fdasync.cache.aux import ROUTING
-from fdasync.cache.prefix import block_keys, root_key
-from fdasync.engine.inputs import Given
+from fdasync.cache.identity import PromptHashes, block_keys, root_key
 from fdasync.engine.tokenizer_process import token_ids
 from fdasync.errors import BadInput, TaskCancelled, TooLong
 from fdasync.events.catalog import Hashed, RequestPrepared
@@ -30,11 +29,11 @@ if TYPE_CHECKING:
     from random import Random
 
     from fdasync.engine.config import EngineConfig
-    from fdasync.engine.inputs import Ask
     from fdasync.engine.tokenizer import Tokenizer
     from fdasync.engine.tokenizer_process import TokenizerProcess
     from fdasync.events.actions import HashAgain
     from fdasync.events.bus import EventBus
+    from fdasync.request import GenerateRequest
     from fdasync.runner.base import Capacity
 
 _HASH_SLICE_BLOCKS = 256
@@ -46,7 +45,7 @@ _MAX_ID_CHARS = 256
 
 
 def namespace_of(capacity: Capacity) -> bytes:
-    """Root identity of every block of this model under these weights (DESIGN section 4, Namespace)."""
+    """Root identity of every block of this model under these weights (docs/design.md, section 4, Namespace)."""
     parts: tuple[object, ...] = (
         1,  # schema of identities
         capacity.fingerprint,
@@ -57,7 +56,7 @@ def namespace_of(capacity: Capacity) -> bytes:
         [(spec.name, spec.shape, spec.dtype) for spec in capacity.aux_specs],
     )
     if capacity.routing_debug:
-        # rows that are no routing never meet rows that are
+        # blocks with debug rows never match blocks with expert ids
         parts = (*parts, "routing_debug")
     return root_key(msgspec.msgpack.encode(parts))
 
@@ -70,6 +69,9 @@ class Preparer:
         tokenizer: None means tokens in, tokens out.
         long_texts: tokenises texts beyond the config's inline_tokenise_chars.
         rng: draws seeds for requests that name none.
+
+    Attributes:
+        capacity, namespace: of the weights in use; `Weights` sets both at an update.
     """
 
     def __init__(
@@ -89,10 +91,10 @@ class Preparer:
 
     # -- validation, before anything is waited for --------------------------------------------------
 
-    def check(self, ask: Ask, deadline_s: float) -> Ask:
-        """Raise BadInput for everything that can be told without tokenising.
+    def check(self, ask: GenerateRequest, deadline_s: float) -> GenerateRequest:
+        """Raise BadInput for everything that shows without tokenising.
 
-        Returns what was asked in copies, so that the caller's lists may change meanwhile.
+        Returns a copy of the request: the caller may change its lists meanwhile.
         """
         params: Any = ask.params
         if not isinstance(params, SamplingParams):
@@ -103,16 +105,18 @@ class Preparer:
             raise BadInput("n", f"{params.n} samples are more than the engine takes", limit=most)
         if params.stop and self._tokenizer is None:
             raise BadInput("stop", "stop strings need a tokenizer", hint="use stop_token_ids")
+        if params.prompt_logprobs_start is not None and not self.capacity.scores_prompts:
+            raise BadInput("prompt_logprobs_start", "was asked for, but this engine's runner scores no prompts")
         self._check_options(ask, deadline_s)
         ask = replace(ask, aux=self._check_aux(ask.aux))
         if isinstance(ask.prompt, str):
             self._check_text(ask.prompt)
             return replace(ask, params=params)
         tokens = self._check_tokens(ask.prompt)
-        self._check_length(tokens, params, ask.start, elsewhere=ask.errand is not None)
+        self._check_length(tokens, params, ask.start, elsewhere=ask.hand_off is not None)
         return replace(ask, prompt=tokens, params=params)
 
-    def _check_options(self, ask: Ask, deadline_s: Any) -> None:
+    def _check_options(self, ask: GenerateRequest, deadline_s: Any) -> None:
         request_id: Any = ask.request_id
         if request_id is not None and not (isinstance(request_id, str) and 0 < len(request_id) <= _MAX_ID_CHARS):
             raise BadInput("request_id", f"{request_id!r:.100} is no name", limit=f"1 to {_MAX_ID_CHARS} characters")
@@ -140,7 +144,7 @@ class Preparer:
             )
 
     def _check_aux(self, wanted: Any) -> bool | tuple[str, ...] | None:
-        """A copy of what is wanted besides routing."""
+        """A copy of the names of rows that are wanted besides routing."""
         aux = checked_aux(wanted)
         others = [spec.name for spec in self.capacity.aux_specs if spec.name != ROUTING]
         if aux is True and not others:
@@ -169,12 +173,12 @@ class Preparer:
         """A copy of the token ids."""
         most = self.capacity.max_context_tokens
         if isinstance(prompt, Sized) and getattr(prompt, "ndim", 1) == 1 and len(prompt) > most:
-            # before anything is read of it
+            # refused before it is read
             raise TooLong(
                 "prompt", f"{len(prompt)} tokens leave no room to answer", limit=most, prompt_tokens=len(prompt)
             )  # fmt: skip
         if isinstance(prompt, array) and prompt.typecode == "i":
-            # from another instance, or a caller who knows: nothing in it can be anything but a number
+            # an array of C ints holds numbers only
             return self._check_vocabulary(prompt)
         tolist = getattr(prompt, "tolist", None)
         values = tolist() if callable(tolist) else prompt
@@ -203,7 +207,7 @@ class Preparer:
     def _check_length(self, tokens: Sequence[int], params: SamplingParams, start: int, *, elsewhere: bool) -> None:
         capacity = self.capacity
         count = len(tokens)
-        # of what another instance decodes, only the prompt and the first token are here
+        # where another instance decodes, only the prompt and the first token are computed here
         new = 1 if elsewhere else params.max_tokens
         if count + 1 > capacity.max_context_tokens:
             raise TooLong(
@@ -224,53 +228,76 @@ class Preparer:
             )  # fmt: skip
         if start >= count:
             raise BadInput("start", f"{start} is not inside the prompt", limit=f"0 to {count - 1}")
+        scored = params.prompt_logprobs_start
+        if scored is not None and scored >= count:
+            raise BadInput("prompt_logprobs_start", f"{scored} is not inside the prompt", limit=f"0 to {count - 1}")
 
     # -- the work -----------------------------------------------------------------------------------
 
-    async def prepare(self, ask: Ask, keys: list[int], *, rows: bool, deadline: float) -> list[RequestPrepared]:
-        """One event for each sample, to be published. Raises BadInput, DeadlineExceeded, WorkerDied.
+    async def prepare(
+        self, ask: GenerateRequest, keys: list[int], *, rows: bool, arrived_at: float, deadline: float
+    ) -> list[RequestPrepared]:
+        """One event for each sample, not published yet. Raises BadInput, DeadlineExceeded, WorkerDied.
 
         Args:
             keys: internal numbers of the samples.
             rows: aux rows are wanted.
+            arrived_at: engine time at which the caller asked.
             deadline: engine time at which the request ends.
         """
         params = ask.params
         tokens = ask.prompt
         if isinstance(tokens, str):
             tokens = self._check_tokens(await self._tokenise(tokens))
-            self._check_length(tokens, params, ask.start, elsewhere=ask.errand is not None)
+            self._check_length(tokens, params, ask.start, elsewhere=ask.hand_off is not None)
         namespace = self.namespace
         root = salted(namespace, ask.cache_salt)
         hashes = await hash_blocks(root, tokens, self.capacity.block_tokens) if self._config.prefix_cache else ()
-        return self.events(ask, tokens, Given(namespace, hashes), keys, rows=rows, deadline=deadline)
+        given = PromptHashes(namespace, hashes)
+        return self.events(ask, tokens, given, keys, rows=rows, arrived_at=arrived_at, deadline=deadline)
 
     def events(
-        self, ask: Ask, tokens: tuple[int, ...], given: Given, keys: list[int], *, rows: bool, deadline: float
+        self,
+        ask: GenerateRequest,
+        tokens: tuple[int, ...],
+        given: PromptHashes,
+        keys: list[int],
+        *,
+        rows: bool,
+        arrived_at: float,
+        deadline: float,
+        scores: bool = True,
     ) -> list[RequestPrepared]:
-        """As `prepare`, of what is tokenised and hashed."""
+        """As `prepare`, of a prompt that is tokenised and hashed.
+
+        `scores`: False: another instance computes the log-probs of the prompt.
+        """
         params = ask.params
-        errand = ask.errand
+        hand_off = ask.hand_off
         eos = () if params.ignore_eos else self.capacity.eos_ids
         stop_ids = frozenset((*eos, *params.stop_token_ids))
         seed = self._rng.getrandbits(63) if params.seed is None else params.seed
+        bias = params.logit_bias
+        bias_ids, bias_values = array("i", bias).tobytes(), array("f", bias.values()).tobytes()
+        score_from = -1 if params.prompt_logprobs_start is None or not scores else params.prompt_logprobs_start
         return [
             RequestPrepared(
                 key=key,
                 group=keys[0],
                 tokens=tokens,
                 block_keys=given.block_keys,
-                # of what another instance decodes, the first token is made here and nothing is decided about it
-                max_tokens=params.max_tokens if errand is None else 1,
-                min_tokens=params.min_tokens if errand is None else 0,
-                stop_ids=stop_ids if errand is None else frozenset(),
+                # where another instance decodes, this one samples the first token and checks no stop
+                max_tokens=params.max_tokens if hand_off is None else 1,
+                min_tokens=params.min_tokens if hand_off is None else 0,
+                stop_ids=stop_ids if hand_off is None else frozenset(),
                 priority=ask.priority,
                 deadline=deadline,
-                emits=params.logprobs != "none" or (errand is None and (ask.streams or bool(params.stop))),
-                checks_stops=errand is None and bool(params.stop),
-                start=ask.start if rows and errand is None else -1,
-                decoders=() if errand is None else errand.decoders,
+                emits=params.logprobs != "none" or (hand_off is None and (ask.streams or bool(params.stop))),
+                checks_stops=hand_off is None and bool(params.stop),
+                start=ask.start if rows and hand_off is None else -1,
+                decoders=() if hand_off is None else hand_off.decoders,
                 samples=len(keys),
+                arrived_at=arrived_at,
                 namespace=given.namespace,
                 root=salted(given.namespace, ask.cache_salt),
                 salt=ask.cache_salt,
@@ -290,6 +317,11 @@ class Preparer:
                     raw=params.logprobs in ("raw", "both"),
                     processed=params.logprobs in ("processed", "both"),
                     top=params.top_logprobs,
+                    bias_ids=bias_ids,
+                    bias_values=bias_values,
+                    # for the request, by its first sample
+                    score_from=score_from if index == 0 else -1,
+                    score_top=params.prompt_top_logprobs,
                 ),
             )
             for index, key in enumerate(keys)
@@ -306,8 +338,8 @@ class Rehasher:
     """Hashes waiting sequences again when the weights changed: one after the other, yielding to the loop.
 
     Args:
-        namespace: returns the one in use.
-        on_error: told of what must not happen; it ends the engine.
+        namespace: returns the namespace in use.
+        on_error: ends the engine with the error that it is called with.
     """
 
     def __init__(
@@ -326,7 +358,7 @@ class Rehasher:
         self._closed = False
 
     def add(self, action: HashAgain) -> None:
-        """Do it soon; ends in `Hashed`."""
+        """Queue the action; `Hashed` answers it."""
         self._queue.append(action)
         self._start()
 
@@ -353,7 +385,7 @@ class Rehasher:
         elif (error := task.exception()) is not None:
             self._on_error(error)
         else:
-            # what was added after its last look
+            # for actions that were added after its last look
             self._start()
 
     async def aclose(self) -> None:

@@ -1,8 +1,8 @@
-"""What the store did not take, and why: counted for `Engine.stats`, told as events that do not flood a log.
+"""Counts the blocks that a store refused to write, and makes events of them that do not flood a log.
 
-A store that is full refuses every write that comes, in words that may hold changing numbers. So a kind of reason (the
-outcome's status) is told when it is new, and then once in a while, in the latest words, with how many have come
-together meanwhile. Used by `store_io.py`.
+A full store refuses every write, in words that may hold changing numbers. So there is an event for an outcome's status
+when it is new, and then one in `TELL_EVERY_S`, with the latest words and the number of blocks since the last event.
+Called by `store_io.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from fdasync.cache.store.base import Outcome
 
-# a reason that was told is told again after this long
+# seconds between two events of the same status
 TELL_EVERY_S = 10.0
 
 
@@ -24,8 +24,8 @@ class Refusals:
     """See the module.
 
     Attributes:
-        blocks: that were refused so far.
-        problem: why the latest one was, in the store's words; "" as long as none was.
+        blocks: how many were refused so far.
+        problem: why the latest was refused, in the store's words; "" while none was.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Refusals:
         self._told_at: dict[str, float] = {}
 
     def add(self, store: str, outcomes: Sequence[Outcome], now: float) -> list[WritesRefused]:
-        """Count what of a put was refused; returns what is to be told now, engine time in seconds."""
+        """Count the refused outcomes of a put; returns the events that are due at `now`, engine time in seconds."""
         events = []
         refused: dict[str, Outcome] = {}
         for outcome in outcomes:

@@ -1,13 +1,11 @@
-"""Performs what the scheduler asks of the store: lookups, fetches, writes; one event answers each.
+"""Performs the scheduler's store actions: lookups, fetches, writes. One event answers each.
 
-Every operation is a task of its own, so that none waits for another. A deadline ends the waiting, not the work: what is
-late keeps its blocks until it has really ended, and `LeaseReturned` says so. That every call ends is the wrappers'
-doing: a late one that is older than `lease_kill_s` has the store's process killed (DECISIONS 5, `Timeout`). Rows of a
-block that arrived are made to count before anybody hears of it. Decides nothing; knows identities as names, blocks as
-places.
-
-Called by `driver.py`. The store is wrapped (timeouts, breaker) and usually lives in another process; see
-`store_stack.py`."""
+Every operation is a task of its own, so that none waits for another. A deadline ends the waiting, not the work: a late
+operation holds its blocks until it has really ended, and then publishes `LateTransferEnded`. The store's wrappers end
+every call: `Timeout` has the store's process killed for a late call that is older than `store_kill_s` (docs/design.md,
+rule 5). Rows of a fetched block are valid before the event that says so. Decides nothing; knows identities as names and
+blocks as places. Called by `driver.py`; `store_stack.py` makes the store.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from fdasync.errors import DeadlineExceeded, FdasyncError, StoreTimeout, TaskCan
 from fdasync.events.catalog import (
     BlockDamaged,
     FetchEnded,
-    LeaseReturned,
+    LateTransferEnded,
     LookedUp,
     LookupReturned,
     StoreEnded,
@@ -38,21 +36,21 @@ if TYPE_CHECKING:
     from fdasync.events.actions import FetchBlocks, LookUp, StoreBlocks
     from fdasync.events.bus import EventBus
 
-# what one call reads or writes at most: small enough that leading blocks arrive before the rest
+# bytes of one call at most: leading blocks arrive before the rest
 _CALL_NBYTES = 16 << 20
 
 
-class Keeper:
-    """One engine's dealings with its store.
+class StoreIO:
+    """One engine's lookups, fetches and writes.
 
     Args:
         store: open; owned by the caller.
         host, arena: where KV and rows are; `arena` is None when capture is off.
-        closing: the deadline of `aclose`, which others share.
-        on_error: told of what no store may raise; it ends the engine.
+        closing: the deadline of `aclose`, which other parts of the engine share.
+        on_error: ends the engine with an error that no store may raise.
 
     Attributes:
-        refusals: what the store did not take, and why.
+        refusals: counts the blocks that the store refused.
     """
 
     def __init__(
@@ -79,22 +77,22 @@ class Keeper:
         self._item_nbytes = host.stride_nbytes + rows_nbytes
 
     def look_up(self, action: LookUp) -> None:
-        """Start it; ends in `LookedUp`."""
+        """Start the action; `LookedUp` answers it."""
         self._start(self._look_up(action), f"lookup {action.lookup_id}")
 
     def fetch(self, action: FetchBlocks) -> None:
-        """Start it; ends in `FetchEnded`."""
+        """Start the action; `FetchEnded` answers it."""
         self._start(self._fetch(action), f"fetch {action.fetch_id}")
 
     def write(self, action: StoreBlocks) -> None:
-        """Start it; ends in `StoreEnded`."""
+        """Start the action; `StoreEnded` answers it."""
         self._start(self._write(action), f"write {action.put_id}")
 
     async def aclose(self) -> None:
-        """Nothing is waited for any more; calls that have not ended half-way to the deadline are killed with their
-        process, or cancelled where the store has none.
+        """Stop waiting for operations, and let calls end for half of the time to the deadline. Then the store's process
+        is killed, or calls are cancelled where it has none.
 
-        Raises DeadlineExceeded, naming what is stuck, where a store cannot let go of its blocks.
+        Raises DeadlineExceeded, naming the calls, where a store does not let go of its blocks.
         """
         self._closed = True
         self._closing.begin()
@@ -120,19 +118,19 @@ class Keeper:
         task.add_done_callback(self._ended)
 
     def _call(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
-        """A call to the store: it ends when the store has let go of the call's blocks, and is not cancelled."""
+        """A call to the store as a task, which ends when the store has let go of its blocks and is never cancelled."""
         task = asyncio.get_running_loop().create_task(work, name=f"fdasync {name}")
         self._calls[task] = name
         task.add_done_callback(self._ended)
         return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        owes = task in self._waits
+        owes_event = task in self._waits
         self._waits.pop(task, None)
         self._calls.pop(task, "")
         if task.cancelled():
-            if owes and not self._closed:
-                # the event that it owes never comes
+            if owes_event and not self._closed:
+                # its action would never be answered
                 self._on_error(TaskCancelled(task.get_name()))
         elif (error := task.exception()) is not None:
             self._on_error(error)
@@ -145,13 +143,13 @@ class Keeper:
         counts: list[int] = []
         asked = self._call(self._count(action, counts), f"lookup {action.lookup_id}")
         await wait_within([asked], action.deadline - started)
-        # a lookup that is late holds nothing: what comes of it is nobody's
+        # a late lookup holds no blocks: its answer is dropped
         count = counts[0] if counts else 0
         seconds = loop.time() - started
         answered = bool(counts)
         self._bus.publish(LookedUp(lookup_id=action.lookup_id, count=count, seconds=seconds, answered=answered))
         if not answered and not asked.done():
-            # how slow it is must be known, or every lookup would be given up as early as this one
+            # its time must be known, or every lookup would be given up as early as this one
             await asyncio.wait([asked])
             if counts:
                 self._bus.publish(LookupReturned(num_keys=len(action.keys), seconds=loop.time() - started))
@@ -169,7 +167,7 @@ class Keeper:
                 if count < len(batch):
                     break
         except FdasyncError:
-            # trace and breaker have told of it; for a request it is a miss
+            # trace and breaker have published the error; for a request it is a miss
             return
         counts.append(found)
 
@@ -194,8 +192,9 @@ class Keeper:
             )
         )
         if late:
-            await self._lease(late)
-            self._bus.publish(LeaseReturned(lease_id=action.fetch_id, arrived=tuple(arrived)))
+            # until the store lets go; of a store in this process, which cannot be killed, `aclose` names the calls
+            await asyncio.wait(late)
+            self._bus.publish(LateTransferEnded(transfer_id=action.fetch_id, arrived=tuple(arrived)))
 
     async def _get(self, action: FetchBlocks, batch: range, arrived: list[bool]) -> None:
         items = [self._item(action, number) for number in batch]
@@ -216,7 +215,7 @@ class Keeper:
 
     async def _write(self, action: StoreBlocks) -> None:
         if self._arena is not None:
-            # rows that nobody asked for were not looked at yet
+            # rows that no request wanted were not checked yet
             for slot, generation in zip(action.slots, action.generations, strict=True):
                 self._arena.check_written(slot, generation, 0, self._arena.block_tokens)
         loop = asyncio.get_running_loop()
@@ -242,8 +241,9 @@ class Keeper:
             )
         )
         if late:
-            await self._lease(late)
-            self._bus.publish(LeaseReturned(lease_id=action.put_id, arrived=tuple(stored)))
+            # until the store lets go; of a store in this process, which cannot be killed, `aclose` names the calls
+            await asyncio.wait(late)
+            self._bus.publish(LateTransferEnded(transfer_id=action.put_id, arrived=tuple(stored)))
 
     async def _put(
         self, action: StoreBlocks, batch: range, stored: list[bool], timed_out: asyncio.Future[None]
@@ -259,27 +259,20 @@ class Keeper:
     async def _outcomes(
         self, call: Coroutine[None, None, list[Outcome]], timed_out: asyncio.Future[None] | None = None
     ) -> list[Outcome]:
-        """What came of a call, none where it failed as a whole; on return the store touches no block of it."""
+        """A call's outcomes, none where it failed as a whole; on return the store touches none of its blocks."""
         try:
             return await call
         except StoreTimeout as error:
             if timed_out is not None and not timed_out.done():
                 timed_out.set_result(None)
             ended = error.ended
-            # as long as it takes: a call of a certain age is killed with its process
+            # bounded: a call that is older than `store_kill_s` has the store's process killed
             await asyncio.wait([ended])
             outcomes: list[Outcome] = [] if ended.cancelled() or ended.exception() else ended.result()
             return outcomes
         except FdasyncError:
-            # trace and breaker have told of it
+            # trace and breaker have published the error
             return []
-
-    async def _lease(self, calls: set[asyncio.Task[None]]) -> None:
-        """Until the store has let go, by itself or because a call grew too old and was killed with its process.
-
-        Where a store in this process cannot be killed, its blocks stay out, and `aclose` names them.
-        """
-        await asyncio.wait(calls)
 
     def _item(self, action: FetchBlocks | StoreBlocks, number: int) -> Item:
         host = action.host[number]

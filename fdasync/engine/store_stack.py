@@ -1,9 +1,9 @@
-"""From a configuration to the store that an engine uses: found by name, hosted if it blocks, checked, wrapped.
+"""Builds an engine's store from its configuration: finds it by name, gives it a process if it blocks, wraps it.
 
-From the inside out: the store itself; `Sealed`, which writes and checks the object format next to it; a process of
-their own if the store blocks; a timeout on every call; limits on calls and bytes at a time; the circuit breaker;
-the trace. What wrappers tell becomes events for taps. A store that cannot be opened for now is the breaker's to open
-later, unless the configuration says that the engine needs it. Called by `runtime.py`; decides nothing.
+From the inside out: the store itself; `CheckedStore`, which writes and checks the object format next to it; a process
+of their own if the store blocks; a timeout on every call; limits on calls and bytes at a time; the circuit breaker;
+the trace. The wrappers' reports become events. The breaker opens a store later that cannot be opened at the start,
+unless the configuration requires it. Decides nothing. Called by `runtime.py`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fdasync.cache.store.block_format import BlockSchema, Section
-from fdasync.cache.store.checked import Sealed
-from fdasync.cache.store.process.proxy import HostedStore
+from fdasync.cache.store.checked import CheckedStore
+from fdasync.cache.store.plugins import load_store, make_store
+from fdasync.cache.store.process.proxy import ProcessStore
 from fdasync.cache.store.wrappers import Breaker, Limits, Timeout, Trace
 from fdasync.events.catalog import BreakerChanged, StoreCalled
 from fdasync.ipc.shared_memory import HOST_REGION
@@ -27,63 +28,62 @@ if TYPE_CHECKING:
     from fdasync.events.catalog import Event
     from fdasync.ipc.deadlines import Closing
     from fdasync.ipc.shared_memory import SharedRegion
-    from fdasync.registry.registry import Registry
     from fdasync.runner.base import Capacity
 
-# calls in a row that fail at once; one that does not answer is enough
+# failed calls in a row that open the breaker; a single timeout opens it, too
 _BREAKER_FAILURES = 3
 _MAX_CALLS_NBYTES = 256 << 20
-# killing and reaping a store's process
+# seconds for killing and reaping a store's process
 _REAP_S = 15.0
 
 
 class StoreStack:
-    """One engine's store with all that is around it.
+    """One engine's store and its wrappers.
 
     Args:
-        given: a store object instead of the one that the config names; it is owned from now on.
-        closing: the deadline of `aclose`, which others share.
+        given: a store object instead of the one that the config names; the stack owns it from now on.
+        closing: the deadline of `aclose`, which other parts of the engine share.
+        publish: takes the wrappers' events.
 
     Attributes:
-        store: the outermost. Its name is the one in the config, whether it is open or not.
-        left_alone: what the breaker told last, unless that is that the store is used.
-        hosted: the one that talks to the store's process; None where it has none.
-        publish: where what the wrappers tell goes; set by the owner once there is a bus.
+        store: the outermost wrapper. Its name is the one in the config, whether it is open or not.
+        left_alone: the breaker's latest event; None while the store is used.
+        process_store: the proxy of the store's process; None where the store has none.
     """
 
     def __init__(
         self,
         config: EngineConfig,
-        registry: Registry,
         capacity: Capacity,
         host: HostArena,
         given: Store | None,
         closing: Closing,
+        publish: Callable[[Event], None],
     ) -> None:
         """Raises PluginError; ConfigError naming the key."""
-        self.publish: Callable[[Event], None] = lambda _event: None
         self.left_alone: BreakerChanged | None = None
         self._name = config.store
-        self.hosted: HostedStore | None = None
+        self._publish = publish
+        self.process_store: ProcessStore | None = None
         schema = schema_of(capacity, host)
         store: Store
-        if given is None and registry.load_store(config.store).blocking:
-            store = self.hosted = HostedStore(
+        if given is None and load_store(config.store).blocking:
+            store = self.process_store = ProcessStore(
                 config.store,
                 config.store_config,
                 schema,
                 close_deadline_s=closing,
-                open_deadline_s=max(config.store_open_deadline_s, config.lease_kill_s),
+                open_deadline_s=max(config.store_open_deadline_s, config.store_kill_s),
             )
         else:
-            store = Sealed(given or registry.make_store(config.store, config.store_config), schema)
+            store = CheckedStore(given or make_store(config.store, config.store_config), schema)
         store = Timeout(
             store,
             call_s=config.store_deadline_s,
-            kill_s=config.lease_kill_s,
+            kill_s=config.store_kill_s,
             open_s=config.store_open_deadline_s,
             close_s=closing,
-            reap_s=0.0 if self.hosted is None else _REAP_S,
+            reap_s=0.0 if self.process_store is None else _REAP_S,
             name=config.store,
         )
         store = Limits(
@@ -102,7 +102,7 @@ class StoreStack:
 
     def _on_call(self, call: StoreCall) -> None:
         counts = call.outcomes
-        self.publish(
+        self._publish(
             StoreCalled(
                 store=call.store,
                 verb=call.verb,
@@ -120,21 +120,21 @@ class StoreStack:
     def _on_state(self, state: BreakerState, why: str) -> None:
         event = BreakerChanged(store=self._name, state=state, problem=why)
         self.left_alone = None if state == "closed" else event
-        self.publish(event)
+        self._publish(event)
 
     async def open(self, regions: Sequence[SharedRegion]) -> None:
-        """Raises StoreRejected, ConfigError and PluginError for what no later attempt mends; StoreUnavailable, where
-        the engine needs the store: else it is left alone, and opened when that works."""
+        """Raises StoreRejected, ConfigError and PluginError for errors that no later attempt mends. Raises
+        StoreUnavailable where the config requires the store; else the breaker opens the store later."""
         await self.store.open(regions)
 
     async def aclose(self) -> None:
-        """Close them all; idempotent, right after a failed `open` too. Raises what closing the store raises, and
-        StoreTimeout, naming what never ended."""
+        """Close the store and its wrappers; idempotent, right after a failed `open` too. Raises what closing the store
+        raises, and StoreTimeout, naming calls that never ended."""
         await self.store.aclose()
 
 
 def schema_of(capacity: Capacity, host: HostArena) -> BlockSchema:
-    """What every stored block of this runner is."""
+    """The layout of every stored block of this runner."""
     size = capacity.block_tokens
     sections = [Section("kv", capacity.kv_dtype, (capacity.block_nbytes,), capacity.block_nbytes)]
     sections += [

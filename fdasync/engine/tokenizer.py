@@ -1,17 +1,22 @@
-"""What the engine needs of a tokenizer, and incremental decoding on top of it.
+"""The contract of tokenizers, and incremental decoding on top of it.
 
-Plugins register a factory under `fdasync.tokenizers`: a callable that takes the model folder and
-returns a `Tokenizer`. Used by `prepare.py` (encode) and `output.py` (decode); without one the engine is
-tokens in, tokens out.
+A plugin registers a factory under `fdasync.tokenizers`: a callable that takes the model folder and returns a
+`Tokenizer`, which may be a `ChatTokenizer` too. Without a tokenizer an engine is tokens in, tokens out. Knows no
+requests. Called by `prepare.py` (encode) and `request_state.py` (decode); no engine calls a `ChatTokenizer`'s methods.
 """
 
 from __future__ import annotations
 
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from fdasync.errors import ChatUnsupported
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+
+    #: an object of JSON, as a caller's request holds it
+    JsonObject = Mapping[str, Any]
 
 
 class Tokenizer(Protocol):
@@ -34,17 +39,90 @@ class Tokenizer(Protocol):
 
 @runtime_checkable
 class Fingerprinted(Protocol):
-    """A tokenizer that says what it is made of, so that two instances can tell whether they have the same one."""
+    """A tokenizer with a fingerprint, by which two instances tell whether they have the same one."""
 
     def fingerprint(self) -> bytes:
-        """Equal for tokenizers that do the same with every text and every token id; another one for any other."""
+        """Equal for tokenizers that do the same with every text and every token id, and for no others."""
         ...
 
 
-# characters that no vocabulary has as a token: a tokenizer that knows bytes spells them
+@runtime_checkable
+class WithSpecials(Protocol):
+    """A tokenizer that can also show special tokens in text, for clients that ask for them."""
+
+    def with_specials(self) -> Tokenizer:
+        """The same tokenizer, whose `decode` gives special tokens the text that they have."""
+        ...
+
+
+@runtime_checkable
+class ChatTokenizer(Protocol):
+    """A tokenizer that makes tokens of chat messages, by the chat template of its checkpoint.
+
+    A template is a program from the checkpoint, and a long conversation takes it long: call these methods in a process
+    that may block, not on the loop of an engine. An engine calls none of them.
+    """
+
+    def chat_template(self, *, with_tools: bool = False) -> str:
+        """The text of the template, from which a caller may tell the form of tool calls; "" where there is none.
+
+        Args:
+            with_tools: of the template for messages with tools, where the checkpoint has one of its own for them.
+        """
+        ...
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[JsonObject],
+        *,
+        tools: Sequence[JsonObject] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: JsonObject | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation, special tokens included.
+
+        Args:
+            messages: {"role": ..., "content": ...} and what else the template knows; read, never changed.
+            tools: JSON schemas of functions, as OpenAI's `tools` has them; None: none.
+            add_generation_prompt: end with the beginning of the assistant's answer.
+            continue_final_message: end within the last message, which the model goes on with; only without
+                `add_generation_prompt`.
+            template_kwargs: further variables of the template ("enable_thinking"); they cannot replace the template.
+
+        Raises ChatUnsupported without a template; BadInput with the template's own words for messages that it refuses.
+        """
+        ...
+
+    def parse_response(
+        self, token_ids: Sequence[int], prompt_token_ids: Sequence[int], *, tools: Sequence[JsonObject] | None = None
+    ) -> dict[str, Any] | None:
+        """The message that an answer is: its role, content, reasoning and tool calls, as the checkpoint declares how to
+        read them; None where it declares nothing.
+
+        Args:
+            token_ids: of the answer.
+            prompt_token_ids: of the conversation before it, as `apply_chat_template` gave them: a template may have
+                begun the answer.
+            tools: as given with the messages; arguments of tool calls get the types that these say.
+
+        Raises TokenizerFailed for an answer that cannot be read.
+        """
+        ...
+
+
+def chat_of(tokenizer: Tokenizer) -> ChatTokenizer:
+    """The tokenizer as one for chats. Raises ChatUnsupported naming its class, if its plugin has no chat methods."""
+    if not isinstance(tokenizer, ChatTokenizer):
+        raise ChatUnsupported(type(tokenizer).__name__, "knows no chat templates")
+    return tokenizer
+
+
+# characters that no vocabulary has as a token: a tokenizer with byte tokens spells them in bytes
 _RARE = ("\U0010fffd", "\U000f1e5d", "\U00012031")
 _REPLACEMENT = "\ufffd"
-# where nothing is spelled in bytes, they are looked for among so many tokens, and so many that may end a character
+# where no character is spelled in bytes, byte tokens are searched among the first tokens, and so many are tried as the
+# end of a character
 _SEARCHED_TOKENS = 1024
 _MAX_CONTINUATIONS = 16
 # a character of UTF-8 has up to four bytes, so one that is not complete up to three; decoders show one U+FFFD for it
@@ -73,14 +151,14 @@ class TokenKind(Enum):
 
 
 class TokenKinds:
-    """Which tokens of a tokenizer are of which kind; found by decoding each once, beside a character known to be rare.
+    """The kind of each token of a tokenizer, found by decoding each token once, beside a rare character.
 
-    One object serves all requests of an engine. It looks at the tokenizer when it is first asked.
+    One object serves all requests of an engine. It probes the tokenizer at the first call of `of`.
 
     Attributes:
-        tokenizer: whose tokens.
-        known: the tokenizer could be asked. If not (it cannot encode, or what it decodes is no text), all are pieces.
-        spelling: the tokens of a rare character, if bytes of runs are (`TokenKind.BYTE`); else ().
+        tokenizer: the tokenizer that is probed.
+        known: the probe worked. If not (the tokenizer cannot encode, or decodes to no text), all tokens are pieces.
+        spelling: the tokens of a rare character, if they are bytes of a run (`TokenKind.BYTE`); else ().
         spelled: the rare character.
     """
 
@@ -90,14 +168,14 @@ class TokenKinds:
         self.spelling: tuple[int, ...] = ()
         self.spelled = ""
         self._asked = False
-        # between these a token that is unseen changes nothing
+        # an unseen token between these two changes nothing
         self._before: tuple[int, ...] = ()
         self._behind: tuple[int, ...] = ()
         self._without = ""
         self._kinds: dict[int, TokenKind] = {}
 
     def of(self, token_id: int) -> TokenKind:
-        """The kind of a token. Raises what the tokenizer raises over this one."""
+        """The kind of a token. Raises what the tokenizer raises when it decodes this token."""
         kind = self._kinds.get(token_id)
         if kind is None:
             if not self._asked:
@@ -111,7 +189,7 @@ class TokenKinds:
         decode = self.tokenizer.decode
         if not decode([token_id]) and decode([*self._before, token_id, *self._behind]) == self._without:
             return TokenKind.UNSEEN
-        # a run goes on over it, and is spoilt from its start by a byte that nothing completes
+        # a byte that completes no character spoils its run from the start
         if self.spelling and not decode([*self.spelling, token_id, self.spelling[0]]).startswith(self.spelled):
             return TokenKind.BYTE
         return TokenKind.PIECE
@@ -120,8 +198,7 @@ class TokenKinds:
         try:
             self._find_probe()
         except Exception:
-            # a tokenizer that cannot do this is decoded with more patience; what is wrong with a request's tokens
-            # shows when they are decoded
+            # the decoder waits longer for clean text then; an error over a request's tokens shows when they are decoded
             self.known = False
 
     def _find_probe(self) -> None:
@@ -130,24 +207,24 @@ class TokenKinds:
             spelling = self._spell(character)
             if len(spelling) < 2:
                 continue
-            # in the middle no byte goes unnoticed, whatever the tokenizer does with those that are of no character
+            # in the middle of a character every byte shows, whatever the tokenizer does with stray bytes
             middle = len(spelling) // 2
             self._before, self._behind, self._without = spelling[:middle], spelling[middle:], character
             self.known = True
             if not decode([*spelling, spelling[0]]).startswith(character):
                 self.spelling, self.spelled = spelling, character
             return
-        # it spells nothing in bytes: any text will do
+        # no character is spelled in bytes: any text will do
         letter = tuple(self.tokenizer.encode("a"))
         self._before = self._behind = letter
         self._without = decode([*letter, *letter])
         self.known = "" != decode(letter) != self._without and _REPLACEMENT not in self._without
-        # but a model may give bytes all the same
+        # a model may sample byte tokens all the same
         self._find_bytes()
 
     def _find_bytes(self) -> None:
-        """Two tokens that are no text alone and a character together, if they are bytes of runs. Vocabularies have
-        their bytes at the beginning, in order."""
+        """Find two byte tokens of a run: no text alone, and a character together. Vocabularies have their bytes at the
+        beginning, in order."""
         decode = self.tokenizer.decode
         unclear = [token for token in range(_SEARCHED_TOKENS) if decode([token]) == _REPLACEMENT]
         for second in unclear[:_MAX_CONTINUATIONS]:
@@ -178,18 +255,18 @@ class IncrementalDecoder:
     turns into U+FFFD from its first character on. So the text of a run comes when a token of another kind ends it;
     what it would be if it ended now is in `open_text`.
 
-    This is exact for decoders that put the text of tokens in a row, whatever they do at the start of a text (they
+    This is exact for tokenizers that put the text of tokens in a row, whatever they do at the start of a text (they
     drop a space there), with characters cut anywhere (byte-level; U+FFFD for each byte or for each character that is
-    not whole, or nothing) and with such runs. It is not for one that rewrites clean text when more comes: the cleaning
-    up of spaces before punctuation is one, unless it is done token by token.
+    not whole, or nothing) and with such runs. It is wrong for a tokenizer that rewrites clean text when more tokens
+    come, such as one that cleans up spaces before punctuation over several tokens.
 
-    A token costs the same however long the text is, and however long it stays unclear. Only a long stretch without
-    any clean text of which nothing can be known (`TokenKinds.known`), or of pieces that have none, is decoded each
-    time that it has doubled: text comes late then, never wrong.
+    A token costs the same however long the text is, and however long it stays unclear. The exception is a long stretch
+    without any clean text whose kinds are unknown (`TokenKinds.known`) or whose pieces have no text: it is decoded each
+    time that it has doubled. Text comes late then, never wrong.
     """
 
     def __init__(self, tokenizer: Tokenizer, kinds: TokenKinds | None = None) -> None:
-        """`kinds`: of this tokenizer, found out together with others; None: for this decoder alone."""
+        """`kinds`: shared with other decoders of this tokenizer; None: this decoder makes its own."""
         self._decode = tokenizer.decode
         self._kinds = kinds or TokenKinds(tokenizer)
         # the last tokens before the open run, and how many characters of their text were given out
@@ -200,7 +277,7 @@ class IncrementalDecoder:
         # how many tokens the window must have before it is decoded again
         self._due = 0
         self._run: list[int] = []
-        # of the run: its clean text, of how many of its tokens that is, and with how many that was tried
+        # the run's clean text, the number of tokens that it has, and the number that it was last tried with
         self._open = ""
         self._whole = 0
         self._tried = 0
@@ -221,7 +298,7 @@ class IncrementalDecoder:
         return self._take(final=False)
 
     def flush(self) -> str:
-        """What was held back; the end of the text. Raises what the tokenizer raises."""
+        """The rest of the text, at its end. Raises what the tokenizer raises."""
         self._end_run()
         return self._take(final=True)
 
@@ -257,7 +334,7 @@ class IncrementalDecoder:
         text = self._decode(self._window)
         self._started = bool(text)
         stable = len(text)
-        # where bytes come in runs, what stands before the open one is whole
+        # where bytes come in runs, the text before the open run is whole
         if not final and not self._kinds.spelling:
             while stable and len(text) - stable < _MAX_INCOMPLETE and text[stable - 1] == _REPLACEMENT:
                 stable -= 1
@@ -268,13 +345,13 @@ class IncrementalDecoder:
         return new
 
     def _cut_window(self, text: str) -> None:
-        """Keep the last tokens of the window, if they have all that may still count."""
+        """Keep the last tokens of the window, if they hold all text that may still change."""
         kept = self._window[-_KEPT_TOKENS:]
-        # it starts anywhere, so its first characters may differ; what is not given out yet stands at its end
+        # the cut may fall anywhere, so the first characters may differ; text that is not given out yet is at the end
         rest = text[self._given :]
         shown = self._decode(kept)
-        # some text before the rest: at the start of a text spaces are dropped. Of tokens that may be unseen even many
-        # may have no part in the character that is not complete
+        # there must be text before the rest, as spaces are dropped at the start of a text. Where kinds are unknown, the
+        # kept tokens may all be unseen, and have no part in an incomplete character
         if len(shown) > len(rest) and shown.endswith(rest) and (self._kinds.known or not text.endswith(_REPLACEMENT)):
             self._window = kept
             self._given = len(shown) - len(rest)

@@ -1,54 +1,48 @@
-"""Tokenising long texts in a child process, so that the loop never waits for it.
+"""Tokenises long texts in a child process, so that the engine's loop never waits for them.
 
-`TokenizerProcess` starts its child at the first use and again after a death; `main` is the child.
+`TokenizerProcess` starts its child at the first use and again after a death; `main` is the child. Knows no requests.
 Called by `prepare.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
-import sys
 from array import array
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fdasync.errors import DeadlineExceeded, EngineClosed, ProtocolError, TokenizerFailed, WorkerStuck
-from fdasync.ipc.channel import Channel
-from fdasync.ipc.child import ChildProcess, die_with_parent
+from fdasync.errors import DeadlineExceeded, EngineClosed, TokenizerFailed, WorkerStuck
 from fdasync.ipc.deadlines import Within
-from fdasync.registry.registry import Registry
+from fdasync.ipc.rpc import ErrorTable, RpcClient
+from fdasync.ipc.service import Service, serve
+from fdasync.registry.registry import TOKENIZERS, Registry
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from fdasync.engine.tokenizer import Tokenizer
+
+_ERRORS = ErrorTable(TokenizerFailed)
+_NOTHING = msgspec.msgpack.Decoder(None)
+_BYTES = msgspec.msgpack.Decoder(bytes)
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
-    """Use this tokenizer for the texts that follow."""
+    """Use this tokenizer for the texts that follow: its entry-point name, and the model folder for its factory."""
 
     name: str
     model: str
 
 
 class Encode(msgspec.Struct, frozen=True, array_like=True, tag="encode"):
-    """Tokenise."""
+    """Tokenise this text; the answer is its token ids, int32 little-endian."""
 
-    number: int
     text: str
 
 
-class Encoded(msgspec.Struct, frozen=True, array_like=True, tag="encoded"):
-    """Token ids, int32 little-endian; or in words why there are none."""
-
-    number: int
-    tokens: bytes
-    problem: str = ""
-
-
 def token_ids(tokenizer: Tokenizer, text: str) -> array[int]:
-    """int32 ids. Raises TokenizerFailed for whatever goes wrong, naming the tokenizer's class."""
+    """Token ids of a text as int32. Raises TokenizerFailed, naming the tokenizer's class, for every error."""
     try:
         encoded = tokenizer.encode(text)
     except Exception as error:
@@ -71,113 +65,70 @@ class TokenizerProcess:
     def __init__(self, name: str, model: str) -> None:
         self._name = name
         self._model = model
-        self._child: ChildProcess | None = None
-        self._waiting: dict[int, asyncio.Future[list[int]]] = {}
-        self._number = 0
+        self._child: RpcClient | None = None
         self._closed = False
-        self._decoder = msgspec.msgpack.Decoder(Encoded)
 
     async def encode(self, text: str, deadline_s: float) -> list[int]:
-        """Token ids. Cancelling stops the waiting; the child finishes and its answer is dropped.
+        """Token ids of a text. Cancelling stops the waiting; the child finishes and its answer is dropped.
 
         Raises DeadlineExceeded (the child is killed then: it works text by text), WorkerDied, WorkerStuck
         if another text was stuck, EngineClosed, or TokenizerFailed.
         """
-        loop = asyncio.get_running_loop()
         if self._closed:
             raise EngineClosed("closed")
-        if self._child is None:
-            self._child = ChildProcess(loop, "tokenizer", __name__, self._on_frame, self._on_death)
-            self._child.send(msgspec.msgpack.encode(Load(self._name, self._model)))
         child = self._child
-        number = self._number = self._number + 1
-        answer: asyncio.Future[list[int]] = loop.create_future()
-        self._waiting[number] = answer
+        if child is None or child.ending is not None:
+            child = self._child = RpcClient(asyncio.get_running_loop(), "tokenizer", __name__, _ERRORS)
+            # the answer to each text repeats a failure to load
+            child.send(Load(self._name, self._model), _NOTHING)
+        answer = child.send(Encode(text), _BYTES, fits=lambda tokens: len(tokens) % 4 == 0)
         try:
-            child.send(msgspec.msgpack.encode(Encode(number, text)))
             async with Within(deadline_s):
-                return await answer
+                tokens = await asyncio.shield(answer)
         except TimeoutError:
-            # what is stuck would hold up every later text; somebody whose time ended as well may have replaced it
-            if self._child is child:
-                await self._replace(WorkerStuck("tokenizer", child.pid, "a text", deadline_s))
+            # a stuck text would hold up every later one
+            await child.kill(WorkerStuck("tokenizer", child.process.pid, "a text", deadline_s))
             raise DeadlineExceeded("tokenising", deadline_s) from None
-        finally:
-            self._waiting.pop(number, None)
-
-    async def _replace(self, error: Exception) -> None:
-        """Kill the child; the next text starts another. Who else waits is told to try again."""
-        child, self._child = self._child, None
-        for answer in self._waiting.values():
-            if not answer.done():
-                answer.set_exception(error)
-        if child is not None:
-            await child.kill()
+        return array("i", tokens).tolist()
 
     async def aclose(self) -> None:
-        """Kill the child (it holds nothing) and fail who still waits; idempotent."""
+        """Kill the child (it holds nothing) and fail every waiting call; idempotent."""
         self._closed = True
-        await self._replace(EngineClosed("closed"))
+        if self._child is not None:
+            await self._child.kill(EngineClosed("closed"))
 
-    def _on_frame(self, payload: bytes, fds: list[int]) -> None:
-        for fd in fds:
-            os.close(fd)
+
+class _TokenizerService(Service):
+    """One tokenizer in the child. It tokenises one text after the other, and blocks the child's loop meanwhile."""
+
+    messages = Load | Encode
+    errors = _ERRORS
+
+    def __init__(self) -> None:
+        self._name = ""
+        self._problem = ""
+        self._tokenizer: Tokenizer | None = None
+
+    async def perform(self, message: Load | Encode, fds: list[int]) -> bytes | None:  # noqa: ARG002 - the contract's
+        if isinstance(message, Encode):
+            if self._tokenizer is None:
+                raise TokenizerFailed(self._name, self._problem)
+            return token_ids(self._tokenizer, message.text).tobytes()
+        self._name = message.name
         try:
-            message = self._decoder.decode(payload)
-        except msgspec.MsgspecError as error:
-            raise ProtocolError(f"the tokenizer process sent what cannot be decoded: {error}") from None
-        answer = self._waiting.get(message.number)
-        if answer is None or answer.done():
-            return
-        if message.problem:
-            answer.set_exception(TokenizerFailed(self._name, message.problem))
-        else:
-            answer.set_result(array("i", message.tokens).tolist())
+            self._tokenizer = Registry().load_function(TOKENIZERS, message.name)(message.model)
+        except Exception as error:
+            self._problem = f"it cannot be loaded for {message.model}: {type(error).__name__}: {error}"
+        return None
 
-    def _on_death(self, error: Exception) -> None:
-        self._child = None
-        for answer in self._waiting.values():
-            if not answer.done():
-                answer.set_exception(error)
+    def error_of(self, message: Load | Encode, error: BaseException) -> TokenizerFailed:  # noqa: ARG002 - the contract's
+        problem = error.problem if isinstance(error, TokenizerFailed) else f"{type(error).__name__}: {error}"
+        return TokenizerFailed(self._name, problem)
+
+    async def aclose(self, calls: Sequence[asyncio.Future[Any]]) -> None:
+        """Has nothing to free."""
 
 
 def main() -> None:
-    """The child: its end of the channel is the fd in argv[1]; serve until the other end closes."""
-    die_with_parent()
-    sock = socket.socket(fileno=int(sys.argv[1]))
-
-    async def run() -> None:
-        loop = asyncio.get_running_loop()
-        ended: asyncio.Future[None] = loop.create_future()
-        decoder: msgspec.msgpack.Decoder[Load | Encode] = msgspec.msgpack.Decoder(Load | Encode)
-        tokenizer = None
-        broken = ""
-
-        def on_frame(payload: bytes, _fds: list[int]) -> None:
-            nonlocal tokenizer, broken
-            message = decoder.decode(payload)
-            if isinstance(message, Load):
-                try:
-                    tokenizer = Registry().load_tokenizer(message.name)(message.model)
-                except Exception as error:
-                    broken = f"it cannot be loaded for {message.model}: {type(error).__name__}: {error}"
-                return
-            reply = Encoded(message.number, b"", broken)
-            if tokenizer is not None:
-                try:
-                    reply = Encoded(message.number, token_ids(tokenizer, message.text).tobytes())
-                except TokenizerFailed as error:
-                    reply = Encoded(message.number, b"", error.problem)
-            channel.send(msgspec.msgpack.encode(reply))
-
-        def on_end(error: Exception | None) -> None:
-            # an error goes to stderr and into the exit status, which the engine tells
-            if error is None:
-                ended.set_result(None)
-            else:
-                ended.set_exception(error)
-
-        channel = Channel(loop, sock, on_frame, on_end)
-        await ended
-
-    asyncio.run(run())
+    """The child."""
+    serve(_TokenizerService())

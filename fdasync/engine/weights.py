@@ -1,22 +1,21 @@
 """Pauses and weight updates of one engine: stop planning, let steps end, load, begin a new root of the namespace.
 
-An update is a task of the engine: a caller that is cancelled stops waiting, the load goes on to its end. Nothing old
-can match afterwards in any tier, because every identity is chained from the new weights id (DECISIONS 1, 10). Knows
-no blocks and no schedule; called by `engine/engine.py`.
+An update is a task of the engine: a caller that is cancelled stops waiting, and the load goes on to its end. Blocks of
+the old weights match no request afterwards, in any tier, because every identity is chained from the new weights id
+(docs/design.md, rules 1, 10). A label is no part of an identity. Knows no blocks and no schedule. Called by
+`engine/engine.py` and `pd/instance/instance.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
-import os
 import secrets
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import msgspec
 
 from fdasync.engine.prepare import namespace_of
+from fdasync.engine.weight_source import ITEM_NBYTES, folder_of, tensors_of
 from fdasync.errors import (
     BadInput,
     DeadlineExceeded,
@@ -26,35 +25,26 @@ from fdasync.errors import (
     WeightsBroken,
     WeightsRejected,
 )
-from fdasync.events.catalog import AbortRequested, PauseRequested, ResumeRequested, WeightsChanged
+from fdasync.events.catalog import AbortRequested, PauseRequested, ResumeRequested, WeightsChanged, WeightsRelabelled
 from fdasync.ipc.deadlines import Within, wait_within
-from fdasync.runner.base import TensorMeta
+from fdasync.request import checked_version, next_order, next_version
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from fdasync.engine.config import EngineConfig
     from fdasync.engine.prepare import Preparer
     from fdasync.engine.runtime import Runtime
+    from fdasync.request import PauseMode, WeightSource
+    from fdasync.runner.base import TensorMeta
 
-    NamedTensor = tuple[str, str, Sequence[int], Any]
-    WeightSource = str | os.PathLike[str] | Sequence[NamedTensor]
+    # loads a source and returns its weights id
+    Loader = Callable[[], Awaitable[str]]
 
 # bytes handed to the runner at a time: other tasks of the loop run in between
 _PIECE_NBYTES = 8 << 20
-_ITEM_NBYTES = {
-    "bool": 1, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "int16": 2, "uint16": 2, "float16": 2,
-    "bfloat16": 2, "int32": 4, "uint32": 4, "float32": 4, "int64": 8, "uint64": 8, "float64": 8,
-}  # fmt: skip
-# formats of buffers, as `struct` names them: raw bytes hold anything; of the others, those of a dtype's kind and size
-_RAW_FORMATS = "Bbc"
-_SIGNED, _UNSIGNED, _FLOAT = "bhilqn", "BHILQN", "efd"
-_FORMATS = {
-    "bool": "?", "uint8": _UNSIGNED, "uint16": _UNSIGNED, "uint32": _UNSIGNED, "uint64": _UNSIGNED, "int8": _SIGNED,
-    "int16": _SIGNED, "int32": _SIGNED, "int64": _SIGNED, "float16": _FLOAT, "float32": _FLOAT, "float64": _FLOAT,
-    # no format names these: they come in integers of their size
-    "bfloat16": _SIGNED + _UNSIGNED, "float8_e4m3fn": _SIGNED + _UNSIGNED, "float8_e5m2": _SIGNED + _UNSIGNED,
-}  # fmt: skip
+
+T = TypeVar("T")
 
 
 class Weights:
@@ -66,6 +56,8 @@ class Weights:
 
     Attributes:
         version: the caller's label of the weights in use.
+        order: of that label among all weights and labels that were in use (`request.next_order`).
+        on_change: called when the weights or their label have changed.
         broken: why the weights cannot be used; None while they can.
     """
 
@@ -77,7 +69,9 @@ class Weights:
         fail: Callable[[BaseException], None],
         check: Callable[[], None],
     ) -> None:
-        self.version = config.weight_version
+        self.version = str(config.weight_version)
+        self.order = next_order(-1, self.version)
+        self.on_change: Callable[[], None] | None = None
         self.broken: WeightsBroken | None = None
         self._config = config
         self._runtime = runtime
@@ -85,32 +79,34 @@ class Weights:
         self._fail = fail
         self._check = check
         self._resumes = 0
-        # a pause has returned, and nobody resumed since; and those who wait for theirs to return
+        # a pause has returned, and no resume came since
         self._held = False
-        self._pausers: set[object] = set()
-        self._used = {config.weight_version}
+        # calls of `pause` that have not returned, with their modes
+        self._pausers: dict[object, PauseMode] = {}
+        # how many PauseRequested were published
+        self._asked = 0
+        # the weights id that each label named
+        self._used = {self.version: runtime.capacity.weights_id}
         self._updating = False
         self._task: asyncio.Task[None] | None = None
         self._closing = False
 
-    async def pause(self) -> None:
+    async def pause(self, mode: PauseMode) -> None:
         """See `Engine.pause`."""
         self._check()
         pauser = object()
-        self._pausers.add(pauser)
+        self._pausers[pauser] = mode
         try:
-            await self._quiet()
-            # one who was resumed while he waited holds nothing
+            await self._quiet(mode)
+            # a resume that came while this call waited has removed its pauser, and undoes its pause
             self._held = self._held or pauser in self._pausers
         except asyncio.CancelledError:
-            # who gave up waiting for the pause does not want it any more; others may
-            if pauser in self._pausers:
-                self._pausers.discard(pauser)
-                if not self._updating:
-                    self._go_on()
+            # a cancelled call takes its own pause back, and no other's
+            if self._pausers.pop(pauser, None) is not None and not self._updating:
+                self._go_on()
             raise
         finally:
-            self._pausers.discard(pauser)
+            self._pausers.pop(pauser, None)
 
     async def resume(self) -> None:
         """See `Engine.resume`."""
@@ -120,43 +116,69 @@ class Weights:
         self._held = False
         self._pausers.clear()
         if not self._updating:
-            # else the update goes on when it ends
+            # an update resumes at its own end
             self._go_on()
 
-    async def _quiet(self) -> None:
-        """Until no step and no copy is in flight; kills what is stuck, and fails the engine (DECISIONS 10)."""
+    def _ask(self, mode: PauseMode) -> None:
+        self._asked += 1
+        self._runtime.bus.publish(PauseRequested(mode=mode))
+
+    async def _quiet(self, mode: PauseMode = "in_place") -> None:
+        """Pause, and wait until no step and no copy is in flight; fails the engine where that takes too long
+        (docs/design.md, rule 10)."""
         driver = self._runtime.driver
         assert driver is not None
-        limit_s = self._config.step_deadline_s * self._config.pipeline_depth
+        pausing = driver.scheduler.pausing
         resumes = self._resumes
-        self._runtime.bus.publish(PauseRequested())
+        self._ask(mode)
 
-        def quiet() -> bool:
-            # the turn that reads of the pause may still be to come; and who was resumed meanwhile never gets quiet
-            return (driver.is_idle and driver.scheduler.is_paused) or self._resumes != resumes
+        def paused() -> bool:
+            # the turn that reads PauseRequested may still be to come
+            return pausing.paused and pausing.requests >= self._asked
 
+        def resumed() -> bool:
+            # after a resume the engine may never be idle again
+            return self._resumes != resumes
+
+        if mode == "wait":
+            # bounded by the deadlines of the requests that run; the pause of an update is not the one that it waits for
+            await driver.wait_until(lambda: resumed() or (paused() and not self._updating))
+            self._check()
+        limit_s = self._config.step_deadline_s * self._config.pipeline_depth
         try:
             async with Within(limit_s):
-                await driver.wait_until(quiet)
+                await driver.wait_until(lambda: resumed() or (paused() and driver.is_idle))
         except TimeoutError:
             self._fail(self._runtime.runner.overdue("the steps in flight at a pause", limit_s))
         self._check()
 
-    async def update(self, version: int, source: WeightSource, mode: Literal["abort", "keep"]) -> None:
-        """See `Engine.update_weights`."""
+    @property
+    def is_paused(self) -> bool:
+        """A pause has returned, weights are being loaded, or they are broken: no steps are planned."""
+        return self._held or self._updating or self.broken is not None
+
+    async def update(
+        self, version: str | int | None, source: WeightSource, mode: Literal["abort", "keep"], order: int = 0
+    ) -> None:
+        """See `Engine.update_weights`. `order`: of these weights; 0: the next one."""
         self._check()
-        label: Any = version
-        if not isinstance(label, int) or isinstance(label, bool) or not 0 <= label < 1 << 63:
-            raise BadInput("version", f"{version!r} is no version", limit="an integer from 0 on")
-        if version in self._used:
-            raise BadInput("version", f"{version} was used before", hint="a version is never used twice")
+        label = self._next_label() if version is None else checked_version(version)
+        if label in self._used and label != self.version:
+            raise BadInput(
+                "version", f"{label!r} was used before", hint="a version is used again only while it is in use"
+            )
         if mode not in ("abort", "keep"):
             raise BadInput("mode", f"{mode!r} is neither 'abort' nor 'keep'")
         if self._updating:
             raise UpdateUnderWay("of this engine")
-        load = self._loader(source)
+        folder = folder_of(source)
+        load = self._tensors_loader(source) if folder is None else self._folder_loader(folder)
+        again = label == self.version
+        if again and folder is None:
+            problem = f"{label!r} is in use, and tensors from memory cannot be compared with the weights in use"
+            raise BadInput("version", problem, hint="give them a version of their own")
         self._updating = True
-        work = self._update(version, load, mode)
+        work = self._update(label, order, load, mode, folder if again else None)
         self._task = task = asyncio.get_running_loop().create_task(work, name="fdasync-weights")
         task.add_done_callback(self._ended)
         # a caller who is cancelled stops waiting; an update that the engine's end cut short cancels no caller
@@ -166,13 +188,41 @@ class Weights:
             raise EngineClosed("closing")
         task.result()  # of a task that is done
 
+    def relabel(self, version: str | int, order: int = 0) -> None:
+        """See `Engine.set_weight_version`. `order`: of this label; 0: the next one."""
+        self._check()
+        if self.broken is not None:
+            raise self.broken
+        label = checked_version(version)
+        if self._updating:
+            raise UpdateUnderWay("of this engine")
+        weights_id = self._runtime.capacity.weights_id
+        if self._used.get(label, weights_id) != weights_id:
+            raise BadInput("version", f"{label!r} was used before, for other weights")
+        if label != self.version:
+            self._runtime.bus.publish(WeightsRelabelled(version=label))
+            order = order or next_order(self.order, label)
+        self._take_label(label, order, weights_id)
+
+    def _next_label(self) -> str:
+        label = next_version(self.version)
+        while label in self._used:
+            label = next_version(label)
+        return label
+
+    def _take_label(self, label: str, order: int, weights_id: str) -> None:
+        self.version, self.order = label, order or self.order
+        self._used[label] = weights_id
+        if self.on_change is not None:
+            self.on_change()
+
     async def aclose(self) -> bool:
-        """Stop an update that is under way; True: the runner may lack whole weights, and can only be closed."""
+        """Stop an update that is under way; True: the runner may lack whole weights, and takes no more work."""
         interrupted = self._updating
         self._closing = True
         if self._task is not None:
             self._task.cancel()
-            # what it waits for can be cancelled: a turn or two
+            # all that it awaits can be cancelled: it ends within a turn or two
             await wait_within([self._task], self._config.close_deadline_s)
         return interrupted or self.broken is not None
 
@@ -180,156 +230,133 @@ class Weights:
         # the next update may have begun in the turn in which this one ended
         if self._task is task:
             self._task = None
-            # one that was cancelled before its first step
+            # a task that was cancelled before its first step has not run `_update`
             self._updating = False
         if task.cancelled():
             if not self._closing:
-                # from outside, as `asyncio.run` does to all tasks at its end: the runner may lack whole weights
+                # `asyncio.run` cancels all tasks at its end: the runner may lack whole weights
                 self._fail(TaskCancelled("fdasync-weights"))
         else:
-            # it is the caller's; one who was cancelled does not ask
+            # counts as read: a caller that was cancelled does not read it
             task.exception()
 
     @property
     def is_updating(self) -> bool:
-        """An update is under way; it may read its caller's buffers."""
+        """Whether an update is under way, which may read its caller's buffers."""
         return self._updating
 
-    async def _update(self, version: int, load: Callable[[], Any], mode: str) -> None:
+    async def _update(
+        self, label: str, order: int, load: Loader, mode: Literal["abort", "keep"], again: str | None
+    ) -> None:
+        """`again`: the folder, where `label` is in use already."""
         try:
-            await self._load(version, load, mode)
+            await self._quiet()
+            if again is not None:
+                await self._compare(label, again)
+                if self.broken is None:
+                    self._take_label(label, order, self._runtime.capacity.weights_id)
+                    self._go_on()
+                    return
+            await self._load(label, order, load, mode)
         finally:
             self._updating = False
+            if self._runtime.driver is not None:
+                # a pause that waits for requests looks again
+                self._runtime.driver.tell()
 
-    async def _load(self, version: int, load: Callable[[], Any], mode: str) -> None:
-        runtime = self._runtime
-        await self._quiet()
+    async def _compare(self, label: str, folder: str) -> None:
+        """Raise BadInput unless a folder holds the weights in use (or those that were until an update broke), and
+        WeightsRejected if it cannot be read; both change nothing."""
+        try:
+            weights_id = await self._in_time("comparing weights", self._runtime.runner.read_weights_id(folder))
+        except Exception as error:
+            # raises the engine's failure where the worker died
+            self._check()
+            self._go_on()
+            if isinstance(error, WeightsRejected):
+                raise
+            raise WeightsRejected(f"{type(error).__name__}: {error}") from error
+        self._check()
+        if weights_id != self._runtime.capacity.weights_id:
+            self._go_on()
+            problem = f"{label!r} is in use, and {folder} holds other weights"
+            raise BadInput("version", problem, hint="give them a version of their own")
+
+    async def _in_time(self, what: str, work: Awaitable[T]) -> T:
+        """Wait for work of the runner; fails the engine where it takes longer than loading may."""
         limit_s = self._config.start_deadline_s
         try:
             async with Within(limit_s):
-                weights_id = await load()
+                return await work
+        except TimeoutError as error:
+            late = not isinstance(error, DeadlineExceeded)
+            self._fail(self._runtime.runner.overdue(what, limit_s) if late else error)
+            self._check()
+            raise
+
+    async def _load(self, label: str, order: int, load: Loader, mode: Literal["abort", "keep"]) -> None:
+        runtime = self._runtime
+        try:
+            weights_id = await self._in_time("loading weights", load())
         except WeightsRejected:
             self._go_on()
             raise
-        except TimeoutError as error:
-            late = not isinstance(error, DeadlineExceeded)
-            self._fail(runtime.runner.overdue("loading weights", limit_s) if late else error)
-            self._check()
-            raise
         except Exception as error:
-            # a worker that died has failed the engine by now
+            # raises the engine's failure where the worker died
             self._check()
             broken = error if isinstance(error, WeightsBroken) else WeightsBroken(f"{type(error).__name__}: {error}")
             self.broken = broken
             raise broken from error
         self._check()
         if mode == "abort":
-            # not before the weights are there: if they are refused, nothing has happened
+            # only now: where weights are refused, no request is aborted
             self._abort()
-        self._used.add(version)
-        self.version = version
         self.broken = None
         runtime.capacity = self._preparer.capacity = msgspec.structs.replace(runtime.capacity, weights_id=weights_id)
         runtime.namespace = self._preparer.namespace = namespace_of(runtime.capacity)
-        runtime.bus.publish(WeightsChanged(version=version, namespace=runtime.namespace))
+        runtime.bus.publish(WeightsChanged(version=label, namespace=runtime.namespace))
+        self._take_label(label, order or next_order(self.order, label), weights_id)
         self._go_on()
 
     def _go_on(self) -> None:
-        if not self._held and not self._pausers and self.broken is None:
+        """Resume, unless the weights are broken or a pause is left. One that waits for requests lets them go on."""
+        if self._held or self.broken is not None or any(mode != "wait" for mode in self._pausers.values()):
+            return
+        self._runtime.bus.publish(ResumeRequested())
+        if self._pausers:
+            self._ask("wait")
+        else:
             self._resumes += 1
-            self._runtime.bus.publish(ResumeRequested())
 
     def _abort(self) -> None:
-        """End those that ran with what they have, in the turn that reads of the new weights."""
+        """End requests that ran with what they have, in the turn that reads WeightsChanged."""
         keys = [
-            sample.key for request in self._runtime.hub.requests() for sample in request.samples if not sample.finish
+            sample.key
+            for request in self._runtime.processor.requests()
+            for sample in request.samples
+            if not sample.finish
         ]
         if keys:
             self._runtime.bus.publish(AbortRequested(keys=tuple(keys), begun_only=True))
 
     # -- sources --------------------------------------------------------------------------------------
 
-    def _loader(self, source: WeightSource) -> Callable[[], Any]:
-        """Raises BadInput for what cannot be a source."""
-        if isinstance(source, (str, os.PathLike)):
-            path: Any = os.fspath(source)
-            if not isinstance(path, str) or not path or "\0" in path or not _is_text(path):
-                raise BadInput("source", f"{source!r} is no folder")
-            return lambda: self._runtime.runner.load_folder(path)
-        tensors: Any = source
-        if not isinstance(tensors, Sequence) or isinstance(tensors, (bytes, bytearray, memoryview)):
-            raise BadInput("source", f"{type(source).__name__} is neither a folder nor a sequence of tensors")
-        checked = [_checked(number, entry) for number, entry in enumerate(tensors)]
-        if not checked:
-            raise BadInput("source", "holds no tensors")
+    def _folder_loader(self, path: str) -> Loader:
+        return lambda: self._runtime.runner.load_folder(path)
+
+    def _tensors_loader(self, source: WeightSource) -> Loader:
+        """Raises BadInput for an object that is no source."""
+        checked = tensors_of(source)
         return lambda: self._load_tensors([meta for meta, _ in checked], [data for _, data in checked])
 
     async def _load_tensors(self, metas: list[TensorMeta], buffers: list[memoryview]) -> str:
         runner = self._runtime.runner
         await runner.begin_tensors(metas)
         for number, (meta, data) in enumerate(zip(metas, buffers, strict=True)):
-            piece = max(_PIECE_NBYTES // _ITEM_NBYTES[meta.dtype], 1) * _ITEM_NBYTES[meta.dtype]
+            piece = max(_PIECE_NBYTES // ITEM_NBYTES[meta.dtype], 1) * ITEM_NBYTES[meta.dtype]
             for first in range(0, len(data), piece):
                 await runner.write_tensor(number, first, data[first : first + piece])
                 await asyncio.sleep(0)
         await runner.end_tensors()
-        # real randomness, whatever the seed: two updates must never share a namespace, nor two engines' updates a store
+        # random whatever the seed: no two updates may share a namespace, in this engine or in others on the same store
         return secrets.token_hex(16)
-
-
-def _checked(number: int, entry: Any) -> tuple[TensorMeta, memoryview]:
-    """A tensor's description and its bytes. Raises BadInput naming it."""
-    where = f"source[{number}]"
-    if not isinstance(entry, tuple) or len(entry) != 4:
-        raise BadInput(where, "is not a tuple (name, dtype, shape, buffer)")
-    name, dtype, shape, buffer = entry
-    if not isinstance(name, str) or not name or not _is_text(name):
-        raise BadInput(where, f"{name!r} is no name of a tensor")
-    where = f"source[{number}] {name!r}"
-    if not isinstance(dtype, str) or dtype not in _ITEM_NBYTES:
-        raise BadInput(where, f"dtype {dtype!r} is not known", limit=", ".join(_ITEM_NBYTES))
-    if not _is_shape(shape):
-        raise BadInput(where, f"{shape!r} is no shape")
-    try:
-        data = memoryview(buffer)
-    except Exception as error:
-        # exporting is the buffer's own code: it may refuse in any way
-        raise BadInput(where, f"{type(buffer).__name__} gives no buffer: {error}") from None
-    if not data.c_contiguous:
-        raise BadInput(where, "is not contiguous", hint="copy it first")
-    if not _holds(data, dtype):
-        problem = f"its buffer holds items of {data.itemsize} bytes in format {data.format!r}, which is not {dtype}"
-        raise BadInput(where, problem, hint="give values of that dtype in this machine's byte order, or raw bytes")
-    want = math.prod(shape) * _ITEM_NBYTES[dtype]
-    if data.nbytes != want:
-        raise BadInput(where, f"has {data.nbytes} bytes, {dtype} {tuple(shape)} has {want}")
-    return TensorMeta(name, dtype, tuple(shape)), data.cast("B") if data.nbytes else memoryview(b"")
-
-
-def _is_shape(shape: Any) -> bool:
-    if not isinstance(shape, Sequence) or isinstance(shape, (str, bytes, bytearray, memoryview)):
-        return False
-    return all(isinstance(size, int) and not isinstance(size, bool) and 0 <= size < 1 << 63 for size in shape)
-
-
-def _holds(data: memoryview, dtype: str) -> bool:
-    """Whether items of a buffer may be this dtype's; other byte orders and structs never are."""
-    form = data.format.removeprefix("@")
-    if len(form) != 1:
-        return False
-    return form in _RAW_FORMATS or (form in _FORMATS[dtype] and data.itemsize == _ITEM_NBYTES[dtype])
-
-
-def _is_text(text: str) -> bool:
-    """False for lone surrogates: no file and no message can hold them."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def refuse_broken(weights: Weights | None) -> None:
-    """Raises WeightsBroken while no weights can be used."""
-    if weights is not None and weights.broken is not None:
-        raise weights.broken

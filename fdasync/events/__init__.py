@@ -1,1 +1,1 @@
-"""The vocabulary of facts, the bus that carries them, and their trace."""
+"""Events and actions, the bus that carries events, taps that read them, and their trace."""

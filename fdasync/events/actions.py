@@ -1,33 +1,47 @@
-"""Every command the scheduler may give, on one page, in the imperative.
+"""Every command that the scheduler may give, on one page, in the imperative.
 
-Frozen, tagged structs without tensors, rows or text. Each asynchronous one ends in exactly one event: `RunStep` in
+Frozen, tagged structs without tensors, rows or text. Each asynchronous action ends in exactly one event: `RunStep` in
 `StepDone` or `StepFailed`, `SwapOut` and `SwapIn` in `SwapDone`, `LookUp` in `LookedUp`, `FetchBlocks` in `FetchEnded`,
 `StoreBlocks` in `StoreEnded`, `HashAgain` in `Hashed`, `AskLease` in `LeaseAnswered`, `SendBlocks` in `BlocksSent`,
 `HandOver` in `HandedOver`, `ReceiveBlocks` in `BlocksReceived`; a fetch or a write that ended before its work did is
-followed by one `LeaseReturned`. `EmitTokens` for a request with stop strings is answered by one `StopMatched` or
-`StopChecked`. The driver performs actions in the order given: `CopyRows` stands before the `FinishRequest` that reads
-the rows and before the `RunStep` that may write those slots again.
+followed by one `LateTransferEnded`. Each token of `EmitTokens` for a request with stop strings is answered by one
+`StopMatched` or `StopChecked`, up to the first `StopMatched`. The driver performs actions in the order given:
+`CopyRows` stands before the `FinishRequest` that reads the rows and before the `RunStep` that may write those slots
+again. The module knows no scheduler and no engine; the scheduler makes actions, and `engine/driver.py` performs them.
+
+Numbers like `copy_id`, `fetch_id`, `put_id`, `offer` and `receive_id` name one action; its terminal event repeats them.
+A `key` is the internal number of a sequence (one sample of a request), a `group` the key of its request's first sample.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Literal
+
 import msgspec
 
 from fdasync.request import SamplerSpec
+
+# the scheduler knows it from here
+from fdasync.result import FinishReason as FinishReason
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LeaseVerdict = Literal["granted", "queued", "denied"]
 
 
 class SeqStart(msgspec.Struct, frozen=True, array_like=True):
     """A sequence that enters the runner, new or resumed after preemption.
 
     Attributes:
-        key: internal number of the sequence; a runner forgets it at `RunStep.leaves`.
+        key: the sequence; a runner forgets it at `RunStep.leaves`.
         tokens: every known token, int32 little-endian.
-        num_cached: leading tokens whose KV and rows are there already, fewer than all: in whole blocks or, for a
-            sequence that another instance began, up to any token. A block that is there in part has this sequence
-            as its one writer; what it holds past those tokens is of no meaning, whatever bits they are.
+        num_cached: leading tokens whose KV and rows exist already, fewer than all: in whole blocks or, for a
+            sequence that another instance began, up to any token. A partial block has this sequence as its one
+            writer; its bytes past those tokens have no meaning.
         blocks: device block ids, in order, for every known token.
-        slots, generations: aux slot and its generation for each block that is not cached whole, the one that is
-            there in part included (it keeps those of its first rows); both empty when capture is off.
+        slots, generations: aux slot and its generation for each block that is not cached whole, a partial block
+            included (it keeps the slot of its first rows); both empty when capture is off.
         sampler: how to sample.
     """
 
@@ -40,10 +54,12 @@ class SeqStart(msgspec.Struct, frozen=True, array_like=True):
     sampler: SamplerSpec
 
 
-class Chunk(msgspec.Struct, frozen=True, array_like=True):
+class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The next `count` tokens of a sequence that is still in prefill.
 
     Attributes:
+        key: the sequence.
+        count: how many tokens.
         last: these are the last known tokens: sample once, and decode from the next step on.
     """
 
@@ -52,8 +68,14 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     last: bool
 
 
-class BlockAppend(msgspec.Struct, frozen=True, array_like=True):
-    """One more block at the end of a decoding sequence's block table (slot -1: capture is off)."""
+class BlockAppend(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One more block at the end of a decoding sequence's block table.
+
+    Attributes:
+        key: the sequence.
+        block: device block id.
+        slot, generation: the block's aux slot and its generation; slot -1: capture is off.
+    """
 
     key: int
     block: int
@@ -62,12 +84,25 @@ class BlockAppend(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RunStep(msgspec.Struct, frozen=True, array_like=True, tag="run_step"):
-    """One step, as a delta against what the runner knows. Steps are performed in order.
+    """One step, as a delta against the runner's state. Steps are performed in order.
 
     The runner keeps a *decode set* in the order of joining. A step applies, in this order: `leaves`
     (forget the sequence), `starts`, `appends`; then it forwards one token (the last sampled one, which
     never leaves the device) of every member of the decode set but `skips`, and the `chunks`; samples in
     that order, chunks only where `last`; lastly the sequences of `last` chunks join the decode set.
+
+    A runner with `Capacity.max_run_tokens` above 1 may forward further tokens of its own choice behind the first one
+    of a decoding sequence, as far as the block table has room. It yields the tokens that are accepted, as a run; they
+    are those that one token a step would give. The positions that were forwarded with tokens of the run have KV and
+    rows. The content of positions behind those has no meaning, and the next step writes them again.
+
+    Attributes:
+        step_id: counts steps.
+        leaves: keys of sequences that left.
+        starts: sequences that enter the runner.
+        appends: blocks for decoding sequences.
+        skips: keys of decoding sequences that this step leaves out.
+        chunks: prefill of this step.
     """
 
     step_id: int
@@ -79,9 +114,11 @@ class RunStep(msgspec.Struct, frozen=True, array_like=True, tag="run_step"):
 
 
 class SwapOut(msgspec.Struct, frozen=True, array_like=True, tag="swap_out"):
-    """Copy the KV of sealed device blocks to host blocks, `device[i]` to `host[i]`; their rows stay in their slots.
+    """Copy the KV of sealed device blocks to host blocks; their rows stay in their slots. Ends in one `SwapDone`.
 
-    Ends in one `SwapDone`. The device blocks stay as they are.
+    Attributes:
+        copy_id: names the copy.
+        device, host: block ids; `device[i]` is copied to `host[i]`, and stays as it is.
     """
 
     copy_id: int
@@ -90,9 +127,12 @@ class SwapOut(msgspec.Struct, frozen=True, array_like=True, tag="swap_out"):
 
 
 class SwapIn(msgspec.Struct, frozen=True, array_like=True, tag="swap_in"):
-    """Copy the KV of host blocks to fresh device blocks, `host[i]` to `device[i]`. Ends in one `SwapDone`.
+    """Copy the KV of host blocks to fresh device blocks. Ends in one `SwapDone`.
 
-    `slots` and `generations` name the slots that the blocks keep (both empty when capture is off).
+    Attributes:
+        copy_id: names the copy.
+        host, device: block ids; `host[i]` is copied to `device[i]`.
+        slots, generations: the slots that the blocks keep; both empty when capture is off.
     """
 
     copy_id: int
@@ -106,7 +146,8 @@ class EmitTokens(msgspec.Struct, frozen=True, array_like=True, tag="emit"):
     """Hand sampled tokens of one step to their requests: three columns of equal length.
 
     Attributes:
-        keys, tokens: sequence and token.
+        step_id: the step.
+        keys, tokens: sequence and token; a sequence stands once for each token of its run, in order.
         rows: the token's row in the step's output (for log-probs).
     """
 
@@ -116,53 +157,80 @@ class EmitTokens(msgspec.Struct, frozen=True, array_like=True, tag="emit"):
     rows: tuple[int, ...]
 
 
-class RowSpan(msgspec.Struct, frozen=True, array_like=True):
-    """`count` aux rows of one sequence, those of positions [start, start + count), from `offset` in a slot.
+class RowSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Aux rows of one sequence. They follow the rows that the sequence has; the request's rows check that.
 
-    They follow the rows that it already has: whoever places them compares.
+    Attributes:
+        key: the sequence.
+        slots: slots of the blocks that hold the rows, in the order of the blocks.
+        generations: for each slot, the use of it that the rows must have been written for.
+        offset: of the first row in the first slot.
+        count: how many rows; they end in the last slot.
+        start: position of the first row.
     """
 
     key: int
-    slot: int
-    generation: int
+    slots: tuple[int, ...]
+    generations: tuple[int, ...]
     offset: int
     count: int
     start: int
 
+    def by_slot(self, block_tokens: int) -> Iterator[RowSpan]:
+        """The same rows, a span for each slot, in order."""
+        first, last = self.offset, self.offset + self.count
+        for number, (slot, generation) in enumerate(zip(self.slots, self.generations, strict=True)):
+            low = max(first, number * block_tokens)
+            high = min(last, (number + 1) * block_tokens)
+            yield RowSpan(
+                self.key, (slot,), (generation,), low - number * block_tokens, high - low, self.start + low - first
+            )
+
 
 class CopyRows(msgspec.Struct, frozen=True, array_like=True, tag="copy_rows"):
-    """Copy aux rows out of their slots into the results of their requests, now."""
+    """Copy aux rows out of their slots into the results of their requests, now.
+
+    Attributes:
+        spans: the rows.
+    """
 
     spans: tuple[RowSpan, ...]
 
 
 class FinishRequest(msgspec.Struct, frozen=True, array_like=True, tag="finish"):
-    """End one sequence. The only action that does, and given once for each.
+    """End one sequence. No other action does, and it is given once for each.
 
     Attributes:
-        reason: stop, length, abort, deadline; "failed" from `Scheduler.salvage` alone; of samples that another
-            instance goes on with "handed_over", or "no_lease" where none would ("never_lease": ever); "lease_lost" on
-            that one, where nothing came of it.
-        note: of "no_lease" and "lease_lost": why.
+        key: the sequence.
+        reason: stop, length, abort, deadline; "failed" from `Scheduler.salvage` alone. On a prefill side also
+            "handed_over" (the decode instance goes on with the sample), "no_lease" (no decode instance granted a lease)
+            or "never_lease" (none ever will); on a decode side "lease_lost" (the lease ended before the hand-over).
         token_ids: the returned output tokens.
-        num_rows: contiguous aux rows from the request's start that belong to them.
+        num_rows: contiguous aux rows from the request's `start` that belong to them.
         cached_tokens: tokens that were not computed at first admission, found on the device, on the host, in the store.
-        spans: (first output token, weight version) where the version changed, in order.
+        spans: (first output token, weight version) for each change of the version, in order.
         matched_stop: the stop id that ended it, else -1.
+        note: why, with "no_lease", "never_lease" and "lease_lost".
     """
 
     key: int
-    reason: str
+    reason: FinishReason
     token_ids: tuple[int, ...]
     num_rows: int
     cached_tokens: tuple[int, int, int]
-    spans: tuple[tuple[int, int], ...]
+    spans: tuple[tuple[int, str], ...]
     matched_stop: int = -1
     note: str = ""
 
 
 class LookUp(msgspec.Struct, frozen=True, array_like=True, tag="look_up"):
-    """How many leading blocks of these identities does the store have? Ends in one `LookedUp`, by the deadline."""
+    """Look up how many leading blocks of these identities the store has. Ends in one `LookedUp`, by the deadline.
+
+    Attributes:
+        lookup_id: names the lookup.
+        namespace, keys: identities of the blocks.
+        deadline: engine time.
+    """
 
     lookup_id: int
     namespace: bytes
@@ -173,7 +241,12 @@ class LookUp(msgspec.Struct, frozen=True, array_like=True, tag="look_up"):
 class FetchBlocks(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
     """Read these blocks from the store: KV to host blocks, rows to slots. Ends in one `FetchEnded`, by the deadline.
 
-    `slots` and `generations` are empty when capture is off.
+    Attributes:
+        fetch_id: names the fetch.
+        namespace, keys: identities of the blocks.
+        host: host block ids.
+        slots, generations: of the rows; both empty when capture is off.
+        deadline: engine time.
     """
 
     fetch_id: int
@@ -189,7 +262,10 @@ class StoreBlocks(msgspec.Struct, frozen=True, array_like=True, tag="store"):
     """Write these host blocks and their rows to the store. Ends in one `StoreEnded`.
 
     Attributes:
-        slots, generations: of their rows, and the use of each slot that they must have been written for; empty where
+        put_id: names the write.
+        namespace, keys: identities of the blocks.
+        host: host block ids.
+        slots, generations: of their rows, and the use of each slot that they must have been written for; both empty if
             there are no rows.
     """
 
@@ -204,7 +280,10 @@ class StoreBlocks(msgspec.Struct, frozen=True, array_like=True, tag="store"):
 class HashAgain(msgspec.Struct, frozen=True, array_like=True, tag="hash_again"):
     """Compute the identities of a sequence's full blocks under the present namespace. Ends in one `Hashed`.
 
-    `tokens` are int32 little-endian.
+    Attributes:
+        key: the sequence.
+        tokens: its tokens, int32 little-endian.
+        salt: its caller's salt.
     """
 
     key: int
@@ -213,17 +292,17 @@ class HashAgain(msgspec.Struct, frozen=True, array_like=True, tag="hash_again"):
 
 
 class AskLease(msgspec.Struct, frozen=True, array_like=True, tag="ask_lease"):
-    """Ask another instance for room for a group of samples. Ends in one `LeaseAnswered`.
+    """Ask a decode instance for a lease, room for a group of samples. Ends in one `LeaseAnswered`.
 
     Attributes:
-        group: key of the group's first sample.
+        group: the samples.
         attempt: never repeats within a group.
         peer: address of the instance.
         namespace, keys: identities of the prompt's full blocks.
-        silent_by: engine time by which it must have answered something.
-        answer_by: engine time by which it must have answered for good; the lease is over then too, unless granted.
-        over_by: engine time at which even a granted lease is over.
-        ttl_s: not renewed for so long, it is over.
+        silent_by: engine time by which the instance must have sent any answer.
+        answer_by: engine time by which it must have granted or denied the lease; without a grant the lease ends then.
+        over_by: engine time at which even a granted lease ends.
+        ttl_s: the lease ends when it was not renewed for so long.
     """
 
     group: int
@@ -238,7 +317,11 @@ class AskLease(msgspec.Struct, frozen=True, array_like=True, tag="ask_lease"):
 
 
 class GiveUpLease(msgspec.Struct, frozen=True, array_like=True, tag="give_up_lease"):
-    """Tell the other instance that a lease, asked for or granted, is not wanted any more. Offers under it end."""
+    """Tell a decode instance that a lease, asked for or granted, is not wanted any more. Offers under it end.
+
+    Attributes:
+        group, attempt, peer: as in `AskLease`.
+    """
 
     group: int
     attempt: int
@@ -246,10 +329,13 @@ class GiveUpLease(msgspec.Struct, frozen=True, array_like=True, tag="give_up_lea
 
 
 class SendBlocks(msgspec.Struct, frozen=True, array_like=True, tag="send_blocks"):
-    """Let the other instance copy these host blocks and their rows. Ends in one `BlocksSent`.
+    """Let a decode instance copy these host blocks and their rows. Ends in one `BlocksSent`.
 
     Attributes:
-        indices: which of the prompt's blocks they are.
+        offer: names the offer.
+        group, attempt, peer: the lease, as in `AskLease`.
+        indices: places of the blocks in the prompt.
+        host: host block ids.
         slots, generations: as in `StoreBlocks`.
     """
 
@@ -264,13 +350,17 @@ class SendBlocks(msgspec.Struct, frozen=True, array_like=True, tag="send_blocks"
 
 
 class HandOver(msgspec.Struct, frozen=True, array_like=True, tag="hand_over"):
-    """Give the other instance a sample's first token and its open block. Ends in one `HandedOver`.
+    """Give a decode instance a sample's first token and its open block. Ends in one `HandedOver`.
 
     Attributes:
-        index: number of the sample.
+        offer: names the offer.
+        group, attempt, peer: the lease, as in `AskLease`.
+        key: the sample.
+        index: number of the sample in its group.
+        token: its first token.
         tail: index of the open block in the prompt; -1: the prompt fills its blocks.
         tail_rows: how many of its tokens count.
-        host, slot, generation: where the open block is, and which use of its slot; -1 where there is none.
+        host, slot, generation: where the open block is, and which use of its slot; -1: there is none.
         cached: prompt tokens that were not computed, by tier.
     """
 
@@ -290,17 +380,31 @@ class HandOver(msgspec.Struct, frozen=True, array_like=True, tag="hand_over"):
 
 
 class AnswerLease(msgspec.Struct, frozen=True, array_like=True, tag="answer_lease"):
-    """Answer who asked for a lease. See `pd.messages.LeaseAnswer`."""
+    """Answer the prefill instance that asked for a lease.
+
+    Attributes:
+        group: the samples, under numbers of this instance.
+        verdict: "queued" is an interim answer.
+        prefix_blocks: with "granted": leading blocks that need not be sent.
+        retry_after_s: with "denied": asking again earlier makes no sense; negative: asking again never does.
+        reason: with "denied": why.
+    """
 
     group: int
-    verdict: str
+    verdict: LeaseVerdict
     prefix_blocks: int = 0
     retry_after_s: float = 0.0
     reason: str = ""
 
 
 class DropLease(msgspec.Struct, frozen=True, array_like=True, tag="drop_lease"):
-    """Tell who holds a lease of ours that it is over; `ended`: because all of its samples have ended here."""
+    """Tell a prefill instance that a lease granted to it is over.
+
+    Attributes:
+        group: the samples, under numbers of this instance.
+        reason: in words.
+        ended: all of the samples have ended here.
+    """
 
     group: int
     reason: str
@@ -308,11 +412,15 @@ class DropLease(msgspec.Struct, frozen=True, array_like=True, tag="drop_lease"):
 
 
 class ReceiveBlocks(msgspec.Struct, frozen=True, array_like=True, tag="receive_blocks"):
-    """Copy blocks that were offered to us: KV to host blocks, rows to slots. Ends in one `BlocksReceived`.
+    """Copy blocks that a prefill instance offers: KV to host blocks, rows to slots. Ends in one `BlocksReceived`.
 
     Attributes:
-        indices: which of the prompt's blocks; offered under `offers`, one for each.
-        slots, generations: empty when capture is off.
+        receive_id: names the copy.
+        group: the samples, under numbers of this instance.
+        offers: the offer of each block.
+        indices: the block's place in the prompt.
+        host: host block ids.
+        slots, generations: of the rows; both empty when capture is off.
         rows: how many tokens of each block count.
         deadline: engine time.
     """
@@ -329,7 +437,13 @@ class ReceiveBlocks(msgspec.Struct, frozen=True, array_like=True, tag="receive_b
 
 
 class ConfirmHandOver(msgspec.Struct, frozen=True, array_like=True, tag="confirm"):
-    """Everything of a sample is here: tell who computed it, and, if `emit`, hand its first token to its request."""
+    """Tell the prefill instance that all of a sample has arrived here.
+
+    Attributes:
+        group: the samples, under numbers of this instance.
+        key: the sample.
+        emit: hand its first token to its request.
+    """
 
     group: int
     key: int
@@ -337,14 +451,19 @@ class ConfirmHandOver(msgspec.Struct, frozen=True, array_like=True, tag="confirm
 
 
 class TellBlocks(msgspec.Struct, frozen=True, array_like=True, tag="tell_blocks"):
-    """Identities that can be matched from now on, and those that are lost; for routers."""
+    """Tell routers how the identities that can be matched here have changed.
+
+    Attributes:
+        added: identities that can be matched from now on.
+        removed: identities that are lost.
+    """
 
     added: tuple[bytes, ...]
     removed: tuple[bytes, ...]
 
 
 class WakeAt(msgspec.Struct, frozen=True, array_like=True, tag="wake_at"):
-    """Publish `TimerFired` at this engine time; replaces any earlier WakeAt."""
+    """Publish `TimerFired` at `time`, engine time; replaces any earlier WakeAt."""
 
     time: float
 
@@ -372,7 +491,7 @@ Action = (
     | WakeAt
 )
 
-#: what concerns other instances
+#: actions that concern other instances
 ELSEWHERE = (
     AskLease,
     GiveUpLease,

@@ -1,8 +1,8 @@
-"""The event bus: stamps facts and queues them for the next turn of the driver.
+"""The event bus: stamps events and queues them for the next turn of the driver.
 
-`publish` tells and never asks: no return value, nothing to await, it cannot block or raise. Taps
-(metrics, traces, plugins) read behind bounded queues and can never hold up the spine. One bus per
-engine; it knows no scheduler and no actions.
+`publish` returns nothing, is not awaited, and cannot block or raise. Taps (metrics, traces, plugins) read from bounded
+queues and can never hold up the engine. Each engine has one bus; it knows no scheduler and no actions. The engine's
+services publish to it; the driver attaches itself and drains it. Events that come earlier wait for the driver.
 """
 
 from __future__ import annotations
@@ -13,19 +13,29 @@ from typing import TYPE_CHECKING, TypeVar
 
 from msgspec.structs import force_setattr
 
+from fdasync.errors import BadInput
+from fdasync.events.catalog import Event
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from fdasync.events.catalog import Event
+E = TypeVar("E", bound=Event)
 
-E = TypeVar("E", bound="Event")
+
+def check_subscription(kinds: object, limit: object) -> None:
+    """What a wrong kind or limit would do in a turn of the engine is refused here. Raises BadInput."""
+    if not isinstance(kinds, tuple) or not all(isinstance(kind, type) and issubclass(kind, Event) for kind in kinds):
+        raise BadInput("kinds", f"{kinds!r:.200} is no tuple of classes of events")
+    if type(limit) is not int or limit < 1:
+        raise BadInput("limit", f"is {limit!r:.100}", limit="an int of 1 or more")
 
 
 class Subscription:
-    """One tap: an async iterator of events behind a bounded queue; what does not fit is dropped and counted.
+    """One tap: an async iterator of events behind a bounded queue; events that do not fit are dropped and counted.
 
     Attributes:
-        delivered, dropped: events handed out, and events lost because the tap was slow.
+        delivered: events handed out.
+        dropped: events lost because the tap was slow.
     """
 
     def __init__(self, bus: EventBus, kinds: tuple[type[Event], ...], limit: int) -> None:
@@ -53,6 +63,11 @@ class Subscription:
             else:
                 self._events.append(event)
         self._wake()
+
+    def discard(self) -> None:
+        """Drop and count the events that wait."""
+        self.dropped += len(self._events)
+        self._events.clear()
 
     def close(self) -> None:
         """End the iteration once the queue is empty; idempotent."""
@@ -91,16 +106,13 @@ class EventBus:
 
     Args:
         clock: engine time in seconds.
-        wake: called when the queue goes from empty to not empty; schedules a turn.
-
-    Attributes:
-        standing: gives the published events that still hold: a new tap is told them first.
+        standing: returns the published events that still hold; a new tap gets them first.
     """
 
-    def __init__(self, clock: Callable[[], float], wake: Callable[[], None]) -> None:
-        self.standing: Callable[[], Iterable[Event]] = tuple
+    def __init__(self, clock: Callable[[], float], standing: Callable[[], Iterable[Event]] = tuple) -> None:
         self._clock = clock
-        self._wake = wake
+        self._standing = standing
+        self._wake: Callable[[], None] | None = None
         self._queue: list[Event] = []
         self._taps: list[Subscription] = []
         self._closed = False
@@ -108,16 +120,26 @@ class EventBus:
 
     def publish(self, event: Event) -> None:
         """Stamp the event with sequence number and engine time, and queue it. Cannot block or raise."""
-        # the one place that writes to a frozen event, before anybody else has seen it
+        # the one place that writes to a frozen event, before it is read anywhere
         force_setattr(event, "seq", self._seq)
         force_setattr(event, "at", self._clock())
         self._seq += 1
         self._queue.append(event)
-        if len(self._queue) == 1:
+        if len(self._queue) == 1 and self._wake is not None:
             self._wake()
 
+    def attach(self, wake: Callable[[], None]) -> None:
+        """Register the one reader that drains the queue.
+
+        Args:
+            wake: called when the queue goes from empty to not empty, and now if events wait already; schedules a turn.
+        """
+        self._wake = wake
+        if self._queue:
+            wake()
+
     def drain(self) -> list[Event]:
-        """All queued events, oldest first; what is published from now on belongs to the next turn."""
+        """All queued events, oldest first; events published from now on belong to the next turn."""
         events, self._queue = self._queue, []
         return events
 
@@ -127,12 +149,13 @@ class EventBus:
             tap.offer(events)
 
     def subscribe(self, *kinds: type[Event], limit: int = 1024) -> Subscription:
-        """A tap on events of these kinds (all kinds when none is named), holding at most `limit`."""
+        """A tap on events of these kinds (all kinds when none is named), holding at most `limit`. Raises BadInput."""
+        check_subscription(kinds, limit)
         tap = Subscription(self, kinds, limit)
         if self._closed:
             tap.close()
         else:
-            tap.offer(event for event in self.standing() if event not in self._queue)
+            tap.offer(event for event in self._standing() if event not in self._queue)
             self._taps.append(tap)
         return tap
 

@@ -1,16 +1,25 @@
 """Every event in the system, on one page, in the past tense.
 
-Frozen, tagged structs that carry all the scheduler reads (token ids, lengths, block keys) and no
-tensors, rows or text, so that a ring can keep them and a trace can replay them. `at` (engine seconds)
-and `seq` are stamped by `EventBus.publish` and by nobody else; tests that call the scheduler directly
-give `at` themselves.
+Frozen, tagged structs that carry all that the scheduler reads (token ids, lengths, block keys) and no tensors, rows or
+text, so that a ring can keep them and a trace can replay them. Only `EventBus.publish` stamps `at` (engine seconds) and
+`seq`; tests that call the scheduler directly give `at` themselves. The module knows no bus and no scheduler. The
+engine's services make events; the scheduler and taps read them.
+
+A `key` is the internal number of a sample, a `group` the key of its request's first sample. Numbers like `step_id`,
+`copy_id`, `fetch_id`, `offer` and `receive_id` repeat those of the action that the event ends (`events/actions.py`).
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
-from fdasync.request import SamplerSpec
+from fdasync.request import PauseMode, SamplerSpec
+from fdasync.result import FinishReason
+
+StoreVerb = Literal["exists_prefix", "get_into", "put", "delete", "usage"]
+LinkRole = Literal["mixed", "prefill", "decode", "router", "listener", ""]
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -34,19 +43,21 @@ class RequestPrepared(Event, frozen=True, kw_only=True):
         tokens: prompt token ids.
         block_keys: chained identity of each full prompt block (empty: prefix cache off).
         max_tokens: most new tokens.
-        min_tokens: fewer are never ended by a stop id.
+        min_tokens: no stop id ends it before this many new tokens.
         stop_ids: ids that end it, EOS included.
         priority: higher is served first and preempted last.
         deadline: engine time at which it ends with reason "deadline".
         emits: its tokens are wanted as they come (a stream, stop strings, log-probs).
-        checks_stops: it has stop strings; `output.py` answers every emit.
+        checks_stops: it has stop strings; `engine/output.py` answers every emit.
         start: first position whose aux rows are wanted; -1: none are.
-        sampler: for the runner.
-        namespace: what it was hashed under; one that is not in use any more sends it back to be hashed again.
+        sampler: how to sample; for the runner.
+        namespace: under which it was hashed; if that is not in use any more, it is hashed again.
         root: identity of an empty prefix under that namespace and this salt.
         salt: the caller's, which sets prefixes apart.
-        decoders: addresses of instances to hand it to after its prefill, in order of preference; empty: none.
-        samples: how many the group has.
+        decoders: addresses of decode instances to hand it to after its prefill, in order of preference; empty: none.
+        samples: how many samples the group has.
+        arrived_at: engine time of the caller's call, waits at a router or another instance included; None: the time at
+            which this was published.
     """
 
     key: int
@@ -67,13 +78,15 @@ class RequestPrepared(Event, frozen=True, kw_only=True):
     salt: str = ""
     decoders: tuple[str, ...] = ()
     samples: int = 1
+    arrived_at: float | None = None
 
 
 class AbortRequested(Event, frozen=True, kw_only=True):
     """The caller left, or called abort. Unknown and ended keys are counted, never an error.
 
     Attributes:
-        begun_only: those that never ran are left as they are.
+        keys: the samples to end.
+        begun_only: samples that never ran are left as they are.
     """
 
     keys: tuple[int, ...]
@@ -81,19 +94,26 @@ class AbortRequested(Event, frozen=True, kw_only=True):
 
 
 class StepDone(Event, frozen=True, kw_only=True):
-    """A step completed: its KV, its aux rows and its tokens are there.
+    """A step completed: its KV, its aux rows and its tokens can be read.
 
     Attributes:
         step_id: as in `RunStep`.
-        tokens: one per sampled sequence, in the order `RunStep` defines.
+        tokens: the sampled tokens, sequence after sequence in the order that `RunStep` defines.
+        counts: how many of the tokens are each sequence's run; None: one each.
     """
 
     step_id: int
     tokens: tuple[int, ...]
+    counts: tuple[int, ...] | None = None
 
 
 class StepFailed(Event, frozen=True, kw_only=True):
-    """A step ended without a result. Fails the engine; kept for the trace."""
+    """A step ended without a result. The engine fails; the event is kept for the trace.
+
+    Attributes:
+        step_id: as in `RunStep`.
+        problem: the runner's error.
+    """
 
     step_id: int
     problem: str
@@ -103,8 +123,9 @@ class SwapDone(Event, frozen=True, kw_only=True):
     """A copy of blocks between device and host ended.
 
     Attributes:
+        copy_id: as in `SwapOut` or `SwapIn`.
         seconds: how long it took.
-        kv_nbytes, aux_nbytes: KV and rows that were moved, counted where they are copied.
+        kv_nbytes, aux_nbytes: bytes of KV and rows that were moved, counted where they are copied.
     """
 
     copy_id: int
@@ -114,12 +135,13 @@ class SwapDone(Event, frozen=True, kw_only=True):
 
 
 class LookedUp(Event, frozen=True, kw_only=True):
-    """The store was asked for a run of blocks.
+    """A lookup of a run of blocks in the store was answered, or its deadline passed.
 
     Attributes:
-        count: leading ones that it has; 0 also where it did not answer.
-        seconds: how long it was waited for.
-        answered: False: it failed, or the deadline passed first.
+        lookup_id: as in `LookUp`.
+        count: how many leading blocks the store has; 0 without an answer.
+        seconds: how long the engine waited.
+        answered: False: the store failed, or the deadline passed first.
     """
 
     lookup_id: int
@@ -129,19 +151,26 @@ class LookedUp(Event, frozen=True, kw_only=True):
 
 
 class LookupReturned(Event, frozen=True, kw_only=True):
-    """A lookup of so many blocks was answered after all, so long after it was sent; nobody waits for it any more."""
+    """A lookup was answered after its deadline; no request waits for it any more.
+
+    Attributes:
+        num_keys: how many blocks were looked up.
+        seconds: from the call to the answer.
+    """
 
     num_keys: int
     seconds: float
 
 
 class FetchEnded(Event, frozen=True, kw_only=True):
-    """Reading blocks from the store was waited for long enough, or ended.
+    """A read of blocks from the store ended, or its deadline passed.
 
     Attributes:
-        arrived: for each block: it is there, checked, its rows too.
-        late: blocks that did not arrive are still being read; `LeaseReturned` follows.
-        nbytes: of what arrived.
+        fetch_id: as in `FetchBlocks`.
+        arrived: for each block: it was read and checked, with its rows.
+        late: the other blocks are still being read; `LateTransferEnded` follows.
+        seconds: how long the engine waited.
+        nbytes: bytes of the blocks that arrived.
     """
 
     fetch_id: int
@@ -152,11 +181,14 @@ class FetchEnded(Event, frozen=True, kw_only=True):
 
 
 class StoreEnded(Event, frozen=True, kw_only=True):
-    """Writing blocks to the store was waited for long enough, or ended.
+    """A write of blocks to the store ended, or its deadline passed.
 
     Attributes:
+        put_id: as in `StoreBlocks`.
         stored: for each block: the store has it.
-        late: the others are still being written; `LeaseReturned` follows.
+        late: the other blocks are still being written; `LateTransferEnded` follows.
+        seconds: how long the engine waited.
+        nbytes: bytes of the blocks that were written.
     """
 
     put_id: int
@@ -166,20 +198,27 @@ class StoreEnded(Event, frozen=True, kw_only=True):
     nbytes: int
 
 
-class LeaseReturned(Event, frozen=True, kw_only=True):
+class LateTransferEnded(Event, frozen=True, kw_only=True):
     """The late rest of a fetch or a write ended: nothing touches its blocks any more.
 
     Attributes:
-        lease_id: the fetch's or the put's number.
-        arrived: for each of its blocks: it arrived, or was stored, after all (or had before).
+        transfer_id: the `fetch_id` or the `put_id`.
+        arrived: for each of its blocks: it arrived or was stored, now or before.
     """
 
-    lease_id: int
+    transfer_id: int
     arrived: tuple[bool, ...]
 
 
 class Hashed(Event, frozen=True, kw_only=True):
-    """A sequence has identities under a namespace again."""
+    """A sequence has identities under the present namespace again.
+
+    Attributes:
+        key: the sequence.
+        namespace: the namespace.
+        root: identity of an empty prefix under it.
+        block_keys: identities of the sequence's full blocks.
+    """
 
     key: int
     namespace: bytes
@@ -188,13 +227,15 @@ class Hashed(Event, frozen=True, kw_only=True):
 
 
 class LeaseAnswered(Event, frozen=True, kw_only=True):
-    """An instance granted or denied a lease, or was silent for too long, or is not there.
+    """A decode instance granted or denied a lease, did not answer in time, or cannot be reached.
 
     Attributes:
+        group, attempt: as in `AskLease`.
+        granted: the lease was granted.
         prefix_blocks: of a grant: leading blocks that need not be sent.
-        retry_after_s: of a denial: asking again before makes no sense; negative: asking again never does.
+        retry_after_s: of a denial: asking again earlier makes no sense; negative: asking again never does.
         reason: of a denial, in words.
-        silent: nobody denied it: there was no answer.
+        silent: there was no answer.
     """
 
     group: int
@@ -207,7 +248,12 @@ class LeaseAnswered(Event, frozen=True, kw_only=True):
 
 
 class LeaseLost(Event, frozen=True, kw_only=True):
-    """A lease that was granted to us is over: its instance says so, or went away."""
+    """A lease that a decode instance had granted is over: the instance says so, or went away.
+
+    Attributes:
+        group, attempt: as in `AskLease`.
+        reason: in words.
+    """
 
     group: int
     attempt: int
@@ -215,27 +261,37 @@ class LeaseLost(Event, frozen=True, kw_only=True):
 
 
 class BlocksSent(Event, frozen=True, kw_only=True):
-    """Blocks that were offered were taken, or will not be: nobody reads them any more."""
+    """The decode instance copied the blocks that were offered to it, or never will: it reads them no more.
+
+    Attributes:
+        offer: as in `SendBlocks`.
+        taken: the blocks were copied.
+    """
 
     offer: int
     taken: bool
 
 
 class HandedOver(Event, frozen=True, kw_only=True):
-    """A sample's hand-over ended: the other instance goes on with it, or will not."""
+    """A sample's hand-over ended.
+
+    Attributes:
+        offer: as in `HandOver`.
+        taken: the decode instance goes on with the sample.
+    """
 
     offer: int
     taken: bool
 
 
 class LeaseAsked(Event, frozen=True, kw_only=True):
-    """Another instance asks for room for a group of samples.
+    """A prefill instance asks for a lease for a group of samples.
 
     Attributes:
-        requests: its samples, under numbers of ours.
-        peer: who asks.
-        ttl_s: not renewed for so long, the lease is over.
-        over_by: engine time at which it is over if it was not handed over.
+        requests: the samples, under numbers of this instance.
+        peer: address of the prefill instance.
+        ttl_s: the lease ends when it was not renewed for so long.
+        over_by: engine time at which it ends unless the samples were handed over.
     """
 
     requests: tuple[RequestPrepared, ...]
@@ -245,13 +301,22 @@ class LeaseAsked(Event, frozen=True, kw_only=True):
 
 
 class LeasesRenewed(Event, frozen=True, kw_only=True):
-    """These leases of ours are still wanted."""
+    """Prefill instances still want these leases.
+
+    Attributes:
+        groups: the leases, each by its group here.
+    """
 
     groups: tuple[int, ...]
 
 
 class LeaseGivenUp(Event, frozen=True, kw_only=True):
-    """These leases of ours are not wanted any more, or who wanted them is gone."""
+    """Prefill instances do not want these leases any more, or are gone.
+
+    Attributes:
+        groups: the leases, each by its group here.
+        reason: in words.
+    """
 
     groups: tuple[int, ...]
     reason: str
@@ -261,7 +326,9 @@ class BlocksOffered(Event, frozen=True, kw_only=True):
     """Blocks of a lease's prompt can be copied.
 
     Attributes:
-        indices: which of the prompt's blocks.
+        group: the lease, by its group here.
+        offer: names the offer.
+        indices: places of the blocks in the prompt.
     """
 
     group: int
@@ -270,10 +337,15 @@ class BlocksOffered(Event, frozen=True, kw_only=True):
 
 
 class SampleOffered(Event, frozen=True, kw_only=True):
-    """A sample's first token came, and where its open block can be copied.
+    """A sample's first token came, and its open block can be copied.
 
     Attributes:
-        tail_rows: how many tokens of the open block count; 0: there is none.
+        group: the lease, by its group here.
+        key: the sample.
+        offer: names the offer.
+        token: the first token.
+        tail_rows: how many tokens of the open block count; 0: there is no open block.
+        cached: prompt tokens that the prefill instance did not compute, by tier.
     """
 
     group: int
@@ -285,11 +357,14 @@ class SampleOffered(Event, frozen=True, kw_only=True):
 
 
 class BlocksReceived(Event, frozen=True, kw_only=True):
-    """Copying blocks from another instance ended; nothing touches their places any more.
+    """A copy of blocks from a prefill instance ended; nothing touches their places any more.
 
     Attributes:
-        arrived: for each block: it is there, checked, its rows too.
-        problem: of the first that is not.
+        receive_id: as in `ReceiveBlocks`.
+        arrived: for each block: it was copied and checked, with its rows.
+        seconds: how long the copy took.
+        nbytes: bytes of the blocks that arrived.
+        problem: of the first block that did not arrive.
     """
 
     receive_id: int
@@ -300,34 +375,64 @@ class BlocksReceived(Event, frozen=True, kw_only=True):
 
 
 class PauseRequested(Event, frozen=True, kw_only=True):
-    """Plan no more steps."""
+    """The scheduler is to plan no more steps: at once, or ("wait") when the requests that have begun have ended.
+
+    Attributes:
+        mode: what happens to the requests that are inside; see `Generator.pause`.
+    """
+
+    mode: PauseMode = "in_place"
 
 
 class ResumeRequested(Event, frozen=True, kw_only=True):
-    """Plan steps again."""
+    """The scheduler is to plan steps again, whatever the mode of the pause was, and if it has not begun yet."""
+
+
+class CacheResetRequested(Event, frozen=True, kw_only=True):
+    """Device and host are to forget every cached block. Running requests keep those that they use, as private ones."""
 
 
 class WeightsChanged(Event, frozen=True, kw_only=True):
-    """The runner has new weights; no step was in flight. Nothing computed before may be matched any more.
+    """The runner has new weights; no step was in flight. No block computed before may be matched any more.
 
     Attributes:
         version: the caller's label.
-        namespace: identities live under this one from now on.
+        namespace: the namespace of identities from now on.
     """
 
-    version: int
+    version: str
     namespace: bytes
 
 
+class WeightsRelabelled(Event, frozen=True, kw_only=True):
+    """The weights in use have another label from now on. They are the same: identities do not change.
+
+    Attributes:
+        version: the caller's label.
+    """
+
+    version: str
+
+
 class StopMatched(Event, frozen=True, kw_only=True):
-    """A stop string was found: the request keeps this many output tokens."""
+    """A stop string was found in the text of a sample.
+
+    Attributes:
+        key: the sample.
+        keep_tokens: how many output tokens it keeps.
+    """
 
     key: int
     keep_tokens: int
 
 
 class StopChecked(Event, frozen=True, kw_only=True):
-    """The first `num_tokens` output tokens hold no stop string."""
+    """The text of a sample's first output tokens holds no stop string.
+
+    Attributes:
+        key: the sample.
+        num_tokens: how many tokens were checked.
+    """
 
     key: int
     num_tokens: int
@@ -337,22 +442,24 @@ class TimerFired(Event, frozen=True, kw_only=True):
     """The time of the last `WakeAt` has come."""
 
 
-class Told(Event, frozen=True, kw_only=True):
-    """Base of what is told to taps only: the scheduler passes it over."""
+class Notice(Event, frozen=True, kw_only=True):
+    """Base of events for taps only: the scheduler does not read them."""
 
 
-class StoreCalled(Told, frozen=True, kw_only=True):
+class StoreCalled(Notice, frozen=True, kw_only=True):
     """One call to a store ended.
 
     Attributes:
-        verb: exists_prefix, get_into, put, delete.
+        store: its name.
+        verb: the store's method that was called.
         items, nbytes: of the call.
+        seconds: from the call to its end, or to the end of the waiting for it.
         done, missed, damaged, failed: items by outcome.
         error: class of the error that ended the call as a whole, or "".
     """
 
     store: str
-    verb: str
+    verb: StoreVerb
     items: int
     nbytes: int
     seconds: float
@@ -363,18 +470,27 @@ class StoreCalled(Told, frozen=True, kw_only=True):
     error: str = ""
 
 
-class BlockDamaged(Told, frozen=True, kw_only=True):
-    """What came back from a store was not what was asked for, was not used, and was deleted there."""
+class BlockDamaged(Notice, frozen=True, kw_only=True):
+    """A store returned a block that failed its checks; it was not used, and was deleted there.
+
+    Attributes:
+        store: its name.
+        key: the store's key of the block.
+        problem: the check that failed.
+    """
 
     store: str
     key: str
     problem: str
 
 
-class WritesRefused(Told, frozen=True, kw_only=True):
-    """Blocks that the store did not take since this was told last, and why the latest ones were not.
+class WritesRefused(Notice, frozen=True, kw_only=True):
+    """The store did not take blocks. Published every 10 s at most for each kind of reason (no room, or a failure).
 
-    The same kind of reason (no room, or a failure) is told every 10 s at most; `Engine.stats` counts all.
+    Attributes:
+        store: its name.
+        items: blocks that it did not take since the last such event; `Engine.stats` counts all.
+        problem: of the latest ones.
     """
 
     store: str
@@ -382,31 +498,38 @@ class WritesRefused(Told, frozen=True, kw_only=True):
     problem: str
 
 
-class BreakerChanged(Told, frozen=True, kw_only=True):
-    """A store is left alone from now on (open), tried again (half_open), or used again (closed)."""
+class BreakerChanged(Notice, frozen=True, kw_only=True):
+    """The state of a store's circuit breaker changed.
+
+    Attributes:
+        store: its name.
+        state: "open": the store gets no calls; "half_open": a probe is under way; "closed": the store is used.
+        problem: the reason, in words.
+    """
 
     store: str
-    state: str
+    state: Literal["closed", "open", "half_open"]
     problem: str
 
 
-class RequestEnded(Told, frozen=True, kw_only=True):
-    """A request has its result, whole or so far.
+class RequestEnded(Notice, frozen=True, kw_only=True):
+    """A request has its result, whole or partial.
 
     Attributes:
         request_id: the caller's name for it, or the drawn one.
-        group: key of its first sample; -1 where it ended before it was prepared.
+        group: key of its first sample; -1: it ended before it was prepared.
         reasons: finish reason of each sample, by index.
         prompt_tokens, output_tokens: of its prompt, and of all its samples.
         cached: prompt tokens not computed, summed over its samples: found on the device, on the host, in the store.
-        ttft_s: from the call to the first token; None where none came, or tokens were only counted at the end.
-        total_s: from the call to the end.
-        error: class of what ended it, where that was an error; else "".
+        ttft_s: from the call to the first token, in seconds; None: no token came, or tokens were only counted at the
+            end.
+        total_s: from the call to the end, in seconds.
+        error: class of the error that ended it; "": no error did.
     """
 
     request_id: str
     group: int
-    reasons: tuple[str, ...]
+    reasons: tuple[FinishReason, ...]
     prompt_tokens: int
     output_tokens: int
     cached: tuple[int, int, int]
@@ -415,29 +538,51 @@ class RequestEnded(Told, frozen=True, kw_only=True):
     error: str = ""
 
 
-class LinkChanged(Told, frozen=True, kw_only=True):
-    """A link to another instance or a router came about, or was lost.
+class LinkChanged(Notice, frozen=True, kw_only=True):
+    """A link to another instance or a router is up, or was lost.
 
     Attributes:
-        peer: its name; role: mixed, prefill, decode or router; "listener" where it is an address of ours, which is
-            closed for a moment when few file descriptors are left (`zmq_listener.py`).
+        peer: name of the other side; for a listener its address.
+        role: the other side's; "" before its Hello. "listener": an address of this instance, which is closed for a
+            moment when few file descriptors are left (`zmq_listener.py`).
+        up: the link is up.
         problem: why it was lost.
     """
 
     peer: str
-    role: str
+    role: LinkRole
     up: bool
     problem: str = ""
 
 
-class LoopHeldUp(Told, frozen=True, kw_only=True):
-    """Something kept the engine's loop from turning: a timer rang this much too late."""
+class LoopHeldUp(Notice, frozen=True, kw_only=True):
+    """The engine's loop was blocked.
+
+    Attributes:
+        seconds: how much too late a timer fired.
+    """
 
     seconds: float
 
 
-class EngineDied(Told, frozen=True, kw_only=True):
-    """The engine failed: the last event of all."""
+class TapFailed(Notice, frozen=True, kw_only=True):
+    """A tap of the configuration raised: it reads no more events, and the engine goes on without it.
+
+    Attributes:
+        tap: its name in the configuration.
+        problem: class and words of its error.
+    """
+
+    tap: str
+    problem: str
+
+
+class EngineDied(Notice, frozen=True, kw_only=True):
+    """The engine failed; this is its last event.
+
+    Attributes:
+        problem: class and words of the error.
+    """
 
     problem: str
 
@@ -452,7 +597,7 @@ AnyEvent = (
     | LookupReturned
     | FetchEnded
     | StoreEnded
-    | LeaseReturned
+    | LateTransferEnded
     | Hashed
     | LeaseAnswered
     | LeaseLost
@@ -466,7 +611,9 @@ AnyEvent = (
     | BlocksReceived
     | PauseRequested
     | ResumeRequested
+    | CacheResetRequested
     | WeightsChanged
+    | WeightsRelabelled
     | StopMatched
     | StopChecked
     | TimerFired
@@ -477,5 +624,6 @@ AnyEvent = (
     | RequestEnded
     | LinkChanged
     | LoopHeldUp
+    | TapFailed
     | EngineDied
 )

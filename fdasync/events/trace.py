@@ -1,8 +1,8 @@
-"""Recording turns, so that `scheduler/replay.py` can feed them to a fresh scheduler.
+"""Record turns, so that `scheduler/replay.py` can feed them to a fresh scheduler.
 
-A turn is the events of one `handle` call and the actions that came of it. Both are payload-free, so a
-ring can keep them and a JSONL file can hold them: a header line with the scheduler's configuration,
-then one line per turn. Knows no scheduler; filled by the driver.
+A turn is the events of one `handle` call and the actions that it returned. Both are payload-free, so a ring can keep
+them and a JSONL file can hold them: a header line with the scheduler's configuration, then one line per turn. The
+module knows no scheduler; the driver fills the ring.
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ _ENCODER = msgspec.json.Encoder()
 
 
 class TraceHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """First line of a trace. `complete`: it starts at the engine's first turn, so it can be replayed."""
+    """First line of a trace.
+
+    Attributes:
+        format: version of the format.
+        complete: the trace starts at the engine's first turn, so it can be replayed.
+        scheduler: the scheduler's configuration, its policy included.
+    """
 
     format: int
     complete: bool
@@ -31,7 +37,12 @@ class TraceHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """One call of `handle`."""
+    """One call of `handle`.
+
+    Attributes:
+        events: its argument.
+        actions: its result.
+    """
 
     events: list[AnyEvent]
     actions: list[Action]
@@ -41,7 +52,8 @@ class TraceRing:
     """The latest turns. Keeps the structs themselves: recording costs an append.
 
     Args:
-        config: of the scheduler; stands in the header.
+        config: the scheduler's, for the header.
+        max_turns: how many turns are kept.
     """
 
     def __init__(self, config: msgspec.Struct, max_turns: int) -> None:
@@ -70,7 +82,7 @@ class TraceRing:
         return b"\n".join(lines) + b"\n"
 
     def save(self, path: Path) -> None:
-        """Write the trace to a file. Blocks: call it where that is no harm."""
+        """Write the trace to a file. Blocks: not for a loop that serves."""
         path.write_bytes(self.encode())
 
 
@@ -78,7 +90,7 @@ def _line(turn: dict[str, Any]) -> bytes:
     try:
         return _ENCODER.encode(turn)
     except UnicodeEncodeError:
-        # the words of somebody's error, which may quote a path that is no text; callers' own are refused at the door
+        # words of an error, which may quote a path that is no valid text; a caller's texts are checked by the frontend
         return _ENCODER.encode(_readable(msgspec.to_builtins(turn)))
 
 

@@ -1,4 +1,4 @@
-"""What CUDA devices need: completion ports, leases of events and page-locked buffers, copies, capture, kernels.
+"""What CUDA devices need: completion ports, pools of events and page-locked buffers, copies, capture, kernels.
 
 Imports on machines without CUDA. Runners and plugins use it; the rest of the package does not know it.
 """

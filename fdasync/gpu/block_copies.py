@@ -2,13 +2,13 @@
 
 The device reads and writes the arena's own pages, which are registered with the driver once: there is no staging
 buffer. One call is one submission on the stream of its direction, or several with turns of the loop between them
-where one would take the CPU for more than 0.3 ms. Copies go to the driver in batches: beside a step they run at the
-speed of the bus and the step hardly feels them, while a kernel that copies makes it up to three times as long. A
-driver that knows no batches is given one copy a block. On a CPU device rows are copied by numpy, a few each turn, and
-complete through the same port.
+where one submission would take the CPU for more than 0.3 ms. Copies go to the driver in batches: beside a step they run
+at the speed of the bus and the step hardly feels them, while a kernel that copies makes the step up to three times as
+long. A driver that knows no batches gets one copy a block. On a CPU device numpy copies rows, a few each turn, and the
+copies complete through the same port.
 
 No stream waits for another here, and none has to: blocks copied out were written by steps whose completion was
-already observed, blocks copied in are fresh and used by steps launched after the future. Who calls keeps that, and
+already observed, blocks copied in are fresh and used by steps launched after the future. The caller keeps to that, and
 pins both ends until the future is done.
 
 Knows nothing of rows, requests or identities. Called by runners.
@@ -45,7 +45,7 @@ class Way(Protocol):
 
     Attributes:
         name: for logs.
-        at_once: blocks in one submission: under 0.3 ms of CPU.
+        at_once: most blocks in one submission, so that it takes under 0.3 ms of CPU.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Way(Protocol):
 
 
 class _AddressWay:
-    """What ways that name addresses share. `device` uint8 [num_blocks, nbytes]; `host` [num_host_blocks] addresses."""
+    """Base of the ways that name addresses. `device` uint8 [num_blocks, nbytes]; `host` [num_host_blocks] addresses."""
 
     def __init__(self, driver: Driver, device: torch.Tensor, host: NDArray[np.uint64], streams: Streams) -> None:
         self._driver = driver
@@ -70,7 +70,7 @@ class _AddressWay:
     def _ends(
         self, lane: Lane, device: NDArray[np.int64], host: NDArray[np.int64]
     ) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-        """Where to, where from."""
+        """Addresses of the targets, and of the sources."""
         there, here = self._host[host], self._device[device]
         return (there, here) if lane == "copy_out" else (here, there)
 
@@ -112,7 +112,7 @@ class _Job:
         self.device = device
         self.host = host
         self.given = 0
-        # the caller's: may be cancelled, which stops its waiting only
+        # the caller's: cancelling it stops the waiting only
         self.waiter: asyncio.Future[int] = loop.create_future()
         self.ended: asyncio.Future[None] = loop.create_future()
 
@@ -163,10 +163,10 @@ class BlockCopies:
     def out(self, device_ids: Sequence[int], host_ids: Sequence[int]) -> asyncio.Future[int]:
         """Copy block `device_ids[i]` of the pool to block `host_ids[i]` of the arena; the future gives bytes moved.
 
-        Cancelling the future stops the waiting, not the copies: both ends stay pinned until the device is done, which
-        only a future that was not cancelled tells. Raises InvariantBroken before anything is copied: an id that does
-        not exist, lists of two lengths, a destination named twice, a call after `aclose`. The future fails with
-        DeviceFailed after an error of the device.
+        Cancelling the future stops the waiting, not the copies: both ends stay pinned until the device is done, and
+        only a future that was not cancelled tells when that is. Raises InvariantBroken before anything is copied: an id
+        that does not exist, lists of two lengths, a destination named twice, a call after `aclose`. The future fails
+        with DeviceFailed after an error of the device.
         """
         return self._start("copy_out", device_ids, host_ids)
 
@@ -185,9 +185,9 @@ class BlockCopies:
         return self._lost
 
     async def aclose(self, deadline_s: float = 10.0) -> None:
-        """Take no more calls, wait for those in flight, unregister the pages; idempotent, may be called again.
+        """Take no more calls, wait for those in flight, unregister the pages; idempotent.
 
-        Close the port after it: the port sees the copies end. Raises DeadlineExceeded naming what is still in flight
+        Close the port after it: the port sees the copies end. Raises DeadlineExceeded naming the copies in flight
         (the pages stay registered then), RunnerError where the driver refuses to unregister. Cancelling it stops the
         waiting.
         """
@@ -219,7 +219,7 @@ class BlockCopies:
         return job.waiter
 
     def _submit(self, job: _Job) -> None:
-        """Launch the next part of a job; the rest after other work of the loop."""
+        """Launch the next part of a job now, the rest in later turns of the loop."""
         part = slice(job.given, job.given + self._way.at_once)
         try:
             with self._streams.on(job.lane):
@@ -228,11 +228,11 @@ class BlockCopies:
             if job.given < len(job.device):
                 asyncio.get_running_loop().call_soon(self._submit, job)
                 return
-            lease = self._events.take(job.lane)
-            self._streams.record(job.lane, lease.event)
-            done = self._port.completion(lease.event, lane=job.lane, kind=self._kind(job), leases=(lease,))
+            hold = self._events.take(job.lane)
+            self._streams.record(job.lane, hold.event)
+            done = self._port.completion(hold.event, lane=job.lane, kind=self._kind(job), holds=(hold,))
         except Exception as error:
-            # parts of it may run
+            # earlier parts of the job may run
             self._end(job, error)
         else:
             done.add_done_callback(functools.partial(self._seen, job))

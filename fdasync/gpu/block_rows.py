@@ -1,7 +1,7 @@
-"""KV blocks as rows of bytes, in a pool and on the host: what may be copied, and the copies of a CPU device.
+"""KV blocks as rows of bytes, in a pool and on the host: checks the ids of copies, and copies on a CPU device.
 
 Blocks are runs of bytes here; dtype and layers do not matter. Knows nothing of streams, futures, requests or rows of
-auxiliary data. Called by `block_copies.py`, and by runners whose copies may be done when the call returns.
+auxiliary data. Called by `block_copies.py`, and by runners whose copies may block their caller.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class BlockRows:
     Attributes:
         rows: uint8 [num_blocks, block_nbytes], the pool's own bytes, on its device.
         block_nbytes: bytes of a block.
-        name: "rows": of this way to copy, among those of `block_copies.py`.
+        name: "rows", for logs: this class is one of the ways to copy of `block_copies.py`.
         at_once: blocks that `submit` copies in about 0.3 ms.
     """
 
@@ -45,14 +45,14 @@ class BlockRows:
         self.block_nbytes = int(self.rows.shape[1])
         if host.block_nbytes != self.block_nbytes:
             raise InvariantBroken(f"host blocks have {host.block_nbytes} bytes, those of the pool {self.block_nbytes}")
-        # some GB/s: memory of one core
+        # one core copies some GB/s
         self.at_once = max(1, (2 << 20) // self.block_nbytes)
         self._host = host
 
     def ids(
         self, lane: Lane, device_ids: Sequence[int], host_ids: Sequence[int]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Ids of one call as arrays of its own: of the pool, of the host.
+        """Ids of one call as new arrays: of the pool, of the host.
 
         Raises InvariantBroken: an id that does not exist, lists of two lengths, a destination named twice.
         """
@@ -71,7 +71,7 @@ class BlockRows:
         return device, host
 
     def submit(self, lane: Lane, device: NDArray[np.int64], host: NDArray[np.int64]) -> None:
-        """Copy what `ids` returned, on a CPU device; done when it returns."""
+        """Copy the blocks that `ids` returned, on a CPU device; the copies are done when it returns."""
         # one by one: indexed copies of bytes run at a twentieth of the speed of these
         rows, kv = self.rows.numpy(), self._host.kv
         for block, place in zip(device.tolist(), host.tolist(), strict=True):

@@ -1,9 +1,8 @@
 """How work on a device completes an asyncio future: the contract of completion ports, and what all of them share.
 
-A caller launches work on a stream, records an event behind it and gives the event to a port. The port watches it,
-on its loop, and never blocks that. How it learns that an event is done is what ports differ in: `adaptive.py`
-predicts and queries, `other.py` has a host function of the driver, a thread, and a fake for tests and for devices
-without streams.
+A caller launches work on a stream, records an event behind it and gives the event to a port. The port watches the
+event on its loop and never blocks the loop. Ports differ in how they learn that an event is done: the port of
+`ports/adaptive.py` predicts and queries, that of `ports/fake.py` serves tests and devices without streams.
 
 Knows nothing of torch, streams or steps. Called by runners.
 """
@@ -25,28 +24,35 @@ T = TypeVar("T")
 
 
 class DeviceEvent(Protocol):
-    """What a port needs of an event; `torch.cuda.Event` has it."""
+    """The part of an event that a port uses; `torch.cuda.Event` has it."""
 
     def query(self) -> bool:
-        """Whether everything before it on its stream is done. Raises after an error of the device."""
+        """Whether all work before the event on its stream is done. Raises after an error of the device."""
         ...
 
 
-class Lease(Protocol):
-    """Something that the device uses until the work is done."""
+class Hold(Protocol):
+    """Keeps an event or a buffer for the device until the work is done."""
 
-    def release(self) -> None: ...
+    def release(self) -> None:
+        """Give it back to its pool."""
+        ...
 
 
 class Work:
     """One event in flight.
 
     Attributes:
-        finished: it was seen done, or given up.
-        given_at: when it was given, on the port's own clock; ports that need no clock leave it 0.
+        event: recorded behind the work.
+        future: the caller's.
+        lane: name of the order that the work belongs to.
+        kind: works of one kind in one lane take about the same time.
+        holds: released when the work is done.
+        on_done: called when the work is done, before the holds are released; None: nothing is called.
+        given_at: when the port got the work, on the port's own clock; ports that need no clock leave it 0.
     """
 
-    __slots__ = ("event", "finished", "future", "given_at", "kind", "lane", "leases", "on_done")
+    __slots__ = ("event", "future", "given_at", "holds", "kind", "lane", "on_done")
 
     def __init__(
         self,
@@ -54,16 +60,15 @@ class Work:
         future: asyncio.Future[Any],
         lane: str,
         kind: Hashable,
-        leases: Sequence[Lease],
+        holds: Sequence[Hold],
         on_done: Callable[[], Any] | None,
     ) -> None:
         self.event = event
         self.future = future
         self.lane = lane
         self.kind = kind
-        self.leases = leases
+        self.holds = holds
         self.on_done = on_done
-        self.finished = False
         self.given_at = 0.0
 
     def __str__(self) -> str:
@@ -78,8 +83,8 @@ class CompletionPort(ABC):
 
     Attributes:
         name: of the kind of port.
-        lost: leases that were never released, as the device failed or the port was closed before their work was
-            done: the device may still write what they protect.
+        lost: holds that were never released, because the device failed or the port was closed before their work was
+            done. The device may still write to their buffers.
     """
 
     name: ClassVar[str]
@@ -97,7 +102,7 @@ class CompletionPort(ABC):
 
     @property
     def problem(self) -> str | None:
-        """What the device failed with; None while it has not."""
+        """The error that the device failed with; None while it works."""
         return self._problem
 
     @overload
@@ -107,7 +112,7 @@ class CompletionPort(ABC):
         *,
         lane: str = ...,
         kind: Hashable = ...,
-        leases: Sequence[Lease] = ...,
+        holds: Sequence[Hold] = ...,
         on_done: None = ...,
     ) -> asyncio.Future[None]: ...
 
@@ -118,7 +123,7 @@ class CompletionPort(ABC):
         *,
         lane: str = ...,
         kind: Hashable = ...,
-        leases: Sequence[Lease] = ...,
+        holds: Sequence[Hold] = ...,
         on_done: Callable[[], T],
     ) -> asyncio.Future[T]: ...
 
@@ -128,32 +133,33 @@ class CompletionPort(ABC):
         *,
         lane: str = "compute",
         kind: Hashable = None,
-        leases: Sequence[Lease] = (),
+        holds: Sequence[Hold] = (),
         on_done: Callable[[], Any] | None = None,
     ) -> asyncio.Future[Any]:
         """A future that resolves, in a later turn of the loop, when the event is done.
 
-        When that is seen, whoever waits or not: `on_done` runs, then the leases are released, then the future gets
-        what `on_done` returned (None without one). So what the device wrote to a leased buffer is read in `on_done`;
-        what nobody reads (the event itself, staging buffers) is only named in `leases`. Cancelling the future ends
-        the waiting and nothing else. What `on_done` or a release raises is the future's error; if that was
-        cancelled, it goes to the loop's exception handler.
+        When the port sees the event done, `on_done` runs, then the holds are released, then the future gets the result
+        of `on_done` (None without one), whether or not a caller still waits. So read a held buffer in `on_done`;
+        name in `holds` what the device uses and the caller does not read, such as the event itself. Cancelling the
+        future ends the waiting and nothing else. An error of `on_done` or of a release is the future's error; it goes
+        to the loop's exception handler if the future was cancelled.
 
         Args:
             event: recorded already, on the stream behind the work.
-            lane: whose order it belongs to; few, with fixed names.
+            lane: name of the order that the work belongs to; few, with fixed names.
             kind: works of one kind in one lane take about the same time; None is a kind too.
-            leases: the port's own from here on, unless this raises.
+            holds: the port's own from here on, unless this raises.
+            on_done: called in a turn of the loop when the work is done.
 
-        The future fails with `DeviceFailed` once the device has, also for events given later, and with
-        `DeadlineExceeded` if the port is closed before the event is done; `on_done` does not run then, and the leases
-        are lost. Raises InvariantBroken when the port is closed or closing, and OSError if a new lane needs an fd or a
-        thread and there is none; nothing was taken then.
+        The future fails with `DeviceFailed` once the device has failed, also for events given later, and with
+        `DeadlineExceeded` if the port is closed before the event is done; `on_done` does not run then, and the holds
+        are lost. Raises InvariantBroken when the port is closed or closing, and OSError if the port needs an fd
+        and there is none; the port keeps nothing then.
         """
         if self._closing:
             raise InvariantBroken(f"work for the {lane} lane was given to a closed completion port")
         future: asyncio.Future[Any] = self._loop.create_future()
-        work = Work(event, future, lane, kind, leases, on_done)
+        work = Work(event, future, lane, kind, holds, on_done)
         if self._problem is not None:
             self._give_up(work, DeviceFailed(self._problem))
             return future
@@ -176,12 +182,12 @@ class CompletionPort(ABC):
         return dict(Counter(str(work) for works in self._lanes.values() for work in works))
 
     async def aclose(self, deadline_s: float = 10.0) -> None:
-        """Wait for what is in flight, then give back every fd, timer and handle.
+        """Wait for the work in flight, then give back every fd, timer and handle.
 
         Cancelling it closes at once. Later calls do nothing.
 
-        Raises DeadlineExceeded, naming what is in flight, if that did not end in time; everything is given back then
-        too, and those futures have failed with the same error.
+        Raises DeadlineExceeded, naming the work in flight, if it did not end in time. The port has given everything
+        back then too, and the futures of that work have failed with the same error.
         """
         self._closing = True
         began = self._loop.time()
@@ -204,10 +210,10 @@ class CompletionPort(ABC):
 
     @abstractmethod
     def _given(self, work: Work) -> None:
-        """A work was appended to its lane: see to it that `_drain` is called, later, once it may be done."""
+        """A work was appended to its lane: make sure that `_drain` is called, later, once the work may be done."""
 
     def _seen(self, work: Work) -> None:  # noqa: B027
-        """The oldest of its lane was just seen done, and was taken from the lane; it is finished next."""
+        """`work`, the oldest of its lane, was just seen done and taken from the lane; it is finished next."""
 
     @abstractmethod
     def _stop(self) -> None:
@@ -217,14 +223,14 @@ class CompletionPort(ABC):
         return work.event.query()
 
     def _drain(self, lane: str) -> None:
-        """Finish what is done in this lane, oldest first; fail everything where the device has failed."""
+        """Finish the works of this lane that are done, oldest first; fail all works where the device has failed."""
         works = self._lanes[lane]
         while works:
             work = works[0]
             try:
                 done = self._is_done(work)
             except Exception as error:  # torch has no narrower type for it in all of its versions
-                self._fail(f"{type(error).__name__}: {error}")
+                self._fail(error.problem if isinstance(error, DeviceFailed) else f"{type(error).__name__}: {error}")
                 return
             if not done:
                 return
@@ -233,7 +239,7 @@ class CompletionPort(ABC):
             self._finish(work)
 
     def _fail(self, problem: str) -> None:
-        """The device failed: every future that waits, of all lanes, does too."""
+        """The device failed: fail every future that waits, in all lanes."""
         if self._problem is not None or self._stopped:
             return
         self._problem = problem
@@ -244,7 +250,7 @@ class CompletionPort(ABC):
     # -- inside
 
     def _all(self) -> list[Work]:
-        """What is in flight, lane by lane; the lanes are empty afterwards."""
+        """Take all works in flight out of their lanes."""
         left = [work for works in self._lanes.values() for work in works]
         for works in self._lanes.values():
             works.clear()
@@ -252,16 +258,15 @@ class CompletionPort(ABC):
         return left
 
     def _finish(self, work: Work) -> None:
-        work.finished = True
         result, error = None, None
         if work.on_done is not None:
             try:
                 result = work.on_done()
             except Exception as raised:
                 error = raised
-        for lease in work.leases:
+        for hold in work.holds:
             try:
-                lease.release()
+                hold.release()
             except Exception as raised:
                 error = error or raised
         if not work.future.done():
@@ -276,15 +281,14 @@ class CompletionPort(ABC):
         self._tell_idle()
 
     def _give_up(self, work: Work, error: Exception) -> None:
-        work.finished = True
-        self.lost += len(work.leases)
+        self.lost += len(work.holds)
         if not work.future.done():
             work.future.set_exception(error)
-            # every later call, or `aclose`, says the same: nobody has to have waited for this one
+            # every later call, and `aclose`, raise the same: asyncio need not warn of a future that no caller awaited
             work.future.exception()
 
     def _abandon(self, after_s: float) -> DeadlineExceeded | None:
-        """Close now. The error for what was in flight, or None where nothing was."""
+        """Close now. The error for the work that was in flight, or None where there was none."""
         names = [name if count == 1 else f"{count} x {name}" for name, count in self.in_flight().items()]
         left = self._all()
         what = f"device work ({', '.join(names)})"

@@ -1,9 +1,9 @@
-"""The few calls of the CUDA driver that torch has no way to, and host memory registered by them.
+"""The few calls of the CUDA driver that torch does not offer, and host memory registered by them.
 
-The driver's entry points keep their signatures for ever, those of the runtime change with its major version. So copies
-in batches are asked of the driver: `cuMemcpyBatchAsync_v2` (CUDA 13), else `cuMemcpyBatchAsync` (12.8, with an index of
-what failed). Works in the context that torch made current on the calling thread. Knows addresses, no blocks' meaning.
-Called by `block_copies.py`; loading the module touches no driver.
+The driver's entry points keep their signatures for ever, those of the runtime change with its major version. So the
+driver copies batches: by `cuMemcpyBatchAsync_v2` (CUDA 13), else by `cuMemcpyBatchAsync` (12.8, which also returns the
+index of a failed copy). Works in the context that torch made current on the calling thread. Knows addresses, and not
+what blocks mean. Called by `block_copies.py`; importing the module loads no driver.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _REGISTER_FLAGS = 3
 _ORDER_STREAM = 1
 # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE: copy engines, not multiprocessors
 _PREFER_OVERLAP = 1
-# one registration at most: a driver may refuse very large ones, and what fails half-way is taken back piece by piece
+# most bytes of one registration: a driver may refuse a very large one
 PIECE_NBYTES = 1 << 30
 
 
@@ -48,10 +48,10 @@ def _address(array: NDArray[Any]) -> int:
 
 
 class Driver:
-    """The calls. Raises RunnerError where there is no driver.
+    """The driver's calls. Raises RunnerError where there is no driver.
 
     Attributes:
-        has_batch: whether `copy_batch` is there.
+        has_batch: whether the driver copies batches, so that `copy_batch` works.
     """
 
     def __init__(self, library: Any = None) -> None:
@@ -79,9 +79,9 @@ class Driver:
         self.has_batch = self._batch is not None
 
     def register(self, address: int, nbytes: int) -> int:
-        """Pin these pages and map them for every device; returns the address that the device knows them by.
+        """Pin these pages and map them for every device; returns their address on the device.
 
-        Touches pages that nobody touched before. Raises RunnerError, and nothing is registered then.
+        Makes the kernel provide all of the pages. Raises RunnerError, and nothing is registered then.
         """
         status = self._register(address, nbytes, _REGISTER_FLAGS)
         if status:
@@ -94,7 +94,7 @@ class Driver:
         return found.value
 
     def unregister(self, address: int) -> None:
-        """Let go of what `register` pinned; waits for the device where it must. Raises RunnerError."""
+        """Undo `register`; waits for the device where the driver must. Raises RunnerError."""
         status = self._unregister(address)
         if status:
             raise RunnerError(f"host memory cannot be unregistered: {self._words(status)}")
@@ -146,16 +146,16 @@ class Driver:
 class RegisteredHost:
     """A host arena's own pages, pinned and mapped for the device; nothing is copied.
 
-    Making it takes about 0.45 s for 1 GB that nobody has touched: for start-up only. Holds the mapping until `close`.
+    Making it takes about 0.45 s for 1 GB of fresh pages: for start-up only. Keeps the mapping until `close`.
 
     Attributes:
-        addresses: uint64 [num_blocks], where the device finds the KV of each host block.
+        addresses: uint64 [num_blocks], the address on the device of each host block's KV.
         same: whether these are the host's own addresses, so that a kernel may be given host tensors (for benchmarks).
     """
 
     def __init__(self, driver: Driver, host: HostArena, piece_nbytes: int = PIECE_NBYTES) -> None:
         self._driver = driver
-        # keeps the mapping: pages may not go while they are registered
+        # keeps the mapping: pages must stay while they are registered
         self._pages: NDArray[np.uint8] = np.frombuffer(host.region.map, np.uint8)
         self._pieces: list[int] = []
         base = _address(self._pages)
@@ -179,7 +179,7 @@ class RegisteredHost:
         self.same = bool((self.addresses == own).all())
 
     def keep_for_good(self) -> None:
-        """Never unregister, never unmap: for pages that a device which failed may still write to."""
+        """Never unregister or unmap the pages: a device that failed may still write to them."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._pages))
 
     def close(self) -> None:

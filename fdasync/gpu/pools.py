@@ -1,7 +1,8 @@
 """Events and page-locked buffers that are used again: taken, held while the device may use them, released once.
 
-A lease is given to a completion port with the work that uses it, and the port releases it when that is done: never
-the waiter, who may be cancelled long before. Pools belong to one loop and are not safe to use from other threads.
+A caller gives a hold to a completion port with the work that uses it, and the port releases it when the work is done.
+The waiting task never releases it: it may be cancelled long before. Pools belong to one loop and are not safe to use
+from other threads.
 
 Knows nothing of ports or streams. Called by runners.
 """
@@ -25,12 +26,12 @@ E = TypeVar("E")
 _MIN_NBYTES = 4096
 
 
-class EventLease(Generic[E]):
+class EventHold(Generic[E]):
     """One event, for one recording.
 
     Attributes:
         event: the pool's own; not to be touched after `release`.
-        name: what it is for.
+        name: purpose of the event, for reports.
     """
 
     __slots__ = ("_pool", "event", "name")
@@ -44,12 +45,12 @@ class EventLease(Generic[E]):
         """Give it back. Raises InvariantBroken the second time."""
         pool, self._pool = self._pool, None
         if pool is None:
-            raise InvariantBroken(f"the lease of an event ({self.name}) was released twice")
+            raise InvariantBroken(f"the hold of an event ({self.name}) was released twice")
         pool._take_back(self)
 
 
 class EventPool(Generic[E]):
-    """Events, made when none is free, and kept. As many as were ever in use at a time.
+    """Events, made when none is free, and kept: as many as were ever in use at a time.
 
     Args:
         factory: makes one, e.g. `torch.cuda.Event`.
@@ -60,29 +61,29 @@ class EventPool(Generic[E]):
         self._free: list[E] = []
         self._out: Counter[str] = Counter()
 
-    def take(self, name: str = "event") -> EventLease[E]:
-        """One that nobody uses. Raises what the factory raises."""
+    def take(self, name: str = "event") -> EventHold[E]:
+        """An event that is not in use. Raises what the factory raises."""
         event = self._free.pop() if self._free else self._factory()
         self._out[name] += 1
-        return EventLease(self, event, name)
+        return EventHold(self, event, name)
 
     @property
     def outstanding(self) -> dict[str, int]:
         """How many are in use, by name."""
         return dict(+self._out)
 
-    def _take_back(self, lease: EventLease[E]) -> None:
-        self._out[lease.name] -= 1
-        self._free.append(lease.event)
+    def _take_back(self, hold: EventHold[E]) -> None:
+        self._out[hold.name] -= 1
+        self._free.append(hold.event)
 
 
-class PinnedLease:
-    """Host memory that the device can copy to and from without the host's help; what is in it at first is undefined.
+class PinnedHold:
+    """Host memory that the device can copy to and from without the host's help; its first contents are undefined.
 
     Attributes:
         tensor: uint8 [nbytes] on the CPU, the pool's memory; not to be touched after `release`.
         array: the same bytes as a numpy array, uint8 [nbytes].
-        name: what it is for.
+        name: purpose of the buffer, for reports.
     """
 
     __slots__ = ("_pool", "_whole", "array", "name", "tensor")
@@ -98,20 +99,23 @@ class PinnedLease:
         """Give it back. Raises InvariantBroken the second time."""
         pool, self._pool = self._pool, None
         if pool is None:
-            raise InvariantBroken(f"the lease of a buffer ({self.name}) was released twice")
+            raise InvariantBroken(f"the hold of a buffer ({self.name}) was released twice")
         pool._take_back(self._whole, self.name)
 
 
 class PinnedPool:
     """Page-locked buffers by size: the next power of two, at least 4 KiB.
 
-    Making one takes up to milliseconds and may wait for the device, so take and release at the start what a step will
-    need. torch keeps the pages of buffers that the pool gives up.
+    Making a buffer takes up to milliseconds and may wait for the device, so take and release at the start the buffers
+    that a step will need. torch keeps the pages of buffers that the pool gives up.
 
     Args:
         max_nbytes: most bytes at a time, in use and free together.
         pinned: False on machines without CUDA, and for devices that need none: plain memory.
         name: part of errors.
+
+    Attributes:
+        nbytes: bytes of all buffers, in use and free.
     """
 
     def __init__(self, max_nbytes: int, *, pinned: bool, name: str = "pinned buffers") -> None:
@@ -122,8 +126,8 @@ class PinnedPool:
         self._out: Counter[str] = Counter()
         self.nbytes = 0
 
-    def take(self, nbytes: int, name: str = "buffer") -> PinnedLease:
-        """A buffer of at least this size that nobody uses.
+    def take(self, nbytes: int, name: str = "buffer") -> PinnedHold:
+        """A buffer of at least this size that is not in use.
 
         Raises BadInput if the pool can never have one (a negative size, or one above the limit), BuffersOut if there
         is no room now, and what torch raises when memory cannot be page-locked (RuntimeError).
@@ -141,7 +145,7 @@ class PinnedPool:
             whole = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)  # blocking: page-locks, once for each
             self.nbytes += size
         self._out[name] += size
-        return PinnedLease(self, whole, nbytes, name)
+        return PinnedHold(self, whole, nbytes, name)
 
     @property
     def outstanding(self) -> dict[str, int]:

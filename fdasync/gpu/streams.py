@@ -1,10 +1,11 @@
 """The streams of a device by name, and the same names where there are none.
 
-`compute` runs steps, `results` takes what they sampled and recorded to the host, `copy_out` and `copy_in` move blocks
-(so that a step's few bytes never queue behind blocks), `notify` carries host functions. Compute has the higher
-priority: a copy by the copy engines does not feel it, a copy by a kernel gives way.
-On a CPU everything that is launched is done when the call returns, so streams do nothing there and callers need no
-second path. Knows nothing of what runs on them. Made once by a runner, used by what it owns.
+`compute` runs steps, `results` copies their samples and rows to the host, `copy_out` and `copy_in` move blocks, so that
+a step's few bytes never queue behind blocks. `compute` and `results` have the higher priority: a copy by the copy
+engines does not feel it, a copy by a kernel gives way.
+
+On a CPU all launched work is done when the call returns, so streams do nothing there and callers need no second path.
+Knows nothing of the work on the streams. Made once by a runner, used by the runner's parts.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from fdasync.gpu.completion import DeviceEvent
 
-StreamName = Literal["compute", "results", "copy_out", "copy_in", "notify"]
+StreamName = Literal["compute", "results", "copy_out", "copy_in"]
 
 # lower is sooner; torch brings what the device does not have into its range
 _PRIORITIES: tuple[tuple[StreamName, int], ...] = (
@@ -27,15 +28,17 @@ _PRIORITIES: tuple[tuple[StreamName, int], ...] = (
     ("results", -1),
     ("copy_out", 0),
     ("copy_in", 0),
-    ("notify", 0),
 )
 
 
 class Streams:
     """The named streams of one device. Every method raises KeyError for another name.
 
-    On CUDA they do not order themselves behind the default stream: call `follow` after work was given to it that they
-    build on. Use from one thread.
+    On CUDA they are not ordered behind the default stream: call `follow` after giving the default stream work that
+    they build on. Use from one thread.
+
+    Attributes:
+        device: of the streams.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -60,19 +63,19 @@ class Streams:
         return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
     def wait(self, name: StreamName, event: DeviceEvent) -> None:
-        """What is launched on the stream from now on runs after what `event` recorded; the host does not wait."""
+        """Work launched on the stream from now on runs after the work before `event`; the host does not wait."""
         stream = self._streams[name]
         if stream is not None:
             stream.wait_event(event)  # type: ignore[arg-type]
 
     def record(self, name: StreamName, event: DeviceEvent) -> None:
-        """`event` is done when what the stream was given so far is; on a CPU it is already."""
+        """Record `event` behind the stream's work so far; does nothing on a CPU, where that work is done."""
         stream = self._streams[name]
         if stream is not None:
             stream.record_event(event)  # type: ignore[arg-type]
 
     def follow(self) -> None:
-        """All streams wait for what the caller's current stream was given so far; the host does not wait."""
+        """All streams wait for the work so far of the caller's current stream; the host does not wait."""
         for stream in self._streams.values():
             if stream is not None:
                 stream.wait_stream(torch.cuda.current_stream(self.device))

@@ -1,2 +1,1 @@
-"""Child processes, framed messages with fds, shared memory with the `Part`s that name runs of it; knows nothing of
-engines."""
+"""Child processes, framed messages with fds, calls to a child, deadlines, and shared memory; it knows no engine."""

@@ -2,9 +2,9 @@
 
 A frame is a little-endian uint32 length, a byte that says how many file descriptors ride on it, and the
 payload. The fds go with the frame's first byte (SCM_RIGHTS), but one read may bring them together with the
-frames before it: hence the count. Writes never wait: what the kernel does not take at once is kept, in
-order, and sent when the socket is writable. The end of the stream is the peer's death. Knows no message
-types; used by both sides of a child process (`ipc/child.py`, `worker/proxy.py`, `tokenizer_process.py`).
+frames before it: hence the count. Writes never wait: bytes that the kernel does not take at once are kept, in
+order, and sent when the socket is writable. The end of the stream is the peer's death. The module knows no message
+types. Both sides of a child process use it (`ipc/child.py`, `ipc/service.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import array
 import os
 import socket
+import struct
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -24,14 +25,16 @@ if TYPE_CHECKING:
 MAX_FRAME_NBYTES = 256 << 20
 _RECV_NBYTES = 1 << 18
 _MAX_FDS = 8
-_HEADER_NBYTES = 5
+_HEADER = struct.Struct("<IB")
 
 
 class Channel:
-    """One end. `on_frame(payload, fds)` and `on_end(error | None)` are called from the loop; on_end once.
+    """One end of the socket pair. It owns `sock` and closes it.
 
-    Fds handed to `on_frame` belong to the callee; what it raises ends the channel. Owns `sock`
-    and closes it.
+    Args:
+        on_frame: called in the loop with payload and fds, which belong to the callee; an error that it raises ends the
+            channel.
+        on_end: called in the loop, once, with the error that ended the channel, or None.
     """
 
     def __init__(
@@ -47,6 +50,8 @@ class Channel:
         self._on_frame = on_frame
         self._on_end = on_end
         self._unread = bytearray()
+        # made once: an allocation of this size for each read may cost more than the read
+        self._received = memoryview(bytearray(_RECV_NBYTES))
         self._fds: list[int] = []
         self._unsent: deque[tuple[memoryview, list[int]]] = deque()
         self._closed = False
@@ -58,16 +63,16 @@ class Channel:
         return sum(len(part) for part, _ in self._unsent)
 
     def send(self, payload: bytes, fds: Sequence[int] = ()) -> None:
-        """Queue a frame. The fds are duplicated by the kernel when sent: keep them open until then.
+        """Queue a frame. The kernel duplicates the fds when it sends them: keep them open until then.
 
-        After `close`, or when the peer is gone, frames are dropped: `on_end` tells.
+        After `close`, or when the peer is gone, frames are dropped. Raises ProtocolError for a frame above the limits.
         """
         if self._closed:
             return
         if len(payload) > MAX_FRAME_NBYTES or len(fds) > _MAX_FDS:
             limit = f"{MAX_FRAME_NBYTES} bytes or {_MAX_FDS} fds"
             raise ProtocolError(f"a frame of {len(payload)} bytes with {len(fds)} fds is above the limit of {limit}")
-        frame = len(payload).to_bytes(4, "little") + bytes([len(fds)]) + payload
+        frame = _HEADER.pack(len(payload), len(fds)) + payload
         self._unsent.append((memoryview(frame), list(fds)))
         if len(self._unsent) == 1 and not self._write_some():
             self._loop.add_writer(self._sock.fileno(), self._write)
@@ -108,15 +113,15 @@ class Channel:
         return True
 
     def drain(self) -> None:
-        """Deliver all that the peer wrote before it ended."""
+        """Deliver all frames that the peer wrote before it ended."""
         while not self._closed and self._read():
             pass
 
     def _read(self) -> bool:
-        """Take what is there, up to a limit; True if there may be more."""
+        """Read once and deliver; True if there may be more."""
         try:
-            data, ancillary, _flags, _address = self._sock.recvmsg(
-                _RECV_NBYTES, socket.CMSG_LEN(4 * _MAX_FDS), socket.MSG_CMSG_CLOEXEC
+            nbytes, ancillary, _flags, _address = self._sock.recvmsg_into(
+                [self._received], socket.CMSG_LEN(4 * _MAX_FDS), socket.MSG_CMSG_CLOEXEC
             )
         except (BlockingIOError, InterruptedError):
             return False
@@ -126,10 +131,16 @@ class Channel:
         for level, kind, payload in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 self._fds += array.array("i", payload[: len(payload) // 4 * 4])
-        if not data:
+        if not nbytes:
             self._end(None)
             return False
-        self._unread += data
+        if not self._unread and not self._fds and nbytes >= _HEADER.size:
+            size, count = _HEADER.unpack_from(self._received)
+            if not count and size == nbytes - _HEADER.size:
+                # one frame and all of it: nearly every read
+                self._hand_over(bytes(self._received[_HEADER.size : nbytes]), [])
+                return True
+        self._unread += self._received[:nbytes]
         self._deliver()
         return True
 
@@ -137,19 +148,19 @@ class Channel:
         at = 0
         frames: list[tuple[bytes, list[int]]] = []
         broken: ProtocolError | None = None
-        while not self._closed and len(self._unread) - at >= _HEADER_NBYTES:
-            size, count = int.from_bytes(self._unread[at : at + 4], "little"), self._unread[at + 4]
+        while not self._closed and len(self._unread) - at >= _HEADER.size:
+            size, count = _HEADER.unpack_from(self._unread, at)
             if size > MAX_FRAME_NBYTES or count > len(self._fds):
                 broken = ProtocolError(f"a frame of {size} bytes is above {MAX_FRAME_NBYTES}, or lacks its {count} fds")
                 break
-            start = at + _HEADER_NBYTES
+            start = at + _HEADER.size
             if len(self._unread) - start < size:
                 break
             payload = bytes(memoryview(self._unread)[start : start + size])
             at = start + size
             fds, self._fds = self._fds[:count], self._fds[count:]
             frames.append((payload, fds))
-        # taken off before anybody sees them: whatever a callee raises, no frame is delivered twice
+        # removed before they are delivered: whatever a callee raises, no frame is delivered twice
         if not self._closed:
             del self._unread[:at]
         for number, (payload, fds) in enumerate(frames):
@@ -158,12 +169,15 @@ class Channel:
                     for fd in left:
                         os.close(fd)
                 return
-            try:
-                self._on_frame(payload, fds)
-            except Exception as error:
-                self._end(error)
+            self._hand_over(payload, fds)
         if broken is not None:
             self._end(broken)
+
+    def _hand_over(self, payload: bytes, fds: list[int]) -> None:
+        try:
+            self._on_frame(payload, fds)
+        except Exception as error:
+            self._end(error)
 
     def _end(self, error: Exception | None) -> None:
         if not self._closed:

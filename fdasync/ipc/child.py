@@ -1,8 +1,9 @@
 """A child process that talks over a channel: started, watched by pidfd, killed and reaped.
 
-No thread, no signal handler, no asyncio child watcher. The child gets one end of a socket pair; its
-death closes that end, and the kernel kills it should this process die first (it asks for that itself,
-`die_with_parent`). Used by the worker runner, by the tokeniser and by hosted stores (`child_handle.py`).
+No thread, no signal handler, no asyncio child watcher. The child gets one end of a socket pair; its death closes that
+end, and the kernel kills the child should this process die first (`die_with_parent`). The module knows no messages.
+`ipc/rpc.py` uses it for the worker, the tokenizer's process and the store's process; programs of child processes call
+the functions at the end.
 """
 
 from __future__ import annotations
@@ -32,9 +33,16 @@ class ChildProcess:
     """`module.main()` in a fresh interpreter, its end of the channel as the fd in argv[1].
 
     Args:
-        name: what it is for, in words; part of errors.
-        on_frame: called for each frame it sends; fds belong to the callee.
-        on_death: called once when it ended and was reaped, however that came about; not after `kill`.
+        name: the child's purpose in words; part of errors.
+        module: its `main` is the child's whole program.
+        on_frame: called for each frame that the child sends; fds belong to the callee.
+        on_death: called once when the child has ended by itself and was reaped; not after `close` or `kill`.
+
+    Attributes:
+        name: as given.
+        pid: the child's process id.
+        exited: done, with the exit status, when the child was reaped.
+        channel: this end of the channel.
     """
 
     def __init__(
@@ -45,7 +53,7 @@ class ChildProcess:
         on_frame: Callable[[bytes, list[int]], None],
         on_death: Callable[[Exception], None],
     ) -> None:
-        """Raises OSError if no process can be started, or none can be watched; then nothing of it is left."""
+        """Raises OSError if no process can be started or watched; then none is left."""
         self.name = name
         self._loop = loop
         self._on_death = on_death
@@ -59,8 +67,8 @@ class ChildProcess:
                     [sys.executable, "-P", "-c", f"from {module} import main; main()", str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
-                    # Ctrl-C at a terminal goes to the group of this process: what it means for the child is decided
-                    # here
+                    # Ctrl-C at a terminal goes to this process's group: this process decides what it means for the
+                    # child
                     process_group=0,
                 )
             self.pid = self._process.pid
@@ -71,7 +79,7 @@ class ChildProcess:
             raise
 
     def _watch(self, ours: socket.socket, on_frame: Callable[[bytes, list[int]], None]) -> None:
-        """Be told of its end and of its frames; a child that cannot be watched is ended here."""
+        """Watch for the child's end and its frames; a child that cannot be watched is killed."""
         self._pidfd = -1
         try:
             self._pidfd = os.pidfd_open(self.pid)
@@ -89,7 +97,7 @@ class ChildProcess:
         self.channel.send(payload, fds)
 
     async def close(self, payload: bytes, deadline_s: float) -> None:
-        """Ask it to end with this frame; kill it at the deadline. Idempotent; reaped on return."""
+        """Send this frame, which asks the child to end; kill it at the deadline. Idempotent; reaped on return."""
         self._silent = True
         if not self.exited.done():
             self.channel.send(payload)
@@ -97,7 +105,10 @@ class ChildProcess:
         await self.kill()
 
     async def kill(self) -> None:
-        """SIGKILL and reap; idempotent. On return nothing that it could write to is being written."""
+        """SIGKILL and reap; idempotent. On return the child writes to no shared memory any more.
+
+        Raises DeadlineExceeded if the kernel does not let go of the child.
+        """
         self._silent = True
         if not self.exited.done():
             self._process.kill()
@@ -110,7 +121,7 @@ class ChildProcess:
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         status = self._process.wait()  # blocking: the pidfd said that it has ended
-        # what it wrote before it ended is still in the socket: deliver that first, then its end
+        # frames that it wrote before it ended are still in the socket: deliver them first, then its end
         self.channel.drain()
         self.exited.set_result(status)
         if not self._silent:
@@ -119,8 +130,8 @@ class ChildProcess:
             self._on_death(self._error or WorkerDied(self.name, self.pid, status))
 
     def _channel_ended(self, error: Exception | None) -> None:
-        # the end of the stream is its death, and what broke the protocol must not go on; one that is dying already
-        # keeps the status that the pidfd will tell
+        # the end of the stream is its death, and a child that broke the protocol must not go on; of a child that is
+        # dying already the exit status is the error
         if error is not None and not isinstance(error, OSError):
             self._error = error
         if not self._silent and not self.exited.done():
@@ -128,7 +139,7 @@ class ChildProcess:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when the thread that started it ends. For children, first thing."""
+    """Ask the kernel to kill this process when the thread that started it ends. A child calls it first."""
     import ctypes
     import signal
 
@@ -137,8 +148,9 @@ def die_with_parent() -> None:
 
 
 def allow_files(needed: int) -> None:
-    """Let this process open as many files as it may: the soft limit becomes the hard one. For processes that are ours
-    alone, first thing. Raises ConfigError if that is fewer than `needed`.
+    """Raise this process's limit of open files to the hard limit. For processes that run fdasync alone, first thing.
+
+    Raises ConfigError if that is fewer than `needed`.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
@@ -154,11 +166,11 @@ def allow_files(needed: int) -> None:
 
 
 def settle() -> None:
-    """Take all that this process has made so far out of the garbage collector's rounds. For processes that are ours
-    alone, when they are ready to serve: never where a caller's own program runs.
+    """Take all present objects out of the garbage collector's rounds. For processes that run fdasync alone, when they
+    are ready to serve; never where a caller's own program runs.
 
     A full round over a library like torch and its models stops the loop for a tenth of a second, and again whenever
-    enough was made since; of what was made before this call none is looked at any more.
+    enough objects were made since. After this call rounds skip the objects made before it.
     """
     gc.collect()
     gc.freeze()

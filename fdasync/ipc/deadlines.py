@@ -1,10 +1,10 @@
-"""Deadlines that look once more: what had come when a loop was blocked is read before anybody is called late.
+"""Deadlines that look once more: after a loop was blocked, answers are read before a deadline counts as passed.
 
 An embedder's own code may block the loop for seconds. When the loop goes on, a deadline may have passed although the
-answer lies unread in a socket. A deadline that such a loop comes late to counts only once the loop has been attentive
-for `GRACE_S` (DECISIONS 28); any other counts a few turns of the loop later, which let what was read just now reach its
-waiter. This module knows nothing of what is waited for. Every wait for another process goes through here; a test
-holds that.
+answer lies unread in a socket. If its timer fires late, a deadline counts only once the loop has been attentive for
+`GRACE_S` (docs/design.md, rule 28); otherwise it counts a few turns of the loop later, so that an answer that was just
+read reaches its waiter. The module does not know what its callers wait for. Every wait for another process uses it; a
+test holds that.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
     F = TypeVar("F", bound=asyncio.Future[Any])
 
-#: how long a loop that was held up has to be attentive before a deadline counts, in seconds
+#: how long a loop that was blocked has to be attentive before a deadline counts, in seconds
 GRACE_S = 0.05
-# a timer that fires no later than this after its time says that its loop was not held up, in seconds
+# a timer that fires no later than this after its time shows that its loop was not blocked, in seconds
 _PUNCTUAL_S = 0.01
-# turns of the loop from a readable socket to the task that waits for what it brings, with room to spare
+# turns of the loop from a readable socket to the task that waits for its data, with room to spare
 _TURNS = 16
-# a loop that is blocked again and again has read everything after so many looks
+# a loop that is blocked again and again has read everything after this many looks
 _MAX_LOOKS = 16
 
 
 class DeadlineTimer:
-    """Calls `passed` once: when `when` has passed, and what had come by then was read.
+    """Calls `passed` once: when `when` has passed, and data that had arrived by then was read.
 
     Args:
         when: by the loop's clock, in seconds.
@@ -42,7 +42,7 @@ class DeadlineTimer:
         self._due = when
         self._looks = 0
         self._turns = 0
-        # bare timer: this is what looks once more
+        # bare timer: the look itself
         self._next: asyncio.Handle | None = loop.call_at(when, self._look)
 
     def _look(self) -> None:
@@ -50,7 +50,7 @@ class DeadlineTimer:
         if now - self._due < (GRACE_S if self._looks else _PUNCTUAL_S) or self._looks == _MAX_LOOKS:
             self._turn()
             return
-        # the loop was held up, at the deadline or at the look behind it
+        # the loop was blocked, at the deadline or at the look before this one
         self._looks += 1
         self._due = now + GRACE_S
         # bare timer: as above
@@ -65,7 +65,7 @@ class DeadlineTimer:
         self._passed()
 
     def cancel(self) -> None:
-        """`passed` is not called any more; idempotent."""
+        """Never call `passed`; idempotent."""
         if self._next is not None:
             self._next.cancel()
             self._next = None
@@ -74,7 +74,7 @@ class DeadlineTimer:
 class Within:
     """`async with Within(limit_s):` is `asyncio.timeout(limit_s)` with a `DeadlineTimer`.
 
-    Raises TimeoutError in place of the cancellation that ends the block. Another's cancellation goes through as it is.
+    Raises TimeoutError in place of the cancellation that ends the block. Any other cancellation goes through as it is.
 
     Args:
         limit_s: from entering, in seconds.
@@ -104,9 +104,9 @@ class Within:
 
 
 class Closing:
-    """One deadline for all that closes together: each part takes what those before it left.
+    """One deadline for parts that close together: each part has the time that the parts before it left.
 
-    It is made long before anything closes, and handed down; it counts from `begin`.
+    It is made long before the parts close, and handed down; it counts from `begin`.
 
     Args:
         limit_s: from `begin`, in seconds.
@@ -120,18 +120,18 @@ class Closing:
         self._until: float | None = None
 
     def begin(self) -> None:
-        """It counts now; idempotent."""
+        """Start the time; idempotent."""
         if self._until is None:
             self._until = asyncio.get_running_loop().time() + self.limit_s
 
     def grant(self, share: float) -> None:
-        """At least this share of `limit_s` is left from now, whatever was taken already."""
+        """Leave at least this share of `limit_s` from now, however much is spent already."""
         now = asyncio.get_running_loop().time()
         self._until = max(now + share * self.limit_s, now if self._until is None else self._until)
 
     @property
     def left_s(self) -> float:
-        """All of it before `begin`, never below 0."""
+        """The time that is left, in seconds, never below 0; `limit_s` before `begin`."""
         if self._until is None:
             return self.limit_s
         return max(self._until - asyncio.get_running_loop().time(), 0.0)
@@ -144,14 +144,14 @@ async def wait_within(
 
     Args:
         futures: not empty.
-        limit_s: from now, in seconds; 0 or less: what has come already is still read.
+        limit_s: from now, in seconds; 0 or less: data that has arrived is still read.
     """
     waited = set(futures)
     try:
         async with Within(limit_s):
             await asyncio.wait(waited, return_when=return_when)
     except TimeoutError:
-        # the answer says what is not done
+        # the result says which are not done
         pass
     done = {future for future in waited if future.done()}
     return done, waited - done

@@ -1,8 +1,8 @@
-"""Memory that processes share by file descriptor: a sealed memfd and one mapping of it. Pure bytes.
+"""Memory that processes share by file descriptor: a memfd and one mapping of it.
 
-Vanishes with its last holder, so there is nothing to unlink; sealed against shrinking, so that no peer can
-make another die of SIGBUS. The engine creates regions (`aux_arena.py`, `host_arena.py`); workers and store
-processes attach to them. Knows nothing of what the bytes mean.
+The memory vanishes with its last descriptor and mapping, so there is nothing to unlink. The memfd cannot shrink, so
+that no process can make another die of SIGBUS. This module does not know what the bytes mean. The engine creates
+regions (`cache/aux_arena.py`, `cache/host_arena.py`); the worker and the store's process attach to them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ AUX_REGION = 1
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
-    """`nbytes` bytes from `offset` of the region with this number (its place in `Store.open`'s sequence)."""
+    """A run of bytes of a region.
+
+    Attributes:
+        region: number of the region, its place in the sequence that `Store.open` gets.
+        offset: of the first byte.
+        nbytes: how many bytes; may be 0.
+    """
 
     region: int
     offset: int
@@ -39,7 +45,7 @@ class SharedRegion:
     """One mapping, readable and writable.
 
     Attributes:
-        fd: the memfd, owned by this object; pass it to another process, or -1 once closed.
+        fd: the memfd, owned by this object, to be passed to another process; -1 once closed.
         nbytes: of the mapping.
         map: the mapping itself, for numpy and torch to build views on.
     """
@@ -54,7 +60,7 @@ class SharedRegion:
 
     @classmethod
     def create(cls, name: str, nbytes: int) -> SharedRegion:
-        """A new region of zeros; its pages are touched by whoever writes first. Raises OSError."""
+        """A new region of zeros; its pages are touched by the process that writes them first. Raises OSError."""
         fd = os.memfd_create(f"fdasync-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, nbytes)
@@ -72,7 +78,7 @@ class SharedRegion:
         return memoryview(self.map)[offset:stop]
 
     def close(self) -> None:
-        """Drop the mapping and the fd; idempotent. The bytes live on while somebody holds a view of them."""
+        """Drop the mapping and the fd; idempotent. The bytes live on while views of them do."""
         if self.fd < 0:
             return
         with contextlib.suppress(BufferError):

@@ -1,13 +1,15 @@
-"""Everything that instances and routers say to each other, on one page. A contract: pure data, no sockets.
+"""Defines every message between instances and routers, and encodes and decodes them.
 
-Frozen, tagged msgspec structs, encoded as msgpack arrays; never pickle. Who sends, in which incarnation, and in which
-order is the link's affair (`links.py`); every message about a request names it and its attempt. Bounds stand in the
-types, so that `decode` refuses what is out of bounds before anything is done with it.
+Messages are frozen, tagged msgspec structs, encoded as msgpack arrays, never pickle. Bounds stand in the types, so that
+`decode` refuses a value out of bounds before any code works with it.
 
-A *lease* is room on a decode instance (D) for one request of a prefill instance (P): `LeaseAsk` is answered by
-`LeaseAnswer`s (any number of "queued", one "granted" or "denied"), renewed by P's `Heartbeat`s, ended by `LeaseDrop`
-from either side. Under a lease P offers blocks (`BlocksOffer`); D copies them itself and answers `BlocksTaken`.
-`HandOff` closes it, one for each sample.
+A *lease* is room that a decode instance (D) grants to one request of a prefill instance (P). P sends a `LeaseRequest`;
+D replies with `LeaseAnswer`s: any number of "queued", then one "granted" or "denied". P's `Heartbeat`s renew the
+lease, and a `LeaseDrop` from either side ends it. Under a lease P offers blocks (`BlocksOffer`), D copies them itself
+and replies `BlocksTaken`. One `HandOff` for each sample closes the lease.
+
+This module knows no sockets, no sessions and no order: sender, incarnation and order are the link's (`link/links.py`).
+Every other module of `pd` uses it.
 """
 
 from __future__ import annotations
@@ -19,18 +21,21 @@ import msgspec
 from fdasync.cache.aux import AuxSpec
 from fdasync.errors import ProtocolError
 from fdasync.ipc.shared_memory import Part
-from fdasync.request import SamplingParams
-from fdasync.result import TopLogprobs, WeightSpan
+from fdasync.request import FIRST_VERSION, MAX_VERSION_CHARS, PauseMode, SamplingParams
+from fdasync.result import FinishReason, TopLogprobs, WeightSpan
 
 PROTOCOL = 1
-#: of one message without its payload, and of a payload; a link takes nothing longer
+#: the longest message that a link takes, without its payload
 MAX_MESSAGE_NBYTES = 8 << 20
+#: the longest payload that a link takes
 MAX_PAYLOAD_NBYTES = 4 << 20
 
 Meta = msgspec.Meta
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 _WORDS_CHARS = 4096
 Words = Annotated[str, Meta(max_length=_WORDS_CHARS)]
+#: a label of weights
+Version = Annotated[str, Meta(min_length=1, max_length=MAX_VERSION_CHARS)]
 Key = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 48)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
@@ -43,7 +48,7 @@ Floats = Annotated[bytes, Meta(max_length=4 << 20)]
 Role = Literal["mixed", "prefill", "decode", "router"]
 #: a request's name among instances, and the number of the attempt to find room for it
 LeaseName = tuple[Name, Small]
-#: of aux specs
+#: names of aux specs
 Names = Annotated[tuple[Name, ...], Meta(max_length=64)]
 #: no model has more layers with experts
 Layers = Annotated[tuple[Small, ...], Meta(max_length=4096)]
@@ -53,19 +58,23 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     """Base of all messages."""
 
 
-# -- who is there ---------------------------------------------------------------------------------
+# -- handshakes and heartbeats --------------------------------------------------------------------
 
 
 class Shape(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What blocks are, and what decides an answer besides the weights: instances that differ in any of it cannot use
-    each other's blocks, or the same request would end differently, depending on who serves it.
+    """The properties besides the weights in which two instances must agree. Instances that differ cannot use each
+    other's blocks, or would end the same request differently.
 
     Attributes:
-        model: digest of everything that identities are made of, but the weights.
-        aux: rows that live with each block, in order.
-        vocab_size: of the model. eos_ids: what ends a sample, sorted.
-        routing_debug: rows name positions, not experts.
-        text: digest of what the tokenizer makes of text; empty where there is none.
+        model: digest of all parts of a block's identity except the weights.
+        kv_layout, kv_dtype: layout and dtype of a block's KV.
+        block_tokens: tokens of a block.
+        block_nbytes: bytes of a block's KV.
+        aux: specs of the rows that live with each block, in order.
+        vocab_size: size of the model's vocabulary.
+        eos_ids: token ids that end a sample, sorted.
+        routing_debug: whether rows name positions instead of experts.
+        text: digest of the token ids that the tokenizer makes of sample texts; empty without a tokenizer.
     """
 
     model: Key
@@ -80,8 +89,8 @@ class Shape(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     text: Namespace
 
     def difference(self, other: Shape) -> tuple[str, str, str] | None:
-        """The first field that differs, with both values in words; None: blocks can be exchanged."""
-        # the model last: a digest says less than anything else
+        """The first field that differs, with both values as text; None: blocks can be exchanged."""
+        # the model last: its digest tells a reader less than the other fields
         for name in (*self.__struct_fields__[1:], "model"):
             values = getattr(self, name), getattr(other, name)
             if values[0] != values[1]:
@@ -91,14 +100,14 @@ class Shape(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class Source(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Where the blocks of an instance can be read.
+    """The place where other instances read the blocks of an instance.
 
     Attributes:
-        machine: boot id of its machine; memory can be mapped on the same one only.
-        pid: of its process.
-        regions: (fd, bytes) of each of its shared regions, in that process.
-        token: random; shows that what was opened is what was meant.
-        address: host:port of its data socket, "" where it has none.
+        machine: boot id of the instance's machine; memory can be mapped on the same machine only.
+        pid: process id of the instance.
+        regions: (fd, bytes) of each shared region, in that process.
+        token: random bytes, by which a reader checks that it opened the regions or the socket of this source.
+        address: host:port of the data socket; "" without one.
     """
 
     machine: Words
@@ -110,15 +119,17 @@ class Source(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 class Hello(Message, frozen=True, array_like=True, tag="hello"):
     """The first message of either side of a link. Tag and protocol stay the first two elements in every version, so
-    that another one can be refused by name.
+    that a side can refuse another version by name.
 
     Attributes:
-        protocol: PROTOCOL.
-        name: for people.
-        address: where it listens; "" for routers.
-        shape: of instances; None for routers. sources: for each transport that it offers, by name.
-        namespace: of the weights in use; empty for routers.
-        facts: of instances: what a router has to know of the model (`Facts`).
+        protocol: `PROTOCOL` of the sender.
+        name: the sender's name, for people.
+        role: the sender's role.
+        address: the address at which the sender listens; "" for routers.
+        shape: the instance's shape; None for routers.
+        sources: (transport's name, source) of each transport that the sender offers.
+        namespace: namespace of the weights in use; empty for routers.
+        facts: the instance's model and limits; None for routers.
     """
 
     protocol: Small
@@ -132,7 +143,17 @@ class Hello(Message, frozen=True, array_like=True, tag="hello"):
 
 
 class Facts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a router has to know of an instance's model and limits; see `runner.base.Capacity` and `EngineConfig`."""
+    """An instance's model and limits, for routers.
+
+    Attributes:
+        model: name of the model.
+        vocab_size, max_context_tokens, num_blocks, moe_layer_ids, num_experts, top_k_by_layer: as in
+            `runner.base.Capacity`.
+        tokenizer, model_path, dtype: as in `ModelFacts`.
+        top_k, num_hidden_layers: as in `runner.base.Capacity`.
+        max_step_tokens, max_requests: as in `EngineConfig`.
+        weight_version, weight_order: the caller's label of the weights in use, and its order (`request.next_order`).
+    """
 
     model: Words
     vocab_size: Count
@@ -144,32 +165,47 @@ class Facts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     tokenizer: Words
     model_path: Words
     max_step_tokens: Count
-    weight_version: Count
+    weight_version: Version
     max_requests: Count
+    weight_order: Count = 0
+    top_k: Small = 0
+    dtype: Words = ""
+    num_hidden_layers: Small = 0
 
 
 class Refused(Message, frozen=True, array_like=True, tag="refused"):
-    """The answer to a Hello that does not fit: which field, and why in words. No link comes about."""
+    """The reply to a Hello that does not fit: no link comes about.
+
+    Attributes:
+        field: name of the field that does not fit.
+        problem: the reason, for people.
+    """
 
     field: Name
     problem: Words
 
 
 class Bye(Message, frozen=True, array_like=True, tag="bye"):
-    """The sender goes away, or knows nothing of this link (any more)."""
+    """The sender ends the session, or does not know the session of the frame that it got.
+
+    Attributes:
+        reason: the reason, for people.
+    """
 
     reason: Words
 
 
 class Totals(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What an instance did since its start; see `scheduler.SchedulerStats` for the counters of the same names.
+    """Counters of an instance since its start. Fields that are not listed here have the names and the meaning of the
+    counters of `scheduler.SchedulerStats`.
 
     Attributes:
-        tokens: sampled here, those of live requests included.
-        received_blocks, received_nbytes: of other instances, copied here and checked.
-        leases_granted, leases_denied: to others that asked.
-        asked: answers that its own questions for room got, granted ones; `asked_s`: how long those took, together;
-            `asked_most_s`: the longest.
+        tokens: tokens sampled here, with those of live requests.
+        received_blocks, received_nbytes: blocks of other instances that were copied here and checked.
+        leases_granted, leases_denied: leases that this decode side granted and denied.
+        asked: leases that other instances granted to this prefill side.
+        asked_s: seconds from lease request to grant, summed over those leases.
+        asked_most_s: the longest of those times.
     """
 
     tokens: Count = 0
@@ -192,15 +228,20 @@ class Totals(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class Status(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """How an instance is doing.
+    """The load of an instance, sent with its heartbeats.
 
     Attributes:
-        state: running, paused or draining.
+        state: whether it serves requests, is paused, or drains.
+        waiting: requests that wait to be admitted.
         queued_tokens: prompt tokens that wait to be computed.
-        running: sequences that hold blocks; `leased`: of them, those that wait for blocks of others.
-        free_blocks: of the device, free or idle and not promised to a lease.
-        totals: since its start.
-        store_problem: why its store is not asked for now; "" while it is used, and where there is none.
+        running: sequences that hold blocks.
+        leased: the running sequences that wait for blocks of a prefill side.
+        free_blocks: device blocks that are free, or idle and not promised to a lease.
+        num_blocks: all device blocks.
+        totals: counters since the start.
+        store_problem: why the engine does not use its store now; "" while it does, and without a store.
+        tap_problem: which taps of its configuration an error ended, and the errors; "" while all run.
+        dropped_events: events that the taps of its configuration lost.
     """
 
     state: Literal["running", "paused", "draining"]
@@ -212,28 +253,45 @@ class Status(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     num_blocks: Count
     totals: Totals = Totals()
     store_problem: Words = ""
+    tap_problem: Words = ""
+    dropped_events: Count = 0
 
 
 class Heartbeat(Message, frozen=True, array_like=True, tag="beat"):
-    """The sender lives, and still wants these leases of the receiver."""
+    """The sender lives, and renews leases.
+
+    Attributes:
+        leases: leases of the receiver that the sender still wants.
+        status: the sender's load; None from routers.
+    """
 
     leases: Annotated[tuple[LeaseName, ...], Meta(max_length=1 << 16)] = ()
     status: Status | None = None
+
+
+#: messages that only links send; they have no number and may be lost
+LINK_MESSAGES = (Hello, Refused, Bye, Heartbeat)
 
 
 # -- leases, P to D and back ----------------------------------------------------------------------
 
 
 class Wanted(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A request as an instance hands it on: checked, tokenised, hashed, its seed drawn.
+    """A request as a prefill instance hands it on: checked, tokenised, hashed, its seed drawn.
 
     Attributes:
-        caller: incarnation of the router that the answer goes to.
-        tokens: the prompt.
-        block_keys: identities of its full blocks under `namespace` and `salt`, one for each.
-        params: with a seed.
-        deadline_s: what is left of it.
-        rows: names of the aux specs whose rows are wanted, routing's too; start: from that position on.
+        caller: incarnation of the router that gets the results.
+        tokens: token ids of the prompt.
+        block_keys: identities of the prompt's full blocks under `namespace` and `salt`.
+        namespace: namespace of the sender's weights.
+        salt: the tenant's salt.
+        params: sampling parameters, with a seed.
+        streams: whether the caller reads deltas.
+        priority: the request's priority.
+        deadline_s: seconds until the request's deadline.
+        rows: names of the aux specs whose rows the caller wants, routing included.
+        start: position of the first row that the caller wants.
+        waited_s: seconds since the caller sent the request.
     """
 
     caller: Key
@@ -247,14 +305,17 @@ class Wanted(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     deadline_s: Seconds
     rows: Names
     start: Count
+    waited_s: Seconds = 0.0
 
 
-class LeaseAsk(Message, frozen=True, array_like=True, tag="ask"):
-    """P asks D for room for a request; idempotent by (request, attempt).
+class LeaseRequest(Message, frozen=True, array_like=True, tag="ask"):
+    """P asks D for a lease; idempotent by (request, attempt).
 
     Attributes:
-        ttl_s: a lease that is not renewed for so long is over.
-        total_s: one that was not handed off by then is over in any case.
+        request, attempt: name of the lease, also in the messages below.
+        wanted: the request for which P wants room.
+        ttl_s: the lease ends when P has not renewed it for so long.
+        total_s: the lease ends in any case when P has not handed off within this time.
     """
 
     request: Name
@@ -265,13 +326,13 @@ class LeaseAsk(Message, frozen=True, array_like=True, tag="ask"):
 
 
 class LeaseAnswer(Message, frozen=True, array_like=True, tag="answer"):
-    """D's answer.
+    """D's reply to a `LeaseRequest`.
 
     Attributes:
-        verdict: "queued" is an interim one: another will follow.
-        prefix_blocks: leading blocks that D has, and keeps for this lease: they need not be sent.
-        retry_after_s: of "denied": asking again before makes no sense; a negative one: asking again never does.
-        reason: of "denied", in words.
+        verdict: "queued" is an interim reply; another will follow.
+        prefix_blocks: leading blocks that D has and keeps for this lease; P need not send them.
+        retry_after_s: with "denied": how long P should wait before it sends the request again; negative: never again.
+        reason: with "denied": the reason, for people.
     """
 
     request: Name
@@ -283,7 +344,11 @@ class LeaseAnswer(Message, frozen=True, array_like=True, tag="answer"):
 
 
 class LeaseDrop(Message, frozen=True, array_like=True, tag="drop"):
-    """From P: it gives up, also what D has not heard of yet. From D: there is no such lease (any more)."""
+    """From P: P gives the lease up, even if D has not read its request yet. From D: D has no such lease (any more).
+
+    Attributes:
+        reason: the reason, for people.
+    """
 
     request: Name
     attempt: Small
@@ -291,11 +356,11 @@ class LeaseDrop(Message, frozen=True, array_like=True, tag="drop"):
 
 
 class BlockRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A block of the sender's: which of the prompt's it is, where its KV and rows lie, and what they must be.
+    """A block that the sender offers.
 
     Attributes:
         index: number of the block in the prompt.
-        parts: in the sender's regions: its KV, then its rows, one part for each aux spec.
+        parts: parts of the sender's regions: the block's KV, then its rows, one part for each aux spec.
         checksums: XXH3-64 of each part.
     """
 
@@ -305,7 +370,12 @@ class BlockRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class BlocksOffer(Message, frozen=True, array_like=True, tag="offer"):
-    """P's sealed blocks lie ready; they stay as they are until D took them or the lease is over."""
+    """P's sealed blocks lie ready. P keeps them unchanged until D has taken them or the lease ends.
+
+    Attributes:
+        offer: number of the offer under this lease.
+        blocks: the blocks offered.
+    """
 
     request: Name
     attempt: Small
@@ -314,7 +384,7 @@ class BlocksOffer(Message, frozen=True, array_like=True, tag="offer"):
 
 
 class BlocksTaken(Message, frozen=True, array_like=True, tag="taken"):
-    """D has copied and checked every block of an offer; the sender may use their places again."""
+    """D has copied and checked every block of an offer; P may use their places again."""
 
     request: Name
     attempt: Small
@@ -322,15 +392,16 @@ class BlocksTaken(Message, frozen=True, array_like=True, tag="taken"):
 
 
 class HandOff(Message, frozen=True, array_like=True, tag="hand_off"):
-    """One sample's first token, and its open block; D goes on from there when it has everything.
+    """P hands over one sample: its first token and its open block. D goes on when it has all of the sample.
 
     Attributes:
         index: number of the sample.
-        offer: number of the offer that the open block is, if there is one.
-        raw, processed, top: log-probs of the token, as asked for.
-        cached: prompt tokens that were not computed, by tier.
-        tail: the block with the last tokens of the prompt; None where they fill their blocks.
-        tail_rows: how many of its tokens count.
+        offer: number of the offer by which `tail` counts, if there is a tail.
+        token: the sample's first token.
+        raw, processed, top: log-probs of the token, as the caller asked for them.
+        cached: prompt tokens that P did not compute, by tier: device, host, store.
+        tail: the open block, with the last tokens of the prompt; None where the prompt fills its blocks.
+        tail_rows: number of tokens in `tail`.
     """
 
     request: Name
@@ -346,8 +417,27 @@ class HandOff(Message, frozen=True, array_like=True, tag="hand_off"):
     tail_rows: Small
 
 
+class ScoredPrompt(Message, frozen=True, array_like=True, tag="scored"):
+    """A run of log-probs of a request's prompt: from P to D before the `HandOff` of sample 0, and from the instance
+    that answers to the router before the `Ended`.
+
+    Attributes:
+        attempt: number of the lease's attempt; 0 to a router.
+        first: position of the run's first token.
+        logprobs, top, top_ids, top_logprobs: as in `runner.base.PromptScores`.
+    """
+
+    request: Name
+    attempt: Small
+    first: Count
+    logprobs: Floats
+    top: Small
+    top_ids: Tokens
+    top_logprobs: Floats
+
+
 class HandOffTaken(Message, frozen=True, array_like=True, tag="handed"):
-    """D has everything of a sample and goes on with it; P may forget it."""
+    """D has all of a sample and goes on with it; P may forget the sample."""
 
     request: Name
     attempt: Small
@@ -358,15 +448,23 @@ class HandOffTaken(Message, frozen=True, array_like=True, tag="handed"):
 
 
 class Submit(Message, frozen=True, array_like=True, tag="submit"):
-    """A request for an instance.
+    """A router sends a request to an instance.
 
     Attributes:
-        request: its name among instances; never repeats.
-        request_id: the caller's name for it.
-        text: the prompt; None where it is `tokens`.
-        decoders: addresses of D's to hand it to, in order of preference; empty: serve it whole.
-        deadline_s: what is left of it.
-        routing, aux: which rows are wanted; see `Engine.generate`.
+        request: the request's name among instances, also in the messages below; never repeats.
+        request_id: the caller's name for the request.
+        text: the prompt as text; None where `tokens` is the prompt.
+        tokens: the prompt as token ids; empty where `text` is the prompt.
+        decoders: addresses of decode instances that may take the request over, in order of preference; empty: the
+            receiver serves it whole.
+        params: sampling parameters, with a seed.
+        streams: whether the caller reads deltas.
+        priority: the request's priority.
+        deadline_s: seconds until the request's deadline.
+        routing, aux: the rows that the caller wants; see `Engine.generate`.
+        start: position of the first row that the caller wants.
+        salt: the tenant's salt.
+        waited_s: seconds since the caller sent the request.
     """
 
     request: Name
@@ -382,26 +480,28 @@ class Submit(Message, frozen=True, array_like=True, tag="submit"):
     aux: bool | Names | None
     start: Count
     salt: Words
+    waited_s: Seconds = 0.0
 
 
 class PromptTokens(Message, frozen=True, array_like=True, tag="prompt"):
-    """The tokens of a prompt that was given as text, from whoever made them: before the first news of the request, for
-    a caller that never hears of its end."""
+    """The tokens of a prompt that was sent as text, from the instance that tokenised it. It comes before that
+    instance's other messages, for a caller whose request ends without an `Ended`."""
 
     request: Name
     tokens: Tokens
 
 
 class Abort(Message, frozen=True, array_like=True, tag="abort"):
-    """End a request with what it has, or never begin it."""
+    """The receiver ends a request with the tokens that it has, or never begins it."""
 
     request: Name
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What is new of one sample; see `fdasync.Delta`.
+    """New output of one sample. Fields that are not listed are those of `fdasync.Delta`.
 
     Attributes:
+        request: the request's name among instances.
         index: number of the sample.
     """
 
@@ -412,17 +512,24 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     raw_logprobs: tuple[float, ...] | None
     processed_logprobs: tuple[float, ...] | None
     top_logprobs: tuple[TopLogprobs | None, ...] | None
-    finish_reason: str | None
+    finish_reason: FinishReason | None
 
 
 class Progress(Message, frozen=True, array_like=True, tag="progress"):
-    """New tokens of some of a caller's requests, merged as far as the sender had to wait."""
+    """New output of some of a caller's requests. The sender merges pieces while the link is full."""
 
     pieces: Annotated[tuple[Piece, ...], Meta(max_length=1024)]
 
 
 class Rows(Message, frozen=True, array_like=True, tag="rows"):
-    """A run of aux rows of one sample, as payload: those of positions [start, start + count) of spec `name`."""
+    """A run of aux rows of one sample. The payload has the rows of positions [start, start + count).
+
+    Attributes:
+        index: number of the sample.
+        name: name of the aux spec.
+        start: position of the first row.
+        count: number of rows.
+    """
 
     request: Name
     index: Small
@@ -432,10 +539,15 @@ class Rows(Message, frozen=True, array_like=True, tag="rows"):
 
 
 class Outputs(Message, frozen=True, array_like=True, tag="outputs"):
-    """A run of one sample's output, from its token `first` on; at least one comes for each sample of a result.
+    """A run of one sample's output. Each sample of a result has at least one.
 
     Attributes:
-        raw, processed: float32 little-endian; top: likewise one for each token; None: not asked for.
+        index: number of the sample.
+        first: number of the run's first token in the sample.
+        token_ids: the run's tokens.
+        text: the run's text.
+        raw, processed: log-probs of the tokens, float32 little-endian; None where the caller did not ask for them.
+        top: alternatives of each token; None where the caller did not ask for them.
     """
 
     request: Name
@@ -449,16 +561,18 @@ class Outputs(Message, frozen=True, array_like=True, tag="outputs"):
 
 
 class SampleEnd(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The end of one sample of a result, whose rows and tokens came before; see `fdasync.Sample`.
+    """The end of one sample of a result. `Rows` and `Outputs` of the sample were sent before.
 
     Attributes:
-        num_tokens: that came.
-        num_rows: of each spec; None: there are none of any.
-        aux: names of the specs.
+        num_tokens: number of tokens sent.
+        finish_reason, versions, stop_token_id: as in `fdasync.Sample`; `versions` is its `weight_version`.
+        cached: prompt tokens that were not computed, by tier: device, host, store.
+        num_rows: number of rows sent for each spec; None without specs.
+        aux: specs of the rows sent.
     """
 
     num_tokens: Count
-    finish_reason: Words
+    finish_reason: FinishReason
     cached: tuple[Count, Count, Count]
     versions: Annotated[tuple[WeightSpan, ...], Meta(max_length=4096)]
     stop_token_id: int | None
@@ -467,14 +581,23 @@ class SampleEnd(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 class Moved(Message, frozen=True, array_like=True, tag="moved"):
-    """Every sample of a request was handed to the instance at this address: it alone answers from now on."""
+    """The sender handed every sample of a request to a decode instance, which alone answers from now on.
+
+    Attributes:
+        address: address of the decode instance.
+    """
 
     request: Name
     address: Words
 
 
 class Ended(Message, frozen=True, array_like=True, tag="ended"):
-    """A request's result: its one end, as far as the sender knows."""
+    """A request ended with a result.
+
+    Attributes:
+        prompt: token ids of the prompt.
+        samples: the ends of all samples, in order.
+    """
 
     request: Name
     prompt: Tokens
@@ -485,11 +608,14 @@ class Failed(Message, frozen=True, array_like=True, tag="failed"):
     """A request ended with an error.
 
     Attributes:
-        error: name of its class in `fdasync.errors`.
-        field, limit, hint: of BadInput.
-        retriable: the same request may succeed elsewhere or later.
-        whole: but only where one instance serves it whole: no decode instance will ever take it from another.
-        prompt_tokens: of a request that is too long for the sender, or that nobody took from it: at least so many.
+        error: name of the error's class in `fdasync.errors`.
+        problem: the error's problem, for people.
+        field, limit, hint: fields of a BadInput.
+        retriable: the same request may succeed on another instance or later.
+        whole: with `retriable`: only an instance that serves it whole may succeed, since no decode instance will ever
+            take the request over.
+        prompt_tokens: least number of tokens of the prompt, where it is too long for the sender or no decode instance
+            took it; else 0.
     """
 
     request: Name
@@ -503,45 +629,70 @@ class Failed(Message, frozen=True, array_like=True, tag="failed"):
     prompt_tokens: Count = 0
 
 
-class BlockNews(Message, frozen=True, array_like=True, tag="blocks"):
-    """Identities that an instance can serve from now on, and those that it lost, under the weights that it has now;
-    `reset`: it has no others."""
+class KvEventBatch(Message, frozen=True, array_like=True, tag="blocks"):
+    """An instance reports the blocks that it gained and lost.
+
+    Attributes:
+        namespace, weight_version, weight_order: of the weights in use, under which these identities stand.
+        reset: whether the instance has no identities but those of `added`.
+        added: identities that the instance can serve from now on.
+        removed: identities that it can serve no more.
+    """
 
     namespace: Namespace
-    weight_version: Count
+    weight_version: Version
     reset: bool
     added: Keys
     removed: Keys
+    weight_order: Count = 0
 
 
 # -- commands, router to instances ----------------------------------------------------------------
 
 
 class Command(Message, frozen=True, array_like=True, tag="command"):
-    """Something that an instance shall do, answered by one `Done`.
+    """A router has an instance do something; the instance replies with one `Done`.
 
     Attributes:
-        number: of the router's commands.
-        verb: claim (no other router may update weights for limit_s, or until this one's update or its link is over),
-            release (it may), update_weights (version, path, mode), pause, resume, drain (within limit_s).
+        number: number of the command; the `Done` repeats it.
+        verb: the action. "claim": no other router may update the weights for `limit_s`, or until this router's update
+            or its link ends. "release" ends a claim. "relabel": give the weights in use another version. "drain": take
+            no new requests, reply when all have ended.
+        version, order: with "update_weights" and "relabel": the caller's label, and its order.
+        path: with "update_weights": the checkpoint folder.
+        mode: with "update_weights": whether requests end or go on; see `Engine.update_weights`.
+        limit_s: with "claim" and "drain": the time limit.
+        pause: with "pause": what happens to the requests that are inside; see `Generator.pause`.
     """
 
     number: Count
-    verb: Literal["claim", "release", "update_weights", "pause", "resume", "drain"]
-    version: Count = 0
+    verb: Literal["claim", "release", "update_weights", "relabel", "pause", "resume", "drain", "reset_cache"]
+    version: Version = FIRST_VERSION
     path: Words = ""
     mode: Literal["abort", "keep"] = "abort"
     limit_s: Seconds = 0.0
+    pause: PauseMode = "in_place"
+    order: Count = 0
 
 
 class Done(Message, frozen=True, array_like=True, tag="done"):
-    """What came of a command; `error` is the name of an error's class, "" where it went well."""
+    """The outcome of a command.
+
+    Attributes:
+        number: number of the command.
+        error: name of the error's class; "" for success.
+        problem: the error's problem, for people.
+        namespace, weight_version, weight_order: of the instance's weights after the command.
+        field: field of a BadInput.
+    """
 
     number: Count
     error: Words = ""
     problem: Words = ""
     namespace: Namespace = b""
-    weight_version: Count = 0
+    weight_version: Version = FIRST_VERSION
+    weight_order: Count = 0
+    field: Words = ""
 
 
 AnyMessage = (
@@ -549,13 +700,14 @@ AnyMessage = (
     | Refused
     | Bye
     | Heartbeat
-    | LeaseAsk
+    | LeaseRequest
     | LeaseAnswer
     | LeaseDrop
     | BlocksOffer
     | BlocksTaken
     | HandOff
     | HandOffTaken
+    | ScoredPrompt
     | Submit
     | PromptTokens
     | Abort
@@ -565,14 +717,14 @@ AnyMessage = (
     | Moved
     | Ended
     | Failed
-    | BlockNews
+    | KvEventBatch
     | Command
     | Done
 )
 
 
 def brief(text: str) -> str:
-    """Words of an error as a message can carry them: the other side refuses longer ones, and what is no text."""
+    """A text as a field of type `Words` can carry it: cut to the longest length, and encodable as UTF-8."""
     return text[:_WORDS_CHARS].encode(errors="replace").decode()
 
 
@@ -581,7 +733,7 @@ _DECODER = msgspec.msgpack.Decoder(AnyMessage)
 
 
 def encode(message: Message) -> bytes:
-    """Raises ProtocolError if it is longer than a link takes."""
+    """Raises ProtocolError for a message that is longer than a link takes."""
     data = _ENCODER.encode(message)
     if len(data) > MAX_MESSAGE_NBYTES:
         name = type(message).__name__
@@ -590,7 +742,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes | bytearray | memoryview) -> Message:
-    """Raises ProtocolError, and nothing else, for whatever is not a message."""
+    """Raises ProtocolError, and nothing else, for bytes that are no message."""
     if len(data) > MAX_MESSAGE_NBYTES:
         raise ProtocolError(f"a message of {len(data)} bytes is longer than the limit of {MAX_MESSAGE_NBYTES}")
     try:

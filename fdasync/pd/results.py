@@ -1,7 +1,8 @@
-"""A result as messages, and messages as a result: what a caller of a router gets is what an engine's caller gets.
+"""Turns a `Result` into messages, and such messages back into an equal `Result`.
 
-Rows and tokens travel in runs no longer than a link takes (`Rows`, `Outputs`), before the `Ended` that counts them:
-a result may be as large as it likes. Pure. Used by `responses.py`, `token_streams.py` and `dispatch.py`.
+Rows and tokens travel in runs no longer than a link takes (`Rows`, `Outputs`), before the `Ended` that counts them, so
+a result may have any size. Pure: knows no link and no caller. `instance/responses.py` and `instance/token_streams.py`
+make messages with it, `router/dispatch.py` reads them.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fdasync.cache.aux import ROUTING, AuxSpec
-from fdasync.errors import ProtocolError
-from fdasync.pd.messages import MAX_PAYLOAD_NBYTES, Ended, Outputs, Rows, SampleEnd
+from fdasync.errors import InvariantBroken, ProtocolError
+from fdasync.pd.messages import MAX_PAYLOAD_NBYTES, Ended, Outputs, Rows, SampleEnd, ScoredPrompt
 from fdasync.result import CachedTokens, Delta, Result, Routing, Sample
+from fdasync.runner.base import PromptScores
+from fdasync.runner.prompt_scores import PromptLogprobs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -23,9 +26,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fdasync.pd.messages import Facts, Piece
+    from fdasync.request import SamplingParams
 
-#: with 20 alternatives beside each, these take some 2 MB
+#: tokens of a run; with 20 alternatives for each, a run takes some 2 MB
 RUN_TOKENS = 8192
+#: characters of a run's text
 RUN_CHARS = 1 << 20
 # no token is longer
 _MAX_TOKEN_CHARS = 256
@@ -64,8 +69,35 @@ def output_messages(name: str, result: Result) -> Iterator[Outputs]:
             )
 
 
+def prompt_logprobs_of(params: SamplingParams) -> PromptLogprobs | None:
+    """Collects the log-probs of a prompt; None: these parameters ask for none."""
+    return PromptLogprobs.wanted(params.prompt_logprobs_start, params.prompt_top_logprobs)
+
+
+def score_messages(name: str, attempt: int, scores: PromptLogprobs) -> Iterator[ScoredPrompt]:
+    """The log-probs of a prompt so far, in runs."""
+    for run in scores.runs(RUN_TOKENS):
+        yield ScoredPrompt(name, attempt, run.start, run.logprobs, run.top, run.top_ids, run.top_logprobs)
+
+
+def add_scores(scores: PromptLogprobs | None, message: ScoredPrompt, most: int, vocab_size: int) -> None:
+    """Add a run to the log-probs of a prompt of at most so many tokens. Raises ProtocolError for a run that is not the
+    next one, or makes no sense."""
+    run = PromptScores(0, message.first, message.logprobs, message.top, message.top_ids, message.top_logprobs)
+    if scores is None or message.first != scores.stop or message.first + run.count > most or not run.count:
+        raise ProtocolError(f"log-probs of {run.count} tokens of the prompt from {message.first} on were not expected")
+    if len(message.top_ids) % 4 == 0:
+        ids = np.frombuffer(message.top_ids, "<i4")
+        if ((ids < -1) | (ids >= vocab_size)).any():
+            raise ProtocolError("alternatives in a prompt are outside the vocabulary")
+    try:
+        scores.add(run)
+    except InvariantBroken as error:
+        raise ProtocolError(str(error)) from None
+
+
 def ended_message(name: str, result: Result) -> Ended:
-    """What is left to say when rows and outputs were sent."""
+    """The message that follows all rows and outputs."""
     samples = []
     for sample in result.samples:
         arrays = _arrays(sample)
@@ -92,19 +124,29 @@ def _arrays(sample: Sample) -> list[tuple[AuxSpec, NDArray[Any]]]:
 
 
 class Incoming:
-    """Rows of one request as they come; `result` makes the whole of them.
+    """Collects the rows and outputs of one request, and makes a `Result` of them.
 
     Args:
-        specs: whose rows were asked for, of those that the sender's handshake named; nothing else is taken.
-        most_rows: that one sample can have.
+        specs: the aux specs whose rows were asked for; rows of other specs are refused.
+        samples: number of samples.
+        most_rows: the most rows, and the most tokens, that one sample can have.
         start: position of each sample's first row, as it was asked for.
+        scores: collects the log-probs of the prompt; None: none were asked for.
     """
 
-    def __init__(self, specs: Sequence[AuxSpec], samples: int, most_rows: int, start: int) -> None:
+    def __init__(
+        self,
+        specs: Sequence[AuxSpec],
+        samples: int,
+        most_rows: int,
+        start: int,
+        scores: PromptLogprobs | None = None,
+    ) -> None:
         self._specs = {spec.name: spec for spec in specs}
         self._samples = samples
         self._most_rows = most_rows
         self._start = start
+        self._scores = scores
         self._runs: dict[tuple[int, str], list[NDArray[Any]]] = {}
         self._counts: dict[tuple[int, str], int] = {}
         self._outputs: dict[int, list[Outputs]] = {}
@@ -112,7 +154,7 @@ class Incoming:
         self._chars: dict[int, int] = {}
 
     def add_outputs(self, message: Outputs) -> None:
-        """Raises ProtocolError for a run that is not the next one, or is more than there can be."""
+        """Raises ProtocolError for a run that is not the next one, or has more tokens or text than a sample can."""
         index, count = message.index, len(message.token_ids) // 4
         have = self._tokens.get(index, 0)
         chars = self._chars.get(index, 0) + len(message.text)
@@ -132,7 +174,7 @@ class Incoming:
         self._tokens[index], self._chars[index] = have + count, chars
 
     def add(self, message: Rows, payload: bytes | memoryview | None) -> None:
-        """Raises ProtocolError for rows that are not the next ones, or are not what they are said to be."""
+        """Raises ProtocolError for rows that are not the next ones, or whose bytes do not fit their spec and count."""
         place = message.index, message.name
         spec = self._specs.get(message.name)
         have = self._counts.get(place, 0)
@@ -149,17 +191,30 @@ class Incoming:
         self._runs.setdefault(place, []).append(rows)
         self._counts[place] = have + message.count
 
+    def add_scores(self, message: ScoredPrompt, vocab_size: int) -> None:
+        """Raises ProtocolError for log-probs that are not the next ones, or make no sense."""
+        add_scores(self._scores, message, self._most_rows, vocab_size)
+
     def result(self, message: Ended, request_id: str, facts: Facts) -> Result:
-        """The result that these rows and this message are. Raises ProtocolError where they do not fit together."""
+        """The result of the collected runs and this message. Raises ProtocolError where they do not fit together."""
         if len(message.samples) != self._samples:
             raise ProtocolError(f"{len(message.samples)} samples came, {self._samples} were asked for")
         samples = tuple([self._sample(index, end, facts) for index, end in enumerate(message.samples)])
-        return Result(request_id=request_id, prompt_token_ids=tokens_of(message.prompt), samples=samples)
+        prompt, scores = tokens_of(message.prompt), self._scores
+        if scores is not None and samples[0].token_ids and scores.stop != len(prompt):
+            raise ProtocolError(f"log-probs of the prompt's tokens up to {scores.stop} came, it has {len(prompt)}")
+        return Result(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            samples=samples,
+            prompt_logprobs=None if scores is None else scores.values(),
+            prompt_top_logprobs=None if scores is None else scores.alternatives(),
+        )
 
     def _sample(self, index: int, end: SampleEnd, facts: Facts) -> Sample:
         if {spec.name for spec in end.aux} != self._specs.keys():
-            told, wanted = [spec.name for spec in end.aux], list(self._specs)
-            raise ProtocolError(f"rows of {told} of sample {index} came, rows of {wanted} were asked for")
+            came, wanted = [spec.name for spec in end.aux], list(self._specs)
+            raise ProtocolError(f"rows of {came} of sample {index} came, rows of {wanted} were asked for")
         aux = {spec.name: self._rows(index, spec, end.num_rows or 0) for spec in end.aux}
         routing = aux.pop(ROUTING, None)
         runs = self._outputs.pop(index, [])
@@ -197,12 +252,12 @@ class Incoming:
         runs = self._runs.pop((index, spec.name), [])
         if not runs:
             return np.empty((0, *spec.shape), spec.dtype)
-        # a copy of its own: the caller owns it, and may write to it
+        # the caller owns the array and may write to it
         return np.concatenate(runs) if len(runs) > 1 else runs[0].copy()
 
 
 def delta_of(piece: Piece) -> Delta:
-    """What a caller reads."""
+    """The caller's form of a piece: its fields without the request's name."""
     return Delta(
         index=piece.index,
         token_ids=piece.token_ids,

@@ -1,6 +1,7 @@
-"""Plain values (a parsed TOML or JSON file, a request's body) into a struct; what does not fit is refused by name.
+"""Plain values (a parsed TOML or JSON file, a request's body) into a struct; a value that does not fit is refused by
+name.
 
-Pure. Knows errors only. Used by whatever takes a mapping from a caller: sampling, configuration, plugins' own keys.
+Pure; the module knows errors only. `request.py`, the configurations and the modules that make plugins call it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import msgspec
 from fdasync.errors import BadInput
 
 S = TypeVar("S", bound=msgspec.Struct)
-# of unknown names: how many are told, and how much of each
+# how many unknown names an error lists, and how many characters of each
 _MOST_TOLD = 5
 _MOST_CHARS = 100
 
@@ -22,12 +23,12 @@ _MOST_CHARS = 100
 def struct_of(
     kind: type[S], values: Mapping[str, Any], *, error: type[BadInput] = BadInput, root: str = "", whole: str = ""
 ) -> S:
-    """A struct of this kind with these values; shares nothing that the caller could change but what the kind leaves as
-    it is. Types are checked, ranges are not. Raises `error` that names the field.
+    """A struct of this kind with these values, copied except for fields of arbitrary type. Types are checked, ranges
+    are not. Raises `error` that names the field.
 
     Args:
         root: stands before every field's name, with a dot.
-        whole: what the mapping itself is called; `root` unless it is given.
+        whole: name of the mapping itself in errors; `root` unless it is given.
     """
     whole = whole or root
     given: object = values
@@ -41,11 +42,23 @@ def struct_of(
     if unknown and kind.__struct_config__.forbid_unknown_fields:
         raise _unknown(error, unknown, known, root)
     try:
-        return msgspec.convert(dict(values), kind)
+        return msgspec.convert(dict(values), kind, str_keys=True)
     except msgspec.ValidationError as wrong:
-        told = error.of_validation(wrong, root, whole)
-        choices = _choices(kind, told.field.removeprefix(f"{root}."))
-        raise error(told.field, told.problem, limit=choices) if choices else told from None
+        raise refusal_of(kind, wrong, error=error, root=root, whole=whole) from None
+
+
+def refusal_of(
+    kind: type[msgspec.Struct],
+    wrong: msgspec.ValidationError,
+    *,
+    error: type[BadInput] = BadInput,
+    root: str = "",
+    whole: str = "",
+) -> BadInput:
+    """The error for values of the wrong type; see `struct_of` for the arguments."""
+    refusal = error.of_validation(wrong, root, whole)
+    choices = _choices(kind, refusal.field.removeprefix(f"{root}."))
+    return error(refusal.field, refusal.problem, limit=choices) if choices else refusal
 
 
 def _unknown(error: type[BadInput], unknown: list[str], known: tuple[str, ...], root: str) -> BadInput:
@@ -63,8 +76,11 @@ def _unknown(error: type[BadInput], unknown: list[str], known: tuple[str, ...], 
 
 
 def _choices(kind: type[msgspec.Struct], field: str) -> str:
-    """What a field may be, where it is one of a few words; else ""."""
-    hint = get_type_hints(kind).get(field)
+    """The words that a `Literal` field, or an entry of a list or tuple of them, may be; "" for any other field."""
+    name, entry, _ = field.partition("[")
+    hint = get_type_hints(kind).get(name)
+    if entry and get_origin(hint) in (list, tuple):
+        hint = get_args(hint)[0]
     return " or ".join(map(repr, get_args(hint))) if get_origin(hint) is Literal else ""
 
 

@@ -1,39 +1,45 @@
 """Plugins by entry point: listed cheaply, loaded only when named, checked when loaded.
 
-A plugin that is named but missing or broken raises `PluginError` with its distribution; nothing is
-logged and skipped. One registry per engine; no module state.
+A plugin that is named but missing or broken raises `PluginError` with its distribution; none is logged and skipped.
+The module knows no kind of plugin: callers name the class that a plugin must extend. The modules that make runners
+(`runner/plugins.py`), stores (`cache/store/plugins.py`), transports (`pd/transfer/transports.py`) and tokenizers call
+it, and the command line, which lists all plugins.
 """
 
 from __future__ import annotations
 
+import inspect
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from fdasync.cache.store.base import Store
-from fdasync.errors import ConfigError, PluginError
-from fdasync.pd.transfer.base import Transport
-from fdasync.registry.mapping import struct_of
-from fdasync.runner.base import Runner, RunnerLimits
+from fdasync.errors import PluginError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
+T = TypeVar("T")
+
+COMMANDS = "fdasync.commands"
+POLICIES = "fdasync.policies"
 RUNNERS = "fdasync.runners"
 STORES = "fdasync.stores"
+TAPS = "fdasync.taps"
 TOKENIZERS = "fdasync.tokenizers"
 TRANSPORTS = "fdasync.transports"
-GROUPS = (RUNNERS, STORES, TOKENIZERS, TRANSPORTS)
-_BASES: dict[str, type[Runner] | type[Store] | type[Transport]] = {
-    RUNNERS: Runner, STORES: Store, TRANSPORTS: Transport
-}  # fmt: skip
-# their classes take a configuration of their own
-_CONFIGURED = (RUNNERS, STORES)
+GROUPS = (COMMANDS, POLICIES, RUNNERS, STORES, TAPS, TOKENIZERS, TRANSPORTS)
 
 
 class PluginInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry point. `problem` is "" if it loads, None if nobody tried."""
+    """One entry point.
+
+    Attributes:
+        group, name: as declared, e.g. "fdasync.stores" and "file".
+        distribution, version: of the package that declares it; "" if not known.
+        target: the object that it names, e.g. "package.module:Class".
+        problem: why it does not load; "": it loads; None: it was not loaded.
+    """
 
     group: str
     name: str
@@ -46,15 +52,23 @@ class PluginInfo(msgspec.Struct, frozen=True, kw_only=True):
 class Registry:
     """Looks plugins up by group and name."""
 
-    def list(self, *, load: bool = False) -> list[PluginInfo]:
-        """Every plugin there is; with `load`, each is imported and checked, which can take seconds."""
+    def list(self, bases: Mapping[str, type[Any]] | None = None) -> list[PluginInfo]:
+        """Every plugin there is.
+
+        Args:
+            bases: the class that the plugins of a group extend; those of other groups are functions. With it each
+                plugin is imported and checked, which can take seconds; without it none is.
+        """
         found = []
         for group in GROUPS:
             for point in sorted(entry_points(group=group), key=lambda point: point.name):
                 problem = None
-                if load:
+                if bases is not None:
                     try:
-                        self._check(group, point)
+                        if (base := bases.get(group)) is not None:
+                            _load_class(group, point, base)
+                        else:
+                            _load_function(group, point)
                         problem = ""
                     except PluginError as error:
                         problem = error.problem
@@ -71,6 +85,10 @@ class Registry:
                 )
         return found
 
+    def names(self, group: str) -> tuple[str, ...]:
+        """Names of a group's plugins, sorted; none is imported."""
+        return tuple(sorted({point.name for point in entry_points(group=group)}))
+
     def find(self, group: str, name: str) -> EntryPoint:
         """The entry point, without importing it. Raises PluginError if there is none, or more than one."""
         points = list(entry_points(group=group, name=name))
@@ -83,62 +101,46 @@ class Registry:
             raise PluginError(group, name, owners, "several distributions declare this name")
         return points[0]
 
-    def load_runner(self, name: str) -> type[Runner]:
-        """The runner class. Raises PluginError."""
-        runner = self._check(RUNNERS, self.find(RUNNERS, name))
-        assert isinstance(runner, type)
-        return runner
+    def load(self, group: str, name: str, base: type[T]) -> type[T]:
+        """The class of this name, which extends `base` and has a `config_type` if `base` declares one.
 
-    def make_runner(self, name: str, config: Mapping[str, Any], limits: RunnerLimits) -> Runner:
-        """A runner with its own configuration decoded. Raises PluginError; ConfigError naming the key."""
-        runner = self.load_runner(name)
-        own = struct_of(runner.config_type, config, error=ConfigError, root="runner_config")
-        return runner(own, limits)
+        Raises PluginError.
+        """
+        return _load_class(group, self.find(group, name), base)
 
-    def load_store(self, name: str) -> type[Store]:
-        """The store class. Raises PluginError."""
-        store = self._check(STORES, self.find(STORES, name))
-        assert isinstance(store, type)
-        return store
+    def load_function(self, group: str, name: str) -> Callable[..., Any]:
+        """The callable of this name, in a group whose plugins extend no class. Raises PluginError."""
+        return _load_function(group, self.find(group, name))
 
-    def make_store(self, name: str, config: Mapping[str, Any]) -> Store:
-        """A store with its own configuration decoded. Raises PluginError; ConfigError naming the key."""
-        store = self.load_store(name)
-        own = struct_of(store.config_type, config, error=ConfigError, root="store_config")
-        return store(own)
 
-    def make_transport(self, name: str) -> Transport:
-        """A transport by name. Raises PluginError."""
-        transport = self._check(TRANSPORTS, self.find(TRANSPORTS, name))
-        try:
-            made = transport()
-        except TypeError as error:
-            raise PluginError(TRANSPORTS, name, "", f"it cannot be made without arguments: {error}") from error
-        assert isinstance(made, Transport)
-        return made
+def _load_class(group: str, point: EntryPoint, base: type[T]) -> type[T]:
+    loaded = _import(group, point)
+    if not (isinstance(loaded, type) and issubclass(loaded, base)):
+        raise _unfit(group, point, f"{point.value} is not a {base.__name__} class")
+    configured = "config_type" in inspect.get_annotations(base)
+    own = getattr(loaded, "config_type", None if configured else msgspec.Struct)
+    if not (isinstance(own, type) and issubclass(own, msgspec.Struct)):
+        raise _unfit(group, point, f"{point.value} has no config_type")
+    return loaded
 
-    def load_tokenizer(self, name: str) -> Any:
-        """The tokenizer factory: a callable that takes a model folder. Raises PluginError."""
-        return self._check(TOKENIZERS, self.find(TOKENIZERS, name))
 
-    def _check(self, group: str, point: EntryPoint) -> Any:
-        distribution = _origin(point)[0]
-        try:
-            loaded = point.load()
-        except (Exception, SystemExit) as error:
-            # a module that exits must not end the program that looks at it
-            problem = f"importing {point.value} failed: {type(error).__name__}: {error}"
-            raise PluginError(group, point.name, distribution, problem) from error
-        base = _BASES.get(group)
-        if base is not None:
-            if not (isinstance(loaded, type) and issubclass(loaded, base)):
-                raise PluginError(group, point.name, distribution, f"{point.value} is not a {base.__name__} class")
-            own = getattr(loaded, "config_type", msgspec.Struct if group not in _CONFIGURED else None)
-            if not (isinstance(own, type) and issubclass(own, msgspec.Struct)):
-                raise PluginError(group, point.name, distribution, f"{point.value} has no config_type")
-        elif not callable(loaded):
-            raise PluginError(group, point.name, distribution, f"{point.value} cannot be called")
-        return loaded
+def _load_function(group: str, point: EntryPoint) -> Callable[..., Any]:
+    loaded: Callable[..., Any] = _import(group, point)
+    if not callable(loaded):
+        raise _unfit(group, point, f"{point.value} cannot be called")
+    return loaded
+
+
+def _import(group: str, point: EntryPoint) -> Any:
+    try:
+        return point.load()
+    except (Exception, SystemExit) as error:
+        # a module that exits must not end the program that looks at it
+        raise _unfit(group, point, f"importing {point.value} failed: {type(error).__name__}: {error}") from error
+
+
+def _unfit(group: str, point: EntryPoint, problem: str) -> PluginError:
+    return PluginError(group, point.name, _origin(point)[0], problem)
 
 
 def _origin(point: EntryPoint) -> tuple[str, str]:

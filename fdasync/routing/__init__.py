@@ -1,19 +1,19 @@
 """Expert rows between a result and a trainer: one function each way for each trainer's documented format.
 
-All of it is plain numpy on the caller's thread, tens of milliseconds to seconds for long samples
-(`python -m benchmarks.routing_bytes`): away from an event loop's turn. Knows no engine and no network. Called by users;
-docs/routing.md says which function is for whom.
+The functions are plain numpy on the caller's thread and take tens of milliseconds to seconds for long samples
+(`python -m benchmarks.routing_bytes`): call them in a thread of their own, not on an event loop. The package knows no
+engine and no network. Users call it; docs/routing.md says which function is for which trainer.
 """
 
 from fdasync.result import Routing
 from fdasync.routing.checks import RoutingLayout, check_routing
+from fdasync.routing.conversation import RoutingLog, append
 from fdasync.routing.encoding import MAX_NBYTES
 from fdasync.routing.layers import expand_layers, moe_layers_only
 from fdasync.routing.nemo_rl import from_nemo_rl, to_nemo_rl
 from fdasync.routing.prime_rl import from_prime_rl, to_prime_rl
 from fdasync.routing.sglang import from_sglang, to_sglang
 from fdasync.routing.skyrl import from_skyrl, to_skyrl
-from fdasync.routing.turns import RoutingLog, append
 from fdasync.routing.verl import from_verl, to_verl
 from fdasync.routing.vllm import from_vllm, to_vllm
 

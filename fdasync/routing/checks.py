@@ -1,7 +1,7 @@
-"""What rows must be before they go to a trainer, or after they came from elsewhere.
+"""Checks of rows before they go to a trainer and after they were read: ids, layers and shapes.
 
-Ids in range, no expert twice in a row, shapes that fit the layers. Knows no trainer's format. Called by every converter
-of this folder, both ways, by `turns.py` and by `fdasync.routing.mismatch`.
+Ids are in range, no expert is twice in a row, shapes fit the layers. Knows no trainer's format. Called by every
+converter of this folder, both ways, by `conversation.py` and by `mismatch.py`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MAX_EXPERTS = 65_536
-# rows after it still have positions that an int64 holds
+# an int64 still holds the positions of the rows after it
 MAX_START = 1 << 62
-# rows are looked at in parts: the comparisons need a few copies of a part, not of all
+# rows are checked in parts: the comparisons need a few copies of a part, not of all rows
 _PART_CELLS = 1 << 20
 
 
 class RoutingLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """What a format does not say of its rows and a reader has to know.
+    """The facts of a model that a format leaves out and a reader needs.
 
     Attributes:
         layer_ids: hidden-layer number of each MoE layer, rising.
@@ -43,7 +43,7 @@ class RoutingLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, routing: Routing) -> RoutingLayout:
-        """That of rows. Raises BadInput if their array is not of three axes."""
+        """The layout of some rows. Raises BadInput if their array is not of three axes."""
         if not is_rows(routing.array):
             raise BadInput("routing.array", "is no array of three axes", limit="[n, MoE layers, top_k]")
         return cls(
@@ -55,7 +55,7 @@ class RoutingLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def dtype(self) -> np.dtype[np.generic]:
-        """Of rows in a `Routing`: uint8 up to 256 experts, else uint16."""
+        """The dtype of rows in a `Routing`: uint8 up to 256 experts, else uint16."""
         return np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16)
 
     @property
@@ -86,7 +86,7 @@ class RoutingLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_routing(routing: Routing, field: str = "routing") -> RoutingLayout:
-    """Its layout, if rows are what they must be.
+    """Check rows; returns their layout.
 
     Raises BadInput, which names position, layer and expert: an id out of range, an expert twice in a row (among the
     columns that count), layers that are not those of the array, a dtype other than uint8 or uint16.
@@ -126,7 +126,7 @@ def rows_of(values: NDArray[np.generic], layout: RoutingLayout, start: int, fiel
 
 
 def check_start(start: int, field: str = "start") -> None:
-    """Raise BadInput unless it is a position, one that an int64 holds with any rows after it."""
+    """Raise BadInput unless `start` is a position, and an int64 holds the positions of any rows after it."""
     if _is_count(start) and start > MAX_START:  # not shown: it may have more digits than Python writes
         raise BadInput(field, "is beyond any position", limit=f"0 to {MAX_START}")
     if not _is_count(start):
@@ -134,13 +134,13 @@ def check_start(start: int, field: str = "start") -> None:
 
 
 def check_count(value: int, field: str, low: int = 0) -> None:
-    """Raise BadInput unless it is an integer from `low` on."""
+    """Raise BadInput unless `value` is an integer of at least `low`."""
     if not _is_count(value) or value < low:
         raise BadInput(field, f"{value!r} is no number of them", limit=f"{low} or more")
 
 
 def check_num_rows(rows: int, start: int, num_tokens: int | None, field: str) -> None:
-    """Raise BadInput unless there is a row for each of `num_tokens` tokens from `start` on but the last (None: any)."""
+    """Raise BadInput unless every token from `start` on but the last has a row; None for `num_tokens`: no check."""
     if num_tokens is None:
         return
     check_count(num_tokens, "num_tokens")
@@ -153,8 +153,15 @@ def check_num_rows(rows: int, start: int, num_tokens: int | None, field: str) ->
         )
 
 
+def check_layout(layout: RoutingLayout, wanted: RoutingLayout, field: str, where: str) -> None:
+    """Raise BadInput, naming the part of `field`, unless `layout` is `wanted`, the layout of the rows `where`."""
+    for name, value in msgspec.structs.asdict(wanted).items():
+        if getattr(layout, name) != value:
+            raise BadInput(f"{field}.{name}", f"is {getattr(layout, name)!r}, and {value!r} in {where}")
+
+
 def is_rows(value: object) -> bool:
-    """An array of three axes?"""
+    """Whether `value` is an array of three axes."""
     return isinstance(value, np.ndarray) and value.ndim == 3
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-# of decoded bytes: an int32 payload of 61 layers x 8 holds 550,000 tokens in it
+# most decoded bytes by default: 550,000 tokens of an int32 payload of 61 layers x 8
 MAX_NBYTES = 1 << 30
 _MOST_SHAPE = (1 << 63) - 1
 _NPY_MAGIC = b"\x93NUMPY\x01\x00"
@@ -31,12 +31,12 @@ _NPY_DTYPES = ("|u1", "|i1", "<u2", "<i2", "<u4", "<i4", "<i8")
 
 
 def encode(data: NDArray[Any] | bytes) -> str:
-    """Base64 of bytes, or of a C-contiguous array's."""
+    """Base64 of bytes, or of the bytes of a C-contiguous array."""
     return base64.b64encode(data if isinstance(data, bytes) else data.data).decode("ascii")
 
 
 def decode(text: object, field: str, max_nbytes: int) -> bytes:
-    """The bytes of a base64 text. Raises BadInput: no text, too long, or not base64 to the letter."""
+    """The bytes of a base64 text. Raises BadInput: no text, too long, or not strict base64."""
     if not isinstance(text, str):
         raise BadInput(field, f"a base64 text is needed, not {type(text).__name__}")
     nbytes = len(text) // 4 * 3 - text.count("=", -2)
@@ -49,11 +49,8 @@ def decode(text: object, field: str, max_nbytes: int) -> bytes:
 
 
 def shaped(raw: bytes, shape: tuple[int, ...], dtype: np.dtype[Any], field: str) -> NDArray[np.generic]:
-    """A read-only view of these bytes. Raises BadInput unless they are exactly as many as the shape says.
-
-    Nor may a shape without bytes, one with a zero, have an axis that no array could have.
-    """
-    # numpy refuses a shape by its product without the zeros
+    """A read-only view of these bytes. Raises BadInput unless the shape needs exactly as many, and numpy takes it."""
+    # numpy refuses a shape by its product without the zeros, also where an array has no bytes
     if math.prod(dim for dim in shape if dim) * dtype.itemsize > _MOST_SHAPE:
         raise BadInput(field, f"{list(shape)} is too large for any array")
     nbytes = math.prod(shape) * dtype.itemsize
@@ -64,7 +61,7 @@ def shaped(raw: bytes, shape: tuple[int, ...], dtype: np.dtype[Any], field: str)
 
 
 def save_npy(array: NDArray[np.generic]) -> bytes:
-    """As `numpy.save` writes it."""
+    """The bytes of a `.npy` file."""
     file = io.BytesIO()
     np.save(file, array, allow_pickle=False)
     return file.getvalue()
@@ -73,9 +70,9 @@ def save_npy(array: NDArray[np.generic]) -> bytes:
 def load_npy(raw: bytes, field: str) -> NDArray[np.generic]:
     """Integers of three axes out of a `.npy` of format 1.0; a read-only view of `raw`.
 
-    The header is matched against what `numpy.save` writes and never evaluated. Raises BadInput: another version, any
-    dtype but little-endian integers (objects, and so pickles, among them), Fortran order, or a shape that is not that
-    of the bytes.
+    The header is matched against the form that `numpy.save` writes and never evaluated. Raises BadInput: another
+    version, any dtype but little-endian integers (so no pickled objects), Fortran order, or a shape that does not fit
+    the bytes.
     """
     if not raw.startswith(_NPY_MAGIC) or len(raw) < 10:
         raise BadInput(field, "is no .npy of format 1.0")
@@ -102,9 +99,10 @@ def pack(array: NDArray[np.generic]) -> dict[str, Any]:
 def unpack(
     payload: Mapping[str, Any], field: str, dtypes: tuple[str, ...], max_nbytes: int, *, default: str = ""
 ) -> NDArray[np.generic]:
-    """Three axes of integers out of such a payload; `default` is the dtype of one that names none ("": refused).
+    """Three axes of integers out of a payload of `pack`; `default` is the dtype of one that names none ("": refused).
 
-    Raises BadInput: no mapping, a key missing, a dtype not among `dtypes`, a shape that lies, or too many bytes.
+    Raises BadInput: no mapping, a key missing, a dtype not among `dtypes`, a shape that does not fit the bytes, or too
+    many bytes.
     """
     try:
         data, shape, name = payload["data"], payload["shape"], payload.get("dtype") or default

@@ -1,4 +1,7 @@
-"""MoE layers only, or all hidden layers: the two layer axes that trainers use. Called by the converters beside it."""
+"""MoE layers only, or all hidden layers: converts between the two layer axes that trainers use.
+
+Knows no trainer's format. Called by the converters beside it.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,14 @@ def expand_layers(
 ) -> NDArray[np.generic]:
     """Rows over all hidden layers, [n, num_hidden_layers, K], new and C-contiguous; dense layers are zeros.
 
-    Columns that do not count (`top_k_by_layer`) repeat the row's first pick: no trainer knows of them, and the mask of
-    experts that one makes of such a row is right. So a row of an MoE layer is all zero only where one expert counts
-    and expert 0 was picked.
+    Columns that do not count (`top_k_by_layer`) repeat the row's first pick: no trainer knows of such columns, and a
+    mask of experts made of the row is right. So a row of an MoE layer is all zero only where one expert counts and
+    expert 0 was picked.
 
     Args:
         routing: checked here.
         num_hidden_layers: None for the MoE layers alone.
-        dtype: of the result; None for that of the rows.
+        dtype: of the result; None for the dtype of the rows.
 
     Raises:
         BadInput: rows as in `check_routing`, or an MoE layer past the hidden ones.
@@ -49,10 +52,11 @@ def expand_layers(
 def moe_layers_only(
     array: NDArray[np.generic], layout: RoutingLayout, num_hidden_layers: int | None, field: str = "array"
 ) -> NDArray[np.generic]:
-    """The other way: [n, MoE layers, K] out of [n, num_hidden_layers, K]; values are looked at in dense layers only.
+    """[n, MoE layers, K] out of [n, num_hidden_layers, K].
 
-    Raises BadInput if the shape is another, or a dense layer holds other than 0 (or -1, which some write): the layers
-    are then not those of `layout`. None for `num_hidden_layers`: the array has MoE layers alone, and is given back.
+    None for `num_hidden_layers`: the array has MoE layers alone, and is returned. Raises BadInput for another shape, or
+    if a dense layer has values other than 0 and -1 (some formats write -1): then `layout` has other layers. Values of
+    MoE layers are not checked.
     """
     layout.check()
     layers = len(layout.layer_ids) if num_hidden_layers is None else num_hidden_layers

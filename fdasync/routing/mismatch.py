@@ -1,8 +1,8 @@
 """How far a trainer's pass over a rollout is from the rollout: the figures that RL teams watch, and a table of them.
 
-From log-probs of the same sampled tokens, and from expert rows of the same positions. Sums are kept exactly, so batches
-merged in any order and grouping give the same figures to the last bit. Plain numpy; knows no engine and no trainer.
-Called by users, and by benchmarks of replay.
+The figures come from log-probs of the same sampled tokens, and from expert rows of the same positions. The mean of a
+batch is of an unrounded sum; the order of merging batches may change the last bits. Plain numpy; knows no engine and no
+trainer. Called by users, and by benchmarks of replay.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from rich.text import Text
 
 from fdasync.errors import BadInput
 from fdasync.result import Routing
-from fdasync.routing.checks import RoutingLayout, check_routing
-from fdasync.routing.exact_sum import exact, exact_sum, parts_of
+from fdasync.routing.checks import RoutingLayout, check_layout, check_routing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,30 +28,32 @@ if TYPE_CHECKING:
 
 # a log-softmax in low precision may end a little above 0
 _MOST_LOGPROB = 1e-3
-# below it the closed form loses digits, above it the series does
+# below this difference the closed form loses digits, above it the series does
 _SERIES_BELOW = 0.05
 _PART_CELLS = 1 << 20
 
 
 class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts and exact sums of one or more batches; the figures are properties. Made by `mismatch`.
+    """Counts and means of one or more batches; the figures are properties. Made by `mismatch`.
 
     Figures of rows are None where no rows were given.
 
     Attributes:
         tokens: tokens whose log-probs were compared.
-        k3_parts: their K3 terms' exact sum, as floats to be added, largest first.
-        k3_infinite: terms that no float64 holds (a log-prob of -inf, or a difference above 709), not in the sum.
+        k3_mean: over all tokens, of the K3 terms that are finite.
+        k3_infinite: terms that no float64 holds (a log-prob of -inf, or a difference above 709), not in the mean.
         extreme_tokens: tokens whose probabilities differ by a ratio above `tau`, either way.
-        tau: that ratio.
-        rows: positions whose rows were compared, of `row_layers` routers in all and `row_picks` picks.
-        differing_rows: of them, positions with another set of experts in at least one layer.
-        differing_layers: of `row_layers`, routers with another set of experts.
-        differing_picks: of `row_picks`, picks of the rollout that the trainer did not make.
+        tau: the ratio of `extreme_tokens`.
+        rows: positions whose rows were compared.
+        row_layers: routers of these positions: (position, MoE layer) pairs.
+        row_picks: picks of these routers.
+        differing_rows: positions with another set of experts in at least one layer.
+        differing_layers: routers with another set of experts.
+        differing_picks: picks of the rollout that the trainer did not make.
     """
 
     tokens: int
-    k3_parts: tuple[float, ...]
+    k3_mean: float
     k3_infinite: int
     extreme_tokens: int
     tau: float
@@ -67,10 +68,10 @@ class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
     def k3(self) -> float:
         """K3 estimate of KL(rollout || trainer), in nats: mean of exp(d) - d - 1, d = trainer - rollout log-prob.
 
-        Schulman's third estimator (joschu.net/blog/kl-approx.html), of which arXiv 2510.11370 reports: never below 0,
-        unbiased for tokens that the rollout drew. Nothing is clipped; inf where any term is.
+        Schulman's third estimator (joschu.net/blog/kl-approx.html), which arXiv 2510.11370 reports: never below 0,
+        unbiased for tokens that the rollout drew. Nothing is clipped; inf if any term is inf.
         """
-        return math.inf if self.k3_infinite else float(exact(self.k3_parts) / self.tokens)
+        return math.inf if self.k3_infinite else self.k3_mean
 
     @property
     def extreme_share(self) -> float:
@@ -98,13 +99,15 @@ class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
         return self.differing_layers / self.rows if self.rows else None
 
     def merge(self, other: Mismatch) -> Mismatch:
-        """Both together, exactly: the order and grouping of merges change nothing. Raises BadInput for another tau."""
+        """The figures of both batches together. Raises BadInput for another tau."""
         if self.tau != other.tau:
             raise BadInput("tau", f"{other.tau} cannot be merged with {self.tau}")
         mine, theirs = msgspec.structs.asdict(self), msgspec.structs.asdict(other)
         summed = {name: value + theirs[name] for name, value in mine.items() if isinstance(value, int)}
-        parts = parts_of(exact(self.k3_parts) + exact(other.k3_parts))
-        return Mismatch(**{**mine, **summed, "tau": self.tau, "k3_parts": parts})
+        # weighted means: a sum of large terms may overflow a float64
+        tokens = self.tokens + other.tokens
+        mean = self.k3_mean * (self.tokens / tokens) + other.k3_mean * (other.tokens / tokens)
+        return Mismatch(**{**mine, **summed, "tau": self.tau, "k3_mean": mean})
 
 
 def mismatch(
@@ -123,11 +126,11 @@ def mismatch(
             [samples, n], or a sequence of samples [n_i] of any lengths, 0 among them; both of the same shapes. Arrays,
             lists, or CPU tensors that numpy can view: detached, and no bfloat16 (give `tensor.detach().float()`).
             Compared as float64.
-        mask: of the same shapes, bools or 0 and 1: which tokens count; None for all. What it leaves out may hold
-            anything.
+        mask: of the same shapes, bools or 0 and 1: which tokens count; None for all. The log-probs of other tokens may
+            be anything.
         rollout_routing, trainer_routing: rows, one Routing or one per sample; both or neither. Compared at the
-            positions that both have, prompt included: the mask does not touch them. A sample of 0 tokens, aborted
-            early, may have None or rows without a common position, and then adds nothing.
+            positions that both have, prompt included, whatever the mask. A sample of 0 tokens, aborted early, may have
+            None or rows without a common position, and then adds nothing.
         tau: probability ratio above which a token is extreme; a number above 1.
 
     Raises:
@@ -155,7 +158,7 @@ def mismatch(
     rows = {} if rollout_routing is None or trainer_routing is None else _rows(rollout_routing, trainer_routing, empty)
     return Mismatch(
         tokens=terms.size,
-        k3_parts=parts_of(exact_sum(terms[finite])),
+        k3_mean=math.fsum(terms[finite] / terms.size),
         k3_infinite=int(terms.size - finite.sum()),
         extreme_tokens=far,
         tau=float(tau),
@@ -164,7 +167,7 @@ def mismatch(
 
 
 def table(figures: Mapping[str, Mismatch], *, title: str = "rollout and trainer") -> str:
-    """A text table with a row for each, as in `table({"replay off": ..., "replay on": ...})`; "-": rows not given.
+    """A text table with a row for each: `table({"replay off": ..., "replay on": ...})`; "-": rows not given.
 
     Raises BadInput for no rows.
     """
@@ -225,7 +228,7 @@ def _samples(given: Any, field: str) -> list[NDArray[np.float64]]:
 
 
 def _has_tensor(given: Any) -> bool:
-    # by a method of theirs: torch is not needed here
+    # by a method of tensors: this module does not import torch
     return any(hasattr(one, "detach") for one in (given, *(given if isinstance(given, list | tuple) else ())))
 
 
@@ -251,7 +254,7 @@ def _bools(values: NDArray[np.float64]) -> NDArray[np.bool_]:
 def _k3_terms(
     rollout: NDArray[np.float64], trainer: NDArray[np.float64], log_tau: float
 ) -> tuple[NDArray[np.float64], int]:
-    """exp(d) - d - 1 of each token, good to a few units in the last place, and how many |d| are above `log_tau`."""
+    """exp(d) - d - 1 of each token, to a few units in the last place, and the number of |d| above `log_tau`."""
     if not rollout.size:
         raise BadInput("rollout_logprobs", "no token counts", hint="an empty batch has no figures; leave it out")
     for values, field in ((rollout, "rollout_logprobs"), (trainer, "trainer_logprobs")):
@@ -277,7 +280,7 @@ def _k3_terms(
 def _rows(
     rollout: Routing | Sequence[Routing | None], trainer: Routing | Sequence[Routing | None], empty: set[int]
 ) -> dict[str, int]:
-    """Counts; samples of the indices `empty` need no rows."""
+    """The counts of a `Mismatch`; samples of the indices `empty` need no rows."""
     ones = [rollout] if isinstance(rollout, Routing) else list(rollout)
     twos = [trainer] if isinstance(trainer, Routing) else list(trainer)
     if len(ones) != len(twos):
@@ -288,14 +291,11 @@ def _rows(
     for at, (one, two) in enumerate(zip(ones, twos, strict=True)):
         if at in empty and (one is None or two is None):
             continue
-        layout = check_routing(one, f"rollout_routing[{at}]")  # type: ignore[arg-type]  # None: it says so
+        layout = check_routing(one, f"rollout_routing[{at}]")  # type: ignore[arg-type]  # refuses None
         theirs = check_routing(two, f"trainer_routing[{at}]")  # type: ignore[arg-type]
         assert one is not None
         assert two is not None
-        for name, value in msgspec.structs.asdict(layout).items():
-            if getattr(theirs, name) != value:
-                problem = f"is {getattr(theirs, name)!r}, and {value!r} in the rollout"
-                raise BadInput(f"trainer_routing[{at}].{name}", problem)
+        check_layout(theirs, layout, f"trainer_routing[{at}]", "the rollout")
         start = max(one.start, two.start)
         stop = min(one.start + one.array.shape[0], two.start + two.array.shape[0])
         if stop <= start and at in empty:

@@ -2,9 +2,9 @@
 
 Contract, read in NeMo-RL 7ea279abf (`nemo_rl/utils/routed_experts_codec.py`,
 `nemo_rl/models/generation/vllm/utils.py`, `nemo_rl/models/generation/interfaces.py`): [tokens, MoE layers, top_k], the
-narrowest of int8, int16 and int32 that holds the number of experts less one; rows that are missing are -1 and use the
-live router; the last token's row, which nobody has, is 0 to top_k - 1. An expert twice in a row is refused there, so
-layers of differing top_k have no form in it.
+narrowest of int8, int16 and int32 that holds the number of experts less one; missing rows are -1 and use the live
+router; the last token has no row, so 0 to top_k - 1 stands there. NeMo-RL refuses an expert twice in a row, so the
+format has no form for layers of differing top_k. Called by users.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ENVELOPE = re.compile(r"nrlre1:(int8|int16|int32):(\d{1,19})x(\d{1,19})x(\d{1,1
 
 
 def to_nemo_rl(routing: Routing, num_tokens: int) -> str:
-    """A row for each of `num_tokens` tokens, prompt and response: those from `start` on, -1 where there is none.
+    """A row for each of `num_tokens` tokens, prompt and response; -1 where `routing` has none.
 
     Raises BadInput: rows as in `check_routing`, more rows than tokens less one, layers of differing top_k.
     """
@@ -44,13 +44,13 @@ def to_nemo_rl(routing: Routing, num_tokens: int) -> str:
 
 
 def from_nemo_rl(text: str, layout: RoutingLayout, *, max_nbytes: int = MAX_NBYTES) -> Routing:
-    """The other way. The last token's row is left out; missing rows may be at either end, where they are left out too.
+    """Read such a text. Leaves out the last token's row, and missing rows at either end.
 
-    No rows at all begin at 0.
+    Without any rows, `start` is 0.
 
     Raises:
-        BadInput: no such text, a shape that lies or is another's, too many bytes, rows missing between others, a row
-            half missing, ids out of range, an expert twice in a row.
+        BadInput: no such text, a shape that does not fit the bytes or the layout, too many bytes, rows missing between
+            others, a row half missing, ids out of range, an expert twice in a row.
     """
     field = "routed_experts"
     layout.check()

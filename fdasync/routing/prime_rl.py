@@ -1,8 +1,8 @@
 """Rows as prime-rl's servers send them: `{"data": base64, "shape": [...], "start": n, "dtype": name}`.
 
 Contract, read in prime-rl of August 2026 (`src/prime_rl/inference/vllm/routed_experts.py`): three axes, C order, uint8
-unless an id above 255 is there, else uint16; `start` is the position of the first row, so that a turn sends only what
-is new. Payloads before the dtype field are uint8.
+unless an id above 255 is there, else uint16; `start` is the position of the first row, so that each request of a
+conversation sends new rows only. Payloads without the dtype field are uint8. Called by users.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def from_prime_rl(
     num_tokens: int | None = None,
     max_nbytes: int = MAX_NBYTES,
 ) -> Routing:
-    """The other way; arguments as of `from_vllm`, with the start of the payload.
+    """Read such a payload; arguments as of `from_vllm`, with the start of the payload.
 
-    Raises BadInput: no such payload, a shape that lies or is another's, too many bytes, picks in a dense layer, ids out
-    of range, an expert twice in a row.
+    Raises BadInput: no such payload, a shape that does not fit the bytes or the layout, too many bytes, picks in a
+    dense layer, ids out of range, an expert twice in a row.
     """
     field = "routed_experts"
     array = unpack(payload, field, ("uint8", "uint16"), max_nbytes, default="uint8")

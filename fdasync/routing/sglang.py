@@ -5,8 +5,9 @@ Contract, read in slime 624b824a8 (`slime/utils/types.py`, `slime/utils/misc.py`
 (`miles/rollout/generate_utils/generate_endpoint_utils.py`, `miles/rollout/session/samples/merge.py`), which read
 SGLang's `/generate` `meta_info["routed_experts"]`: C-order int32 [tokens - 1 - start, num_hidden_layers, top_k] without
 a header, dense layers zero. Where `start` is not 0, slime reads it from `meta_info["routed_experts_start_len"]`, and
-cuts what it holds there; Miles asks for it in the request and takes patches that begin exactly where the last ended.
-slime refuses a sample whose rows of some MoE layer are all zero where top_k > 1.
+cuts the rows that it has at that position; Miles asks for a start in the request and takes patches that begin exactly
+where the last patch ended. slime refuses a sample whose rows of some MoE layer are all zero where top_k > 1. Called by
+users.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ def from_sglang(
     num_tokens: int | None = None,
     max_nbytes: int = MAX_NBYTES,
 ) -> Routing:
-    """The other way.
+    """Read such a text.
 
     Args:
-        start: `meta_info["routed_experts_start_len"]`, if any. A server that ignores what a client asked for says 0.
+        start: `meta_info["routed_experts_start_len"]`, if any. A server that ignores the start of a request says 0.
         num_tokens: prompt and response; where given, the number of rows must fit.
         max_nbytes: most decoded bytes.
 

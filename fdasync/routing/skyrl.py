@@ -2,9 +2,9 @@
 
 Contract, read in SkyRL a9564572e (`skyrl/backends/skyrl_train/inference_servers/generate_wire.py`,
 `skyrl/backends/skyrl_train/utils/routed_experts.py`): three axes, C order, no id below 0, and exactly the smallest of
-uint8, int16 and int32 that holds the highest id that is there; a reader refuses any other. The layer axis is as the
+uint8, int16 and int32 that holds the highest id of the payload; a reader refuses any other. The layer axis is as the
 engine gives it. The payload names no start, and `skyrl/train/dataset/preprocess.py` puts its first row at the first
-token: rows that begin later are for who asked for them, and are joined before they go there.
+token: join rows that begin later to the rows before them (`append`) first. Called by users.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def from_skyrl(
     num_tokens: int | None = None,
     max_nbytes: int = MAX_NBYTES,
 ) -> Routing:
-    """The other way; arguments as of `from_vllm`.
+    """Read such a payload; arguments as of `from_vllm`.
 
-    Raises BadInput: no such payload, a dtype wider than its ids need, a shape that lies or is another's, too many
-    bytes, picks in a dense layer, ids out of range, an expert twice in a row.
+    Raises BadInput: no such payload, a dtype wider than its ids need, a shape that does not fit the bytes or the
+    layout, too many bytes, picks in a dense layer, ids out of range, an expert twice in a row.
     """
     field = "routed_experts"
     check_start(start)

@@ -4,7 +4,7 @@ Contract, read in verl 1dda039b9: `verl/experimental/agent_loop/agent_loop.py` t
 [prompt + response, layers, top_k], row p for absolute position p, trailing rows zero, and in padded batches moves them
 behind the left padding of the prompt; `verl/utils/megatron/router_replay_utils.py` takes all hidden layers or MoE
 layers alone (it tells them apart by their number) and masks the last row; `verl/utils/veomni/router_replay.py` wants
-all hidden layers and top_k > 1, and routes any row with a repeated id live, zero rows among them.
+all hidden layers and top_k > 1, and routes any row with a repeated id live, zero rows among them. Called by users.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def to_verl(
     left_pad: int = 0,
     zero_prefix: bool = False,
 ) -> NDArray[np.int16]:
-    """[padded_len, layers, top_k], new; row `left_pad + p` is that of position p, rows nobody has are zero.
+    """[padded_len, layers, top_k], new; row `left_pad + p` is the row of position p, missing rows are zero.
 
     Args:
-        padded_len: prompt and response, and what pads them.
+        padded_len: tokens of prompt, response and padding.
         num_hidden_layers: adds zero rows for dense layers; None leaves the MoE layers alone.
         left_pad: padding before the first token.
-        zero_prefix: let positions before `start` be zero. VeOmni routes them live; Megatron would send them all to
-            expert 0, so it is refused unless said.
+        zero_prefix: let rows before `start` be zero. VeOmni routes these positions live; Megatron would send them all
+            to expert 0, so rows that begin after 0 are refused without it.
 
     Raises:
         BadInput: rows as in `expand_layers`, rows that do not fit, a start above 0 without `zero_prefix`, more than
@@ -53,7 +53,7 @@ def to_verl(
         raise BadInput(
             "routing.start",
             f"positions 0 to {routing.start - 1} have no rows, and verl would replay zeros there",
-            hint="append the earlier turns first, or set zero_prefix=True for VeOmni",
+            hint="append these rows to the earlier ones, or set zero_prefix=True for VeOmni",
         )
     stop = left_pad + routing.start + rows.shape[0]
     if stop > padded_len:
@@ -72,10 +72,10 @@ def from_verl(
     left_pad: int = 0,
     start: int = 0,
 ) -> Routing:
-    """The other way: `num_rows` rows from position `start` on, which the padded array does not tell by itself.
+    """Read `num_rows` rows from position `start` on; the padded array says neither number.
 
-    Raises BadInput: no integers [n, layers, top_k], too few rows, a row outside that is not zero, picks in a dense
-    layer, ids out of range, an expert twice in a row.
+    Raises BadInput: no integers [n, layers, top_k], too few rows, a row outside these that is not zero, picks in a
+    dense layer, ids out of range, an expert twice in a row.
     """
     field = "array"
     check_count(num_rows, "num_rows")

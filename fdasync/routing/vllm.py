@@ -2,9 +2,10 @@
 
 Contract, read in vllm-project/vllm, the test of `/v1/completions` with `--enable-return-routed-experts`, which loads
 `choices[].routed_experts` with `numpy.load` of the decoded text: [tokens - 1 - prompt start, layers, top_k], uint8 up
-to 256 experts, else uint16 (PR 39568); v0.21 wrote int16 (its docs/training/routed_experts_replay). The layer axis has
-all hidden layers in what `verl/utils/veomni/router_replay.py` says of it, MoE layers in the text of v0.21: both are
-here. The text names no start: who asked for one (`routed_experts_prompt_start`) knows it.
+to 256 experts, else uint16 (PR 39568); v0.21 wrote int16 (its docs/training/routed_experts_replay). By
+`verl/utils/veomni/router_replay.py` the layer axis has all hidden layers, by the text of v0.21 MoE layers alone: this
+module has both. The text names no start: the caller that asked for one (`routed_experts_prompt_start`) knows it. Called
+by users.
 """
 
 from __future__ import annotations
@@ -38,17 +39,18 @@ def from_vllm(
     num_tokens: int | None = None,
     max_nbytes: int = MAX_NBYTES,
 ) -> Routing:
-    """The other way; reads any little-endian integers.
+    """Read such a text, of any little-endian integers.
 
     Args:
         num_hidden_layers: of the array's layer axis; None where it has MoE layers alone.
-        start: what was asked for as `routed_experts_prompt_start`.
+        start: the `routed_experts_prompt_start` of the request.
         num_tokens: prompt and response; where given, the number of rows must fit.
         max_nbytes: most decoded bytes.
 
     Raises:
-        BadInput: no base64, too long, no `.npy` of integers in C order, a shape that lies or is another's, picks in a
-            dense layer, ids out of range (-1 marks a hit without rows in v0.21), an expert twice in a row.
+        BadInput: no base64, too long, no `.npy` of integers in C order, a shape that does not fit the bytes or the
+            layout, picks in a dense layer, ids out of range (-1 marks a hit without rows in v0.21), an expert twice in
+            a row.
     """
     field = "routed_experts"
     check_start(start)

@@ -1,4 +1,4 @@
-"""Runners: the contract, and what every runner shares."""
+"""Runners: the contract, the input batch that they share, and a runner of arithmetic."""
 
 from fdasync.result import TopLogprobs
 from fdasync.runner.base import Capacity, Runner, RunnerLimits, StepOutput

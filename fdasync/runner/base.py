@@ -1,8 +1,8 @@
-"""What a runner is: the thing that owns a model and its KV cache, and performs steps.
+"""The contract of runners: a runner owns a model and its KV cache, and performs steps.
 
-The contract that `fdasync.testing.RunnerTests` checks. A runner knows sequences by number, blocks by
-id and slots by number; it knows nothing of requests, text, prefix caching or deadlines. Called by
-`driver.py` in process, or by `worker/proxy.py` on the other side of a socket.
+`fdasync.testing.RunnerTests` checks the contract. A runner knows sequences by number, blocks by id and slots by
+number; it knows nothing of requests, text, prefix caching or deadlines. Called by the engine's driver, or by
+`worker/main.py` in a process of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import msgspec
 
 from fdasync.cache.aux import AuxSpec
-from fdasync.errors import DeadlineExceeded, FdasyncError, InvariantBroken, WeightsRejected
+from fdasync.errors import BadInput, DeadlineExceeded, FdasyncError, InvariantBroken, WeightsRejected
 from fdasync.result import TopLogprobs
 
 if TYPE_CHECKING:
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 
 class RunnerLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine asks of a runner, before it loads.
+    """The engine's settings for a runner, known before the runner loads.
 
     Attributes:
         model: checkpoint folder, or "" where the runner needs none.
         capture: of routing: "auto" (if the model has MoE layers), True (refuse a model without them), False.
         max_running: most sequences at a time.
         max_step_tokens: most tokens in one step.
-        max_context_tokens: bound on a sequence, or None for the model's own.
+        max_context_tokens: most tokens of a sequence, or None for the model's own bound.
         block_tokens, num_blocks: as configured, or None to let the runner choose or profile.
         pipeline_depth: most steps in flight.
         routing_debug: record digits of each token's position instead of expert ids (`cache/debug_rows.py`).
@@ -51,27 +51,31 @@ class RunnerLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
-    """What a runner is, once loaded and profiled; a worker's Hello.
+    """What a loaded and profiled runner offers the engine.
 
     Attributes:
         model: name for people.
-        fingerprint: hex digest of everything but the weights that KV depends on (architecture, config).
-        weights_id: hex XXH3-128 over the tensor bytes as loaded (DECISIONS 1).
+        fingerprint: hex digest of all that KV depends on but the weights (architecture, config).
+        weights_id: hex XXH3-128 over the tensor bytes as loaded (docs/design.md, rule 1).
         vocab_size, eos_ids: of the model; sampled ids are below vocab_size.
         max_context_tokens: most tokens of one sequence, prompt and output.
         block_tokens, num_blocks: of the KV cache that `bind` will allocate.
         block_nbytes: of one block over all layers.
         kv_layout, kv_dtype: names; blocks of other layouts or dtypes are never mixed.
-        aux_specs: what each step writes per token, all of it (`AuxArena.scatter`): routing where it is captured, and
-            whatever else; empty where there is nothing.
+        aux_specs: all data that each step writes per token (`AuxArena.scatter`), among them the routing where it is
+            captured.
         moe_layer_ids: hidden-layer numbers of the routing's rows.
+        num_hidden_layers: of the model, dense ones included; 0: not told.
         num_experts, top_k: of the routing.
-        top_k_by_layer: where layers differ (DECISIONS 3), else None.
+        top_k_by_layer: where layers differ (docs/design.md, rule 3), else None.
         tokenizer: entry-point name in `fdasync.tokenizers` that fits, or "".
-        prefill_tokens_per_s: as measured at start; 0: it was not. What it costs to compute what a store has, until
-            steps say better.
-        routing_debug: rows name positions, not experts; as was asked for.
-        notes: things worth telling a person, such as special cases in force.
+        max_run_tokens: most tokens that one step yields of one decoding sequence, its *run*; 1: no step yields more.
+        scores_prompts: steps return the log-probs of prompts' tokens that sequences ask for (`StepOutput.scores`).
+        prefill_tokens_per_s: as measured at start; 0: not measured. The scheduler takes it for the speed of computing
+            blocks, against fetching them from a store, until steps give a better figure.
+        routing_debug: rows name positions, not experts, as `RunnerLimits` asked.
+        dtype: that the model computes in ("bfloat16"); "": not told.
+        notes: for people, such as special cases in force.
     """
 
     model: str
@@ -87,23 +91,61 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     kv_dtype: str
     aux_specs: tuple[AuxSpec, ...] = ()
     moe_layer_ids: tuple[int, ...] = ()
+    num_hidden_layers: int = 0
     num_experts: int = 0
     top_k: int = 0
     top_k_by_layer: tuple[int, ...] | None = None
     tokenizer: str = ""
+    max_run_tokens: int = 1
+    scores_prompts: bool = False
     prefill_tokens_per_s: float = 0.0
     routing_debug: bool = False
+    dtype: str = ""
     notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [spec.name for spec in self.aux_specs]
+        if len(set(names)) < len(names):
+            raise BadInput("aux_specs", f"two of one name among {', '.join(names)}")
+
+
+class PromptScores(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Raw log-probs of a run of tokens of one sequence's prompt.
+
+    Attributes:
+        key: the sequence.
+        start: position of the run's first token, at least 1.
+        logprobs: of each token, float32 little-endian: log-softmax of the model's logits one position before.
+        top: how many alternatives each token has.
+        top_ids, top_logprobs: `top` for each token, best first, int32 and float32 little-endian; id -1 stands behind
+            the last one of a token that has fewer with a probability above 0.
+    """
+
+    key: int
+    start: int
+    logprobs: bytes
+    top: int = 0
+    top_ids: bytes = b""
+    top_logprobs: bytes = b""
+
+    @property
+    def count(self) -> int:
+        """Tokens of the run."""
+        return len(self.logprobs) // 4
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="output"):
-    """What a step sampled, one entry per sampled sequence, in the order `RunStep` defines.
+    """The samples of a step: columns with one entry per token, sequence after sequence in the order of `RunStep`.
 
     Attributes:
+        step_id: of the `RunStep`.
         tokens: sampled ids.
-        raw, processed: log-prob of each; None when no sampled sequence asked (entries of sequences that did
-            not ask are of no meaning).
+        raw, processed: log-prob of each token; None when no sampled sequence asked for it. Entries of sequences that
+            did not ask have no meaning.
         top: alternatives; None likewise.
+        counts: how many entries each sampled sequence has (`Capacity.max_run_tokens`); None: one each.
+        scores: a run for each chunk with tokens of a prompt in it that `SamplerSpec.score_from` asks for: a chunk of
+            the positions [a, b) scores the tokens at [a + 1, b + 1) that are wanted and belong to the prompt.
     """
 
     step_id: int
@@ -111,14 +153,17 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="output"):
     raw: tuple[float, ...] | None = None
     processed: tuple[float, ...] | None = None
     top: tuple[TopLogprobs | None, ...] | None = None
+    counts: tuple[int, ...] | None = None
+    scores: tuple[PromptScores, ...] = ()
 
 
 class CopyOutput(msgspec.Struct, frozen=True, array_like=True, tag="copied"):
     """A copy of blocks between device and host is done.
 
     Attributes:
-        kv_nbytes: KV moved.
-        aux_nbytes: rows moved, by the arena's own count: slots stay with their KV, so none are.
+        copy_id: of the `SwapOut` or `SwapIn`.
+        kv_nbytes: bytes of KV moved.
+        aux_nbytes: bytes of rows moved, by the arena's own count; 0, since slots stay with their KV.
     """
 
     copy_id: int
@@ -131,7 +176,8 @@ class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         name: as in the checkpoint or in the model's state dict.
-        dtype: numpy's name, or "bfloat16".
+        dtype: numpy's name, "bfloat16", "float8_e4m3fn" or "float8_e5m2".
+        shape: of the whole tensor.
     """
 
     name: str
@@ -143,7 +189,13 @@ class Runner(ABC):
     """One model and its KV cache.
 
     Life: `open` once, `bind` once, then `launch` any number of times, then `aclose`. Used from one loop.
-    `config_type` is a frozen msgspec Struct that the registry decodes `runner_config` into.
+
+    Attributes:
+        config_type: frozen msgspec Struct that `make_runner` decodes `runner_config` into.
+        config: the decoded configuration.
+        limits: of the engine.
+        on_failure: set by the engine; the runner calls it when it fails while no step is in flight, as a worker that
+            dies idle does.
     """
 
     config_type: ClassVar[type[msgspec.Struct]]
@@ -151,12 +203,11 @@ class Runner(ABC):
     def __init__(self, config: Any, limits: RunnerLimits) -> None:
         self.config = config
         self.limits = limits
-        #: set by the engine: tells it of an end that no step in flight would show (a worker that died idle)
         self.on_failure: Callable[[Exception], None] | None = None
 
     @abstractmethod
     async def open(self) -> Capacity:
-        """Load, profile, check itself. May block its loop: a runner that does belongs in a worker.
+        """Load, profile and check the model. A runner that blocks its loop meanwhile belongs in a worker.
 
         Raises CheckpointError, UnsupportedModel or ConfigError; then `aclose` is still called.
         """
@@ -173,18 +224,18 @@ class Runner(ABC):
     def launch(self, step: RunStep) -> asyncio.Future[StepOutput]:
         """Start a step; return at once. Steps complete in the order of launch.
 
-        The future ends with the output when KV and rows of the step are written, or with RunnerError (then
-        the runner takes no more steps). Cancelling it stops the waiting, not the work. Between launch and
-        completion no block or slot named by the step may be given to another writer.
+        The future ends with the output when KV and rows of the step are written, or with RunnerError; then the runner
+        takes no more steps. Cancelling the future stops the waiting, not the work. Between launch and completion the
+        caller gives no block or slot of the step to another writer.
         """
 
     @abstractmethod
     def copy(self, copy: SwapOut | SwapIn) -> asyncio.Future[CopyOutput]:
         """Start copying the KV of whole blocks between device and host; return at once.
 
-        The future ends when every byte is there, or with RunnerError (then the runner takes no more work).
-        Copies and steps may complete in any order: until this one has, no step in flight or to come writes a block
-        that it reads, or touches one that it writes. Rows stay where they are. Cancelling stops the waiting only.
+        The future ends when every byte is copied, or with RunnerError; then the runner takes no more work. Copies and
+        steps may complete in any order: until this copy has, no step in flight or to come writes a block that the copy
+        reads, or touches a block that it writes. Rows stay in their slots. Cancelling stops the waiting only.
         """
 
     # -- new weights: no step is in flight, none is launched before the end ---------------------------
@@ -196,21 +247,28 @@ class Runner(ABC):
         """
         raise WeightsRejected(f"this runner cannot load {path!r}: it takes no new weights")
 
+    async def read_weights_id(self, path: str) -> str:
+        """The weights id that `load_folder` of this folder would return. Reads the whole folder, changes nothing.
+
+        Raises WeightsRejected, as this default does: then a version in use cannot be given again.
+        """
+        raise WeightsRejected(f"this runner cannot compare {path!r} with the weights in use")
+
     async def begin_tensors(self, tensors: Sequence[TensorMeta]) -> None:
-        """Check names, shapes and dtypes of what will be written; nothing is changed yet. Raises WeightsRejected."""
+        """Check names, shapes and dtypes of the tensors to come; changes nothing yet. Raises WeightsRejected."""
         raise WeightsRejected(f"this runner takes no new weights ({len(tensors)} tensors were given)")
 
     async def write_tensor(self, number: int, offset_nbytes: int, data: memoryview) -> None:
-        """Write the next bytes of tensor `number` of `begin_tensors`: each comes whole, in order, in pieces that hold
+        """Write the next bytes of tensor `number` of `begin_tensors`. Tensors come whole and in order, in pieces of
         whole elements. `data` is the caller's again on return. Raises WeightsBroken."""
         raise InvariantBroken(f"write_tensor({number}, {offset_nbytes}) of {len(data)} bytes without begin_tensors")
 
     async def end_tensors(self) -> None:
-        """Every byte was written. Tensors that were not named keep their values. Raises WeightsBroken."""
+        """End the update: every byte was written. Other tensors keep their values. Raises WeightsBroken."""
         raise InvariantBroken("end_tensors without begin_tensors")
 
     def overdue(self, what: str, deadline_s: float) -> FdasyncError:
-        """The error to fail with when `what` (a step) did not complete within its deadline."""
+        """The error that the engine fails with when `what` (a step) did not complete within its deadline."""
         return DeadlineExceeded(what, deadline_s)
 
     @abstractmethod

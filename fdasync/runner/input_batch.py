@@ -1,8 +1,8 @@
-"""The runner's side of `RunStep`: turns deltas into flat numpy arrays that a step can compute on.
+"""The runner's side of `RunStep`: turns each step's changes into flat numpy arrays that a step can compute on.
 
-Shared by every runner. Keeps, per sequence, a *lane*: its length, block table and slots. Knows no model.
-Cost: a steady decode step (no joins, leaves or chunks) is a handful of vectorised calls, whatever the
-number of sequences.
+It keeps, per sequence, a *lane*: its length, block table and slots. It knows no model. A steady decode step (no joins,
+leaves or chunks) costs a handful of vectorised calls, whatever the number of sequences, and some item writes for each
+block that is appended. Used by the synthetic runner and by plugins' runners.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fdasync.errors import InvariantBroken
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from fdasync.events.actions import RunStep, SeqStart
+    from fdasync.events.actions import BlockAppend, RunStep, SeqStart
     from fdasync.request import SamplerSpec
 
 
@@ -24,10 +24,11 @@ class Batch:
     """One step, flattened: T tokens of S sequences, sequence after sequence; frozen when planned.
 
     Attributes:
+        step_id: number of the step.
         lanes: int64 [S], the lane of each sequence: decodes first, then chunks.
-        counts: int64 [S], tokens of each in this step (1 for decodes).
+        counts: int64 [S], tokens of each in this step (1 for decodes, or room for a run; see `InputBatch.take_runs`).
         starts: int64 [S], absolute position of each sequence's first token in this step.
-        num_decodes: how many of the S are decodes; their input token is the one sampled last.
+        num_decodes: how many of the S are decodes; their first input token is the last sampled token.
         positions: int64 [T], absolute position of each token.
         kv_index: int64 [T], block * block_tokens + offset: where each token's KV goes.
         aux_index: int64 [T], slot * block_tokens + offset: where its rows go (capture off: undefined).
@@ -61,28 +62,38 @@ class Batch:
         self.sampled: NDArray[np.int64]
 
 
-class LaneTable:
+class InputBatch:
     """Sequences in the runner, by lane.
 
+    Args:
+        max_run_tokens: a decode gets so many positions in a step, or as many as its block table has room for.
+
     Attributes:
+        block_tokens: tokens of a block.
+        num_blocks: int64 [lanes], blocks of each block table.
         length: int64 [lanes], tokens whose KV is planned; the position of the next one.
         blocks: int32 [lanes, max_blocks], the block tables.
-        tokens: int32 [lanes, max_tokens], the known tokens at start (prompt and, when resumed, output); what is
-            sampled later the runner keeps.
+        tokens: int32 [lanes, max_tokens], the known tokens at start (prompt and, when resumed, output). The runner
+            keeps the tokens that are sampled later.
         known: int64 [lanes], how many of `tokens` are known.
         samplers: per lane, how to sample.
+        keys: per lane, the sequence; -1: none.
     """
 
-    def __init__(self, max_running: int, max_context_tokens: int, block_tokens: int, num_blocks: int) -> None:
+    def __init__(
+        self, max_running: int, max_context_tokens: int, block_tokens: int, num_blocks: int, max_run_tokens: int = 1
+    ) -> None:
         # a lane may be given up and taken again in one step, never two at a time: max_running is enough
         max_blocks = -(-max_context_tokens // block_tokens)
         self.block_tokens = block_tokens
+        self._max_run_tokens = max_run_tokens
         self.length = np.zeros(max_running, np.int64)
         self.known = np.zeros(max_running, np.int64)
         self.num_blocks = np.zeros(max_running, np.int64)
         self.blocks = np.zeros((max_running, max_blocks), np.int32)
         self.tokens = np.zeros((max_running, max_blocks * block_tokens), np.int32)
         self.samplers: list[SamplerSpec | None] = [None] * max_running
+        self.keys = [-1] * max_running
         self._slot_of_block = np.full(num_blocks, -1, np.int64)
         self._generation_of_block = np.zeros(num_blocks, np.uint32)
         self._free = list(range(max_running - 1, -1, -1))
@@ -101,8 +112,7 @@ class LaneTable:
         for start in step.starts:
             self._start(start)
         for append in step.appends:
-            lane = self._lane_of[append.key]
-            self._add_blocks(lane, (append.block,), (append.slot,), (append.generation,))
+            self._append(append)
         decodes = self._decode_order(step.skips)
         num_decodes = len(decodes)
         if step.chunks:
@@ -112,6 +122,9 @@ class LaneTable:
             counts[num_decodes:] = [chunk.count for chunk in step.chunks]
         else:
             lanes, counts = decodes, np.ones(num_decodes, np.int64)
+        if self._max_run_tokens > 1:
+            room = self.num_blocks[decodes] * self.block_tokens - self.length[decodes]
+            counts[:num_decodes] = np.clip(room, 1, self._max_run_tokens)
         batch = Batch(step.step_id, lanes, counts, num_decodes)
         self._flatten(batch)
         lasts = [num_decodes + i for i, chunk in enumerate(step.chunks) if chunk.last]
@@ -121,6 +134,11 @@ class LaneTable:
                 self._decoding[chunk.key] = self._lane_of[chunk.key]
                 self._decode_changed = True
         return batch
+
+    def take_runs(self, batch: Batch, counts: NDArray[np.int64]) -> None:
+        """Of the positions that each decode of a step had, only the first `counts` [num_decodes] stand. Call it before
+        the next step is planned."""
+        self.length[batch.lanes[: batch.num_decodes]] = batch.starts[: batch.num_decodes] + counts
 
     def lane_of(self, key: int) -> int:
         """The lane of a sequence that is here. Raises KeyError."""
@@ -153,7 +171,7 @@ class LaneTable:
     def _flatten(self, batch: Batch) -> None:
         size = self.block_tokens
         batch.starts = self.length[batch.lanes]
-        if len(batch.lanes) == batch.num_decodes:
+        if len(batch.lanes) == batch.num_decodes and self._max_run_tokens == 1:
             batch.positions = batch.starts
             token_lanes = batch.lanes
         else:
@@ -180,9 +198,19 @@ class LaneTable:
         self.length[lane] = start.num_cached
         self.num_blocks[lane] = 0
         self.samplers[lane] = start.sampler
+        self.keys[lane] = start.key
         cached = start.num_cached // self.block_tokens
         self._add_blocks(lane, start.blocks[:cached], (), ())
         self._add_blocks(lane, start.blocks[cached:], start.slots, start.generations)
+
+    def _append(self, append: BlockAppend) -> None:
+        # one item at a time: an array of each would cost several times as much
+        lane, block = self._lane_of[append.key], append.block
+        count = self.num_blocks[lane]
+        self.blocks[lane, count] = block
+        self.num_blocks[lane] = count + 1
+        self._slot_of_block[block] = append.slot
+        self._generation_of_block[block] = append.generation
 
     def _add_blocks(
         self, lane: int, blocks: tuple[int, ...], slots: tuple[int, ...], generations: tuple[int, ...]
@@ -199,4 +227,5 @@ class LaneTable:
         if self._decoding.pop(key, None) is not None:
             self._decode_changed = True
         self.samplers[lane] = None
+        self.keys[lane] = -1
         self._free.append(lane)

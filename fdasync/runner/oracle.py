@@ -1,8 +1,8 @@
-"""The synthetic model in closed form: what it answers, from tokens and weights alone, without blocks.
+"""The synthetic model in closed form: its outputs as a function of tokens and weights alone, without blocks.
 
-The KV of a token is 64 bits of (token, position, weights). The next token and the routing row at a
-position are a function of a weighted sum of *all* KV words up to that position, and of the weights. Tests hold the
-engine against this; `synthetic.py` computes the same through paged KV.
+The KV of a token is 64 bits of (token, position, weights). The next token and the routing row at a position are a
+function of a weighted sum of *all* KV words up to that position, and of the weights. Tests compare the engine with this
+module; `synthetic.py` computes the same through paged KV.
 """
 
 from __future__ import annotations
@@ -16,31 +16,36 @@ import numpy as np
 from fdasync.result import TopLogprobs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
 U64 = np.uint64
+#: pretended logit of the token that a step would sample; all others have 0
+PICK_LOGIT = 20.0
 _MIX = (U64(0x9E3779B97F4A7C15), U64(0xBF58476D1CE4E5B9), U64(0x94D049BB133111EB))
 
 
 class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Shape of the pretended model, and what a step costs.
+    """Shape of the pretended model, and the costs of its steps.
 
     Attributes:
         num_moe_layers, top_k, num_experts: of the routing; 0 layers is a dense model.
         weights_id: seed of the weights.
         eos_id: sampled like any other token; -1: none.
+        max_run_tokens: a step yields 1 to so many tokens of a decoding sequence; how many, its position says
+            (`Oracle.run_length`). The tokens are those that one token a step gives.
         values_spec: also write the second aux spec, "values", float16 [4] per token.
         pass_stamp: KV and a third aux spec, "stamp", uint32 [1], carry the number of the pass (step) that wrote
-            them; stamps never influence tokens or rows (DECISIONS 25).
+            them; stamps never influence tokens or rows (docs/design.md, rule 25).
         stamp_base: added to that number, so that passes of several instances can be told apart.
         step_s, token_s: seconds of a step, fixed and per token; 0 completes in the next loop turn.
         copy_s: seconds of a copy of blocks between device and host.
         load_s: seconds of loading new weights; steps and copies are refused meanwhile, as by a real model.
         jitter: relative spread of a step's time, drawn from `seed`.
         free: steady decode steps cost next to nothing and compute nothing (benchmarks): a token is
-            the last one plus 1, never among the topmost 16 ids; rows are constant, and there are no log-probs.
+            the last one plus 1, never among the topmost 16 ids; rows are constant, there are no log-probs of
+            samples, no bias and no runs.
         fail_step: this step fails; -1: none. hang_step: this step never completes; -1: none.
     """
 
@@ -53,6 +58,7 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     block_tokens: int = 16
     num_blocks: int = 256
     weights_id: int = 1
+    max_run_tokens: int = 1
     values_spec: bool = False
     pass_stamp: bool = False
     stamp_base: int = 0
@@ -76,7 +82,7 @@ def mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
         return words ^ (words >> U64(31))
 
 
-def _place(positions: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def place(positions: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Odd, so that no bit of a word is lost; different at every position."""
     return positions * U64(2) + U64(1)
 
@@ -112,6 +118,16 @@ class Oracle:
         words = mix(digests ^ noise ^ mix(np.array([weights_id], U64) + U64(1)))
         return (words % U64(self.config.vocab_size)).astype(np.int64)
 
+    def biased(self, token: int, bias: Mapping[int, float]) -> int:
+        """The token that a logit bias makes of a sampled one: the largest of the pretended logits with the bias, the
+        lowest id where several are equal."""
+        if not bias:
+            return token
+        logits = np.zeros(self.config.vocab_size)
+        logits[token] = PICK_LOGIT
+        logits[list(bias)] += list(bias.values())
+        return int(logits.argmax())
+
     def logprobs(self, digests: NDArray[np.uint64], tokens: NDArray[np.int64], weights_id: int) -> NDArray[np.float64]:
         """Pretended raw log-probs [N] of these tokens; the greedy one's is above -1, all others' are below.
 
@@ -132,11 +148,23 @@ class Oracle:
         best = np.argsort(-values, kind="stable")[:count]
         return TopLogprobs(tuple(ids[best].tolist()), tuple(values[best].tolist()))
 
+    def prompt_scores(
+        self, digests: NDArray[np.uint64], tokens: NDArray[np.integer], top: int, weights_id: int
+    ) -> tuple[NDArray[np.float32], list[TopLogprobs]]:
+        """Pretended raw log-probs [N] of a prompt's tokens, float32, each from the digest one position before it; and
+        `top` alternatives of each, where `top` is not 0."""
+        values = self.logprobs(digests, tokens.astype(np.int64), weights_id).astype(np.float32)
+        return values, [self.top(digest, top, weights_id) for digest in digests] if top else []
+
     @staticmethod
     def noise(seed: int, index: int, position: int) -> int:
         """Noise of one token: a function of seed, sample index and position alone."""
         text = f"{seed},{index},{position}".encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+    def run_length(self, position: int) -> int:
+        """Tokens that a step yields whose first one is forwarded at `position`, where there is room for them."""
+        return 1 + int(mix(np.array([position], U64))[0]) % self.config.max_run_tokens
 
     def digests(self, tokens: Sequence[int], weights_id: int | Sequence[int] | None = None) -> NDArray[np.uint64]:
         """Digest up to each position; `weights_id` may differ by position (KV written under other weights)."""
@@ -154,11 +182,11 @@ class Oracle:
     def running_sums(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """Digest up to each position of KV words [T] in their order: exchanged words change it."""
         with np.errstate(over="ignore"):
-            return np.cumsum(words * _place(np.arange(len(words), dtype=U64)), dtype=U64)
+            return np.cumsum(words * place(np.arange(len(words), dtype=U64)), dtype=U64)
 
     def generate(
         self, prompt: Sequence[int], max_tokens: int, *, temperature: float = 0.0, seed: int = 0, index: int = 0,
-        stop_ids: frozenset[int] = frozenset(),
+        stop_ids: frozenset[int] = frozenset(), logit_bias: Mapping[int, float] | None = None,
     ) -> list[int]:  # fmt: skip
         """Output tokens of a request that nothing interrupts."""
         tokens = list(prompt)
@@ -166,10 +194,11 @@ class Oracle:
         for _ in range(max_tokens):
             noise = self.noise(seed, index, len(tokens)) if temperature > 0 else 0
             token = int(self.sample(digest, np.array([noise], U64), self.config.weights_id)[0])
+            token = self.biased(token, logit_bias or {})
             tokens.append(token)
             if token in stop_ids:
                 break
             word = self.kv(np.array([token]), np.array([len(tokens) - 1]), self.config.weights_id)
             with np.errstate(over="ignore"):
-                digest = digest + word * _place(np.array([len(tokens) - 1], U64))
+                digest = digest + word * place(np.array([len(tokens) - 1], U64))
         return tokens[len(prompt) :]

@@ -1,11 +1,15 @@
 """A runner without a model: numpy arithmetic with a closed-form answer, for tests and benchmarks.
 
-Tokens and rows are a function of *all* KV words that the block table points at (`oracle.py`): one stale,
-missing or misplaced block changes what comes out.
+Tokens and rows are a function of *all* KV words that the block table points at (`oracle.py`): one stale, missing or
+misplaced block changes the output.
 
-All arrays are the host's: `tolist` copies and waits for nothing. "Device" work is done at launch, in order,
-as on a stream; rows stay in a transient buffer and are scattered when the step completes, which the cost
-model decides. Knows no requests and never blocks.
+With `max_run_tokens` above 1 it works as speculative decoding does: a step forwards the last token of a sequence and
+drafts behind it, of which the first ones are right and the others wrong, samples at every position, and yields the
+samples up to the first that a draft did not foresee. KV of the wrong drafts stays behind until it is written again.
+
+All arrays are the host's: `tolist` copies and waits for nothing. "Device" work is done at launch, in order, as on a
+stream. Rows stay in a transient buffer and are scattered when the step completes, at a time that the cost model sets.
+The runner knows no requests and never blocks. The engine calls it, in its own process or in a worker.
 """
 
 from __future__ import annotations
@@ -23,9 +27,10 @@ from fdasync.cache.aux import AuxSpec
 from fdasync.cache.debug_rows import debug_rows
 from fdasync.errors import BadInput, InvariantBroken, RunnerError, WeightsRejected
 from fdasync.events.actions import SwapOut
-from fdasync.runner.base import Capacity, CopyOutput, Runner, RunnerLimits, StepOutput, TensorMeta
-from fdasync.runner.input_batch import Batch, LaneTable
-from fdasync.runner.oracle import U64, Oracle, SyntheticConfig
+from fdasync.runner.base import Capacity, CopyOutput, PromptScores, Runner, RunnerLimits, StepOutput, TensorMeta
+from fdasync.runner.input_batch import Batch, InputBatch
+from fdasync.runner.oracle import U64, Oracle, SyntheticConfig, place
+from fdasync.runner.prompt_scores import scored_runs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,6 +74,8 @@ class SyntheticRunner(Runner):
         capture = config.num_moe_layers > 0 if limits.capture == "auto" else limits.capture
         if capture and not config.num_moe_layers:
             raise BadInput("routing", "was asked for, but the model has no MoE layers", hint="set routing=False")
+        if config.max_run_tokens < 1 or (config.free and config.max_run_tokens > 1):
+            raise BadInput("max_run_tokens", f"is {config.max_run_tokens}", limit="1 or more; 1 with free=True")
         self._block_tokens = limits.block_tokens or config.block_tokens
         context = min(config.max_context_tokens, limits.max_context_tokens or config.max_context_tokens)
         self._context = context
@@ -79,8 +86,8 @@ class SyntheticRunner(Runner):
         if config.pass_stamp:
             specs.append(AuxSpec("stamp", (1,), "uint32"))
         costs = dict.fromkeys(("step_s", "token_s", "copy_s", "load_s", "jitter"), 0.0)
-        # KV does not depend on how much there may be of it, nor on where a sample ends
-        most = {"num_blocks": 1, "max_context_tokens": 1, "eos_id": -1}
+        # the content of KV does not depend on its size, on the steps that write it, nor on where a sample ends
+        most = {"num_blocks": 1, "max_context_tokens": 1, "eos_id": -1, "max_run_tokens": 1}
         plain = msgspec.structs.replace(config, weights_id=0, seed=0, stamp_base=0, **most, **costs)
         token_nbytes = _WORD_NBYTES + (_STAMP_NBYTES if config.pass_stamp else 0)
         return Capacity(
@@ -97,14 +104,18 @@ class SyntheticRunner(Runner):
             kv_dtype="uint64",
             aux_specs=tuple(specs),
             moe_layer_ids=tuple(range(config.num_moe_layers)) if capture else (),
+            num_hidden_layers=config.num_moe_layers,
             num_experts=config.num_experts if capture else 0,
             top_k=config.top_k if capture else 0,
+            max_run_tokens=config.max_run_tokens,
+            scores_prompts=True,
             routing_debug=limits.routing_debug and capture,
         )
 
     async def bind(self, num_blocks: int, arena: AuxArena | None, host: HostArena | None = None) -> None:
         size = self._block_tokens
-        self.lanes = LaneTable(self.limits.max_running, self._context, size, num_blocks)
+        most = self.config.max_run_tokens
+        self.lanes = InputBatch(self.limits.max_running, self._context, size, num_blocks, most)
         self._host = host
         self._kv = np.zeros(num_blocks * size, U64)
         self._kv_stamps = np.zeros(num_blocks * size, np.uint32)
@@ -123,9 +134,9 @@ class SyntheticRunner(Runner):
             self._check_writers(step)
             batch = self.lanes.plan(step)
             output, rows = self._free_step(batch) if self._is_free(batch) else self._compute(batch)
+            flight = _Flight(batch, output, rows, done)
         except (InvariantBroken, IndexError, KeyError, ValueError) as error:
             return self._refuse(done, RunnerError(f"{type(error).__name__}: {error}", step.step_id))
-        flight = _Flight(batch, output, rows, done)
         self._flights.append(flight)
         if self.config.hang_step == step.step_id:
             return done
@@ -141,7 +152,7 @@ class SyntheticRunner(Runner):
         return done
 
     def _refuse(self, done: asyncio.Future[StepOutput], error: RunnerError) -> asyncio.Future[StepOutput]:
-        """Fail a step, but not before those that were launched before it ended."""
+        """Fail a step once the steps that were launched before it have ended."""
 
         def fail(_: object) -> None:
             if not done.done():
@@ -177,7 +188,7 @@ class SyntheticRunner(Runner):
             done.set_exception(RunnerError(str(error)))
             return done
         self._copies.append((copy, done))
-        # what it will write is in use from now on: whoever reads it before the end must not find anything
+        # its targets are in use from now on: spoil them, so that an early read shows
         if isinstance(copy, SwapOut):
             self._host.kv[list(copy.host)] = 0xEE
         else:
@@ -193,7 +204,7 @@ class SyntheticRunner(Runner):
         return done
 
     def _check_copy(self, copy: SwapOut | SwapIn) -> None:
-        """Nobody may write what a copy reads, nor touch what it writes, while it runs."""
+        """While a copy runs, no step and no other copy may write its source, nor touch its target."""
         assert self._host is not None
         if self._loading:
             raise InvariantBroken(f"copy {copy.copy_id} began while weights are loading")
@@ -203,7 +214,7 @@ class SyntheticRunner(Runner):
             if len(set(ids)) != len(ids) or min(ids) < 0 or max(ids) >= count:
                 raise InvariantBroken(f"copy {copy.copy_id} names blocks {ids}, there are {count}")
         if self.config.free:
-            # what is below looks at every block of every sequence
+            # the checks below look at every block of every sequence
             return
         written: set[int] = set()
         read: set[int] = set()
@@ -250,13 +261,11 @@ class SyntheticRunner(Runner):
 
     async def load_folder(self, path: str) -> str:
         """A folder with `weights.json`: {"weights_id": an integer of 64 bits}."""
-        try:
-            text = Path(path, WEIGHTS_FILE).read_bytes()  # noqa: ASYNC240 # blocking: some bytes, in tests
-            held = msgspec.json.decode(text, type=_Weights)
-        except (OSError, msgspec.MsgspecError) as error:
-            raise WeightsRejected(f"{path}: {error}") from None
-        await self._load(held.weights_id)
+        await self._load(_read_folder(path))
         return f"{self.weights_id:032x}"
+
+    async def read_weights_id(self, path: str) -> str:
+        return f"{_read_folder(path):032x}"
 
     async def begin_tensors(self, tensors: Sequence[TensorMeta]) -> None:
         """One tensor named "weights", uint64 [1]."""
@@ -292,7 +301,7 @@ class SyntheticRunner(Runner):
         return cost
 
     def _check_writers(self, step: RunStep) -> None:
-        """No block named by a step in flight may get another writer (DESIGN section 5)."""
+        """No block named by a step in flight may get another writer (docs/design.md, section 5)."""
         if not self._flights or not (step.starts or step.appends):
             return
         fresh = {append.block for append in step.appends}
@@ -307,8 +316,7 @@ class SyntheticRunner(Runner):
         if self._closed:
             return
         if self._flights[0] is not flight:
-            # steps complete in order, so it waits for an earlier one: one that hangs, or whose timer a loop that stood
-            # still set too late
+            # steps complete in order: it waits for an earlier one that hangs, or whose timer is late
             flight.due = True
             return
         self._flights.popleft()
@@ -325,7 +333,7 @@ class SyntheticRunner(Runner):
                 asyncio.get_running_loop().call_soon(self._complete, following)
 
     def _write_rows(self, flight: _Flight) -> RunnerError | None:
-        """The step's rows to their slots; what the step fails with where they are not those of the specs."""
+        """Write the step's rows to their slots; returns the step's error where they do not fit the specs."""
         if self._arena is None:
             return None
         try:
@@ -361,13 +369,72 @@ class SyntheticRunner(Runner):
                 rows["values"] = self.oracle.values(digests)
             if self.config.pass_stamp:
                 rows["stamp"] = np.full((len(inputs), 1), self.config.stamp_base + batch.step_id, np.uint32)
-        last = ends[batch.sampled] - 1
-        tokens = self.oracle.sample(digests[last], self._noise(batch, last), self.weights_id)
-        self._last_token[batch.lanes[batch.sampled]] = tokens
-        return self._logprobs(batch, tokens, digests[last]), rows
+        if self.config.max_run_tokens == 1:
+            last = ends[batch.sampled] - 1
+            tokens = self._sample(batch, digests[last], last)
+            self._last_token[batch.lanes[batch.sampled]] = tokens
+            return self._logprobs(batch, tokens, digests, last), rows
+        return self._verify(batch, inputs, digests, rows)
 
-    def _logprobs(self, batch: Batch, tokens: NDArray[np.int64], digests: NDArray[np.uint64]) -> StepOutput:
-        samplers = [self.lanes.samplers[lane] for lane in batch.lanes[batch.sampled]]
+    def _verify(
+        self,
+        batch: Batch,
+        drafts: NDArray[np.int64],
+        digests: NDArray[np.uint64],
+        rows: dict[str, NDArray[np.generic]],
+    ) -> tuple[StepOutput, dict[str, NDArray[np.generic]]]:
+        """Cut the drafts to runs: of each decode, the samples up to the first that differs from the next draft, and
+        their rows."""
+        firsts = np.cumsum(batch.counts) - batch.counts
+        every = np.arange(len(drafts))
+        sampled = self._sample(batch, digests, every)
+        stands = np.ones(len(drafts), bool)
+        last, counts = [], []
+        for number in batch.sampled.tolist():
+            first, count = int(firsts[number]), int(batch.counts[number])
+            if number >= batch.num_decodes:
+                last.append(first + count - 1)
+                counts.append(1)
+                continue
+            run = 1
+            while run < count and drafts[first + run] == sampled[first + run - 1]:
+                run += 1
+            stands[first + run : first + count] = False
+            last += range(first, first + run)
+            counts.append(run)
+        self.lanes.take_runs(batch, np.array(counts[: batch.num_decodes], np.int64))
+        tokens = sampled[last]
+        self._last_token[batch.lanes[batch.sampled]] = tokens[np.cumsum(counts, dtype=np.int64) - 1]
+        batch.aux_index, batch.generations = batch.aux_index[stands], batch.generations[stands]
+        output = self._logprobs(batch, tokens, digests, np.array(last, np.int64))
+        output = msgspec.structs.replace(output, counts=tuple(counts))
+        return output, {name: part[stands] for name, part in rows.items()}
+
+    def _draft(self, batch: Batch, number: int, first: int) -> list[int]:
+        """Tokens to forward behind the last one of a decode: right as far as `Oracle.run_length` says, then wrong."""
+        oracle, size = self.oracle, self._block_tokens
+        lane, start, count = int(batch.lanes[number]), int(batch.starts[number]), int(batch.counts[number])
+        table = self.lanes.block_table(lane, start + count).astype(np.int64)
+        index = (table[:, None] * size + np.arange(size)).ravel()[:start]
+        digest = oracle.running_sums(self._kv[index])[-1:]
+        right = oracle.run_length(start)
+        tokens = [int(self._last_token[lane])]
+        for ahead in range(count - 1):
+            position = np.array([start + ahead])
+            with np.errstate(over="ignore"):
+                word = oracle.kv(np.array(tokens[-1:]), position, self.weights_id)
+                digest = digest + word * place(position.astype(U64))
+            token = int(self._sample(batch, digest, np.array([first + ahead]))[0])
+            is_right = len(tokens) < right
+            tokens.append(token if is_right else (token + 1) % self.config.vocab_size)
+        return tokens
+
+    def _logprobs(
+        self, batch: Batch, tokens: NDArray[np.int64], every: NDArray[np.uint64], last: NDArray[np.int64]
+    ) -> StepOutput:
+        """The output with these tokens, sampled at the places `last` of the step's tokens."""
+        digests = every[last]
+        samplers = [self.lanes.samplers[lane] for lane in self._lanes_of(batch, last)]
         raw = processed = top = None
         if any(sampler is not None and (sampler.raw or sampler.processed) for sampler in samplers):
             values = self.oracle.logprobs(digests, tokens, self.weights_id)
@@ -377,28 +444,64 @@ class SyntheticRunner(Runner):
                     None if sampler is None else self.oracle.top(digest, sampler.top, self.weights_id)
                     for sampler, digest in zip(samplers, digests, strict=True)
                 )
-        return StepOutput(batch.step_id, tuple(tokens.tolist()), raw, processed, top)
+        prefilled = [self.lanes.samplers[int(lane)] for lane in batch.lanes[batch.num_decodes :]]
+        wanted = any(sampler is not None and sampler.score_from >= 0 for sampler in prefilled)
+        scores = self._scores(batch, every) if wanted else ()
+        return StepOutput(batch.step_id, tuple(tokens.tolist()), raw, processed, top, scores=scores)
+
+    def _scores(self, batch: Batch, digests: NDArray[np.uint64]) -> tuple[PromptScores, ...]:
+        scores = []
+        for run in scored_runs(batch, self.lanes):
+            values, tops = self.oracle.prompt_scores(digests[run.rows], run.tokens, run.top, self.weights_id)
+            ids = np.full((len(values), run.top), -1, "<i4")
+            best = np.zeros((len(values), run.top), "<f4")
+            for row, one in enumerate(tops):
+                ids[row, : len(one.token_ids)], best[row, : len(one.token_ids)] = one.token_ids, one.logprobs
+            logprobs = values.astype("<f4").tobytes()
+            scores.append(PromptScores(run.key, run.start, logprobs, run.top, ids.tobytes(), best.tobytes()))
+        return tuple(scores)
 
     def _inputs(self, batch: Batch) -> NDArray[np.int64]:
         inputs = np.empty(len(batch.positions), np.int64)
-        inputs[: batch.num_decodes] = self._last_token[batch.lanes[: batch.num_decodes]]
-        at = batch.num_decodes
+        at = 0
+        if self.config.max_run_tokens == 1:
+            inputs[: batch.num_decodes] = self._last_token[batch.lanes[: batch.num_decodes]]
+            at = batch.num_decodes
+        else:
+            for number in range(batch.num_decodes):
+                drafts = self._draft(batch, number, at)
+                inputs[at : at + len(drafts)] = drafts
+                at += len(drafts)
         for number in range(batch.num_decodes, len(batch.lanes)):
             lane, start, count = int(batch.lanes[number]), int(batch.starts[number]), int(batch.counts[number])
             inputs[at : at + count] = self.lanes.tokens[lane, start : start + count]
             at += count
         return inputs
 
+    def _sample(self, batch: Batch, digests: NDArray[np.uint64], places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The tokens that these digests give, at the places of the step's tokens."""
+        tokens = self.oracle.sample(digests, self._noise(batch, places), self.weights_id)
+        for number, lane in enumerate(self._lanes_of(batch, places).tolist()):
+            sampler = self.lanes.samplers[lane]
+            if sampler is not None and sampler.bias_ids:
+                tokens[number] = self.oracle.biased(int(tokens[number]), sampler.logit_bias())
+        return tokens
+
     def _noise(self, batch: Batch, last: NDArray[np.int64]) -> NDArray[np.uint64]:
         noise = np.zeros(len(last), U64)
-        for number, (lane, position) in enumerate(zip(batch.lanes[batch.sampled], batch.positions[last], strict=True)):
+        for number, (lane, position) in enumerate(zip(self._lanes_of(batch, last), batch.positions[last], strict=True)):
             sampler = self.lanes.samplers[lane]
             if sampler is not None and sampler.temperature > 0:
                 noise[number] = self.oracle.noise(sampler.seed, sampler.index, int(position) + 1)
         return noise
 
+    @staticmethod
+    def _lanes_of(batch: Batch, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The lanes of these tokens of a step."""
+        return np.repeat(batch.lanes, batch.counts)[places]
+
     def _check_stamps(self, table: NDArray[np.int64], index: NDArray[np.int64], start: int) -> None:
-        """Rows in a slot must carry the stamp of the KV in use (DECISIONS 25)."""
+        """Rows in a slot must carry the stamp of the KV in use (docs/design.md, rule 25)."""
         if self._arena is None or "stamp" not in self._arena.rows:
             return
         size = self._block_tokens
@@ -440,8 +543,25 @@ class _Weights(msgspec.Struct):
     weights_id: int
 
 
+def _read_folder(path: str) -> int:
+    """The weights id that a folder names. Raises WeightsRejected."""
+    try:
+        text = Path(path, WEIGHTS_FILE).read_bytes()  # blocking: some bytes, in tests
+        return msgspec.json.decode(text, type=_Weights).weights_id
+    except (OSError, msgspec.MsgspecError) as error:
+        raise WeightsRejected(f"{path}: {error}") from None
+
+
 class _Flight:
-    """A step launched and not completed: its transient rows. `due`: its time has come."""
+    """A step that is launched and not completed.
+
+    Attributes:
+        batch: the step.
+        ends: of each sequence, the position behind its last token in this step.
+        output, rows: its results; the rows are not in the arena yet.
+        done: set when it completes.
+        due: its time has come, and an earlier step has not ended.
+    """
 
     __slots__ = ("batch", "done", "due", "ends", "output", "rows")
 

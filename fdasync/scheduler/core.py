@@ -1,11 +1,11 @@
-"""The pure scheduler: `handle(events) -> actions`. Every decision of the engine is made here.
+"""The pure scheduler: `handle(events) -> actions`. It takes every decision of the engine.
 
-No await, no torch, no I/O, no text, no clock but the time stamped on events, no iteration over sets: the
-same events give the same actions, so every decision can be tested with plain calls and replayed from a
-trace. This file: what events mean, how a request ends. `step_planner.py`: what the next step computes. `tiers.py`: what
-happens below the device. `queues.py`: where every sequence stands.
+It has no await, no torch, no I/O, no text, no clock but the time stamped on events, and iterates over no set: the same
+events give the same actions, so every decision can be tested with plain calls and replayed from a trace. This module
+says what events mean and how a request ends. `step_planner.py` plans the next step, `tiers/` decides what happens below
+the device, `disagg/` what goes to other instances, `state/queues.py` keeps where every sequence stands.
 
-Called by `driver.py` once per loop turn.
+Called by `engine/driver.py`, once per loop turn.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from typing import TYPE_CHECKING
 
 from fdasync.cache.aux import SlotPool
 from fdasync.cache.blocks import BlockPool
-from fdasync.cache.prefix import PrefixIndex, block_key
+from fdasync.cache.identity import block_key
+from fdasync.cache.prefix import PrefixIndex
 from fdasync.errors import InvariantBroken
 from fdasync.events.actions import Action, CopyRows, EmitTokens, FinishRequest, RowSpan, TellBlocks, WakeAt
 from fdasync.events.catalog import (
     AbortRequested,
+    CacheResetRequested,
     Event,
     LeaseAsked,
+    Notice,
     PauseRequested,
     RequestPrepared,
     ResumeRequested,
@@ -32,60 +35,103 @@ from fdasync.events.catalog import (
     StopMatched,
     SwapDone,
     TimerFired,
-    Told,
     WeightsChanged,
+    WeightsRelabelled,
 )
-from fdasync.scheduler import stats as books
-from fdasync.scheduler.disagg.decode import Lender
-from fdasync.scheduler.disagg.prefill import Borrower
-from fdasync.scheduler.state.queues import Roster
+from fdasync.scheduler.disagg.decode import DecodeSide
+from fdasync.scheduler.disagg.prefill import PrefillSide
+from fdasync.scheduler.runs import take_runs
+from fdasync.scheduler.state.pausing import Pausing
+from fdasync.scheduler.state.policy import Candidate, own_policy
+from fdasync.scheduler.state.queues import SequenceQueues
 from fdasync.scheduler.state.sequence import Sequence, State
 from fdasync.scheduler.state.weights import Weights
-from fdasync.scheduler.stats import Counters, Parts
-from fdasync.scheduler.step_planner import Planner, StepPlan
-from fdasync.scheduler.tiers.store_planner import Storer
-from fdasync.scheduler.tiers.swap_planner import Copier
+from fdasync.scheduler.stats import Counters, Parts, check, collect_stats
+from fdasync.scheduler.step_planner import StepPlan, StepPlanner
+from fdasync.scheduler.tiers.store_planner import StorePlanner
+from fdasync.scheduler.tiers.swap_planner import SwapPlanner
 from fdasync.scheduler.tiers.tiers import Tiers
 from fdasync.scheduler.tiers.write_policy import WritePolicy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from fdasync.events.actions import FinishReason
     from fdasync.scheduler.state.config import SchedulerConfig, SchedulerStats
+    from fdasync.scheduler.state.policy import Policy
 
 _NEVER = float("inf")
 
+# A decoding sequence asks for its rows once in so many blocks: asking costs more than copying a block's rows. What is
+# left is asked for when the sequence ends or gives up its blocks, so this bounds the rows that are copied at once.
+_ROW_BLOCKS = 8
+
 
 class Scheduler:
-    """See the module. Not thread-safe, not re-entrant."""
+    """See the module. Not thread-safe, not re-entrant.
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    Args:
+        policy: the policy that `config` names; None: it is one of the package's own.
+
+    Attributes:
+        config: its configuration.
+        index: blocks by identity, in all tiers.
+        weights: the weights in use.
+        pausing: whether steps are planned, and for which sequences.
+        resets: how many `CacheResetRequested` were read.
+        queues: where every sequence stands.
+        swap_planner, store_planner, tiers: decide what happens below the device.
+        prefill_side, decode_side: decide which requests other instances take over, and which this one takes over.
+    """
+
+    def __init__(self, config: SchedulerConfig, policy: Policy | None = None) -> None:
         self.config = config
+        self._policy = policy or own_policy(config.policy, config.policy_config)
         slots = SlotPool(config.num_blocks + config.num_host_blocks) if config.capture else None
         pool = BlockPool(config.num_blocks, slots, config.num_host_blocks)
-        self.index = PrefixIndex(pool, enabled=config.prefix_cache, news=config.block_news)
+        self.index = PrefixIndex(pool, enabled=config.prefix_cache, kv_events=config.kv_events)
         self._spans: list[RowSpan] = []
         self._sequences: dict[int, Sequence] = {}
-        self.storer = Storer(config, self.index, lambda block: self.copier.keep(block))
-        self.copier = Copier(config, self.index, self.storer.on_host)
+        self.swap_planner = SwapPlanner(config, self.index)
+        self.store_planner = StorePlanner(config, self.index, self.swap_planner.keep)
         self.weights = Weights(config.namespace, config.weight_version)
-        self._writes = WritePolicy(config, self.copier, self.storer)
-        self.roster = Roster(config.block_tokens, self.index, self._spans, self.copier, self._writes.write_back)
-        self.tiers = Tiers(self.index, self._sequences, self.roster, self.copier, self.storer, self.weights)
-        self.borrower = Borrower(config, self.copier, self.weights)
-        self.lender = Lender(config, self.index, self.roster, self.copier)
-        self._parts = Parts(self.index, self.roster, self.copier, self.storer, self.borrower, self.lender)
-        self._planner = Planner(config, self.index, self.roster, self.copier, self.storer, self.borrower)
-        self._paused = False
+        self.pausing = Pausing()
+        self._writes = WritePolicy(config, self.swap_planner, self.store_planner)
+        self.queues = SequenceQueues(
+            config.block_tokens,
+            self.index,
+            self._spans,
+            self._writes.write_back,
+            asks_store=self.store_planner.enabled,
+        )
+        self.tiers = Tiers(
+            self.index, self._sequences, self.queues, self.swap_planner, self.store_planner, self.weights
+        )
+        self.prefill_side = PrefillSide(config, self.swap_planner, self.weights, self.pausing)
+        self.decode_side = DecodeSide(config, self.index, self.queues, self.swap_planner, self.pausing)
+        self._parts = Parts(
+            self.index, self.queues, self.swap_planner, self.store_planner, self.prefill_side, self.decode_side
+        )
+        self._step_planner = StepPlanner(
+            config,
+            self.index,
+            self.queues,
+            self.swap_planner,
+            self.store_planner,
+            self.prefill_side,
+            self.pausing,
+        )
+        # an engine of the device alone enters nothing of `tiers/` in a turn
+        self._has_tiers = config.num_host_blocks > 0 or config.store
         self._now = 0.0
         self._step_ended_at = 0.0
-        self._mask = config.block_tokens - 1
         self._inflight: deque[StepPlan] = deque()
         self._deadlines: list[tuple[float, int]] = []
         self._wake_at = float("inf")
         self._emits: list[EmitTokens] = []
         self._finishes: list[FinishRequest] = []
         self._arrivals = 0
+        self.resets = 0
         self._counters = Counters()
         self._handlers: dict[type[Event], Callable[..., None]] = {
             StepDone: self._on_step_done,
@@ -98,17 +144,19 @@ class Scheduler:
             LeaseAsked: self._on_lease_asked,
             SwapDone: self._on_swap_done,
             **self.tiers.handlers,
-            **self.borrower.handlers,
-            **self.lender.handlers,
+            **self.prefill_side.handlers,
+            **self.decode_side.handlers,
             PauseRequested: self._on_pause,
             ResumeRequested: self._on_resume,
+            CacheResetRequested: self._on_reset,
             WeightsChanged: self._on_weights,
+            WeightsRelabelled: self._on_label,
         }
 
     # -- the one entry ----------------------------------------------------------------------------
 
     def handle(self, events: list[Event]) -> list[Action]:
-        """Take the events of one turn, in order; return what is to be done, in order.
+        """Take the events of one turn, in order; return the actions, in order.
 
         Raises InvariantBroken when events contradict the protocol; the engine then fails.
         """
@@ -117,45 +165,49 @@ class Scheduler:
             handler = self._handlers.get(type(event))
             if handler is not None:
                 handler(event)
-            elif not isinstance(event, Told):
+            elif not isinstance(event, Notice):
                 raise InvariantBroken(f"the scheduler knows no event {type(event).__name__}")
         self._expire(self._now)
-        self.borrower.ring(self._now)
-        # before anything is planned: what they held may be what others wait for
-        self._take_ends(self.borrower.ends)
-        told = self.lender.plan(self._now)
-        self._take_leased()
+        if self.prefill_side.hand_offs:
+            self.prefill_side.ring(self._now)
+            # before anything is planned: sequences that end give back blocks that others wait for
+            self._take_ends(self.prefill_side.ends)
+        if self.queues.fresh:
+            self.tiers.take_fresh(self._now)
+        handed = self._plan_leases()
+        if self.pausing.is_winding_down:
+            self.pausing.settle()
+        paused = self.pausing.paused
         steps: list[Action] = []
-        while len(self._inflight) < self.config.pipeline_depth and not self._paused:
-            # who was preempted, or sent back by new weights, must not be matched under what it was
-            self.tiers.take_requeued(self._now)
-            preemptions = self.roster.preemptions
-            planned = self._planner.plan(self._now)
+        while len(self._inflight) < self.config.pipeline_depth and not paused:
+            preemptions = self.queues.preemptions
+            planned = self._step_planner.plan(self._now)
+            # a preempted sequence must not be matched again under old identities
+            if self.queues.fresh:
+                self.tiers.take_fresh(self._now)
             if planned is None:
-                if self.roster.preemptions > preemptions:
-                    # somebody gave up what another one sat out for
+                if self.queues.preemptions > preemptions:
+                    # the preempted sequence's blocks may be what another one was left out for
                     continue
                 break
             steps.append(planned[0])
             self._inflight.append(planned[1])
-        self.tiers.take_requeued(self._now)
-        if self.borrower.num_errands:
-            steps += self.borrower.plan(self._now, paused=self._paused)
-        # also of those that ended just now
-        steps += self.borrower.take_actions()
-        steps += self.tiers.plan(paused=self._paused)
-        return self._gather(steps, told)
+        if self.prefill_side.hand_offs or self.prefill_side.actions:
+            steps += self.prefill_side.plan(self._now)
+        if self._has_tiers or self.tiers.hashes:
+            steps += self.tiers.plan(paused=paused)
+        return self._gather(steps, handed)
 
     def _on_step_failed(self, event: StepFailed) -> None:
         raise InvariantBroken(f"step {event.step_id} failed and the engine went on: {event.problem}")
 
     def _on_timer(self, _event: TimerFired) -> None:
-        # loops ring a little early (their clocks are coarse): set it again if there is still time left
+        # a loop's clock is coarse, so the timer may be early: `_gather` sets it again if there is still time left
         self._wake_at = float("inf")
 
-    def _gather(self, steps: list[Action], told: Iterable[Action] = ()) -> list[Action]:
-        # a first token that came from elsewhere is its request's before its request can end
-        actions: list[Action] = [*told, *self._emits]
+    def _gather(self, steps: list[Action], handed: Iterable[Action] = ()) -> list[Action]:
+        # a first token from another instance reaches its request before the request can end
+        actions: list[Action] = [*handed, *self._emits]
         # rows are read before anything that is planned now may write their slots again
         if self._spans:
             actions.append(CopyRows(tuple(self._spans)))
@@ -164,13 +216,16 @@ class Scheduler:
         self._emits.clear()
         self._spans.clear()
         self._finishes.clear()
-        news = self.index.news
-        if news:
-            added = tuple([key for key, here in news.items() if here])
-            actions.append(TellBlocks(added, tuple([key for key, here in news.items() if not here])))
-            news.clear()
+        kv_events = self.index.kv_events
+        if kv_events:
+            added = tuple([key for key, here in kv_events.items() if here])
+            actions.append(TellBlocks(added, tuple([key for key, here in kv_events.items() if not here])))
+            kv_events.clear()
         wake_at = self._deadlines[0][0] if self._deadlines else _NEVER
-        wake_at = min(wake_at, self.borrower.wake_at, self.lender.wake_at)
+        if self.prefill_side.hand_offs:
+            wake_at = min(wake_at, self.prefill_side.wake_at)
+        if self.decode_side.leases:
+            wake_at = min(wake_at, self.decode_side.wake_at)
         if wake_at not in (self._wake_at, _NEVER):
             self._wake_at = wake_at
             actions.append(WakeAt(wake_at))
@@ -180,15 +235,25 @@ class Scheduler:
 
     def _on_prepared(self, event: RequestPrepared) -> None:
         seq = self._add(event)
-        self.roster.enqueue(seq)
+        # what was hashed under other weights is hashed again
+        seq.indexed = event.namespace == self.weights.namespace
+        self.queues.enqueue(seq)
         if event.decoders:
-            self.borrower.enter(seq, event, event.at)
-        self.tiers.enter(seq, event.namespace, event.at)
+            self.prefill_side.enter(seq, event, event.at)
 
     def _add(self, event: RequestPrepared) -> Sequence:
         if event.key in self._sequences:
             raise InvariantBroken(f"sequence {event.key} was prepared twice")
-        seq = Sequence(event, self._arrivals, self.weights.version)
+        order = self._policy.order(
+            Candidate(
+                priority=event.priority,
+                arrival=self._arrivals,
+                arrived_at=self._now if event.arrived_at is None else event.arrived_at,
+                prompt_tokens=len(event.tokens),
+                group=event.group,
+            )
+        )
+        seq = Sequence(event, order, self.weights.version)
         self._arrivals += 1
         self._sequences[seq.key] = seq
         if seq.deadline != float("inf"):
@@ -199,30 +264,35 @@ class Scheduler:
                 heapq.heapify(self._deadlines)
         return seq
 
-    # -- requests of other instances, and for them ------------------------------------------------
+    # -- requests that another instance prefills --------------------------------------------------
 
     def _on_lease_asked(self, event: LeaseAsked) -> None:
         seqs = [self._add(request) for request in event.requests]
         for seq in seqs:
             seq.lease = event.requests[0].group
-            self.roster.to_leased(seq)
-        self.lender.asked(event, seqs, self.weights.namespace)
+            self.queues.to_leased(seq)
+        self.decode_side.asked(event, seqs, self.weights.namespace)
 
-    def _take_leased(self) -> None:
-        """Samples that have everything begin to decode, unless their first token is their last; and those end of which
-        nothing comes here."""
-        for seq, hand in self.lender.started:
+    def _plan_leases(self) -> list[Action]:
+        """The decode side's actions of this turn. Samples whose blocks are here begin to decode, unless their first
+        token is their last; samples that lost their lease end. An engine without leases returns at once."""
+        decode_side = self.decode_side
+        if not (decode_side.leases or decode_side.actions or decode_side.started or decode_side.ends):
+            return []
+        actions = decode_side.plan(self._now)
+        for seq, hand in decode_side.started:
             seq.lease = -1
             self._check_stop(seq, hand.token)
             if seq.state is State.LEASED:
                 if len(seq.tokens) >= seq.max_len:
                     self._complete(seq, "length")
                 else:
-                    self.roster.handed_over(seq)
-        self.lender.started.clear()
-        self._take_ends(self.lender.ends)
+                    self.queues.handed_over(seq)
+        decode_side.started.clear()
+        self._take_ends(decode_side.ends)
+        return actions
 
-    def _take_ends(self, ends: list[tuple[Sequence, str, str]]) -> None:
+    def _take_ends(self, ends: list[tuple[Sequence, FinishReason, str]]) -> None:
         for seq, reason, note in ends:
             if seq.state is not State.ENDED:
                 self._end(seq, reason, seq.num_output if reason == "handed_over" else 0, note=note)
@@ -262,12 +332,12 @@ class Scheduler:
             raise InvariantBroken(f"a stop matched at token {event.keep_tokens} of {seq.num_output} of {seq.key}")
         self._end(seq, "stop", event.keep_tokens)
 
-    def _complete(self, seq: Sequence, reason: str, matched: int = -1) -> None:
-        """The tokens so far are all that it will have; a stop string may still cut them (DECISIONS 14)."""
+    def _complete(self, seq: Sequence, reason: FinishReason, matched: int = -1) -> None:
+        """The sequence has all its tokens; a stop string may still cut them (docs/design.md, rule 14)."""
         if seq.ending is not None:
             return
-        if seq.errand is not None:
-            self.borrower.computed(seq)
+        if seq.hand_off is not None:
+            self.prefill_side.computed(seq)
             return
         if not seq.checks_stops or seq.checked >= seq.num_output:
             self._end(seq, reason, seq.num_output, matched)
@@ -275,15 +345,15 @@ class Scheduler:
         seq.ending = (reason, seq.num_output, matched)
         seq.stop_ids = frozenset()
         seq.emits = False
-        self.roster.to_tail(seq)
+        self.queues.to_tail(seq)
 
-    def _end(self, seq: Sequence, reason: str, keep: int, matched: int = -1, note: str = "") -> None:
+    def _end(self, seq: Sequence, reason: FinishReason, keep: int, matched: int = -1, note: str = "") -> None:
         """The one place where a sequence ends."""
         if seq.ending is not None:
-            # what came while a stop answer was awaited is overrun, whoever ends it now
+            # tokens that came while a stop answer was awaited are overrun, for whatever reason it ends now
             keep = min(keep, seq.ending[1])
-        if seq.errand is not None and reason != "handed_over":
-            # its first token is for the other instance to give: here nothing came of it
+        if seq.hand_off is not None and reason != "handed_over":
+            # the decode instance gives its first token; this result is empty
             keep = 0
         seq.take_rows(seq.computed, self.config.block_tokens, self._spans)
         output = tuple(seq.tokens[seq.prompt_len : seq.prompt_len + keep])
@@ -294,21 +364,34 @@ class Scheduler:
         cached = seq.cached_tokens or (0, 0, 0)
         spans = tuple([span for span in seq.spans if span[0] < keep])
         self._finishes.append(FinishRequest(seq.key, reason, output, num_rows, cached, spans, matched, note))
-        self._counters.ended(seq, keep)
+        self._count_end(seq, keep)
         del self._sequences[seq.key]
         seq.stop_ids = frozenset()
         seq.emits = False
-        self.tiers.leave(seq)
-        if seq.errand is not None:
-            self.borrower.leave(seq)
+        if self._has_tiers:
+            self.tiers.leave(seq)
+        if seq.hand_off is not None:
+            self.prefill_side.leave(seq)
         if seq.lease >= 0:
-            self.lender.leave(seq, seq.lease)
-        self.roster.end(seq)
+            self.decode_side.leave(seq, seq.lease)
+        if self.pausing.is_winding_down:
+            self.pausing.ended(seq)
+        self.queues.end(seq)
+
+    def _count_end(self, seq: Sequence, keep: int) -> None:
+        counters = self._counters
+        counters.finished += 1
+        counters.generated += keep
+        counters.dropped += seq.num_output - keep
+        if seq.cached_tokens is not None:
+            counters.prompt_tokens += seq.prompt_len
+            (device, host, store), (more_device, more_host, more_store) = counters.hits, seq.cached_tokens
+            counters.hits = (device + more_device, host + more_host, store + more_store)
 
     def salvage(self) -> list[Action]:
-        """End every live sequence with reason "failed" and what it has; for an engine that cannot go on.
+        """End every live sequence with reason "failed" and the tokens that it has; for an engine that cannot go on.
 
-        Plans nothing, and is no turn: it stands in no trace. Not to be called after `handle` raised.
+        It plans nothing, and is no turn: no trace has it. It must not be called after `handle` raised.
         """
         for seq in list(self._sequences.values()):
             self._end(seq, "failed", seq.num_output)
@@ -321,64 +404,73 @@ class Scheduler:
         if plan is None or plan.step_id != event.step_id:
             raise InvariantBroken(f"step {event.step_id} is done, but {plan and plan.step_id} was in flight first")
         tokens = event.tokens
-        samplers = [chunk for chunk in plan.chunks if chunk.last]
-        if len(tokens) != len(plan.decodes) + len(samplers):
+        samplers = [chunk.seq for chunk in plan.chunks if chunk.last]
+        # (sequence, how many tokens its decode gave) of sequences that are due, or may have ended
+        attention: list[tuple[Sequence, int]] = []
+        if event.counts is not None:
+            runs = take_runs(plan.decodes, len(samplers), event, self.config)
+            attention += [(run.seq, run.length) for run in runs if run.is_due]
+            rows = [(run.row + at, run.seq) for run in runs if run.seq.emits for at in range(run.length)]
+            self._counters.dropped += sum([run.dropped for run in runs])
+        elif len(tokens) != len(plan.decodes) + len(samplers):
             raise InvariantBroken(
                 f"step {event.step_id} returned {len(tokens)} tokens for {len(plan.decodes) + len(samplers)} sequences"
             )
+        else:
+            # the hot loop: the cost of a token when nothing else happens
+            may_stop = not plan.stop_ids.isdisjoint(tokens)
+            for seq, token in zip(plan.decodes, tokens, strict=False):
+                known = seq.tokens
+                known.append(token)
+                if len(known) >= seq.due or (may_stop and token in seq.stop_ids):
+                    attention.append((seq, 1))
+            rows = [pair for pair in plan.emitters if pair[1].emits]
+            if self.queues.is_draining:
+                self._counters.dropped += sum(1 for seq in plan.decodes if seq.state is State.ENDED)
         self._measure(plan, event.at)
-        # the hot loop: what a token costs when nothing happens
-        mask = self._mask
-        attention: list[tuple[Sequence, int]] = []
-        for seq, token in zip(plan.decodes, tokens, strict=False):
-            known = seq.tokens
-            known.append(token)
-            if token in seq.stop_ids or len(known) & mask == 1:
-                attention.append((seq, token))
-        first = len(plan.decodes)
         for chunk in plan.chunks:
             self._chunk_done(chunk.seq, chunk.start, chunk.stop)
-        for chunk, token in zip(samplers, tokens[first:], strict=True):
-            chunk.seq.tokens.append(token)
-            chunk.seq.decoding = True
-        self._emit(plan, tokens, [chunk.seq for chunk in samplers])
-        for seq, token in attention:
-            if len(seq.tokens) & mask == 1:
-                self._seal_decoded(seq)
-            self._check_stop(seq, token)
-        for chunk, token in zip(samplers, tokens[first:], strict=True):
-            self._check_stop(chunk.seq, token)
-        for seq in plan.lasts:
-            if seq.state is not State.ENDED:
+        first = len(tokens) - len(samplers)
+        for row, seq in enumerate(samplers, first):
+            seq.tokens.append(tokens[row])
+            seq.decoding = True
+            attention.append((seq, 0))
+            if seq.emits:
+                rows.append((row, seq))
+            self._counters.dropped += seq.state is State.ENDED
+        if rows:
+            keys = tuple([seq.key for _, seq in rows])
+            self._emits.append(
+                EmitTokens(plan.step_id, keys, tuple([tokens[row] for row, _ in rows]), tuple([row for row, _ in rows]))
+            )
+        due, size = self._step_planner.due, self.config.block_tokens
+        for seq, count in attention:
+            length, last = len(seq.tokens), seq.tokens[-1]
+            if (length - 1) % size < count:
+                self._seal_decoded(seq, count)
+            if last in seq.stop_ids:
+                self._check_stop(seq, last)
+            if length >= seq.max_len and seq.state is not State.ENDED:
                 self._complete(seq, "length")
-        self.roster.step_done(plan.step_id)
+            if length < seq.near:
+                # it has just sealed a block, and has room for more
+                seq.due = min(seq.near, length - (length - 1) % size + size)
+            elif seq.state is State.DECODE:
+                due[seq.key] = seq
+        self.queues.step_done(plan.step_id)
 
     def _measure(self, plan: StepPlan, now: float) -> None:
-        """How fast prefill is, from steps that are mostly that."""
+        """Measure how fast prefill is, for the store's cost model, from steps that are mostly prefill."""
         started, self._step_ended_at = max(plan.planned_at, self._step_ended_at), now
+        if not (plan.chunks and self.store_planner.enabled):
+            return
         tokens = sum(chunk.stop - chunk.start for chunk in plan.chunks)
         if tokens >= self.config.block_tokens and tokens > len(plan.decodes) and now > started:
-            self.storer.rates.prefilled(tokens, now - started)
+            self.store_planner.rates.prefilled(tokens, now - started)
 
     def _check_stop(self, seq: Sequence, token: int) -> None:
         if token in seq.stop_ids and len(seq.tokens) >= seq.min_len:
             self._complete(seq, "stop", token)
-
-    def _emit(self, plan: StepPlan, tokens: tuple[int, ...], samplers: list[Sequence]) -> None:
-        first = len(plan.decodes)
-        rows = [pair for pair in plan.emitters if pair[1].emits]
-        rows += [(first + number, seq) for number, seq in enumerate(samplers) if seq.emits]
-        if rows:
-            self._emits.append(
-                EmitTokens(
-                    plan.step_id,
-                    tuple([seq.key for _, seq in rows]),
-                    tuple([tokens[row] for row, _ in rows]),
-                    tuple([row for row, _ in rows]),
-                )
-            )
-        if self.roster.is_draining:
-            self._counters.dropped += sum(1 for seq in (*plan.decodes, *samplers) if seq.state is State.ENDED)
 
     def _chunk_done(self, seq: Sequence, start: int, stop: int) -> None:
         size = self.config.block_tokens
@@ -387,56 +479,104 @@ class Scheduler:
             if self._writes.through:
                 self._writes.write_through(seq, number)
         seq.computed_prefill = stop
+        seq.scored(stop)
         if seq.state is not State.ENDED:
-            # sealed blocks, and the hits that this step was the first to read
+            # rows of sealed blocks, and of hits that this step was the first to read
             seq.take_rows(stop // size * size, size, self._spans)
 
-    def _seal_decoded(self, seq: Sequence) -> None:
-        """The last step filled a block with tokens that were not known when it was planned."""
+    def _seal_decoded(self, seq: Sequence, count: int) -> None:
+        """The last step forwarded `count` tokens of `seq`: seal the blocks that they filled."""
         size = self.config.block_tokens
         stop = len(seq.tokens) - 1
-        number = stop // size - 1
-        key = None
-        if self.index.enabled and seq.indexed:
-            parent = seq.keys[number - 1] if number else seq.root
-            key = block_key(parent, seq.tokens[stop - size : stop])
-            seq.keys.append(key)
-        self.index.seal(seq.blocks[number], key)
-        if self._writes.through:
-            self._writes.write_through(seq, number)
-        if seq.state is not State.ENDED:
-            seq.take_rows(stop, size, self._spans)
+        is_shared = self.index.enabled and seq.indexed
+        for number in range((stop - count) // size, stop // size):
+            key = None
+            if is_shared:
+                parent = seq.keys[number - 1] if number else seq.root
+                key = block_key(parent, seq.tokens[number * size : (number + 1) * size])
+                seq.keys.append(key)
+            self.index.seal(seq.blocks[number], key)
+            if self._writes.through:
+                self._writes.write_through(seq, number)
+            # apart by the key, so that sequences that began together do not ask in the same step
+            if (number + seq.key) % _ROW_BLOCKS == 0 and seq.state is not State.ENDED:
+                seq.take_rows((number + 1) * size, size, self._spans)
 
-    @property
-    def is_paused(self) -> bool:
-        """No steps are planned."""
-        return self._paused
+    # -- pauses -----------------------------------------------------------------------------------
 
-    def _on_pause(self, _event: PauseRequested) -> None:
-        self._paused = True
+    def _on_pause(self, event: PauseRequested) -> None:
+        """What a pause does to the sequences of each state: docs/design.md, rule 36."""
+        self.pausing.requests += 1
+        if event.mode == "wait":
+            self.pausing.wind_down(self._begun(), event.at)
+            if self.prefill_side.hand_offs:
+                self.prefill_side.hold_back()
+            return
+        self.pausing.pause(event.at)
+        if event.mode == "abort":
+            for seq in list(self._sequences.values()):
+                self._end(seq, "abort", seq.num_output)
+        elif event.mode == "retract":
+            for seq in self.queues.retract():
+                self.swap_planner.forget(seq)
 
-    def _on_resume(self, _event: ResumeRequested) -> None:
-        self._paused = False
+    def _begun(self) -> list[Sequence]:
+        """The sequences of requests that have begun: a sample of them was admitted here, or another instance and this
+        one have agreed on its hand-off. A request goes on as a whole: the caller may have tokens of one sample."""
+        live = list(self._sequences.values())
+        groups = {seq.group for seq in live if self._has_begun(seq)}
+        return [seq for seq in live if seq.group in groups]
+
+    def _has_begun(self, seq: Sequence) -> bool:
+        if seq.state is State.WAITING:
+            # a preempted one has begun
+            return seq.cached_tokens is not None or (seq.hand_off is not None and seq.hand_off.granted)
+        if seq.state is State.LEASED:
+            lease = self.decode_side.leases.get(seq.lease)
+            # without its lease it starts, or ends, in this turn
+            return lease is None or lease.granted
+        return True
+
+    def _on_resume(self, event: ResumeRequested) -> None:
+        held_s = self.pausing.resume(event.at)
+        # neither side's lease or search is shorter for it
+        if self.prefill_side.hand_offs:
+            self.prefill_side.resumed(held_s)
+        if self.decode_side.leases:
+            self.decode_side.resumed(held_s)
 
     def _on_weights(self, event: WeightsChanged) -> None:
         if self._inflight:
             raise InvariantBroken("the weights changed while a step was in flight")
         self.weights.namespace, self.weights.version = event.namespace, event.version
-        for seq in self.borrower.new_weights(event.at):
-            self.roster.leave(seq)
-        self.lender.new_weights()
+        for seq in self.prefill_side.new_weights(event.at):
+            self.queues.leave(seq)
+        self.decode_side.new_weights()
         self.tiers.new_weights(event)
+
+    def _on_label(self, event: WeightsRelabelled) -> None:
+        self.weights.version = event.version
+        for seq in self._sequences.values():
+            seq.new_weights(event.version)
+
+    def _on_reset(self, _event: CacheResetRequested) -> None:
+        self.resets += 1
+        self.decode_side.reset_cache()
+        self.tiers.reset_cache()
 
     def _on_swap_done(self, event: SwapDone) -> None:
         self.tiers.copied(event.copy_id)
-        self.lender.copied(event.copy_id)
+        if self.decode_side.copies:
+            self.decode_side.copied(event.copy_id)
 
-    # -- looking in -------------------------------------------------------------------------------
+    # -- statistics and checks --------------------------------------------------------------------
 
     def stats(self) -> SchedulerStats:
         """Counters since the start, gauges of now."""
-        return books.stats(self._counters, self._parts, weight_version=self.weights.version, paused=self._paused)
+        return collect_stats(
+            self._counters, self._parts, weight_version=self.weights.version, paused=self.pausing.paused
+        )
 
     def check(self) -> None:
         """Raise InvariantBroken unless blocks, slots, pins and queues agree. For tests and idle time."""
-        books.check(self._sequences.values(), self._parts, steps=bool(self._inflight), paused=self._paused)
+        check(self._sequences.values(), self._parts, steps=bool(self._inflight), paused=self.pausing.paused)

@@ -1,8 +1,11 @@
-"""Replaying a recorded trace: the same events must give the same actions."""
+"""Replays a recorded trace: the same events must give the same actions.
+
+Knows no engine. Called by the simulation and by tests.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -10,15 +13,24 @@ from fdasync.errors import BadInput, InvariantBroken
 from fdasync.events.trace import FORMAT, TraceHeader, Turn
 from fdasync.scheduler.core import Scheduler
 from fdasync.scheduler.state.config import SchedulerConfig
+from fdasync.scheduler.state.policy import own_policy
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from fdasync.events.actions import Action
+    from fdasync.scheduler.state.policy import Policy
 
 
-def replay(trace: bytes) -> int:
+def replay(trace: bytes, make_policy: Callable[[str, Mapping[str, Any]], Policy] = own_policy) -> int:
     """Feed a recorded trace to a fresh scheduler; returns how many turns gave the same actions.
 
-    Raises InvariantBroken at the first turn that differs, ValueError for what is no complete trace.
+    Args:
+        make_policy: makes the policy that the trace's header names, from its name and its settings. The default knows
+            the package's own policies; `fdasync.engine.config.make_policy` knows those of plugins, too.
+
+    Raises InvariantBroken at the first turn that differs, ValueError for bytes that are no complete trace and for a
+    policy that is not known, and the errors of `make_policy`.
     """
     lines = trace.splitlines()
     try:
@@ -27,7 +39,8 @@ def replay(trace: bytes) -> int:
         raise ValueError(f"not a trace: {BadInput.of_validation(error, whole='its header')}") from None
     if header.format != FORMAT or not header.complete:
         raise ValueError(f"cannot replay a trace of format {header.format}, complete={header.complete}")
-    scheduler = Scheduler(msgspec.convert(header.scheduler, SchedulerConfig))
+    config = msgspec.convert(header.scheduler, SchedulerConfig)
+    scheduler = Scheduler(config, make_policy(config.policy, config.policy_config))
     decoder = msgspec.json.Decoder(Turn)
     encoder = msgspec.json.Encoder()
     for number, line in enumerate(lines[1:]):
@@ -42,5 +55,5 @@ def replay(trace: bytes) -> int:
 
 
 def _both(turn: Turn, actions: list[Action]) -> list[str]:
-    """What a turn recorded and what it replays to."""
+    """The actions of a turn as recorded, and as replayed."""
     return [f"recorded: {action!r}"[:400] for action in turn.actions] + [f"now: {action!r}"[:400] for action in actions]

@@ -1,7 +1,11 @@
-"""Looking into a scheduler: its counters and gauges, and whether its books are right. Pure; changes nothing."""
+"""A scheduler's statistics, and the check of its invariants. Pure; reads the parts of a scheduler and changes none.
+
+Called by `core.py`.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from fdasync.errors import InvariantBroken
@@ -10,28 +14,37 @@ from fdasync.scheduler.state.config import SchedulerStats
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from fdasync.cache.blocks import HostHold
     from fdasync.cache.prefix import PrefixIndex
-    from fdasync.scheduler.disagg.decode import Lender
-    from fdasync.scheduler.disagg.prefill import Borrower
-    from fdasync.scheduler.state.queues import Roster
+    from fdasync.scheduler.disagg.decode import DecodeSide
+    from fdasync.scheduler.disagg.prefill import PrefillSide
+    from fdasync.scheduler.state.queues import SequenceQueues
     from fdasync.scheduler.state.sequence import Sequence
-    from fdasync.scheduler.tiers.store_planner import Storer
-    from fdasync.scheduler.tiers.swap_planner import Copier
+    from fdasync.scheduler.tiers.store_planner import StorePlanner
+    from fdasync.scheduler.tiers.swap_planner import SwapPlanner
 
 
 class Parts(NamedTuple):
-    """What is looked into."""
+    """The parts of a scheduler that statistics and checks read."""
 
     prefix: PrefixIndex
-    roster: Roster
-    copier: Copier
-    storer: Storer
-    borrower: Borrower
-    lender: Lender
+    queues: SequenceQueues
+    swap_planner: SwapPlanner
+    store_planner: StorePlanner
+    prefill_side: PrefillSide
+    decode_side: DecodeSide
 
 
 class Counters:
-    """What the scheduler counts itself; see `SchedulerStats`."""
+    """Counts that `core.py` keeps; see `SchedulerStats`.
+
+    Attributes:
+        finished: sequences that ended.
+        generated, dropped: tokens in results, and overrun.
+        late_aborts: aborts of unknown or ended requests.
+        prompt_tokens: of admitted requests.
+        hits: of `prompt_tokens`, those found on the device, the host, in the store.
+    """
 
     __slots__ = ("dropped", "finished", "generated", "hits", "late_aborts", "prompt_tokens")
 
@@ -39,29 +52,19 @@ class Counters:
         self.finished = self.generated = self.dropped = self.late_aborts = self.prompt_tokens = 0
         self.hits = (0, 0, 0)
 
-    def ended(self, seq: Sequence, keep: int) -> None:
-        """A sequence ended with so many output tokens."""
-        self.finished += 1
-        self.generated += keep
-        self.dropped += seq.num_output - keep
-        if seq.cached_tokens is not None:
-            self.prompt_tokens += seq.prompt_len
-            (device, host, store), (more_device, more_host, more_store) = self.hits, seq.cached_tokens
-            self.hits = (device + more_device, host + more_host, store + more_store)
 
-
-def stats(counters: Counters, parts: Parts, *, weight_version: int, paused: bool) -> SchedulerStats:
+def collect_stats(counters: Counters, parts: Parts, *, weight_version: str, paused: bool) -> SchedulerStats:
     """Counters since the start, gauges of now."""
-    index, roster, copier, storer, borrower, lender = parts
+    index, queues, swap_planner, store_planner, prefill_side, decode_side = parts
     pool = index.pool
     return SchedulerStats(
-        waiting=len(roster.waiting),
-        running=roster.num_running + len(roster.tail),
-        steps=roster.done_step + 1,
+        waiting=len(queues.waiting),
+        running=queues.num_running + len(queues.tail),
+        steps=queues.done_step + 1,
         free_blocks=pool.num_free,
         idle_blocks=index.num_idle,
         num_blocks=pool.num_blocks,
-        preemptions=roster.preemptions,
+        preemptions=queues.preemptions,
         evictions=index.evictions,
         finished=counters.finished,
         generated_tokens=counters.generated,
@@ -74,57 +77,67 @@ def stats(counters: Counters, parts: Parts, *, weight_version: int, paused: bool
         num_host_blocks=pool.num_host_blocks,
         free_host_blocks=pool.num_host_free,
         host_evictions=index.host_evictions,
-        swapped_in_blocks=copier.in_blocks,
-        swapped_out_blocks=copier.out_blocks,
-        fetched_blocks=storer.fetched,
-        late_fetched_blocks=storer.late_fetched,
-        written_blocks=storer.written,
-        dropped_writes=storer.dropped + copier.dropped,
-        forgotten_blocks=storer.chains.forgotten,
-        fetch_cut_offs=storer.cut_off,
-        moving=copier.num_in_flight,
-        writing=storer.num_writes + copier.num_queued,
-        waiting_for_store=storer.num_waits,
-        late_leases=storer.num_late,
+        swapped_in_blocks=swap_planner.in_blocks,
+        swapped_out_blocks=swap_planner.out_blocks,
+        fetched_blocks=store_planner.fetched,
+        late_fetched_blocks=store_planner.late_fetched,
+        written_blocks=store_planner.written,
+        dropped_writes=store_planner.dropped + swap_planner.dropped,
+        forgotten_blocks=store_planner.chains.forgotten,
+        fetch_cut_offs=store_planner.cut_off,
+        moving=swap_planner.num_in_flight,
+        writing=store_planner.num_writes + swap_planner.num_queued,
+        waiting_for_store=store_planner.num_waits,
+        late_transfers=store_planner.num_late,
         reserved_blocks=index.reserved,
-        leased=len(roster.leased),
-        leases_granted=lender.granted,
-        leases_denied=lender.denied,
-        leases_dropped=lender.dropped,
-        received_blocks=lender.received,
-        errands=borrower.num_errands,
-        queued_tokens=sum(len(seq.tokens) for seq in roster.waiting),
+        leased=len(queues.leased),
+        leases_granted=decode_side.granted,
+        leases_denied=decode_side.denied,
+        leases_dropped=decode_side.dropped,
+        received_blocks=decode_side.received,
+        hand_offs=len(prefill_side.hand_offs),
+        queued_tokens=sum(len(seq.tokens) for seq in queues.waiting),
         paused=paused,
         weight_version=weight_version,
     )
 
 
 def check(sequences: Iterable[Sequence], parts: Parts, *, steps: bool, paused: bool) -> None:
-    """Raise InvariantBroken unless blocks, slots, pins, moves and queues agree, and everybody waits for something.
+    """Raise InvariantBroken unless blocks, slots, pins, moves and queues agree, and every sequence waits for something.
 
-    `steps`: some are in flight.
+    Args:
+        sequences: the live ones.
+        steps: some are in flight.
+        paused: no steps are planned.
     """
-    index, roster, copier, storer, borrower, lender = parts
+    index, queues, swap_planner, store_planner, prefill_side, decode_side = parts
     index.check()
     live = list(sequences)
-    pins: dict[int, int] = {}
-    holders = {id(seq): seq for seq in (*live, *roster.draining())}
+    ref_count: dict[int, int] = {}
+    holders = {id(seq): seq for seq in (*live, *queues.draining())}
     for seq in holders.values():
         for block in seq.blocks:
-            pins[block.id] = pins.get(block.id, 0) + 1
-    for block in lender.held():
-        pins[block.id] = pins.get(block.id, 0) + 1
+            ref_count[block.id] = ref_count.get(block.id, 0) + 1
+    for block in decode_side.held():
+        ref_count[block.id] = ref_count.get(block.id, 0) + 1
     for block in index.pool.live():
-        if block.pins != pins.get(block.id, 0):
-            raise InvariantBroken(f"{block} has {block.pins} pins, {pins.get(block.id, 0)} sequences use it")
-    if not steps and roster.is_draining:
+        if block.ref_count != ref_count.get(block.id, 0):
+            raise InvariantBroken(f"{block} has {block.ref_count} pins, {ref_count.get(block.id, 0)} sequences use it")
+    if not steps and queues.is_draining:
         raise InvariantBroken("sequences drain, but no step is in flight")
-    copier.check()
-    lender.check()
-    copies = sum(block.device_moves for block in index.pool.live())
-    storer.check(copies + copier.num_held + lender.num_receiving)
+    swap_planner.check()
+    decode_side.check()
+    held: dict[HostHold, int] = {
+        **swap_planner.host_holds(),
+        **store_planner.host_holds(),
+        "receive": decode_side.num_receiving,
+    }
+    found = Counter([reason for block in index.pool.live() for reason in block.host_holds])
+    for reason, count in held.items():
+        if found[reason] != count:
+            raise InvariantBroken(f"{found[reason]} host blocks are held for {reason}, {count} should be")
     hashing = any(seq.hashing for seq in live)
-    moving = copier.num_in_flight or storer.num_waits
-    elsewhere = borrower.num_asked or borrower.num_out or lender.num_leases
-    if live and not (steps or roster.tail or moving or hashing or paused or elsewhere):
+    moving = swap_planner.num_in_flight or store_planner.num_waits
+    elsewhere = prefill_side.num_asked or prefill_side.num_out or decode_side.num_leases
+    if live and not (steps or queues.tail or moving or hashing or paused or elsewhere):
         raise InvariantBroken(f"{len(live)} sequences wait for nothing: the scheduler stalled")

@@ -1,20 +1,27 @@
-"""Which tokens the next step computes, with which blocks. Pure.
+"""Plans the next step: which tokens it computes, with which blocks. Pure.
 
-Decodes come first, then chunks of prefills under way, then admissions, under one token budget. A decode
-costs nothing to plan while its block has room: a *calendar* by step tick holds the sequences that need
-attention (a new block, or their last token), so a steady step looks at about one sixteenth of them.
+Decodes come first, then chunks of prefills under way, then admissions, under one token budget. A decode costs nothing
+to plan while its blocks have room. The planner looks at a sequence when it has reached the length `Sequence.due`: where
+it may need a block in the next plan, or makes its last token. So a steady step looks at about one sixteenth of the
+sequences, whatever number of tokens each step gives them.
 
-A prefill under way takes what is left of the budget, so when a newcomer is admitted every running prefill is
-planned to its end: the identities that running sequences will still compute are pending, in this step or an
-earlier one. That makes the leader rule (DECISIONS 4) a look at pending blocks.
+Where a step may yield a run of tokens, the block table bounds the run. The planner preempts others for the block of the
+next token. It takes the blocks that a longer run may fill if they are free, and the sequence keeps them if the run does
+not fill them.
 
-Called by `core.py`, which tells it what completed; it decides matching, pinning, chunking, preemption.
+A prefill under way takes the rest of the budget. So when a newcomer is admitted, every running prefill is planned to
+its end: the identities that running sequences will still compute are pending, in this step or an earlier one. That
+makes the leader rule (docs/design.md, rule 4) a look at pending blocks.
+
+This module decides matching, pinning, chunking and preemption. It knows no events. Called by `core.py`.
 """
 
 from __future__ import annotations
 
 from array import array
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from fdasync.errors import InvariantBroken
 from fdasync.events.actions import BlockAppend, Chunk, RunStep, SeqStart
@@ -23,15 +30,22 @@ from fdasync.scheduler.state.sequence import Sequence, State
 if TYPE_CHECKING:
     from fdasync.cache.blocks import Block
     from fdasync.cache.prefix import PrefixIndex
-    from fdasync.scheduler.disagg.prefill import Borrower
+    from fdasync.scheduler.disagg.prefill import PrefillSide
     from fdasync.scheduler.state.config import SchedulerConfig
-    from fdasync.scheduler.state.queues import Roster
-    from fdasync.scheduler.tiers.store_planner import Storer
-    from fdasync.scheduler.tiers.swap_planner import Copier
+    from fdasync.scheduler.state.pausing import Pausing
+    from fdasync.scheduler.state.queues import SequenceQueues
+    from fdasync.scheduler.tiers.store_planner import StorePlanner
+    from fdasync.scheduler.tiers.swap_planner import SwapPlanner
 
 
 class ChunkPlan:
-    """A chunk in flight: positions [start, stop) of a sequence; `last` samples."""
+    """A chunk in flight.
+
+    Attributes:
+        seq: the sequence that is prefilled.
+        start, stop: positions [start, stop) of it.
+        last: the chunk ends with the last known token, and samples the next one.
+    """
 
     __slots__ = ("last", "seq", "start", "stop")
 
@@ -46,85 +60,111 @@ class StepPlan:
     """A step in flight, frozen when planned.
 
     Attributes:
+        step_id: number of the step.
+        chunks: chunks of prefills.
         decodes: sequences that decode, in the runner's order; shared between plans, never written.
-        emitters: (row, sequence) of the decodes whose tokens are wanted as they come.
-        lasts: sequences whose length limit this step reaches.
+        emitters: (row, sequence) of the decodes that give tokens as they come.
+        stop_ids: every token id that may end one of the decodes.
         planned_at: engine time.
     """
 
-    __slots__ = ("chunks", "decodes", "emitters", "lasts", "planned_at", "step_id")
+    __slots__ = ("chunks", "decodes", "emitters", "planned_at", "step_id", "stop_ids")
 
     def __init__(
-        self, step_id: int, decodes: list[Sequence], emitters: list[tuple[int, Sequence]], planned_at: float
+        self,
+        step_id: int,
+        decodes: list[Sequence],
+        emitters: list[tuple[int, Sequence]],
+        stop_ids: frozenset[int],
+        planned_at: float,
     ) -> None:
         self.step_id = step_id
         self.decodes = decodes
         self.emitters = emitters
+        self.stop_ids = stop_ids
         self.chunks: list[ChunkPlan] = []
-        self.lasts: list[Sequence] = []
         self.planned_at = planned_at
 
 
-class Planner:
-    """The plan of the next step, over a roster of sequences."""
+def _append(seq: Sequence, block: Block) -> BlockAppend:
+    """Give a sequence one more block."""
+    slot = block.slot
+    seq.blocks.append(block)
+    if slot is None:
+        return BlockAppend(seq.key, block.id, -1, 0)
+    return BlockAppend(seq.key, block.id, slot.id, slot.generation)
+
+
+class StepPlanner:
+    """See the module.
+
+    Attributes:
+        due: by key, the decoding sequences that the next plan looks at.
+    """
 
     def __init__(
         self,
         config: SchedulerConfig,
         index: PrefixIndex,
-        roster: Roster,
-        copier: Copier,
-        storer: Storer,
-        borrower: Borrower,
+        queues: SequenceQueues,
+        swap_planner: SwapPlanner,
+        store_planner: StorePlanner,
+        prefill_side: PrefillSide,
+        pausing: Pausing,
     ) -> None:
         self._config = config
         self._index = index
-        self._roster = roster
-        self._copier = copier
-        self._storer = storer
-        self._borrower = borrower
-        self._calendar: dict[int, list[tuple[Sequence, int]]] = {}
+        self._queues = queues
+        self._swap_planner = swap_planner
+        self._store_planner = store_planner
+        self._prefill_side = prefill_side
+        self._pausing = pausing
+        self._most = config.max_run_tokens
+        # how many positions past what is known the steps in flight and the next one may fill
+        self._ahead = config.max_run_tokens * config.pipeline_depth
+        self._depth = config.pipeline_depth
+        self._size = config.block_tokens
+        self.due: dict[int, Sequence] = {}
         self._short = 0
 
     # -- one step ---------------------------------------------------------------------------------
 
     def plan(self, now: float) -> tuple[RunStep, StepPlan] | None:
         """The next step, or None when there is nothing to compute now."""
-        roster = self._roster
-        if not (roster.decoding or roster.prefilling or roster.waiting or roster.loaded):
+        queues = self._queues
+        if not (queues.decoding or queues.prefilling or queues.waiting or queues.loaded):
+            self.due.clear()
             return None
-        step_id = roster.last_step + 1
+        step_id = queues.last_step + 1
         self._short = 0
-        preemptions = roster.preemptions
+        preemptions = queues.preemptions
         appends: list[BlockAppend] = []
         skips: list[Sequence] = []
-        lasts = self._attend(step_id, appends, skips)
-        decodes, emitters = roster.decodes(skips)
-        plan = StepPlan(step_id, decodes, emitters, now)
-        plan.lasts += lasts
-        budget = self._config.max_step_tokens - len(decodes)
-        for seq in list(roster.prefilling.values()):
+        lasts = self._attend(appends, skips)
+        decodes, emitters = queues.decodes(skips)
+        plan = StepPlan(step_id, decodes, emitters, queues.decode_stop_ids, now)
+        budget = self._config.max_step_tokens - self._most * len(decodes)
+        for seq in list(queues.prefilling.values()):
             budget -= self._chunk(seq, budget, plan)
         starts: list[SeqStart] = []
         budget = self._enter_loaded(budget, plan, starts)
-        # who was preempted, or lacked a block, in this very plan has precedence over newcomers
+        # sequences that were preempted, or lacked a block, in this very plan go before newcomers
         if self._short:
-            self._copier.need(self._short)
-            roster.walled = True
-        elif roster.preemptions == preemptions:
+            self._swap_planner.need(self._short)
+            queues.walled = True
+        elif queues.preemptions == preemptions:
             self._admit(budget, plan, starts)
         else:
-            roster.walled = True
+            queues.walled = True
         if not decodes and not plan.chunks:
-            # nothing was planned: those who could not get a block look again at the same tick
-            self._defer(skips, step_id)
             return None
-        self._defer(skips, step_id + 1)
-        roster.last_step = step_id
-        leaves = roster.take_leaves()
-        # who computes a last token in this step leaves with the next one
+        for seq in skips:
+            seq.idle_step = step_id
+        queues.last_step = step_id
+        leaves = queues.take_leaves()
+        # a sequence that computes its last token in this step leaves with the next one
         for seq in lasts:
-            roster.to_tail(seq)
+            queues.to_tail(seq)
         chunks = tuple([Chunk(c.seq.key, c.stop - c.start, c.last) for c in plan.chunks])
         for chunk in plan.chunks:
             if chunk.last:
@@ -132,44 +172,66 @@ class Planner:
         skipped = tuple([seq.key for seq in skips if seq.state is State.DECODE])
         return RunStep(step_id, leaves, tuple(starts), tuple(appends), skipped, chunks), plan
 
-    def _attend(self, tick: int, appends: list[BlockAppend], skips: list[Sequence]) -> list[Sequence]:
-        """Serve the calendar of this tick; returns the sequences that decode for the last time."""
-        size = self._config.block_tokens
+    def _attend(self, appends: list[BlockAppend], skips: list[Sequence]) -> list[Sequence]:
+        """Give blocks to the sequences that are due; returns those that decode for the last time."""
+        due, self.due = self.due, {}
+        last_step, done_step, preemptions = self._queues.last_step, self._queues.done_step, self._queues.preemptions
         lasts = []
-        for seq, stamp in self._calendar.pop(tick, ()):
-            if seq.stamp != stamp:
+        for seq in due.values():
+            if seq.state is not State.DECODE:
                 continue
-            position = seq.base + tick
-            if position == len(seq.blocks) * size:
+            # the first position of the next step; each step in flight yields one token (`max_run_tokens` of the
+            # configuration is more than 1 only where no step is in flight)
+            position = len(seq.tokens) - 1 + last_step - (done_step if done_step > seq.idle_step else seq.idle_step)
+            if position == len(seq.blocks) * self._size:
                 block = self._allocate_for(seq)
                 if block is None:
                     if seq.state is State.DECODE:
                         skips.append(seq)
+                        self.due[seq.key] = seq
                     continue
-                slot = block.slot
-                seq.blocks.append(block)
-                appends.append(
-                    BlockAppend(seq.key, block.id, *((-1, 0) if slot is None else (slot.id, slot.generation)))
-                )
+                appends.append(_append(seq, block))
             if position == seq.max_len - 2:
                 lasts.append(seq)
-            else:
-                self._schedule(seq)
-        # a later attention may have preempted an earlier one that had its block
-        appends[:] = [a for a in appends if a.key in self._roster.decoding]
-        skips[:] = [seq for seq in skips if seq.state is State.DECODE]
-        return [seq for seq in lasts if seq.state is State.DECODE]
+            elif self._most == 1:
+                self._enter_due(seq)
+        if self._most > 1:
+            self._stretch(due, appends, skips)
+        if self._queues.preemptions > preemptions:
+            # a sequence that got its block may have been preempted for a later one
+            appends[:] = [a for a in appends if a.key in self._queues.decoding]
+            skips[:] = [seq for seq in skips if seq.state is State.DECODE]
+            lasts = [seq for seq in lasts if seq.state is State.DECODE]
+        return lasts
 
-    def _schedule(self, seq: Sequence) -> None:
-        position = min(len(seq.blocks) * self._config.block_tokens, seq.max_len - 2)
-        self._calendar.setdefault(position - seq.base, []).append((seq, seq.stamp))
+    def _enter_due(self, seq: Sequence) -> None:
+        """Set the length at which the planner looks at it again, or have the very next plan look."""
+        length, size, room = len(seq.tokens), self._size, len(seq.blocks) * self._size
+        # from this length on the next plan may lack room for it, or plan its last token
+        near = seq.max_len - self._depth
+        if room < near and room + 2 - self._ahead < near:
+            near = room + 2 - self._ahead
+        seq.near = near
+        if length < near:
+            seq.due = min(near, length - (length - 1) % size + size)
+        else:
+            seq.due = length
+            self.due[seq.key] = seq
 
-    def _defer(self, skips: list[Sequence], tick: int) -> None:
-        """Sequences that sit this step out attend again at `tick`, at the same position."""
-        for seq in skips:
-            if seq.state is State.DECODE:
-                seq.base += (self._roster.last_step + 1) - tick
-                self._calendar.setdefault(tick, []).append((seq, seq.stamp))
+    def _stretch(self, due: dict[int, Sequence], appends: list[BlockAppend], skips: list[Sequence]) -> None:
+        """Add room for the longest run that each length limit leaves. A run that finds no room is shorter; no sequence
+        is preempted for it."""
+        for seq in due.values():
+            if seq.state is not State.DECODE or seq in skips:
+                continue
+            # no step is in flight
+            stop = min(len(seq.tokens) - 1 + self._most, seq.max_len - 1)
+            while len(seq.blocks) * self._size < stop:
+                block = self._index.allocate()
+                if block is None:
+                    break
+                appends.append(_append(seq, block))
+            self._enter_due(seq)
 
     def _chunk(self, seq: Sequence, budget: int, plan: StepPlan) -> int:
         """Plan the next chunk of a prefill within `budget`, at least 1; returns its tokens."""
@@ -185,23 +247,22 @@ class Planner:
         return stop - start
 
     def _join(self, seq: Sequence, plan: StepPlan) -> None:
-        """Its last chunk is planned: decode from the next step on, if there is a token left to make."""
+        """The last chunk of `seq` is planned: decode it from the next step on, if it has a token left to make."""
         length = len(seq.tokens)
         if length + 1 >= seq.max_len:
-            self._roster.to_tail(seq)
-            plan.lasts.append(seq)
+            self._queues.to_tail(seq)
             return
-        self._roster.to_decode(seq)
-        seq.base = length - (plan.step_id + 1)
-        self._schedule(seq)
+        self._queues.to_decode(seq)
+        seq.idle_step = plan.step_id - 1
+        self._enter_due(seq)
 
     # -- admission --------------------------------------------------------------------------------
 
     def _enter_loaded(self, budget: int, plan: StepPlan, starts: list[SeqStart]) -> int:
-        """Start those whose KV has arrived; returns what is left of the budget."""
-        roster = self._roster
-        for seq in list(roster.loaded.values()):
-            if budget <= 0 or len(roster.decoding) + len(roster.prefilling) >= self._config.max_running:
+        """Start the sequences whose KV has arrived; returns the rest of the budget."""
+        queues = self._queues
+        for seq in list(queues.loaded.values()):
+            if budget <= 0 or len(queues.decoding) + len(queues.prefilling) >= self._config.max_running:
                 break
             if seq.midway or self._catch_up(seq, plan.step_id):
                 starts.append(self._enter(seq))
@@ -209,10 +270,10 @@ class Planner:
         return budget
 
     def _catch_up(self, seq: Sequence, step_id: int) -> bool:
-        """Take over what others computed while its blocks were on their way; False while a leader computes the next
-        one in this very step."""
+        """Take over blocks that others computed while its own were on their way; False while a leader computes the next
+        block in this very step."""
         size = self._config.block_tokens
-        limit = (len(seq.tokens) - 1) // size
+        limit = seq.hit_limit(size)
         number = seq.planned // size
         while number < limit:
             if self._index.is_coming(seq.keys[number], step_id):
@@ -228,59 +289,62 @@ class Planner:
         return True
 
     def _admit(self, budget: int, plan: StepPlan, starts: list[SeqStart]) -> None:
-        """Start those who wait, in order, until one of them lacks room or a lane."""
+        """Start waiting sequences, in order, until one of them lacks room or a lane."""
         now = plan.planned_at
-        roster, held_for = self._roster, self._roster.held_for
-        waiting = roster.waiting
+        queues, held_for = self._queues, self._queues.held_for
+        waiting = queues.waiting
         position = 0
         while position < len(waiting):
-            if roster.num_running >= self._config.max_running:
-                roster.walled = True
+            if queues.num_running >= self._config.max_running:
+                queues.walled = True
                 return
             if budget <= 0:
                 # whether there would be room is not known
                 return
             seq = waiting[position]
-            # who waits for something else than room holds nobody up
-            waits = seq.hashing or (seq.errand is not None and not seq.errand.granted)
-            waits = waits or self._storer.consider(seq, now)
+            # a sequence that waits for something else than room does not hold up the others
+            waits = not seq.wants_room or (self._pausing.is_winding_down and not self._pausing.lets_begin(seq))
+            waits = waits or (self._store_planner.enabled and self._store_planner.consider(seq, now))
             hits = None if waits else self._match(seq, plan.step_id)
             if hits is None:
                 position += 1
                 continue
-            # a lease that has aged is not passed, nor is one of these that finds no room: they would starve
+            # no sequence passes a lease that has aged, or a sequence that found no room: those would starve
             if (held_for is not None and held_for < seq.order) or not self._reserve(seq, hits):
-                roster.walled = True
+                queues.walled = True
                 return
-            self._storer.let_go(seq)
-            self._storer.admitted(seq, now)
+            if self._store_planner.enabled:
+                self._store_planner.let_go(seq)
+                self._store_planner.admitted(seq, now)
             del waiting[position]
             if seq.arrivals:
-                roster.to_loading(seq)
+                queues.to_loading(seq)
                 continue
             starts.append(self._enter(seq))
             budget -= self._chunk(seq, budget, plan)
-        roster.walled = False
+        queues.walled = False
 
     def _match(self, seq: Sequence, step_id: int) -> list[Block] | None:
-        """The blocks that it need not compute; None while a leader computes the next one in this very step."""
-        # the last token is always forwarded: its logits are what the first sample needs
-        limit = (len(seq.tokens) - 1) // self._config.block_tokens if self._index.enabled else 0
+        """The blocks that it need not compute; None while a leader computes the next block in this very step."""
+        limit = seq.hit_limit(self._config.block_tokens) if self._index.enabled else 0
         hits = self._index.match(seq.keys, limit, step_id)
         if len(hits) < limit and self._index.is_coming(seq.keys[len(hits)], step_id):
             return None
         return hits
 
     def _reserve(self, seq: Sequence, hits: list[Block]) -> bool:
-        """Pin the hits and reserve the rest, in one go, and send for what of them is on the host; False: no room."""
+        """Pin the hits, take blocks for the rest, and order copies of the hits on the host; False: there is no room for
+        all of it, and nothing was done."""
         size = self._config.block_tokens
         away = [block for block in hits if block.id < 0]
         fresh = -(-len(seq.tokens) // size) - len(hits)
         needed = fresh + len(away)
-        reserve = self._roster.reserve(self._config.decode_reserve_blocks)
-        alone = not self._roster.num_running and not self._roster.leased
+        reserve = self._queues.reserve(self._config.decode_reserve_blocks)
+        alone = not self._queues.num_running and not self._queues.leased
         if needed + (0 if alone else reserve) > self._index.available_besides(hits):
-            self._copier.need(needed + (0 if alone else reserve) + sum(1 for block in hits if not block.pins))
+            self._swap_planner.need(
+                needed + (0 if alone else reserve) + sum(1 for block in hits if not block.ref_count)
+            )
             return False
         seq.hit_blocks = self._hits_by_tier(seq, hits)
         self._index.pin([block for block in hits if block.id >= 0])
@@ -288,12 +352,13 @@ class Planner:
             self._index.bring(block)
         seq.blocks = hits + [self._index.take() for _ in range(fresh)]
         seq.planned = len(hits) * size
-        self._copier.load(seq, hits, away)
+        if self._swap_planner.enabled:
+            self._swap_planner.load(seq, hits, away)
         return True
 
     @staticmethod
     def _hits_by_tier(seq: Sequence, hits: list[Block]) -> tuple[int, int]:
-        """How many came from the host, and how many from the store for its sake."""
+        """How many of the hits came from the host, and how many from the store for this sequence."""
         host = stored = 0
         for block in hits:
             if block.key is not None and seq.store.brought.get(block.key):
@@ -303,16 +368,21 @@ class Planner:
         return host, stored
 
     def _enter(self, seq: Sequence) -> SeqStart:
-        """Tell the runner of a sequence that has its blocks, and KV in those that are hits."""
-        self._roster.to_prefill(seq)
+        """Start a sequence that has its blocks, and KV in those that are hits."""
+        self._queues.to_prefill(seq)
         seq.midway = False
-        self._borrower.begun(seq)
+        if seq.hand_off is not None:
+            self._prefill_side.begun(seq)
         size = self._config.block_tokens
         if seq.cached_tokens is None:
             host, stored = (count * size for count in seq.hit_blocks)
             seq.cached_tokens = (seq.planned - host - stored, host, stored)
         fresh = seq.blocks[seq.planned // size :]
         slots = [block.slot for block in fresh if block.slot is not None]
+        sampler = seq.sampler
+        if sampler.score_from != seq.score_from:
+            # it was preempted: what is scored stays
+            sampler = msgspec.structs.replace(sampler, score_from=seq.score_from)
         return SeqStart(
             seq.key,
             array("i", seq.tokens).tobytes(),
@@ -320,25 +390,27 @@ class Planner:
             tuple([block.id for block in seq.blocks]),
             tuple([slot.id for slot in slots]),
             tuple([slot.generation for slot in slots]),
-            seq.sampler,
+            sampler,
         )
 
     # -- shortage ---------------------------------------------------------------------------------
 
     def _allocate_for(self, seq: Sequence) -> Block | None:
-        """A block for a decode, preempting others if need be; None: it sits this step out, or was preempted."""
+        """A block for a decode, preempting others if need be; None: this step leaves it out, or it was preempted."""
         block = self._index.allocate()
         if block is not None:
             return block
         self._short += 1
-        # blocks on their way out count: nobody is preempted twice for one need
-        while self._roster.pending_free() < self._short:
-            victim = self._roster.preempt()
-            if victim is None and self._roster.num_leased:
-                # they run when their blocks are here, or their leases end
+        # blocks on their way out count: no second sequence is preempted for one need
+        while self._queues.num_leaving() + self._swap_planner.num_leaving < self._short:
+            victim = self._queues.preempt()
+            if victim is not None:
+                self._swap_planner.forget(victim)
+            if victim is None and self._queues.num_leased:
+                # leased samples start when their blocks are here, or their leases end; both free blocks in the end
                 return None
             if victim is None:
-                raise InvariantBroken(f"sequence {seq.key} needs a block, and nobody is left to preempt")
+                raise InvariantBroken(f"sequence {seq.key} needs a block, and no other is left to preempt")
             if victim is seq:
                 self._short -= 1
                 return None

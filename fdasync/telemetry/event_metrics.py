@@ -1,8 +1,9 @@
-"""What events tell, counted in the shapes that Prometheus knows: counters and histograms by label values.
+"""Counts events for Prometheus: counters and histograms by label values.
 
 Plain dicts and lists: an observation takes a microsecond, no lock and no file (the client's own classes take a lock,
-and write files where an environment variable says so). Made by `prometheus.py`, for one tap. Every label has few
-values, whatever a store or a caller says."""
+and write files where an environment variable says so). Every label has few values, whatever a store or a caller says.
+Knows no engine. Called by `prometheus.py`, one object for each tap.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
     from fdasync.events.catalog import Event
 
-# seconds: a decode step, a request, a transfer
+# buckets in seconds: of a token, a request, a transfer, a late loop
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _REQUEST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 _TRANSFER_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -52,7 +53,13 @@ _DAMAGES = frozenset([
 
 
 class Family:
-    """One metric: its name, what it is in words, the names of its labels."""
+    """One metric.
+
+    Attributes:
+        name: in Prometheus' form.
+        text: what it counts, for people.
+        labels: names of its labels.
+    """
 
     def __init__(self, name: str, text: str, labels: tuple[str, ...] = ()) -> None:
         self.name = name
@@ -78,7 +85,7 @@ class Counter(Family):
 
 
 class Histogram(Family):
-    """Observations by label values, in buckets of the given upper bounds and one without."""
+    """Observations by label values, in a bucket for each upper bound and one without a bound."""
 
     def __init__(self, name: str, text: str, bounds: tuple[float, ...], labels: tuple[str, ...] = ()) -> None:
         super().__init__(name, text, labels)
@@ -111,25 +118,27 @@ class Histogram(Family):
 
 
 class EventMetrics:
-    """What events tell, counted. One method per kind of event; `take` finds it."""
+    """All metrics that are counted from events. `take` calls the one method for an event's class.
+
+    Attributes:
+        families: all counters and histograms.
+        breakers: the state of each store's breaker, by the store's name, from its first event or call on.
+        handlers: the method for each class of events.
+    """
 
     def __init__(self) -> None:
         self.requests = Counter(
-            "fdasync_requests_finished_total", "Requests that ended, by how; mixed: their samples differ.", ("reason",)
+            "fdasync_requests_finished_total", "Ended requests, by reason; mixed: their samples differ.", ("reason",)
         )
-        self.samples = Counter("fdasync_samples_finished_total", "Samples that ended, by how.", ("reason",))
-        self.ttft = Histogram(
-            "fdasync_time_to_first_token_seconds",
-            "From a call to the first token.",
-            _REQUEST_S,
-        )
+        self.samples = Counter("fdasync_samples_finished_total", "Samples that ended, by reason.", ("reason",))
+        self.ttft = Histogram("fdasync_time_to_first_token_seconds", "From a call to the first token.", _REQUEST_S)
         self.total = Histogram("fdasync_request_seconds", "From a call to the end of its request.", _REQUEST_S)
         self.token = Histogram(
             "fdasync_time_per_output_token_seconds", "From a request's first token to its end, by each token.", _TOKEN_S
         )
         self.swap = Histogram("fdasync_swap_seconds", "Copies of blocks between device and host.", _TRANSFER_S)
         self.swap_kv = Counter("fdasync_swap_kv_bytes_total", "KV copied between device and host.")
-        self.swap_aux = Counter("fdasync_swap_aux_bytes_total", "Rows copied with it: stays 0.")
+        self.swap_aux = Counter("fdasync_swap_aux_bytes_total", "Rows copied with the KV: stays 0.")
         self.calls = Counter(
             "fdasync_store_calls_total", "Calls to the store, by outcome.", ("store", "verb", "outcome")
         )
@@ -141,27 +150,29 @@ class EventMetrics:
             "fdasync_store_call_seconds", "Calls that were answered or timed out.", _TRANSFER_S, ("store", "verb")
         )
         self.damaged = Counter(
-            "fdasync_store_damaged_blocks_total", "What came back and was not used, by check.", ("store", "reason")
+            "fdasync_store_damaged_blocks_total", "Blocks that came back wrong, by check.", ("store", "reason")
         )
         self.openings = Counter("fdasync_store_breaker_openings_total", "The store was left alone.", ("store",))
         self.waits = Histogram(
             "fdasync_store_wait_seconds", "Whole lookups, fetches and writes of runs of blocks.", _TRANSFER_S, ("what",)
         )
-        self.leases = Counter("fdasync_store_leases_total", "Transfers whose wait ended before their work.", ("what",))
+        self.late_transfers = Counter(
+            "fdasync_store_late_transfers_total", "Transfers whose wait ended before their work.", ("what",)
+        )
         self.updates = Counter("fdasync_weight_updates_total", "Weight updates that succeeded.")
         self.held_up = Histogram(
             "fdasync_loop_held_up_seconds", "The engine's loop did not turn for so long (0.05 or more).", _LATE_S
         )
         self.asked = Counter(
-            "fdasync_lease_questions_total", "Questions for room on other instances, by answer.", ("answer",)
+            "fdasync_lease_requests_total", "Questions to decode instances for a lease, by answer.", ("answer",)
         )
         self.receive = Histogram("fdasync_receive_seconds", "Copies of some blocks from other instances.", _TRANSFER_S)
         self.received = Counter("fdasync_received_bytes_total", "KV and rows that came from other instances.")
-        self.lost = Counter("fdasync_links_lost_total", "Links to others that were lost.", ("role",))
+        self.lost = Counter("fdasync_links_lost_total", "Links to other instances that were lost.", ("role",))
         for answer in ("granted", "denied", "silent"):
             self.asked.add(0.0, answer)
         for what in ("fetch", "write"):
-            self.leases.add(0.0, what)
+            self.late_transfers.add(0.0, what)
         self.breakers: dict[str, str] = {}
         self.families: tuple[Counter | Histogram, ...] = tuple(
             [value for value in vars(self).values() if isinstance(value, Counter | Histogram)]
@@ -205,21 +216,15 @@ class EventMetrics:
         store, verb = event.store, event.verb
         self.calls.add(1.0, store, verb, _CALL_OUTCOMES.get(event.error, "error"))
         if event.error in ("", "StoreTimeout"):
-            # calls that were refused, or failed at once, would make a store look fast
+            # a call that was refused, or failed at once, would make a store look fast
             self.call.observe(event.seconds, store, verb)
         if not event.error:
             self.nbytes.add(event.nbytes, store, verb)
-            counts = (
-                ("done", event.done),
-                ("missed", event.missed),
-                ("damaged", event.damaged),
-                ("failed", event.failed),
-            )
-            for outcome, count in counts:
-                if count:
+            for outcome in ("done", "missed", "damaged", "failed"):
+                if count := getattr(event, outcome):
                     self.items.add(count, store, verb, outcome)
             if store not in self.breakers:
-                # an answer says that it is closed; before the first one nobody knows
+                # an answer shows that the breaker is closed; before the first answer its state is not known
                 self._breaker(store, "closed")
 
     def _block_damaged(self, event: BlockDamaged) -> None:
@@ -232,7 +237,7 @@ class EventMetrics:
     def _breaker(self, store: str, state: str) -> None:
         before = self.breakers.get(store)
         self.breakers[store] = state
-        # a probe that failed opens nothing that was not open
+        # a failed probe opens no breaker that was closed
         self.openings.add(float(state == "open" and before != "half_open"), store)
 
     def _looked_up(self, event: LookedUp) -> None:
@@ -240,11 +245,11 @@ class EventMetrics:
 
     def _fetch_ended(self, event: FetchEnded) -> None:
         self.waits.observe(event.seconds, "fetch")
-        self.leases.add(float(event.late), "fetch")
+        self.late_transfers.add(float(event.late), "fetch")
 
     def _store_ended(self, event: StoreEnded) -> None:
         self.waits.observe(event.seconds, "write")
-        self.leases.add(float(event.late), "write")
+        self.late_transfers.add(float(event.late), "write")
 
     def _weights_changed(self, event: WeightsChanged) -> None:
         del event

@@ -1,4 +1,4 @@
-"""What happens in an engine, as JSON lines: one object per event, for people and for log collectors.
+"""Writes an engine's events as JSON lines: one object per event, for people and for log collectors.
 
     async with Engine(config) as engine, JsonLogTap(engine, 2):  # to stderr
         ...
@@ -6,12 +6,14 @@
     {"time": "2026-03-01T12:00:00.123456Z", "at": 12.345, "seq": 88, "level": "info", "engine": "synthetic",
      "event": "RequestEnded", "request_id": "a", "reasons": {"length": 1}, "output_tokens": 10, ...}
 
-By default what is noteworthy: ends of requests, changes of breaker and weights, damaged blocks, failures, waits that
-were cut off, late leases, a loop that was held up. Prompts never appear: tokens and keys are counted, hashes cut short.
+By default it writes the noteworthy events: ends of requests, changes of breaker and weights, damaged blocks, failures,
+waits that were cut off, late transfers, a loop that was held up. Prompts never appear: tokens and keys are counted,
+hashes cut short.
 
-A tap is a subscription behind a bounded queue, and lines wait in a bounded buffer (`line_writer.py`): a reader that is
-stuck costs lines, which are counted and told of, and never holds up the engine. Made by users; knows the engine by its
-public face only."""
+A tap is a subscription behind a bounded queue, and lines wait in a bounded buffer (`line_writer.py`). A stuck reader
+costs lines, which are counted and reported by a later line, and never holds up the engine. Knows the engine by its
+public methods only. Made by users and by `fdasync serve`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ import math
 import time
 from collections import Counter
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import msgspec
 
@@ -28,10 +30,11 @@ from fdasync.errors import ConfigError
 from fdasync.events.catalog import (
     BlockDamaged,
     BreakerChanged,
+    CacheResetRequested,
     EngineDied,
     FetchEnded,
+    LateTransferEnded,
     LeaseLost,
-    LeaseReturned,
     LinkChanged,
     LookedUp,
     LoopHeldUp,
@@ -41,7 +44,9 @@ from fdasync.events.catalog import (
     StepFailed,
     StoreCalled,
     StoreEnded,
+    TapFailed,
     WeightsChanged,
+    WeightsRelabelled,
     WritesRefused,
 )
 from fdasync.telemetry.line_writer import LineWriter
@@ -50,18 +55,20 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable
 
-    from fdasync.engine.engine import Engine
+    from fdasync.engine import Engine
     from fdasync.events.bus import Subscription
     from fdasync.events.catalog import Event
 
-LEVELS: Final = ("debug", "info", "warning", "error")
+Level = Literal["debug", "info", "warning", "error"]
+LEVELS: Final[tuple[Level, ...]] = get_args(Level)
 NOTEWORTHY: Final = (
     BlockDamaged,
     BreakerChanged,
+    CacheResetRequested,
     EngineDied,
     FetchEnded,
     LeaseLost,
-    LeaseReturned,
+    LateTransferEnded,
     LinkChanged,
     LookedUp,
     LoopHeldUp,
@@ -70,14 +77,16 @@ NOTEWORTHY: Final = (
     ResumeRequested,
     StepFailed,
     StoreEnded,
+    TapFailed,
     WeightsChanged,
+    WeightsRelabelled,
     WritesRefused,
 )
 _TURN_EVENTS = 64
 _MAX_CHARS = 500
 _HEX_CHARS = 16
 _MAX_ITEMS = 16
-# nobody's business, however they are asked for: what was said, and how it was to be sampled
+# fields that tell what a user said: their items are counted, never written
 _COUNTED = frozenset({"tokens", "block_keys", "stop_ids", "keys"})
 _LEFT_OUT = frozenset({"sampler", "at", "seq"})
 
@@ -89,15 +98,15 @@ class JsonLogTap:
         write: a path (appended to), a descriptor that stays yours (of a pipe, a terminal, a socket, a file), or a
             function that takes a line with its newline; it is called on the loop and must not block.
         kinds: which events; None: the noteworthy ones.
-        level: of "debug", "info", "warning", "error", the lowest that is written; None: "info", and where `kinds` are
-            given, all of them.
-        name: the engine's, in each line; None: of its model, or its runner.
-        limit: most events that wait to be written; max_nbytes: most bytes of lines that do.
-        close_s: how long leaving waits for lines to be taken, in seconds.
-        wall: the time of day, in seconds since 1970.
+        level: the lowest level that is written; None: "info", or "debug" where `kinds` are given.
+        name: the engine's name in each line; None: its model, or its runner.
+        limit: most events that wait to be written.
+        max_nbytes: most bytes of lines that wait for their reader.
+        close_s: how long leaving waits for the reader to take lines, in seconds.
+        wall: returns the time of day, in seconds since 1970.
 
     Attributes:
-        lines: of events, handed to the function, or to what is buffered; see `dropped`.
+        lines: how many lines of events went to the function, or into the buffer; see `dropped`.
     """
 
     def __init__(
@@ -106,14 +115,14 @@ class JsonLogTap:
         write: str | os.PathLike[str] | int | Callable[[bytes], object],
         *,
         kinds: Iterable[type[Event]] | None = None,
-        level: str | None = None,
+        level: Level | None = None,
         name: str | None = None,
         limit: int = 4096,
         max_nbytes: int = 1 << 20,
         close_s: float = 1.0,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """Raises ConfigError for a level that is none."""
+        """Raises ConfigError for an unknown level."""
         if level is None:
             level = "info" if kinds is None else "debug"
         if level not in LEVELS:
@@ -139,17 +148,17 @@ class JsonLogTap:
 
     @property
     def dropped(self) -> int:
-        """Events and lines that were lost: too many waited, or writing failed. A later line tells of them."""
+        """Events and lines that were lost: too many waited, or writing failed. A later line reports them."""
         lost = 0 if self._events is None else self._events.dropped
         return lost if self._writer is None else lost - self._seen_dropped + self._writer.dropped
 
     @property
     def problem(self) -> str:
-        """What the latest write that failed said, or ""."""
+        """The error of the latest write that failed, or ""."""
         return "" if self._writer is None else self._writer.problem
 
     async def __aenter__(self) -> JsonLogTap:
-        """Raises EngineClosed before the engine's start, ConfigError for what cannot be written to."""
+        """Raises EngineClosed before the engine's start, ConfigError for a target that cannot be written to."""
         if self._events is not None:
             raise ConfigError("tap", "was entered before", hint="make another one")
         bus = self._engine.bus
@@ -161,12 +170,12 @@ class JsonLogTap:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        """Writes what there is, within `close_s`. Raises what the function that takes lines raised."""
+        """Writes the lines that wait, within `close_s`. Raises what the function that takes lines raised."""
         assert self._events is not None
         assert self._task is not None
         self._events.close()
         try:
-            # ends by itself: the subscription is closed, and what it holds is bounded
+            # ends by itself: the subscription is closed, and holds a bounded number of events
             await self._task
         finally:
             if self._writer is not None:
@@ -183,11 +192,11 @@ class JsonLogTap:
                 # a full queue must not become one long callback
                 await asyncio.sleep(0)
 
-    def _level(self, event: Event) -> str:
+    def _level(self, event: Event) -> Level:
         if isinstance(event, BreakerChanged):
             self._store_left_alone = event.state != "closed"
         elif isinstance(event, LookedUp) and self._store_left_alone:
-            # every request asks, and the breaker's own line has said why nobody answers
+            # every request makes such an event; the breaker's own line has the reason
             return "debug"
         return level_of(event)
 
@@ -196,7 +205,7 @@ class JsonLogTap:
         lost = self._events.dropped - self._seen_dropped
         self._seen_dropped += lost
         if self._writer is not None:
-            self._writer.lose(lost)
+            self._writer.dropped += lost
             self.lines += self._writer.offer(line)
         elif self._function is not None:
             if lost:
@@ -209,7 +218,7 @@ class JsonLogTap:
         return self._line(self._loop.time(), "warning", "LinesDropped", fields)
 
     def _line(self, at: float, level: str, name: str, fields: dict[str, Any]) -> bytes:
-        # from the clock of now backwards: so it stays right when somebody sets the clock
+        # back from the time of day now: stays right when the clock is set
         moment = datetime.fromtimestamp(self._wall() - (self._loop.time() - at), UTC)
         line = {
             "time": moment.isoformat(timespec="microseconds").replace("+00:00", "Z"),
@@ -222,10 +231,10 @@ class JsonLogTap:
         return self._encoder.encode(line) + b"\n"
 
 
-def level_of(event: Event) -> str:
-    """How much an event matters: one of LEVELS."""
+def level_of(event: Event) -> Level:
+    """How much an event matters."""
     match event:
-        case EngineDied() | StepFailed():
+        case EngineDied() | StepFailed() | TapFailed():
             return "error"
         case BlockDamaged() | WritesRefused() | LoopHeldUp():
             return "warning"
@@ -241,7 +250,11 @@ def level_of(event: Event) -> str:
             return "warning" if event.error or event.failed or event.damaged else "debug"
         case LinkChanged():
             return "info" if event.up else "warning"
-        case LeaseLost() | LeaseReturned() | WeightsChanged() | PauseRequested() | ResumeRequested():
+        case LeaseLost() | LateTransferEnded() | PauseRequested() | ResumeRequested():
+            return "info"
+        case WeightsChanged() | WeightsRelabelled():
+            return "info"
+        case CacheResetRequested():
             return "info"
     return "debug"
 
@@ -267,7 +280,7 @@ def summary(event: Event) -> dict[str, Any]:
         elif isinstance(value, bytes):
             found[name] = value.hex()[:_HEX_CHARS]
         elif isinstance(value, str):
-            # the name of a stored object: hashes
+            # a stored object's key is made of hashes
             found[name] = (
                 "/".join([_text(part)[:_HEX_CHARS] for part in value.split("/")]) if name == "key" else _text(value)
             )

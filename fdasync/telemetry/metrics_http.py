@@ -1,8 +1,8 @@
-"""A tiny HTTP endpoint for scrapes: GET /metrics on the loopback, on the engine's loop, without a thread.
+"""Answers scrapes: GET /metrics over HTTP on the loopback, on the engine's loop, without a thread.
 
-Bounded in everything: connections at a time, bytes of a request, seconds of a connection. It speaks as much HTTP as a
-scraper needs and closes after each answer. It refuses to listen anywhere but on the loopback: nothing is encrypted or
-authenticated here. Knows no metrics; made by `prometheus.py`.
+Connections at a time, bytes of a request and seconds of a connection are bounded. The server speaks as much HTTP as a
+scraper needs and closes after each answer. It listens on the loopback only, because it neither encrypts nor
+authenticates. Knows no metrics. Called by `prometheus.py`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class ScrapeServer:
     """Answers scrapes with `content()`, called once for each.
 
     Args:
-        content: the body; what it raises becomes a 500 with the error's name.
-        connection_s: a client has so long to ask and to take its answer, in seconds.
+        content: returns the body; an error that it raises becomes a 500 with the error's name.
+        connection_s: seconds that a client has to send its request and to take the answer.
 
     Attributes:
-        answered: by status, for tests and the curious.
+        answered: answers so far, by status.
     """
 
     def __init__(self, content: Callable[[], bytes], *, connection_s: float = 5.0) -> None:
@@ -46,9 +46,9 @@ class ScrapeServer:
         self._server: asyncio.Server | None = None
         self._clients: set[asyncio.Task[None]] = set()
 
-    async def open(self, host: str, port: int) -> int:
-        """Listen; returns the port. Raises ConfigError, naming a host that is not the loopback's address."""
-        sock = _bound(host, port)
+    async def open(self, address: str, port: int) -> int:
+        """Listen; returns the port. Raises ConfigError for an address that is not the loopback's."""
+        sock = _bound(address, port)
         try:
             self._server = await asyncio.start_server(
                 self._connected, sock=sock, limit=_MAX_REQUEST_NBYTES, backlog=_BACKLOG
@@ -59,7 +59,7 @@ class ScrapeServer:
         return int(sock.getsockname()[1])
 
     async def aclose(self) -> None:
-        """Listen no more, end what is open; idempotent."""
+        """Stop listening and abort open connections; idempotent."""
         server, self._server = self._server, None
         if server is None:
             return
@@ -68,7 +68,7 @@ class ScrapeServer:
         for client in clients:
             client.cancel()
         if clients:
-            # cancelled, they only abort their connections
+            # a cancelled client only aborts its connection
             await wait_within(clients, self._connection_s)
         async with Within(self._connection_s):
             await server.wait_closed()
@@ -83,7 +83,7 @@ class ScrapeServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            # a client that is too slow, or gone, is nobody's error
+            # a client that is too slow, or gone, is no error of the engine
             with contextlib.suppress(OSError):
                 async with Within(self._connection_s):
                     answer = await self._answer(reader)
@@ -97,7 +97,7 @@ class ScrapeServer:
             writer.transport.abort()
 
     async def _answer(self, reader: asyncio.StreamReader) -> bytes:
-        """The whole response; nothing for a client that left."""
+        """The whole response; b"" for a client that left."""
         try:
             head = await reader.readuntil(_END)
         except asyncio.IncompleteReadError:
@@ -137,21 +137,23 @@ class ScrapeServer:
         return head.encode() + (b"" if head_only else body)
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def _bound(address: str, port: int) -> socket.socket:
     try:
-        address = ipaddress.ip_address(host)
+        parsed = ipaddress.ip_address(address)
     except ValueError:
-        raise ConfigError("host", f"{host!r} is not an address", hint="127.0.0.1 or ::1") from None
-    if not address.is_loopback:
-        raise ConfigError("host", f"{host} is not the loopback", hint="metrics are served on 127.0.0.1 or ::1 only")
+        raise ConfigError("address", f"{address!r} is not an IP address", hint="127.0.0.1 or ::1") from None
+    if not parsed.is_loopback:
+        raise ConfigError(
+            "address", f"{address} is not the loopback", hint="metrics are served on 127.0.0.1 or ::1 only"
+        )
     if not 0 <= port < 1 << 16:
         raise ConfigError("port", f"{port!r} is no port", limit="0 to 65535")
-    sock = socket.socket(socket.AF_INET6 if address.version == 6 else socket.AF_INET, socket.SOCK_STREAM)
+    sock = socket.socket(socket.AF_INET6 if parsed.version == 6 else socket.AF_INET, socket.SOCK_STREAM)
     try:
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, port))
+        sock.bind((address, port))
     except OSError as error:
         sock.close()
-        raise ConfigError("port", f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+        raise ConfigError("port", f"cannot listen on {address}:{port}: {error.strerror or error}") from None
     return sock

@@ -1,10 +1,10 @@
 """For tests of the engine, of plugins, and of systems that embed the engine.
 
-Virtual time (`run_sim`), disorder and faults from a seed, of an engine's steps (`EdgeRunner`, `StepFault`) and of a
-store (`FaultyStore`, `StoreFaults`), leak checks (`no_leaks`, `check_idle`), the conformance suites for runners,
-stores, transports and completion ports (`RunnerTests`, `StoreTests`, `TransportTests`, `PortTests`), whole simulations
-(`simulate`). The pytest plugin `fdasync.testing.pytest_plugin` hands these out as fixtures; `docs/testing.md` is the
-way in. Names are imported when first used.
+Virtual time (`run_sim`); faults from a seed, of an engine's steps (`FaultRunner`, `StepFault`) and of a store
+(`FaultyStore`, `StoreFaults`); leak checks (`no_leaks`, `check_idle`); the conformance suites for runners, stores,
+transports, policies and completion ports (`RunnerTests`, `RunTests`, `StoreTests`, `TransportTests`, `PolicyTests`,
+`PortTests`). The pytest plugin `fdasync.testing.pytest_plugin` hands these out as fixtures; `docs/testing.md` is the
+way in. Names are imported when first used. Nothing in the package imports this room.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fdasync.cache.store.wrappers.faults import FaultyStore, StoreFaults
     from fdasync.testing.harness.engines import (
         LetterTokenizer,
         check_deltas,
+        check_prompt_logprobs,
         check_sample,
         expected,
         held_engine,
@@ -25,28 +25,27 @@ if TYPE_CHECKING:
         synthetic_engine,
         until,
     )
-    from fdasync.testing.harness.fault_runner import EdgeRunner, StepFault
+    from fdasync.testing.harness.fault_runner import FaultRunner, StepFault
     from fdasync.testing.harness.leaks import LeakFound, Resources, check_idle, no_leaks
     from fdasync.testing.harness.pass_model import PassModel
+    from fdasync.testing.policies import PolicyTests
     from fdasync.testing.ports import PortTests
     from fdasync.testing.runners.bench import Bench, on_bench
+    from fdasync.testing.runners.runs import RunTests
     from fdasync.testing.runners.suite import RunnerTests
-    from fdasync.testing.sim.engine import SimulationFailed, SimulationReport, simulate
-    from fdasync.testing.sim.fleet.simulation import PdReport, simulate_pd
-    from fdasync.testing.sim.fleet.workload import PdWorkload
     from fdasync.testing.sim.loop import Deadlock, Livelock, SimLoop, run_sim
-    from fdasync.testing.sim.workload import Workload
+    from fdasync.testing.stores.faults import FaultyStore, StoreFaults
     from fdasync.testing.stores.harness import StoreBench
     from fdasync.testing.stores.suite import StoreTests
     from fdasync.testing.transports.suite import TransportTests
 
 _HOMES = {
-    "fdasync.cache.store.wrappers.faults": ("FaultyStore", "StoreFaults"),
     "fdasync.testing.runners.bench": ("Bench", "on_bench"),
-    "fdasync.testing.harness.fault_runner": ("EdgeRunner", "StepFault"),
+    "fdasync.testing.harness.fault_runner": ("FaultRunner", "StepFault"),
     "fdasync.testing.harness.engines": (
         "LetterTokenizer",
         "check_deltas",
+        "check_prompt_logprobs",
         "check_sample",
         "expected",
         "held_engine",
@@ -58,42 +57,39 @@ _HOMES = {
     "fdasync.testing.harness.leaks": ("LeakFound", "Resources", "check_idle", "no_leaks"),
     "fdasync.testing.sim.loop": ("Deadlock", "Livelock", "SimLoop", "run_sim"),
     "fdasync.testing.harness.pass_model": ("PassModel",),
-    "fdasync.testing.sim.fleet.simulation": ("PdReport", "simulate_pd"),
-    "fdasync.testing.sim.fleet.workload": ("PdWorkload",),
+    "fdasync.testing.policies": ("PolicyTests",),
     "fdasync.testing.ports": ("PortTests",),
+    "fdasync.testing.runners.runs": ("RunTests",),
     "fdasync.testing.runners.suite": ("RunnerTests",),
-    "fdasync.testing.sim.engine": ("SimulationFailed", "SimulationReport", "simulate"),
+    "fdasync.testing.stores.faults": ("FaultyStore", "StoreFaults"),
     "fdasync.testing.stores.harness": ("StoreBench",),
     "fdasync.testing.stores.suite": ("StoreTests",),
     "fdasync.testing.transports.suite": ("TransportTests",),
-    "fdasync.testing.sim.workload": ("Workload",),
 }
 
 __all__ = [
     "Bench",
     "Deadlock",
-    "EdgeRunner",
+    "FaultRunner",
     "FaultyStore",
     "LeakFound",
     "LetterTokenizer",
     "Livelock",
     "PassModel",
-    "PdReport",
-    "PdWorkload",
+    "PolicyTests",
     "PortTests",
     "Resources",
+    "RunTests",
     "RunnerTests",
     "SimLoop",
-    "SimulationFailed",
-    "SimulationReport",
     "StepFault",
     "StoreBench",
     "StoreFaults",
     "StoreTests",
     "TransportTests",
-    "Workload",
     "check_deltas",
     "check_idle",
+    "check_prompt_logprobs",
     "check_sample",
     "expected",
     "held_engine",
@@ -101,8 +97,6 @@ __all__ = [
     "on_bench",
     "oracle_of",
     "run_sim",
-    "simulate",
-    "simulate_pd",
     "synthetic_config",
     "synthetic_engine",
     "until",

@@ -6,18 +6,9 @@ Adopt it with a class of a few lines in a test module of your own:
         def make(self):
             return MyPort()
 
-Events are fired by hand, so nothing depends on how long work takes; `event` and `fail` can be those of a real device.
-Every test makes a port on a loop of its own, bounded, fires what is left, closes it, and looks for what it left
-behind. None needs an async plugin or settings. What a device cannot do is skipped with the reason. For tests of
-your own:
-
-        @on_loop
-        async def test_of_mine(self):
-            async with self.on_port() as port:
-                event = self.event("compute")
-                future = port.completion(event)
-                event.fire()
-                await self.within(future)
+Events are fired by hand, so nothing depends on how long work takes; `new_event` can give events of a real device.
+Every test makes a port on a loop of its own, bounded, fires the remaining events, closes the port, and looks for leaks.
+No test needs an async plugin or settings. What a device cannot do is skipped with the reason. Knows the contract only.
 """
 
 from __future__ import annotations
@@ -25,39 +16,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fdasync.errors import DeadlineExceeded, DeviceFailed, InvariantBroken
-from fdasync.gpu.ports.other import FakeEvent
+from fdasync.gpu.ports.fake import FakeEvent
+from fdasync.testing.harness.bounded import LoopHooks, on_loop, skip, turns
 from fdasync.testing.harness.leaks import Resources
-from fdasync.testing.stores.harness import run_bounded, turns
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     from fdasync.gpu.completion import CompletionPort
 
-__all__ = ["CountedLease", "HandEvent", "PortTests", "on_loop"]
+__all__ = ["PortTests"]
 
 T = TypeVar("T")
-S = TypeVar("S", bound="PortHooks")
 
 _PROBLEM = "an illegal address"
 
 
-class HandEvent(Protocol):
-    """An event that a test fires."""
-
-    def query(self) -> bool: ...
-    def fire(self) -> None: ...
-
-
-class CountedLease:
-    """Says how often it was released, and in what order with other things.
+class CountedHold:
+    """Counts its releases, and logs them among other entries.
 
     Attributes:
-        released: how often.
-        gone: done with the first.
+        released: how often `release` was called.
+        gone: done with the first release.
     """
 
     def __init__(self, log: list[str] | None = None) -> None:
@@ -73,20 +56,20 @@ class CountedLease:
             self.gone.set_result(None)
 
 
-class PortHooks:
+class PortHooks(LoopHooks):
     """What an adopter of `PortTests` says about its port.
 
     Attributes:
-        can_fail: `fail` works.
-        many: events in flight at a time, in the test of that.
-        bound_s: how soon a port must see what happened, in seconds.
-        limit_s: how long one test may take, in seconds.
+        can_fail: its events have `fail`, as a `FakeEvent` has.
+        many: events in flight at a time in `test_many_in_flight`.
+        bound_s: how soon a port must see that an event was fired, in seconds.
     """
 
     can_fail = True
     many = 1000
     bound_s = 2.0
     limit_s = 30.0
+    # every event of the running test
     _made: list[Any]
 
     def make(self) -> CompletionPort:
@@ -94,16 +77,12 @@ class PortHooks:
         raise NotImplementedError
 
     def new_loop(self) -> asyncio.AbstractEventLoop:
+        """asyncio's own: a port must not need another one."""
         return asyncio.new_event_loop()
 
-    def new_event(self, lane: str) -> HandEvent:  # noqa: ARG002
-        """An event behind a work of this lane that is done once it is fired, and those before it are."""
+    def new_event(self, lane: str) -> Any:  # noqa: ARG002
+        """An event in this lane, with `fire`; it is done once it and the events before it are fired."""
         return FakeEvent()
-
-    def fail(self) -> None:
-        """Have the device fail: every event that was not fired is lost."""
-        for event in self._made:
-            event.fail(_PROBLEM)
 
     def event(self, lane: str = "compute") -> Any:
         """`new_event`, fired at the end of the test at the latest."""
@@ -112,7 +91,7 @@ class PortHooks:
         return event
 
     async def within(self, waited: Awaitable[T]) -> T:
-        """Wait for it, for `bound_s` at most."""
+        """Wait, for `bound_s` at most."""
         return await asyncio.wait_for(waited, self.bound_s)
 
     async def until(self, holds: Callable[[], bool]) -> None:
@@ -123,7 +102,7 @@ class PortHooks:
 
     @contextlib.asynccontextmanager
     async def on_port(self) -> AsyncIterator[CompletionPort]:
-        """A port; afterwards it is closed, and has left nothing behind."""
+        """A port; at the end it is closed, and must have left nothing behind."""
         self._made = []
         before = Resources.now()
         port = self.make()
@@ -136,18 +115,6 @@ class PortHooks:
         left = [line for line in Resources.now().left_since(before) if not line.startswith("task ")]
         assert not left, left
         assert port.in_flight() == {}
-
-
-def on_loop(test: Callable[[S], Coroutine[Any, Any, None]]) -> Callable[[S], None]:
-    """An async test method as a plain one, on a new loop of `new_loop`, ended at `limit_s`, leaving no task behind."""
-
-    @functools.wraps(test)
-    def run(self: S) -> None:
-        run_bounded(self.new_loop(), test(self), self.limit_s)
-
-    # pytest must see a plain function, whatever plugin looks for coroutines
-    del run.__wrapped__
-    return run
 
 
 class PortTests(PortHooks):
@@ -164,16 +131,16 @@ class PortTests(PortHooks):
             ]
             for number, future in enumerate(futures):
 
-                def told(_: asyncio.Future[None], number: int = number) -> None:
-                    seen.append(f"told {number}")
+                def resolved(_: asyncio.Future[None], number: int = number) -> None:
+                    seen.append(f"resolved {number}")
 
-                future.add_done_callback(told)
+                future.add_done_callback(resolved)
             for event in reversed(events):
                 assert not futures[0].done()
                 event.fire()
             await self.within(asyncio.wait(futures))
             await turns(2)
-            for word in ("done", "told"):
+            for word in ("done", "resolved"):
                 assert [line for line in seen if line.startswith(word)] == [f"{word} {number}" for number in range(6)]
 
     @on_loop
@@ -195,65 +162,59 @@ class PortTests(PortHooks):
             event.fire()
             seen: list[int] = []
             future = port.completion(event, on_done=lambda: seen.append(1))
+            bare = port.completion(event)
             assert not future.done()
             assert not seen
-            await self.within(future)
+            await self.within(asyncio.wait([future, bare]))
+            assert seen == [1]
+            assert (future.result(), bare.result()) == (None, None)
 
     @on_loop
-    async def test_buffers_are_read_then_leases_end_then_the_future_resolves(self) -> None:
+    async def test_buffers_are_read_then_holds_end_then_the_future_resolves(self) -> None:
         async with self.on_port() as port:
             log: list[str] = []
-            event, lease = self.event(), CountedLease(log)
+            event, hold = self.event(), CountedHold(log)
 
             def read() -> int:
                 log.append("read")
                 return 7
 
-            future = port.completion(event, leases=(lease,), on_done=read)
-            future.add_done_callback(lambda _: log.append("told"))
+            future = port.completion(event, holds=(hold,), on_done=read)
+            future.add_done_callback(lambda _: log.append("resolved"))
             event.fire()
             assert await self.within(future) == 7
             await turns(2)
-            assert log == ["read", "release", "told"]
-
-    @on_loop
-    async def test_without_on_done_the_result_is_none(self) -> None:
-        async with self.on_port() as port:
-            event = self.event()
-            future = port.completion(event)
-            event.fire()
-            await self.within(asyncio.wait([future]))
-            assert future.result() is None
+            assert log == ["read", "release", "resolved"]
 
     @on_loop
     async def test_an_error_of_on_done_is_the_futures_and_the_port_goes_on(self) -> None:
         async with self.on_port() as port:
-            events, lease = [self.event(), self.event()], CountedLease()
-            first = port.completion(events[0], leases=(lease,), on_done=lambda: 1 // 0)
+            events, hold = [self.event(), self.event()], CountedHold()
+            first = port.completion(events[0], holds=(hold,), on_done=lambda: 1 // 0)
             second = port.completion(events[1], on_done=lambda: "fine")
             for event in events:
                 event.fire()
             await self.within(second)
             assert isinstance(first.exception(), ZeroDivisionError)
-            assert lease.released == 1
+            assert hold.released == 1
             assert second.result() == "fine"
 
     @on_loop
     async def test_cancelling_ends_the_waiting_only(self) -> None:
         async with self.on_port() as port:
-            event, lease, other = self.event(), CountedLease(), self.event()
+            event, hold, other = self.event(), CountedHold(), self.event()
             read: list[int] = []
-            future = port.completion(event, leases=(lease,), on_done=lambda: read.append(lease.released))
+            future = port.completion(event, holds=(hold,), on_done=lambda: read.append(hold.released))
             after = port.completion(other)
             future.cancel()
             await turns(20)
-            assert (lease.released, read) == (0, [])
+            assert (hold.released, read) == (0, [])
             assert sum(port.in_flight().values()) == 2
             event.fire()
-            await self.within(lease.gone)
+            await self.within(hold.gone)
             other.fire()
             await self.within(after)
-            assert (lease.released, read) == (1, [0])
+            assert (hold.released, read) == (1, [0])
             assert future.cancelled()
 
     @on_loop
@@ -261,11 +222,11 @@ class PortTests(PortHooks):
         said: list[dict[str, Any]] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context))
         async with self.on_port() as port:
-            event, lease = self.event(), CountedLease()
-            future = port.completion(event, leases=(lease,), on_done=lambda: 1 // 0)
+            event, hold = self.event(), CountedHold()
+            future = port.completion(event, holds=(hold,), on_done=lambda: 1 // 0)
             future.cancel()
             event.fire()
-            await self.within(lease.gone)
+            await self.within(hold.gone)
             await self.until(lambda: bool(said))
             assert isinstance(said[0]["exception"], ZeroDivisionError)
 
@@ -290,26 +251,26 @@ class PortTests(PortHooks):
         self._needs_failure()
         async with self.on_port() as port:
             lanes = ["compute", "copy_out"] * 3
-            leases = [CountedLease() for _ in lanes]
+            holds = [CountedHold() for _ in lanes]
             read: list[int] = []
             futures = [
-                port.completion(self.event(lane), lane=lane, leases=(lease,), on_done=lambda: read.append(1))
-                for lane, lease in zip(lanes, leases, strict=True)
+                port.completion(self.event(lane), lane=lane, holds=(hold,), on_done=lambda: read.append(1))
+                for lane, hold in zip(lanes, holds, strict=True)
             ]
             futures[0].cancel()
             await turns(3)
-            self.fail()
+            self._fail_all()
             await self.within(asyncio.wait(futures))
             for future in futures[1:]:
                 error = future.exception()
                 assert isinstance(error, DeviceFailed)
                 assert _PROBLEM in error.problem
             await turns(10)
-            assert [lease.released for lease in leases] == [0] * 6
+            assert [hold.released for hold in holds] == [0] * 6
             assert (read, port.lost) == ([], 6)
             assert port.in_flight() == {}
-            late = CountedLease()
-            future = port.completion(self.event(), leases=(late,))
+            late = CountedHold()
+            future = port.completion(self.event(), holds=(late,))
             await self.within(asyncio.wait([future]))
             assert isinstance(future.exception(), DeviceFailed)
             assert (late.released, port.lost) == (0, 7)
@@ -318,48 +279,53 @@ class PortTests(PortHooks):
     async def test_an_error_is_seen_where_nobody_waits(self) -> None:
         self._needs_failure()
         async with self.on_port() as port:
-            lease = CountedLease()
-            port.completion(self.event(), leases=(lease,)).cancel()
+            hold = CountedHold()
+            port.completion(self.event(), holds=(hold,)).cancel()
             await turns(3)
-            self.fail()
+            self._fail_all()
             await self.until(lambda: port.lost == 1)
-            assert lease.released == 0
+            assert hold.released == 0
 
     @on_loop
     async def test_what_was_done_before_an_error_is_kept(self) -> None:
         self._needs_failure()
         async with self.on_port() as port:
-            event, lease = self.event(), CountedLease()
-            first = port.completion(event, leases=(lease,))
+            event, hold = self.event(), CountedHold()
+            first = port.completion(event, holds=(hold,))
             second = port.completion(self.event())
             event.fire()
             await self.within(first)
-            self.fail()
+            self._fail_all()
             await self.within(asyncio.wait([second]))
-            assert (lease.released, port.lost) == (1, 0)
+            assert (hold.released, port.lost) == (1, 0)
             assert isinstance(second.exception(), DeviceFailed)
 
     @on_loop
     async def test_closing_waits_for_what_is_in_flight(self) -> None:
         async with self.on_port() as port:
-            events, lease = [self.event(lane) for lane in ("compute", "copy_in")], CountedLease()
-            future = port.completion(events[0], leases=(lease,), on_done=lambda: 5)
+            unused = self.make()
+            await unused.aclose()
+            with expect(InvariantBroken):
+                # never fired: nothing else may wait behind it
+                unused.completion(self.event("copy_out"))
+            events, hold = [self.event(lane) for lane in ("compute", "copy_in")], CountedHold()
+            future = port.completion(events[0], holds=(hold,), on_done=lambda: 5)
             port.completion(events[1], lane="copy_in").cancel()
             closing = asyncio.ensure_future(port.aclose(self.bound_s))
             await turns(5)
             assert not closing.done()
-            with refused():
+            with expect(InvariantBroken):
                 port.completion(self.event())
             for event in events:
                 event.fire()
             await self.within(closing)
-            assert (future.result(), lease.released, port.lost) == (5, 1, 0)
+            assert (future.result(), hold.released, port.lost) == (5, 1, 0)
 
     @on_loop
     async def test_closing_does_not_wait_for_ever(self) -> None:
         async with self.on_port() as port:
-            event, lease = self.event(), CountedLease()
-            future = port.completion(event, kind=("decode", 8), leases=(lease,))
+            event, hold = self.event(), CountedHold()
+            future = port.completion(event, kind=("decode", 8), holds=(hold,))
             loop = asyncio.get_running_loop()
             began = loop.time()
             with expect(DeadlineExceeded) as caught:
@@ -370,8 +336,8 @@ class PortTests(PortHooks):
             await port.aclose()
             event.fire()
             await turns(20)
-            # the port does not watch any more: nobody may use what the device may still write
-            assert (lease.released, port.lost) == (0, 1)
+            # the port watches no more: memory that the device may still write stays held
+            assert (hold.released, port.lost) == (0, 1)
 
     @on_loop
     async def test_closing_can_be_cancelled(self) -> None:
@@ -385,25 +351,18 @@ class PortTests(PortHooks):
             assert isinstance(future.exception(), DeadlineExceeded)
 
     @on_loop
-    async def test_a_port_that_was_not_used_is_closed(self) -> None:
-        async with self.on_port() as port:
-            await port.aclose()
-            with refused():
-                port.completion(self.event())
-
-    @on_loop
     async def test_many_in_flight(self) -> None:
         async with self.on_port() as port:
             lanes = ["compute", "copy_out"]
             events = [self.event(lanes[number % 2]) for number in range(self.many)]
-            leases = [CountedLease() for _ in events]
+            holds = [CountedHold() for _ in events]
             seen: list[int] = []
             futures = [
                 port.completion(
                     event,
                     lane=lanes[number % 2],
                     kind=number % 5,
-                    leases=(leases[number],),
+                    holds=(holds[number],),
                     on_done=functools.partial(seen.append, number),
                 )
                 for number, event in enumerate(events)
@@ -418,7 +377,7 @@ class PortTests(PortHooks):
             for parity in (0, 1):
                 ours = [number for number in seen if number % 2 == parity]
                 assert ours == list(range(parity, self.many, 2))
-            assert {lease.released for lease in leases} == {1}
+            assert {hold.released for hold in holds} == {1}
 
     @on_loop
     async def test_a_busy_loop_is_no_obstacle(self) -> None:
@@ -435,9 +394,12 @@ class PortTests(PortHooks):
 
     def _needs_failure(self) -> None:
         if not self.can_fail:
-            import pytest
+            skip("this device cannot be made to fail and used again")
 
-            pytest.skip("this device cannot be made to fail and used again")
+    def _fail_all(self) -> None:
+        """The device fails: every event that was not fired is lost."""
+        for event in self._made:
+            event.fail(_PROBLEM)
 
 
 async def spin() -> None:
@@ -449,17 +411,10 @@ async def spin() -> None:
 
 @contextlib.contextmanager
 def expect(kind: type[Exception]) -> Any:
-    """What runs in it must raise this; the error is put in the list."""
+    """The body must raise this; the error is put in the list."""
     caught: list[Exception] = []
     try:
         yield caught
     except kind as error:
         caught.append(error)
     assert caught, f"no {kind.__name__} was raised"
-
-
-@contextlib.contextmanager
-def refused() -> Any:
-    """What runs in it must raise InvariantBroken."""
-    with expect(InvariantBroken):
-        yield

@@ -1,15 +1,15 @@
 """The pytest plugin: virtual time, leak and blocking checks as fixtures, and the options of simulations.
 
-It offers and imposes nothing: no hook of it changes how a project's tests run. The package is imported
-when a fixture is used.
+No hook of it changes how a project's tests run, and it imports the rest of the package when a fixture is used. pytest
+loads it by its entry point.
 
 Fixtures:
     run_sim: `run_sim(coroutine)` runs it in virtual time and returns its result.
     no_leaks: fails the test if it leaves fds, threads, children, shared segments or tasks behind.
-    must_strike: `must_strike(store_or_runner)` gives it back, and fails the test at its end if a fault that it injected
-        there never struck.
+    must_strike: `must_strike(store_or_runner)` returns its argument, and fails the test at its end if a fault that was
+        injected there never struck.
     no_blocking: fails the test if anything blocks a loop (needs blockbuster).
-    sim_seeds: the seeds to simulate; the summary of the run says which they were. pd_seeds: those of fleets.
+    sim_seeds: the seeds to simulate; the summary of the run says which they were.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
 
 _MIN_SEEDS = 40
-_MIN_S = 15.0
+_MIN_S = 6.0
 
-# what blocks on purpose and says so: (file, function)
+# (file, function) that block on purpose, and say so
 _MAY_BLOCK = (
     ("fdasync/pd/link/address.py", "absolute"),
     ("fdasync/pd/link/address.py", "remove_file"),
     ("fdasync/ipc/child.py", "__init__"),
     ("fdasync/ipc/child.py", "_reap"),
     ("fdasync/registry/registry.py", "find"),
-    ("fdasync/registry/registry.py", "_check"),
-    ("fdasync/runner/synthetic.py", "load_folder"),
+    ("fdasync/registry/registry.py", "_import"),
+    ("fdasync/registry/registry.py", "_unfit"),
+    ("fdasync/runner/synthetic.py", "_read_folder"),
     ("fdasync/engine/runtime.py", "_load_tokenizer"),
 )
 # the harness itself: it runs between tests and inside them, never in an engine
@@ -59,14 +60,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help=f"simulate seeds 0 to N-1 (default: for {_MIN_S:g} s, and at least {_MIN_SEEDS})",
     )
     group.addoption("--sim-seed", type=int, default=None, metavar="S", help="simulate this one seed")
-    group.addoption("--pd-seed", type=int, default=None, metavar="S", help="simulate this one seed of a fleet")
-    group.addoption(
-        "--pd-seeds",
-        type=int,
-        default=None,
-        metavar="N",
-        help=f"simulate fleets of seeds 0 to N-1 (default: for {_MIN_S:g} s, and at least {_MIN_SEEDS})",
-    )
 
 
 @pytest.fixture
@@ -79,7 +72,7 @@ def run_sim() -> Callable[[Coroutine[Any, Any, Any]], Any]:
 
 @pytest.fixture(scope="session")
 def first_uvloop() -> None:
-    """libuv opens a pipe for signals at a process's first loop and keeps it: that is nobody's leak."""
+    """Make a first loop: libuv opens a pipe for signals with it and keeps the pipe, which is no test's leak."""
     import uvloop
 
     uvloop.new_event_loop().close()
@@ -95,7 +88,7 @@ def no_leaks(first_uvloop: None) -> Iterator[None]:  # noqa: ARG001
 
 
 class Strikes(Protocol):
-    """What has faults injected: `FaultyStore`, `EdgeRunner`, `SimFabric`, a held engine."""
+    """An object with injected faults: `FaultyStore`, `FaultRunner`, `SimFabric`, a held engine."""
 
     def assert_struck(self) -> None: ...
 
@@ -112,8 +105,8 @@ def must_strike() -> Iterator[Callable[[T], T]]:
 
 @contextmanager
 def all_strike() -> Iterator[Callable[[T], T]]:
-    """A function that gives back what it gets; at the end all of it must have been struck, or AssertionError is
-    raised. What fails before is raised as it is."""
+    """A function that returns its argument. At the end the faults of every argument must have struck, or
+    AssertionError is raised; an error in the body is raised as it is."""
     watched: list[Strikes] = []
 
     def watch(thing: T) -> T:
@@ -145,11 +138,12 @@ def forbid_blocking() -> Iterator[None]:
 
 
 class SimSeeds:
-    """The seeds to simulate, in order, and what is to be said of them at the end of the run.
+    """The seeds to simulate, in order, and the lines about them in the summary of the run.
 
     Attributes:
-        tried: how many were handed out.
-        notes: lines for the summary.
+        what: the simulated thing, with a blank behind it, or "".
+        tried: how many seeds were handed out.
+        notes: further lines for the summary.
     """
 
     def __init__(self, only: int | None, count: int | None, what: str = "") -> None:
@@ -189,16 +183,13 @@ _XDIST_KEY = "fdasync_simulation"
 @pytest.fixture
 def sim_seeds(request: pytest.FixtureRequest) -> SimSeeds:
     """Seeds to simulate, as the options say; the summary of the run names them."""
-    seeds = SimSeeds(request.config.getoption("--sim-seed"), request.config.getoption("--seeds"))
-    request.config.stash.setdefault(_SIM_SEEDS, []).append(seeds)
-    return seeds
+    return seeds_of(request.config, "--sim-seed", "--seeds")
 
 
-@pytest.fixture
-def pd_seeds(request: pytest.FixtureRequest) -> SimSeeds:
-    """Seeds of fleets to simulate; see `sim_seeds`."""
-    seeds = SimSeeds(request.config.getoption("--pd-seed"), request.config.getoption("--pd-seeds"), "fleets of ")
-    request.config.stash.setdefault(_SIM_SEEDS, []).append(seeds)
+def seeds_of(config: pytest.Config, only: str, count: str, what: str = "") -> SimSeeds:
+    """Seeds as these two options say, named in the summary of the run as seeds of `what`."""
+    seeds = SimSeeds(config.getoption(only), config.getoption(count), what)
+    config.stash.setdefault(_SIM_SEEDS, []).append(seeds)
     return seeds
 
 
@@ -207,7 +198,7 @@ def _summary(config: pytest.Config) -> list[str]:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """In a process of pytest-xdist: hand the summary to the one that prints."""
+    """In a worker of pytest-xdist: hand the summary to the process that prints."""
     output = getattr(session.config, "workeroutput", None)
     if output is not None and (lines := _summary(session.config)):
         output[_XDIST_KEY] = lines
@@ -222,7 +213,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Say which seeds were simulated, where any were."""
+    """Name the simulated seeds, where there are any."""
     lines = _summary(config) or config.stash.get(_SIM_LINES, [])
     if lines:
         terminalreporter.section("simulation")

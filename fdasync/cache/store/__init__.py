@@ -1,4 +1,4 @@
-"""The contract of stores, the object format, the checks; `memory` is the model."""
+"""The contract of stores, the object format, the checks, and the store in memory that is the model of a store."""
 
 from fdasync.cache.store.base import (
     DONE,

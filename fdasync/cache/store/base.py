@@ -1,7 +1,8 @@
-"""What a store is: a place outside the engine that keeps sealed blocks. A specification, and `finish`, which helps.
+"""The contract of a store, a place outside the engine that keeps sealed blocks; and `finish`, which helps to keep it.
 
 `fdasync.testing.StoreTests` checks its sentences. Built in: `memory.py`, `file/store.py`; more by entry point
-(`fdasync.stores`). Called by `fdasync/engine/store_io.py` through the wrappers of `cache/store/wrappers/`.
+(`fdasync.stores`). It knows no engine. `fdasync/engine/store_io.py` calls stores through the wrappers of
+`cache/store/wrappers/`.
 
 **Objects.** A store maps keys to immutable strings of bytes. A key is text of `[0-9a-z./_-]`, at most
 `capabilities.max_key_chars` long, never starting or ending with "/" or ".", without "..". It is no path: "a" and "a/b"
@@ -17,7 +18,7 @@ a `put` reads.
 **The end of a verb is the end of its use of the parts.** However a verb ends - it returns, raises or is cancelled -
 the store neither reads nor writes the parts of that call any more, and keeps no reference to them. So a verb that is
 cancelled stops early if it can, and else takes its time, and only then raises CancelledError; `finish` does that for
-work that cannot be stopped. Whoever cannot wait uses a timeout that stops the waiting only (`wrappers.Timeout`).
+work that cannot be stopped. A caller that cannot wait uses a timeout that stops the waiting only (`wrappers.Timeout`).
 
 **Atomic.** An object is there whole or not at all, for every reader, in this process and after any crash: never in
 part, never mixed with another. A put that failed, or was cancelled, leaves the object whole or absent.
@@ -29,12 +30,11 @@ puts of one key at a time: one of them wins, whole. To replace an object, delete
 
 **May forget.** A store may drop objects whenever it likes (a cap, another owner's delete): a cache, not a database.
 
-**Errors.** What concerns one item is its `Outcome`; a verb raises only for the call as a whole: StoreUnavailable
-(transient: the same call may succeed later), StoreFull is never raised but told per item, StoreRejected (permanent:
-the call breaks a limit or the contract). A store looks at the whole call before it begins: one that it rejects has
-done nothing, also for the items that were good. (`wrappers.Limits` cuts a batch into several calls: those before the
-one that is rejected are done.) Anything else that a store raises is a defect of the store; wrappers turn it into
-StoreUnavailable. A missing key is never an error.
+**Errors.** The failure of one item is its `Outcome`; a verb raises only for the call as a whole: StoreUnavailable
+(transient: the same call may succeed later) or StoreRejected (permanent: the call breaks a limit or the contract). A
+store checks the whole call before it begins: a call that it rejects has done nothing, for good items neither.
+(`wrappers.Limits` cuts a batch into several calls: those before the rejected one are done.) Any other error that a
+store raises is a defect of the store; wrappers turn it into StoreUnavailable. A missing key is never an error.
 """
 
 from __future__ import annotations
@@ -56,7 +56,12 @@ T = TypeVar("T")
 
 
 class Item(msgspec.Struct, frozen=True, array_like=True):
-    """An object by key, and where its bytes come from or go to: parts one after the other, at least 1 byte in all."""
+    """An object of a call.
+
+    Attributes:
+        key: its key in the store.
+        parts: where its bytes are read from or written to, one part after the other; at least 1 byte in all.
+    """
 
     key: str
     parts: tuple[Part, ...]
@@ -73,12 +78,12 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
     """How one item of a call ended.
 
     Attributes:
-        status: `put`: "done", "exists" (it was there: nothing changed), "full" (no room now; a later one may find
-            some), "failed". `get_into`: "done" (all parts are filled), "miss", "damaged" (there is something under this
-            key that cannot be what was asked for; of another size, for a start), "failed". Unless "done", what the
-            parts of a get hold afterwards is undefined.
+        status: `put`: "done", "exists" (it was there: nothing changed), "full" (no room now; a later put may find
+            some), "failed". `get_into`: "done" (all parts are filled), "miss", "damaged" (the object under this key
+            cannot be the one that was asked for: it has another size, for example), "failed". Unless "done", the
+            content of a get's parts is undefined.
         problem: in words, for "damaged", "full" and "failed"; else "".
-        transient: of "failed": the same item may succeed later.
+        transient: the same item may succeed later; only with "failed".
     """
 
     status: Status
@@ -100,15 +105,15 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """What a store promises, and its limits; valid once `open` returned.
 
     Attributes:
-        name: for people and for metrics, e.g. "file".
-        durability: what an object that is "done" outlives: "none" (this store object's end), "process" (any end of
+        name: for errors and metrics, e.g. "file".
+        durability: what an object that is "done" outlives: "none" (not even this store object), "process" (any end of
             this process and of the engine), "machine" (loss of power).
-        shared: other engines see what is put here, and the other way round.
-        max_batch: items of one call.
-        max_key_chars: of a key.
-        max_parts: of an item.
-        max_item_nbytes: of an item.
-        capacity_nbytes: of all objects, or None where the store does not know.
+        shared: other engines read the objects that are put here, and the other way round.
+        max_batch: most items of one call.
+        max_key_chars: most characters of a key.
+        max_parts: most parts of an item.
+        max_item_nbytes: most bytes of an item.
+        capacity_nbytes: most bytes of all objects; None: the store does not know.
     """
 
     name: str
@@ -122,7 +127,12 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoreUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """What a store holds now; None where it cannot tell."""
+    """What a store holds now.
+
+    Attributes:
+        objects: how many objects; None: the store cannot say.
+        nbytes: their bytes; None: the store cannot say.
+    """
 
     objects: int | None = None
     nbytes: int | None = None
@@ -132,11 +142,15 @@ class Store(ABC):
     """See the module. Life: `open` once, verbs any number of times and at the same time, `aclose` once or more.
 
     An `open` that raised or was cancelled may be called again: an engine starts without a store that cannot be reached,
-    and tries again every so often. (One that is `blocking` is a new object in a new process then.)
+    and tries again every so often. (A `blocking` store is a new object in a new process then.) A store is used from one
+    loop.
 
-    Used from one loop. `config_type` is a frozen msgspec Struct that the registry decodes the configuration into.
-    `blocking`: its verbs may block, start threads or hold the GIL, so it is hosted in a process of its own
-    (`process/proxy.py`) and never runs in an engine's.
+    Attributes:
+        config_type: the frozen msgspec Struct that the configuration is decoded into.
+        blocking: its verbs may block, start threads or hold the GIL: it runs in a process of its own
+            (`process/proxy.py`), never in an engine's.
+        capabilities: its promises and limits.
+        config: the decoded configuration.
     """
 
     config_type: ClassVar[type[msgspec.Struct]]
@@ -150,15 +164,16 @@ class Store(ABC):
     async def open(self, regions: Sequence[SharedRegion]) -> None:
         """Connect, take locks, set `capabilities`. Later parts lie in these regions, which the caller owns.
 
-        Raises StoreUnavailable (nobody is there for now: a warning), StoreRejected (the configuration or the place is
-        wrong: no engine starts with it; it names what and the way out). `aclose` is called after a failed `open` too.
+        Raises StoreUnavailable (the store cannot be reached for now: a warning), StoreRejected (the configuration or
+        the place is wrong, and the error names the way out: no engine starts with it). `aclose` is called after a
+        failed `open` too.
         """
 
     @abstractmethod
     async def exists_prefix(self, keys: Sequence[str]) -> int:
-        """How many leading keys are there: the index of the first that is missing, never a count of those present.
+        """How many leading keys exist: the index of the first missing key, never a count of the existing ones.
 
-        A hint: what exists now may be gone when it is asked for. Raises StoreUnavailable, StoreRejected.
+        A hint: an object that exists now may be gone when it is read. Raises StoreUnavailable, StoreRejected.
         """
 
     @abstractmethod
@@ -171,7 +186,7 @@ class Store(ABC):
 
     @abstractmethod
     async def delete(self, keys: Sequence[str]) -> int:
-        """Drop objects; how many were there. Missing ones are no error. Raises StoreUnavailable, StoreRejected."""
+        """Drop objects; how many existed. A missing one is no error. Raises StoreUnavailable, StoreRejected."""
 
     async def usage(self) -> StoreUsage:
         """What it holds. Raises StoreUnavailable."""
@@ -185,18 +200,18 @@ class Store(ABC):
         """
 
     def beside(self, before_put: Callable[[Item], None], after_get: Callable[[Item], str]) -> bool:
-        """Run these where an item's bytes move, while the CPU's caches hold them; called before `open`, once.
+        """Run these functions where an item's bytes move, while the CPU's caches hold them; called once, before `open`.
 
-        `before_put` runs right before the parts of a put are read, if they are; `after_get` right after those of a get
-        were filled: unless it says "", the item is "damaged", with that problem. They may run in threads, several at a
-        time, and raise nothing. False, the default: this store does not run them.
+        The store calls `before_put` right before it reads the parts of a put, if it does, and `after_get` right after
+        it filled those of a get: unless that returns "", the item is "damaged", with the returned problem. Both may run
+        in threads, several at a time, and raise nothing. False, the default: this store does not call them.
         """
         del before_put, after_get
         return False
 
     async def kill(self, why: str) -> bool:
-        """End every running verb now, whatever it does; True: none touches a buffer any more. The store may be used
-        further. False, the default: it cannot (DECISIONS 5)."""
+        """End every running verb now, whatever it does; True: none touches a buffer any more, and the store can be used
+        further. False, the default: the store cannot do so (docs/design.md, rule 5)."""
         del why
         return False
 
@@ -210,7 +225,7 @@ async def finish(work: asyncio.Future[T]) -> T:
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:
-        # what came of it is nobody's any more; retrieved, so that asyncio does not warn
+        # no caller gets its result; retrieved, so that asyncio does not warn
         _ = work.cancelled() or work.exception()
         raise cancelled
     return work.result()  # of a future that is done

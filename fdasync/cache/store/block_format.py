@@ -1,4 +1,4 @@
-"""The object that a store keeps for one block and rank: self-describing, checked before anybody believes it.
+"""The object that a store keeps for one block and rank: self-describing, and checked before it is used.
 
 On disk: a header page, then the sections (KV first, then one for each aux spec), each at a multiple of 4 KiB. The
 page is little-endian: magic (8 bytes), format version (uint32), length of the table (uint32), length of the whole
@@ -6,15 +6,15 @@ object (uint64), the table (`BlockHeader`, msgpack), zeros, and in its last 8 by
 table names what the block is (namespace, key, rank, layout, dtypes, shapes) and the XXH3-64 of every section. Between
 sections are zeros. An object of another version is damage like any other: stores are caches, nothing is migrated.
 
-Pure functions over bytes: knows no stores, no files, no loop. Called by `checked.py`, which writes and checks this
-around any store, and by the command that verifies a folder (`read_header`, `check_key`, `check_value`).
+Pure functions over bytes, which know no store, no file and no loop. `checked.py`, which writes and checks objects
+around any store, and `file/admin.py`, which verifies a folder, call them.
 """
 
 from __future__ import annotations
 
 import re
 import struct
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 import xxhash
@@ -37,17 +37,21 @@ Id = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
 
+DamageReason = Literal[
+    "magic", "version", "length", "header", "namespace", "key", "rank", "layout", "kv_dtype", "block_tokens",
+    "sections", "checksum", "padding", "store",
+]  # fmt: skip
+
+
 class DamagedBlock(PermanentError):
     """Stored bytes are not the block that they should be.
 
     Attributes:
-        reason: the check that failed, one of few names: "magic", "version", "length", "header", "namespace", "key",
-            "rank", "layout", "kv_dtype", "block_tokens", "sections", "checksum", "padding"; "store" where the
-            store itself found it.
+        reason: the check that failed; "store": the store itself found the damage.
         detail: in words.
     """
 
-    def __init__(self, reason: str, detail: str) -> None:
+    def __init__(self, reason: DamageReason, detail: str) -> None:
         self.reason = reason
         self.detail = detail
         super().__init__(f"{reason}: {detail}")
@@ -79,8 +83,7 @@ class Section(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         name: "kv", or the name of an aux spec.
-        dtype: in words: compared, never interpreted.
-        shape: the same.
+        dtype, shape: compared with the schema's, never interpreted.
         nbytes: without padding, at least 1.
     """
 
@@ -91,15 +94,15 @@ class Section(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BlockSchema(msgspec.Struct, frozen=True, kw_only=True):
-    """What every object of one engine is; crosses to store processes.
+    """What every object of one engine is; sent to the store's process.
 
     Attributes:
-        layout: of the KV, in words: compared only.
-        kv_dtype: in words, e.g. "bfloat16".
+        layout: name of the KV layout: compared only.
+        kv_dtype: e.g. "bfloat16": compared only.
         block_tokens: tokens of a block.
         sections: the first is "kv", then one for each aux spec.
-        zeros: a page of zeros that nobody writes; padding is written from it.
-        trash: a page that padding is read into; nobody believes it.
+        zeros: a page of zeros, never written; padding is written from it.
+        trash: a page that padding is read into; its bytes are never used.
     """
 
     layout: str
@@ -111,12 +114,18 @@ class BlockSchema(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def object_nbytes(self) -> int:
-        """Of a whole object: header page, sections, padding."""
+        """Bytes of a whole object: header page, sections, padding."""
         return PAGE_NBYTES + sum(page_aligned(section.nbytes) for section in self.sections)
 
 
 class SectionEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A section as it lies in an object; `checksum` is the XXH3-64 of its bytes without padding."""
+    """A section as it lies in an object.
+
+    Attributes:
+        name, dtype, shape, nbytes: as in `Section`.
+        offset: of its first byte in the object.
+        checksum: XXH3-64 of its bytes without padding.
+    """
 
     name: str
     dtype: str
@@ -127,7 +136,13 @@ class SectionEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
 
 class BlockHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The table of an object: what it is, in full."""
+    """The table of an object.
+
+    Attributes:
+        namespace, key, rank: the block that the object is; `object_key` makes them one string.
+        layout, kv_dtype, block_tokens: as in `BlockSchema`.
+        sections: in the order in which they lie.
+    """
 
     namespace: Id
     key: Id
@@ -139,7 +154,7 @@ class BlockHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
     @property
     def nbytes(self) -> int:
-        """Of the whole object."""
+        """Bytes of the whole object."""
         return PAGE_NBYTES + sum(page_aligned(section.nbytes) for section in self.sections)
 
 
@@ -167,7 +182,7 @@ def read_header(page: bytes | bytearray | memoryview, nbytes: int | None = None)
 
     Nothing is decoded before the page's own checksum holds. Raises DamagedBlock and nothing else, whatever the bytes.
     """
-    # a copy: what was checked cannot change until it is decoded
+    # a copy: the checked bytes cannot change before they are decoded
     page = bytes(page)
     if len(page) != PAGE_NBYTES:
         raise DamagedBlock("length", f"{len(page)} bytes are no header page")
@@ -198,7 +213,7 @@ def read_header(page: bytes | bytearray | memoryview, nbytes: int | None = None)
 
 
 def check_key(header: BlockHeader, key: str) -> None:
-    """Raise DamagedBlock unless this is the header of the object with this key (BadInput if it is no such key)."""
+    """Raise DamagedBlock unless this is the header of the object with this key; BadInput for no key of a block."""
     namespace, block, rank = parse_key(key)
     if header.namespace != namespace:
         raise DamagedBlock("namespace", f"it says {header.namespace.hex()}, and lies at {key}")
@@ -210,14 +225,15 @@ def check_key(header: BlockHeader, key: str) -> None:
 
 def check_schema(header: BlockHeader, schema: BlockSchema) -> None:
     """Raise DamagedBlock unless an engine with this schema can use what the header describes."""
-    for name in ("layout", "kv_dtype", "block_tokens"):
+    names: tuple[Literal["layout", "kv_dtype", "block_tokens"], ...] = ("layout", "kv_dtype", "block_tokens")
+    for name in names:
         found, wanted = getattr(header, name), getattr(schema, name)
         if found != wanted:
             raise DamagedBlock(name, f"it is {found!r}, not {wanted!r}")
     sections = tuple([Section(entry.name, entry.dtype, entry.shape, entry.nbytes) for entry in header.sections])
     if sections != schema.sections:
-        names = ", ".join(f"{section.name} {section.dtype} {list(section.shape)}" for section in sections)
-        raise DamagedBlock("sections", f"it has {names or 'none'}")
+        found = ", ".join(f"{section.name} {section.dtype} {list(section.shape)}" for section in sections)
+        raise DamagedBlock("sections", f"it has {found or 'none'}")
 
 
 def check_value(header: BlockHeader, value: bytes | bytearray | memoryview) -> None:
@@ -230,4 +246,4 @@ def check_value(header: BlockHeader, value: bytes | bytearray | memoryview) -> N
             if xxhash.xxh3_64_intdigest(view[section.offset : end]) != section.checksum:
                 raise DamagedBlock("checksum", f"section {section.name!r} is not what was written")
             if bytes(view[end : page_aligned(end)]).strip(b"\0"):
-                raise DamagedBlock("padding", f"there is something behind section {section.name!r}")
+                raise DamagedBlock("padding", f"the bytes behind section {section.name!r} are not zeros")

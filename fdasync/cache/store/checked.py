@@ -1,9 +1,9 @@
-"""A store of whole, checked blocks around any store of bytes: `Sealed`.
+"""A store of whole, checked blocks around any store of bytes: `CheckedStore`.
 
-Writes the header of `block_format.py` in front of what it is given, and believes nothing that comes back before every
-check holds. Nobody joins copies: header, sections and padding are parts. Hashes in slices, so that no callback of the
-loop grows long; for hosted stores that is the loop of the store's process. Knows no files and no engine. Made by
-`process/main.py`, and by whoever opens a store in the engine's process.
+It writes the header of `block_format.py` in front of the sections of a block, and returns a block that was read only
+after every check has held. No copies are joined: header, sections and padding are parts. It hashes in slices, so that
+no callback of its loop grows long. It knows no files and no engine. `process/main.py` makes it in the store's process,
+`engine/store_stack.py` around a store in the engine's process.
 """
 
 from __future__ import annotations
@@ -32,36 +32,32 @@ from fdasync.errors import BadInput, StoreRejected, StoreUnavailable
 from fdasync.ipc.shared_memory import PAGE_NBYTES, Part, page_aligned
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from fdasync.ipc.shared_memory import SharedRegion
 
-# what one callback of the loop hashes at most: some 0.3 ms
+# most bytes that one callback of the loop hashes: some 0.3 ms
 _SLICE_NBYTES = 4 << 20
-# blocks of a call that go to the store below together, so that hashing and moving bytes overlap
+# blocks of a call that go to the inner store together, so that hashing and moving bytes overlap
 _GROUP = 16
 
 
-class Sealed(Store):
+class CheckedStore(Store):
     """Writes and checks block objects around another store, which it owns.
 
-    Its items have one part for the header (a page that the caller lends for this call) and one for each section, as
-    the schema has them, without padding; their keys are made by `object_key`. Whatever a read finds wrong is
+    Its items have one part for the header (a page that the caller gives for this call) and one for each section, as
+    the schema has them, without padding; `object_key` makes their keys. An object that fails a check of a read is
     "damaged", with the reason as the first word of the problem, and is deleted, so that a good one can take its place.
-    Flips in the padding between sections are nobody's data: a read does not see them, `check_value` does.
-
-    Args:
-        on_damage: called with key and reason (`DamagedBlock.reason`) for each damaged object.
+    A read does not check the padding between sections, which is no data; `check_value` does.
     """
 
     config_type: ClassVar[type[msgspec.Struct]] = msgspec.Struct
 
-    def __init__(self, inner: Store, schema: BlockSchema, on_damage: Callable[[str, str], None] | None = None) -> None:
-        """Raises StoreRejected for a schema that cannot be stored: the table does not fit into a page, for a start."""
+    def __init__(self, inner: Store, schema: BlockSchema) -> None:
+        """Raises StoreRejected for a schema that cannot be stored: its table does not fit into a page, for example."""
         super().__init__(inner.config)
         self._inner = inner
         self._schema = schema
-        self._on_damage = on_damage
         self._regions: Sequence[SharedRegion] = ()
         self._name = type(inner).__name__
         self._closed = False
@@ -73,9 +69,10 @@ class Sealed(Store):
         for nbytes in self._sizes:
             self._places.append(place)
             place += 1 if nbytes % PAGE_NBYTES == 0 else 2
-        self._damage: dict[int, DamagedBlock] = {}
-        # a store that moves bytes in threads hashes them there; for any other it is done on the loop, in slices
-        self._beside = inner.beside(self._seal_now, self._judge_now)
+        # problems that `_judge_now` found, by id of the whole item
+        self._damage: dict[int, str] = {}
+        # a store that moves bytes in threads hashes them there; for any other store the loop hashes, in slices
+        self._beside = inner.beside(self._prepare_now, self._judge_now)
 
     def _check_schema(self) -> None:
         schema = self._schema
@@ -87,7 +84,7 @@ class Sealed(Store):
         if schema.zeros.nbytes != PAGE_NBYTES or schema.trash.nbytes != PAGE_NBYTES:
             raise StoreRejected(self._name, "padding needs a page of zeros and a page of trash")
         try:
-            # the longest table that these sections can have; what does not come back as it was would always be damaged
+            # the longest table that these sections can have; a schema that it cannot express would always be damaged
             longest = make_header(schema, object_key(bytes(16), bytes(16), MAX_RANK), [2**64 - 1] * len(names))
             check_schema(read_header(write_header(longest), schema.object_nbytes), schema)
         except (DamagedBlock, ValueError) as error:
@@ -123,7 +120,7 @@ class Sealed(Store):
         groups = _groups(items)
         if len(groups) <= 1 or self._beside:
             return await self._get_group(items)
-        # what has arrived is checked while the rest is read
+        # the blocks that have arrived are checked while the rest is read
         return await _all_of([asyncio.ensure_future(self._get_group(group)) for group in groups])
 
     async def put(self, items: Sequence[Item]) -> list[Outcome]:
@@ -132,13 +129,13 @@ class Sealed(Store):
             return await self._put_group([self._whole(item, self._schema.zeros) for item in items])
         groups = _groups(items)
         if len(groups) <= 1:
-            return await self._put_group([await self._seal(item) for item in items])
-        # what is sealed is written while the rest is hashed
+            return await self._put_group([await self._prepare(item) for item in items])
+        # the blocks that have their header are written while the rest is hashed
         tasks: list[asyncio.Future[list[Outcome]]] = []
         try:
             for group in groups:
-                sealed = [await self._seal(item) for item in group]
-                tasks.append(asyncio.ensure_future(self._put_group(sealed)))
+                prepared = [await self._prepare(item) for item in group]
+                tasks.append(asyncio.ensure_future(self._put_group(prepared)))
         except BaseException:
             await _end(tasks)
             raise
@@ -163,10 +160,7 @@ class Sealed(Store):
         inner = [self._whole(item, self._schema.trash) for item in items]
         try:
             found = self._all(await self._inner.get_into(inner), items)
-            if self._beside:
-                outcomes = [self._told(item, outcome) for item, outcome in zip(inner, found, strict=True)]
-            else:
-                outcomes = [await self._judge(item, outcome) for item, outcome in zip(items, found, strict=True)]
+            outcomes = [await self._judge(item, outcome) for item, outcome in zip(inner, found, strict=True)]
         finally:
             for item in inner:
                 self._damage.pop(id(item), None)
@@ -179,11 +173,11 @@ class Sealed(Store):
             ]
         return outcomes
 
-    async def _put_group(self, sealed: Sequence[Item]) -> list[Outcome]:
-        return self._all(await self._inner.put(sealed), sealed)
+    async def _put_group(self, prepared: Sequence[Item]) -> list[Outcome]:
+        return self._all(await self._inner.put(prepared), prepared)
 
     async def _delete(self, keys: Sequence[str]) -> str:
-        """Drop damaged objects; what stood in the way, for the problem of their outcomes, or ""."""
+        """Delete damaged objects; "", or why that failed, to be added to the problem of their outcomes."""
         try:
             await self._inner.delete(keys)
         except Exception as error:
@@ -225,85 +219,73 @@ class Sealed(Store):
     def _whole(self, item: Item, page: Part) -> Item:
         return Item(item.key, self._padded(item.parts, page))
 
-    # -- one whole item, where its bytes move: in threads of the store inside ---------------------------
+    # -- one whole item -----------------------------------------------------------------------------
 
-    def _seal_now(self, item: Item) -> None:
-        sums = []
-        for place in self._places[1:]:
-            with self._view(item.parts[place]) as view:
-                sums.append(xxhash.xxh3_64_intdigest(view))
-        page = write_header(make_header(self._schema, item.key, sums))
+    def _prepare_now(self, item: Item) -> None:
+        """Write the header of the sections; in threads of the store inside."""
+        self._write_header(item, [self._checksum_now(part) for part in self._sections(item)])
+
+    async def _prepare(self, item: Item) -> Item:
+        """Write the header of the sections, on the loop; the item with its padding."""
+        whole = self._whole(item, self._schema.zeros)
+        self._write_header(whole, [await self._checksum(part) for part in self._sections(whole)])
+        # one block is a callback long enough
+        await asyncio.sleep(0)
+        return whole
+
+    def _judge_now(self, item: Item) -> str:
+        """Check what was read; the problem, or "". In threads of the store inside."""
+        problem = self._problem(item, [self._checksum_now(part) for part in self._sections(item)])
+        if problem:
+            # the items of a call live until it ends, and so do their ids
+            self._damage[id(item)] = problem
+        return problem
+
+    async def _judge(self, item: Item, outcome: Outcome) -> Outcome:
+        """The outcome of a read, once its bytes are checked: here, unless they were checked beside the read."""
+        if outcome.status in ("miss", "failed"):
+            return outcome
+        if outcome.status == "damaged":
+            return Outcome("damaged", self._damage.get(id(item)) or f"store: {outcome.problem}")
+        if outcome.status != "done":
+            return Outcome("failed", f"the store answered a read with {outcome.status!r}")
+        if not self._beside:
+            problem = self._problem(item, [await self._checksum(part) for part in self._sections(item)])
+            if problem:
+                return Outcome("damaged", problem)
+            await asyncio.sleep(0)
+        return outcome
+
+    def _sections(self, item: Item) -> list[Part]:
+        return [item.parts[place] for place in self._places[1:]]
+
+    def _write_header(self, item: Item, checksums: Sequence[int]) -> None:
+        page = write_header(make_header(self._schema, item.key, checksums))
         with self._view(item.parts[0]) as view:
             view[:] = page
 
-    def _judge_now(self, item: Item) -> str:
+    def _problem(self, item: Item, checksums: Sequence[int]) -> str:
         try:
             with self._view(item.parts[0]) as view:
                 header = read_header(view, self._schema.object_nbytes)
             check_key(header, item.key)
             check_schema(header, self._schema)
-            for place, section in zip(self._places[1:], header.sections, strict=True):
-                with self._view(item.parts[place]) as view:
-                    checksum = xxhash.xxh3_64_intdigest(view)
+            for section, checksum in zip(header.sections, checksums, strict=True):
                 if checksum != section.checksum:
                     raise DamagedBlock("checksum", f"section {section.name!r} is not what was written")
         except DamagedBlock as error:
-            # the items of a call live until it ends, and so do their ids
-            self._damage[id(item)] = error
             return str(error)
         return ""
 
-    def _told(self, item: Item, outcome: Outcome) -> Outcome:
-        """What came of a read that was judged there."""
-        if outcome.status in ("done", "miss", "failed"):
-            return outcome
-        if outcome.status != "damaged":
-            return Outcome("failed", f"the store answered a read with {outcome.status!r}")
-        error = self._damage.get(id(item)) or DamagedBlock("store", outcome.problem)
-        if self._on_damage is not None:
-            self._on_damage(item.key, error.reason)
-        return Outcome("damaged", str(error))
-
-    # -- one item, on the loop ----------------------------------------------------------------------
-
-    async def _seal(self, item: Item) -> Item:
-        """Write the header of what lies in the parts; the item with its padding."""
-        sums = [await self._checksum(part) for part in item.parts[1:]]
-        page = write_header(make_header(self._schema, item.key, sums))
-        with self._view(item.parts[0]) as view:
-            view[:] = page
-        # one block is a callback long enough
-        await asyncio.sleep(0)
-        return self._whole(item, self._schema.zeros)
-
-    async def _judge(self, item: Item, outcome: Outcome) -> Outcome:
-        """What came of a read, once its bytes are checked."""
-        if outcome.status in ("miss", "failed"):
-            return outcome
-        try:
-            if outcome.status == "damaged":
-                raise DamagedBlock("store", outcome.problem)
-            if outcome.status != "done":
-                return Outcome("failed", f"the store answered a read with {outcome.status!r}")
-            with self._view(item.parts[0]) as view:
-                header = read_header(view, self._schema.object_nbytes)
-            check_key(header, item.key)
-            check_schema(header, self._schema)
-            for part, section in zip(item.parts[1:], header.sections, strict=True):
-                if await self._checksum(part) != section.checksum:
-                    raise DamagedBlock("checksum", f"section {section.name!r} is not what was written")
-        except DamagedBlock as error:
-            if self._on_damage is not None:
-                self._on_damage(item.key, error.reason)
-            return Outcome("damaged", str(error))
-        await asyncio.sleep(0)
-        return outcome
+    def _checksum_now(self, part: Part) -> int:
+        with self._view(part) as view:
+            return xxhash.xxh3_64_intdigest(view)
 
     async def _checksum(self, part: Part) -> int:
         """XXH3-64 of a part; yields to the loop between slices."""
+        if part.nbytes <= _SLICE_NBYTES:
+            return self._checksum_now(part)
         with self._view(part) as view:
-            if part.nbytes <= _SLICE_NBYTES:
-                return xxhash.xxh3_64_intdigest(view)
             running = xxhash.xxh3_64()
             for start in range(0, part.nbytes, _SLICE_NBYTES):
                 if start:
@@ -320,7 +302,7 @@ def _groups(items: Sequence[Item]) -> list[Sequence[Item]]:
 
 
 async def _all_of(tasks: Sequence[asyncio.Future[list[Outcome]]]) -> list[Outcome]:
-    """The outcomes of all. Of several errors the first is raised; then, and when cancelled, all have ended."""
+    """The outcomes of all tasks. Raises the first error; when it raises or is cancelled, all tasks have ended."""
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
     finally:
@@ -332,7 +314,7 @@ async def _all_of(tasks: Sequence[asyncio.Future[list[Outcome]]]) -> list[Outcom
 
 
 async def _end(tasks: Sequence[asyncio.Future[list[Outcome]]]) -> None:
-    """Stop what still runs and wait for its end, whatever happens meanwhile: it uses the caller's parts."""
+    """Cancel the running tasks and wait for their end, even when cancelled: they use the caller's parts."""
     left = [task for task in tasks if not task.done()]
     for task in left:
         task.cancel()

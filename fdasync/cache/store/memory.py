@@ -1,8 +1,9 @@
 """A store in this process's memory: the model that the conformance suite trusts, so it is as simple as can be.
 
-Objects are `bytes` in a dict, copied in and out on the engine's loop, which gets a turn after every MiB; an object
-of many MiB is copied in one go. Good for tests, simulations and small caches. Knows the contract (`store/base.py`)
-only."""
+Objects are `bytes` in a dict, copied in and out on the loop, which gets a turn after every MiB; an object of many MiB
+is copied in one go. Good for tests, simulations and small caches. It knows the contract (`store/base.py`) only. It is
+the plugin `memory` of `fdasync.stores`.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +25,17 @@ _TURN_NBYTES = 1 << 20
 
 
 class MemoryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How much it keeps.
+    """How much the store keeps.
 
     Attributes:
-        max_nbytes: of all values; what was used longest ago is dropped for what is new.
+        max_nbytes: most bytes of all values; the values used longest ago are dropped for new ones.
     """
 
     max_nbytes: int = 1 << 30
 
 
 class MemoryStore(Store):
-    """See the module. Objects end with it."""
+    """See the module. Its objects end with it."""
 
     config_type = MemoryConfig
 
@@ -47,7 +48,7 @@ class MemoryStore(Store):
         self._nbytes = 0
         self._moved_nbytes = 0
         self._closed = False
-        self._era = 0  # verbs of an earlier one have been ended by `kill` or `aclose`
+        self._era = 0  # rises when `kill` or `aclose` ends all running verbs
 
     async def open(self, regions: Sequence[SharedRegion]) -> None:
         self._regions = tuple(regions)

@@ -1,7 +1,7 @@
 """Whether a call to a store keeps the contract's limits, checked before anything is touched. Pure.
 
-Every store calls these first, so that what breaks the contract is refused by all in the same words
-(`StoreRejected`). Knows `store/base.py` and the sizes of the regions, nothing of any store.
+Every store calls these functions first, so that all stores refuse a call that breaks the contract in the same words
+(`StoreRejected`). They know `store/base.py` and the sizes of the regions, no store.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _KEY = re.compile(r"[0-9a-z_-]([0-9a-z./_-]*[0-9a-z_-])?")
 
 
 def check_keys(keys: Sequence[str], limits: Capabilities) -> None:
-    """Raises StoreRejected for too many keys, and for the first that is none."""
+    """Raises StoreRejected for too many keys, and for the first string that is no key."""
     if len(keys) > limits.max_batch:
         raise StoreRejected(limits.name, f"{len(keys)} items in one call", f"at most {limits.max_batch} are taken")
     for key in keys:

@@ -1,7 +1,7 @@
-"""Options of the command line that make an `EngineConfig`: shared by `serve` and `up`; `--store` by `demo` too.
+"""Options of the command line that make an `EngineConfig`.
 
-Parses and checks, a store's keys against the plugin's own; starts nothing. What is given as an option beats what the
-`--config` file says.
+Parses, and checks keys of stores, policies and taps against the plugin's own; starts nothing. An option beats the same
+key of the `--config` file. Called by `serve.py`, which has `serve` and `up`, and by the demo.
 """
 
 from __future__ import annotations
@@ -15,17 +15,23 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from fdasync.engine.config import EngineConfig
+from fdasync.cache.store.plugins import load_store
+from fdasync.engine.config import EngineConfig, policy_class
 from fdasync.errors import BadInput, ConfigError
-from fdasync.registry.registry import Registry
+from fdasync.events.tap import Tap
+from fdasync.registry.registry import TAPS, Registry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-STORE_FORMS = "NAME, NAME:VALUE, NAME:key=value,key=value or NAME:{JSON}"
+PLUGIN_FORMS = "NAME, NAME:VALUE, NAME:key=value,key=value or NAME:{JSON}"
 STORE_HELP = (
     "Any installed store, e.g. memory, file:DIR, file:path=DIR,max_nbytes=20000000000, mooncake:HOST:PORT or"
     ' sqlite:{"path": "kv.db"}. A value without a key is that of the store\'s first key.'
+)
+POLICY_HELP = (
+    "Which requests go first: any installed policy, e.g. shortest-prompt-first or"
+    " shortest-prompt-first:ageing_s_per_token=0.01.  [default: arrival]"
 )
 _KEY = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _COUNT = click.IntRange(1)
@@ -35,7 +41,7 @@ _OPTIONS = (
     ),
     click.option(
         "--config", "config_path", type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help="TOML or JSON file with keys of EngineConfig, e.g. max_running = 64. Options given here go first.",
+        help="TOML or JSON file with keys of EngineConfig, e.g. max_running = 64. Options beat the file.",
     ),
     click.option("--runner", help="Runner plugin: transformers (the default), synthetic, or another's name."),
     click.option(
@@ -55,15 +61,20 @@ _OPTIONS = (
     click.option("--max-step-tokens", type=_COUNT, help="Token budget of a step.  [default: 2048]"),
     click.option("--host-blocks", type=_COUNT, help="KV blocks in host memory. Default: what 1 GiB holds."),
     click.option(
-        "--store", default="", metavar="STORE",
+        "--store", metavar="STORE",
         help=f"Tier behind the host. {STORE_HELP} A folder of `file` serves one instance: with several, each has its"
         " own inside it.",
     ),
     click.option(
         "--store-required", is_flag=True,
-        help="Do not start without the store. Default: say so, and use it when it is there.",
+        help="Do not start without the store. Default: start, say so, and use the store once it opens.",
     ),
-    click.option("--seed", type=click.IntRange(0), help="Of what an engine draws itself."),
+    click.option("--policy", metavar="POLICY", help=POLICY_HELP),
+    click.option(
+        "--tap", "taps", multiple=True, metavar="TAP",
+        help="A tap plugin that reads the engine's events: NAME, or NAME:key=value,key=value.",
+    ),
+    click.option("--seed", type=click.IntRange(0), help="Of the engine's own random numbers."),
 )  # fmt: skip
 _PLAIN = ("num_blocks", "block_tokens", "max_context_tokens", "max_running", "max_step_tokens", "host_blocks", "seed")
 
@@ -79,9 +90,9 @@ def engine_config(options: dict[str, Any], role: str | None = None) -> EngineCon
     """From the values of `engine_options`, which are taken out of `options`.
 
     Args:
-        role: on the command line; None: what the file says, or "mixed".
+        role: of the command line; None: the file's role, or "mixed".
 
-    Raises ConfigError, BadInput naming the option or the file's key.
+    Raises ConfigError, or BadInput, naming the option or the file's key.
     """
     taken = {
         name: options.pop(name)
@@ -96,9 +107,20 @@ def engine_config(options: dict[str, Any], role: str | None = None) -> EngineCon
     if own and isinstance(values.setdefault("runner_config", {}), dict):
         values["runner_config"] = {**values["runner_config"], **own}
     values.update({name: taken[name] for name in _PLAIN if taken[name] is not None})
+    policy = parse_policy(options.pop("policy"))
+    if policy is not None:
+        values["policy"], values["policy_config"] = policy
     store = parse_store(options.pop("store"))
     if store is not None:
         values["store"], values["store_config"] = store
+    given: set[str] = set()
+    for text in options.pop("taps"):
+        name, keys = parse_plugin("--tap", text, _tap_keys)
+        if name in given:
+            raise BadInput("--tap", f"names {name} twice", hint="give all its keys in one --tap")
+        given.add(name)
+        if isinstance(values.setdefault("taps", {}), dict):
+            values["taps"][name] = keys
     if options.pop("store_required"):
         values["store_required"] = True
     if role is not None or values.get("role", "alone") == "alone":
@@ -122,46 +144,64 @@ def read_config(path: Path) -> dict[str, Any]:
     return values
 
 
-def parse_store(text: str) -> tuple[str, dict[str, Any]] | None:
-    """Entry-point name and configuration of `--store`; None for "".
+def _tap_keys(name: str) -> type[msgspec.Struct]:
+    return Registry().load(TAPS, name, Tap).config_type  # type: ignore[type-abstract]
 
-    Loads the plugin, for its keys: those that are not there, and values that are not of their type, are refused here.
-    Raises BadInput naming the part that is wrong; PluginError where no such store is installed, telling which are.
+
+def parse_store(text: str | None) -> tuple[str, dict[str, Any]] | None:
+    """Entry-point name and configuration of `--store`; None where it is not given. Raises as `parse_plugin` does."""
+    return None if text is None else parse_plugin("--store", text, lambda name: load_store(name).config_type)
+
+
+def parse_policy(text: str | None) -> tuple[str, dict[str, Any]] | None:
+    """Entry-point name and configuration of `--policy`; None where it is not given. Raises as `parse_plugin` does."""
+    return None if text is None else parse_plugin("--policy", text, lambda name: policy_class(name).config_type)
+
+
+def parse_plugin(
+    option: str, text: str, config_type_of: Callable[[str], type[msgspec.Struct]]
+) -> tuple[str, dict[str, Any]]:
+    """Entry-point name and configuration of a plugin.
+
+    Loads the plugin for its keys: unknown keys and values of a wrong type are refused here. Raises BadInput naming the
+    part that is wrong; PluginError, naming those that are installed, where no such plugin is.
+
+    Args:
+        option: the command-line option that names the plugin, for errors.
+        config_type_of: gives the struct of the plugin's keys.
     """
-    if not text:
-        return None
     name, colon, rest = text.partition(":")
     if not name or (colon and not rest):
-        missing = "its configuration behind the colon" if name else "the name of a store"
-        raise BadInput("--store", f"{text!r} lacks {missing}", limit=STORE_FORMS)
-    config_type = Registry().load_store(name).config_type
+        missing = "its configuration behind the colon" if name else f"the name of a {option.removeprefix('--')}"
+        raise BadInput(option, f"{text!r} lacks {missing}", limit=PLUGIN_FORMS)
+    config_type = config_type_of(name)
     keys = [field.encode_name for field in msgspec.structs.fields(config_type)]
     json_form = rest.startswith("{")
-    given = _json_object(rest) if json_form else _pairs(name, rest, keys)
+    given = _json_object(option, rest) if json_form else _pairs(option, name, rest, keys)
     hint = f"its keys are: {', '.join(keys) or 'none'}"
     if unknown := [key for key in given if key not in keys]:
-        raise BadInput(f"--store {name}.{unknown[0]}", "is not a key that exists", hint=hint)
+        raise BadInput(f"{option} {name}.{unknown[0]}", "is not a key that exists", hint=hint)
     try:
-        # what stands on a command line is text: its type is that of the key
+        # a value of the command line is text, and is converted to the key's type
         own = msgspec.convert(given, config_type, strict=json_form)
     except msgspec.ValidationError as error:
-        wrong = ConfigError.of_validation(error, f"--store {name}")
+        wrong = ConfigError.of_validation(error, f"{option} {name}")
         raise BadInput(wrong.field, wrong.problem, hint=hint) from None
     values = msgspec.to_builtins(own)
     return name, {key: values[key] for key in given if key in values}
 
 
-def _json_object(text: str) -> dict[str, Any]:
+def _json_object(option: str, text: str) -> dict[str, Any]:
     try:
         values = json.loads(text)
     except ValueError as error:
-        raise BadInput("--store", f"{text!r} is no JSON object: {error}") from None
+        raise BadInput(option, f"{text!r} is no JSON object: {error}") from None
     assert isinstance(values, dict)  # it begins with a brace
     return values
 
 
-def _pairs(name: str, text: str, keys: list[str]) -> dict[str, Any]:
-    """Of "key=value,key=value"; the first may be a value alone."""
+def _pairs(option: str, name: str, text: str, keys: list[str]) -> dict[str, Any]:
+    """Keys and values of "key=value,key=value"; the first may be a value alone."""
     given: dict[str, Any] = {}
     for number, part in enumerate(text.split(",") if text else ()):
         found = _KEY.fullmatch(part)
@@ -170,10 +210,10 @@ def _pairs(name: str, text: str, keys: list[str]) -> dict[str, Any]:
         elif number == 0 and keys:
             key, value = keys[0], part
         else:
-            hint = f"a value with a comma needs the JSON form: --store '{name}:{{...}}'"
-            raise BadInput("--store", f"{part!r} of {name}:{text} is no key=value", hint=hint)
+            hint = f"a value with a comma needs the JSON form: {option} '{name}:{{...}}'"
+            raise BadInput(option, f"{part!r} of {name}:{text} is no key=value", hint=hint)
         if key in given:
-            raise BadInput("--store", f"{key} is given twice in {name}:{text}")
+            raise BadInput(option, f"{key} is given twice in {name}:{text}")
         given[key] = value
     return given
 

@@ -1,7 +1,7 @@
-"""Ctrl-C and SIGTERM as something to wait for, counted: the first one asks, the second one insists.
+"""Counts Ctrl-C and SIGTERM, and lets a coroutine wait for them: the first one asks, the second one insists.
 
-A terminal that closes (SIGHUP) insists at once: nobody is there to wait for a drain, or to be told of it; where it is
-ignored (`nohup`) it stays so. No handler runs code of ours anywhere but on the loop. Used by `serve` and `up`.
+A terminal that closes (SIGHUP) counts twice, because no user is left to wait for a drain. A SIGHUP that is ignored
+(`nohup`) stays ignored. Handlers run on the loop only. Called by `service.py` and `up.py`.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import asyncio
 import signal
 from typing import Any
 
-# and what each counts
+# how much each counts
 _SIGNALS = {signal.SIGINT: 1, signal.SIGTERM: 1, signal.SIGHUP: 2}
 
 
 class Signals:
-    """`with Signals() as signals: await signals.reach(1, timeout_s)`; needs a running loop.
+    """`with Signals() as signals: await signals.wait(count=1, timeout_s=...)`; needs a running loop.
 
     Attributes:
-        count: so many came; a SIGHUP is two.
+        count: how many came; a SIGHUP counts as two.
     """
 
     def __init__(self) -> None:
@@ -46,11 +46,11 @@ class Signals:
         changed.set_result(None)
 
     async def wait(self, *others: asyncio.Future[Any], count: int, timeout_s: float) -> None:
-        """Until so many signals came, one of the others is done, or the time is over; cancels none of them."""
+        """Wait until so many signals came, one of the others is done, or the time is over; cancels none of them."""
         until = self._loop.time() + timeout_s
         while self.count < count and not any(other.done() for other in others):
             left_s = until - self._loop.time()
             if left_s <= 0:
                 return
-            # bare deadline: nobody is called late by it
+            # bare deadline: nothing fails by it
             await asyncio.wait([self._changed, *others], timeout=left_s, return_when=asyncio.FIRST_COMPLETED)

@@ -1,33 +1,40 @@
-"""Text to stdout for as long as somebody takes it. Used by `up.py`, whose instances outlive whoever reads of them.
+"""Writes to stdout: JSON, and text that goes to stderr once stdout has no reader.
 
-A reader that ends (`up | head`) and a terminal that closes are no reason to end what serves requests: that is told once
-on stderr, where what is said from then on goes as well. Waits for a reader that is slow, as any program does.
+A reader that ends (`up | head`) and a terminal that closes must not end processes that serve requests. Waits for a slow
+reader, as any program does. Called by `up.py` and by commands with `--json`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import click
+import msgspec
 from rich.text import Text
 
 if TYPE_CHECKING:
     from typing import TextIO
 
-
 _STDERR = 2
 
 
-class Outlet:
+def print_json(value: Any) -> None:
+    """Print structs or plain values as indented JSON."""
+    click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+
+
+class StdoutWriter:
     """A file for a `Console`, which never raises OSError.
 
     Args:
         out: stdout.
-        name: of the program, for what is said on stderr.
+        name: of the program, for lines on stderr.
 
     Attributes:
-        lost: nobody takes what is written any more.
+        encoding: of stdout.
+        lost: stdout has no reader any more.
     """
 
     def __init__(self, out: TextIO, name: str) -> None:
@@ -60,14 +67,14 @@ class Outlet:
     def _lose(self, error: OSError) -> None:
         self.lost = True
         with contextlib.suppress(OSError):
-            # what its buffer holds is written once more when Python ends
+            # Python writes the rest of its buffer once more at its end
             null = os.open(os.devnull, os.O_WRONLY)  # blocking: once
             os.dup2(null, self._out.fileno())
             os.close(null)
-        self.complain(f"{self._name}: stdout is gone ({error.strerror}); it goes on, and tells the rest here")
+        self.complain(f"{self._name}: stdout is gone ({error.strerror}); it goes on, and writes the rest here")
 
     def complain(self, text: str, *, markup: bool = False) -> None:
-        """Say a line on stderr, if that is still there."""
+        """Write a line to stderr, if that is still there."""
         plain = Text.from_markup(text).plain if markup else text
         with contextlib.suppress(OSError):
             os.write(_STDERR, f"{plain}\n".encode(errors="replace"))  # blocking: a short line, now and then

@@ -1,7 +1,7 @@
-"""Serving the demo's workload: by one engine in this process, or by prefill and decode instances (`pd.py`).
+"""Serves the demo's workload by one engine in this process, or by prefill and decode instances (`pd.py`).
 
-With a store everything is served twice, the second time by fresh engines on the same store. An embedder like any other:
-it uses what users have. Called by `run.py`.
+With a store everything is served twice, the second time by fresh engines on the same store. Uses public names only, as
+an embedder does. Called by `run.py`.
 """
 
 from __future__ import annotations
@@ -9,13 +9,17 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from fdasync.cache.store.plugins import make_store
 from fdasync.cache.store.wrappers import Wrapper
+from fdasync.cli.common.options import parse_policy
 from fdasync.cli.demo.pd import parse_pd, serve_apart
 from fdasync.cli.demo.workload import (
     GROUP_SAMPLES,
-    Books,
     DemoOptions,
     Room,
+    SchedulerTotals,
     Served,
     make_jobs,
     play,
@@ -25,7 +29,6 @@ from fdasync.cli.demo.workload import (
 from fdasync.engine.config import EngineConfig
 from fdasync.engine.engine import Engine
 from fdasync.errors import BadInput
-from fdasync.registry.registry import Registry
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,15 +44,18 @@ class _Kept(Wrapper):
     """A store that outlives the engines that open it."""
 
     async def aclose(self) -> None:
-        """It stays as it is."""
+        """Leaves the store open."""
 
 
 async def serve_all(
     options: DemoOptions, model: Path, store: tuple[str, dict[str, Any]] | None, console: Console
 ) -> list[Served]:
-    """One life; with a store a second one, for the same work. Raises BadInput for what does not go together."""
+    """Serve the workload; with a store a second time. Raises BadInput for options that do not go together."""
     counts = parse_pd(options.pd)
+    policy = parse_policy(options.policy)
     config = _config(options, model, store)
+    if policy is not None:
+        config = msgspec.structs.replace(config, policy=policy[0], policy_config=policy[1])
     if counts is not None:
         if options.inline:
             raise BadInput("--inline", "does not go with --pd: instances are processes of their own")
@@ -58,7 +64,7 @@ async def serve_all(
         return [await serve_apart(options, config, counts, console, life) for life in range(2 if config.store else 1)]
     if store is None:
         return [await serve(options, config, console)]
-    kept = _Kept(Registry().make_store("memory", config.store_config)) if config.store == "memory" else None
+    kept = _Kept(make_store("memory", config.store_config)) if config.store == "memory" else None
     return [await serve(options, config, console, kept, life) for life in range(2)]
 
 
@@ -74,9 +80,9 @@ def _config(options: DemoOptions, model: Path, store: tuple[str, dict[str, Any]]
         max_requests=max(options.concurrency * GROUP_SAMPLES, 4096),
         store="" if store is None else store[0],
         store_config={} if store is None else store[1],
-        # what it shows is the store
+        # the demo is to show the store
         store_required=store is not None,
-        # short prompts have whole blocks too
+        # so that short prompts have whole blocks, too
         block_tokens="auto" if store is None else _STORE_BLOCK_TOKENS,
     )
 
@@ -84,7 +90,7 @@ def _config(options: DemoOptions, model: Path, store: tuple[str, dict[str, Any]]
 async def serve(
     options: DemoOptions, config: EngineConfig, console: Console, kept: Store | None = None, life: int = 0
 ) -> Served:
-    """One engine in this process."""
+    """Serve the workload by one engine in this process."""
     started = time.perf_counter()
     # auto_refresh would start a thread, and this is an engine's process
     with progress_on(console) as progress:
@@ -109,7 +115,9 @@ async def serve(
                 jobs=jobs,
                 results=results,
                 room=room,
-                books=Books(**{name: getattr(stats.scheduler, name) for name in Books.__struct_fields__}),
+                totals=SchedulerTotals(
+                    **{name: getattr(stats.scheduler, name) for name in SchedulerTotals.__struct_fields__}
+                ),
                 serve_s=serve_s,
                 start_s=start_s,
                 probes=probes,

@@ -1,6 +1,6 @@
-"""The demo over prefill and decode instances: `fdasync serve` children, and a router in this process.
+"""Serves the demo's workload by prefill and decode instances: `fdasync serve` children, a router in this process.
 
-Called by `one_engine.py`.
+Checks no results. Called by `one_engine.py`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from fdasync.cli.demo.workload import (
     REFRESH_S,
-    Books,
     DemoOptions,
     Moved,
     Room,
+    SchedulerTotals,
     Served,
     make_jobs,
     play,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from fdasync.pd.messages import Totals
 
 _MAX_INSTANCES = 16
-# instances say how they are twice a second
+# instances send their status twice a second
 _SETTLE_S = 10.0
 
 
@@ -52,7 +52,7 @@ def parse_pd(text: str) -> tuple[int, int] | None:
 async def serve_apart(
     options: DemoOptions, config: EngineConfig, counts: tuple[int, int], console: Console, life: int
 ) -> Served:
-    """Prefill and decode instances in processes of their own, and a router in this one."""
+    """Serve the workload by instances in processes of their own."""
     started = time.perf_counter()
     plans = plans_for(config, {"prefill": counts[0], "decode": counts[1]})
     with progress_on(console) as progress:
@@ -68,16 +68,16 @@ async def serve_apart(
             probes = await fleet.while_alive(probe(router, jobs)) if life else []
             playing = play(router, jobs, options.concurrency, progress)
             results, serve_s = await fleet.while_alive(playing)
-            books, moved = await fleet.while_alive(_totals(router, counts))
+            totals, moved = await fleet.while_alive(_totals(router, counts))
             return Served(
-                jobs=jobs, results=results, room=room, books=books, serve_s=serve_s, start_s=start_s, probes=probes,
+                jobs=jobs, results=results, room=room, totals=totals, serve_s=serve_s, start_s=start_s, probes=probes,
                 moved=moved,
             )  # fmt: skip
 
 
 def _room(router: Router) -> Room:
-    facts = [member.facts for member in router.fleet.up()]
-    shapes = [member.hello.shape for member in router.fleet.up()]
+    facts = [member.facts for member in router.table.up()]
+    shapes = [member.hello.shape for member in router.table.up()]
     return Room(
         model=facts[0].model,
         vocab_size=facts[0].vocab_size,
@@ -87,11 +87,11 @@ def _room(router: Router) -> Room:
     )
 
 
-async def _totals(router: Router, counts: tuple[int, int]) -> tuple[Books, Moved]:
-    """What the instances counted, when each has said so after the last request."""
+async def _totals(router: Router, counts: tuple[int, int]) -> tuple[SchedulerTotals, Moved]:
+    """The sums of what the instances counted, from statuses that they sent after the last request."""
     loop = asyncio.get_running_loop()
     since = loop.time()
-    # an answer may be faster than the counters behind it: the second word holds them all
+    # a result may be faster than the status with its counts: the second status has them all
     while any(one.status_at < since + 0.1 for one in router.stats().instances):
         if loop.time() > since + _SETTLE_S:
             raise DeadlineExceeded("waiting for the figures of all instances", _SETTLE_S)
@@ -104,8 +104,8 @@ async def _totals(router: Router, counts: tuple[int, int]) -> tuple[Books, Moved
         return sum(getattr(totals, name) for totals in of)
 
     prompts = ("prompt_tokens", "hit_tokens", "hit_tokens_host", "hit_tokens_store")
-    names = Books.__struct_fields__
-    books = Books(**{name: total(prefill if name in prompts else every, name) for name in names})
+    names = SchedulerTotals.__struct_fields__
+    totals = SchedulerTotals(**{name: total(prefill if name in prompts else every, name) for name in names})
     moved = Moved(
         prefill=counts[0],
         decode=counts[1],
@@ -115,4 +115,4 @@ async def _totals(router: Router, counts: tuple[int, int]) -> tuple[Books, Moved
         lease_s=sum(totals.asked_s for totals in every),
         lease_most_s=max(totals.asked_most_s for totals in every),
     )
-    return books, moved
+    return totals, moved

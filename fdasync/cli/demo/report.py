@@ -1,7 +1,4 @@
-"""What the demo shows: figures of what was served, as JSON and as a table. Knows results, starts nothing.
-
-Called by `run.py`.
-"""
+"""The demo's figures: computed from results, as JSON and as a table. Starts nothing. Called by `run.py`."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ def figures_of(served: Served, report: Any) -> dict[str, Any]:
         for result in served.results
         if result.ttft_s is not None and (longest := max(len(sample.token_ids) for sample in result.samples)) > 1
     ]
-    books = served.books
+    totals = served.totals
     greedy = [
         sample.token_ids
         for job, result in zip(served.jobs, served.results, strict=True)
@@ -59,9 +56,9 @@ def figures_of(served: Served, report: Any) -> dict[str, Any]:
             "ttft_ms_p99": round(_percentile(ttft, 99), 2),
             "tpot_ms_p50": round(_percentile(tpot, 50), 2),
             "tpot_ms_p99": round(_percentile(tpot, 99), 2),
-            "prefix_hit_rate": round(books.hit_tokens / max(books.prompt_tokens, 1), 4),
-            "steps": books.steps,
-            "preemptions": books.preemptions,
+            "prefix_hit_rate": round(totals.hit_tokens / max(totals.prompt_tokens, 1), 4),
+            "steps": totals.steps,
+            "preemptions": totals.preemptions,
         },
     }
 
@@ -73,19 +70,19 @@ def finished(served: Served) -> int:
 
 
 def store_figures(name: str, first: Served, second: Served) -> dict[str, Any]:
-    """What the store gave back to the second engine, and what that was worth."""
+    """Blocks that the store gave back to the second engine, and the time that they saved."""
     probes = second.probes
-    books = second.books
+    totals = second.totals
     return {
         "name": name,
-        "written_blocks": first.books.written_blocks,
+        "written_blocks": first.totals.written_blocks,
         "refused_blocks": first.refused + second.refused,
         "refused_why": first.refused_why or second.refused_why,
-        "fetched_blocks": books.fetched_blocks,
-        "prompt_tokens": books.prompt_tokens,
-        "hit_tokens_device": books.hit_tokens - books.hit_tokens_host - books.hit_tokens_store,
-        "hit_tokens_host": books.hit_tokens_host,
-        "hit_tokens_store": books.hit_tokens_store,
+        "fetched_blocks": totals.fetched_blocks,
+        "prompt_tokens": totals.prompt_tokens,
+        "hit_tokens_device": totals.hit_tokens - totals.hit_tokens_host - totals.hit_tokens_store,
+        "hit_tokens_host": totals.hit_tokens_host,
+        "hit_tokens_store": totals.hit_tokens_store,
         "probes": len(probes),
         "ttft_ms_p50_computed": round(_percentile([probe.computed_s * 1e3 for probe in probes], 50), 2),
         "ttft_ms_p50_stored": round(_percentile([probe.stored_s * 1e3 for probe in probes], 50), 2),
@@ -95,7 +92,7 @@ def store_figures(name: str, first: Served, second: Served) -> dict[str, Any]:
 
 
 def pd_figures(served: Served) -> dict[str, Any]:
-    """What went from prefill to decode instances, and how long those took to say that there is room."""
+    """Blocks that went from prefill to decode instances, and how long leases took."""
     moved = served.moved
     assert moved is not None
     return {

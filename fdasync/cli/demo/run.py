@@ -1,9 +1,8 @@
-"""`fdasync demo`: serve a real checkpoint, check every token and row, show the figures.
+"""`fdasync demo`: serves a real checkpoint, checks every token and row, shows the figures.
 
-With `--store` everything is served twice, the second time by a fresh engine on the same store: what comes back from
-there is checked like the rest. With `--pd` prefill and decode instances serve it, in processes of their own.
-
-An embedder like any other: everything it does goes through what users have, and the transformers plugin.
+With `--store` everything is served twice, the second time by a fresh engine on the same store: blocks that come back
+from the store are checked like the others. With `--pd` prefill and decode instances serve, in processes of their own.
+Uses public names only, and those of the transformers plugin. Called by `main.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import uvloop
 from rich.progress import Progress
 
-from fdasync.cli.common.options import parse_store
+from fdasync.cli.common.options import parse_policy, parse_store
 from fdasync.cli.demo.one_engine import serve_all
 from fdasync.cli.demo.pd import parse_pd
 from fdasync.cli.demo.report import figures_of, finished, pd_figures, show, store_figures
@@ -29,14 +28,15 @@ if TYPE_CHECKING:
 
 
 def run_demo(options: DemoOptions, console: Console) -> int:
-    """Do it all; returns the exit code. Raises FdasyncError where it cannot run."""
+    """Run the demo; returns the exit code. Raises FdasyncError where it cannot run."""
     plugin = _plugin()
     if options.json_path is not None:
         options.json_path.open("a").close()  # before the work: a path that cannot be written to
     store = parse_store(options.store)
     parse_pd(options.pd)
+    parse_policy(options.policy)
     if options.model is None:
-        # a model whose prefill costs nothing never reads a store: computing is faster
+        # with a small model computing is faster than reading the store, which would never be read
         size = "medium" if options.store else "small"
         model = cache_folder() / f"demo-qwen3-moe-{size}-v1"
         made = not model.exists()
@@ -49,7 +49,7 @@ def run_demo(options: DemoOptions, console: Console) -> int:
     served = lives[0]
     report = _verify(plugin, model, lives, console)
     figures = figures_of(served, report)
-    if len(lives) > 1:
+    if options.store is not None:
         figures["store"] = store_figures(options.store, *lives)
     if served.moved is not None:
         figures["pd"] = pd_figures(served)

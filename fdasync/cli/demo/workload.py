@@ -1,6 +1,6 @@
-"""The demo's workload: prompts and parameters from a seed, playing them on an engine or a router, and what came of it.
+"""The demo's workload: makes prompts and parameters from a seed, plays them on an engine or a router, keeps results.
 
-Knows an engine's face and no processes. Used by `one_engine.py` and `pd.py`.
+Knows a `Generator`, and no processes. Called by `one_engine.py` and `pd.py`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from fdasync.result import Result
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fdasync.engine.engine import Engine
-    from fdasync.pd.router.router import Router
+    from fdasync.generator import Generator
 
 _MIN_PROMPT_TOKENS = 4
 # prompts are up to four times as long as outputs, and beside short outputs up to this long
@@ -38,7 +37,7 @@ COLUMNS = (
 
 
 class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """As on the command line."""
+    """The options of the command line; see `fdasync demo --help`."""
 
     model: Path | None = None
     requests: int = 64
@@ -48,28 +47,32 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     inline: bool = False
     pd: str = ""
-    store: str = ""
+    store: str | None = None
+    policy: str | None = None
     json_path: Path | None = None
 
 
 class Job(msgspec.Struct, frozen=True):
-    """One request of the workload."""
+    """One request of the workload: token ids and how to sample."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """One prompt, prefilled twice: tokens, those that came from the store, and both times to first token."""
+    """The times to first token of one prompt that is prefilled twice.
 
-    prompt_tokens: int
-    store_tokens: int
+    Attributes:
+        computed_s: without the store.
+        stored_s: with the blocks that the store has.
+    """
+
     computed_s: float
     stored_s: float
 
 
 class Room(msgspec.Struct, frozen=True, kw_only=True):
-    """What a workload must fit into, of the smallest instance."""
+    """The sizes that a workload must fit into: those of the smallest instance, as `Capacity` names them."""
 
     model: str
     vocab_size: int
@@ -78,8 +81,8 @@ class Room(msgspec.Struct, frozen=True, kw_only=True):
     block_tokens: int
 
 
-class Books(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters of all engines together; those of prompts are the ones of who prefilled."""
+class SchedulerTotals(msgspec.Struct, frozen=True, kw_only=True):
+    """Sums of `SchedulerStats` over all engines; counters of prompts are summed over those that prefill."""
 
     steps: int
     preemptions: int
@@ -92,7 +95,14 @@ class Books(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Moved(msgspec.Struct, frozen=True, kw_only=True):
-    """Between instances: how many there are, blocks and bytes that went; leases granted, after how many seconds."""
+    """Traffic between instances.
+
+    Attributes:
+        prefill, decode: how many instances of each role there are.
+        blocks, nbytes: that went from prefill to decode instances.
+        leases: how many were granted.
+        lease_s, lease_most_s: seconds from asking to the grant: their sum, and the longest.
+    """
 
     prefill: int
     decode: int
@@ -104,12 +114,25 @@ class Moved(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):
-    """What one life's serving gave: results by job, how long things took, and blocks that the store refused and why."""
+    """The outcome of serving the workload once.
+
+    Attributes:
+        jobs: the workload.
+        results: one for each job, in its order.
+        room: the sizes that the workload had to fit into.
+        totals: counters of the engines.
+        serve_s: from the first request to the last result.
+        start_s: until engines or instances were ready.
+        probes: of the second time, with a store.
+        moved: traffic between instances; None without them.
+        refused: blocks that the store refused.
+        refused_why: the store's words about the latest of them.
+    """
 
     jobs: list[Job]
     results: list[Result]
     room: Room
-    books: Books
+    totals: SchedulerTotals
     serve_s: float
     start_s: float
     probes: list[Probe] = []
@@ -146,14 +169,12 @@ def make_jobs(options: DemoOptions, room: Room) -> list[Job]:
 
 
 def progress_on(console: Console) -> Progress:
-    """Progress bars with a note; refreshed by hand, as a thread would be started otherwise."""
+    """Progress bars with a note; refreshed by hand, because `auto_refresh` starts a thread."""
     return Progress(*COLUMNS, TextColumn("{task.fields[note]}"), console=console, auto_refresh=False)
 
 
-async def play(
-    face: Engine | Router, jobs: list[Job], concurrency: int, progress: Progress
-) -> tuple[list[Result], float]:
-    """All jobs, so many at a time; their results, and the seconds that it took."""
+async def play(face: Generator, jobs: list[Job], concurrency: int, progress: Progress) -> tuple[list[Result], float]:
+    """Serve all jobs, so many at a time; returns their results, and the seconds that they took."""
     serving = progress.add_task("serving", total=len(jobs), note="")
     results: list[Result | None] = [None] * len(jobs)
     places = asyncio.Semaphore(concurrency)
@@ -183,8 +204,8 @@ async def play(
     return [result for result in results if result is not None], ended - begun
 
 
-async def probe(face: Engine | Router, jobs: list[Job]) -> list[Probe]:
-    """Time to first token of the longest prompts, one at a time: computed anew, and with what the store has."""
+async def probe(face: Generator, jobs: list[Job]) -> list[Probe]:
+    """Time to first token of the longest prompts, one at a time: computed anew, and with the store's blocks."""
 
     async def ttft(prompt: tuple[int, ...], salt: str) -> tuple[float, int]:
         async with face.generate(prompt, SamplingParams(max_tokens=1), cache_salt=salt) as stream:
@@ -193,12 +214,12 @@ async def probe(face: Engine | Router, jobs: list[Job]) -> list[Probe]:
         return stream.result.ttft_s or 0.0, stream.result.cached.store
 
     longest = sorted({job.prompt for job in jobs}, key=lambda prompt: (-len(prompt), prompt))
-    # the first one teaches the engine what things cost
+    # during the first one the engine measures its speeds: it does not count
     found = []
     for number, prompt in enumerate(longest[: _PROBES + 1]):
-        # another salt shares nothing with anybody
+        # a salt of its own: the prompt matches no block
         computed_s, _ = await ttft(prompt, f"probe {number}")
         stored_s, tokens = await ttft(prompt, "")
         if number and tokens:
-            found.append(Probe(len(prompt), tokens, computed_s, stored_s))
+            found.append(Probe(computed_s, stored_s))
     return found

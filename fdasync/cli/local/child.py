@@ -1,7 +1,7 @@
 """One instance as a child process: `fdasync serve`, asked to end by signals, watched by pidfd, killed and reaped.
 
-It runs in a process group of its own (Ctrl-C at a terminal comes to us first), and the kernel kills it should this
-process die first. Says when it is ready, and keeps the last that it said on stderr. Made by `local/fleet.py`.
+The child runs in a process group of its own, so that Ctrl-C at a terminal comes to this process, and the kernel kills
+the child if this process dies first. Knows no requests. Called by `local/fleet.py`.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 Role = Literal["mixed", "prefill", "decode"]
+State = Literal["loading", "ready", "draining", "ending", "ended"]
 
 _TAIL_LINES = 20
 _MAX_LINE_CHARS = 2000
 _READ_NBYTES = 1 << 16
 _COMMAND = "from fdasync.cli.main import main; main()"
-# its configuration comes as its stdin: no file that could be in somebody's way, or be left behind
+# the child reads its configuration from stdin: no file could be left behind
 _CONFIG = "/proc/self/fd/0"
-# beyond what a child's engine takes to close
+# seconds beyond the close deadline of a child's engine
 _END_S = 10.0
 _KILL_S = 10.0
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """One instance that is to be."""
+    """How to start one instance; the fields are options of `fdasync serve`."""
 
     name: str
     role: Role
@@ -56,7 +57,7 @@ class ChildEnded(FdasyncError):
     Attributes:
         name: of the instance.
         status: its exit status, negative for a signal.
-        lines: the last that it said on stderr.
+        lines: its last lines on stderr.
     """
 
     def __init__(self, name: str, status: int, lines: Sequence[str]) -> None:
@@ -70,18 +71,21 @@ class Child:
     """One `fdasync serve`.
 
     Attributes:
+        name, role: as planned.
+        address: where it listens.
         pid: of its process.
-        state: "loading", "ready", "draining", "ending" or "ended".
-        exited: its exit status, when it was reaped.
-        ready: set when it takes requests; ChildEnded if it never will. ready_at: since when, in the loop's time.
-        lines: the last that it said on stderr.
+        state: what it does, as far as this process knows.
+        exited: its exit status, set when it was reaped.
+        ready: set when it takes requests; ChildEnded if it ended before.
+        ready_at: when it began to take requests, in the loop's time; None before.
+        lines: its last lines on stderr.
     """
 
     def __init__(self, plan: Plan, address: str, on_end: Callable[[Child], None]) -> None:
         """Raises OSError if no process can be started."""
         self.name, self.role = plan.name, plan.role
         self.address = address
-        self.state = "loading"
+        self.state: State = "loading"
         self.lines: deque[str] = deque(maxlen=_TAIL_LINES)
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
@@ -103,7 +107,7 @@ class Child:
         try:
             self._pidfd = os.pidfd_open(self.pid)
         except BaseException:
-            # fds may have run out; one that cannot be watched is ended here
+            # fds may have run out; a child that cannot be watched is ended here
             self._process.kill()
             self._process.wait()  # blocking: it has done nothing yet, and was killed
             for fd in self._fds:
@@ -115,7 +119,8 @@ class Child:
             self._loop.add_reader(fd, read, fd)
 
     def _start(self, arguments: list[str], config: bytes) -> tuple[int, int]:
-        """Our ends of what says that it is ready, and of its stderr. Raises OSError, and nothing is left then."""
+        """Start the process; returns our ends of the pipes for its ready line and its stderr. Raises OSError, with
+        nothing left open."""
         with ExitStack() as theirs, ExitStack() as ours:
 
             def pipe() -> tuple[int, int]:
@@ -142,15 +147,15 @@ class Child:
             return ready_fd, error_fd
 
     def drain(self) -> None:
-        """Ask it to take no new requests, and to end when it has none. One that is not ready ends."""
+        """Ask the child to take no new requests, and to end when it has none. A child that is not ready ends."""
         if self.state in ("loading", "ready"):
             self.state = "draining"
             self._send(signal.SIGTERM)
 
     def end(self) -> None:
-        """Ask it to end at once."""
+        """Ask the child to end at once."""
         if self.state not in ("ending", "ended"):
-            # two different ones: of equal ones that wait to be delivered, only one is
+            # two different signals: of two equal ones that are pending, the kernel delivers one
             signals = (signal.SIGINT,) if self.state == "draining" else (signal.SIGTERM, signal.SIGINT)
             self.state = "ending"
             for number in signals:
@@ -164,7 +169,7 @@ class Child:
             self._process.send_signal(number)
 
     async def aclose(self) -> None:
-        """End it, kill it if it does not; idempotent. Raises DeadlineExceeded if even that does not end it."""
+        """End the child, kill it if it does not end; idempotent. Raises DeadlineExceeded if that does not end it."""
         self.end()
         await wait_within([self.exited], self._close_s + _END_S)
         self.kill()
@@ -173,7 +178,7 @@ class Child:
             raise DeadlineExceeded(f"reaping {self.name}, process {self.pid}", _KILL_S)
 
     def remove_socket(self) -> None:
-        """Remove what it left at its address, if it was killed. Others have no sockets in the fleet's folder."""
+        """Remove the socket that a killed child left at its address."""
         remove_dead(self.address)
 
     def _on_ready(self, fd: int) -> None:
@@ -207,7 +212,7 @@ class Child:
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         status = self._process.wait()  # blocking: the pidfd said that it has ended
-        # what it said before its end; a process that it left behind may hold the pipe open, and is not waited for
+        # its last lines; a process that it left behind may hold the pipe open, and is not waited for
         while self._error_fd in self._fds and self._has_more():
             self._on_error(self._error_fd)
         if self._text.strip():

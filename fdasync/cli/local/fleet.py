@@ -1,11 +1,11 @@
-"""Instances as child processes of this one: `fdasync serve` with sockets in a private folder, watched and ended.
+"""Runs instances as child processes: `fdasync serve` with sockets in a private folder, watched and ended.
 
     async with LocalFleet(plans) as fleet:
         async with fdasync.connect(fleet.addresses) as router: ...
 
-All start at the same time; one that ended can be started again. Whatever happens, all are ended and reaped, and their
-sockets are removed. Knows no requests; what a child is, is in `local/child.py`, what the folder is, in
-`folder.py`.
+All start at the same time; a child that ended can be started again. At the end all are ended and reaped, and their
+sockets are removed. Knows no requests; `child.py` has one process, `folder.py` the sockets' folder. Called by `up.py`,
+the demo, tests and benchmarks.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# beyond what a child gives its engine to start
+# seconds beyond the start deadline of a child's engine
 _START_S = 10.0
 
 
-def plans_for(config: EngineConfig, counts: dict[Role, int], **values: object) -> list[Plan]:
+def plans_for(
+    config: EngineConfig, counts: dict[Role, int], *, transport: str = "auto", drain_s: float = 600.0
+) -> list[Plan]:
     """So many instances of each role with this configuration; they share cores, GPUs and memory, and each has its own
     store."""
     names = [(f"{role[0]}{number}", role) for role, count in counts.items() for number in range(count)]
@@ -48,19 +50,20 @@ def plans_for(config: EngineConfig, counts: dict[Role, int], **values: object) -
                 runner_config={**config.runner_config, **_place(config, place, len(names))},
                 store_config=store_of_instance(config, name),
             ),
-            **values,  # type: ignore[arg-type]
+            transport=transport,
+            drain_s=drain_s,
         )
         for place, (name, role) in enumerate(names)
     ]
 
 
 def _place(config: EngineConfig, instance: int, instances: int) -> dict[str, int]:
-    """What a runner on shared hardware has to know of the others."""
+    """Configuration that a runner needs to share hardware with the other instances."""
     if config.runner != "transformers":
         return {}
     place = {"instance": instance, "instances": instances}
     if config.runner_config.get("num_threads") is None:
-        # torch's threads wait for the slowest of them: more of them than cores are many times slower than one
+        # torch's threads wait for the slowest: more threads than cores are many times slower than one thread
         place["num_threads"] = max(max(len(os.sched_getaffinity(0)) - 1, 1) // instances, 1)
     return place
 
@@ -69,8 +72,11 @@ class LocalFleet:
     """See the module.
 
     Args:
-        folder: where the sockets go, and nothing else; made if missing; None: a private temporary one.
+        folder: for the sockets, and nothing else; made if missing; None: a private temporary one.
         on_end: called with a child that ended by itself, or not as it was asked to.
+
+    Attributes:
+        children: the instances, in the order of the plans.
     """
 
     def __init__(
@@ -99,7 +105,7 @@ class LocalFleet:
         await self.aclose()
 
     def open(self) -> None:
-        """Start them, all at once. Raises ConfigError, for the folder before any started; call `aclose` in any case."""
+        """Start all children at once. Raises ConfigError; call `aclose` afterwards, whether it raised or not."""
         self._folder = folder = Folder(self._wanted)
         addresses = [f"ipc://{folder.path / plan.name}" for plan in self._plans]
         folder.check(addresses)
@@ -110,8 +116,8 @@ class LocalFleet:
                 raise ConfigError("instances", f"{plan.name} cannot be started: {error}") from None
 
     def start_again(self, child: Child) -> None:
-        """Another process in the place of one that has ended. Raises ConfigError where it cannot be started; then the
-        one that has ended keeps its place."""
+        """Start another process in the place of a child that has ended. Raises ConfigError where that fails; then the
+        ended child keeps its place."""
         place = self.children.index(child)
         try:
             self.children[place] = Child(self._plans[place], child.address, self._on_end)
@@ -119,8 +125,8 @@ class LocalFleet:
             raise ConfigError("instances", f"{child.name} cannot be started: {error}") from None
 
     async def ready(self) -> None:
-        """Until all take requests. Raises ChildEnded for the first that ends before, if it took some already or not;
-        DeadlineExceeded."""
+        """Wait until all take requests. Raises ChildEnded for the first child that ends before that, whether it took
+        requests or not; DeadlineExceeded."""
         if not self.children:
             return
         limit_s = max(plan.config.start_deadline_s for plan in self._plans) + _START_S
@@ -136,14 +142,14 @@ class LocalFleet:
         self._check_alive()
 
     def _check_alive(self) -> None:
-        """Raises ChildEnded for the first that has ended."""
+        """Raises ChildEnded for the first child that has ended."""
         for child in self.children:
             if child.exited.done():
                 raise ChildEnded(child.name, child.exited.result(), tuple(child.lines))  # of one that has ended
 
     async def while_alive(self, work: Coroutine[Any, Any, T]) -> T:
-        """Its result. Raises ChildEnded when an instance ends first, for whom nobody may take the place; the work is
-        cancelled then, and when this is. What it waits for bounds it."""
+        """Await `work`, which keeps its own deadlines, and return its result. Raises ChildEnded when an instance ends
+        first; the work is cancelled then, and when this call is."""
         task = asyncio.ensure_future(work)
         waited: list[asyncio.Future[Any]] = [task, *[child.exited for child in self.children]]
         try:
@@ -156,11 +162,11 @@ class LocalFleet:
             await asyncio.wait([task])
 
     def alive(self, *roles: Role) -> list[Child]:
-        """Those that have not ended."""
+        """Children of these roles, or of all, that have not ended."""
         return [child for child in self.children if child.state != "ended" and (not roles or child.role in roles)]
 
     async def aclose(self) -> None:
-        """End all, remove what is left of them; idempotent. Cancelling it kills them at once."""
+        """End all children, remove their sockets; idempotent. Cancelling kills them at once."""
         try:
             await asyncio.gather(*[child.aclose() for child in self.children])
         finally:

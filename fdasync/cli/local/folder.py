@@ -1,7 +1,8 @@
-"""The folder of a fleet's sockets: one fleet's at a time, and nothing of anybody else is written or removed there.
+"""The folder of a fleet's sockets: one fleet uses it at a time, and other files in it are left alone.
 
-A lock on the folder itself says that it is taken: it leaves no file, and ends with its process. Used by
-`local/fleet.py`."""
+A lock on the folder itself says that it is taken: the lock leaves no file, and ends with its process. Knows no
+processes. Called by `local/fleet.py`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from fdasync.pd.link.address import check_address, check_free
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-# it may be removed by whoever had it, just when we look
+# another fleet may remove the folder between making and locking it
 _TRIES = 3
 
 
@@ -34,7 +35,7 @@ class Folder:
     """
 
     def __init__(self, wanted: Path | None) -> None:
-        """Raises ConfigError if another fleet has it, or it can be none."""
+        """Raises ConfigError if another fleet has the folder, or it cannot be made."""
         self._private = wanted is None
         self._made = False
         self._fd = -1
@@ -61,7 +62,7 @@ class Folder:
             finally:
                 if self._fd != fd:
                     os.close(fd)
-        raise ConfigError("folder", f"{self.path} is made and removed by others all the time")
+        raise ConfigError("folder", f"{self.path} is made and removed by other processes all the time")
 
     def _make(self) -> None:
         try:
@@ -77,22 +78,22 @@ class Folder:
             problem = f"other instances have their sockets in {self.path}"
             raise ConfigError("folder", problem, hint="choose another folder, or end them first") from None
         except OSError:
-            # file systems without locks: `check_free` is what is left
+            # the file system has no locks: `check_free` looks at each address
             return
 
     def check(self, addresses: Iterable[str]) -> None:
-        """Raises ConfigError for an address in it that a listener of ours would take from somebody else."""
+        """Raises ConfigError for an address at which another process listens."""
         for address in addresses:
             check_address(address, listens=True)
             check_free(address)
 
     def close(self) -> None:
-        """Remove it, if it is ours and nothing of others is in it; let others have it. Idempotent."""
+        """Remove the folder if it was made here and is empty, and unlock it; idempotent."""
         if self._private:
             shutil.rmtree(self.path, ignore_errors=True)  # blocking: a few sockets, once
         elif self._made and self._fd >= 0:
             with contextlib.suppress(OSError):
-                # somebody put something there: it stays
+                # it holds files of others: it stays
                 self.path.rmdir()  # blocking: once, at the end
         fd, self._fd = self._fd, -1
         if fd >= 0:

@@ -1,6 +1,6 @@
-"""When a process that ended by itself is started again: soon at first, later each time, and not for ever. Pure.
+"""Decides when a process that ended by itself is started again: soon at first, later each time, and not for ever.
 
-Told what happened and what time it is; starts nothing. Used by `up.py`, one for each instance.
+Pure: its caller gives it the time; it starts nothing. Called by `up.py`, one object for each instance.
 """
 
 from __future__ import annotations
@@ -9,10 +9,13 @@ import msgspec
 
 
 class RestartRules(msgspec.Struct, frozen=True, kw_only=True):
-    """Attributes:
-    first_s, most_s: until it is started again, the first time and at most; twice as long each time.
-    limit: so many times at most, without a life of `steady_s` in between. 0: never.
-    steady_s: one that took requests for so long has recovered, and what was before does not count any more.
+    """How soon and how often a process is started again.
+
+    Attributes:
+        first_s: seconds until the first restart; twice as long each time after it.
+        most_s: the longest wait.
+        limit: restarts in a row at most; 0: none.
+        steady_s: a process that took requests for so long has recovered, and its next restart is the first again.
     """
 
     first_s: float = 0.5
@@ -25,9 +28,9 @@ class Restarts:
     """See the module.
 
     Attributes:
-        count: how often it was to be started again so far.
-        due: when it shall be; None: it is there, or will not be.
-        given_up: it ended too often.
+        count: restarts that were planned so far.
+        due: the time of the next restart; None: none is planned.
+        given_up: the process ended too often.
     """
 
     def __init__(self, rules: RestartRules) -> None:
@@ -38,7 +41,8 @@ class Restarts:
         self._in_a_row = 0
 
     def ended(self, now: float, ready_at: float | None) -> float | None:
-        """It ended, having taken requests since `ready_at` if ever; for how long to wait, or None: it is given up."""
+        """Plan a restart of a process that ended, and took requests from `ready_at` on if ever. Returns the seconds
+        until the restart, or None: the process is given up."""
         rules = self._rules
         if ready_at is not None and now - ready_at >= rules.steady_s:
             self._in_a_row = 0
@@ -52,7 +56,7 @@ class Restarts:
         return wait_s
 
     def take(self, now: float) -> bool:
-        """Whether to start it now; asked as often as one likes, True once."""
+        """Whether a restart is due; True once for each."""
         if self.due is None or now < self.due:
             return False
         self.due = None

@@ -1,9 +1,10 @@
 """Attention of one query per sequence over paged KV (decode).
 
 The query heads that share a kv head are the rows of one program's tile, so KV is read once per tile. A sequence's keys
-are split among programs, in float32 partials that a second kernel joins; how many splits there are depends on what
-the host knows (sequences, heads, width of the tables) and never on lengths, which the device reads: everything here
-can be captured in a CUDA graph. Knows views, tables and positions; knows no scheduling and no model.
+are split among programs, in float32 partials that a second kernel joins. The number of splits depends on numbers that
+the host knows (sequences, heads, width of the tables) and never on lengths, which the device reads: so a CUDA graph can
+capture all of it. Knows views, tables and positions; knows no scheduling and no model. Called by the attention of the
+plugins' GPU runners.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from fdasync.gpu.kernels.attention_tile import (
 )
 
 MAX_SPLITS = 64
-# programs per processor that a launch aims at: what runs at once there
+# programs per processor that a launch aims at: as many as run at once there
 PROGRAMS_PER_PROCESSOR = 4
 
 
@@ -104,7 +105,7 @@ def _decode(  # type: ignore[no-untyped-def]
     SHARED: tl.constexpr, WIDEN: tl.constexpr, SINKS: tl.constexpr, REACH: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    # one program: one sequence, BLOCK_M heads of one kv head's group, one split of the keys
+    # a program does one sequence, BLOCK_M heads of one kv head's group, one split of the keys
     sequence = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1) // TILES
     in_group = tl.program_id(1) % TILES * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -163,7 +164,7 @@ def _join(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr, REACH: tl.constexpr,
     BLOCK_N: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    # one program: one head of one sequence
+    # a program does one head of one sequence
     sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     lane = tl.load(lanes + sequence)
@@ -189,7 +190,7 @@ def _join(  # type: ignore[no-untyped-def]
             mask=live[:, None] & (dims < VALUE_DIM)[None, :],
             other=0.0,
         )
-        # every split that is used saw a key: its peak is finite
+        # every used split saw a key, so its peak is finite
         above = tl.maximum(best, tl.max(peaks, 0))
         grow = tl.math.exp2(peaks - above)
         shrink = tl.math.exp2(best - above)
@@ -221,16 +222,16 @@ def attend_decode(
 
     `query` [S, H, Dk], strided but in its last dimension, at absolute `positions` int64 [S]; `keys`
     [num_blocks, block_tokens, KH, Dk] and `values` [num_blocks, block_tokens, KH, Dv] are views of the pool, block
-    tables int32 [lanes, max_blocks] are contiguous in their last dimension, row `lanes`[s] (int32 [S]) is sequence s's.
-    `values` None: latent layers, whose value is the first `value_dim` elements of the key. A query at p sees keys up
-    to p: all ("full"), key > p - reach_size ("window"), or of its own chunk of `reach_size` ("chunk"). `sinks` [H] or
-    None: one more logit per head (not scaled), whose weight is dropped. `out` [S, H, Dv] is written in full; rows
-    whose lane or position is negative are padding and become zeros, whatever their query holds.
+    tables int32 [lanes, max_blocks] are contiguous in their last dimension, and sequence s reads row `lanes`[s]
+    (int32 [S]). `values` None: latent layers, whose value is the first `value_dim` elements of the key. A query at p
+    sees keys up to p: all ("full"), key > p - reach_size ("window"), or of its own chunk of `reach_size` ("chunk").
+    `sinks` [H] or None: one more logit per head (not scaled), whose weight is dropped. `out` [S, H, Dv] is written in
+    full; rows whose lane or position is negative are padding and become zeros, whatever their query holds.
 
     One or two launches on the current stream (the device of the tensors must be current), no synchronisation, nothing
-    allocated: it can be captured. All tensors must live until it ran; `workspace` is free for the next call on the
-    stream. `launch` and `splits` replace the table's choice, for measurements. Raises BadInput for shapes or strides
-    that do not fit each other.
+    allocated, so a graph can capture it. All tensors must live until it ran; the next call on the stream may use
+    `workspace`. `launch` and `splits` replace the table's choice, for measurements. Raises BadInput for shapes or
+    strides that do not fit each other.
     """
     sequences, heads, key_dim = query.shape
     if not sequences:

@@ -1,8 +1,8 @@
-"""What decode and prefill have in common: a tile of query rows takes in tiles of keys, by way of a running softmax.
+"""The inner loop that decode and prefill share: a running softmax of a tile of query rows over tiles of keys.
 
 A head's dimensions are two parts, the largest power of two and a padded rest, so that 192 or 576 waste little. Keys
-past the end are loaded as zeros, values too: a block that is used again may hold NaN, and 0 * NaN is NaN. Knows views
-and one sequence's table; whose rows they are is for `attention.py` and `kernels/prefill.py`, its only callers.
+and values past the end are loaded as zeros: a block that is used again may hold NaN, and 0 * NaN is NaN. Knows views
+and one sequence's table, and not which sequences the rows belong to. Called by `attention.py` and `kernels/prefill.py`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,19 @@ if TYPE_CHECKING:
 
 ReachKind = Literal["full", "window", "chunk"]
 
-REACH_CODES: dict[ReachKind, int] = {"full": 0, "window": 1, "chunk": 2}  # what the kernels take for a kind
+REACH_CODES: dict[ReachKind, int] = {"full": 0, "window": 1, "chunk": 2}  # the kernels' REACH
 LOG2E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How a kernel is cut: rows and keys of a tile, warps of a program, stages of its pipeline of loads."""
+    """How a kernel is cut.
+
+    Attributes:
+        rows, keys: of a tile.
+        warps: of a program.
+        stages: of a program's pipeline of loads.
+    """
 
     rows: int
     keys: int
@@ -35,7 +41,7 @@ class Launch:
 
 
 def split_dims(dim: int) -> tuple[int, int]:
-    """A head's dimensions as two powers of two of at least 16 that cover it; the second is 0 where one does."""
+    """A head's dimensions as two powers of two of at least 16 that cover it; the second is 0 where one is enough."""
     if dim <= 16:
         return 16, 0
     first = 1 << (dim.bit_length() - 1)
@@ -44,7 +50,7 @@ def split_dims(dim: int) -> tuple[int, int]:
 
 
 def check_views(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None, value_dim: int | None) -> int:
-    """How wide the values are. Raises BadInput for what the kernels would read wrongly."""
+    """The width of the values. Raises BadInput for tensors that the kernels would read wrongly."""
     if query.stride(2) != 1 or keys.stride(3) != 1 or (values is not None and values.stride(3) != 1):
         raise BadInput("query", "the last dimension of queries, keys and values must be contiguous")
     if query.shape[1] % keys.shape[2] or query.shape[2] != keys.shape[3]:
@@ -73,7 +79,7 @@ def first_visible(position, REACH: tl.constexpr, reach_size):  # type: ignore[no
 def load_rows(  # type: ignore[no-untyped-def]
     rows, real, DIM: tl.constexpr, BEGIN: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Elements BEGIN .. BEGIN + WIDTH of rows that are `real`, zeros elsewhere and past DIM; without MASKED all are."""
+    """Elements BEGIN .. BEGIN + WIDTH of `real` rows, zeros in other rows and past DIM. Without MASKED every row is."""
     dims = BEGIN + tl.arange(0, WIDTH)
     where = rows[:, None] + dims[None, :]
     if MASKED:
@@ -90,7 +96,7 @@ def load_rows(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def multiply(left, right, sums, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """sums + left @ right in float32, exact products; WIDEN: for the interpreter, which multiplies bfloat16's bits."""
+    """sums + left @ right in float32, exact products; WIDEN: for the interpreter, which takes bfloat16 for its bits."""
     if WIDEN:
         left = left.to(tl.float32)
         right = right.to(tl.float32)
@@ -108,8 +114,8 @@ def fold_keys(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Take keys start .. start + BLOCK_N into a running softmax (base 2): its largest logit, weights, weighted values.
 
-    With MASKED row r sees keys first[r] .. last[r], and no key from `high` on is read; without, every row must see all
-    BLOCK_N. SHARED: the value is the key's first part, which is not loaded twice.
+    With MASKED row r sees keys first[r] .. last[r], and keys from `high` on are not read; without MASKED every row must
+    see all BLOCK_N keys. SHARED: the value is the key's first part, which is not loaded twice.
     """
     numbers = start + tl.arange(0, BLOCK_N)
     real = numbers < high

@@ -1,8 +1,8 @@
-"""Where each token row of a step reads and writes: one kernel that runs on the device, from a few numbers a sequence.
+"""Positions, token ids and KV slots of a step's rows: one kernel computes them from a few numbers a sequence.
 
 The host sends a step as (lane, start, first row) per sequence; tokens and block tables stay on the device, kept up
-to date by `scatter_updates`. So what the host does for a step does not grow with its tokens, and a sampled token
-need not come to the host before the next step. Knows no models and no sampling. Called by the plugins' GPU runners.
+to date by `scatter_updates`. So the host's work for a step does not grow with its tokens, and a sampled token need not
+come to the host before the next step. Knows no models and no sampling. Called by the plugins' GPU runners.
 Runs on CUDA, or on the CPU under Triton's interpreter (tests).
 """
 
@@ -71,7 +71,7 @@ def _step_layout_kernel(  # type: ignore[no-untyped-def]
     begin = tl.load(first_rows + low)
     position = tl.load(starts + low) + (row - begin)
     used = here & (row < end) & (row >= begin) & (lane >= 0) & (lane < num_lanes)
-    # a position outside the tables is a defect of the caller's; it must not become a read outside them
+    # a position outside the tables is a defect of the caller; it must not become a read outside them
     used = used & (position >= 0) & (position < max_tokens) & (position < max_blocks * block_tokens)
     position = tl.where(used, position, 0)
     safe = tl.where(used, lane, 0).to(tl.int64)
@@ -132,7 +132,7 @@ def step_layout(
         out_positions, out_ids, out_slots: [T] int64 each. Written.
 
     Raises:
-        BadInput: a shape or dtype that is not so.
+        BadInput: another shape or dtype.
     """
     sequences, rows = lanes.numel(), out_positions.numel()
     _check("lanes", lanes, (max(sequences, 1),), torch.int32)
@@ -185,7 +185,7 @@ def scatter_updates(target_flat: torch.Tensor, index: torch.Tensor, value: torch
         value: [n] int32, contiguous.
 
     Raises:
-        BadInput: a shape or dtype that is not so.
+        BadInput: another shape or dtype.
     """
     count = index.numel()
     _check("target_flat", target_flat, (target_flat.numel(),), torch.int32)

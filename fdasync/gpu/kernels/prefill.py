@@ -1,8 +1,8 @@
 """Attention of many queries per sequence over paged KV (prefill, and chunks of it after a cached prefix).
 
 A step's sequences are cut into tiles of queries on the host; rows of a program's tile are (query, head of the group),
-so that a few kv heads fill the tensor cores as well as many do. Shares everything below that with `attention.py`.
-Knows views, tables and positions; knows no scheduling and no model.
+so that a few kv heads fill the tensor cores as well as many do. Shares its inner loop with `attention.py`. Knows views,
+tables and positions; knows no scheduling and no model. Called by the attention of the plugins' GPU runners.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ PREFILL_TILE = 128
 
 
 def prefill_tiles(counts: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int32]:
-    """Which (sequence, tile of PREFILL_TILE queries in it) there are, int32 [n, 2], for counts of queries per sequence.
+    """The tiles of a step, (sequence, tile of PREFILL_TILE queries in it) int32 [n, 2], from queries per sequence.
 
-    Later tiles come first: they see the most keys, and what is long should not start last.
+    Later tiles come first: they see the most keys, and a long program should not start last.
     """
     sizes = np.asarray(counts, dtype=np.int64)
     tiles = -(-sizes // PREFILL_TILE)
@@ -73,7 +73,7 @@ def _prefill(  # type: ignore[no-untyped-def]
     SHARED: tl.constexpr, WIDEN: tl.constexpr, SINKS: tl.constexpr, REACH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    # one program: BLOCK_M rows (query, head in group) of one tile and one kv head; the later ones first
+    # a program does BLOCK_M rows (query, head in group) of one tile and one kv head; the later rows first
     tile = tl.program_id(0) // PIECES
     piece = PIECES - 1 - tl.program_id(0) % PIECES
     kv_head = tl.program_id(1)
@@ -158,8 +158,8 @@ def attend_prefill(
     the first at absolute position `starts`[s] (integers [S], on the device); its keys 0 .. position come from its row
     `lanes`[s] (int32 [S], not negative) of `tables`. `tiles` int32 [n, 2] is `prefill_tiles(counts)` on the device:
     sequences that have no tile are left out, and their rows of `out` [T, H, Dv] are not written. Everything else
-    is as in `attend_decode`: views of the pool, reach, sinks, latent layers, errors, the stream, and what may be
-    freed when. Nothing is allocated, but as the number of tiles is the host's, a graph holds for one list of tiles.
+    is as in `attend_decode`: views of the pool, reach, sinks, latent layers, errors, the stream, and how long tensors
+    must live. Nothing is allocated, but the host sets the number of tiles, so a graph serves one number of tiles.
     """
     _, heads, key_dim = query.shape
     width = check_views(query, keys, values, value_dim)

@@ -1,9 +1,9 @@
 """The router kernel: softmax, top-k, renormalisation and the capture of the ids, in one launch.
 
-A library routes by half a dozen small kernels a layer; this is one, and as it writes the chosen ids into the
-capture buffer while it has them in registers, capturing costs nothing that can be measured. `write_ids` is the
-copy for routers that are not ours. Knows no models, steps or sequences. Called by `fdasync.gpu.capture`, by the
-plugins' fused routers and by benchmarks. Runs on CUDA, or on the CPU under Triton's interpreter (tests).
+A library routes by half a dozen small kernels a layer; this is one kernel. It writes the chosen ids into the capture
+buffer while it has them in registers, so the cost of capturing cannot be measured. `write_ids` copies the ids of other
+routers. Knows no models, steps or sequences. Called by `fdasync.gpu.capture`, by the plugins' fused routers and by
+benchmarks. Runs on CUDA, or on the CPU under Triton's interpreter (tests).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _INTERPRETED_ROWS = 16
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _row_max(values, rows: tl.constexpr):  # type: ignore[no-untyped-def]
-    """[rows, 1]; of a single row a scalar, which has no layout that would have to be changed later."""
+    """[rows, 1], or a scalar for a single row: a scalar has no layout, so no change of layout follows."""
     return tl.max(values) if rows == 1 else tl.max(values, axis=1, keep_dims=True)
 
 
@@ -34,7 +34,7 @@ def _row_sum(values, rows: tl.constexpr):  # type: ignore[no-untyped-def]
     return tl.sum(values) if rows == 1 else tl.sum(values, axis=1, keep_dims=True)
 
 
-# strides are a model's own and never change; the alignment of a layer's place in the buffer does
+# a model's strides never change; the alignment of a layer's place in the buffer differs from layer to layer
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["capture"])  # type: ignore[untyped-decorator]
 def _route_kernel(  # type: ignore[no-untyped-def]
     logits,
@@ -53,7 +53,7 @@ def _route_kernel(  # type: ignore[no-untyped-def]
     recorded: tl.constexpr,
     rows: tl.constexpr,
 ):
-    """One program: so many rows (tokens), by one warp."""
+    """A program routes `rows` rows (tokens) by one warp."""
     row = (tl.program_id(0) * rows + tl.arange(0, rows)).to(tl.int64)
     expert = tl.arange(0, padded)
     real = (expert < num_experts)[None, :]
@@ -64,8 +64,9 @@ def _route_kernel(  # type: ignore[no-untyped-def]
     total = _row_sum(tl.where(real, tl.exp(score - top), 0.0), rows)
 
     # A key orders by score, then by the lower id, so that a round is one integer maximum. Keys are made of the
-    # logits: the softmax keeps their order, and rounds some that differ to the same. A NaN is below every number,
-    # and what was taken, or is no expert, is below NaN; so ids are real and unrepeated whatever the logits are.
+    # logits: the softmax keeps their order, and rounds some that differ to the same. The key of a NaN is below every
+    # number's, and the keys of chosen experts and of padding are below NaN's. So ids exist and do not repeat, whatever
+    # the logits are.
     equal = tl.where(score == 0.0, 0.0, score)  # -0.0 ties with 0.0
     last = padded - 1 - expert[None, :]
     if narrow:
@@ -182,18 +183,18 @@ def route(
     ids = torch.empty((tokens, k), dtype=ids_dtype, device=logits.device)
     if not tokens:
         return weights, ids
-    # on a device a warp takes one token: no reduction leaves its registers, nothing passes through shared memory, and
-    # there is one kernel for every T. In the interpreter a program is what costs.
+    # on a device a warp takes one token: reductions stay in its registers, shared memory is not used, and one kernel
+    # serves every T. In the interpreter the number of programs is the cost.
     rows = 1 if tokens == 1 or isinstance(_route_kernel, triton.runtime.JITFunction) else _INTERPRETED_ROWS
     grid: Any = (triton.cdiv(tokens, rows),)
     _route_kernel[grid](
         logits,
         weights,
         ids,
-        # a pointer that is not used: the kernel without capture has no instruction for it
+        # without capture any pointer does: that kernel has no instruction for it
         ids if capture is None else capture,
         tokens,
-        # torch lets the stride of a single row be anything
+        # the stride of a single row may be anything in torch
         logits.stride(0) if tokens > 1 else experts,
         0 if capture is None else capture.stride(0),
         num_experts=experts,
@@ -210,7 +211,7 @@ def route(
 
 
 def write_ids(ids: torch.Tensor, capture: torch.Tensor) -> None:
-    """Copy ids that another router chose into a capture view: one launch, no synchronising, capturable.
+    """Copy ids that another router chose into a capture view: one launch, no synchronising; a graph can capture it.
 
     Args:
         ids: [T, k] int64 or int32, any strides. Read.

@@ -25,7 +25,7 @@ def _store(  # type: ignore[no-untyped-def]
     BLOCK_TOKENS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    # one program: WIDTH elements of one token, of its key and of its value
+    # a program does WIDTH elements of one token, of its key and of its value
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     if slot < 0:
@@ -53,7 +53,7 @@ def store_kv(
     values: torch.Tensor | None,
     slots: torch.Tensor,
 ) -> None:
-    """Write each row's key and value to its slot; everything else in the pool is left as it is.
+    """Write each row's key and value to its slot; the rest of the pool stays as it is.
 
     `key` [T, KH, Dk] and `value` [T, KH, Dv] may have any strides but the last, which is 1; of a latent layer `value`
     and `values` are None. `keys` [num_blocks, block_tokens, KH, Dk] and `values` likewise are views of the pool and

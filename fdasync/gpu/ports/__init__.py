@@ -1,1 +1,1 @@
-"""The completion ports."""
+"""The completion ports: each watches events of a device on the loop, in its own way."""

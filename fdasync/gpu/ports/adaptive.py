@@ -1,11 +1,11 @@
-"""The default port: sleeps until shortly before the predicted end, then asks once per turn of the loop.
+"""The default port: sleeps until shortly before the predicted end, then queries once per turn of the loop.
 
-Asking all the time is as fast as a blocked loop and costs a core; waiting for the driver to call costs 0.4 ms, since
-an idle core is slow to wake. Durations of one kind of step hardly change, so sleeping through most of one and asking
-through the last half millisecond is as fast as the first, for a tenth of its cost.
+A port that queries all the time is as fast as a blocked loop and costs a core; a callback of the driver costs 0.4 ms,
+since an idle core is slow to wake. Durations of one kind of step hardly change, so this port sleeps through most of a
+step and queries through the last half millisecond: as fast as querying all the time, for a tenth of its cost.
 
-While the end is not known, or was missed, the looks come at growing distances, so a step that hangs burns no core.
-Called by runners.
+While the end is not known, or was missed, the port looks at growing distances, so a step that hangs burns no core.
+Knows nothing of torch or steps. Called by runners.
 """
 
 from __future__ import annotations
@@ -26,28 +26,35 @@ _FLOOR_S = 500e-6
 _SHARE = 0.03
 _ERRORS = 4.0
 _WEIGHT = 0.2
-# how long past the predicted end every turn asks, in margins
+# how long past the predicted end the port queries at every turn, in margins
 _PATIENCE = 4.0
 _FIRST_STEP_S = 50e-6
 _GROWTH = 1.5
 _MAX_STEP_S = 1e-3
-# a sleep that was far too long is noticed after this, and so is a failed device
+# the longest sleep: bounds how late a wrong prediction, or a failed device, is noticed
 _MAX_SLEEP_S = 0.025
 _MAX_KINDS = 1024
 
 
 class Alarm(Protocol):
-    """What wakes the port; `TimerFd` is one."""
+    """Wakes the port once at a time; `TimerFd` is one."""
 
-    def arm(self, delay_s: float) -> None: ...
-    def close(self) -> None: ...
+    def arm(self, delay_s: float) -> None:
+        """Wake the port after this many seconds, instead of at the moment set before."""
+        ...
+
+    def close(self) -> None:
+        """Never wake the port again."""
+        ...
 
 
 class Estimate:
     """How long works of one kind take: moving averages of the duration and of its absolute error, in seconds.
 
     Attributes:
-        duration_s: None before the first, and when two in a row, or one by far, were over before anybody looked.
+        duration_s: None before the first work, and after two works in a row, or one by far, were over before the port
+            looked.
+        error_s: average of the absolute error of `duration_s`.
     """
 
     __slots__ = ("_misses", "duration_s", "error_s")
@@ -65,7 +72,7 @@ class Estimate:
         duration = self.duration_s
         if duration is None:
             self.duration_s = (low_s + high_s) / 2
-            # so wide a margin that the next look comes early enough; what was learnt of another duration is void
+            # a margin so wide that the next look comes early enough
             self.error_s = (high_s - low_s) / 2
             self._misses = 0
             return
@@ -73,10 +80,10 @@ class Estimate:
         far = duration - high_s > 2 * margin_s
         if width_s > margin_s or (far and width_s > _FLOOR_S):
             if low_s <= duration <= high_s:
-                # the loop was late, or this one was; the estimate may be right
+                # the loop was late, or this work was; the estimate may be right
                 return
             if high_s < duration:
-                # over before the first look: how long before, nobody knows
+                # over before the first look, by an unknown time
                 self._misses += 1
                 if far or self._misses == 2:
                     self.duration_s = None
@@ -93,15 +100,17 @@ class Estimate:
 
 
 class _Watch:
-    """Where one lane stands with its oldest work; moments are the port's clock.
+    """What the port knows of a lane's oldest work; moments are of the port's clock.
 
     Attributes:
-        began: when that started, as far as known.
-        end: when it should be done; None where nobody knows.
-        unseen: the last moment at which it was not done.
-        last_end: when the one before it was done.
-        next_look: None: at every turn.
-        step: to the look after the next, where the end is not known.
+        busy: whether the lane has work.
+        began: when the work started, as far as known.
+        end: when it should be done; None: not known.
+        margin: how long before `end` the port looks at every turn.
+        unseen: the last moment at which the work was not done.
+        last_end: when the work before it was done.
+        next_look: when the port looks next; None: at every turn.
+        step: from the next look to the one after it, while `end` is not known.
     """
 
     __slots__ = ("began", "busy", "end", "last_end", "margin", "next_look", "step", "unseen")
@@ -115,11 +124,11 @@ class _Watch:
 
 
 class AdaptivePort(CompletionPort):
-    """See the module; `CompletionPort` has the contract. Holds one fd, and nothing more while nothing is in flight.
+    """See the module; `CompletionPort` has the contract. Has one fd, and no timer while no work is in flight.
 
     Args:
         clock: seconds; durations are its differences.
-        alarm: makes what wakes the port, from a loop and a callback.
+        alarm: makes the alarm, from a loop and the callback that the alarm calls.
 
     Raises OSError if the kernel gives no timer.
     """
@@ -141,7 +150,7 @@ class AdaptivePort(CompletionPort):
         self._alarm = alarm(self._loop, self._woken)
 
     def predicted_s(self, lane: str, kind: Hashable) -> float | None:
-        """How long the next work of this kind should take, in seconds; None where nobody knows."""
+        """How long the next work of this kind should take, in seconds; None: not known."""
         estimate = self._estimates.get((lane, kind))
         return None if estimate is None else estimate.duration_s
 
@@ -160,7 +169,7 @@ class AdaptivePort(CompletionPort):
         watch = self._watches[work.lane]
         now = self._clock()
         self._estimate(work).learn(max(watch.unseen - watch.began, 0.0), now - watch.began)
-        # a late look at this one must not make the next one seem to have begun late
+        # a late look at this work must not make the next one seem to have begun late
         guess = (watch.unseen + now) / 2 if watch.end is None else watch.end
         watch.last_end = min(max(guess, watch.unseen), now)
         works = self._lanes[work.lane]
@@ -179,13 +188,13 @@ class AdaptivePort(CompletionPort):
         estimate = self._estimates.get(key)
         if estimate is None:
             if len(self._estimates) == _MAX_KINDS:
-                # a caller whose kinds never repeat must not fill the memory: the oldest one is learnt again
+                # a caller whose kinds never repeat must not fill the memory: forget the oldest kind
                 del self._estimates[next(iter(self._estimates))]
             estimate = self._estimates[key] = Estimate()
         return estimate
 
     def _plan(self, watch: _Watch, work: Work) -> None:
-        """This work is the oldest of its lane now."""
+        """Begin to watch `work`, now the oldest of its lane."""
         watch.busy = True
         watch.began = watch.unseen = max(work.given_at, watch.last_end)
         watch.step = _FIRST_STEP_S
@@ -194,7 +203,7 @@ class AdaptivePort(CompletionPort):
         watch.end = None if estimate.duration_s is None else watch.began + estimate.duration_s
 
     def _schedule(self, watch: _Watch, now: float) -> None:
-        """When to look again at the oldest, which is not done."""
+        """Set when to look again at the lane's oldest work, which is not done."""
         if watch.end is not None:
             if now < watch.end - watch.margin:
                 watch.next_look = min(watch.end - watch.margin, now + _MAX_SLEEP_S)
@@ -213,7 +222,7 @@ class AdaptivePort(CompletionPort):
             self._schedule(watch, now)
 
     def _arrange(self, now: float) -> None:
-        """Have the next turn, and the alarm, come when the lanes need them."""
+        """Ask the loop for the next turn, and set the alarm, as the lanes need them."""
         nearest = None
         for watch in self._watches.values():
             if not watch.busy:
@@ -223,7 +232,7 @@ class AdaptivePort(CompletionPort):
                     self._turn = self._loop.call_soon(self._every_turn)
             elif nearest is None or watch.next_look < nearest:
                 nearest = watch.next_look
-        # an alarm that comes too early costs a look at the clock, setting it anew costs about as much
+        # an early alarm costs a look at the clock, as much as setting it anew: so it is never set to a later moment
         if nearest is not None and (self._armed_for is None or nearest < self._armed_for):
             self._armed_for = nearest
             self._alarm.arm(nearest - now)

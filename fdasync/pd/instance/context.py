@@ -1,17 +1,17 @@
-"""What the services of one instance share: its engine's parts, its links, its transports. Made by `instance.py`.
+"""Holds the parts of one instance that its services share (engine, links, transports), and sends their messages.
 
-Decides nothing, and keeps no state of its own.
+Knows no requests and no leases, and decides nothing. Made by `instance.py`; its services call it.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fdasync.errors import DeadlineExceeded, PeerBusy, PeerRefused, PeerUnreachable
 from fdasync.ipc.shared_memory import AUX_REGION, HOST_REGION
 from fdasync.pd.messages import encode
-from fdasync.pd.transfer.transports import Carriers
+from fdasync.pd.transfer.transports import Transports
 
 if TYPE_CHECKING:
     import asyncio
@@ -19,24 +19,28 @@ if TYPE_CHECKING:
 
     from fdasync.cache.aux_arena import AuxArena
     from fdasync.cache.host_arena import HostArena
-    from fdasync.engine.frontend import Door
-    from fdasync.engine.output import OutputHub
+    from fdasync.cache.identity import PromptHashes
+    from fdasync.engine.request_state import RequestState, SampleOutput
+    from fdasync.events.actions import EmitTokens
     from fdasync.events.bus import EventBus
+    from fdasync.events.catalog import RequestPrepared
     from fdasync.ipc.shared_memory import Part, SharedRegion
     from fdasync.pd.link.links import Links
     from fdasync.pd.link.peer import Peer
     from fdasync.pd.messages import Message
-    from fdasync.runner.base import Capacity
+    from fdasync.request import GenerateRequest
+    from fdasync.result import Result
+    from fdasync.runner.base import Capacity, StepOutput
 
-# a peer that leaves no room for so long is as good as gone, unless it may be silent for longer
+# a peer that leaves no room for so long is given up, unless its role may be silent for longer
 _ROOM_S = 60.0
-#: of what waits for one peer to keep up; it holds small answers only: tokens merge where they come from
+#: bounds of a peer's backlog; it holds short replies only, since new tokens merge in `token_streams.py`
 BACKLOG_MESSAGES = 1 << 16
 BACKLOG_NBYTES = 16 << 20
 
 
 class _Backlog:
-    """What waits for room in a peer's window, in order; `over`: it became too much, and the session ends."""
+    """Messages that wait for room in a peer's window, in order; `over`: too many, so that the session ends."""
 
     __slots__ = ("messages", "nbytes", "over")
 
@@ -46,7 +50,7 @@ class _Backlog:
         self.over = False
 
     def add(self, message: Message) -> bool:
-        """Keep it; False: that was too much."""
+        """Add a message; False: there are too many now."""
         nbytes = len(encode(message))
         self.messages.append((message, nbytes))
         self.nbytes += nbytes
@@ -57,11 +61,44 @@ class _Backlog:
         self.nbytes -= self.messages.popleft()[1]
 
 
-class Site:
+class Frontend(Protocol):
+    """What an instance asks of the engine's frontend, whose docstrings hold (`engine/frontend.py`)."""
+
+    async def submit(self, ask: GenerateRequest) -> RequestState: ...
+
+    def take_over(
+        self, name: str, ask: GenerateRequest, given: PromptHashes, limit_s: float
+    ) -> tuple[RequestState, list[RequestPrepared]]: ...
+
+    def find(self, request_id: str) -> RequestState | None: ...
+
+    def requests(self) -> list[RequestState]: ...
+
+    def abort(self, request: RequestState) -> None: ...
+
+    def result(self, request: RequestState) -> Result: ...
+
+
+class OutputProcessor(Protocol):
+    """What an instance asks of the engine's output stage, whose docstrings hold (`engine/output.py`)."""
+
+    def find(self, key: int) -> tuple[RequestState, SampleOutput] | None: ...
+
+    def requests(self) -> list[RequestState]: ...
+
+    def emit(self, action: EmitTokens, output: StepOutput) -> None: ...
+
+
+class InstanceContext:
     """See the module.
 
     Attributes:
-        capacity, namespace: of the weights in use, now.
+        loop, bus, frontend, processor: of the engine.
+        host: the host arena.
+        arena: the arena of aux rows; None without aux data.
+        capacity, namespace: functions that return those of the weights in use.
+        links: the links; set before any service sends.
+        transports: the transports.
         draining: the instance takes no more work.
     """
 
@@ -71,8 +108,8 @@ class Site:
         self,
         loop: asyncio.AbstractEventLoop,
         bus: EventBus,
-        door: Door,
-        hub: OutputHub,
+        frontend: Frontend,
+        processor: OutputProcessor,
         host: HostArena,
         arena: AuxArena | None,
         capacity: Callable[[], Capacity],
@@ -81,13 +118,13 @@ class Site:
     ) -> None:
         self.loop = loop
         self.bus = bus
-        self.door = door
-        self.hub = hub
+        self.frontend = frontend
+        self.processor = processor
         self.host = host
         self.arena = arena
         self.capacity = capacity
         self.namespace = namespace
-        self.carriers = Carriers(())
+        self.transports = Transports(())
         self.draining = False
         self._fail = fail
         self._tasks: dict[asyncio.Task[None], None] = {}
@@ -95,16 +132,16 @@ class Site:
 
     @property
     def regions(self) -> list[SharedRegion]:
-        """As transports number them."""
+        """The shared regions, in the order by which transports number them."""
         return [self.host.region] + ([self.arena.region] if self.arena is not None else [])
 
     def parts(self, host: int, slot: int) -> tuple[Part, ...]:
-        """Where a host block's KV and a slot's rows lie."""
+        """The parts of a host block's KV and of a slot's rows."""
         rows = () if self.arena is None else self.arena.parts(slot, AUX_REGION)
         return (self.host.payload(host, HOST_REGION), *rows)
 
     def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """A task of this instance; what it raises is a defect and ends the engine."""
+        """Start a task of this instance; an error of it is a defect and fails the engine."""
         task = self.loop.create_task(work, name=f"fdasync {name}")
         self._tasks[task] = None
         task.add_done_callback(self._ended)
@@ -116,7 +153,7 @@ class Site:
             self._fail(error)
 
     def guarded(self, work: Callable[[], None]) -> Callable[..., None]:
-        """A callback of the loop whose errors end the engine; the loop itself would only log them."""
+        """A callback of the loop whose errors fail the engine; the loop itself would only log them."""
 
         def call(*_: object) -> None:
             try:
@@ -130,9 +167,8 @@ class Site:
         return list(self._tasks)
 
     def tell(self, peer: Peer, message: Message) -> None:
-        """Send without waiting; what does not go now goes in order as soon as the peer keeps up, while it is up.
-
-        The session of a peer for which too much waits ends: it is lost, and hears so.
+        """Send without waiting. A message that finds no room goes into a backlog, which is sent in order as the peer
+        makes room. A backlog that grows too long ends the peer's session.
         """
         backlog = self._backlogs.get(peer)
         if backlog is None:
@@ -143,11 +179,11 @@ class Site:
                 backlog = self._backlogs[peer] = _Backlog()
                 self.start(self._catch_up(peer, backlog), f"backlog of {peer.name}")
             except (PeerUnreachable, PeerRefused):
-                # its loss ends everything with it
+                # `on_lost` ends all leases and requests of this peer
                 return
         if not backlog.over and not backlog.add(message):
             problem = f"{len(backlog.messages)} messages of {backlog.nbytes} bytes wait for it, more than are kept"
-            # not from within what it does to a lease or a request
+            # later, since the caller is in the middle of a change to a lease or a request
             self.loop.call_soon(self.guarded(lambda: self.links.give_up(peer, problem)))
 
     async def _catch_up(self, peer: Peer, backlog: _Backlog) -> None:
@@ -161,9 +197,9 @@ class Site:
             del self._backlogs[peer]
 
     async def say(self, peer: Peer, message: Message, payload: bytes | memoryview | None = None) -> None:
-        """Send as soon as the peer keeps up. Raises PeerUnreachable, PeerRefused.
+        """Send as soon as the peer has room. Raises PeerUnreachable, PeerRefused.
 
-        The session of a peer that leaves no room for long ends: nothing of it is left out.
+        Ends the session of a peer that leaves no room for long, since no message may be left out.
         """
         while True:
             try:

@@ -1,11 +1,11 @@
-"""The decode side of an instance: takes questions for room, fetches blocks, tells the other side what became of them.
+"""The decode side of an instance: takes lease requests, copies the blocks offered under leases, and acknowledges them.
 
-Decides nothing: who gets room, and when a lease is over, the scheduler says (`decode.py`). What the other
-side says is checked here, so that no peer can make the scheduler stumble. A question is answered once and the answer
-kept: the same question again gets the same answer; a cancel that overtakes its question is remembered
+The scheduler (`disagg/decode.py`) decides which requests get leases and when a lease is over; this module decides
+nothing. It checks all messages of prefill instances, so that none can break the scheduler. A lease request gets one
+reply, which is kept: the same request again gets the same reply. A cancel that overtakes its request is remembered
 (`lease_table.py`).
 
-Called by `instance.py` with actions, messages and news of peers.
+Called by `instance.py` with actions, messages and changes of peers.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from array import array
 from typing import TYPE_CHECKING
 
 from fdasync.cache.aux import ROUTING
-from fdasync.cache.prefix import are_block_keys, root_key
-from fdasync.engine.inputs import Ask, Given
-from fdasync.errors import DuplicateRequestId, FdasyncError, PermanentError
+from fdasync.cache.identity import PromptHashes, are_block_keys, root_key
+from fdasync.errors import DuplicateRequestId, FdasyncError, PermanentError, ProtocolError
 from fdasync.events.actions import EmitTokens
 from fdasync.events.catalog import (
     BlocksOffered,
@@ -28,35 +27,52 @@ from fdasync.events.catalog import (
     LeasesRenewed,
     SampleOffered,
 )
-from fdasync.pd.instance.lease_table import LeaseBook
-from fdasync.pd.messages import BlocksTaken, HandOff, HandOffTaken, LeaseAnswer, LeaseAsk, LeaseDrop, brief
-from fdasync.pd.transfer.base import Receipt
+from fdasync.pd.instance.lease_table import LeaseTable
+from fdasync.pd.messages import (
+    BlocksTaken,
+    HandOff,
+    HandOffTaken,
+    LeaseAnswer,
+    LeaseDrop,
+    LeaseRequest,
+    brief,
+)
+from fdasync.pd.results import add_scores
+from fdasync.pd.transfer.base import CopySpec
+from fdasync.request import GenerateRequest
 from fdasync.runner.base import StepOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from fdasync.engine.output import RequestOutput
+    from fdasync.engine.request_state import RequestState
     from fdasync.events.actions import AnswerLease, ConfirmHandOver, DropLease, ReceiveBlocks
-    from fdasync.pd.instance.context import Site
+    from fdasync.pd.instance.context import InstanceContext
     from fdasync.pd.link.peer import Peer
-    from fdasync.pd.messages import BlockRef, BlocksOffer, LeaseName, Wanted
+    from fdasync.pd.messages import BlockRef, BlocksOffer, LeaseName, ScoredPrompt, Wanted
     from fdasync.result import TopLogprobs
 
 _RETRY_S = 0.5
-# identities that one callback checks: some 0.3 ms
+# identities checked in one callback: some 0.3 ms
 _CHECK_BLOCKS = 256
 
 
 class _Lease:
-    """A lease of ours.
+    """A lease of a prefill instance.
 
     Attributes:
-        refs: where offered blocks can be read, by (offer, index); unread: how many of an offer are still to be copied.
-        hands: first tokens that came, by sample's number.
+        owner: the prefill instance.
+        name: its (request, attempt).
+        request: the request that this instance takes over.
+        keys: the scheduler's numbers of its samples; `group` is the first.
+        answer: the reply; None before it is decided.
+        refs: the offered blocks that are not copied yet, by (offer, index).
+        unread: by offer, the number of blocks that are not copied yet; 0 once the offer is taken.
+        hands: the hand-offs that have come, by number of the sample.
+        confirmed: number of samples that go on here.
     """
 
-    def __init__(self, owner: Peer, name: LeaseName, request: RequestOutput, keys: tuple[int, ...]) -> None:
+    def __init__(self, owner: Peer, name: LeaseName, request: RequestState, keys: tuple[int, ...]) -> None:
         self.owner = owner
         self.name = name
         self.request = request
@@ -69,42 +85,42 @@ class _Lease:
         self.confirmed = 0
 
 
-class Lending:
+class DecodeService:
     """See the module.
 
     Args:
-        block_tokens: of the engine.
-        follow: told of each request that was taken over: its answer goes to this caller under this name.
-        lose: told of each that is lost though it began here, at least in part.
+        block_tokens: tokens of a block.
+        follow: called with each request that is taken over: its output goes to this caller under this name.
+        lose: called with each request that is lost after a part of it began here.
 
     Attributes:
-        late: messages about leases that are over, or never were.
-        received_nbytes: of blocks of others that arrived whole.
+        late: number of messages about unknown leases.
+        received_nbytes: bytes of blocks copied from other instances.
     """
 
     def __init__(
         self,
-        site: Site,
+        context: InstanceContext,
         block_tokens: int,
-        follow: Callable[[RequestOutput, bytes, str], None],
-        lose: Callable[[RequestOutput], None],
+        follow: Callable[[RequestState, bytes, str], None],
+        lose: Callable[[RequestState], None],
     ) -> None:
-        self._site = site
+        self._context = context
         self._size = block_tokens
         self._follow = follow
         self._lose = lose
-        self._book: LeaseBook[_Lease] = LeaseBook()
+        self._leases: LeaseTable[_Lease] = LeaseTable()
         self.late = 0
         self.received_nbytes = 0
 
-    # -- questions ----------------------------------------------------------------------------------
+    # -- lease requests -----------------------------------------------------------------------------
 
-    def on_ask(self, peer: Peer, message: LeaseAsk) -> None:
+    def on_lease_request(self, peer: Peer, message: LeaseRequest) -> None:
         name = (message.request, message.attempt)
-        known = self._book.find(peer, name)
+        known = self._leases.find(peer, name)
         if known is not None:
             if known.answer is not None:
-                self._site.tell(peer, known.answer)
+                self._context.tell(peer, known.answer)
             return
         wanted = message.wanted
         full = len(wanted.tokens) // 4 // self._size
@@ -114,10 +130,10 @@ class Lending:
             root = root_key(wanted.namespace, wanted.salt.encode())
             self._decide(peer, name, message, are_block_keys(wanted.block_keys, root, wanted.tokens, self._size))
         else:
-            self._site.start(self._check(peer, name, message), f"identities of {name[0]}")
+            self._context.start(self._check(peer, name, message), f"identities of {name[0]}")
 
-    async def _check(self, peer: Peer, name: LeaseName, message: LeaseAsk) -> None:
-        """The identities of a long prompt, in slices."""
+    async def _check(self, peer: Peer, name: LeaseName, message: LeaseRequest) -> None:
+        """Check the identities of a long prompt, in slices."""
         wanted = message.wanted
         parent = root_key(wanted.namespace, wanted.salt.encode())
         keys = wanted.block_keys
@@ -131,91 +147,91 @@ class Lending:
             self._decide(peer, name, message, good)
 
     def _deny(self, peer: Peer, name: LeaseName, reason: str, retry_after_s: float) -> None:
-        self._site.tell(peer, LeaseAnswer(*name, "denied", 0, retry_after_s, brief(reason)))
+        self._context.tell(peer, LeaseAnswer(*name, "denied", 0, retry_after_s, brief(reason)))
 
-    def _decide(self, peer: Peer, name: LeaseName, message: LeaseAsk, good: bool) -> None:
+    def _decide(self, peer: Peer, name: LeaseName, message: LeaseRequest, good: bool) -> None:
         if not good:
-            # under a wrong name its blocks would be others' too (DESIGN section 8: wrong rows)
+            # blocks under wrong identities would serve other requests too (docs/design.md, section 8: wrong rows)
             self._deny(peer, name, "the identities given are not those of the prompt's blocks", -1.0)
             return
         problem = self._take(peer, name, message)
         if problem is not None:
             self._deny(peer, name, *problem)
 
-    def _take(self, peer: Peer, name: LeaseName, message: LeaseAsk) -> tuple[str, float] | None:
-        """Give a question to the scheduler; else why not, and when to ask again."""
-        site, wanted = self._site, message.wanted
-        if self._book.is_buried(name, site.loop.time()):
+    def _take(self, peer: Peer, name: LeaseName, message: LeaseRequest) -> tuple[str, float] | None:
+        """Pass a lease request to the scheduler; or return a reason to deny it, and when it may be sent again."""
+        context, wanted = self._context, message.wanted
+        if self._leases.is_buried(name, context.loop.time()):
             return "it was cancelled before it was asked for", -1.0
-        if site.draining:
+        if context.draining:
             return "it is draining", -1.0
-        if site.links.find(wanted.caller) is None:
-            return "it has no link to the router that asks", _RETRY_S
+        if context.links.find(wanted.caller) is None:
+            return "it has no link to the request's router", _RETRY_S
         if len(wanted.tokens) % 4 or wanted.params.seed is None:
-            return "the question makes no sense", -1.0
+            return "the lease request makes no sense", -1.0
         try:
-            request, events = site.door.take_over(
+            request, events = context.frontend.take_over(
                 message.request,
                 _asked(message.request, wanted),
-                Given(wanted.namespace, wanted.block_keys),
+                PromptHashes(wanted.namespace, wanted.block_keys),
                 wanted.deadline_s,
             )
         except DuplicateRequestId:
-            # of the same request an earlier attempt, which is about to end
+            # an earlier attempt of the same request is about to end
             return "an earlier attempt has not ended yet", _RETRY_S
         except PermanentError as error:
             return f"{type(error).__name__}: {error}", -1.0
         except FdasyncError as error:
             return f"{type(error).__name__}: {error}", _RETRY_S
         lease = _Lease(peer, name, request, tuple([event.key for event in events]))
-        self._book.add(lease)
-        now = site.loop.time()
-        site.bus.publish(
+        self._leases.add(lease)
+        now = context.loop.time()
+        context.bus.publish(
             LeaseAsked(requests=tuple(events), peer=peer.name, ttl_s=message.ttl_s, over_by=now + message.total_s)
         )
         self._follow(request, wanted.caller, message.request)
         return None
 
     def on_drop(self, peer: Peer, message: LeaseDrop) -> None:
-        """The other side gives up."""
+        """The prefill side gives a lease up."""
         name = (message.request, message.attempt)
-        lease = self._book.find(peer, name)
+        lease = self._leases.find(peer, name)
         if lease is None:
-            self._book.bury(name, self._site.loop.time())
+            self._leases.bury(name, self._context.loop.time())
             return
-        self._site.bus.publish(LeaseGivenUp(groups=(lease.group,), reason=message.reason))
+        self._context.bus.publish(LeaseGivenUp(groups=(lease.group,), reason=message.reason))
         self._over(lease)
 
     def on_heartbeat(self, peer: Peer, names: Sequence[LeaseName]) -> None:
-        leases = [self._book.find(peer, name) for name in names]
+        leases = [self._leases.find(peer, name) for name in names]
         groups = tuple([lease.group for lease in leases if lease is not None])
         if groups:
-            self._site.bus.publish(LeasesRenewed(groups=groups))
+            self._context.bus.publish(LeasesRenewed(groups=groups))
 
     def on_lost(self, peer: Peer, reason: str) -> None:
-        """A peer is gone: its leases are not wanted any more, and its blocks cannot be read."""
+        """A peer is gone: its leases end, and its blocks cannot be read."""
         if peer.hello is not None:
-            self._site.carriers.forget(peer.hello.sources)
-        leases = self._book.of(peer)
+            self._context.transports.forget(peer.hello.sources)
+        leases = self._leases.of(peer)
         if leases:
-            self._site.bus.publish(LeaseGivenUp(groups=tuple([lease.group for lease in leases]), reason=reason))
+            self._context.bus.publish(LeaseGivenUp(groups=tuple([lease.group for lease in leases]), reason=reason))
         for lease in leases:
             self._over(lease)
 
     def _over(self, lease: _Lease) -> None:
-        """A lease ended before everything was handed over: of a group that came in part, the rest is of no use."""
-        self._book.remove(lease)
+        """A lease ended before all samples were handed over: a group of which only a part came is lost."""
+        self._leases.remove(lease)
         if lease.confirmed:
             self._lose(lease.request)
 
     # -- blocks and first tokens --------------------------------------------------------------------
 
     def _live(self, peer: Peer, name: LeaseName) -> _Lease | None:
-        """A lease of this peer's; one that is not known is told so."""
-        lease = self._book.find(peer, name)
+        """A lease of this peer; for an unknown one the peer gets a `LeaseDrop`."""
+        lease = self._leases.find(peer, name)
         if lease is None:
             self.late += 1
-            self._site.tell(peer, LeaseDrop(*name, "there is no such lease"))
+            self._context.tell(peer, LeaseDrop(*name, "there is no such lease"))
         return lease
 
     def on_offer(self, peer: Peer, message: BlocksOffer) -> None:
@@ -235,7 +251,20 @@ class Lending:
             lease.refs.update(new)
             lease.unread[message.offer] = len(new)
             indices = tuple([ref.index for ref in message.blocks])
-            self._site.bus.publish(BlocksOffered(group=lease.group, offer=message.offer, indices=indices))
+            self._context.bus.publish(BlocksOffered(group=lease.group, offer=message.offer, indices=indices))
+
+    def on_scored(self, peer: Peer, message: ScoredPrompt) -> None:
+        """The prefill side scored a run of the prompt."""
+        lease = self._live(peer, (message.request, message.attempt))
+        if lease is None:
+            return
+        try:
+            if lease.answer is None or lease.answer.verdict != "granted":
+                raise ProtocolError("log-probs of a prompt came before the lease was granted")
+            request = lease.request
+            add_scores(request.scores, message, len(request.prompt), self._context.capacity().vocab_size)
+        except ProtocolError as error:
+            self._refuse(lease, str(error))
 
     def on_hand_off(self, peer: Peer, message: HandOff) -> None:
         lease = self._live(peer, (message.request, message.attempt))
@@ -251,7 +280,7 @@ class Lending:
         lease.hands[message.index] = message
         if tail is not None:
             lease.refs[message.offer, tail.index] = tail
-        self._site.bus.publish(
+        self._context.bus.publish(
             SampleOffered(
                 group=lease.group,
                 key=lease.keys[message.index],
@@ -263,10 +292,11 @@ class Lending:
         )
 
     def _is_whole(self, lease: _Lease, message: HandOff) -> bool:
-        """A token of the vocabulary, and the log-probs that were asked for."""
+        """Whether a hand-off has a token of the vocabulary, and whether the log-probs that the caller asked for have
+        come."""
         kinds = lease.request.params.logprobs
-        vocab = self._site.capacity().vocab_size
-        top = message.top
+        vocab = self._context.capacity().vocab_size
+        top, scores = message.top, lease.request.scores
         return (
             message.token < vocab
             and (_is_logprob(message.raw) if kinds in ("raw", "both") else message.raw is None)
@@ -274,52 +304,53 @@ class Lending:
             and (top is not None) == bool(lease.request.params.top_logprobs)
             and (top is None or _are_alternatives(top, vocab))
             and sum(message.cached) <= len(lease.request.prompt)
+            and (message.index > 0 or scores is None or scores.stop == len(lease.request.prompt))
         )
 
     def _refuse(self, lease: _Lease, reason: str) -> None:
-        """What the other side says under a lease is wrong: it is over."""
-        self._site.tell(lease.owner, LeaseDrop(*lease.name, brief(reason)))
-        self._site.bus.publish(LeaseGivenUp(groups=(lease.group,), reason=reason))
+        """The prefill side sent a wrong message under a lease: end the lease."""
+        self._context.tell(lease.owner, LeaseDrop(*lease.name, brief(reason)))
+        self._context.bus.publish(LeaseGivenUp(groups=(lease.group,), reason=reason))
         self._over(lease)
 
     # -- actions ------------------------------------------------------------------------------------
 
     def answer(self, action: AnswerLease) -> None:
-        lease = self._book.group(action.group)
+        lease = self._leases.group(action.group)
         if lease is None:
             return
         lease.answer = LeaseAnswer(
             *lease.name,
-            action.verdict,  # type: ignore[arg-type]
+            action.verdict,
             action.prefix_blocks,
             action.retry_after_s,
             brief(action.reason),
         )
         if action.verdict == "denied":
-            self._book.remove(lease)
-        self._site.tell(lease.owner, lease.answer)
+            self._leases.remove(lease)
+        self._context.tell(lease.owner, lease.answer)
 
     def drop(self, action: DropLease) -> None:
-        lease = self._book.group(action.group)
+        lease = self._leases.group(action.group)
         if lease is not None:
             if action.ended:
-                self._book.remove(lease)
+                self._leases.remove(lease)
             else:
                 self._over(lease)
-            self._site.tell(lease.owner, LeaseDrop(*lease.name, brief(action.reason)))
+            self._context.tell(lease.owner, LeaseDrop(*lease.name, brief(action.reason)))
 
     def drop_all(self, reason: str) -> None:
-        """Tell all others that nothing comes of what they were given."""
-        for lease in self._book.all():
+        """End all leases, and tell the prefill sides."""
+        for lease in self._leases.all():
             self._over(lease)
-            self._site.tell(lease.owner, LeaseDrop(*lease.name, brief(reason)))
+            self._context.tell(lease.owner, LeaseDrop(*lease.name, brief(reason)))
 
     def confirm(self, action: ConfirmHandOver) -> None:
-        """A sample goes on here: its first token is its caller's, and the other side may forget it."""
-        lease = self._book.group(action.group)
+        """A sample goes on here: emit its first token, and let the prefill side forget the sample."""
+        lease = self._leases.group(action.group)
         if lease is None:
-            # it was over before this turn was
-            live = self._site.hub.find(action.key)
+            # the lease ended during this turn
+            live = self._context.processor.find(action.key)
             if live is not None:
                 self._lose(live[0])
             return
@@ -333,21 +364,21 @@ class Lending:
                 None if hand.processed is None else (hand.processed,),
                 None if hand.top is None else (hand.top,),
             )
-            self._site.hub.emit(EmitTokens(-1, (action.key,), (hand.token,), (0,)), output)
-        self._site.tell(lease.owner, HandOffTaken(*lease.name, index))
+            self._context.processor.emit(EmitTokens(-1, (action.key,), (hand.token,), (0,)), output)
+        self._context.tell(lease.owner, HandOffTaken(*lease.name, index))
         lease.confirmed += 1
         if lease.confirmed == len(lease.keys):
-            self._book.remove(lease)
+            self._leases.remove(lease)
 
     def receive(self, action: ReceiveBlocks) -> None:
         """Ends in `BlocksReceived`."""
-        self._site.start(self._receive(action), f"receive {action.receive_id}")
+        self._context.start(self._receive(action), f"receive {action.receive_id}")
 
     async def _receive(self, action: ReceiveBlocks) -> None:
-        site = self._site
-        started = site.loop.time()
+        context = self._context
+        started = context.loop.time()
         count = len(action.indices)
-        lease = self._book.group(action.group)
+        lease = self._leases.group(action.group)
         places = list(zip(action.offers, action.indices, strict=True))
         refs = [None if lease is None else lease.refs.pop(place, None) for place in places]
         arrived = [False] * count
@@ -356,31 +387,31 @@ class Lending:
         if lease is None or lease.owner.hello is None or None in refs:
             problem = "the lease is over"
         else:
-            receipts = [
-                Receipt(ref.parts, site.parts(host, slot), ref.checksums)
+            copy_specs = [
+                CopySpec(ref.parts, context.parts(host, slot), ref.checksums)
                 for ref, host, slot in zip(refs, action.host, slots, strict=True)
                 if ref is not None
             ]
-            outcomes = await site.carriers.receive(lease.owner.hello.sources, receipts, action.deadline)
+            outcomes = await context.transports.receive(lease.owner.hello.sources, copy_specs, action.deadline)
             for number, outcome in enumerate(outcomes):
                 arrived[number] = outcome.status == "done"
                 if not arrived[number]:
                     problem = problem or outcome.problem or outcome.status
                     continue
-                nbytes += sum(part.nbytes for part in receipts[number].parts)
-                if site.arena is not None:
-                    site.arena.adopt(slots[number], action.generations[number], action.rows[number])
+                nbytes += sum(part.nbytes for part in copy_specs[number].parts)
+                if context.arena is not None:
+                    context.arena.adopt(slots[number], action.generations[number], action.rows[number])
         self.received_nbytes += nbytes
-        site.bus.publish(
+        context.bus.publish(
             BlocksReceived(
                 receive_id=action.receive_id,
                 arrived=tuple(arrived),
-                seconds=site.loop.time() - started,
+                seconds=context.loop.time() - started,
                 nbytes=nbytes,
                 problem=problem,
             )
         )
-        if lease is not None and self._book.group(action.group) is lease:
+        if lease is not None and self._leases.group(action.group) is lease:
             self._acknowledge(lease, [offer for offer, came in zip(action.offers, arrived, strict=True) if came])
 
     def _acknowledge(self, lease: _Lease, offers: list[int]) -> None:
@@ -390,11 +421,11 @@ class Lending:
                 lease.unread[offer] = left - 1
             elif left:
                 lease.unread[offer] = 0
-                self._site.tell(lease.owner, BlocksTaken(*lease.name, offer))
+                self._context.tell(lease.owner, BlocksTaken(*lease.name, offer))
 
 
 def _is_logprob(value: float | None) -> bool:
-    """A little above 0 is rounding; of -inf is made what no filter let through."""
+    """Whether a value can be a log-prob: rounding may lift it a little above 0, and a filtered token has -inf."""
     return value is not None and not math.isnan(value) and value <= 1e-3
 
 
@@ -406,9 +437,9 @@ def _are_alternatives(top: TopLogprobs, vocab: int) -> bool:
     )
 
 
-def _asked(name: str, wanted: Wanted) -> Ask:
-    """What another instance hands on, as a request of this one's."""
-    return Ask(
+def _asked(name: str, wanted: Wanted) -> GenerateRequest:
+    """The request that another instance hands on, as a request of this instance."""
+    return GenerateRequest(
         prompt=array("i", wanted.tokens),
         params=wanted.params,
         streams=wanted.streams,
@@ -419,4 +450,5 @@ def _asked(name: str, wanted: Wanted) -> Ask:
         aux=tuple([name for name in wanted.rows if name != ROUTING]),
         start=wanted.start,
         cache_salt=wanted.salt,
+        waited_s=wanted.waited_s,
     )

@@ -1,8 +1,9 @@
-"""An engine that other instances and routers can reach: links, leases, transports and answers around one `Engine`.
+"""An `Instance` is an `Engine` that routers and other instances can reach.
 
     async with Instance(config, listen="ipc:///run/d0") as instance: ...
 
-Joins the services of `fdasync/pd` to the driver and bus of an engine; decides nothing. Made by `fdasync serve`.
+It joins links, transports and the services of this room to an engine's driver and bus. It knows no schedule and decides
+nothing. `fdasync serve` makes it.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ import asyncio
 from array import array
 from typing import TYPE_CHECKING, Any
 
-from fdasync.cache.prefix import root_key
-from fdasync.engine.engine import Engine
-from fdasync.engine.inputs import Ask, Errand
+from fdasync.cache.identity import root_key
+from fdasync.engine import Engine
 from fdasync.errors import BadInput, ConfigError, EngineClosed, FdasyncError, PeerUnreachable, UpdateUnderWay
 from fdasync.events.actions import (
     AnswerLease,
@@ -28,11 +28,11 @@ from fdasync.events.actions import (
 )
 from fdasync.events.catalog import LinkChanged
 from fdasync.ipc.deadlines import wait_within
-from fdasync.pd.instance.context import Site
-from fdasync.pd.instance.decode_service import Lending
-from fdasync.pd.instance.kv_events import News
-from fdasync.pd.instance.prefill_service import Asking
-from fdasync.pd.instance.responses import Answers, failed
+from fdasync.pd.instance.context import InstanceContext
+from fdasync.pd.instance.decode_service import DecodeService
+from fdasync.pd.instance.kv_events import KvEvents
+from fdasync.pd.instance.prefill_service import PrefillService
+from fdasync.pd.instance.responses import Responses, failed
 from fdasync.pd.instance.text_digest import text_digest
 from fdasync.pd.link.address import check_address, check_free
 from fdasync.pd.link.links import Links
@@ -50,9 +50,10 @@ from fdasync.pd.messages import (
     Heartbeat,
     Hello,
     LeaseAnswer,
-    LeaseAsk,
     LeaseDrop,
+    LeaseRequest,
     Refused,
+    ScoredPrompt,
     Shape,
     Status,
     Submit,
@@ -60,14 +61,14 @@ from fdasync.pd.messages import (
     brief,
 )
 from fdasync.pd.transfer.shm import shm_problem
-from fdasync.pd.transfer.transports import Carriers
-from fdasync.registry.registry import Registry
+from fdasync.pd.transfer.transports import Transports, make_transport
+from fdasync.request import GenerateRequest, HandOffTarget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from fdasync.cache.store.base import Store
-    from fdasync.engine.config import EngineConfig
+    from fdasync.engine import EngineConfig, EngineStats
     from fdasync.engine.tokenizer import Tokenizer
     from fdasync.events.actions import Action
     from fdasync.pd.link.peer import Peer
@@ -76,14 +77,13 @@ if TYPE_CHECKING:
     from fdasync.pd.messages import Message
     from fdasync.pd.transfer.base import Transport
     from fdasync.runner.base import Capacity, Runner
-    from fdasync.scheduler import SchedulerStats
 
-# as Hello says
+# limit of `messages.Name`
 _NAME_CHARS = 256
 
 
 def shape_of(capacity: Capacity, text: bytes = b"") -> Shape:
-    """What the blocks and answers of a runner are made of, whatever its weights; `text`: see `text_digest.py`."""
+    """The shape of an instance with this runner; `text`: the digest of `text_digest.py`."""
     return Shape(
         root_key(capacity.fingerprint.encode()),
         capacity.kv_layout,
@@ -99,9 +99,9 @@ def shape_of(capacity: Capacity, text: bytes = b"") -> Shape:
 
 
 def _auto(listen: str) -> tuple[tuple[str, ...], str]:
-    """The transports of an instance that names none, in order of preference, and what to say of them."""
+    """The transports for "auto", in order of preference, and a notice for the user."""
     if not listen.startswith("ipc://"):
-        # whoever can call it at all can reach a port
+        # the instance has a port on the loopback already
         return ("shm", "tcp"), ""
     problem = shm_problem()
     if not problem:
@@ -113,20 +113,22 @@ class Instance:
     """See the module.
 
     Args:
-        config: of the engine; its role must not be "alone".
-        listen: `ipc://path` or `tcp://127.0.0.1:port` (0: any).
-        peers: addresses of decode instances to connect to at once; others are when a router names them.
-        name: for people; default: where it listens.
-        transport: how it reads blocks of others, and lets others read its own: the name of one in
-            `fdasync.transports`, or "auto": shm, and tcp besides where it listens at a tcp address itself, or instead
-            where memory cannot be shared. A tcp transport has a port on the loopback, open to all users of the machine
-            (who cannot read anything without its token); where it listens at an ipc address there is none otherwise.
-        wire, transports, runner, tokenizer, store: objects instead of what the configuration names (tests).
+        config: the engine's configuration; its role must not be "alone".
+        listen: address to listen at: `ipc://path` or `tcp://127.0.0.1:port` (0: any).
+        peers: addresses of decode instances to connect to at once; the instance connects to others when a router names
+            them.
+        name: a name for people; default: the address.
+        transport: the transport by which blocks travel: a name in `fdasync.transports`, or "auto". "auto" is shm, with
+            tcp besides if the instance listens at a tcp address, and tcp alone if memory cannot be shared. A tcp
+            transport listens at a loopback port, which all users of the machine can reach, but not read from without
+            its token. An instance that listens at an ipc address has no such port otherwise.
+        links: times and bounds of the links.
+        wire, transports, runner, tokenizer, store: objects instead of those that the configuration names, for tests.
 
     Attributes:
-        engine: the engine; it may be used directly as well.
-        address: where it listens, once entered.
-        notice: what its user should know of how blocks go, "" where there is nothing to say.
+        engine: the engine; it can be used directly as well.
+        address: the address at which it listens, once entered.
+        notice: a notice for the user about the choice of transport; "" if there is none.
     """
 
     def __init__(
@@ -144,7 +146,7 @@ class Instance:
         tokenizer: Tokenizer | None = None,
         store: Store | None = None,
     ) -> None:
-        # a model takes minutes to load: what is wrong is said before
+        # a model takes minutes to load, so arguments are checked first
         if len(name) > _NAME_CHARS:
             raise ConfigError("name", f"has {len(name)} characters", limit=_NAME_CHARS)
         check_address(listen, listens=True)
@@ -161,14 +163,13 @@ class Instance:
         self._wire = wire
         self.notice = ""
         if transports is None:
-            registry = Registry()
             kinds, self.notice = _auto(listen) if transport == "auto" else ((transport,), "")
-            transports = [registry.make_transport(kind) for kind in kinds]
-        self._carriers = Carriers(transports)
+            transports = [make_transport(kind) for kind in kinds]
+        self._transports = Transports(transports)
         self._links: Links | None = None
-        self._site: Site | None = None
+        self._context: InstanceContext | None = None
         self._hanging_up: asyncio.Task[None] | None = None
-        # who is about to update weights, and until when
+        # the router that has claimed the weights, and until when
         self._claimed: tuple[Peer | None, float] = (None, 0.0)
         self._on: dict[type[Message], Callable[[Peer, Any], None]] = {}
         self._does: dict[type[Any], Callable[[Any], None]] = {}
@@ -183,22 +184,28 @@ class Instance:
         await self.aclose()
 
     async def start(self) -> None:
-        """Start the engine, then be reachable. Raises what `Engine.start` raises, ConfigError for the address."""
+        """Start the engine, then listen. Raises the errors of `Engine.start`, ConfigError for the address."""
         if self._wire is None:
             check_free(self._listen)
         await self.engine.start()
         try:
-            self._site = site = Site(asyncio.get_running_loop(), *self.engine.share(self._carriers.aclose))
-            self._asking = Asking(site, self._names)
-            self._answers = Answers(site, self._asking)
+            self._context = context = InstanceContext(
+                asyncio.get_running_loop(), *self.engine.share(self._transports.aclose)
+            )
+            self._weights = self.engine.weights
+            self._prefill_service = PrefillService(context, self._names)
+            self._responses = Responses(context, self._prefill_service)
             capacity = self.engine.capacity
             self._shape = shape_of(capacity, text_digest(self.engine.tokenizer, capacity.vocab_size))
-            self._lending = Lending(site, capacity.block_tokens, self._answers.follow, self._answers.lose)
+            self._decode_service = DecodeService(
+                context, capacity.block_tokens, self._responses.follow, self._responses.lose
+            )
             self._dispatch()
-            site.carriers = self._carriers
-            await self._carriers.open(site.regions)
-            site.links = self._links = Links(self._wire or ZmqWire(on_doors=self._on_doors), self, self._link_config)
-            self._news = News(site, self._version)
+            context.transports = self._transports
+            await self._transports.open(context.regions)
+            context.links = self._links = Links(self._wire or ZmqWire(on_guard=self._on_guard), self, self._link_config)
+            self._kv_events = KvEvents(context, lambda: (self._weights.version, self._weights.order))
+            self._weights.on_change = self._kv_events.announce
             self.address = self._links.listen(self._listen)
             self.engine.attend(self.perform, self._failed)
             for address in self._names:
@@ -208,60 +215,61 @@ class Instance:
             raise
 
     def _dispatch(self) -> None:
-        asking, lending = self._asking, self._lending
+        prefill_service, decode_service = self._prefill_service, self._decode_service
         self._on = {
-            LeaseAsk: lending.on_ask,
-            LeaseAnswer: asking.on_answer,
-            BlocksOffer: lending.on_offer,
-            BlocksTaken: asking.on_taken,
-            HandOff: lending.on_hand_off,
-            HandOffTaken: asking.on_hand_taken,
+            LeaseRequest: decode_service.on_lease_request,
+            LeaseAnswer: prefill_service.on_answer,
+            BlocksOffer: decode_service.on_offer,
+            BlocksTaken: prefill_service.on_taken,
+            HandOff: decode_service.on_hand_off,
+            ScoredPrompt: decode_service.on_scored,
+            HandOffTaken: prefill_service.on_hand_taken,
             LeaseDrop: self._on_drop,
             Submit: self._on_submit,
-            Abort: self._answers.abort,
+            Abort: self._responses.abort,
             Command: self._on_command,
         }
         self._does = {
-            AskLease: asking.ask,
-            GiveUpLease: asking.give_up,
-            SendBlocks: asking.send,
-            HandOver: asking.hand_over,
-            AnswerLease: lending.answer,
-            DropLease: lending.drop,
-            ReceiveBlocks: lending.receive,
-            ConfirmHandOver: lending.confirm,
-            TellBlocks: lambda action: self._news.tell(action),
+            AskLease: prefill_service.ask,
+            GiveUpLease: prefill_service.give_up,
+            SendBlocks: prefill_service.send,
+            HandOver: prefill_service.hand_over,
+            AnswerLease: decode_service.answer,
+            DropLease: decode_service.drop,
+            ReceiveBlocks: decode_service.receive,
+            ConfirmHandOver: decode_service.confirm,
+            TellBlocks: lambda action: self._kv_events.tell(action),
         }
 
     def perform(self, action: Action) -> None:
-        """One of the scheduler's actions that concern other instances; called by the driver."""
+        """Perform an action of the scheduler that concerns other instances; called by the driver."""
         self._does[type(action)](action)
 
     def _failed(self) -> None:
-        """The engine is no more: nobody else shall wait for it. Its callers are told as all callers are, then all links
-        are hung up: whoever goes on asking would be refused for ever, and whoever asks elsewhere is served."""
-        assert self._site is not None
+        """The engine has failed: end all leases and hang up, so that other instances and routers use others. Callers
+        get the engine's error as their requests end."""
+        assert self._context is not None
         assert self._links is not None
-        self._site.draining = True
-        self._asking.give_up_all("the engine failed")
-        self._lending.drop_all("the engine failed")
+        self._context.draining = True
+        self._prefill_service.give_up_all("the engine failed")
+        self._decode_service.drop_all("the engine failed")
         if self._hanging_up is None:
-            self._hanging_up = self._site.start(self._links.aclose(), "hanging up")
+            self._hanging_up = self._context.start(self._links.aclose(), "hanging up")
 
     async def drain(self, limit_s: float) -> None:
-        """Take no new work, and wait until what is here ended or went elsewhere. Raises DeadlineExceeded."""
-        assert self._site is not None
-        self._site.draining = True
+        """Take no new work, and wait until all requests have ended or were handed over. Raises DeadlineExceeded."""
+        assert self._context is not None
+        self._context.draining = True
         await self.engine.drain(limit_s)
 
     async def aclose(self) -> None:
-        """Abort what is live, tell its callers, hang up, close the engine; idempotent."""
-        site = self._site
+        """Abort live requests, send their ends to their callers, hang up, close the engine; idempotent."""
+        context = self._context
         try:
-            if site is not None and self._links is not None:
-                site.draining = True
-                self._asking.close()
-                await self._end_live(site)
+            if context is not None and self._links is not None:
+                context.draining = True
+                self._prefill_service.close()
+                await self._end_live(context)
                 await self._links.aclose()
                 if self._hanging_up is not None:
                     await asyncio.wait([self._hanging_up])
@@ -269,35 +277,36 @@ class Instance:
             try:
                 await self.engine.aclose()
             finally:
-                if site is not None:
-                    for task in site.tasks():
+                if context is not None:
+                    for task in context.tasks():
                         task.cancel()
-                    if site.tasks():
-                        await wait_within(site.tasks(), self.engine.config.close_deadline_s)
-                await self._carriers.aclose()
+                    if context.tasks():
+                        await wait_within(context.tasks(), self.engine.config.close_deadline_s)
+                await self._transports.aclose()
 
-    async def _end_live(self, site: Site) -> None:
-        """Requests end with what they have, and their callers are told."""
+    async def _end_live(self, context: InstanceContext) -> None:
+        """Abort all requests, and wait until their callers have their ends."""
         if self.engine.state not in ("running", "draining"):
             return
-        until = site.loop.time() + self.engine.config.close_deadline_s
-        while self._answers.num_live and site.loop.time() < until:
-            # also those who were on their way through the door
-            requests = site.door.requests()
+        until = context.loop.time() + self.engine.config.close_deadline_s
+        while self._responses.num_live and context.loop.time() < until:
+            # again in every round: a request may have been in preparation
+            requests = context.frontend.requests()
             for request in requests:
-                site.door.abort(request)
-            # first their ends, then those who tell of them
-            waits = [*site.tasks(), *[request.done for request in requests if not request.done.done()]]
+                context.frontend.abort(request)
+            # the ends of requests, and the tasks that send them
+            waits = [*context.tasks(), *[request.done for request in requests if not request.done.done()]]
             if waits:
-                # bare deadline: a look around every so often; the loop above has the end
+                # bare deadline: the loop above ends the wait
                 await asyncio.wait(waits, timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
             else:
                 await asyncio.sleep(0)
 
-    # -- what links ask and tell (pd/owner.py) ---------------------------------------------------------
+    # -- what links call (pd/link/callbacks.py) --------------------------------------------------------
 
     def hello(self) -> Hello:
         engine, capacity = self.engine, self.engine.capacity
+        told = engine.facts()
         facts = Facts(
             brief(capacity.model),
             capacity.vocab_size,
@@ -306,32 +315,33 @@ class Instance:
             capacity.moe_layer_ids,
             capacity.num_experts,
             capacity.top_k_by_layer,
-            capacity.tokenizer,
-            engine.config.model,
+            told.tokenizer,
+            told.model_path,
             engine.config.max_step_tokens,
-            self._version(),
+            self._weights.version,
             engine.config.max_requests,
+            self._weights.order,
+            told.top_k,
+            told.dtype,
+            told.num_hidden_layers,
         )
         role = engine.config.role
         assert role != "alone"
-        assert self._site is not None
+        assert self._context is not None
         return Hello(
             PROTOCOL,
             self._name or self.address,
             role,
             self.address,
             self._shape,
-            self._carriers.sources(),
-            self._site.namespace(),
+            self._transports.sources(),
+            self._context.namespace(),
             facts,
         )
 
-    def _version(self) -> int:
-        return self.engine.stats().scheduler.weight_version
-
     def check(self, hello: Hello) -> Refused | None:
         if hello.shape is None:
-            return None if hello.role == "router" else Refused("shape", "an instance did not say what its blocks are")
+            return None if hello.role == "router" else Refused("shape", "an instance sent no shape of its blocks")
         differs = self._shape.difference(hello.shape)
         if differs is None:
             return None
@@ -340,31 +350,34 @@ class Instance:
 
     def beat(self, peer: Peer) -> Heartbeat:
         if peer.was_dialed:
-            return Heartbeat(self._asking.leases(peer))
+            return Heartbeat(self._prefill_service.leases(peer))
         return Heartbeat((), self.status()) if peer.role == "router" else Heartbeat()
 
     def status(self) -> Status:
-        """How it is doing."""
-        assert self._site is not None
-        told = self.engine.stats()
-        stats = told.scheduler
-        state = "draining" if self._site.draining else "paused" if stats.paused else "running"
+        """The load for heartbeats."""
+        assert self._context is not None
+        engine_stats = self.engine.stats()
+        stats = engine_stats.scheduler
+        state = "draining" if self._context.draining else "paused" if stats.paused else "running"
         return Status(
             state,  # type: ignore[arg-type]
             stats.waiting,
             stats.queued_tokens,
             stats.running,
             stats.leased,
-            # what is promised to leases is as good as taken; more may be promised than is free at once
+            # blocks promised to leases count as taken; more may be promised than are free now
             max(stats.free_blocks + stats.idle_blocks - stats.reserved_blocks, 0),
             stats.num_blocks,
-            self._totals(stats),
-            brief(told.store_problem),
+            self._totals(engine_stats),
+            brief(engine_stats.store_problem),
+            brief("; ".join([f"{tap.name}: {tap.problem}" for tap in engine_stats.taps if tap.problem])),
+            sum([tap.dropped for tap in engine_stats.taps]),
         )
 
-    def _totals(self, stats: SchedulerStats) -> Totals:
-        assert self._site is not None
-        live = sum([len(sample.tokens) for request in self._site.hub.requests() for sample in request.samples])
+    def _totals(self, engine_stats: EngineStats) -> Totals:
+        assert self._context is not None
+        stats = engine_stats.scheduler
+        live = sum([len(sample.tokens) for request in self._context.processor.requests() for sample in request.samples])
         return Totals(
             tokens=stats.generated_tokens + live,
             finished=stats.finished,
@@ -377,18 +390,18 @@ class Instance:
             written_blocks=stats.written_blocks,
             fetched_blocks=stats.fetched_blocks,
             received_blocks=stats.received_blocks,
-            received_nbytes=self._lending.received_nbytes,
+            received_nbytes=self._decode_service.received_nbytes,
             leases_granted=stats.leases_granted,
             leases_denied=stats.leases_denied,
-            asked=self._asking.granted,
-            asked_s=self._asking.granted_s,
-            asked_most_s=self._asking.granted_most_s,
+            asked=self._prefill_service.granted,
+            asked_s=self._prefill_service.granted_s,
+            asked_most_s=self._prefill_service.granted_most_s,
         )
 
     def on_up(self, peer: Peer) -> None:
         self.engine.bus.publish(LinkChanged(peer=peer.name, role=peer.role or "", up=True))
         if peer.role == "router" and not peer.was_dialed:
-            self._news.add(peer)
+            self._kv_events.add(peer)
 
     def on_message(self, peer: Peer, message: Message, payload: Frame | None) -> None:  # noqa: ARG002 - the contract's
         handler = self._on.get(type(message))
@@ -397,18 +410,18 @@ class Instance:
 
     def on_heartbeat(self, peer: Peer, heartbeat: Heartbeat) -> None:
         if not peer.was_dialed:
-            self._lending.on_heartbeat(peer, heartbeat.leases)
+            self._decode_service.on_heartbeat(peer, heartbeat.leases)
 
     def on_lost(self, peer: Peer, error: PeerUnreachable) -> None:
         self.engine.bus.publish(LinkChanged(peer=peer.name, role=peer.role or "", up=False, problem=error.problem))
         if peer.was_dialed:
-            self._asking.on_lost(peer, str(error))
+            self._prefill_service.on_lost(peer, str(error))
         else:
-            self._news.remove(peer)
-            self._lending.on_lost(peer, str(error))
-            self._answers.on_lost(peer)
+            self._kv_events.remove(peer)
+            self._decode_service.on_lost(peer, str(error))
+            self._responses.on_lost(peer)
 
-    def _on_doors(self, address: str, problem: str) -> None:
+    def _on_guard(self, address: str, problem: str) -> None:
         self.engine.bus.publish(LinkChanged(peer=address, role="listener", up=not problem, problem=problem))
 
     def on_failure(self, error: Exception) -> None:
@@ -418,28 +431,28 @@ class Instance:
 
     def _on_drop(self, peer: Peer, message: LeaseDrop) -> None:
         if peer.was_dialed:
-            self._asking.on_drop(peer, message)
+            self._prefill_service.on_drop(peer, message)
         else:
-            self._lending.on_drop(peer, message)
+            self._decode_service.on_drop(peer, message)
 
     def _on_submit(self, peer: Peer, message: Submit) -> None:
-        assert self._site is not None
+        assert self._context is not None
         try:
-            if self._site.draining:
+            if self._context.draining:
                 raise EngineClosed("draining")
-            ask = self._ask_of(peer, message)
+            asked = self._request_of(peer, message)
         except FdasyncError as error:
-            self._site.tell(peer, failed(message.request, error))
+            self._context.tell(peer, failed(message.request, error))
             return
-        self._answers.submit(peer, message.request, ask)
+        self._responses.submit(peer, message.request, asked)
 
-    def _ask_of(self, peer: Peer, message: Submit) -> Ask:
+    def _request_of(self, peer: Peer, message: Submit) -> GenerateRequest:
         if message.text is None and len(message.tokens) % 4:
             raise BadInput("prompt", f"{len(message.tokens)} bytes are no token ids")
-        errand = None
+        hand_off = None
         if message.decoders:
-            errand = Errand(name=message.request, caller=peer.incarnation, decoders=message.decoders)
-        return Ask(
+            hand_off = HandOffTarget(name=message.request, caller=peer.incarnation, decoders=message.decoders)
+        return GenerateRequest(
             prompt=message.text if message.text is not None else array("i", message.tokens),
             params=message.params,
             streams=message.streams,
@@ -450,16 +463,17 @@ class Instance:
             aux=message.aux,
             start=message.start,
             cache_salt=message.salt,
-            errand=errand,
+            hand_off=hand_off,
+            waited_s=message.waited_s,
         )
 
     def _on_command(self, peer: Peer, message: Command) -> None:
-        assert self._site is not None
-        self._site.start(self._command(peer, message), message.verb)
+        assert self._context is not None
+        self._context.start(self._command(peer, message), message.verb)
 
     async def _command(self, peer: Peer, message: Command) -> None:
-        assert self._site is not None
-        error, problem = "", ""
+        assert self._context is not None
+        error, problem, field = "", "", ""
         try:
             if message.verb == "claim":
                 self._claim(peer, message.limit_s)
@@ -468,29 +482,40 @@ class Instance:
             elif message.verb == "update_weights":
                 self._claim(peer)
                 try:
-                    await self.engine.update_weights(message.version, message.path, message.mode)
+                    await self._weights.update(message.version, message.path, message.mode, message.order)
                 finally:
                     self._release(peer)
-                    self._news.announce()
+            elif message.verb == "relabel":
+                self._claim(peer)
+                try:
+                    self._weights.relabel(message.version, message.order)
+                finally:
+                    self._release(peer)
             elif message.verb == "pause":
-                await self.engine.pause()
+                await self.engine.pause(message.pause)
             elif message.verb == "resume":
                 await self.engine.resume()
+            elif message.verb == "reset_cache":
+                await self.engine.reset_cache()
             else:
                 await self.drain(message.limit_s)
         except FdasyncError as caught:
             error, problem = type(caught).__name__, brief(str(caught))
-        words = Done(message.number, error, problem, self._site.namespace(), self._version())
-        self._site.tell(peer, words)
+            if isinstance(caught, BadInput):
+                field, problem = brief(caught.field), brief(caught.problem)
+        weights = self._weights
+        self._context.tell(
+            peer, Done(message.number, error, problem, self._context.namespace(), weights.version, weights.order, field)
+        )
 
     def _claim(self, peer: Peer, limit_s: float = 0.0) -> None:
-        """For so long no other router may update weights; 0: as it is. Raises UpdateUnderWay."""
-        assert self._site is not None
+        """Let no other router update weights for `limit_s`; 0: check only. Raises UpdateUnderWay."""
+        assert self._context is not None
         holder, until = self._claimed
-        if holder is not None and holder is not peer and holder.is_up and self._site.loop.time() < until:
+        if holder is not None and holder is not peer and holder.is_up and self._context.loop.time() < until:
             raise UpdateUnderWay(f"of {holder.name}")
         if limit_s:
-            self._claimed = peer, self._site.loop.time() + limit_s
+            self._claimed = peer, self._context.loop.time() + limit_s
 
     def _release(self, peer: Peer) -> None:
         if self._claimed[0] is peer:

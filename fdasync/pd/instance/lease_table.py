@@ -1,22 +1,27 @@
-"""Which leases an instance has given whom, by the name that the other side uses. Pure.
+"""The leases that a decode side has granted or is deciding, by prefill instance and name.
 
-A lease is asked for by (request, attempt), and asking again is answered again (idempotent). A cancel that overtakes its
-question leaves a *tombstone*: when the question comes, it is refused. Tombstones are bounded in number and time.
-
-Used by `decode_service.py`.
+A prefill side names a lease by (request, attempt), and a repeated request finds the same lease (idempotent). A cancel
+that overtakes its request leaves a *tombstone*, by which the request is denied when it comes. Tombstones are bounded in
+number and time. Pure; knows no messages. Called by `decode_service.py`.
 """
 
 from __future__ import annotations
 
 from typing import Generic, Protocol, TypeVar
 
-#: of tombstones: as long as a question may be on its way, and some
+#: life of a tombstone: longer than a message can be on its way
 TOMBSTONE_S = 120.0
 MAX_TOMBSTONES = 4096
 
 
 class Held(Protocol):
-    """What a book keeps: knows whose it is, and its own names."""
+    """A lease in a table.
+
+    Attributes:
+        owner: the prefill instance, compared by identity.
+        name: its (request, attempt).
+        group: the scheduler's number of its group of samples.
+    """
 
     owner: object
     name: tuple[str, int]
@@ -26,7 +31,7 @@ class Held(Protocol):
 T = TypeVar("T", bound=Held)
 
 
-class LeaseBook(Generic[T]):
+class LeaseTable(Generic[T]):
     """See the module. `owner`s are compared by identity."""
 
     def __init__(self) -> None:
@@ -48,19 +53,19 @@ class LeaseBook(Generic[T]):
         return self._by_group.get(group)
 
     def of(self, owner: object) -> list[T]:
-        """All of one owner."""
+        """All leases of one owner."""
         return [lease for lease in self._by_group.values() if lease.owner is owner]
 
     def all(self) -> list[T]:
         return list(self._by_group.values())
 
     def remove(self, lease: T) -> None:
-        """It is over; idempotent."""
+        """Remove a lease that is over; idempotent."""
         if self._by_group.pop(lease.group, None) is not None:
             del self._by_name[id(lease.owner), lease.name]
 
     def bury(self, name: tuple[str, int], now: float) -> None:
-        """A lease that is not known was cancelled: whoever asks for it later is told no."""
+        """An unknown lease was cancelled: leave a tombstone."""
         self._dead.pop(name, None)
         self._dead[name] = now + TOMBSTONE_S
         for old in list(self._dead):

@@ -1,10 +1,10 @@
-"""The prefill side of an instance: carries its questions for room, its blocks and its hand-overs to other instances.
+"""The prefill side of an instance: sends lease requests, blocks and hand-offs to decode instances.
 
-Decides nothing: whom to ask, and when to give up, the scheduler says (`disagg/prefill.py`); each of its actions
-ends in one event here, whatever the other side and the network do. One coroutine for each question that is out, and
-none for the leases that are granted: those are renewed together, in the heartbeats of their peer.
+The scheduler (`disagg/prefill.py`) decides which instance gets a lease request and when to give up; this module decides
+nothing. Each of the scheduler's actions ends in one event, whatever the other side and the network do. A lease request
+has a task until it is decided; granted leases have none, since the heartbeats to their peer renew them.
 
-Called by `instance.py` with actions, messages and news of peers.
+Called by `instance.py` with actions, messages and changes of peers.
 """
 
 from __future__ import annotations
@@ -34,64 +34,82 @@ from fdasync.pd.messages import (
     HandOff,
     HandOffTaken,
     LeaseAnswer,
-    LeaseAsk,
     LeaseDrop,
     LeaseName,
+    LeaseRequest,
     Wanted,
     brief,
 )
+from fdasync.pd.results import score_messages
 from fdasync.pd.transfer.base import checksum_parts
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Sequence
 
-    from fdasync.engine.inputs import Ask
-    from fdasync.engine.sample_output import SampleOutput
+    from fdasync.engine.request_state import RequestState, SampleOutput
     from fdasync.events.actions import AskLease, GiveUpLease, HandOver, SendBlocks
     from fdasync.events.catalog import RequestPrepared
     from fdasync.ipc.shared_memory import Part
-    from fdasync.pd.instance.context import Site
+    from fdasync.pd.instance.context import InstanceContext
     from fdasync.pd.link.peer import Peer
+    from fdasync.request import GenerateRequest
 
 
 class _Lease:
-    """One lease that was asked for, from the question to its end.
+    """One lease, from its request to its end.
 
     Attributes:
-        sign: set when anything was answered; answer: set when it was answered for good, or is not wanted any more.
-        told: the other side was asked.
-        over: nothing more happens under it.
-        out: offers and hand-overs that the other side has not answered, and the parts that it reads meanwhile.
+        action: the scheduler's action.
+        name: its (request, attempt).
+        asked, event: the caller's request, as it came and as it was prepared.
+        peer: the decode instance; None before it was dialed.
+        sign: set at the first reply.
+        answer: set at the final reply, or when the lease is not wanted any more.
+        sent: the lease request was sent.
+        granted: the lease was granted.
+        over: the lease is over.
+        offers: by number, the offers that are not taken yet, and the parts that the other side reads.
+        hands: by number, the hand-offs that are not taken yet: the sample's number, and the parts.
+        handed: number of samples handed over.
     """
 
-    def __init__(self, action: AskLease, name: str, ask: Ask, event: RequestPrepared, loop: asyncio.AbstractEventLoop):
+    def __init__(
+        self,
+        action: AskLease,
+        name: str,
+        asked: GenerateRequest,
+        event: RequestPrepared,
+        loop: asyncio.AbstractEventLoop,
+    ):
         self.action = action
         self.name: LeaseName = (name, action.attempt)
-        self.ask = ask
+        self.asked = asked
         self.event = event
         self.peer: Peer | None = None
         self.sign: asyncio.Future[None] = loop.create_future()
         self.answer: asyncio.Future[LeaseAnswered] = loop.create_future()
-        self.told = self.granted = self.over = False
+        self.sent = self.granted = self.over = False
         self.offers: dict[int, tuple[Part, ...]] = {}
         self.hands: dict[int, tuple[int, tuple[Part, ...]]] = {}
         self.handed = 0
 
 
-class Asking:
+class PrefillService:
     """See the module.
 
     Args:
-        kept: addresses that are called again for ever; others that do not answer are forgotten until they are named.
+        kept: addresses that are dialed without end; another instance that does not answer is forgotten until a router
+            names it again.
 
     Attributes:
-        late: messages about leases that are over, or never were.
-        granted: questions that were; granted_s, granted_most_s: how long those answers took, together and at most.
+        late: number of messages about unknown leases.
+        granted: number of leases granted to this instance.
+        granted_s, granted_most_s: seconds from request to grant, the sum and the longest.
     """
 
-    def __init__(self, site: Site, kept: Sequence[str] = ()) -> None:
-        self._site = site
+    def __init__(self, context: InstanceContext, kept: Sequence[str] = ()) -> None:
+        self._context = context
         self._kept = frozenset(map(absolute, kept))
         self._by_group: dict[tuple[int, int], _Lease] = {}
         self._by_name: dict[LeaseName, _Lease] = {}
@@ -103,30 +121,30 @@ class Asking:
 
     def ask(self, action: AskLease) -> None:
         """Ends in `LeaseAnswered`."""
-        site = self._site
-        live = site.hub.find(action.group)
+        context = self._context
+        live = context.processor.find(action.group)
         asked = None if live is None else live[0].asked
-        if asked is None or asked[0].errand is None:
-            raise InvariantBroken(f"a lease is asked for group {action.group}, which is no errand")
-        lease = _Lease(action, asked[0].errand.name, *asked, site.loop)
+        if asked is None or asked[0].hand_off is None:
+            raise InvariantBroken(f"a lease is asked for group {action.group}, which has no hand-off")
+        lease = _Lease(action, asked[0].hand_off.name, *asked, context.loop)
         self._by_group[action.group, action.attempt] = self._by_name[lease.name] = lease
-        site.start(self._ask(lease), f"lease {lease.name[0]}/{action.attempt}")
+        context.start(self._ask(lease), f"lease {lease.name[0]}/{action.attempt}")
 
     async def _ask(self, lease: _Lease) -> None:
         group, attempt = lease.action.group, lease.action.attempt
-        asked_at = self._site.loop.time()
+        asked_at = self._context.loop.time()
         try:
-            answer = await self._question(lease)
+            answer = await self._ask_peer(lease)
         except (PeerRefused, ConfigError, ProtocolError) as error:
             answer = _denied(group, attempt, str(error), retry_after_s=-1.0)
         except (PeerUnreachable, PeerBusy, DeadlineExceeded) as error:
             answer = _denied(group, attempt, str(error), silent=True)
         if lease.over and answer.granted:
-            # it ended between the answer and now; the other side was told, or is gone
+            # the lease ended after the reply; the other side knows, or is gone
             answer = _denied(group, attempt, "it is not wanted any more")
         lease.granted = answer.granted
         if answer.granted:
-            took_s = self._site.loop.time() - asked_at
+            took_s = self._context.loop.time() - asked_at
             self.granted += 1
             self.granted_s += took_s
             self.granted_most_s = max(self.granted_most_s, took_s)
@@ -134,55 +152,56 @@ class Asking:
             self._end(lease, answer.reason, tell=True)
             if lease.peer is not None:
                 self._forget(lease.peer)
-        self._site.bus.publish(answer)
+        self._context.bus.publish(answer)
 
     def _forget(self, peer: Peer) -> None:
-        """One that is not there, and of which nothing is wanted: it may never come back."""
+        """Hang up on a peer that is not up and has no leases: it may never come back."""
         if peer.is_up or peer.address in self._kept or any(lease.peer is peer for lease in self._by_name.values()):
             return
-        self._site.links.hang_up(peer)
+        self._context.links.hang_up(peer)
 
-    async def _question(self, lease: _Lease) -> LeaseAnswered:
-        """Dial, ask, wait; the answer, or what stands in for one."""
-        action, site = lease.action, self._site
+    async def _ask_peer(self, lease: _Lease) -> LeaseAnswered:
+        """Dial, send the lease request, wait for the reply; a silent peer counts as a denial."""
+        action, context = lease.action, self._context
         group, attempt = action.group, action.attempt
-        peer = lease.peer = site.links.dial(action.peer)
+        peer = lease.peer = context.links.dial(action.peer)
         if not peer.is_up:
-            await peer.ready(max(action.silent_by - site.loop.time(), 0.0))
+            await peer.ready(max(action.silent_by - context.loop.time(), 0.0))
         if lease.answer.done():
             return lease.answer.result()  # of a future that is done
-        peer.send(self._words(lease))
-        lease.told = True
-        await wait_within([lease.sign], action.silent_by - site.loop.time())
+        peer.send(self._message(lease))
+        lease.sent = True
+        await wait_within([lease.sign], action.silent_by - context.loop.time())
         if not lease.sign.done():
             return _denied(group, attempt, "it did not answer", silent=True)
-        await wait_within([lease.answer], action.answer_by - site.loop.time())
+        await wait_within([lease.answer], action.answer_by - context.loop.time())
         if not lease.answer.done():
             return _denied(group, attempt, "it had no room in time")
         return lease.answer.result()  # of a future that is done
 
-    def _words(self, lease: _Lease) -> LeaseAsk:
-        action, ask, event = lease.action, lease.ask, lease.event
-        now = self._site.loop.time()
-        assert ask.errand is not None
-        specs = wanted_specs(self._site.capacity().aux_specs, ask.routing, ask.aux)
+    def _message(self, lease: _Lease) -> LeaseRequest:
+        action, asked, event = lease.action, lease.asked, lease.event
+        now = self._context.loop.time()
+        assert asked.hand_off is not None
+        specs = wanted_specs(self._context.capacity().aux_specs, asked.routing, asked.aux)
         wanted = Wanted(
-            caller=ask.errand.caller,
+            caller=asked.hand_off.caller,
             tokens=array("i", event.tokens).tobytes(),
             block_keys=action.keys,
             namespace=action.namespace,
             salt=event.salt,
-            params=msgspec.structs.replace(ask.params, seed=event.sampler.seed),
-            streams=ask.streams,
+            params=msgspec.structs.replace(asked.params, seed=event.sampler.seed),
+            streams=asked.streams,
             priority=event.priority,
             deadline_s=max(event.deadline - now, 1e-3),
             rows=tuple([spec.name for spec in specs]),
-            start=ask.start,
+            start=asked.start,
+            waited_s=0.0 if event.arrived_at is None else max(now - event.arrived_at, 0.0),
         )
-        return LeaseAsk(*lease.name, wanted, action.ttl_s, max(action.over_by - now, 0.0))
+        return LeaseRequest(*lease.name, wanted, action.ttl_s, max(action.over_by - now, 0.0))
 
     def give_up(self, action: GiveUpLease) -> None:
-        """Tell the other side; what is out under the lease ends."""
+        """End a lease, with all of its offers and hand-offs, and tell the other side."""
         lease = self._by_group.get((action.group, action.attempt))
         if lease is not None:
             self._end(lease, "it is not wanted any more", tell=True)
@@ -191,13 +210,13 @@ class Asking:
         """Ends in `BlocksSent`."""
         lease = self._by_group.get((action.group, action.attempt))
         if lease is None or lease.over:
-            self._site.bus.publish(BlocksSent(offer=action.offer, taken=False))
+            self._context.bus.publish(BlocksSent(offer=action.offer, taken=False))
             return
         lease.offers[action.offer] = ()
-        self._site.start(self._send(lease, action), f"offer {action.offer}")
+        self._context.start(self._send(lease, action), f"offer {action.offer}")
 
     async def _send(self, lease: _Lease, action: SendBlocks) -> None:
-        site = self._site
+        context = self._context
         none = (-1,) * len(action.host)
         uses = zip(action.slots or none, action.generations or none, strict=True)
         refs = [
@@ -205,40 +224,40 @@ class Asking:
             for index, host, use in zip(action.indices, action.host, uses, strict=True)
         ]
         if action.offer not in lease.offers:
-            # the lease ended meanwhile, and the offer with it
+            # the lease and its offers ended meanwhile
             return
         parts = tuple([part for ref in refs for part in ref.parts])
-        site.carriers.offer(parts)
+        context.transports.offer(parts)
         lease.offers[action.offer] = parts
         try:
             assert lease.peer is not None
-            await site.say(lease.peer, BlocksOffer(*lease.name, action.offer, tuple(refs)))
+            await context.say(lease.peer, BlocksOffer(*lease.name, action.offer, tuple(refs)))
         except (PeerUnreachable, PeerRefused) as error:
             self._lost(lease, str(error))
 
     async def _ref(self, index: int, host: int, slot: int, generation: int, num_rows: int | None = None) -> BlockRef:
-        """A block of ours and its checksums. Nobody writes it: the scheduler holds it until it hears of its end.
+        """A block and its checksums. The scheduler holds the block, so that it does not change.
 
         Raises InvariantBroken if its first `num_rows` rows (None: all) were not written for this use of their slot.
         """
-        arena = self._site.arena
+        arena = self._context.arena
         if arena is not None:
             arena.check_written(slot, generation, 0, arena.block_tokens if num_rows is None else num_rows)
-        parts = self._site.parts(host, slot)
-        return BlockRef(index, parts, await checksum_parts(self._site.regions, parts))
+        parts = self._context.parts(host, slot)
+        return BlockRef(index, parts, await checksum_parts(self._context.regions, parts))
 
     def hand_over(self, action: HandOver) -> None:
         """Ends in `HandedOver`."""
         lease = self._by_group.get((action.group, action.attempt))
-        live = self._site.hub.find(action.key)
+        live = self._context.processor.find(action.key)
         if lease is None or lease.over or live is None:
-            self._site.bus.publish(HandedOver(offer=action.offer, taken=False))
+            self._context.bus.publish(HandedOver(offer=action.offer, taken=False))
             return
         lease.hands[action.offer] = (action.index, ())
-        self._site.start(self._hand_over(lease, action, live[1]), f"hand-over {action.offer}")
+        self._context.start(self._hand_over(lease, action, *live), f"hand-over {action.offer}")
 
-    async def _hand_over(self, lease: _Lease, action: HandOver, sample: SampleOutput) -> None:
-        site = self._site
+    async def _hand_over(self, lease: _Lease, action: HandOver, request: RequestState, sample: SampleOutput) -> None:
+        context = self._context
         raw, processed, top = sample.raw, sample.processed, sample.top
         tail = None
         if action.tail >= 0:
@@ -246,14 +265,14 @@ class Asking:
         if action.offer not in lease.hands:
             return
         if tail is not None:
-            site.carriers.offer(tail.parts)
+            context.transports.offer(tail.parts)
             lease.hands[action.offer] = (action.index, tail.parts)
-        words = HandOff(
+        message = HandOff(
             *lease.name,
             action.index,
             action.offer,
             action.token,
-            # the last: it was computed again where the weights changed
+            # the last one: the token is computed again if the weights change
             raw[-1] if raw else None,
             processed[-1] if processed else None,
             top[-1] if top else None,
@@ -263,11 +282,17 @@ class Asking:
         )
         try:
             assert lease.peer is not None
-            await site.say(lease.peer, words)
+            # the first sample scored the prompt for the whole request
+            if action.index == 0 and request.scores is not None:
+                for scored in score_messages(*lease.name, request.scores):
+                    await context.say(lease.peer, scored)
+                    if action.offer not in lease.hands:
+                        return
+            await context.say(lease.peer, message)
         except (PeerUnreachable, PeerRefused) as error:
             self._lost(lease, str(error))
 
-    # -- what comes back ----------------------------------------------------------------------------
+    # -- messages of decode instances ---------------------------------------------------------------
 
     def _known(self, peer: Peer, name: LeaseName) -> _Lease | None:
         lease = self._by_name.get(name)
@@ -292,7 +317,7 @@ class Asking:
         lease.answer.set_result(answer)
 
     def on_drop(self, peer: Peer, message: LeaseDrop) -> None:
-        """The other side says that there is no such lease (any more)."""
+        """The other side has no such lease (any more)."""
         lease = self._known(peer, (message.request, message.attempt))
         if lease is not None:
             self._lost(lease, message.reason, silent=False)
@@ -300,8 +325,8 @@ class Asking:
     def on_taken(self, peer: Peer, message: BlocksTaken) -> None:
         lease = self._known(peer, (message.request, message.attempt))
         if lease is not None and message.offer in lease.offers:
-            self._site.carriers.withdraw(lease.offers.pop(message.offer))
-            self._site.bus.publish(BlocksSent(offer=message.offer, taken=True))
+            self._context.transports.withdraw(lease.offers.pop(message.offer))
+            self._context.bus.publish(BlocksSent(offer=message.offer, taken=True))
 
     def on_hand_taken(self, peer: Peer, message: HandOffTaken) -> None:
         lease = self._known(peer, (message.request, message.attempt))
@@ -312,34 +337,34 @@ class Asking:
             self.late += 1
             return
         _, parts = lease.hands.pop(offer)
-        self._site.carriers.withdraw(parts)
+        self._context.transports.withdraw(parts)
         lease.handed += 1
-        self._site.bus.publish(HandedOver(offer=offer, taken=True))
-        if lease.handed == lease.ask.params.n:
+        self._context.bus.publish(HandedOver(offer=offer, taken=True))
+        if lease.handed == lease.asked.params.n:
             self._moved[lease.name[0]] = lease.action.peer
             self._end(lease, "", tell=False)
 
     def take_moved(self, name: str) -> str:
-        """Where a request went that was handed over; "" where it is not known. Forgets it."""
+        """The address of the instance that took a request over; "" if none did. Forgets it."""
         return self._moved.pop(name, "")
 
     def on_lost(self, peer: Peer, reason: str) -> None:
-        """A peer is gone: everything with it ends."""
+        """A peer is gone: its leases end."""
         for lease in [lease for lease in self._by_name.values() if lease.peer is peer and not lease.over]:
             self._lost(lease, reason)
         self._forget(peer)
 
     def leases(self, peer: Peer) -> tuple[LeaseName, ...]:
-        """What a peer is told with each heartbeat: these are still wanted."""
+        """The leases of a peer that its next heartbeat renews."""
         return tuple([lease.name for lease in self._by_name.values() if lease.peer is peer])
 
     def give_up_all(self, reason: str) -> None:
-        """Tell all others that nothing more comes."""
+        """End all leases, and tell the other sides."""
         for lease in list(self._by_name.values()):
             self._end(lease, reason, tell=True)
 
     def close(self) -> None:
-        """Everything ends."""
+        """End all leases."""
         for lease in list(self._by_name.values()):
             self._lost(lease, "the instance closes")
 
@@ -355,10 +380,10 @@ class Asking:
             return
         group, attempt = lease.action.group, lease.action.attempt
         self._end(lease, reason, tell=False)
-        self._site.bus.publish(LeaseLost(group=group, attempt=attempt, reason=reason))
+        self._context.bus.publish(LeaseLost(group=group, attempt=attempt, reason=reason))
 
     def _end(self, lease: _Lease, reason: str, *, tell: bool) -> None:
-        """Nothing more happens under it; idempotent."""
+        """End a lease, with all of its offers and hand-offs; idempotent."""
         if lease.over:
             return
         lease.over = True
@@ -370,18 +395,18 @@ class Asking:
         if not lease.sign.done():
             lease.sign.set_result(None)
         for offer, parts in lease.offers.items():
-            self._site.carriers.withdraw(parts)
-            self._site.bus.publish(BlocksSent(offer=offer, taken=False))
+            self._context.transports.withdraw(parts)
+            self._context.bus.publish(BlocksSent(offer=offer, taken=False))
         for offer, (_, parts) in lease.hands.items():
-            self._site.carriers.withdraw(parts)
-            self._site.bus.publish(HandedOver(offer=offer, taken=False))
+            self._context.transports.withdraw(parts)
+            self._context.bus.publish(HandedOver(offer=offer, taken=False))
         lease.offers.clear()
         lease.hands.clear()
-        if tell and lease.told and lease.peer is not None and lease.peer.is_up:
+        if tell and lease.sent and lease.peer is not None and lease.peer.is_up:
             try:
                 lease.peer.send(LeaseDrop(*lease.name, brief(reason)))
             except (PeerUnreachable, PeerRefused, PeerBusy):
-                # it is not renewed any more, and ends by itself
+                # the lease is not renewed any more, and ends by itself
                 return
 
 

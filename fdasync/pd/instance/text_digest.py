@@ -1,7 +1,7 @@
-"""What a tokenizer makes of text, as a digest: two instances must agree on it, or a text means something else to each.
+"""Makes a digest of a tokenizer, in which two instances must agree: else a text would have other tokens on each.
 
-A tokenizer may say what it is made of (`Fingerprinted`). Others have no names that could be compared, so they are
-tried: some text of many kinds is encoded, and the whole vocabulary is decoded. Called by `instance.py`, once.
+A tokenizer may give its own fingerprint (`Fingerprinted`). The digest of another one is made by trying it: it encodes
+texts of many kinds and decodes the whole vocabulary. Knows no messages. Called by `instance.py`, once.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _TEXTS = (
     "Ünïcödé Привет мир שלום नमस्ते 你好 世界 こんにちは 안녕 \U0001f469\u200d\U0001f52c",
     "<s></s><|im_start|>user<|endoftext|>[INST]",
 )
-# decoded at a time
+# ids decoded at a time
 _IDS = 64
 
 
 def text_digest(tokenizer: Tokenizer | None, vocab_size: int) -> bytes:
-    """16 bytes; empty where there is no tokenizer. What it cannot do is part of what it is."""
+    """The digest, 16 bytes; empty without a tokenizer. Errors that the tokenizer raises are part of it."""
     if tokenizer is None:
         return b""
     digest = hashlib.blake2b(digest_size=16)
@@ -36,15 +36,15 @@ def text_digest(tokenizer: Tokenizer | None, vocab_size: int) -> bytes:
         digest.update(tokenizer.fingerprint())
         return digest.digest()
     for text in _TEXTS:
-        digest.update(_told(tokenizer.encode, text))
+        digest.update(_result(tokenizer.encode, text))
     for first in range(0, vocab_size, _IDS):
-        digest.update(_told(tokenizer.decode, list(range(first, min(first + _IDS, vocab_size)))))
+        digest.update(_result(tokenizer.decode, list(range(first, min(first + _IDS, vocab_size)))))
     return digest.digest()
 
 
-def _told(call: Callable[[Any], object], argument: object) -> bytes:
+def _result(call: Callable[[Any], object], argument: object) -> bytes:
     try:
         return repr(call(argument)).encode(errors="surrogatepass") + b"\0"
     except Exception as error:
-        # a tokenizer may raise what it likes
+        # a tokenizer may raise any error
         return type(error).__name__.encode() + b"\0"

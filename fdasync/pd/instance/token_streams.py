@@ -1,7 +1,7 @@
-"""New tokens on their way to callers: those of all requests of one caller together, once a turn of the loop.
+"""Sends new tokens to callers: one message for all requests of a caller, once a turn of the loop.
 
-A step of 256 sequences is one message, not 256. What a caller that does not keep up was not told stays with its
-requests, and merges. Used by `responses.py`; knows requests as what deltas come from.
+A step of 256 sequences is then one message instead of 256. While a caller's link is full, new tokens stay in their
+requests and merge. Knows of a request only its deltas. Called by `responses.py`.
 """
 
 from __future__ import annotations
@@ -16,56 +16,64 @@ from fdasync.pd.results import RUN_CHARS, RUN_TOKENS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fdasync.engine.output import RequestOutput
-    from fdasync.pd.instance.context import Site
+    from fdasync.engine.request_state import RequestState
+    from fdasync.pd.instance.context import InstanceContext
     from fdasync.pd.link.peer import Peer
     from fdasync.result import Delta
 
-#: finish reasons of what another instance goes on with, or nobody: no caller is told of them
+#: finish reasons of samples that another instance goes on with or that found none; callers do not get them
 ELSEWHERE = frozenset(("handed_over", "no_lease", "never_lease", "lease_lost"))
 _MAX_PIECES = 512
 _ROOM_S = 60.0
 
 
 class _Reader:
-    """One caller: its requests by name, and those of which something is new."""
+    """One caller.
 
-    __slots__ = ("news", "num_requests", "peer", "unsent", "waits")
+    Attributes:
+        peer: the link to it.
+        changed: its requests with new output.
+        num_requests: number of its requests.
+        unsent: groups of pieces that are not sent yet, in order.
+        waits: a task waits for room in the link.
+    """
+
+    __slots__ = ("changed", "num_requests", "peer", "unsent", "waits")
 
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
-        self.news: dict[RequestOutput, None] = {}
+        self.changed: dict[RequestState, None] = {}
         self.num_requests = 0
         self.unsent: deque[tuple[Piece, ...]] = deque()
         self.waits = False
 
 
-class Streams:
+class TokenStreams:
     """See the module."""
 
-    def __init__(self, site: Site) -> None:
-        self._site = site
+    def __init__(self, context: InstanceContext) -> None:
+        self._context = context
         self._readers: dict[Peer, _Reader] = {}
-        self._names: dict[RequestOutput, tuple[_Reader, str]] = {}
+        self._names: dict[RequestState, tuple[_Reader, str]] = {}
         self._due = False
 
-    def add(self, caller: Peer, name: str, request: RequestOutput) -> None:
-        """Tell this caller of a request's tokens as they come."""
+    def add(self, caller: Peer, name: str, request: RequestState) -> None:
+        """Send a request's tokens to this caller as they come."""
         reader = self._readers.get(caller)
         if reader is None:
             reader = self._readers[caller] = _Reader(caller)
         reader.num_requests += 1
         self._names[request] = reader, name
-        request.on_news = self._on_news
-        self._on_news(request)
+        request.on_change = self._on_change
+        self._on_change(request)
 
-    def take_last(self, request: RequestOutput) -> tuple[Piece, ...]:
-        """A request ended: what of it was not told yet, for its caller to be told first of all; once."""
+    def take_last(self, request: RequestState) -> tuple[Piece, ...]:
+        """A request has ended: returns its pieces that are not sent yet, once; the caller sends them before the end."""
         if request not in self._names:
             return ()
         reader, name = self._names.pop(request)
-        request.on_news = None
-        reader.news.pop(request, None)
+        request.on_change = None
+        reader.changed.pop(request, None)
         reader.num_requests -= 1
         if not reader.num_requests:
             self._readers.pop(reader.peer, None)
@@ -75,26 +83,26 @@ class Streams:
         )
         return (*before, *self._pieces(name, request))
 
-    def _on_news(self, request: RequestOutput) -> None:
+    def _on_change(self, request: RequestState) -> None:
         entry = self._names.get(request)
         if entry is None:
             return
-        entry[0].news[request] = None
+        entry[0].changed[request] = None
         if not self._due:
             self._due = True
-            self._site.loop.call_soon(self._site.guarded(self._flush))
+            self._context.loop.call_soon(self._context.guarded(self._flush))
 
     def _flush(self) -> None:
         self._due = False
         for reader in list(self._readers.values()):
-            if (reader.news or reader.unsent) and not reader.waits:
+            if (reader.changed or reader.unsent) and not reader.waits:
                 self._tell(reader)
 
     def _tell(self, reader: _Reader) -> None:
-        while (reader.news or reader.unsent) and reader.peer.is_up:
+        while (reader.changed or reader.unsent) and reader.peer.is_up:
             if not reader.peer.has_room:
                 reader.waits = True
-                self._site.start(self._wait(reader), f"room for news of {reader.peer.name}")
+                self._context.start(self._wait(reader), f"room for tokens of {reader.peer.name}")
                 return
             if not reader.unsent:
                 self._gather(reader)
@@ -102,22 +110,22 @@ class Streams:
                 try:
                     reader.peer.send(Progress(reader.unsent[0]))
                 except (PeerUnreachable, PeerRefused, PeerBusy):
-                    # it is lost, and its requests are about to be aborted
+                    # the peer is lost, and its requests are about to be aborted
                     return
                 except ProtocolError as error:
-                    # more than a link takes, however it is cut: its caller must not wait for what never comes
+                    # longer than a link takes, however it is cut: the caller must not wait for it
                     reader.unsent.clear()
-                    self._site.links.give_up(reader.peer, str(error))
+                    self._context.links.give_up(reader.peer, str(error))
                     return
                 reader.unsent.popleft()
 
     def _gather(self, reader: _Reader) -> None:
-        """What is new of some requests, as much as goes into a message; one that has more to say takes several."""
+        """Collect new pieces of some requests, as many as fit into a message; a request with more takes several."""
         pieces: list[Piece] = []
         tokens = 0
-        while reader.news and len(pieces) < _MAX_PIECES and tokens < RUN_TOKENS:
-            request = next(iter(reader.news))
-            del reader.news[request]
+        while reader.changed and len(pieces) < _MAX_PIECES and tokens < RUN_TOKENS:
+            request = next(iter(reader.changed))
+            del reader.changed[request]
             new = self._pieces(self._names[request][1], request)
             tokens += sum(len(piece.token_ids) for piece in new)
             pieces += new
@@ -127,7 +135,7 @@ class Streams:
         try:
             await reader.peer.room(_ROOM_S)
         except DeadlineExceeded:
-            # its link says when it is lost; until then all waits and merges
+            # the link decides when the peer is lost; until then tokens wait and merge
             pass
         except (PeerUnreachable, PeerRefused):
             return
@@ -135,14 +143,14 @@ class Streams:
             reader.waits = False
         self._tell(reader)
 
-    def _pieces(self, name: str, request: RequestOutput) -> list[Piece]:
-        """Everything new of a request's samples."""
+    def _pieces(self, name: str, request: RequestState) -> list[Piece]:
+        """The new output of a request's samples."""
         pieces = []
         for sample in request.samples:
             delta = sample.delta()
             if request.spoiled is not None:
-                # told at its end, with what there is
-                self._site.door.abort(request)
+                # decoding failed: the request ends with that error
+                self._context.frontend.abort(request)
                 break
             if delta is not None and delta.finish_reason not in ELSEWHERE:
                 pieces += _runs(name, delta)
@@ -150,7 +158,7 @@ class Streams:
 
 
 def _runs(name: str, delta: Delta) -> list[Piece]:
-    """A delta as pieces that a link takes; the end comes with the last."""
+    """A delta as pieces that a link takes; the last one has the finish reason."""
     count = len(delta.token_ids)
     raw, processed, top = delta.raw_logprobs, delta.processed_logprobs, delta.top_logprobs
     pieces = []
@@ -173,7 +181,7 @@ def _runs(name: str, delta: Delta) -> list[Piece]:
 
 
 def groups(pieces: Sequence[Piece]) -> list[tuple[Piece, ...]]:
-    """As many as go into one message, in order."""
+    """The pieces in order, in groups that fit into one message each."""
     found: list[list[Piece]] = []
     tokens = 0
     for piece in pieces:

@@ -1,1 +1,1 @@
-"""Who is there, and every message once and in order."""
+"""Links to other processes: handshakes, heartbeats, and every message once and in order."""

@@ -1,7 +1,7 @@
-"""Which addresses a wire takes: Unix sockets and loopback, since links are not authenticated yet.
+"""Checks addresses: a wire takes Unix sockets and loopback only, and refuses any other address by name.
 
-Whoever can connect can pretend to be an instance; so another address is refused by name until peers prove who they are.
-Used by `zmq_wire.py`.
+Links are not authenticated yet, so any process that can connect can pretend to be an instance. Knows no sockets of ZMQ.
+Called by `links.py`, `zmq_wire.py`, `zmq_listener.py`, routers and instances.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import stat
 
 from fdasync.errors import ConfigError
 
-# device and inode: whose file it is
+# device and inode of a socket file
 FileId = tuple[int, int]
 _IPC, _TCP = "ipc://", "tcp://127.0.0.1:"
-# of a Unix socket's path with its closing zero, in Linux
+# Linux's limit for a Unix socket's path is 108 with the closing zero
 _MAX_PATH_NBYTES = 107
 _MAX_PORT, _PORT_DIGITS = 65535, 5
 _HINT = "links are not authenticated yet: use ipc:///path or tcp://127.0.0.1:port"
 
 
 def absolute(address: str) -> str:
-    """An ipc address with its absolute path, in its one spelling; others as they are.
+    """An ipc address with its absolute path, in its one spelling; other addresses unchanged.
 
-    Whoever is told of an address may work in another folder than whoever was given it.
+    An address is passed on between processes, whose working directories may differ.
     """
     path = address.removeprefix(_IPC)
     if path == address or not path or path.startswith("@") or path in ("*", "!") or "\0" in path:
-        # what is wrong with these is said by `check_address`
+        # `check_address` refuses these
         return address
     if not path.startswith("/"):
         path = os.path.join(os.getcwd(), path)  # blocking: microseconds, the kernel has it at hand
@@ -38,7 +38,7 @@ def absolute(address: str) -> str:
 
 
 def check_address(address: str, *, listens: bool = False) -> None:
-    """Raises ConfigError that names the address, if it is none or not of this machine."""
+    """Raises ConfigError, which names the address, for one that is malformed or not of this machine."""
     if address.startswith(_IPC):
         _check_path(address, address.removeprefix(_IPC))
         return
@@ -48,7 +48,7 @@ def check_address(address: str, *, listens: bool = False) -> None:
     if listens and port == "*":
         return
     limit = "1 to 65535, and 0 or * to listen"
-    # digits of other alphabets are numbers to Python, and none to ZMQ
+    # Python takes digits of other alphabets for numbers, ZMQ does not
     if not (port.isascii() and port.isdigit()):
         raise ConfigError("address", f"{address!r} has no port", limit=limit)
     if len(port) > _PORT_DIGITS or not (0 if listens else 1) <= int(port) <= _MAX_PORT:
@@ -64,9 +64,9 @@ def _check_path(address: str, path: str) -> None:
 
 
 def check_free(address: str) -> None:
-    """Raises ConfigError if somebody listens at an address, or a file is there that is no socket.
+    """Raises ConfigError if a process listens at an address, or a file is there that is no socket.
 
-    The socket file of a listener that died is fine: ZMQ replaces it. It would replace a live one as well, hence this.
+    ZMQ replaces the socket file of a listener that died. It would also replace that of a live one, hence this check.
     """
     path = address.removeprefix(_IPC)
     if path == address:
@@ -87,9 +87,9 @@ def check_free(address: str) -> None:
         except ConnectionRefusedError:
             return
         except OSError:
-            # its queue is full, or it is another user's: either way it is somebody's
+            # the listener's queue is full, or it is another user's: either way it lives
             pass
-    raise ConfigError("address", f"somebody listens at {address!r} already", hint="choose another path")
+    raise ConfigError("address", f"a process listens at {address!r} already", hint="choose another path")
 
 
 def _check_port(address: str) -> None:
@@ -97,7 +97,7 @@ def _check_port(address: str) -> None:
     if port in ("*", "0"):
         return
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        # as ZMQ does: connections of a listener that is gone do not matter
+        # as ZMQ does, so that connections of a listener that is gone do not matter
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", int(port)))
@@ -106,11 +106,11 @@ def _check_port(address: str) -> None:
 
 
 def keep_to_us(address: str) -> FileId | None:
-    """Let only our user connect at an ipc address that we listen at; which file it is. Raises OSError."""
+    """Let only this user connect at an ipc address of ours. Returns the socket file's id, None for tcp. Raises
+    OSError."""
     path = address.removeprefix(_IPC)
     if path == address:
         return None
-    # who may connect may speak
     os.chmod(path, 0o600)  # blocking: microseconds, once for each listener
     found = os.lstat(path)  # blocking: the same
     return found.st_dev, found.st_ino
@@ -124,12 +124,12 @@ def remove_dead(address: str) -> None:
 
 
 def remove_file(address: str, file: FileId) -> None:
-    """Remove the socket file of an ipc address, which ZMQ leaves behind, if it is still the one that was ours."""
+    """Remove the socket file of an ipc address, which ZMQ leaves behind, if it still has this id."""
     path = address.removeprefix(_IPC)
     try:
         found = os.lstat(path)  # blocking: microseconds, once for each listener
         if (found.st_dev, found.st_ino) == file:
             os.unlink(path)  # blocking: the same
     except OSError:
-        # somebody was faster, or took the folder away
+        # the file or its folder is gone already
         return

@@ -1,4 +1,7 @@
-"""What links ask and tell whoever owns them: a contract. Implemented by instances and by routers; called by `Links`."""
+"""Defines the callbacks of links: a contract. Instances and routers implement `LinkCallbacks`, `Links` calls it.
+
+`Links` implements `PeerStates`, `inbound.py` calls it. Knows no wire.
+"""
 
 from __future__ import annotations
 
@@ -12,49 +15,53 @@ if TYPE_CHECKING:
     from fdasync.pd.messages import Heartbeat, Hello, Message, Refused
 
 
-class LinkOwner(Protocol):
-    """Called from the loop, never from within a call of `Links` or `Peer`.
+class LinkCallbacks(Protocol):
+    """The owner of a `Links`. `Links` calls it from the loop, never from within a call of `Links` or `Peer`.
 
-    What one of these raises is a defect of the owner: it is given to `on_failure`, and the links go on.
+    An exception of one of these is a defect of the owner: `Links` passes it to `on_failure` and goes on.
     """
 
     def hello(self) -> Hello:
-        """Who we are, now."""
+        """The handshake of this process, now."""
         ...
 
     def check(self, hello: Hello) -> Refused | None:
-        """Whether we fit; the protocol's version has been compared already."""
+        """Compare a peer's handshake with ours; `Links` has compared the protocol's version already."""
         ...
 
     def beat(self, peer: Peer) -> Heartbeat:
-        """What to tell a peer with the next heartbeat."""
+        """The next heartbeat for a peer."""
         ...
 
     def on_up(self, peer: Peer) -> None:
-        """A peer that may be sent messages from now on."""
+        """A peer is up: it can be sent messages from now on."""
         ...
 
     def on_message(self, peer: Peer, message: Message, payload: Frame | None) -> None:
-        """The next message of a peer. The payload is the callee's."""
+        """A peer's next message. The payload belongs to the callee."""
         ...
 
-    def on_heartbeat(self, peer: Peer, heartbeat: Heartbeat) -> None: ...
+    def on_heartbeat(self, peer: Peer, heartbeat: Heartbeat) -> None:
+        """A peer's heartbeat; it may overtake messages."""
+        ...
 
     def on_lost(self, peer: Peer, error: PeerUnreachable) -> None:
-        """Once for each `on_up`, except when we hang up or close: what was not acknowledged may not have arrived."""
+        """A peer is lost: once for each `on_up`, except when the owner hangs up or closes. Messages that it has not
+        acknowledged may not have arrived."""
         ...
 
     def on_failure(self, error: Exception) -> None:
-        """Something that must not happen."""
+        """A defect of the owner or of the links."""
         ...
 
 
 class PeerStates(Protocol):
-    """What frames that arrive do to peers (`inbound.py`). Implemented by `Links`.
+    """The changes of peers' states that arriving frames cause.
 
     Attributes:
-        incarnation: of this process.
-        counters: of what came from nobody that we know.
+        incarnation: incarnation of this process.
+        counters: counters of frames from unknown senders.
+        config: times and bounds.
     """
 
     incarnation: bytes
@@ -62,27 +69,29 @@ class PeerStates(Protocol):
     config: LinkConfig
 
     def arm(self, due: float) -> None:
-        """Look at all peers then, by the loop's clock."""
+        """Look at all peers at this time, by the loop's clock."""
         ...
 
     def greet(self, pipe: Pipe, theirs: bytes, hello: Hello) -> None:
-        """Somebody who dialed us, and fits."""
+        """A process dialed us, and fits: make its peer and send our Hello."""
         ...
 
-    def say_hello(self, peer: Peer) -> None: ...
+    def say_hello(self, peer: Peer) -> None:
+        """Send our Hello."""
+        ...
 
     def up(self, peer: Peer, session: Session) -> None:
-        """It answers in this session."""
+        """A peer has shown that it knows both sessions."""
         ...
 
     def refuse(self, peer: Peer, refused: Refused) -> None:
-        """One that we dialed does not fit."""
+        """A peer that we dialed does not fit."""
         ...
 
     def give_up(self, peer: Peer, problem: str) -> None:
-        """Say Bye to one that cannot be understood, and lose it."""
+        """Send Bye to a peer that cannot be understood, and lose it."""
         ...
 
     def lose(self, peer: Peer, problem: str, *, hang_up: bool = True) -> None:
-        """Its session is over."""
+        """A peer's session is over."""
         ...

@@ -1,7 +1,7 @@
-"""What the first message of either side has to be: a Hello of this protocol that fits.
+"""Reads the first message of either side: a Hello of this protocol, or a reason to refuse it.
 
-The version is looked at before anything else of it: a Hello of another protocol may have other fields, but is an array
-that begins with its tag and its version in all of them. Pure. Used by `links.py`.
+The version is read before the other fields: a Hello of another version may have other fields, but every version is an
+array that begins with tag and version. Pure; knows no sessions. Called by `inbound.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _AnyHello(msgspec.Struct, array_like=True, tag="hello"):
-    """What Hellos of all protocols have in common; what comes after it is not looked at."""
+    """The first fields of a Hello, the same in all versions; msgspec ignores the rest."""
 
     protocol: int
 
@@ -27,7 +27,7 @@ _ANY = msgspec.msgpack.Decoder(_AnyHello)
 
 
 def hello_of(body: Frame) -> Hello | Refused:
-    """A Hello of our protocol, or the answer to one of another. Raises ProtocolError for what is no Hello."""
+    """A Hello of our version, or the reply to one of another version. Raises ProtocolError for any other message."""
     try:
         message = decode(body)
     except ProtocolError:

@@ -1,7 +1,7 @@
-"""What frames mean that a wire brings: to which peer and session they belong, and what that does to it.
+"""Reads the frames that a wire brings: finds their peer and session, and delivers messages in order.
 
-Nothing that arrives can do worse than be counted. Called by `Links`, which changes the states
-of peers (`PeerStates`).
+A frame that is malformed, late or unknown is counted and has no other effect. Knows no timers; changes the states of
+peers through `PeerStates`. Called by `Links`.
 """
 
 from __future__ import annotations
@@ -20,31 +20,30 @@ from fdasync.pd.link.session import (
     is_sound,
     process_of,
 )
-from fdasync.pd.messages import Bye, Heartbeat, Hello, Refused, decode, encode
+from fdasync.pd.messages import LINK_MESSAGES, Bye, Heartbeat, Hello, Refused, decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fdasync.pd.link.callbacks import LinkOwner, PeerStates
+    from fdasync.pd.link.callbacks import LinkCallbacks, PeerStates
     from fdasync.pd.link.peer import Peer
     from fdasync.pd.link.session import Session
     from fdasync.pd.link.wire import Frame, Pipe, Wire
 
-_ASIDE = (Hello, Refused, Bye, Heartbeat)
 _NO_NUMBERS = bytes(16)
 
 
-class Arrivals:
+class Inbound:
     """See the module.
 
     Attributes:
-        told: sessions that were told since the last tick that we do not know them; the others would hear it too often.
+        dismissed: sessions that got a Bye since the last tick since we do not know them; they get no second one.
     """
 
     def __init__(
-        self, states: PeerStates, wire: Wire, owner: LinkOwner, by_pipe: dict[Pipe, Peer], time: Callable[[], float]
+        self, states: PeerStates, wire: Wire, owner: LinkCallbacks, by_pipe: dict[Pipe, Peer], time: Callable[[], float]
     ) -> None:
-        self.told: set[bytes] = set()
+        self.dismissed: set[bytes] = set()
         self._states = states
         self._wire = wire
         self._owner = owner
@@ -52,7 +51,7 @@ class Arrivals:
         self._time = time
 
     def take(self, pipe: Pipe, frames: list[Frame]) -> None:
-        """Raises what the owner raises."""
+        """Handle the frames of one send. Raises what the owner's callbacks raise."""
         peer = self._by_pipe.get(pipe)
         if not is_sound(frames):
             self._malformed(pipe, peer)
@@ -85,10 +84,10 @@ class Arrivals:
     def _deliver(self, peer: Peer, session: Session, frames: list[Frame], now: float) -> None:
         try:
             message = decode(frames[0][ENVELOPE_NBYTES:])
-            if isinstance(message, _ASIDE):
+            if isinstance(message, LINK_MESSAGES):
                 raise ProtocolError(f"a {type(message).__name__} has a number")
         except ProtocolError as error:
-            # asking for it again would bring the same, and whoever sent it must not think that it was heard
+            # a repeat would be the same, and the sender must not take the message for delivered
             peer.counters.malformed += 1
             self._states.give_up(peer, f"a message could not be read: {error}")
             return
@@ -99,7 +98,7 @@ class Arrivals:
         self._owner.on_message(peer, message, frames[1] if len(frames) == 2 else None)
 
     def _take_aside(self, peer: Peer, session: Session, head: Frame) -> None:
-        """A frame without a number, of a session that we know."""
+        """A frame without a number, of this session."""
         message = None
         if len(head) > ENVELOPE_NBYTES:
             try:
@@ -111,7 +110,7 @@ class Arrivals:
             self._states.lose(peer, f"it said goodbye: {message.reason}")
             return
         if isinstance(message, Refused):
-            # we answered its Hello, and it does not like what it heard
+            # the peer refuses our reply to its Hello
             peer.counters.refused += 1
             self._states.lose(peer, f"it refused us: {message.field}: {message.problem}")
             return
@@ -120,13 +119,13 @@ class Arrivals:
         if isinstance(message, Heartbeat):
             self._owner.on_heartbeat(peer, message)
         elif isinstance(message, Hello):
-            # it does not know yet that its answer arrived
+            # the peer does not know yet that its Hello arrived
             peer.send_aside()
         elif message is not None:
             peer.counters.malformed += 1
 
     def _take_foreign(self, pipe: Pipe, peer: Peer | None, head: Frame) -> None:
-        """A frame of no session that we have with this peer: a handshake, or something late."""
+        """A frame that is not of this peer's session: a handshake or a late frame."""
         theirs, ours = bytes(head[:SESSION_NBYTES]), bytes(head[SESSION_NBYTES:PAIR_NBYTES])
         number, _ = NUMBERS_OF(head, PAIR_NBYTES)
         body = head[ENVELOPE_NBYTES:]
@@ -143,7 +142,7 @@ class Arrivals:
             self._malformed(pipe, peer)
 
     def _take_hello(self, pipe: Pipe, peer: Peer | None, theirs: bytes, body: Frame) -> None:
-        """The first words of somebody who dialed us, or the same words again."""
+        """The first Hello of a process that dialed us, or a repeat of it."""
         if peer is not None and peer.session is not None:
             known = peer.session.theirs
             if theirs == known:
@@ -164,7 +163,7 @@ class Arrivals:
             self._states.greet(pipe, theirs, hello)
 
     def _take_answer(self, peer: Peer, session: Session, theirs: bytes, body: Frame) -> None:
-        """The answer to our Hello."""
+        """The reply to our Hello."""
         try:
             message = decode(body)
         except ProtocolError:
@@ -183,18 +182,18 @@ class Arrivals:
             session.heard = self._time()
             self._states.up(peer, session)
             if peer.session is session:
-                # the other side waits for a sign
+                # the other side waits for a frame that shows that its Hello arrived
                 peer.send_aside()
 
     def _take_late(self, pipe: Pipe, peer: Peer | None, theirs: bytes, ours: bytes, body: Frame) -> None:
-        """Of a session that is over, or of another process that was here: tell the sender, if it does not know."""
+        """A frame of a session that is over, or of another process that was at our address: send Bye once."""
         (peer.counters if peer is not None else self._states.counters).late += 1
         goodbye = len(body) > 0 and isinstance(decode(body), Bye | Refused)
-        if not goodbye and ours != NOBODY and theirs not in self.told:
-            self.told.add(theirs)
+        if not goodbye and ours != NOBODY and theirs not in self.dismissed:
+            self.dismissed.add(theirs)
             bye = encode(Bye("this session is over, or was with another process"))
             self._wire.send(pipe, [ours + theirs + _NO_NUMBERS + bye])
-            # `told` is emptied by the next tick
+            # the next tick empties `dismissed`
             self._states.arm(self._time() + self._states.config.ack_s)
         if peer is None:
             self._wire.hang_up(pipe)

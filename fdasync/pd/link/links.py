@@ -1,14 +1,13 @@
-"""Links to other instances and routers, over any wire: who is there, who is lost, and every message once, in order.
+"""Links this process to other instances and routers over any wire, and delivers every message once and in order.
 
-A connection that is cut and healed, delay, reordering, repetition and loss cost time and nothing else, as long as a
-peer is not silent for `lost_s` (a router: `router_lost_s`). Then, or when it says Bye, acknowledges nothing, says
-something that cannot be read in its turn, or comes back as another process, the session is over: its owner is told
-once, what was not acknowledged is dropped, and a peer that was dialed is called again.
+A cut that heals, delay, reordering, repetition and loss cost time only, as long as a peer is not silent for `lost_s` (a
+router: `router_lost_s`). A session ends when the peer is silent for longer, says Bye, acknowledges nothing, sends a
+message that cannot be read, or comes back as another process. Then `Links` tells its owner once, drops the messages
+that were not acknowledged, and dials again if it was this side that dialed.
 
-Knows what a Hello, a Refused, a Bye and a Heartbeat are; of all other messages nothing. One timer serves all peers. A
-service owns a `Links` and is its `LinkOwner`.
-
-Heartbeats and Byes are not numbered: a late Heartbeat may come after a younger one, or after messages sent later.
+Heartbeats and Byes have no numbers: a Heartbeat may arrive after a later one, or after messages sent later. One timer
+serves all peers. Knows no messages but Hello, Refused, Bye and Heartbeat. A router or an instance owns a `Links` and is
+its `LinkCallbacks`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from fdasync.errors import BadInput, DeadlineExceeded, PeerRefused, PeerUnreachable
 from fdasync.pd.link.address import absolute
-from fdasync.pd.link.inbound import Arrivals
+from fdasync.pd.link.inbound import Inbound
 from fdasync.pd.link.peer import Peer
 from fdasync.pd.link.session import (
     NEVER,
@@ -31,15 +30,13 @@ from fdasync.pd.link.session import (
     process_of,
     session_name,
 )
-from fdasync.pd.messages import Bye, Hello, encode
+from fdasync.pd.messages import Bye, Hello, brief, encode
 
 if TYPE_CHECKING:
-    from fdasync.pd.link.callbacks import LinkOwner
+    from fdasync.pd.link.callbacks import LinkCallbacks
     from fdasync.pd.link.wire import Frame, Pipe, Wire
     from fdasync.pd.messages import Refused
 
-# of the reason of a Bye, as its type says
-_WORDS_CHARS = 4096
 _MIN_TICK_S = 0.001
 _FLUSH_S = 0.05
 
@@ -48,14 +45,15 @@ class Links:
     """See the module. Owns the wire. Made, used and closed on one loop.
 
     Attributes:
-        incarnation: of this process, 16 bytes, the last 4 of them zero.
-        counters: what came from nobody that we know.
+        incarnation: incarnation of this process: 16 bytes, the last 4 of them zero.
+        counters: counters of frames from unknown senders.
+        config: times and bounds.
     """
 
     def __init__(
-        self, wire: Wire, owner: LinkOwner, config: LinkConfig | None = None, *, incarnation: bytes | None = None
+        self, wire: Wire, owner: LinkCallbacks, config: LinkConfig | None = None, *, incarnation: bytes | None = None
     ) -> None:
-        """`incarnation`: at least 12 bytes that no other process has or had, the first not zero; else drawn."""
+        """`incarnation`: at least 12 bytes that no other process has or had, the first not zero; None: random."""
         if incarnation is None:
             incarnation = b"\x01" + os.urandom(PROCESS_NBYTES - 1)
         if len(incarnation) < PROCESS_NBYTES or not incarnation[0]:
@@ -71,31 +69,31 @@ class Links:
         self._by_pipe: dict[Pipe, Peer] = {}
         self._dialed: dict[str, Peer] = {}
         self._by_incarnation: dict[bytes, Peer] = {}
-        self._arrivals = Arrivals(self, wire, owner, self._by_pipe, self.time)
+        self._incoming = Inbound(self, wire, owner, self._by_pipe, self.time)
         self._due = NEVER
         self._timer: asyncio.TimerHandle | None = None
         self._closed = self._finished = False
         wire.open(self.incarnation, self._on_frames, self._on_room)
 
-    # -- what owners call ---------------------------------------------------------------------
+    # -- for owners ---------------------------------------------------------------------------
 
     @property
     def peers(self) -> list[Peer]:
-        """All that were dialed, and those that dialed us and are up."""
+        """All peers that we dialed, and the peers that dialed us and are up."""
         return [peer for peer in self._by_pipe.values() if peer.was_dialed or peer.is_up]
 
     def find(self, incarnation: bytes) -> Peer | None:
-        """The peer that is up and is this process; the latest, if it has several."""
+        """The peer of a process that is up; the latest, if there are several."""
         return self._by_incarnation.get(incarnation)
 
     def listen(self, address: str) -> str:
-        """Be reachable at an address; returns the actual one, absolute. Raises ConfigError; see `Wire.listen`."""
+        """Listen at an address; returns the actual one, absolute. Raises ConfigError; see `Wire.listen`."""
         return self._wire.listen(absolute(address))
 
     def dial(self, address: str) -> Peer:
-        """The peer at an address, called until it answers; the same one if it was dialed before.
+        """The peer at an address, dialed until it answers; the same peer if it was dialed before.
 
-        Returns at once: wait for `ready`, or for `on_up`. One that was refused is called again. Raises ConfigError.
+        Returns at once: wait for `ready`, or for `on_up`. A refused peer is dialed again. Raises ConfigError.
         """
         if self._closed:
             raise PeerUnreachable(address, "the links are closed")
@@ -110,15 +108,14 @@ class Links:
         return peer
 
     def hang_up(self, peer: Peer, reason: str = "hung up") -> None:
-        """Say Bye, and forget a peer; idempotent. `on_lost` is not called; one that dialed us may come again."""
+        """Say Bye and forget a peer; idempotent. `on_lost` is not called; a peer that dialed us may come again."""
         if self._by_pipe.get(peer.pipe) is peer:
             self._bye(peer, reason)
             self._forget(peer, reason)
 
     async def aclose(self, deadline_s: float = 0.5) -> None:
-        """Wait up to so many seconds until all peers acknowledged all, say Bye to all, close the wire; idempotent.
-
-        Callbacks go on until the Byes are said. Cancelling ends the waiting; the wire is closed all the same.
+        """Wait up to so many seconds until all peers have acknowledged all messages, say Bye, close the wire;
+        idempotent. Callbacks go on until the Byes are sent. Cancelling ends the waiting; the wire is closed anyway.
         """
         if self._closed:
             return
@@ -140,7 +137,7 @@ class Links:
                 self._forget(peer, "the links are closed", hang_up=False)
             try:
                 if anybody:
-                    # the wire drops what it has not sent when it closes
+                    # a wire that closes drops frames that it has not sent
                     await asyncio.sleep(_FLUSH_S)
             finally:
                 await self._wire.aclose()
@@ -148,7 +145,7 @@ class Links:
     # -- the states of a peer -----------------------------------------------------------------
 
     def _call(self, peer: Peer, wait_s: float = 0.0) -> None:
-        """Begin a session with whoever is at a peer's address."""
+        """Begin a session with the process at a peer's address."""
         now = self.time()
         peer.state, peer.refusal = "calling", None
         peer.session = self._new_session(peer, now)
@@ -160,7 +157,8 @@ class Links:
         return Session(session_name(self.incarnation, self._sessions), self.config, peer.counters, now)
 
     def greet(self, pipe: Pipe, theirs: bytes, hello: Hello) -> None:
-        """Somebody who dialed us said Hello, and fits: answer, and wait for a sign that the answer arrived."""
+        """A process that dialed us said Hello, and fits: reply, and wait for a frame that shows that the reply
+        arrived."""
         now = self.time()
         peer = self._by_pipe[pipe] = Peer(self._wire, pipe, self._loop, self.arm)
         peer.state, peer.address = "greeted", hello.address
@@ -174,7 +172,7 @@ class Links:
         peer.send_aside(encode(self._owner.hello()))
 
     def up(self, peer: Peer, session: Session) -> None:
-        """Both sides know both sessions."""
+        """Both sides know both sessions: the peer is up."""
         now = self.time()
         session.confirmed = True
         peer.state, peer.is_up, peer.problem = "up", True, "is not up"
@@ -189,14 +187,14 @@ class Links:
         self._owner.on_up(peer)
 
     def lose(self, peer: Peer, problem: str, *, hang_up: bool = True) -> None:
-        """A session is over; call again if it was we who called. Whoever waits for room is told.
+        """End a session; dial again if we dialed. Waits for room raise.
 
-        `hang_up`: a pipe that the other side dialed is not of use any more.
+        `hang_up`: close the pipe of a peer that dialed us.
         """
         was_up = peer.is_up
         if peer.was_dialed:
             self._end(peer, problem)
-            # not at once: it may be one that says Bye to whoever calls
+            # not at once: a peer that answers every Hello with Bye would be dialed without end
             self._call(peer, self.config.retry_s)
         else:
             self._forget(peer, problem, hang_up=hang_up)
@@ -204,16 +202,16 @@ class Links:
             try:
                 self._owner.on_lost(peer, PeerUnreachable(peer.address or peer.name, problem))
             except Exception as error:
-                # whoever takes its place must come up all the same
+                # a peer that takes this one's place must come up all the same
                 self._owner.on_failure(error)
 
     def give_up(self, peer: Peer, problem: str) -> None:
-        """End a session that cannot go on: the other side is told, and takes everything for lost as well."""
+        """End a session that cannot go on: say Bye, so that the other side takes it for lost too."""
         self._bye(peer, problem)
         self.lose(peer, problem)
 
     def refuse(self, peer: Peer, refused: Refused) -> None:
-        """A peer that we dialed and we do not fit together; that stays so until it is dialed again."""
+        """A peer that we dialed does not fit; it stays refused until it is dialed again."""
         peer.counters.refused += 1
         peer.refusal = PeerRefused(peer.address, refused.field, refused.problem)
         self._end(peer, f"refused: {refused.field}: {refused.problem}")
@@ -221,7 +219,7 @@ class Links:
         peer.wake()
 
     def turn_away(self, peer: Peer, refused: Refused) -> None:
-        """As `refuse`, of one that was up: it did not fit after all. `on_lost` is not called."""
+        """As `refuse`, for a peer that was up: its owner has found that it does not fit. `on_lost` is not called."""
         self._bye(peer, f"refused: {refused.field}: {refused.problem}")
         self.refuse(peer, refused)
 
@@ -229,7 +227,7 @@ class Links:
         peer.is_up, peer.session, peer.problem = False, None, problem
         if self._by_incarnation.get(peer.incarnation) is peer:
             del self._by_incarnation[peer.incarnation]
-            # where each of us dialed the other there are two ways to it
+            # two processes that dialed each other have two peers for each other
             same = (each for each in self._by_pipe.values() if each.is_up and each.incarnation == peer.incarnation)
             self._by_incarnation.update((each.incarnation, each) for each in same)
         peer.wake()
@@ -245,14 +243,14 @@ class Links:
 
     def _bye(self, peer: Peer, reason: str) -> None:
         if peer.session is not None and peer.session.theirs != NOBODY:
-            peer.send_aside(encode(Bye(reason[:_WORDS_CHARS])))
+            peer.send_aside(encode(Bye(brief(reason))))
 
     # -- the wire and the clock ---------------------------------------------------------------
 
     def _on_frames(self, pipe: Pipe, frames: list[Frame]) -> None:
         if not self._finished:
             try:
-                self._arrivals.take(pipe, frames)
+                self._incoming.take(pipe, frames)
             except Exception as error:
                 self._owner.on_failure(error)
 
@@ -269,22 +267,22 @@ class Links:
         peer.pump()
 
     def arm(self, when: float) -> None:
-        """See that `_tick` comes by then."""
+        """Have `_tick` called by then."""
         if when < self._due and not self._finished:
             self._due = when
             if self._timer is not None:
                 self._timer.cancel()
-            # bare timer: it sees itself that the loop stood still
+            # bare timer: `_tick` notices that the loop stood still
             self._timer = self._loop.call_at(when, self._tick)
 
     def _tick(self) -> None:
         now = self.time()
         late = now - self._due
         self._timer, self._due, due = None, NEVER, NEVER
-        self._arrivals.told.clear()
+        self._incoming.dismissed.clear()
         for peer in list(self._by_pipe.values()):
             if late > self.config.beat_s and peer.session is not None:
-                # this loop stood still, and what came meanwhile is not read yet
+                # this loop stood still, and has not read the frames that came meanwhile
                 peer.session.heard += late
                 peer.session.cut_at = NEVER
             try:
@@ -295,7 +293,7 @@ class Links:
         self.arm(max(due, now + _MIN_TICK_S))
 
     def _look_after(self, peer: Peer, now: float) -> float:
-        """Do what is due for a peer; when to come again."""
+        """Do what is due for a peer; returns the time of the next look."""
         session = peer.session
         if session is None or peer.state in ("refused", "gone"):
             return NEVER
@@ -326,12 +324,12 @@ class Links:
         return min(lost_due, peer.beat_due, session.retry_due, session.ack_due)
 
     def _lost_due(self, peer: Peer, session: Session, now: float) -> float:
-        """When its silence has lasted too long."""
+        """The time at which a peer's silence has lasted too long."""
         config = self.config
         due = session.heard + config.lost_s
         if peer.state != "up" or peer.role != "router":
             return due
-        # its loop may stand still; that its process is gone, its connection tells
+        # a router's loop may stand still; a closed connection shows that its process is gone
         if not peer.pipe.is_cut:
             session.cut_at = NEVER
         elif session.cut_at == NEVER:

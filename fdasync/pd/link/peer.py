@@ -1,6 +1,7 @@
-"""Another instance or router, as its owner sees it: who it is, whether it is there, and a way to tell it things.
+"""A `Peer` stands for another instance or router: its handshake, its state, and the sending of messages to it.
 
-Knows no handshake and no timers: `links.py` moves a peer from state to state and hands it what arrives.
+Knows no handshake and no timers: `links.py` moves a peer from state to state, `inbound.py` reads its frames. Called by
+routers and instances to send messages.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from fdasync.errors import DeadlineExceeded, PeerBusy, PeerRefused, PeerUnreachable, ProtocolError
 from fdasync.ipc.deadlines import Within
 from fdasync.pd.link.session import NEVER, Counters, Session
-from fdasync.pd.messages import MAX_PAYLOAD_NBYTES, Bye, Heartbeat, Hello, Message, Refused, Role, encode
+from fdasync.pd.messages import LINK_MESSAGES, MAX_PAYLOAD_NBYTES, Hello, Message, Role, encode
 
 if TYPE_CHECKING:
     import asyncio
@@ -18,25 +19,30 @@ if TYPE_CHECKING:
 
     from fdasync.pd.link.wire import Pipe, Wire
 
-#: calling: we say Hello until it is answered; greeted: we answered a Hello, and do not know yet if that arrived;
-#: up; refused: it or we said that we do not fit; gone: it is not coming back as this peer
+#: calling: we repeat our Hello until the peer replies; greeted: we replied to its Hello, and do not know yet whether
+#: the reply arrived; up; refused: one side found that the two do not fit; gone: this peer never comes back
 State = Literal["calling", "greeted", "up", "refused", "gone"]
-_ASIDE = (Hello, Refused, Bye, Heartbeat)
 
 
 class Peer:
-    """One for each address that was dialed, and one for each process that dialed us. Made by `Links`.
+    """See the module. `Links` makes a peer for each address that we dial, and for each process that dials us.
 
-    A dialed one comes and goes, and may be another process each time it comes. One that dialed us comes once: if the
-    same process comes again after it was lost, that is a new Peer.
+    A peer that we dialed comes and goes, and may be another process each time. A peer that dialed us comes once: if
+    its process comes again after it was lost, that is a new `Peer`.
 
     Attributes:
-        address: what was dialed; of one that dialed us where it listens, "" where it does not.
-        hello: its latest; None before the first.
-        incarnation: of its process, 16 bytes; empty before the first Hello.
+        address: the address that we dialed; for a peer that dialed us the address at which it listens, or "".
+        hello: its latest handshake; None before the first.
+        incarnation: incarnation of its process, 16 bytes; empty before the first Hello.
         is_up: messages can be sent.
-        was_dialed: by us.
-        counters: since the peer was made, over all its sessions.
+        was_dialed: we dialed it.
+        counters: counters since the peer was made, over all its sessions.
+        state: its state; `Links` alone sets this and the attributes below.
+        session: the session with it; None while it is refused or gone.
+        refusal: why it is refused.
+        problem: why it is not up.
+        hello_due, hello_wait_s: time of the next Hello, and the pause after it.
+        beat_due: time of the next heartbeat.
     """
 
     def __init__(self, wire: Wire, pipe: Pipe, loop: asyncio.AbstractEventLoop, arm: Callable[[float], None]) -> None:
@@ -52,7 +58,7 @@ class Peer:
         self._time = loop.time
         self._arm = arm
         self._waiting: list[asyncio.Future[None]] = []
-        # the rest is moved by Links
+
         self.state: State = "calling"
         self.session: Session | None = None
         self.refusal: PeerRefused | None = None
@@ -63,33 +69,33 @@ class Peer:
 
     @property
     def name(self) -> str:
-        """For people: from its Hello, or its address before that."""
+        """The name in its Hello, for people; before the first its address."""
         return self.hello.name if self.hello is not None else self.address
 
     @property
     def role(self) -> Role | None:
-        """From its Hello; None before that."""
+        """The role in its Hello; None before the first."""
         return self.hello.role if self.hello is not None else None
 
     @property
     def unacked(self) -> int:
-        """Messages that it has not acknowledged."""
+        """Number of messages that it has not acknowledged."""
         return self.session.unacked if self.session is not None else 0
 
     @property
     def has_room(self) -> bool:
-        """A message may be sent now; False too while the peer is not up."""
+        """Whether a message can be sent now; False while the peer is not up."""
         return self.session is not None and self.is_up and not self.session.is_full
 
     def __repr__(self) -> str:
         return f"<Peer {self.name or self.incarnation.hex()} {self.state}>"
 
     def send(self, message: Message, payload: bytes | bytearray | memoryview | None = None) -> None:
-        """Have a message delivered once and in order, as long as the peer stays up. Never waits.
+        """Send a message. It is delivered once and in order, as long as the peer stays up. Never waits.
 
         The message is encoded here; a payload that is not `bytes` is copied. Raises PeerUnreachable while the peer is
-        not up, PeerBusy while its window is full (wait for `room`), ProtocolError for what is longer than a link
-        takes or is for links only (Hello, Refused, Bye, Heartbeat); in all cases nothing was sent.
+        not up, PeerBusy while its window is full (wait for `room`), ProtocolError for a message or payload that is too
+        long and for `LINK_MESSAGES`; then nothing was sent.
         """
         session = self.session
         if session is None or not self.is_up:
@@ -101,7 +107,7 @@ class Peer:
             if len(payload) > MAX_PAYLOAD_NBYTES:
                 raise ProtocolError(f"a payload of {len(payload)} bytes is above the limit of {MAX_PAYLOAD_NBYTES}")
             payload = bytes(payload)
-        if isinstance(message, _ASIDE):
+        if isinstance(message, LINK_MESSAGES):
             raise ProtocolError(f"a {type(message).__name__} is sent by links themselves")
         if session.add(body, payload, self._time()):
             self.pump()
@@ -111,21 +117,21 @@ class Peer:
     async def ready(self, deadline_s: float) -> None:
         """Wait until the peer is up.
 
-        Raises PeerRefused if the two do not fit, PeerUnreachable if it will not come (hung up, closed, or one that
-        dialed us and is gone), DeadlineExceeded after so many seconds. Cancelling stops the waiting only.
+        Raises PeerRefused if the two do not fit, PeerUnreachable if the peer is gone for good (hung up, closed, or lost
+        after it dialed us), DeadlineExceeded after so many seconds. Cancelling stops the waiting only.
         """
         await self._until(lambda: self.is_up, f"connecting to {self.address or self.name}", deadline_s)
 
     async def room(self, deadline_s: float) -> None:
-        """Wait until the window has room for a message of any size; somebody else may be faster to use it.
+        """Wait until the window has room for a message of any size; another task may use the room first.
 
-        Raises PeerUnreachable if the peer is lost meanwhile, and as `ready` does.
+        Raises PeerUnreachable if the peer is lost meanwhile, and the errors of `ready`.
         """
         what = f"waiting for room in the window of {self.address or self.name}"
         await self._until(lambda: not self._up_session().is_full, what, deadline_s)
 
     async def acknowledged(self, deadline_s: float) -> None:
-        """Wait until everything sent so far, and meanwhile, has been acknowledged. Raises as `room` does."""
+        """Wait until the peer has acknowledged all messages, also those sent meanwhile. Raises the errors of `room`."""
         what = f"waiting for acknowledgement by {self.address or self.name}"
         await self._until(lambda: not self._up_session().unacked, what, deadline_s)
 
@@ -136,7 +142,7 @@ class Peer:
         return self._pipe
 
     def pump(self) -> None:
-        """Give the wire what it takes."""
+        """Give the wire as many frames as it takes."""
         session, send, pipe = self.session, self._wire.send, self._pipe
         if session is None:
             return
@@ -147,17 +153,17 @@ class Peer:
             session.went()
 
     def send_aside(self, body: bytes = b"") -> None:
-        """Send an acknowledgement, and a message that may be lost."""
+        """Send an acknowledgement, with a message that may be lost."""
         session = self.session
         if session is not None:
             owed = session.owed
             if not self._wire.send(self._pipe, [session.bare(body)]):
                 session.wire_full = True
-                # said again when there is room
+                # sent again when the wire has room
                 session.owed = owed
 
     def wake(self) -> None:
-        """Something changed: those who wait look again."""
+        """The peer's state has changed: waits check their conditions again."""
         waiting, self._waiting = self._waiting, []
         for future in waiting:
             if not future.done():

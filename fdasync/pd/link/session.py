@@ -1,13 +1,13 @@
-"""One pair of incarnations that talk: what was sent, what was acknowledged, what arrived out of turn.
+"""Makes a lossy wire reliable: numbers, acknowledges, repeats and orders the messages between two processes.
 
-Between two *sessions*, one of each side, messages are delivered in order and once, whatever the wire loses, repeats
-or reorders. Each frame begins with an envelope: the sender's session, the recipient's (zeros while it is unknown), the
-message's number (0: it has none and may be lost) and the number up to which the sender has everything.
+Each side has a *session*. Between two sessions each message is delivered once and in order, whatever the wire loses,
+repeats or reorders. Each frame begins with an envelope: the sender's session, the recipient's (zeros while it is
+unknown), the message's number (0: it has none and may be lost), and the number up to which the sender has received all.
 
-A session is named by 16 bytes: 12 that are random for each process, and 4 that count its sessions. So a frame of a
-session that ended can never be taken for one of the next, also between the same two processes.
+A session's name has 16 bytes: 12 random ones of its process, and 4 that count its sessions. So a frame of an ended
+session is never taken for one of the next, even between the same two processes.
 
-Pure: no clock, no loop, no messages; told what time it is. Used by `peer.py` and `links.py`.
+Pure: knows no loop, no clock and no messages; callers pass the time. Called by `peer.py`, `links.py` and `inbound.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NEVER = float("inf")
 
 
 def process_of(session: bytes) -> bytes:
-    """The incarnation of the process that a session is of: 16 bytes, as `Links.incarnation` and `Peer.incarnation`."""
+    """The incarnation of a session's process: 16 bytes, as `Links.incarnation` and `Peer.incarnation`."""
     return session[:PROCESS_NBYTES] + bytes(SESSION_NBYTES - PROCESS_NBYTES)
 
 
@@ -44,25 +44,25 @@ def session_name(process: bytes, number: int) -> bytes:
 
 
 def is_sound(frames: list[Frame]) -> bool:
-    """Whether these are an envelope, a body of a size that a link takes, and at most one payload that is one too."""
+    """Whether these frames are an envelope with a body, and at most one payload, all of sizes that a link takes."""
     if not ENVELOPE_NBYTES <= len(frames[0]) <= MAX_FRAME_NBYTES:
         return False
     return len(frames) == 1 or (len(frames) == 2 and len(frames[1]) <= MAX_PAYLOAD_NBYTES)
 
 
 class LinkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Times of a link, in seconds, and the bounds of what it keeps for one peer.
+    """Times of a link in seconds, and its bounds for one peer.
 
     Attributes:
-        beat_s: between heartbeats.
+        beat_s: time between heartbeats.
         lost_s: an instance that is silent for so long is lost.
-        router_lost_s: a router that is silent for so long is lost: its loop stands still while its process does
-            something else (a trainer's step). One whose connection closed has `lost_s` to come back.
-        deaf_s: a peer that is heard and acknowledges nothing of what it was sent for so long is lost.
-        window_messages, window_nbytes: sent and not acknowledged; what comes above is refused with `PeerBusy`. One
-            message may go beyond the bytes.
+        router_lost_s: a router that is silent for so long is lost. Its loop may stand still while its process does
+            other work (a trainer's step). A router whose connection closed is lost after `lost_s`.
+        deaf_s: a peer that sends frames but acknowledges no message for so long is lost.
+        window_messages, window_nbytes: most messages and bytes that are sent and not acknowledged; `PeerBusy` refuses
+            more. The last message may exceed the bytes.
         ack_messages, ack_s: an acknowledgement is sent alone after so many messages, or after so long.
-        retry_s, retry_most_s: until what was not acknowledged, or a Hello, is sent again, at first and at most.
+        retry_s, retry_most_s: time until a message or a Hello is sent again without a reply, at first and at most.
     """
 
     beat_s: float = 0.5
@@ -78,23 +78,23 @@ class LinkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Sent(NamedTuple):
-    """A message that is not acknowledged yet."""
+    """A message that is not acknowledged yet: its encoded body and its payload."""
 
     body: bytes
     payload: bytes | None
 
 
 class Counters(msgspec.Struct):
-    """What happened on a link; grows only.
+    """Counters of a link; they only grow.
 
     Attributes:
-        sent, received: messages, each once.
+        sent, received: messages, each counted once.
         resent: messages sent again.
         duplicates: messages that had been received already.
         held: messages that came before their turn and were kept.
         dropped: messages that came before their turn and were not kept.
         late: frames of other sessions.
-        malformed: frames that were none, and bodies that are no message.
+        malformed: frames without an envelope, and bodies that are no message.
         refused: handshakes that did not fit.
     """
 
@@ -109,7 +109,7 @@ class Counters(msgspec.Struct):
     refused: int = 0
 
 
-# a burst after silence: what was lost may be all of it, or nothing but an acknowledgement
+# messages sent again at first after silence: all may have been lost, or only an acknowledgement
 _FIRST_BURST = 32
 
 
@@ -117,17 +117,18 @@ class Session:
     """See the module.
 
     Attributes:
-        ours, theirs: names of the two sessions; `theirs` is NOBODY until the other side said it.
-        base: number of the first message of ours that is not acknowledged.
+        ours, theirs: names of the two sessions; `theirs` is NOBODY until the other side has sent it.
+        counters: the peer's counters.
+        base: number of our first message that is not acknowledged.
         expected: number of the next message that can be delivered.
-        incoming: how every frame of theirs for this session begins.
+        incoming: the first bytes of every frame that the other side sends in this session.
         confirmed: the other side has shown that it knows both names.
-        heard: when anything came.
-        cut_at: since when its connection is closed, as far as the wire knows; NEVER: it is not.
-        owed: messages that arrived and were not acknowledged.
-        ack_due, retry_due: when to acknowledge, and when to send again; NEVER where there is nothing to do.
+        heard: time of the last frame from the other side.
+        cut_at: time since which the wire knows that the connection is closed; NEVER: it is not.
+        owed: number of messages that arrived and were not acknowledged.
+        ack_due, retry_due: time to acknowledge, and to send again; NEVER if there is no need.
         unacked_nbytes: bytes of the messages that are not acknowledged.
-        wire_full: the wire refused a frame and has not said that there is room.
+        wire_full: the wire refused a frame and has not reported room since.
     """
 
     __slots__ = (
@@ -167,7 +168,7 @@ class Session:
         self.heard = now
         self.cut_at = NEVER
         self._config = config
-        # as they were at the last beat
+        # `base` and `heard` at the last beat
         self._known_base, self._known_heard = 1, now
         self._deaf_beats = 0
         self.bind(NOBODY)
@@ -190,7 +191,7 @@ class Session:
         self.ack_due = NEVER
 
     def bind(self, theirs: bytes) -> None:
-        """The other side's session is known from here on."""
+        """Set the name of the other side's session."""
         self.theirs = theirs
         self._head = self.ours + theirs
         self.incoming = theirs + self.ours
@@ -199,7 +200,7 @@ class Session:
 
     @property
     def is_full(self) -> bool:
-        """Whether the window is: another message would have to wait."""
+        """Whether the window is full, so that another message is refused."""
         config = self._config
         return len(self._unacked) >= config.window_messages or self.unacked_nbytes >= config.window_nbytes
 
@@ -208,13 +209,13 @@ class Session:
         return len(self._unacked)
 
     def bare(self, body: bytes = b"") -> bytes:
-        """A frame without a number: acknowledges, and may carry a message that may be lost."""
+        """A frame without a number: it acknowledges, and carries a message (if any) that may be lost."""
         self.owed = 0
         self.ack_due = NEVER
         return self._head + _NUMBERS.pack(0, self.expected - 1) + body
 
     def add(self, body: bytes, payload: bytes | None, now: float) -> bool:
-        """Keep a message until it is acknowledged. True: it is next for the wire; take it with `next_frames`."""
+        """Keep a message until it is acknowledged. True: the wire can take it now (`next_frames`)."""
         if not self._unacked:
             self.retry_due = now + self._retry_s
         self._last = last = self._last + 1
@@ -224,7 +225,7 @@ class Session:
         return self._cursor == last and not self.wire_full
 
     def next_frames(self) -> list[Frame] | None:
-        """What goes on the wire next, if anything; call `went` when it did."""
+        """The next frames for the wire, if any; call `went` when the wire took them."""
         cursor = self._cursor
         if cursor > self._last or cursor >= self.base + self._limit:
             return None
@@ -233,7 +234,7 @@ class Session:
         return [frame] if payload is None else [frame, payload]
 
     def went(self) -> None:
-        """The wire took what `next_frames` gave."""
+        """The wire took the frames of `next_frames`."""
         if self._cursor > self._reached:
             self._reached = self._cursor
         else:
@@ -243,9 +244,9 @@ class Session:
         self.ack_due = NEVER
 
     def acknowledged(self, number: int, now: float) -> bool:
-        """The other side has everything up to this. True: there is more room than before."""
+        """The other side has all messages up to this number. True: the window has more room than before."""
         if number < self.base or number > self._last:
-            # old, or of something that was never sent
+            # an old number, or one that was never sent
             return False
         unacked = self._unacked
         for each in range(self.base, number + 1):
@@ -259,9 +260,10 @@ class Session:
         return True
 
     def retry(self, now: float) -> None:
-        """`retry_due` has come: begin again at the first message that is not acknowledged.
+        """`retry_due` is over: send again from the first message that is not acknowledged.
 
-        A few first: if they are acknowledged, twice as many, and so on. So a slow peer is not sent all of it again.
+        A few at first, twice as many once they are acknowledged, and so on, so that a slow peer does not get all of
+        the window again.
         """
         if not self.wire_full:
             self._cursor = self.base
@@ -270,9 +272,9 @@ class Session:
         self.retry_due = now + self._retry_s
 
     def is_deaf(self) -> bool:
-        """Asked at each beat: whether the other side goes on talking and has acknowledged nothing for too long.
+        """Call at each beat: whether the other side goes on sending and has acknowledged nothing for too long.
 
-        Beats at which nothing was heard do not count: a process that stood still has not read anything either.
+        Beats without a frame from the other side do not count: a process that stands still reads nothing either.
         """
         if not self._unacked or self.base != self._known_base:
             self._deaf_beats = 0
@@ -293,8 +295,8 @@ class Session:
         return self.owed >= self._config.ack_messages
 
     def out_of_turn(self, number: int, frames: list[Frame], now: float) -> None:
-        """A message that is not the next one: keep it if it comes too early, and there is room for it."""
-        # whoever sent it lacks an acknowledgement, or we lack a message: either way it should hear where we stand
+        """A message that is not the next one: keep it if it is early and there is room for it."""
+        # the sender lacks an acknowledgement, or we lack a message: acknowledge in both cases
         self.owed += 1
         self.ack_due = min(self.ack_due, now + self._config.ack_s)
         if number < self.expected or number in self._held:

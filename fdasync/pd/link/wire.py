@@ -1,8 +1,8 @@
-"""What moves frames between processes: a contract. It knows no messages, no sessions and no order.
+"""Defines a `Wire`, which moves frames between processes: a contract.
 
-A wire may lose, repeat, delay and reorder what it carries, and connects again by itself; a link (`links.py`) makes of
-that what instances can rely on. Two are there: `zmq_wire.py` for processes, `fdasync.testing.sim.network` for tests in
-virtual time. Called by links only.
+A wire may lose, repeat, delay and reorder frames, and connects again by itself; `session.py` makes that reliable. There
+are two: `zmq_wire.py`, and `fdasync.testing.sim.network` for tests in virtual time. Knows no messages, no sessions and
+no order. Called by links only.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 Frame = bytes | memoryview
-#: bytes of the name that a process has on a wire; the first is never zero
+#: bytes of a process's name on a wire; the first is never zero
 NAME_NBYTES = 16
 
 
 class Pipe:
-    """One way to one other process, and back; compared by identity. Wires derive their own from it.
+    """A connection to one other process, in both directions; compared by identity. Wires derive their own from it.
 
     Attributes:
-        address: what was dialed; "" where the other side dialed us.
-        is_cut: where the other side dialed us: its connection was closed when something was last sent.
+        address: the address that we dialed; "" if the other side dialed us.
+        is_cut: the other side dialed us, and its connection was closed when a frame was last sent.
     """
 
     __slots__ = ("address", "is_cut")
@@ -45,26 +45,26 @@ class Wire(ABC):
     ) -> None:
         """Called once, on the loop, before anything else.
 
-        `on_frames(pipe, frames)` is called from the loop for what arrives, never from within `send`, `dial` or
-        `listen`; a pipe that somebody else dialed appears with its first frames. The frames are the callee's.
-        `on_room(pipe)` is called when a pipe connected, and when one that refused frames may take them again; it may
-        come without need.
+        `on_frames(pipe, frames)` is called from the loop for frames that arrive, never from within `send`, `dial` or
+        `listen`; a pipe that another process dialed appears with its first frames. The frames belong to the callee.
+        `on_room(pipe)` is called when a pipe has connected, and when a pipe that refused frames may take them again; it
+        may be called without need.
 
         Args:
-            name: of this process, NAME_NBYTES bytes that no other process has or had.
+            name: name of this process: NAME_NBYTES bytes that no other process has or had.
         """
 
     @abstractmethod
     def listen(self, address: str) -> str:
-        """Take pipes that others dial. Returns the actual address, where the port was 0 or `*`.
+        """Accept pipes that others dial. Returns the actual address, if the port was 0 or `*`.
 
-        Raises ConfigError for an address that is no `ipc://path` or `tcp://127.0.0.1:port`, that is too long, or
-        that somebody listens at; it names the address.
+        Raises ConfigError, which names the address, if it is no `ipc://path` or `tcp://127.0.0.1:port`, is too long,
+        or a process listens there.
         """
 
     @abstractmethod
     def dial(self, address: str) -> Pipe:
-        """A new pipe to whoever listens at this address, now or later; returns at once and never gives up.
+        """A new pipe to the process that listens at this address, now or later; returns at once and never gives up.
 
         Raises ConfigError as `listen` does.
         """
@@ -73,13 +73,14 @@ class Wire(ABC):
     def send(self, pipe: Pipe, frames: list[Frame]) -> bool:
         """Send 1 or 2 frames as one. True: they may arrive, and are copied or kept; do not change them.
 
-        False: the pipe is full, or not connected; nothing was sent, and `on_room` follows when that has changed. Frames
-        may be sent to a pipe that was hung up; they go nowhere.
+        False: the pipe is full or not connected; nothing was sent, and `on_room` follows when that has changed. Frames
+        for a pipe that was hung up are dropped.
         """
 
     @abstractmethod
     def hang_up(self, pipe: Pipe) -> None:
-        """Forget a pipe; idempotent. One that was dialed is closed; if more comes from one that was not, it is new."""
+        """Forget a pipe; idempotent. A pipe that we dialed is closed; later frames of another pipe come with a new
+        one."""
 
     @abstractmethod
     async def aclose(self) -> None:

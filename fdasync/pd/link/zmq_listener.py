@@ -1,16 +1,16 @@
-"""Where a wire's ROUTER listens, and that its callers do not use up the process's file descriptors.
+"""Binds a wire's ROUTER, and guards the process against connections that use up its file descriptors.
 
 libzmq aborts the process when it accepts an ipc connection and no descriptor is free (4.3.5: `ipc_listener_t::accept`
-takes EMFILE for a defect; the tcp one only spins). So descriptors are counted a few times a second; when fewer than a
-reserve are left, listeners are closed for a moment. libzmq closes what they accepted with them: who is a peer calls
-again at once, and its link does not notice; who only holds connections has lost them. Where that frees nothing, the
-descriptors are somebody else's, and it is not done again until there were enough; where peers use them and come back,
-it is done ever more rarely, unless hardly any is left.
+takes EMFILE for a defect; the tcp listener only spins). So `ListenerGuard` counts descriptors a few times a second. If
+fewer than a reserve are left, it closes all listeners for a moment, and libzmq closes the connections that they
+accepted. A peer connects again at once, and its link does not notice. A process that only holds connections has lost
+them. If that frees nothing, other code holds the descriptors, and the guard does nothing until there were enough again.
+If peers hold them and come back, the guard closes ever more rarely, unless hardly any is left.
 
-What is left of the danger: who makes as many connections as the reserve between two looks, or while the loop stands
-still, still ends the process. The reserve grows with the limit (`ulimit -n`), up to 1024.
+One danger stays: a process that makes as many connections as the reserve between two looks, or while the loop stands
+still, ends this process. The reserve grows with the limit (`ulimit -n`), up to 1024.
 
-Owned by `ZmqWire`; decides nothing about peers.
+Knows no peers. Owned by `ZmqWire`.
 """
 
 from __future__ import annotations
@@ -30,50 +30,50 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _LOOK_S = 0.1
-# a listener of libzmq's closes on its own thread
+# how long listeners stay closed; libzmq closes them on a thread of its own
 _CLOSED_S = 0.3
 _MAX_RESERVE = 1024
-# between two times, at first; it doubles while it does not help for long
+# least time between two closings; it doubles while closing does not help for long
 _REST_S = 1.0
 _MAX_REST_S = 60.0
 
 
 def reserve_of(limit: int) -> int:
-    """Descriptors that are not for those who call us."""
+    """Number of descriptors that connections from outside may not use."""
     return min(_MAX_RESERVE, limit // 4)
 
 
 def descriptors() -> tuple[int, int]:
-    """How many this process has open, and may have."""
+    """Number of descriptors that this process has open, and may have open."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # blocking: procfs, microseconds. Linux 6.2 and later count them here, older ones have to list them
+    # blocking: procfs, microseconds. Linux 6.2 and later have the number in `st_size`, older ones must list them
     try:
         count = os.lstat("/proc/self/fd").st_size or len(os.listdir("/proc/self/fd"))
     except OSError:
-        # to list them takes one
+        # listing needs a descriptor itself
         count = limit
     return count, limit
 
 
-class Doors:
+class ListenerGuard:
     """See the module.
 
     Args:
-        told: called with an address and a reason when it is closed, and with "" when it is listened at again.
+        on_change: called with an address and a reason when its listener is closed, and with "" when it listens again.
 
     Attributes:
-        shut: addresses that are not listened at just now, for lack of descriptors.
-        times_shut: how often that came about.
+        shut: addresses whose listeners are closed now, for lack of descriptors.
+        times_shut: how often listeners were closed.
     """
 
     def __init__(
-        self, sock: zmq.Socket[bytes], loop: asyncio.AbstractEventLoop, told: Callable[[str, str], None] | None
+        self, sock: zmq.Socket[bytes], loop: asyncio.AbstractEventLoop, on_change: Callable[[str, str], None] | None
     ) -> None:
         self.shut: list[str] = []
         self.times_shut = 0
         self._sock = sock
         self._loop = loop
-        self._told = told
+        self._on_change = on_change
         self._open: list[str] = []
         self._files: dict[str, FileId] = {}
         self._again_at = 0.0
@@ -83,7 +83,7 @@ class Doors:
         self._timer: asyncio.TimerHandle | None = None
 
     def listen(self, address: str) -> str:
-        """Returns the actual address. Raises ConfigError."""
+        """Listen at an address; returns the actual one. Raises ConfigError."""
         actual = self._bind(address)
         if self._timer is None:
             # bare timer: a look every so often
@@ -102,7 +102,7 @@ class Doors:
         return actual
 
     def close(self) -> None:
-        """Remove the files, while nobody else can take the addresses; the socket is the wire's."""
+        """Remove the socket files, before another process can take the addresses. The wire closes the socket."""
         if self._timer is not None:
             self._timer.cancel()
         for address, file in self._files.items():
@@ -119,7 +119,7 @@ class Doors:
             self._helps = True
         if self._open and self._helps and free < reserve and (now >= self._rested_at or free < reserve // 4):
             self._helps = False
-            # a long calm is forgotten with what was before it
+            # after a long calm the pause starts small again
             self._rest_s = min(2 * self._rest_s, _MAX_REST_S) if now < self._rested_at + self._rest_s else _REST_S
             self._rested_at = now + self._rest_s
             self._shut_all(f"{count} of {limit} file descriptors were open")
@@ -145,12 +145,12 @@ class Doors:
                 check_free(address)
                 self._bind(address)
             except (ConfigError, OSError):
-                # somebody else listens there now; it may go
+                # another process listens there now, and may end
                 self.shut.append(address)
                 self._again_at = self._loop.time() + _CLOSED_S
             else:
                 self._tell(address, "")
 
     def _tell(self, address: str, problem: str) -> None:
-        if self._told is not None:
-            self._told(address, problem)
+        if self._on_change is not None:
+            self._on_change(address, problem)

@@ -1,10 +1,10 @@
-"""A wire of ZMQ sockets, read on the loop: one ROUTER for whoever dials us, one DEALER for each address we dial.
+"""A wire of ZMQ sockets, read on the loop: one ROUTER for processes that dial us, one DEALER for each address we dial.
 
-ZMQ connects, reconnects and queues on native threads of its own, which run no Python. Its fd is edge triggered: it
-says that something may have changed, once, and any call may swallow that. So a socket is read until it has nothing,
-and looked at again after each turn in which something was sent. (`zmq.asyncio` is about 15 times slower.)
+ZMQ connects, reconnects and queues on native threads of its own, which run no Python. Its file descriptor is edge
+triggered: it reports a possible change once, and any call on the socket may swallow the report. So a socket is read
+until it is empty, and read again after each turn in which a frame was sent. (`zmq.asyncio` is about 15 times slower.)
 
-Knows no messages and no sessions. Used by `Links`.
+Knows no messages and no sessions. Called by `Links`; routers and instances make it.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from fdasync.errors import ConfigError, ProtocolError
 from fdasync.pd.link.address import check_address, check_free
 from fdasync.pd.link.session import MAX_FRAME_NBYTES
 from fdasync.pd.link.wire import NAME_NBYTES, Frame, Pipe, Wire
-from fdasync.pd.link.zmq_listener import Doors
+from fdasync.pd.link.zmq_listener import ListenerGuard
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 _HIGH_WATER = 1000
-# messages read before others of the loop have their turn
+# messages read in one callback of the loop
 _READ_CAP = 64
 _RECONNECT_MS = (50, 1000)
-# so that what was said just before hanging up still goes out
+# so that a Bye just before hanging up still goes out
 _LINGER_MS = 50
 _TRY_FULL_S = 0.005
 _MORE = zmq.NOBLOCK | zmq.SNDMORE
-# what a context and its first sockets open; ZMQ ends the process where it can open no more
+# descriptors of a context and its first sockets; ZMQ ends the process if it can open no more
 _FILES = 24
 
 
 def _check_files() -> None:
-    """Raises ConfigError if ZMQ would find no room for its descriptors."""
+    """Raises ConfigError if too few descriptors are free for ZMQ."""
     with contextlib.ExitStack() as tried:
         try:
             for _ in range(_FILES):
@@ -56,7 +56,12 @@ def _too_many_files() -> ConfigError:
 
 
 class ZmqPipe(Pipe):
-    """`name` is the routing id of whoever dialed us, empty on our own DEALERs; `full`: it refused frames."""
+    """Attributes:
+    name: routing id of the process that dialed us; empty for our own DEALERs.
+    closed: it was hung up.
+    full: it refused frames.
+    port: its socket.
+    """
 
     __slots__ = ("closed", "full", "name", "port")
 
@@ -70,7 +75,7 @@ class ZmqPipe(Pipe):
 
 
 class _Port:
-    """One ZMQ socket on the loop; `read` is called when it may have something, at least once after each event."""
+    """One ZMQ socket on the loop; `read` is called when it may have frames, at least once after each event."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, sock: zmq.Socket[bytes], read: Callable[[_Port], None]) -> None:
         self.sock = sock
@@ -83,7 +88,7 @@ class _Port:
         self.again()
 
     def again(self) -> None:
-        """Look at it in the next turn: any call may have swallowed the edge."""
+        """Read in the next turn: a call on the socket may have swallowed the edge."""
         if not self._soon:
             self._soon = True
             self._loop.call_soon(self._go)
@@ -101,14 +106,13 @@ class _Port:
 
 
 class ZmqWire(Wire):
-    """See the module and `Wire`. Must be closed: the sockets' threads and files are the wire's.
+    """See the module and `Wire`. Must be closed: it owns the sockets' threads and files.
 
     Args:
         high_water: messages that are queued for one pipe, on either side, before `send` refuses more.
-        max_frame_nbytes: a longer frame is not read; whoever sent it is disconnected by ZMQ.
-        on_doors: told with an address and a reason when it is closed for lack of file descriptors (`zmq_listener.py`),
-        and
-            with "" when it is listened at again.
+        max_frame_nbytes: ZMQ disconnects a process that sends a longer frame.
+        on_guard: called with an address and a reason when its listener is closed for lack of file descriptors
+            (`zmq_listener.py`), and with "" when it listens again.
     """
 
     def __init__(
@@ -116,7 +120,7 @@ class ZmqWire(Wire):
         *,
         high_water: int = _HIGH_WATER,
         max_frame_nbytes: int = MAX_FRAME_NBYTES,
-        on_doors: Callable[[str, str], None] | None = None,
+        on_guard: Callable[[str, str], None] | None = None,
     ) -> None:
         self._high_water = high_water
         self._max_frame_nbytes = max_frame_nbytes
@@ -124,11 +128,11 @@ class ZmqWire(Wire):
         self._router: _Port | None = None
         self._inbound: dict[bytes, ZmqPipe] = {}
         self._dealers: dict[_Port, ZmqPipe] = {}
-        self._on_doors = on_doors
-        self.doors: Doors | None = None
+        self._on_guard = on_guard
+        self.guard: ListenerGuard | None = None
         self._name = b""
         self._dials = 0
-        # pipes to those who dialed us that refused frames
+        # pipes that refused frames, of processes that dialed us
         self._full: list[ZmqPipe] = []
         self._retry: asyncio.TimerHandle | None = None
         self._closed = False
@@ -145,7 +149,7 @@ class ZmqWire(Wire):
         _check_files()
         self._context = zmq.Context(io_threads=1)
 
-    def _port(self, kind: int, read: Callable[[_Port], None], options: dict[int, int | bytes]) -> _Port:
+    def _port(self, kind: int, options: dict[int, int | bytes]) -> _Port:
         if self._context is None or self._closed:
             raise ProtocolError("the wire is closed, or was not opened")
         try:
@@ -163,26 +167,26 @@ class ZmqWire(Wire):
         }
         for option, value in (common | options).items():
             sock.setsockopt(option, value)
-        return _Port(self._loop, sock, read)
+        return _Port(self._loop, sock, self._read)
 
     def listen(self, address: str) -> str:
         check_address(address, listens=True)
         check_free(address)
         if self._router is None:
             options: dict[int, int | bytes] = {zmq.ROUTER_MANDATORY: 1, zmq.ROUTER_HANDOVER: 1}
-            self._router = self._port(zmq.ROUTER, self._read_router, options)
-        if self.doors is None:
-            self.doors = Doors(self._router.sock, self._loop, self._on_doors)
-        actual = self.doors.listen(address)
+            self._router = self._port(zmq.ROUTER, options)
+        if self.guard is None:
+            self.guard = ListenerGuard(self._router.sock, self._loop, self._on_guard)
+        actual = self.guard.listen(address)
         self._router.again()
         return actual
 
     def dial(self, address: str) -> Pipe:
         check_address(address)
         self._dials += 1
-        # told apart from an earlier pipe of ours to the same listener, which may not have noticed its end
+        # differs from the name of an earlier pipe to the same listener, which may not have noticed that pipe's end
         name = self._name + self._dials.to_bytes(4, "big")
-        port = self._port(zmq.DEALER, self._read_dealer, {zmq.ROUTING_ID: name, zmq.IMMEDIATE: 1})
+        port = self._port(zmq.DEALER, {zmq.ROUTING_ID: name, zmq.IMMEDIATE: 1})
         try:
             port.sock.connect(address)
         except zmq.ZMQError as error:
@@ -198,7 +202,7 @@ class ZmqWire(Wire):
             return True
         port = pipe.port
         send = port.sock.send
-        # before the call, which may raise
+        # before the send, which may raise
         port.again()
         try:
             if pipe.name:
@@ -217,7 +221,7 @@ class ZmqWire(Wire):
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            # whoever dialed us went away; it may come back
+            # the process that dialed us went away; it may come back
             pipe.is_cut = True
             return True
         pipe.is_cut = False
@@ -241,9 +245,9 @@ class ZmqWire(Wire):
         ports = [*self._dealers, *([self._router] if self._router is not None else [])]
         for pipe in (*self._dealers.values(), *self._inbound.values()):
             pipe.closed = True
-        # first, while nobody can take the address
-        if self.doors is not None:
-            self.doors.close()
+        # first, before another process can take the address
+        if self.guard is not None:
+            self.guard.close()
         for port in ports:
             port.close(0)
         self._dealers.clear()
@@ -256,11 +260,13 @@ class ZmqWire(Wire):
 
     # -- reading ------------------------------------------------------------------------------
 
-    def _read_dealer(self, port: _Port) -> None:
-        pipe = self._dealers[port]
+    def _read(self, port: _Port) -> None:
         recv, sock = port.sock.recv, port.sock
+        # None: the ROUTER, on which a frame with the sender's name comes first
+        dialed = self._dealers.get(port)
         try:
             for _ in range(_READ_CAP):
+                pipe = self._pipe_of(port, recv(zmq.NOBLOCK)) if dialed is None else dialed
                 head = recv(zmq.NOBLOCK)
                 self._on_frames(pipe, self._rest(sock, head) if sock.getsockopt(zmq.RCVMORE) else [head])
                 if port.closed:
@@ -271,33 +277,19 @@ class ZmqWire(Wire):
         except BaseException:
             port.again()
             raise
-        if pipe.full and int(sock.getsockopt(zmq.EVENTS)) & zmq.POLLOUT:
-            pipe.full = False
-            self._on_room(pipe)
+        if dialed is not None and dialed.full and int(sock.getsockopt(zmq.EVENTS)) & zmq.POLLOUT:
+            dialed.full = False
+            self._on_room(dialed)
 
-    def _read_router(self, port: _Port) -> None:
-        recv, sock = port.sock.recv, port.sock
-        pipes = self._inbound
-        try:
-            for _ in range(_READ_CAP):
-                name = recv(zmq.NOBLOCK)
-                head = recv(zmq.NOBLOCK)
-                pipe = pipes.get(name)
-                if pipe is None:
-                    pipe = pipes[name] = ZmqPipe("", name)
-                    pipe.port = port
-                self._on_frames(pipe, self._rest(sock, head) if sock.getsockopt(zmq.RCVMORE) else [head])
-                if port.closed:
-                    return
-            port.again()
-        except zmq.Again:
-            pass
-        except BaseException:
-            port.again()
-            raise
+    def _pipe_of(self, port: _Port, name: bytes) -> ZmqPipe:
+        pipe = self._inbound.get(name)
+        if pipe is None:
+            pipe = self._inbound[name] = ZmqPipe("", name)
+            pipe.port = port
+        return pipe
 
     def _try_full(self) -> None:
-        """A ROUTER does not say which pipe has room again; so those that had none are tried."""
+        """A ROUTER does not say which pipe has room again, so all pipes that had none are tried."""
         self._retry = None
         full, self._full = self._full, []
         for pipe in full:
@@ -307,7 +299,8 @@ class ZmqWire(Wire):
                 self._on_room(pipe)
 
     def _rest(self, sock: zmq.Socket[bytes], head: bytes) -> list[Frame]:
-        """The frames of a message of several. Of what has too many, three: enough to show that it is no message."""
+        """The frames of a message that has several. Of more than three the first three, which show that it is no
+        message."""
         frames: list[Frame] = [head]
         more = True
         while more:

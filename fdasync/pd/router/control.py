@@ -1,9 +1,12 @@
-"""What a router has all its instances do: weight updates, pauses, drains. One command, one answer of each instance.
+"""Sends a router's commands to its instances: weight updates, pauses, drains. Each instance replies once to a command.
 
-A weight update is a barrier (DECISIONS 22): hold intake, let hand-overs finish, update all under one weights id, drop
-by name who fails, open. It is a task of the router: a caller that is cancelled stops waiting, the update goes on to its
-end, and then every instance has the new weights, is being brought to them (`weight_agreement.py`), or is dropped.
-Called by `router/router.py`; knows no requests but that some are being handed over."""
+A weight update, or a new label for the weights in use, is a barrier (docs/design.md, rule 22): the router holds new
+requests, lets hand-offs finish (before an update), updates all instances under one weights id, drops by name the
+instances that fail, and goes on. It is a task of the router: if its caller is cancelled, it still runs to its end. Then
+each instance has the new weights, is being brought to them (`weight_agreement.py`), or is dropped.
+
+Knows nothing of requests but which are being handed over. Called by `router/router.py`.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,8 @@ from fdasync.errors import (
 from fdasync.ipc.deadlines import Within, wait_within
 from fdasync.pd.messages import Command, Done
 from fdasync.pd.router.validation import check_limit_s, check_whole
-from fdasync.pd.router.weight_agreement import Agreement
+from fdasync.pd.router.weight_agreement import WeightAgreement
+from fdasync.request import checked_version, next_order, next_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,144 +39,208 @@ if TYPE_CHECKING:
     from fdasync.pd.link.links import Links
     from fdasync.pd.router.config import RouterConfig
     from fdasync.pd.router.dispatch import Dispatch
-    from fdasync.pd.router.instances import Fleet, Member
+    from fdasync.pd.router.instances import InstanceHandle, InstanceTable
     from fdasync.pd.router.weight_agreement import Dropped
+    from fdasync.request import PauseMode
 
 _LOOK_S = 0.02
 
 
 class Update(msgspec.Struct, frozen=True):
-    """A weight update that is under way, or whose end nobody has been told."""
+    """An update of the weights or their label that runs, or whose outcome no caller has read.
 
-    words: Command
+    Attributes:
+        command: as asked for, without an order.
+        task: the update.
+    """
+
+    command: Command
     task: asyncio.Task[None]
 
 
-class Commands:
+class ControlPlane:
     """See the module.
 
+    Args:
+        remove: called with the address of an instance that the router stops using.
+        on_failure: called with an error that is a defect.
+
     Attributes:
-        agreement: which weights all are to have.
+        agreement: decides which weights all instances must have.
     """
 
     def __init__(
         self,
-        fleet: Fleet,
+        table: InstanceTable,
         dispatch: Dispatch,
         links: Links,
         config: RouterConfig,
         remove: Callable[[str], None],
         on_failure: Callable[[Exception], None],
     ) -> None:
-        """`remove`: told of the address of an instance that is not used any more."""
-        self._fleet = fleet
+        self._table = table
         self._dispatch = dispatch
         self._links = links
         self._config = config
         self._remove = remove
         self._loop = asyncio.get_running_loop()
         self._next = 0
-        self._waiting: dict[int, tuple[Member, asyncio.Future[Done]]] = {}
-        self._used: set[int] = set()
-        # updates that somebody may have taken without our hearing of it
-        self._unsure: list[Command] = []
+        self._waiting: dict[int, tuple[InstanceHandle, asyncio.Future[Done]]] = {}
+        # the namespace that each label named
+        self._used: dict[str, bytes] = {}
         self._update: Update | None = None
+        # a pause has returned, and no resume came since; calls of `pause` that have not returned
+        self._held = False
+        self._pausers: set[object] = set()
         self._closed = False
-        self.agreement = Agreement(fleet, self._ask, self._forget, on_failure, config.command_s)
+        self.agreement = WeightAgreement(table, self._ask, self._forget, on_failure, config.command_s)
 
     @property
     def dropped(self) -> list[Dropped]:
-        """Instances that are not used any more, and why."""
+        """Instances that the router has stopped using, with reasons."""
         return self.agreement.dropped
+
+    @property
+    def is_updating(self) -> bool:
+        """Whether an update of the weights or their label is under way."""
+        return self._update is not None and not self._update.task.done()
 
     # -- one instance -------------------------------------------------------------------------------
 
-    async def one(self, member: Member, words: Command, limit_s: float) -> Done:
-        """Raises PeerUnreachable, PeerBusy, DeadlineExceeded, and what it answered: RemoteError, or an error of its
-        kind."""
-        done = await self._ask(member, words, limit_s)
+    async def one(self, instance: InstanceHandle, command: Command, limit_s: float) -> Done:
+        """Send a command and wait for its success. Raises PeerUnreachable, PeerBusy, DeadlineExceeded, and the error
+        that the instance replied with: RemoteError, or an error of its kind."""
+        done = await self._ask(instance, command, limit_s)
         if done.error:
-            raise _error_of(member, done)
+            raise _error_of(instance, done)
         return done
 
     def _number(self) -> int:
         self._next += 1
         return self._next
 
-    async def _ask(self, member: Member, words: Command, limit_s: float) -> Done:
-        """Its answer, whatever it is."""
+    async def _ask(self, instance: InstanceHandle, command: Command, limit_s: float) -> Done:
+        """Send a command; return the instance's reply, success or not."""
         answer: asyncio.Future[Done] = self._loop.create_future()
         number = self._number()
-        self._waiting[number] = member, answer
+        self._waiting[number] = instance, answer
         try:
-            member.peer.send(msgspec.structs.replace(words, number=number))
+            instance.peer.send(msgspec.structs.replace(command, number=number))
             await wait_within([answer], limit_s)
         finally:
             del self._waiting[number]
         if not answer.done():
-            raise DeadlineExceeded(f"{words.verb} of {member.peer.name}", limit_s)
+            raise DeadlineExceeded(f"{command.verb} of {instance.peer.name}", limit_s)
         return answer.result()  # of a future that is done
 
-    def on_done(self, member: Member, message: Done) -> None:
+    def on_done(self, instance: InstanceHandle, message: Done) -> None:
         entry = self._waiting.get(message.number)
-        if entry is not None and entry[0] is member and not entry[1].done():
+        if entry is not None and entry[0] is instance and not entry[1].done():
             entry[1].set_result(message)
 
-    def on_lost(self, member: Member, error: PeerUnreachable) -> None:
+    def on_lost(self, instance: InstanceHandle, error: PeerUnreachable) -> None:
         for other, answer in self._waiting.values():
-            if other is member and not answer.done():
+            if other is instance and not answer.done():
                 answer.set_exception(error)
 
-    async def drain(self, member: Member, limit_s: float) -> None:
+    async def drain(self, instance: InstanceHandle, limit_s: float) -> None:
         check_limit_s(limit_s)
-        words = Command(0, "drain", limit_s=float(limit_s))
-        check_whole("drain", words)
-        member.leaving = True
-        await self.one(member, words, limit_s + 1.0)
+        command = Command(0, "drain", limit_s=float(limit_s))
+        check_whole("drain", command)
+        instance.leaving = True
+        await self.one(instance, command, limit_s + 1.0)
 
     # -- all instances ------------------------------------------------------------------------------
 
-    async def all(self, verb: Any) -> None:
-        """Raises the first error, after all have answered."""
-        answers, silent = await self._ask_all(Command(0, verb), self._config.command_s)
-        failed = [_error_of(member, done) for member, done in answers if done.error] + [error for _, error in silent]
+    async def all(self, command: Command, limit_s: float) -> None:
+        """Send a command to all instances. Raises the first error, after all have replied."""
+        answers, silent = await self._ask_all(command, limit_s)
+        for instance, done in answers:
+            if not done.error and command.verb in ("pause", "resume"):
+                instance.was_told(paused=command.verb == "pause")
+        failed = [_error_of(instance, done) for instance, done in answers if done.error]
+        failed += [error for _, error in silent]
         if failed:
             raise failed[0]
 
+    async def pause(self, mode: PauseMode) -> None:
+        """Pause all instances. A cancelled call takes its own pause back, and no other's of this router."""
+        limit_s = self._config.command_s
+        if mode == "wait":
+            # requests end by their own deadlines
+            limit_s += self._config.request_deadline_s
+        pauser = object()
+        self._pausers.add(pauser)
+        try:
+            await self.all(Command(0, "pause", pause=mode), limit_s)
+            self._held = self._held or pauser in self._pausers
+        except asyncio.CancelledError:
+            if self._pausers == {pauser} and not self._held:
+                for instance in self._table.up():
+                    with contextlib.suppress(FdasyncError):
+                        instance.peer.send(Command(self._number(), "resume"))
+            raise
+        finally:
+            self._pausers.discard(pauser)
+
+    async def resume(self) -> None:
+        """Resume all instances."""
+        self._held = False
+        self._pausers.clear()
+        await self.all(Command(0, "resume"), self._config.command_s)
+
     async def _ask_all(
-        self, words: Command, limit_s: float
-    ) -> tuple[list[tuple[Member, Done]], list[tuple[Member, FdasyncError]]]:
-        """What those who are there answered, and why others did not."""
-        members = self._fleet.up()
+        self, command: Command, limit_s: float
+    ) -> tuple[list[tuple[InstanceHandle, Done]], list[tuple[InstanceHandle, FdasyncError]]]:
+        """The replies of the instances that are up, and the errors of those that did not reply. An instance with other
+        weights than the others does not get their label."""
+        instances = [one for one in self._table.up() if command.verb != "relabel" or not one.behind]
         outcomes = await asyncio.gather(
-            *[self._ask(member, words, limit_s) for member in members], return_exceptions=True
+            *[self._ask(instance, command, limit_s) for instance in instances], return_exceptions=True
         )
-        answers: list[tuple[Member, Done]] = []
-        silent: list[tuple[Member, FdasyncError]] = []
-        for member, outcome in zip(members, outcomes, strict=True):
+        answers: list[tuple[InstanceHandle, Done]] = []
+        silent: list[tuple[InstanceHandle, FdasyncError]] = []
+        for instance, outcome in zip(instances, outcomes, strict=True):
             if isinstance(outcome, Done):
-                answers.append((member, outcome))
+                answers.append((instance, outcome))
             elif isinstance(outcome, FdasyncError):
-                silent.append((member, outcome))
+                silent.append((instance, outcome))
             else:
                 raise outcome
         return answers, silent
 
     async def update_weights(self, version: Any, path: str, mode: Any) -> None:
-        """It goes on to its end if its caller is cancelled; who gives the same again is told that end."""
-        if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version < 1 << 47:
-            raise BadInput("version", f"{version!r} is no version", limit="an integer from 0 on")
+        """Update all instances. A cancelled update goes on; a second call with the same arguments waits for it."""
+        label = self._next_label() if version is None else checked_version(version)
         if mode not in ("abort", "keep"):
             raise BadInput("mode", f"{mode!r} is neither 'abort' nor 'keep'")
-        words = Command(0, "update_weights", version=version, path=path, mode=mode)
-        check_whole("source", words)
+        command = Command(0, "update_weights", version=label, path=path, mode=mode)
+        check_whole("source", command)
+        # instances compare the folder with the weights in use
+        refused = label in self._used and label != self._table.weight_version
+        await self._change(command, "a version is used again only while it is in use" if refused else "")
+
+    async def relabel(self, version: Any) -> None:
+        """Give the weights of all instances another label; cancelling as in `update_weights`."""
+        label = checked_version(version)
+        refused = self._used.get(label, self._table.namespace) != self._table.namespace
+        await self._change(Command(0, "relabel", version=label), "other weights had it" if refused else "")
+
+    def _next_label(self) -> str:
+        label = next_version(self._table.weight_version)
+        while label in self._used:
+            label = next_version(label)
+        return label
+
+    async def _change(self, command: Command, refusal: str) -> None:
+        """Make an update, or wait for the same one. `refusal`: why its label cannot be used; ""."""
         update = self._update
-        if update is None or update.words != words:
+        if update is None or update.command != command:
             if update is not None and not update.task.done():
-                raise UpdateUnderWay(f"of this router, to version {update.words.version}")
-            if version in self._used:
-                raise BadInput("version", f"{version} was used before", hint="a version is never used twice")
-            update = self._update = self._begin(words)
+                raise UpdateUnderWay(f"of this router, to version {update.command.version}")
+            if refusal:
+                raise BadInput("version", f"{command.version!r} was used before", hint=refusal)
+            update = self._update = self._begin(command)
         # bounded by the limits of what it waits for
         await asyncio.wait([update.task])
         if self._update is update:
@@ -181,86 +249,84 @@ class Commands:
             raise EngineClosed("closed")
         update.task.result()  # of a task that is done
 
-    def _begin(self, words: Command) -> Update:
+    def _begin(self, command: Command) -> Update:
         self._dispatch.hold()
         self.agreement.held = True
-        task = self._loop.create_task(self._play(words), name="fdasync-weights")
+        task = self._loop.create_task(self._play(command), name="fdasync-weights")
         task.add_done_callback(self._ended)
-        return Update(words, task)
+        return Update(command, task)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        # its error is the caller's; one who was cancelled may never ask
+        # the error is for the caller; a cancelled caller may never read it, so mark it as read
         _ = task.cancelled() or task.exception()
         self.agreement.held = False
         self.agreement.judge_all()
         self._dispatch.release()
 
-    async def _play(self, words: Command) -> None:
+    async def _play(self, command: Command) -> None:
         await self.agreement.quiet(self._config.command_s)
         await self._claim_all()
-        await self._let_hand_overs_finish()
-        answers, silent = await self._ask_all(words, self._config.command_s)
-        took = [(member, done) for member, done in answers if self._took(done, words)]
-        refused = [(member, _error_of(member, done)) for member, done in answers if not self._took(done, words)]
-        if silent:
-            self._unsure.append(words)
+        if command.verb == "update_weights":
+            await self._let_hand_overs_finish()
+        order = next_order(self._table.weight_order, command.version)
+        command = msgspec.structs.replace(command, order=order)
+        answers, silent = await self._ask_all(command, self._config.command_s)
+        took = [(instance, done) for instance, done in answers if not done.error]
+        refused = [(instance, _error_of(instance, done)) for instance, done in answers if done.error]
         if not took:
             errors = [error for _, error in refused + silent]
             raise errors[0] if errors else PeerUnreachable("router", "no instance is there")
-        self._used.add(words.version)
-        self._agree(words, took)
-        for member, error in refused + silent:
+        self._agree(command, took)
+        for instance, error in refused + silent:
             if not isinstance(error, UpdateUnderWay):
-                self.agreement.drop(member, str(error))
-
-    def _took(self, done: Done, words: Command) -> bool:
-        """Also where it took the version when it was told before, and its answer did not come."""
-        before = done.error == "BadInput" and done.weight_version == words.version and words in self._unsure
-        return not done.error or before
+                self.agreement.drop(instance, str(error))
 
     async def _claim_all(self) -> None:
-        """No other router updates any of them meanwhile; all ask in the same order, so that one of two gets them all.
-        Raises UpdateUnderWay, and then has claimed none."""
+        """Claim all instances, so that no other router updates any of them. All routers claim in the same order, so
+        that one of two gets them all. Raises UpdateUnderWay, and then has claimed none."""
         config = self._config
-        words = Command(0, "claim", limit_s=config.handoff_s + 2 * config.command_s)
-        claimed: list[Member] = []
-        for member in sorted(self._fleet.up(), key=lambda member: member.address):
+        command = Command(0, "claim", limit_s=config.handoff_s + 2 * config.command_s)
+        claimed: list[InstanceHandle] = []
+        for instance in sorted(self._table.up(), key=lambda instance: instance.address):
             try:
-                await self.one(member, words, config.command_s)
+                await self.one(instance, command, config.command_s)
             except UpdateUnderWay:
                 for other in claimed:
                     with contextlib.suppress(FdasyncError):
                         other.peer.send(Command(self._number(), "release"))
                 raise
             except FdasyncError:
-                # it is gone, or will not take the update either
+                # the instance is gone, or will not take the update either
                 continue
-            claimed.append(member)
+            claimed.append(instance)
 
     async def _let_hand_overs_finish(self) -> None:
         with contextlib.suppress(TimeoutError):
             async with Within(self._config.handoff_s):
-                while self._dispatch.being_handed_over():  # noqa: ASYNC110 - nobody announces it
+                while self._dispatch.being_handed_over():  # noqa: ASYNC110 - no event announces the end
                     await asyncio.sleep(_LOOK_S)
         for request in self._dispatch.being_handed_over():
             self._dispatch.restart(request)
 
-    def _agree(self, words: Command, took: list[tuple[Member, Done]]) -> None:
-        """Whoever has not what most have is not used any more."""
+    def _agree(self, command: Command, took: list[tuple[InstanceHandle, Done]]) -> None:
+        """Adopt the namespace that most instances have; drop the instances with another one."""
         (namespace, _), *_ = Counter([done.namespace for _, done in took]).most_common(1)
-        self.agreement.agreed(words, namespace)
-        for member, done in took:
+        # the label that was in use may not be known from an update of this router
+        self._used.setdefault(self._table.weight_version, self._table.namespace)
+        self._used[command.version] = namespace
+        self.agreement.agreed(command, namespace)
+        for instance, done in took:
             if done.namespace == namespace:
-                member.has(namespace, done.weight_version)
+                instance.has(namespace, done.weight_version, done.weight_order)
             else:
-                self.agreement.drop(member, "its weights are not those of the others after the update")
+                self.agreement.drop(instance, "its weights are not those of the others after the update")
 
-    def _forget(self, member: Member) -> None:
-        if self._fleet.members.get(member.peer) is member and not self._closed:
-            self._remove(member.address)
+    def _forget(self, instance: InstanceHandle) -> None:
+        if self._table.instances.get(instance.peer) is instance and not self._closed:
+            self._remove(instance.address)
 
     async def aclose(self) -> None:
-        """Stop what is under way; instances go on with what they were told."""
+        """Stop an update; instances finish the commands that they have."""
         self._closed = True
         if self._update is not None and not self._update.task.done():
             self._update.task.cancel()
@@ -268,11 +334,13 @@ class Commands:
         await self.agreement.aclose()
 
 
-def _error_of(member: Member, done: Done) -> FdasyncError:
+def _error_of(instance: InstanceHandle, done: Done) -> FdasyncError:
     kind = getattr(errors, done.error, None)
     if done.error == "UpdateUnderWay":
-        return UpdateUnderWay(f"says {member.peer.name}")
+        return UpdateUnderWay(f"says {instance.peer.name}")
     if done.error in ("WeightsRejected", "WeightsBroken") and kind is not None:
-        error: FdasyncError = kind(f"{member.peer.name}: {done.problem}")
+        error: FdasyncError = kind(f"{instance.peer.name}: {done.problem}")
         return error
-    return RemoteError(member.peer.name, done.error, done.problem)
+    if done.error == "BadInput":
+        return BadInput(done.field, f"{instance.peer.name}: {done.problem}")
+    return RemoteError(instance.peer.name, done.error, done.problem)

@@ -1,6 +1,6 @@
-"""How a router starts: until those of its instances that are there can serve, and who is missing then.
+"""Waits for a router's first instances, and finds those that do not fit the others.
 
-One that is down, or does not fit, stops nobody: it is named (`Router.stats`), and called on. Knows members and their
+An instance that is down or does not fit does not stop the others: `Router.stats` names it. Knows instances and their
 peers, no requests. Called by `router/router.py`.
 """
 
@@ -18,78 +18,76 @@ if TYPE_CHECKING:
 
     from fdasync.pd.messages import Hello
     from fdasync.pd.router.config import Require
-    from fdasync.pd.router.instances import Member
+    from fdasync.pd.router.instances import InstanceHandle
 
 
-def can_serve(members: Sequence[Member]) -> bool:
-    """Whether those that are up can serve requests: any of them can. One half alone serves them whole until the other
-    comes (`Fleet.choose`)."""
-    return any(member.peer.is_up for member in members)
+async def gather(instances: Sequence[InstanceHandle], require: Require, connect_s: float, settle_s: float) -> None:
+    """Wait for the first instances of a router; see `Router.start`. Raises PeerRefused, DeadlineExceeded.
 
-
-async def gather(members: Sequence[Member], require: Require, connect_s: float, settle_s: float) -> None:
-    """Wait for the first instances of a router; see `Router.start`. Raises PeerRefused, DeadlineExceeded."""
+    One instance can serve alone: `InstanceTable.choose` has it serve requests whole until the others come.
+    """
     loop = asyncio.get_running_loop()
     until = loop.time() + connect_s
     settled = False
-    calls: dict[Member, asyncio.Task[None]] = {}
+    calls: dict[InstanceHandle, asyncio.Task[None]] = {}
     try:
-        while missing := [member for member in members if not member.peer.is_up and member.peer.refusal is None]:
+        while missing := [each for each in instances if not each.peer.is_up and each.peer.refusal is None]:
             if require == "all":
-                _raise_refusal(members)
-            elif not settled and can_serve(members):
-                # others that are there answer within that
+                _raise_refusal(instances)
+            elif not settled and any(each.peer.is_up for each in instances):
                 settled, until = True, min(until, loop.time() + settle_s)
             left_s = until - loop.time()
             if left_s <= 0:
                 break
-            for member in missing:
-                if member not in calls or calls[member].done():
-                    calls[member] = loop.create_task(member.peer.ready(left_s), name=f"fdasync-call {member.address}")
-            waited = [calls[member] for member in missing]
+            for instance in missing:
+                if instance not in calls or calls[instance].done():
+                    name = f"fdasync-call {instance.address}"
+                    calls[instance] = loop.create_task(instance.peer.ready(left_s), name=name)
+            waited = [calls[instance] for instance in missing]
             await wait_within(waited, left_s, return_when=asyncio.FIRST_COMPLETED)
     finally:
         for call in calls.values():
             call.cancel()
-        # how they ended, their peers say
+        # the peers' states say how the calls ended
         await asyncio.gather(*calls.values(), return_exceptions=True)
-    up = [member for member in members if member.peer.is_up]
-    refused = [str(member.peer.refusal) for member in members if member.peer.refusal is not None]
+    up = [instance for instance in instances if instance.peer.is_up]
+    refused = [str(instance.peer.refusal) for instance in instances if instance.peer.refusal is not None]
     if require == "all" or not (up or missing):
-        _raise_refusal(members)
+        _raise_refusal(instances)
     if missing and (require == "all" or not up):
-        what = f"connecting to {', '.join(member.address for member in missing)}"
+        what = f"connecting to {', '.join(instance.address for instance in missing)}"
         raise DeadlineExceeded(what + (f" (refused: {'; '.join(refused)})" if refused else ""), connect_s)
 
 
-def _raise_refusal(members: Sequence[Member]) -> None:
-    for member in members:
-        if member.peer.refusal is not None:
-            raise member.peer.refusal
+def _raise_refusal(instances: Sequence[InstanceHandle]) -> None:
+    for instance in instances:
+        if instance.peer.refusal is not None:
+            raise instance.peer.refusal
 
 
-def misfits(members: Sequence[Member], require: Require) -> list[tuple[Member, Refused]]:
-    """Of those that are up, who does not fit most of them, and why. Raises PeerRefused where not most fit together,
-    those that were refused counted: nobody can tell who is wrong; or where all must."""
-    up = [member for member in members if member.peer.is_up]
-    fitting: list[Member] = max(
-        [[other for other in up if other.hello.shape == member.hello.shape] for member in up], key=len
+def misfits(instances: Sequence[InstanceHandle], require: Require) -> list[tuple[InstanceHandle, Refused]]:
+    """The instances that are up and do not fit most of the others, with reasons.
+
+    Raises PeerRefused if fewer than half of all, refused instances included, fit together: then no side is right. With
+    `require="all"` raises PeerRefused for any instance that does not fit.
+    """
+    up = [instance for instance in instances if instance.peer.is_up]
+    fitting: list[InstanceHandle] = max(
+        [[other for other in up if other.shape == instance.shape] for instance in up], key=len
     )
-    odd = [(member, refused) for member in up if (refused := misfit(fitting[0], member.hello)) is not None]
-    problems = [PeerRefused(member.address, why.field, why.problem) for member, why in odd]
-    problems += [refusal for member in members if (refusal := member.peer.refusal) is not None]
+    odd = [(instance, refused) for instance in up if (refused := misfit(fitting[0], instance.hello)) is not None]
+    problems = [PeerRefused(instance.address, why.field, why.problem) for instance, why in odd]
+    problems += [refusal for instance in instances if (refusal := instance.peer.refusal) is not None]
     if problems and (require == "all" or len(fitting) <= len(problems)):
         raise problems[0]
     return odd
 
 
-def misfit(member: Member, hello: Hello) -> Refused | None:
-    """Why somebody who says this does not fit an instance that is there."""
-    ours = member.hello.shape
-    assert ours is not None
+def misfit(instance: InstanceHandle, hello: Hello) -> Refused | None:
+    """Why the sender of a Hello does not fit an instance; None: it fits."""
     assert hello.shape is not None
-    differs = ours.difference(hello.shape)
+    differs = instance.shape.difference(hello.shape)
     if differs is None:
         return None
     field, one, other = differs
-    return Refused(f"shape.{field}", f"{member.peer.name} has {one}, {hello.name} has {other}"[:4096])
+    return Refused(f"shape.{field}", f"{instance.peer.name} has {one}, {hello.name} has {other}"[:4096])

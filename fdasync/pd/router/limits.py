@@ -1,7 +1,8 @@
-"""What a request needs of an instance, and whether one can hold it: its context, and the KV blocks of its device.
+"""Says whether an instance can hold a request, by its context, its KV blocks and its limit of requests.
 
-Instances may differ in how much they hold. Who cannot hold a request is left out (`instances.py`); where nobody can,
-the error names the largest limit among them. Pure."""
+Instances may differ in how much they hold. `instances.py` leaves out the instances that cannot hold a request; where no
+instance can, the error names the largest limit among them. Pure: knows no links and no load.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class Room(msgspec.Struct, frozen=True):
     """How much an instance holds.
 
     Attributes:
-        block_tokens: of one of its blocks.
+        facts: the instance's limits, from its handshake.
+        block_tokens: tokens of one of its blocks.
     """
 
     facts: Facts
@@ -31,15 +33,17 @@ class Room(msgspec.Struct, frozen=True):
 
     @property
     def tokens(self) -> int:
-        """Of one sample that it serves whole, prompt and output: the last token is never forwarded."""
+        """Most tokens, prompt and output, of a sample that the instance serves whole. The last token needs no KV."""
         return min(self.facts.max_context_tokens, self.facts.num_blocks * self.block_tokens + 1)
 
 
 class Need(msgspec.Struct, frozen=True):
-    """What a request needs.
+    """How much a request needs.
 
     Attributes:
-        prompt_tokens: of a text, at least so many: more is known when somebody has tokenised it.
+        prompt_tokens: tokens of the prompt; of a text, a lower bound until an instance has tokenised it.
+        max_tokens: most tokens of each sample.
+        samples: number of samples.
     """
 
     prompt_tokens: int = 1
@@ -47,21 +51,21 @@ class Need(msgspec.Struct, frozen=True):
     samples: int = 1
 
     def fits_whole(self, room: Room) -> bool:
-        """Whether one instance can serve all of it; its samples may run in turn."""
+        """Whether one instance can serve the whole request; its samples may run in turn."""
         return self.prompt_tokens + self.max_tokens <= room.tokens and self.samples <= room.facts.max_requests
 
     def fits_prefill(self, room: Room) -> bool:
-        """Whether an instance can prefill it for another: the prompt and the first token of a sample are there."""
+        """Whether an instance can prefill the request for another: it holds the prompt and a sample's first token."""
         return self.prompt_tokens + 1 <= room.tokens and self.samples <= room.facts.max_requests
 
     def fits_decode(self, room: Room) -> bool:
-        """Whether an instance can take it from another: a group is one lease (DECISIONS 20), which holds its full
-        blocks, and an open one for each sample, at once."""
+        """Whether an instance can take the request over: a group is one lease (docs/design.md, rule 20), which takes
+        the prompt's full blocks and an open block for each sample at once."""
         at_once = self.prompt_tokens // room.block_tokens + self.samples
         return self.fits_whole(room) and at_once <= room.facts.num_blocks
 
     def refusal(self, rooms: Iterable[Room]) -> BadInput:
-        """Why none of these, one at least, can serve it."""
+        """Why none of these (at least one) can serve the request."""
         rooms = list(rooms)
         most = max(room.facts.max_requests for room in rooms)
         if self.samples > most:
@@ -78,6 +82,6 @@ class Need(msgspec.Struct, frozen=True):
 
 
 def need_of(text: str | None, tokens: bytes, max_tokens: int, samples: int) -> Need:
-    """Of a request as it is sent (`messages.Submit`): token ids are int32."""
+    """The need of a request, from the fields of its `Submit`."""
     count = len(tokens) // 4 if text is None else -(-len(text) // _MAX_TOKEN_CHARS)
     return Need(max(count, 1), max_tokens, samples)

@@ -1,6 +1,6 @@
-"""One request of a router: where it is served, what came of it, and its one end.
+"""The state of one request of a router: the instances that serve it, its output so far, and its one end.
 
-Knows no instances and no links: `dispatch.py` moves it, `router/stream.py` reads it.
+Sends nothing. `router/dispatch.py` moves it from state to state, `router/stream.py` reads its output.
 """
 
 from __future__ import annotations
@@ -12,60 +12,72 @@ import msgspec
 import numpy as np
 
 from fdasync.pd.router.limits import need_of
-from fdasync.result import CachedTokens, Delta, Result, Sample
+from fdasync.result import CachedTokens, Delta, FinishReason, Result, Sample
 
 if TYPE_CHECKING:
     from fdasync.cache.aux import AuxSpec
     from fdasync.ipc.deadlines import DeadlineTimer
     from fdasync.pd.messages import Submit
     from fdasync.pd.results import Incoming
-    from fdasync.pd.router.instances import Member
+    from fdasync.pd.router.instances import InstanceHandle
 
 
-class Routed:
-    """See the module.
+class RoutedRequest:
+    """See the module. All times are by the loop's clock.
 
     Attributes:
-        need: what it needs of whoever serves it, as far as known.
-        words: what was asked for; name and deadline are those of the try in hand.
-        prompt_of_text: tokens of a prompt that is text, once an instance has told them.
-        tries: so far; failed: addresses of those that failed it.
-        name: of the try in hand among instances; "" while there is none.
-        sessions: of the decoders, when it was sent: in a later one that is another process.
-        first, decoders: who has it; `server`: who answers, once that is known; `decoder`: in whose load it counts.
-        specs: whose rows it is to have; None: no instance was chosen yet, that would say.
-        incoming: rows and outputs so far.
-        whole: one instance must serve it: none takes it from another.
-        delivered: something of it came.
-        done: set at its end, with `result` or `error`.
+        request_id: the caller's name for the request.
+        submit: the message to instances; its names and times are set anew for each try.
+        prompt_of_text: token ids of a prompt that is text, once an instance has sent them.
+        num_tokens: tokens of the prompt; an estimate for a text.
+        need: how much an instance must hold to serve it, as far as known.
+        prefill, wanted_decoders: addresses of the instances that the caller names; "" and empty: any.
+        started_at, ends_at: time of the call, and of the deadline.
+        tries: number of tries so far.
+        failed: addresses of the instances that failed a try.
+        name: the current try's name among instances; "" while there is none.
+        first: the instance that the try was sent to; None once that instance has no more work with it.
+        decoders: instances to which `first` may hand it over.
+        sessions: the session of each of `decoders` when the try was sent; in a later session it is another process.
+        server: the instance that answers, once that is known.
+        decoder: the instance in whose load it counts as a request that decodes.
+        specs: aux specs whose rows the result has; None before an instance was chosen.
+        incoming: rows and outputs of the current try.
+        aborted: the caller has aborted it.
+        whole: one instance must serve it whole, since no decode instance takes it over.
+        first_token_at: time of the first token; None before.
+        pending, taken: deltas of each sample that the caller has not read yet, and that it has read.
+        result, error: the end; one of the two is set when `done` is.
+        done: set at the end.
+        waiter: the reader that waits for output.
+        timer: ends the request when no instance does.
     """
 
-    def __init__(self, request_id: str, words: Submit, keys: tuple[bytes, ...], num_tokens: int, now: float) -> None:
+    def __init__(self, request_id: str, submit: Submit, num_tokens: int, now: float) -> None:
         self.request_id = request_id
-        self.words = words
+        self.submit = submit
         self.prompt_of_text: tuple[int, ...] = ()
-        self.keys = keys
         self.num_tokens = num_tokens
-        self.need = need_of(words.text, words.tokens, words.params.max_tokens, words.params.n)
+        self.need = need_of(submit.text, submit.tokens, submit.params.max_tokens, submit.params.n)
         self.prefill = ""
         self.wanted_decoders: tuple[str, ...] = ()
         self.started_at = now
-        self.ends_at = now + words.deadline_s
+        self.ends_at = now + submit.deadline_s
         self.tries = 0
         self.failed: list[str] = []
         self.name = ""
-        self.first: Member | None = None
-        self.decoders: tuple[Member, ...] = ()
+        self.first: InstanceHandle | None = None
+        self.decoders: tuple[InstanceHandle, ...] = ()
         self.sessions: dict[str, int] = {}
-        self.server: Member | None = None
-        self.decoder: Member | None = None
+        self.server: InstanceHandle | None = None
+        self.decoder: InstanceHandle | None = None
         self.specs: tuple[AuxSpec, ...] | None = None
         self.incoming: Incoming | None = None
         self.aborted = False
         self.whole = False
         self.first_token_at: float | None = None
-        self.pending: list[list[Delta]] = [[] for _ in range(words.params.n)]
-        self.taken: list[list[Delta]] = [[] for _ in range(words.params.n)]
+        self.pending: list[list[Delta]] = [[] for _ in range(submit.params.n)]
+        self.taken: list[list[Delta]] = [[] for _ in range(submit.params.n)]
         self.result: Result | None = None
         self.error: Exception | None = None
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -74,10 +86,11 @@ class Routed:
 
     @property
     def delivered(self) -> bool:
+        """Whether output has arrived, so that the request cannot be tried again."""
         return any(self.pending) or any(self.taken)
 
     def add(self, delta: Delta, now: float) -> None:
-        """News of one sample."""
+        """Add output of one sample."""
         if self.first_token_at is None and delta.token_ids:
             self.first_token_at = now
         self.pending[delta.index].append(delta)
@@ -88,7 +101,7 @@ class Routed:
             self.waiter.set_result(None)
 
     def end(self, result: Result | None, error: Exception | None, now: float) -> None:
-        """Its one end."""
+        """End the request; only the first call counts."""
         if self.done.done():
             return
         if result is not None:
@@ -98,21 +111,28 @@ class Routed:
         self.done.set_result(None)
         self.wake()
 
-    def take(self, index: int) -> Delta | None:
-        """Everything new of a sample as one delta."""
-        news = self.pending[index]
-        if not news:
-            return None
-        self.taken[index] += news
-        self.pending[index] = []
-        return _merged(news)
+    def outcome(self) -> Result:
+        """The result of the request, which has ended. Raises the error that it ended with."""
+        if self.error is not None:
+            raise self.error
+        assert self.result is not None
+        return self.result
 
-    def so_far(self, reason: str) -> Result:
-        """What came, as a result without rows. A sample whose tokens all came lacks them too, and must not pass for a
-        whole one, unless rows were not wanted."""
+    def take(self, index: int) -> Delta | None:
+        """All unread output of a sample as one delta; None: there is none."""
+        deltas = self.pending[index]
+        if not deltas:
+            return None
+        self.taken[index] += deltas
+        self.pending[index] = []
+        return _merged(deltas)
+
+    def so_far(self, reason: FinishReason) -> Result:
+        """The output so far as a result without rows. A sample of which all tokens arrived gets the finish reason
+        `reason` too, since it lacks its rows; it keeps its own where the caller wants no rows."""
         rowless = self.specs == ()
         samples = []
-        for index in range(self.words.params.n):
+        for index in range(self.submit.params.n):
             known = self.taken[index] + self.pending[index]
             whole = _merged(known) if known else Delta(index=index, token_ids=())
             raw, processed = whole.raw_logprobs, whole.processed_logprobs
@@ -129,16 +149,16 @@ class Routed:
                     weight_version=(),
                     routing=None,
                     aux={},
-                    start=self.words.start,
+                    start=self.submit.start,
                 )
             )
-        given = self.words.text is None
-        tokens = tuple(memoryview(self.words.tokens).cast("i")) if given else self.prompt_of_text
+        given = self.submit.text is None
+        tokens = tuple(memoryview(self.submit.tokens).cast("i")) if given else self.prompt_of_text
         return Result(request_id=self.request_id, prompt_token_ids=tokens, samples=tuple(samples))
 
 
 def _merged(deltas: list[Delta]) -> Delta:
-    """One delta for several of the same sample."""
+    """One delta for several deltas of the same sample."""
     if len(deltas) == 1:
         return deltas[0]
 

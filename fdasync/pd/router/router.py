@@ -1,11 +1,13 @@
-"""In front of instances: `fdasync.connect([...])` gives the face of an `Engine`, served by many.
+"""Serves the methods of an `Engine` with many instances: `fdasync.connect([...])`.
 
     async with fdasync.connect(["ipc:///run/p0", "ipc:///run/d0"]) as router:
         result = await router.complete("Once upon a time")
 
-Picks who prefills and who decodes by load and by the prefix that each has, sends a request again where that is allowed
-(nothing of it has reached the caller), and gives every caller exactly one end. Instances may join, drain and leave
-while requests run. Knows no blocks and no schedule. Retries keep the seed, so they give the same tokens.
+A router chooses the instances that prefill and decode a request, by their load and by the prefixes that they have. It
+sends a request again if an instance fails before any output reached the caller; the seed stays, so a retry gives the
+same tokens. Every caller gets exactly one end. Instances may join, drain and leave while requests run.
+
+Knows no blocks and no schedule. `fdasync` exports it; `fdasync up` and `fdasync demo` use it.
 """
 
 from __future__ import annotations
@@ -23,45 +25,48 @@ from fdasync.errors import (
     PeerRefused,
     PeerUnreachable,
 )
+from fdasync.generator import Generation, Generator, Load, ModelFacts
 from fdasync.pd.link.address import absolute
 from fdasync.pd.link.links import Links
 from fdasync.pd.link.zmq_wire import ZmqWire
 from fdasync.pd.messages import (
     PROTOCOL,
-    BlockNews,
+    Command,
     Done,
     Ended,
     Failed,
     Heartbeat,
     Hello,
+    KvEventBatch,
     Moved,
     Outputs,
     Progress,
     PromptTokens,
     Refused,
     Rows,
+    ScoredPrompt,
 )
 from fdasync.pd.router.config import RouterConfig
-from fdasync.pd.router.control import Commands
+from fdasync.pd.router.control import ControlPlane
 from fdasync.pd.router.dispatch import Dispatch
 from fdasync.pd.router.gathering import gather, misfit, misfits
-from fdasync.pd.router.instances import Fleet, Member
-from fdasync.pd.router.request import Routed
-from fdasync.pd.router.stats import RouterStats, stats_of
-from fdasync.pd.router.stream import RoutedGeneration
-from fdasync.pd.router.validation import check_path, check_request_id, check_whole, words_of
-from fdasync.request import MAX_VOCAB_SIZE, SamplingParams
+from fdasync.pd.router.instances import InstanceHandle, InstanceTable
+from fdasync.pd.router.request import RoutedRequest
+from fdasync.pd.router.stats import RouterStats, facts_of, load_of, stats_of
+from fdasync.pd.router.stream import RoutedStream
+from fdasync.pd.router.validation import check_request_id, check_whole, folder_of, submit_of
+from fdasync.request import MAX_VOCAB_SIZE, SamplingParams, ask_of, check_name, check_pause_mode, check_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import Unpack
 
     from fdasync.pd.link.peer import Peer
     from fdasync.pd.link.session import LinkConfig
     from fdasync.pd.link.wire import Frame, Wire
-    from fdasync.pd.messages import Message, Submit
+    from fdasync.pd.messages import Message
+    from fdasync.request import GenerateOptions, GenerateRequest, PauseMode, Prompt, WeightSource
     from fdasync.result import Result
-
-    Prompt = str | Sequence[int]
 
 
 def connect(addresses: Sequence[str], config: RouterConfig | None = None, **options: Any) -> Router:
@@ -69,15 +74,21 @@ def connect(addresses: Sequence[str], config: RouterConfig | None = None, **opti
     return Router(addresses, config, **options)
 
 
-class Router:
+class Router(Generator):
     """See the module. `async with` connects; see `start`.
 
     Args:
-        addresses: of instances, `ipc://path` or `tcp://127.0.0.1:port`; at least one. Paths may be relative to the
-            working directory, wherever an address is given.
+        addresses: addresses of instances, `ipc://path` or `tcp://127.0.0.1:port`; at least one. Paths may be relative
+            to the working directory, wherever an address is given.
+        config: settings.
         links: times and bounds of the links.
-        wire: another than ZMQ (tests).
-        seed: of what the router draws (missing sampling seeds, request ids); None: from the system.
+        wire: a wire instead of ZMQ, for tests.
+        seed: seed of the sampling seeds and request ids that the router draws; None: from the system.
+
+    Attributes:
+        config: the settings.
+        table: the instances.
+        failure: the defect that stopped the router; None while it works.
     """
 
     def __init__(
@@ -96,7 +107,7 @@ class Router:
         self.config = config or RouterConfig()
         if self.config.require not in ("serving", "all"):
             raise BadInput("config.require", f"{self.config.require!r} is unknown", limit="'serving' or 'all'")
-        self.fleet = Fleet(self.config.direct_below_tokens)
+        self.table = InstanceTable(self.config.direct_below_tokens)
         self.failure: Exception | None = None
         # two spellings of one address are one instance
         self._addresses = list(dict.fromkeys(map(absolute, addresses)))
@@ -109,103 +120,98 @@ class Router:
 
     # -- life ---------------------------------------------------------------------------------------
 
-    async def __aenter__(self) -> Router:
-        await self.start()
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.aclose()
-
     async def start(self) -> None:
-        """Connect, until those that are there can serve, as each can: prefill or decode instances alone serve requests
-        whole until the other half comes. The others have `settle_s` to answer. Who is missing then stands in
-        `stats().missing`, is called on, and serves when it comes, with the weights of the others. One that does not fit
-        most others stands there too, and is not called again until it is added.
+        """Connect until one instance is up; the others then have `settle_s` to answer. Each instance can serve:
+        prefill or decode instances alone serve requests whole until the other kind comes up.
+
+        `stats().missing` names the instances that have not answered. The router goes on dialing them, and each serves
+        once it is up and has the weights of the others. `stats().missing` also names an instance that does not fit
+        most of the others; it is not dialed again until it is added.
 
         With `require="all"` every instance must answer within `connect_s` and fit the others.
 
-        Raises DeadlineExceeded naming who does not answer, where nobody does (or not all); PeerRefused where not most
-        fit together (or not all); ConfigError for an address, whoever is there.
+        Raises DeadlineExceeded, which names the silent instances, if none answers (or not all); PeerRefused if fewer
+        than half fit together (or not all); ConfigError for an address.
         """
         self._loop = asyncio.get_running_loop()
         self._links = Links(self._wire or ZmqWire(), self, self._link_config)
         self._base = self._links.incarnation[:8].hex()
-        self.dispatch = Dispatch(self.config, self.fleet, self._base, self._check_open)
-        self.commands = Commands(self.fleet, self.dispatch, self._links, self.config, self._drop, self.on_failure)
+        self.dispatch = Dispatch(self.config, self.table, self._base, self._check_open)
+        self.commands = ControlPlane(self.table, self.dispatch, self._links, self.config, self._drop, self.on_failure)
         config = self.config
         try:
-            members = [self._dial(address) for address in self._addresses]
-            await gather(members, config.require, config.connect_s, config.settle_s)
-            for member, refused in misfits(members, config.require):
-                self._links.turn_away(member.peer, refused)
+            instances = [self._dial(address) for address in self._addresses]
+            await gather(instances, config.require, config.connect_s, config.settle_s)
+            for instance, refused in misfits(instances, config.require):
+                self._links.turn_away(instance.peer, refused)
             self._started = True
             self.commands.agreement.begin()
         except BaseException:
             await self.aclose()
             raise
 
-    def _dial(self, address: str) -> Member:
+    def _dial(self, address: str) -> InstanceHandle:
         assert self._links is not None
-        return self.fleet.add(self._links.dial(address))
+        return self.table.add(self._links.dial(address))
 
-    async def _ready(self, member: Member) -> None:
-        """Until it is up, or came with weights for which it is not used."""
+    async def _ready(self, instance: InstanceHandle) -> None:
+        """Wait until an instance is up, or was dropped for its weights."""
         try:
-            await member.peer.ready(self.config.connect_s)
+            await instance.peer.ready(self.config.connect_s)
         except PeerUnreachable:
-            if not member.dropped:
+            if not instance.dropped:
                 raise
 
     async def add(self, address: str) -> None:
-        """Another instance joins, or one that was refused is called again. One that has other weights is brought up to
-        date first, with this router's last update (within `command_s`). Raises PeerRefused if that fails, or if it does
-        not fit; DeadlineExceeded, ConfigError. Cancelling stops the waiting only.
+        """Add an instance, or dial one again that was refused. An instance with other weights first gets this router's
+        last update (within `command_s`). Raises PeerRefused if that fails, or if the instance does not fit;
+        DeadlineExceeded, ConfigError. Cancelling stops the waiting only.
 
-        Where this router has made no update, one with an older version than the others gets no requests until somebody
-        updates it (`stats()` tells); one with other weights of no older version is refused.
+        If this router has made no update, an instance with an older version than the others gets no requests until it
+        is updated (`stats()` says so); an instance with other weights of the same or a later version is refused.
         """
         self._check_open()
-        member = self._dial(address)
-        await self._ready(member)
+        instance = self._dial(address)
+        await self._ready(instance)
         await self.dispatch.wait_open(self.config.command_s)
-        await self.commands.agreement.quiet(self.config.command_s, member)
-        if member.dropped:
-            raise PeerRefused(address, "weights", member.dropped)
+        await self.commands.agreement.quiet(self.config.command_s, instance)
+        if instance.dropped:
+            raise PeerRefused(address, "weights", instance.dropped)
 
     async def drain(self, address: str, limit_s: float = 3600.0) -> None:
-        """An instance takes no new requests; returns when all of its requests ended.
+        """Have an instance take no new requests, and wait until all of its requests have ended.
 
-        It takes none any more afterwards, also where this raises or is cancelled: drain it again to wait longer,
-        `remove` it, or start it anew to have it back. Raises BadInput, PeerUnreachable, DeadlineExceeded where they did
-        not end within `limit_s`, RemoteError.
+        The instance takes no more requests even if this raises or is cancelled: drain it again to wait longer, `remove`
+        it, or restart it to use it again. Raises BadInput, PeerUnreachable, RemoteError, and DeadlineExceeded if
+        requests did not end within `limit_s`.
         """
-        await self.commands.drain(self._member(address), limit_s)
+        await self.commands.drain(self._instance(address), limit_s)
 
     def remove(self, address: str) -> None:
-        """Forget an instance; what it still serves ends as if it had gone. Raises BadInput."""
+        """Forget an instance; its requests end or are sent again as if it were lost. Raises BadInput."""
         assert self._links is not None
-        member = self._member(address)
-        member.leaving = True
-        self.dispatch.gone(member, "it was removed")
-        self.commands.on_lost(member, PeerUnreachable(address, "it was removed"))
-        self._links.hang_up(member.peer)
-        del self.fleet.members[member.peer]
+        instance = self._instance(address)
+        instance.leaving = True
+        self.dispatch.gone(instance, "it was removed")
+        self.commands.on_lost(instance, PeerUnreachable(address, "it was removed"))
+        self._links.hang_up(instance.peer)
+        del self.table.instances[instance.peer]
 
     def _drop(self, address: str) -> None:
-        """An instance that is not used any more; of a router that failed nobody is told any more."""
+        """Remove an instance that is not used any more; a failed router changes nothing."""
         if self.failure is None:
             self.remove(address)
 
-    def _member(self, address: Any) -> Member:
+    def _instance(self, address: Any) -> InstanceHandle:
         self._check_open()
-        member = self.fleet.find(absolute(address)) if isinstance(address, str) else None
-        if member is None:
-            known = ", ".join(other.address for other in self.fleet.members.values())
+        instance = self.table.find(absolute(address)) if isinstance(address, str) else None
+        if instance is None:
+            known = ", ".join(other.address for other in self.table.instances.values())
             raise BadInput("address", f"{address!r} is no instance of this router", limit=known)
-        return member
+        return instance
 
     async def aclose(self) -> None:
-        """Abort what is live, hang up; idempotent. Callers get what there is."""
+        """Abort live requests, which end with their output so far, and hang up; idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -215,10 +221,6 @@ class Router:
                 await self.commands.aclose()
             finally:
                 await self._links.aclose()
-
-    def _check_started(self) -> None:
-        if self._links is None:
-            raise EngineClosed("new")
 
     def _check_open(self) -> None:
         if self._closed or self._links is None:
@@ -233,46 +235,34 @@ class Router:
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
-        request_id: str | None = None,
-        priority: int = 0,
-        deadline_s: float | None = None,
-        routing: bool | None = None,
-        aux: bool | Sequence[str] | None = None,
-        start: int = 0,
-        cache_salt: str = "",
         prefill: str = "",
         decoders: Sequence[str] = (),
-    ) -> RoutedGeneration:
-        """As `Engine.generate`.
+        **options: Unpack[GenerateOptions],
+    ) -> Generation[RoutedStream]:
+        """See `Generator.generate`.
 
         Args:
-            prefill, decoders: addresses of who shall serve it, instead of whom the router would choose.
+            prefill, decoders: addresses of the instances that must serve it; "" and empty: the router chooses.
 
-        Entering waits for an instance. What an instance finds wrong with a request is raised when it is read. Reading
-        raises `InstanceLost` with what came so far, where the instance that served it is gone.
+        Entering waits for an instance. An error that an instance finds in the request is raised when the stream is
+        read. If the instance that serves the request is lost after it sent output, reading raises `InstanceLost` with
+        the output so far.
         """
-        words = self._words(prompt, params, priority, deadline_s, routing, aux, start, cache_salt, streams=True)
-        return RoutedGeneration(self.dispatch, self._request(words, request_id, prefill, decoders))
+        request = self._request(ask_of(prompt, params, options, streams=True), prefill, decoders)
+        return Generation(lambda: RoutedStream.open(self.dispatch, request))
 
     async def complete(
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
-        request_id: str | None = None,
-        priority: int = 0,
-        deadline_s: float | None = None,
-        routing: bool | None = None,
-        aux: bool | Sequence[str] | None = None,
-        start: int = 0,
-        cache_salt: str = "",
         prefill: str = "",
         decoders: Sequence[str] = (),
+        **options: Unpack[GenerateOptions],
     ) -> Result:
-        """The end only; see `generate`. Cancelling it aborts the request. `ttft_s` of the result is None: no tokens
-        are sent before the end. (An engine has it where log-probs or stop strings are asked for.)"""
-        words = self._words(prompt, params, priority, deadline_s, routing, aux, start, cache_salt, streams=False)
-        request = self._request(words, request_id, prefill, decoders)
+        """See `Generator.complete`. `ttft_s` of the result is None, since instances send no tokens before the end. (An
+        engine has it if the caller asks for log-probs or stop strings.)"""
+        request = self._request(ask_of(prompt, params, options, streams=False), prefill, decoders)
         try:
             await self.dispatch.submit(request)
             await asyncio.shield(request.done)
@@ -280,72 +270,75 @@ class Router:
             self.dispatch.abort_everywhere(request)
             self.dispatch.finish(request, request.so_far("abort"), None)
             raise
-        if request.error is not None:
-            raise request.error
-        assert request.result is not None
-        return request.result
+        return request.outcome()
 
-    def abort(self, request_id: str) -> None:
-        """End a request with what it has; unknown and ended ones are left alone."""
-        self._check_started()
-        request = self.dispatch.find(request_id)
-        if request is not None:
+    def abort(self, request_id: str) -> bool:
+        check_name(request_id)
+        request = None if self._links is None else self.dispatch.find(request_id)
+        if request is None:
+            return False
+        self.dispatch.abort(request)
+        return True
+
+    def abort_all(self, prefix: str = "") -> int:
+        """See `Generator.abort_all`: ends requests of this router. Requests of other routers, and of the instances'
+        own processes, go on."""
+        check_prefix(prefix)
+        live = [request for request in self.live if request.request_id.startswith(prefix)]
+        for request in live:
             self.dispatch.abort(request)
+        return len(live)
 
-    def _words(
-        self, prompt: Any, params: Any, priority: Any, deadline_s: Any, routing: Any, aux: Any, start: Any, salt: Any,
-        *, streams: bool,
-    ) -> Submit:  # fmt: skip
+    def _request(self, asked: GenerateRequest, prefill: str, decoders: Sequence[str]) -> RoutedRequest:
         self._check_open()
-        params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise BadInput("params", f"a SamplingParams is needed, not {type(params).__name__}")
-        known = [member.facts for member in self.fleet.up()]
-        params = params.validated(vocab_size=min((facts.vocab_size for facts in known), default=MAX_VOCAB_SIZE))
-        if params.seed is None:
-            params = msgspec.structs.replace(params, seed=self._rng.getrandbits(63))
-        return words_of(
-            prompt, params, priority=priority, routing=routing, aux=aux, start=start, salt=salt, streams=streams,
-            deadline_s=self.config.request_deadline_s if deadline_s is None else deadline_s,
-        )  # fmt: skip
-
-    def _request(self, words: Submit, request_id: Any, prefill: str, decoders: Sequence[str]) -> Routed:
-        if request_id is None:
-            request_id = f"{self._rng.getrandbits(64):016x}"
+        submit = submit_of(self._with_params(asked), self.config.request_deadline_s)
+        request_id = f"{self._rng.getrandbits(64):016x}" if asked.request_id is None else asked.request_id
         check_request_id(request_id)
-        check_whole("prompt", msgspec.structs.replace(words, request_id=request_id))
+        check_whole("prompt", msgspec.structs.replace(submit, request_id=request_id))
         if self.dispatch.find(request_id) is not None:
             raise DuplicateRequestId(request_id)
         if not isinstance(decoders, list | tuple):
             raise BadInput("decoders", "a list of addresses is needed")
-        first = self._member(prefill).address if prefill else ""
-        for member in map(self._member, decoders):
-            if member.peer.role == "prefill":
-                problem = f"{member.address} is a prefill instance"
+        first = self._instance(prefill).address if prefill else ""
+        for instance in map(self._instance, decoders):
+            if instance.peer.role == "prefill":
+                problem = f"{instance.address} is a prefill instance"
                 raise BadInput("decoders", problem, hint="name instances that decode, or are mixed")
-        others = tuple(dict.fromkeys([self._member(address).address for address in decoders]))
-        request = Routed(request_id, words, (), len(words.tokens) // 4 or len(words.text or "") // 4, self._loop.time())
+        others = tuple(dict.fromkeys([self._instance(address).address for address in decoders]))
+        request = RoutedRequest(
+            request_id, submit, len(submit.tokens) // 4 or len(submit.text or "") // 4, self._loop.time()
+        )
         request.prefill, request.wanted_decoders = first, others
         return request
 
-    # -- what comes back ------------------------------------------------------------------------------
+    def _with_params(self, asked: GenerateRequest) -> GenerateRequest:
+        """The call with checked parameters and a seed. Token ids are checked against the vocabulary of the instances
+        that are up."""
+        params: Any = asked.params
+        if not isinstance(params, SamplingParams):
+            raise BadInput("params", f"a SamplingParams is needed, not {type(params).__name__}")
+        known = [instance.facts for instance in self.table.up()]
+        params = params.validated(vocab_size=min((facts.vocab_size for facts in known), default=MAX_VOCAB_SIZE))
+        if params.seed is None:
+            params = msgspec.structs.replace(params, seed=self._rng.getrandbits(63))
+        return msgspec.structs.replace(asked, params=params)
+
+    # -- what links call (pd/link/callbacks.py) -------------------------------------------------------
 
     def on_message(self, peer: Peer, message: Message, payload: Frame | None) -> None:
-        member = self.fleet.members.get(peer)
-        if member is None:
+        instance = self.table.instances.get(peer)
+        if instance is None:
             return
-        if isinstance(message, BlockNews):
-            member.learn(message)
-            self.commands.agreement.judge(member)
+        if isinstance(message, KvEventBatch):
+            instance.learn(message)
+            self.commands.agreement.judge(instance)
         elif isinstance(message, Done):
-            self.commands.on_done(member, message)
+            self.commands.on_done(instance, message)
         elif isinstance(message, Progress):
             for piece in message.pieces:
-                self.dispatch.take(member, piece, None)
-        elif isinstance(message, PromptTokens | Rows | Outputs | Moved | Ended | Failed):
-            self.dispatch.take(member, message, payload)
-
-    # -- instances (pd/owner.py) ------------------------------------------------------------------------
+                self.dispatch.take(instance, piece, None)
+        elif isinstance(message, PromptTokens | Rows | Outputs | ScoredPrompt | Moved | Ended | Failed):
+            self.dispatch.take(instance, message, payload)
 
     def hello(self) -> Hello:
         return Hello(PROTOCOL, f"router-{self._base}", "router", "")
@@ -353,29 +346,29 @@ class Router:
     def check(self, hello: Hello) -> Refused | None:
         if hello.role == "router" or hello.shape is None or hello.facts is None:
             return Refused("role", "a router serves instances, not routers")
-        # those of the start are compared when all are there (`start`)
-        members = self.fleet.up() if self._started else []
-        return next((refused for member in members if (refused := misfit(member, hello)) is not None), None)
+        # `start` compares the first instances, once all have answered
+        instances = self.table.up() if self._started else []
+        return next((refused for instance in instances if (refused := misfit(instance, hello)) is not None), None)
 
     def beat(self, peer: Peer) -> Heartbeat:  # noqa: ARG002 - the contract's
         return Heartbeat()
 
     def on_up(self, peer: Peer) -> None:
-        member = self.fleet.members.get(peer)
-        if member is not None:
-            member.came_up()
-            self.commands.agreement.judge(member)
+        instance = self.table.instances.get(peer)
+        if instance is not None:
+            instance.came_up()
+            self.commands.agreement.judge(instance)
 
     def on_heartbeat(self, peer: Peer, heartbeat: Heartbeat) -> None:
-        member = self.fleet.members.get(peer)
-        if member is not None and heartbeat.status is not None:
-            member.status, member.status_at = heartbeat.status, self._loop.time()
+        instance = self.table.instances.get(peer)
+        if instance is not None and heartbeat.status is not None:
+            instance.status, instance.status_at = heartbeat.status, self._loop.time()
 
     def on_lost(self, peer: Peer, error: PeerUnreachable) -> None:
-        member = self.fleet.members.get(peer)
-        if member is not None:
-            self.dispatch.gone(member, error.problem)
-            self.commands.on_lost(member, error)
+        instance = self.table.instances.get(peer)
+        if instance is not None:
+            self.dispatch.gone(instance, error.problem)
+            self.commands.on_lost(instance, error)
 
     def on_failure(self, error: Exception) -> None:
         self.failure = error
@@ -384,36 +377,77 @@ class Router:
 
     # -- weights ----------------------------------------------------------------------------------------
 
-    async def update_weights(self, version: int, source: str, mode: Literal["abort", "keep"] = "abort") -> None:
-        """New weights from a checkpoint folder for all instances, under one weights id; see `Engine.update_weights`.
+    async def update_weights(
+        self, version: str | int | None, source: WeightSource, mode: Literal["abort", "keep"] = "abort"
+    ) -> None:
+        """See `Generator.update_weights`: all instances get the weights of one checkpoint folder, under one weights id.
 
-        A barrier (DECISIONS 22): requests that come meanwhile wait, requests that are being handed over get `handoff_s`
-        to arrive and are started again after that. Who fails is dropped and named in `stats().dropped`. Who was not
-        there is brought up to date when it comes (again), before it gets requests, so the folder has to stay what it is
-        until the next update.
+        An update is a barrier (docs/design.md, rule 22). New requests wait. Hand-offs get `handoff_s` to finish; then
+        their requests are started again. An instance that fails is dropped and named in `stats().dropped`. An instance
+        that was not up gets the update when it comes up, before it gets requests; so the folder must not change until
+        the next update. A version in use that is given again is a barrier, too: every instance reads and hashes the
+        folder, and new requests wait.
 
-        Cancelling stops the waiting only: the update goes on to its end. Give the same again to wait for that, and to
-        hear of it if it has ended. Raises BadInput; UpdateUnderWay where this or another router updates them already,
-        which changes nothing; EngineClosed; and the error of the instances where none took the weights.
+        If the caller is cancelled, the update goes on; the same call again waits for it and gives its outcome. Raises
+        SourceUnsupported for tensors, since instances are other processes and read a folder; UpdateUnderWay, and
+        changes nothing, if this or another router is updating them; the first error if no instance took the weights.
         """
-        if not isinstance(source, str):
-            raise BadInput("source", f"{type(source).__name__} is no folder", hint="a router updates from a folder")
-        check_path("source", source)
-        await self.commands.update_weights(version, source, mode)
+        self._check_open()
+        await self.commands.update_weights(version, folder_of(source), mode)
 
-    async def pause(self) -> None:
-        """Have every instance plan no more steps; returns when none runs. Raises as `Engine.pause` does."""
-        await self.commands.all("pause")
+    async def set_weight_version(self, version: str | int) -> None:
+        """See `Generator.set_weight_version`: all instances give their weights the label, while new requests wait.
+
+        An instance that fails is dropped and named in `stats().dropped`. One that comes up later with the same weights
+        gets the label before it gets requests. Cancelling and UpdateUnderWay as in `update_weights`.
+        """
+        self._check_open()
+        await self.commands.relabel(version)
+
+    async def pause(self, mode: PauseMode = "in_place") -> None:
+        """See `Generator.pause`: pauses every instance that is up, with all of its requests, whichever router sent
+        them. In mode "abort" the ends of requests may still be on their way when it returns.
+
+        Each instance has `command_s` for it, and in mode "wait" `request_deadline_s` more. A call that is cancelled has
+        the instances resume, unless another pause of this router is there. Raises as `Engine.pause` does, and
+        DeadlineExceeded; then some instances are paused, and `resume` undoes that.
+        """
+        check_pause_mode(mode)
+        self._check_open()
+        if mode == "abort":
+            # also those that wait for an instance, or are about to be sent again
+            self.abort_all()
+        await self.commands.pause(mode)
 
     async def resume(self) -> None:
-        await self.commands.all("resume")
+        self._check_open()
+        await self.commands.resume()
+
+    async def reset_cache(self) -> None:
+        """See `Generator.reset_cache`: of every instance that is up. Raises the first error of an instance, after all
+        have answered; DeadlineExceeded after `command_s`."""
+        self._check_open()
+        await self.commands.all(Command(0, "reset_cache"), self.config.command_s)
 
     def stats(self) -> RouterStats:
-        """What it knows of every instance now, and whom it dropped. Raises EngineClosed before the start."""
-        self._check_started()
-        return stats_of(self.fleet, len(self.live), self.commands.dropped, self._loop.time())
+        """The state of every instance as the router knows it, and the dropped ones. Raises EngineClosed before
+        `start`."""
+        if self._links is None:
+            raise EngineClosed("new")
+        return stats_of(self.table, len(self.live), self.commands.dropped, self._loop.time())
+
+    def facts(self) -> ModelFacts:
+        """See `Generator.facts`: as the handshakes of the instances told it, which all have one model."""
+        if self._links is None:
+            raise EngineClosed("new")
+        return facts_of(self.table)
+
+    def load(self) -> Load:
+        """See `Generator.load`. Raises what stopped the router."""
+        self._check_open()
+        return load_of(self.table, len(self.live), updating=self.commands.is_updating)
 
     @property
-    def live(self) -> list[Routed]:
+    def live(self) -> list[RoutedRequest]:
         """Requests that have not ended."""
         return self.dispatch.live if self._links is not None else []

@@ -1,7 +1,7 @@
-"""What a router knows of its instances at one moment: `Router.stats()`. Changes nothing, asks nobody.
+"""Makes `Router.stats()`, `facts()` and `load()`: a router's instances at one moment.
 
-An instance says how it is doing with every heartbeat; what stands here is its latest word, and how old that is.
-Called by `router/router.py`; read by `fdasync up`, by `fdasync demo` and by whoever embeds a router.
+An instance sends its `Status` with every heartbeat; the stats have the latest one and its age. Changes nothing and
+sends nothing. Called by `router/router.py`; `fdasync up` and `fdasync demo` read the stats.
 """
 
 from __future__ import annotations
@@ -10,28 +10,34 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from fdasync.cache.aux import ROUTING
+from fdasync.errors import PeerUnreachable
+from fdasync.generator import InstanceLoad, Load, ModelFacts
 from fdasync.pd.messages import Status
 from fdasync.pd.router.weight_agreement import BEHIND, Dropped
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fdasync.pd.router.instances import Fleet, Member
+    from fdasync.pd.router.instances import InstanceHandle, InstanceTable
 
 
 class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
     """One instance, as a router sees it.
 
     Attributes:
-        name, role: as it said them; "" as long as it never answered.
-        is_up: there is a link to it; `problem`: why there is none, or why it gets no requests all the same.
-        state: "running", "paused" or "draining", by its own last word; "away" where there is no link; "refused" where
-            there is none because it does not fit.
-        status: its last word, None before the first; `status_at`: when it came, in the loop's time; `status_age_s`: so
-            old.
-        live: requests of this router that it serves, or prefills.
-        known_blocks: identities that this router knows it to have.
-        weight_version: of its weights.
+        name, role: from its handshake; "" before the first.
+        address: the address that the router dials.
+        is_up: whether there is a link to it.
+        problem: why there is no link, or why it gets no requests although there is one; else "".
+        state: "running", "paused" or "draining" as in its latest status; "away" without a link; "refused" if there is
+            no link because it does not fit.
+        status: its latest status; None before the first.
+        status_at: time of that status, by the loop's clock.
+        status_age_s: age of that status.
+        live: requests of this router that it serves or prefills.
+        known_blocks: number of identities that, as the router knows, it has.
+        weight_version: label of its weights.
     """
 
     name: str
@@ -45,14 +51,14 @@ class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
     status_age_s: float
     live: int
     known_blocks: int
-    weight_version: int
+    weight_version: str
 
 
 class RouterStats(msgspec.Struct, frozen=True, kw_only=True):
     """Attributes:
     instances: in the order in which they were named.
-    live: requests of this router that have not ended.
-    dropped: instances that it does not use any more, and why.
+    live: number of requests of this router that have not ended.
+    dropped: instances that the router has stopped using, with reasons.
     """
 
     instances: tuple[InstanceStats, ...]
@@ -61,32 +67,98 @@ class RouterStats(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def missing(self) -> tuple[InstanceStats, ...]:
-        """Instances to which there is no link; each says why."""
+        """Instances without a link; their `problem` says why."""
         return tuple([one for one in self.instances if not one.is_up])
 
 
-def stats_of(fleet: Fleet, live: int, dropped: Sequence[Dropped], now: float) -> RouterStats:
-    """`live`: requests that have not ended; `now`: by the loop's clock."""
-    return RouterStats(
-        instances=tuple([_of(member, now) for member in fleet.members.values()]), live=live, dropped=tuple(dropped)
+def stats_of(table: InstanceTable, live: int, dropped: Sequence[Dropped], now: float) -> RouterStats:
+    """`live`: number of requests that have not ended; `now`: time by the loop's clock."""
+    instances = tuple([_of(instance, now) for instance in table.instances.values()])
+    return RouterStats(instances=instances, live=live, dropped=tuple(dropped))
+
+
+def facts_of(table: InstanceTable) -> ModelFacts:
+    """The model of the instances, whose shapes are the same. Raises PeerUnreachable where none has answered yet."""
+    known = [instance for instance in table.instances.values() if instance.peer.hello is not None]
+    if not known:
+        raise PeerUnreachable("router", "no instance has answered yet")
+    # most likely the model of those that are up, where an instance was refused for another
+    first = next((instance for instance in known if instance.peer.is_up), known[0])
+    facts, shape = first.facts, first.shape
+    alike = [instance for instance in known if instance.shape == shape]
+    names = [spec.name for spec in shape.aux]
+    return ModelFacts(
+        model=facts.model,
+        model_path=facts.model_path,
+        tokenizer=facts.tokenizer,
+        takes_text=bool(shape.text),
+        dtype=facts.dtype,
+        kv_dtype=shape.kv_dtype,
+        vocab_size=facts.vocab_size,
+        eos_ids=shape.eos_ids,
+        max_context_tokens=max(instance.facts.max_context_tokens for instance in alike),
+        block_tokens=shape.block_tokens,
+        captures_routing=ROUTING in names,
+        num_hidden_layers=facts.num_hidden_layers,
+        moe_layer_ids=facts.moe_layer_ids,
+        num_experts=facts.num_experts,
+        top_k=facts.top_k,
+        top_k_by_layer=facts.top_k_by_layer,
+        aux=tuple([name for name in names if name != ROUTING]),
+        weight_version=table.weight_version,
+        num_instances=len(table.up()),
     )
 
 
-def _of(member: Member, now: float) -> InstanceStats:
-    peer, hello, status = member.peer, member.peer.hello, member.status
+def load_of(table: InstanceTable, live: int, *, updating: bool) -> Load:
+    """`live`: number of requests that have not ended."""
+    instances = tuple([_load_of(instance) for instance in table.instances.values()])
+    up = [one for one in instances if one.is_up]
+    return Load(
+        running=sum(one.running for one in up),
+        waiting=sum(one.waiting for one in up),
+        live=live,
+        used_tokens=sum(one.used_tokens for one in up),
+        capacity_tokens=sum(one.capacity_tokens for one in up),
+        paused=bool(up) and all(one.paused for one in up),
+        updating=updating,
+        instances=instances,
+    )
+
+
+def _load_of(instance: InstanceHandle) -> InstanceLoad:
+    hello, status = instance.peer.hello, instance.status
+    size = 0 if hello is None else instance.shape.block_tokens
+    return InstanceLoad(
+        name="" if hello is None else hello.name,
+        address=instance.address,
+        role="" if hello is None else hello.role,
+        is_up=instance.peer.is_up,
+        running=0 if status is None else status.running,
+        waiting=0 if status is None else status.waiting,
+        live=instance.live,
+        used_tokens=0 if status is None else (status.num_blocks - status.free_blocks) * size,
+        capacity_tokens=0 if status is None else status.num_blocks * size,
+        paused=instance.is_paused,
+        weight_version=instance.weight_version,
+    )
+
+
+def _of(instance: InstanceHandle, now: float) -> InstanceStats:
+    peer, hello, status = instance.peer, instance.peer.hello, instance.status
     running = "running" if status is None else status.state
     away = "away" if peer.refusal is None else "refused"
     return InstanceStats(
         name="" if hello is None else hello.name,
-        address=member.address,
+        address=instance.address,
         role="" if hello is None else hello.role,
         is_up=peer.is_up,
-        problem=(member.waits or BEHIND if member.behind else "") if peer.is_up else peer.problem,
-        state=("draining" if member.is_leaving else running) if peer.is_up else away,  # type: ignore[arg-type]
+        problem=(instance.waits or BEHIND if instance.behind else "") if peer.is_up else peer.problem,
+        state=("draining" if instance.is_leaving else running) if peer.is_up else away,  # type: ignore[arg-type]
         status=status,
-        status_at=member.status_at,
-        status_age_s=now - member.status_at if status is not None else 0.0,
-        live=member.live,
-        known_blocks=len(member.blocks),
-        weight_version=member.weight_version,
+        status_at=instance.status_at,
+        status_age_s=now - instance.status_at if status is not None else 0.0,
+        live=instance.live,
+        known_blocks=len(instance.blocks),
+        weight_version=instance.weight_version,
     )

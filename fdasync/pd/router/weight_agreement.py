@@ -1,16 +1,21 @@
-"""Which weights a router's instances must have, and what becomes of one that has others (DECISIONS 22).
+"""Decides which weights a router's instances must have, and handles an instance that has others (docs/design.md, rule
+22).
 
-All instances of a router have one weights id. One that comes up with another gets no requests: it is brought up to
-date with this router's last update, by the same command, or it is dropped by name. Where there was no update, those
-that were there at the start are the measure: of several, those of the latest version; one of an earlier version waits
-for whoever updates the others. Instances that change while they are there were updated by somebody else: they are
-followed as soon as most have changed.
+All instances of a router must have one weights id. An instance with another one gets no requests. If this router has
+made an update, it brings the instance to that update's weights by the same command, or drops it by name. If not, the
+instances that were up at the start set the weights id: of several, the one of the latest version. An instance of an
+earlier version then waits for the router that updates the others. Which version is earlier is told by its order, a
+number beside the label (`request.next_order`), and not by the label.
 
-Nobody is followed to an earlier version than the fleet has, or had before it died: what serves version 5 must not go on
-with the checkpoint's weights because all that had others were started again. Such instances wait for whoever updates
-them, and requests that find nobody else end saying so.
+Instances with the same weights may have different labels, as one that was started again from the updated folder does.
+Such an instance gets the label that this router gave last.
 
-Told by `router/router.py` and `control.py`; sends nothing but that one command.
+Another router may update instances while they are up. This router then adopts their weights as soon as most of them
+have changed. It never goes back to an earlier version: a fleet that served version 5 must not go on with the
+checkpoint's weights because all of its instances were started again. Such instances wait for an update, and a request
+that finds no other instance fails with that reason.
+
+Knows no requests, and sends no command but that update. Called by `router/router.py` and `router/control.py`.
 """
 
 from __future__ import annotations
@@ -23,202 +28,236 @@ import msgspec
 
 from fdasync.errors import FdasyncError, PeerBusy
 from fdasync.ipc.deadlines import wait_within
+from fdasync.pd.messages import Command
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from fdasync.pd.messages import Command, Done
-    from fdasync.pd.router.instances import Fleet, Member
+    from fdasync.pd.messages import Done
+    from fdasync.pd.router.instances import InstanceHandle, InstanceTable
 
 _AGAIN_S = 0.5
 _OTHER = "it has other weights than the instances that were there before it"
-#: why one gets no requests, if it will in a moment
+#: why an instance gets no requests while it is brought up to date
 BEHIND = "it has other weights than the others, and gets no requests until it has theirs"
 
 
 class Dropped(msgspec.Struct, frozen=True):
-    """An instance that a router does not use any more, and why."""
+    """An instance that a router has stopped using.
+
+    Attributes:
+        address: its address.
+        problem: the reason, for people.
+    """
 
     address: str
     problem: str
 
 
-class Agreement:
+class WeightAgreement:
     """See the module.
 
     Args:
-        tell: has an instance do something, within so many seconds; its answer, whatever it is. Raises PeerUnreachable,
+        tell: sends a command to an instance and returns its reply, within so many seconds. Raises PeerUnreachable,
             PeerBusy, DeadlineExceeded.
-        forget: an instance is not used any more.
-        fail: something went wrong that must not.
+        forget: called with an instance that the router stops using.
+        fail: called with an error that is a defect.
         limit_s: how long an instance may take to be brought up to date.
 
     Attributes:
-        dropped: all so far.
-        last: this router's last update, as long as nobody else made a later one.
-        held: an update is under way, or the router starts; who comes up is judged at its end.
+        dropped: all instances dropped so far.
+        last: this router's last update, under the latest label; or its last label, where it has made no update. None
+            before the first, and after another router's later update.
+        held: an update is under way, or the router starts; instances that come up are judged at its end.
     """
 
     def __init__(
         self,
-        fleet: Fleet,
-        tell: Callable[[Member, Command, float], Awaitable[Done]],
-        forget: Callable[[Member], None],
+        table: InstanceTable,
+        tell: Callable[[InstanceHandle, Command, float], Awaitable[Done]],
+        forget: Callable[[InstanceHandle], None],
         fail: Callable[[Exception], None],
         limit_s: float,
     ) -> None:
         self.dropped: list[Dropped] = []
         self.last: Command | None = None
         self.held = True
-        self._fleet = fleet
+        self._table = table
         self._tell = tell
         self._forget = forget
         self._fail = fail
         self._limit_s = limit_s
         self._loop = asyncio.get_running_loop()
         self._followed = False
-        self._tasks: dict[Member, asyncio.Task[None]] = {}
+        self._tasks: dict[InstanceHandle, asyncio.Task[None]] = {}
 
     def begin(self) -> None:
-        """The first are there. One that was started again a moment ago may be among them, with weights of before: it is
-        no measure for those that have been updated."""
-        up = self._fleet.up()
-        have = Counter(member.namespace for member in up)
+        """The first instances are up. The latest version counts: an instance that was started again a moment ago may
+        have older weights than the others."""
+        up = self._table.up()
+        have = Counter(instance.namespace for instance in up)
         if up:
-            best = max(up, key=lambda member: (member.weight_version, have[member.namespace]))
+            best = max(up, key=lambda instance: (instance.weight_order, have[instance.namespace]))
             self._serve(best)
         self.held = False
         self.judge_all()
 
-    def judge(self, member: Member) -> None:
-        """It came up, or said that its weights changed."""
-        if member in self._tasks:
-            # its answer to the command decides
+    def judge(self, instance: InstanceHandle) -> None:
+        """An instance came up, or its weights changed: decide whether it gets requests."""
+        if instance in self._tasks:
+            # its reply to the command decides
             return
-        member.behind, member.waits = member.namespace != self._fleet.namespace, ""
-        if not member.behind:
-            member.changed = False
-            self._fleet.weight_version = max(self._fleet.weight_version, member.weight_version)
+        instance.behind, instance.waits = instance.namespace != self._table.namespace, ""
+        if not instance.behind:
+            instance.changed = False
+            self._compare_labels(instance)
             return
         if self.held:
             return
-        if member.changed:
-            self._follow(member)
-        elif self.last is not None:
-            self._spawn(member, self.last)
-        elif self._is_earlier(member):
-            self._let_wait(member)
-        elif not any(other.namespace == self._fleet.namespace for other in self._fleet.up()):
-            # nobody is there to differ from
-            self._serve(member)
-            member.behind = False
+        if instance.changed:
+            self._follow(instance)
+        elif self.last is not None and self.last.verb == "update_weights":
+            self._spawn(instance, self.last)
+        elif self._is_earlier(instance):
+            self._let_wait(instance)
+        elif not any(other.namespace == self._table.namespace for other in self._table.up()):
+            # no instance is up with the weights that all must have
+            self._serve(instance)
+            instance.behind = False
         elif not self._followed:
-            self.drop(member, _OTHER)
+            self.drop(instance, _OTHER)
         else:
-            # whoever updates the others is expected to update this one
-            member.waits = BEHIND
+            # the router that updates the others is expected to update this one
+            instance.waits = BEHIND
 
-    def _serve(self, member: Member) -> None:
-        """All are to have what this one has."""
-        self._fleet.namespace, self._fleet.weight_version = member.namespace, member.weight_version
+    def _compare_labels(self, instance: InstanceHandle) -> None:
+        """An instance has the right weights: adopt a later label of it, or give it the one that this router gave."""
+        table = self._table
+        if instance.weight_order > table.weight_order:
+            table.weight_version, table.weight_order = instance.weight_version, instance.weight_order
+            if self.last is not None:
+                self.last = _relabelled(self.last, table.weight_version, table.weight_order)
+        elif self.last is not None and not self.held and not self._has_label(instance):
+            instance.behind = True
+            self._spawn(instance, Command(0, "relabel", version=self.last.version, order=self.last.order))
 
-    def _is_earlier(self, member: Member) -> bool:
-        """It has an earlier version than the fleet has or had: started again since, most likely."""
-        return member.weight_version < self._fleet.weight_version
+    def _has_label(self, instance: InstanceHandle) -> bool:
+        """Whether its label is the agreed one, or no earlier one."""
+        table = self._table
+        return instance.weight_version == table.weight_version or instance.weight_order >= table.weight_order
 
-    def _let_wait(self, member: Member) -> None:
-        member.waits = (
-            f"it has other weights than the fleet, of version {member.weight_version}, which is earlier than version"
-            f" {self._fleet.weight_version}: it gets no requests until somebody updates it"
+    def _serve(self, instance: InstanceHandle) -> None:
+        """All instances must have the weights of this one."""
+        self._table.namespace = instance.namespace
+        self._table.weight_version, self._table.weight_order = instance.weight_version, instance.weight_order
+
+    def _is_earlier(self, instance: InstanceHandle) -> bool:
+        """It has an earlier version than the others have or had; most likely it was started again since."""
+        return instance.weight_order < self._table.weight_order
+
+    def _let_wait(self, instance: InstanceHandle) -> None:
+        instance.waits = (
+            f"it has other weights than the others, of version {instance.weight_version}, which is earlier than version"
+            f" {self._table.weight_version}: it gets no requests until it is updated"
         )
 
     def judge_all(self) -> None:
-        """An update is over, or the start."""
-        for member in self._fleet.up():
-            self.judge(member)
+        """The start or an update is over: judge all instances."""
+        for instance in self._table.up():
+            self.judge(instance)
 
-    def agreed(self, words: Command, namespace: bytes) -> None:
-        """An update of this router went well."""
-        self.last, self._followed = words, False
-        self._fleet.namespace, self._fleet.weight_version = namespace, words.version
+    def agreed(self, command: Command, namespace: bytes) -> None:
+        """An update of this router, or of the label alone, succeeded."""
+        if command.verb == "update_weights" or self.last is None:
+            self.last = command
+        else:
+            self.last = _relabelled(self.last, command.version, command.order)
+        # after a new label alone the router that updates the others is still another one
+        self._followed = self._followed and command.verb == "relabel"
+        self._table.namespace = namespace
+        self._table.weight_version, self._table.weight_order = command.version, command.order
 
-    def drop(self, member: Member, problem: str) -> None:
-        """It is not used any more; its link is hung up in the next turn of the loop."""
-        if member.dropped:
+    def drop(self, instance: InstanceHandle, problem: str) -> None:
+        """Stop using an instance; its link is hung up in the next turn of the loop."""
+        if instance.dropped:
             return
-        member.behind, member.dropped = True, problem
-        self.dropped.append(Dropped(member.address, problem))
-        self._loop.call_soon(self._forget, member)
+        instance.behind, instance.dropped = True, problem
+        self.dropped.append(Dropped(instance.address, problem))
+        self._loop.call_soon(self._forget, instance)
 
-    def _follow(self, member: Member) -> None:
-        """Somebody else gives instances other weights, one after the other."""
-        if self._is_earlier(member):
-            self._let_wait(member)
+    def _follow(self, instance: InstanceHandle) -> None:
+        """Another router updates the instances one after the other: adopt its weights once most have them."""
+        if self._is_earlier(instance):
+            self._let_wait(instance)
             return
-        up = self._fleet.up()
+        up = self._table.up()
         have = [other.namespace for other in up]
-        if self._fleet.namespace in have and 2 * have.count(member.namespace) <= len(have):
+        if self._table.namespace in have and 2 * have.count(instance.namespace) <= len(have):
             return
-        self._serve(member)
-        # it is older than what they have now
+        self._serve(instance)
+        # this router's last update is older than the adopted weights
         self.last, self._followed = None, True
         for other in up:
-            other.behind = other.namespace != member.namespace
+            other.behind = other.namespace != instance.namespace
             other.changed = other.changed and other.behind
             other.waits = other.waits if other.behind else ""
 
-    # -- bringing one up to date ----------------------------------------------------------------------
+    # -- bringing an instance up to date --------------------------------------------------------------
 
-    async def quiet(self, limit_s: float, member: Member | None = None) -> None:
-        """Until nobody, or not this one, is being brought up to date."""
-        tasks = [task for other, task in self._tasks.items() if member in (None, other)]
+    async def quiet(self, limit_s: float, instance: InstanceHandle | None = None) -> None:
+        """Wait until no instance, or not this one, is being brought up to date."""
+        tasks = [task for other, task in self._tasks.items() if instance in (None, other)]
         if tasks:
             await wait_within(tasks, limit_s)
 
     async def aclose(self) -> None:
-        """Nobody is brought up to date any more; who was told to be goes on."""
+        """Stop bringing instances up to date; an instance finishes the update that it has begun."""
         self.held = True
         for task in list(self._tasks.values()):
             task.cancel()
         await self.quiet(1.0)
 
-    def _spawn(self, member: Member, words: Command) -> None:
-        task = self._loop.create_task(self._bring(member, words, member.sessions), name="fdasync-weights")
-        self._tasks[member] = task
+    def _spawn(self, instance: InstanceHandle, command: Command) -> None:
+        task = self._loop.create_task(self._bring(instance, command, instance.sessions), name="fdasync-weights")
+        self._tasks[instance] = task
 
         def ended(_: object) -> None:
-            del self._tasks[member]
+            del self._tasks[instance]
             error = None if task.cancelled() else task.exception()
             if isinstance(error, Exception):
                 self._fail(error)
-            elif member.peer.is_up and member.behind and not member.dropped:
-                # it was lost meanwhile, and is back
-                self.judge(member)
+            elif instance.peer.is_up and instance.behind and not instance.dropped:
+                # it was lost and came back meanwhile
+                self.judge(instance)
 
         task.add_done_callback(ended)
 
-    async def _bring(self, member: Member, words: Command, session: int) -> None:
+    async def _bring(self, instance: InstanceHandle, command: Command, session: int) -> None:
         until = self._loop.time() + self._limit_s
-        # what it was to get may be old by now: another router's update came between
-        while self.last is words and member.namespace != self._fleet.namespace:
+        last = self.last
+        # a later update of this or another router ends the loop
+        while self.last is last and not (instance.namespace == self._table.namespace and self._has_label(instance)):
             left_s = max(until - self._loop.time(), 0.0)
             done, problem = None, ""
             try:
-                done = await self._tell(member, words, left_s)
+                done = await self._tell(instance, command, left_s)
             except PeerBusy as error:
                 problem = str(error)
             except FdasyncError as error:
                 problem, left_s = str(error), 0.0
-            if member.sessions != session or not member.peer.is_up:
-                # judged anew when it comes up
+            if instance.sessions != session or not instance.peer.is_up:
+                # `judge` sees it when it comes up
                 return
             if done is not None:
-                if done.namespace == self._fleet.namespace and done.error in ("", "BadInput"):
-                    # the version may be one that it had used, if it took it and its answer was lost
-                    member.has(done.namespace, done.weight_version)
+                if done.namespace == self._table.namespace and not done.error:
+                    instance.has(done.namespace, done.weight_version, done.weight_order)
                     return
-                problem = f"{done.error}: {done.problem}" if done.error else f"{words.path} is not what it was"
+                problem = f"{done.error}: {done.problem}" if done.error else f"{command.path} is not what it was"
             if left_s < _AGAIN_S or (done is not None and done.error != "UpdateUnderWay"):
-                self.drop(member, f"it has other weights, and did not come to version {words.version}: {problem}")
+                self.drop(instance, f"it has other weights, and did not come to version {command.version}: {problem}")
                 return
             await asyncio.sleep(_AGAIN_S)
+
+
+def _relabelled(command: Command, version: str, order: int) -> Command:
+    return msgspec.structs.replace(command, version=version, order=order)

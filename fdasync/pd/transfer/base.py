@@ -1,35 +1,35 @@
-"""What a transport is: how an instance copies blocks out of another one's memory. A specification, and a checksum.
+"""Defines a `Transport`, by which an instance copies blocks out of another instance's memory: a contract.
 
-`fdasync.testing.TransportTests` checks its sentences. Built in: `shm.py` (the same machine), `tcp.py`. It knows
-nothing of requests, leases and messages: who may copy what when is the affair of those who call it, the instances'
-services of `fdasync/pd`.
+`fdasync.testing.TransportTests` checks its sentences. Built in are `shm.py` (one machine) and `tcp.py`. A transport
+knows no requests, leases and messages: the services of `fdasync/pd/instance` decide which blocks are copied when, and
+call it through `transports.py`.
 
-**Two sides.** Blocks lie in shared regions as runs of bytes (`Part`). The *sender* has computed them: it says in
-messages where they lie and what their checksums are, and keeps them as they are until it hears that they were taken,
-or the lease is over. The *receiver* copies: it names parts of the sender's and parts of its own of the same sizes
-(`Receipt`). No instance can write into another one's memory. One transport object is both sides.
+**Two sides.** Blocks lie in shared regions as runs of bytes (`Part`). The *sender* has computed them. It sends their
+places and checksums in messages, and keeps them unchanged until the receiver has taken them or the lease is over. The
+*receiver* copies: it names parts of the sender's regions and parts of its own of the same sizes (`CopySpec`). No
+instance can write to another's memory. One transport object is both sides.
 
-**Whole and checked, or not at all.** A receipt is "done" when every part is in place and the XXH3-64 of each, taken
-over the receiver's own copy after it was made, is what the sender said. That is the guard against a sender that used
-its memory again too early. Unless "done", what our parts hold afterwards is undefined.
+**Whole and checked, or not at all.** A copy is "done" when every part is in place and the XXH3-64 of the receiver's
+own copy of each equals the sender's checksum. This guards against a sender that used its memory again too early.
+After any other outcome the content of the receiver's parts is undefined.
 
-**The end of a verb is the end of its use of the parts.** However `receive` ends - it returns or is cancelled - the
-transport neither reads nor writes the parts of that call any more, keeps no reference to them, and what still comes
-from the sender never gets there. It ends at its deadline at the latest, but for the slice in hand. During the call
-nobody else touches our parts; those of several calls at a time do not overlap.
+**The end of `receive` is the end of its use of the parts.** After `receive` returned or was cancelled, the transport
+neither reads nor writes the parts of that call, keeps no reference to them, and drops bytes that still arrive for them.
+`receive` ends at its deadline, after the slice in hand. During the call no other code touches the receiver's parts, and
+the parts of concurrent calls do not overlap.
 
-**Errors.** What concerns one receipt is its `Outcome`: "done"; "damaged" (a checksum is wrong); "failed", with the
-problem, transient or not: a peer that does not answer by the deadline or went away is transient; what is malformed or
-not on offer is not. `receive` raises nothing but InvariantBroken, where this side broke the contract: it was never
-opened, or the deadline is not a finite number. A `Source` and the sender's parts and checksums are a peer's words:
-whatever they say, nothing is read or written outside of our parts, and no memory is taken by their size.
+**Errors.** Each copy has an `Outcome`: "done"; "damaged" (a checksum is wrong); or "failed" with a problem. A failure
+is transient if the sender does not answer in time or went away, and not transient if a part is malformed or not on
+offer. `receive` raises InvariantBroken only, if this side broke the contract: the transport was never opened, or the
+deadline is not finite. A `Source` and the sender's parts and checksums come from a peer: whatever their values, the
+transport touches no memory outside of the receiver's parts, and allocates none by their sizes.
 
-**On offer.** Over a socket only parts can be read that are on offer, each as a whole and by exactly these numbers. It
-is counted: what was offered twice is withdrawn twice. Who maps memory (`shm.py`) can read all of a sender's regions:
-there the offers are advice, and only processes of one user can map each other's memory at all.
+**On offer.** Over a socket, only parts that are on offer can be read, each as a whole and by exactly its numbers.
+Offers are counted: a part that was offered twice must be withdrawn twice. A receiver that maps memory (`shm.py`) can
+read all of a sender's regions: there offers are advice, and only processes of one user can map each other's memory.
 
-**Fair.** Any number of receives run at a time and none waits for another, whatever their sizes and whoever of the
-senders is slow, stopped or gone. Copies and checksums are made in slices, none of which holds the loop for long.
+**Fair.** Any number of receives run at a time. None waits for another, whatever their sizes, and however slow, stopped
+or dead a sender is. Copies and checksums are made in slices, none of which holds the loop for long.
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ if TYPE_CHECKING:
     from fdasync.ipc.shared_memory import SharedRegion
     from fdasync.pd.messages import Source
 
-#: what is hashed or copied in one go: it is in the CPU's caches when it is read the second time
+#: bytes hashed or copied at a time: few enough to be in the CPU's caches when they are read the second time
 SLICE_NBYTES = 256 << 10
-#: what one callback of the loop moves: some 0.1 ms, twice that where pages are touched for the first time
+#: bytes that one callback of the loop moves: some 0.1 ms, twice that if pages are touched for the first time
 TURN_NBYTES = 512 << 10
-# what a part costs besides its bytes
+# cost of a part besides its bytes, as bytes
 _PART_NBYTES = 8 << 10
 
 
-class Receipt(msgspec.Struct, frozen=True, array_like=True):
+class CopySpec(msgspec.Struct, frozen=True, array_like=True):
     """One block to copy.
 
     Attributes:
-        ref_parts: where it lies in the sender's regions, as the sender said.
-        parts: where it goes in ours: as many, of the same sizes; no two of a call overlap.
-        checksums: XXH3-64 of each part, as the sender said.
+        ref_parts: parts of the sender's regions, as the sender named them.
+        parts: parts of our regions: as many, of the same sizes; no two of a call overlap.
+        checksums: XXH3-64 of each part, from the sender.
     """
 
     ref_parts: tuple[Part, ...]
@@ -73,67 +73,70 @@ class Receipt(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Transport(ABC):
-    """See the module. Life: `open` once, verbs any number of times and at the same time, `aclose` once or more.
+    """See the module. Call `open` once, the other methods any number of times and at the same time, `aclose` once or
+    more. Used from one loop.
 
-    Used from one loop.
+    Attributes:
+        name: the transport's name in `Hello.sources`; two instances use a transport that both have.
     """
 
     name: ClassVar[str]
 
     @abstractmethod
     async def open(self, regions: Sequence[SharedRegion]) -> None:
-        """Be ready for both sides. The regions stay the caller's, who keeps them mapped until `aclose` returned.
+        """Be ready as sender and receiver. The caller keeps the regions mapped until `aclose` has returned.
 
-        Raises OSError (no port, no fd), InvariantBroken if it is open already; `aclose` is called then too.
+        Raises OSError (no port, no fd), InvariantBroken if it is open already; `aclose` is called after that too.
         """
 
     @abstractmethod
     def source(self) -> Source:
-        """What others need to read from us: the same from `open` to `aclose`. Raises InvariantBroken outside of it."""
+        """The source from which others read our blocks; the same from `open` to `aclose`. Raises InvariantBroken before
+        and after."""
 
     @abstractmethod
-    async def receive(self, source: Source, receipts: Sequence[Receipt], deadline: float) -> list[Outcome]:
-        """Copy blocks from a sender; one outcome for each, in order. `deadline` in the loop's time.
+    async def receive(self, source: Source, copy_specs: Sequence[CopySpec], deadline: float) -> list[Outcome]:
+        """Copy blocks from a sender; returns one outcome for each, in order. `deadline` is a time of the loop's clock.
 
-        Raises nothing for what a peer says or does; InvariantBroken before `open`, and for a deadline that is not
-        finite. After `aclose` all are "failed".
-        Cancelling it ends it at once: the parts are the caller's again when CancelledError is raised.
+        Raises InvariantBroken before `open` and for a deadline that is not finite, and no error for any act of a peer.
+        After `aclose` all outcomes are "failed". Cancelling ends it at once: the parts are the caller's again when
+        CancelledError is raised.
         """
 
     @abstractmethod
     def offer(self, parts: Sequence[Part]) -> None:
-        """These parts of our regions can be read from now on. Raises InvariantBroken for one outside of them, and
-        then none is on offer."""
+        """Let others read these parts of our regions. Raises InvariantBroken for a part outside of them; then none of
+        these is on offer."""
 
     @abstractmethod
     def withdraw(self, parts: Sequence[Part]) -> None:
-        """The opposite, once for each `offer`: nothing of them is read from our memory after the last one, and
-        who is in the middle of it ends up "damaged" or "failed". Raises InvariantBroken for what is not on offer, and
-        then nothing is withdrawn; after `aclose` it does nothing."""
+        """Undo one `offer`. After the last one for a part the transport no longer reads it for others; a copy that is
+        under way ends "damaged" or "failed". Raises InvariantBroken for a part that is not on offer; then none is
+        withdrawn. Does nothing after `aclose`."""
 
     @abstractmethod
     def forget(self, source: Source) -> None:
-        """Drop the mappings and connections of a sender that went away; idempotent, fine for one never seen.
+        """Drop the mappings and connections of a sender that went away; idempotent, also for an unknown sender.
 
-        Receives from it that are running fail, soon after. A later receive starts anew."""
+        Receives from it that run fail soon after. A later receive starts anew."""
 
     @abstractmethod
     async def aclose(self) -> None:
-        """End everything, in order; receives that are running fail. On return nothing of ours is listening, mapped or
-        read any more, by this object. Idempotent; right after a failed `open` too, and without one."""
+        """Close the transport: receives that run fail. On return it has no listener and no mapping, and reads no
+        memory. Idempotent; may be called after a failed `open`, and without one."""
 
 
 class Turns:
-    """Shares the loop: `await spend(nbytes)` after each slice lets others run when this one has had its turn.
+    """Shares the loop: `await spend(nbytes)` after each slice lets other tasks run after `TURN_NBYTES`.
 
-    Counts bytes and not time, so that simulations stay the same from run to run.
+    Counts bytes instead of time, so that simulations are the same in every run.
     """
 
     def __init__(self) -> None:
         self._spent = 0
 
     async def spend(self, nbytes: int) -> None:
-        """So many bytes were moved or hashed."""
+        """Count bytes that were moved or hashed."""
         self._spent += nbytes + _PART_NBYTES
         if self._spent >= TURN_NBYTES:
             self._spent = 0
@@ -141,9 +144,9 @@ class Turns:
 
 
 async def checksum_parts(regions: Sequence[SharedRegion], parts: Sequence[Part]) -> tuple[int, ...]:
-    """XXH3-64 of each part, in slices; others run in between, so nobody may write there meanwhile.
+    """XXH3-64 of each part, made in slices. Other tasks run in between and must not write to the parts.
 
-    Raises InvariantBroken for a part outside of the regions. Cancelling it stops it; it keeps no reference.
+    Raises InvariantBroken for a part outside of the regions. Cancelling stops it; it keeps no reference.
     """
     turns = Turns()
     sums = []

@@ -1,12 +1,12 @@
-"""The transport between processes of one machine: the receiver maps the sender's regions, read-only, and copies.
+"""The transport between processes of one machine: the receiver maps the sender's regions read-only and copies.
 
-No sockets, no wakeups: the sender takes no part in it, so one that is stopped, or was killed after it was mapped, can
-still be read. The last of a source's regions is a page of the transport's own, the *identity page* (`shm_peer.py`):
-it holds the token and says which memory each of the other file descriptors is, so that neither a process id nor an fd
-that is used again passes for what was meant. Knows no messages. Made by whoever runs an instance.
+There are no sockets and no wakeups. The sender takes no part in a copy, so a sender that is stopped, or was killed
+after it was mapped, can still be read. The last region of a source is a page of the transport's own, the *identity
+page* (`shm_peer.py`). It holds the token and the inode of each other region, so that neither a process id nor an fd
+that is used again is taken for the sender's.
 
-Copying slice by slice and hashing each slice of our copy while the caches hold it beats copying a block and then
-hashing it: see `benchmarks/transports.py`.
+The receiver hashes each slice of its copy while the CPU's caches hold it, which is faster than hashing a whole block
+after it was copied (`benchmarks/transports.py`). Knows no messages. Made by `transports.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fdasync.errors import InvariantBroken
 from fdasync.pd.messages import Source
 from fdasync.pd.transfer.base import SLICE_NBYTES, Transport, Turns
 from fdasync.pd.transfer.shm_peer import IDENTITY_NBYTES, Peer, make_identity
-from fdasync.pd.transfer.transfers import Calls
+from fdasync.pd.transfer.transfers import Transfers
 from fdasync.pd.transfer.validation import (
     CLOSED,
     FORGOTTEN,
@@ -30,7 +30,7 @@ from fdasync.pd.transfer.validation import (
     TOKEN_NBYTES,
     Offers,
     boot_id,
-    check_receipts,
+    check_copy_specs,
     check_source,
     damaged,
     refused,
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 
     from fdasync.cache.store.base import Outcome
     from fdasync.ipc.shared_memory import Part, SharedRegion
-    from fdasync.pd.transfer.base import Receipt
-    from fdasync.pd.transfer.transfers import Call
+    from fdasync.pd.transfer.base import CopySpec
+    from fdasync.pd.transfer.transfers import Transfer
 
 
 def shm_problem() -> str:
-    """Why other processes of this user cannot map memory of ours; "" if they can, as far as we can tell."""
+    """Why other processes of this user cannot map our memory; "" if they can, as far as this process can find out."""
     token = os.urandom(TOKEN_NBYTES)
     try:
         if os.lstat(f"/proc/{os.getpid()}").st_uid != os.geteuid():  # blocking: procfs, microseconds
@@ -68,7 +68,7 @@ class ShmTransport(Transport):
     """See the module.
 
     Args:
-        token: of its source, 16 random bytes; drawn unless given.
+        token: token of its source, 16 random bytes; None: drawn.
     """
 
     name: ClassVar[str] = "shm"
@@ -79,9 +79,9 @@ class ShmTransport(Transport):
         self._closed = False
         self._regions: Sequence[SharedRegion] = ()
         self._identity_fd = -1
-        self._calls = Calls()
+        self._transfers = Transfers()
         self._offers = Offers()
-        # by source: a token may be told with other regions, and is another source then
+        # by source, since a peer may send one token with different regions
         self._peers: dict[Source, Peer] = {}
 
     async def open(self, regions: Sequence[SharedRegion]) -> None:
@@ -110,15 +110,15 @@ class ShmTransport(Transport):
     def forget(self, source: Source) -> None:
         if check_source(source):
             return
-        self._calls.end(FORGOTTEN, source.token)
+        self._transfers.end(FORGOTTEN, source.token)
         for known in [known for known in self._peers if known.token == source.token]:
             self._peers.pop(known).close()
 
     async def aclose(self) -> None:
         self._closed = True
         self._offers.close()
-        self._calls.end(CLOSED)
-        await self._calls.idle()
+        self._transfers.end(CLOSED)
+        await self._transfers.idle()
         while self._peers:
             self._peers.popitem()[1].close()
         if self._identity_fd >= 0:
@@ -126,31 +126,31 @@ class ShmTransport(Transport):
             self._identity_fd = -1
         self._regions = ()
 
-    async def receive(self, source: Source, receipts: Sequence[Receipt], deadline: float) -> list[Outcome]:
+    async def receive(self, source: Source, copy_specs: Sequence[CopySpec], deadline: float) -> list[Outcome]:
         if self._source is None and not self._closed:
             raise InvariantBroken("a transport receives when it is open")
         if self._closed:
-            return [CLOSED] * len(receipts)
+            return [CLOSED] * len(copy_specs)
         problem = check_source(source)
         if problem:
-            return [refused(problem)] * len(receipts)
+            return [refused(problem)] * len(copy_specs)
         peer = self._peer(source)
-        call = self._calls.start(source.token, deadline)
+        transfer = self._transfers.start(source.token, deadline)
         turns = Turns()
         try:
-            outcomes = await check_receipts(source, receipts, self._regions)
+            outcomes = await check_copy_specs(source, copy_specs, self._regions)
             if not isinstance(peer, Peer):
                 return [outcome or peer for outcome in outcomes]
             return [
-                outcome or call.check() or await self._take(call, turns, peer, receipt)
-                for outcome, receipt in zip(outcomes, receipts, strict=True)
+                outcome or transfer.check() or await self._take(transfer, turns, peer, copy_spec)
+                for outcome, copy_spec in zip(outcomes, copy_specs, strict=True)
             ]
         finally:
-            self._calls.finish(call)
+            self._transfers.finish(transfer)
 
     def _peer(self, source: Source) -> Peer | Outcome:
-        """Its mappings, made when they are first needed; or why there are none."""
-        # a list is as good as a tuple from the wire, but is no key
+        """The mappings of a source, made at the first call; or why there are none."""
+        # regions may come as lists, which cannot be keys
         source = Source(
             source.machine, source.pid, tuple([(fd, nbytes) for fd, nbytes in source.regions]), source.token, ""
         )
@@ -162,26 +162,26 @@ class ShmTransport(Transport):
             return refused("the sender is on another machine: its memory cannot be mapped here")
         made = Peer.map(source)
         if isinstance(made, Peer):
-            # one process, one token: whoever shows other fds under it has opened anew, or lies
+            # a process has one token: a source with other fds under it replaces the earlier one
             self.forget(source)
             self._peers[source] = made
         return made
 
-    async def _take(self, call: Call, turns: Turns, peer: Peer, receipt: Receipt) -> Outcome:
-        """Copy and check one block; no view of anything lives while others run."""
-        for place, (theirs, part) in enumerate(zip(receipt.ref_parts, receipt.parts, strict=True)):
+    async def _take(self, transfer: Transfer, turns: Turns, peer: Peer, copy_spec: CopySpec) -> Outcome:
+        """Copy and check one block; no view of memory lives while other tasks run."""
+        for place, (theirs, part) in enumerate(zip(copy_spec.ref_parts, copy_spec.parts, strict=True)):
             if theirs.region >= peer.num_regions:
                 return refused("a part of the sender's is in no region of blocks")
             whole = xxhash.xxh3_64()
             for at in range(0, part.nbytes, SLICE_NBYTES):
-                if call.check():
-                    return call.over or LATE
+                if transfer.check():
+                    return transfer.over or LATE
                 nbytes = min(SLICE_NBYTES, part.nbytes - at)
                 with self._regions[part.region].view(part.offset + at, nbytes) as ours:
                     with peer.view(theirs.region, theirs.offset + at, nbytes) as from_:
                         ours[:] = from_
                     whole.update(ours)
                 await turns.spend(nbytes)
-            if whole.intdigest() != receipt.checksums[place]:
+            if whole.intdigest() != copy_spec.checksums[place]:
                 return damaged(place)
         return DONE

@@ -1,9 +1,9 @@
-"""Memory of another process: found by process id and fd, believed only when it is what was meant, mapped read-only.
+"""Maps memory of another process read-only, found by process id and fd, after checking that it is the source's.
 
-Nothing that a source says is trusted. A path is opened without effects first (O_PATH) and looked at; only memfds that
-are sealed against shrinking are mapped (a mapping of anything else could be cut off: SIGBUS). The identity page, a
-memfd that nobody can change any more, holds the token and the inode of each region. Blocks for microseconds: procfs
-and memfds wait for nothing. Used by `shm.py`.
+No value of a source is trusted. A path is first opened without effects (O_PATH) and examined. Only memfds whose memfd
+seals forbid shrinking are mapped, since another file could be cut off under the mapping (SIGBUS). The identity page, a
+memfd that no process can change, holds the token and the inode of each region. Blocks for microseconds: procfs and
+memfds wait for nothing. Knows no copies. Called by `shm.py`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ IDENTITY_NBYTES = 4096
 _MAGIC = b"fdasync-blocks-1"
 _REGION = struct.Struct("<QQ")  # device and inode
 _MAX_PID = (1 << 31) - 1
-# of a memfd, for its fd is what makes it one
+# memfd seals of a page that can never change
 _FROZEN = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
 def make_identity(token: bytes, fds: Sequence[int]) -> int:
-    """A memfd with the page that says which regions these are; the fd is the caller's. Raises OSError."""
+    """A memfd with the identity page of these regions; the caller closes the fd. Raises OSError."""
     page = _MAGIC + token
     for fd in fds:
         found = os.fstat(fd)
@@ -50,15 +50,15 @@ def make_identity(token: bytes, fds: Sequence[int]) -> int:
 
 
 class _Refused(Exception):
-    """It is not what was meant."""
+    """The memory is not the source's."""
 
 
 class Peer:
-    """The regions of one source.
+    """The mapped regions of one source.
 
     Attributes:
-        num_regions: of blocks: all but the identity page.
-        maps: of these, read-only; none once closed.
+        num_regions: number of regions without the identity page.
+        maps: their read-only mappings; empty once closed.
     """
 
     def __init__(self, num_regions: int) -> None:
@@ -67,7 +67,7 @@ class Peer:
 
     @classmethod
     def map(cls, source: Source) -> Peer | Outcome:
-        """Its mappings; or why there are none. The source is well-formed and of this machine."""
+        """Map a source's regions; or why that fails. The source is well-formed and of this machine."""
         if not 1 <= source.pid <= _MAX_PID or not source.regions:
             return refused("the source names no process or no regions of it")
         peer = cls(len(source.regions) - 1)
@@ -91,8 +91,8 @@ class Peer:
         *regions, (identity_fd, identity_nbytes) = source.regions
         with _opened(source.pid, identity_fd, identity_nbytes, _FROZEN) as fd:
             page = os.pread(fd, IDENTITY_NBYTES, 0)
-        told = page[len(_MAGIC) : len(_MAGIC) + TOKEN_NBYTES]
-        if not page.startswith(_MAGIC) or not hmac.compare_digest(told, source.token):
+        token = page[len(_MAGIC) : len(_MAGIC) + TOKEN_NBYTES]
+        if not page.startswith(_MAGIC) or not hmac.compare_digest(token, source.token):
             raise _Refused("another process has the sender's process id, or the source is wrong")
         at = len(_MAGIC) + TOKEN_NBYTES
         assert at + MAX_REGIONS * _REGION.size <= IDENTITY_NBYTES
@@ -101,12 +101,12 @@ class Peer:
                 found = os.fstat(fd)
                 if _REGION.pack(found.st_dev, found.st_ino) != page[at : at + _REGION.size]:
                     raise _Refused("another file has a file descriptor of the source's")
-                # what is mapped is the sender's whole region and no more: its size was looked at
+                # `_opened` has checked the size: the mapping ends inside the file
                 self.maps.append(mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ))
             at += _REGION.size
 
     def view(self, region: int, offset: int, nbytes: int) -> memoryview:
-        """Some bytes, read-only; release it before others run: `close` cannot drop what somebody looks at."""
+        """A read-only view. Release it before other tasks run: `close` fails while a view exists."""
         with memoryview(self.maps[region]) as whole:
             return whole[offset : offset + nbytes]
 
@@ -118,8 +118,8 @@ class Peer:
 
 @contextlib.contextmanager
 def _opened(pid: int, number: int, nbytes: int, seals: int) -> Iterator[int]:
-    """A memfd of that process, of that size and with these seals, open for reading. Raises _Refused, OSError."""
-    # blocking: procfs, microseconds. O_PATH opens nothing: a pipe, a device or a far file is looked at only
+    """A memfd of a process, of at least this size, with these memfd seals, for reading. Raises _Refused, OSError."""
+    # blocking: procfs, microseconds. O_PATH has no effect on a pipe, a device or a remote file
     path = os.open(f"/proc/{pid}/fd/{number}", os.O_PATH | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(path).st_mode) or os.fstat(path).st_nlink:
@@ -133,7 +133,7 @@ def _opened(pid: int, number: int, nbytes: int, seals: int) -> Iterator[int]:
         except OSError:
             raise _Refused("a file descriptor of the source's is not shared memory") from None
         if found & seals != seals:
-            raise _Refused("memory of the source's is not sealed")
+            raise _Refused("memory of the source's lacks its memfd seals")
         if not 1 <= nbytes <= os.fstat(fd).st_size:
             raise _Refused("memory of the source's has another size")
         yield fd

@@ -1,9 +1,9 @@
-"""The transport over TCP: the receiver asks, the sender answers from its regions, both without copies of their own.
+"""The transport over TCP: the receiver requests runs of bytes, the sender replies from its regions.
 
-Loopback only: links are not authenticated yet. Both sides work on raw non-blocking sockets and the loop's readers and
-writers, so that bytes go from region to kernel to region. A receiver dials when it first needs to, has one connection
-to each sender, and dials again at the next receive after it broke. Wire: `tcp_wire.py`; sides: `tcp_server.py`,
-`tcp_client.py` and `tcp_job.py`. Knows no messages. Made by whoever runs an instance.
+Loopback only, since links are not authenticated yet. Both sides use non-blocking sockets and the loop's readers and
+writers, so that bytes go from region to kernel to region without other copies. A receiver has one connection to each
+sender; it dials at the first receive, and at the next one after the connection broke. `tcp_wire.py` is the protocol,
+`tcp_server.py` the sender's side, `tcp_client.py` the receiver's. Knows no messages. Made by `transports.py`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from fdasync.errors import BadInput, InvariantBroken, ProtocolError
 from fdasync.ipc.deadlines import DeadlineTimer
 from fdasync.pd.messages import Source
 from fdasync.pd.transfer.base import Transport
-from fdasync.pd.transfer.tcp_client import Connection
-from fdasync.pd.transfer.tcp_job import Job
+from fdasync.pd.transfer.tcp_client import Connection, TcpTransfer
 from fdasync.pd.transfer.tcp_server import Server
 from fdasync.pd.transfer.tcp_wire import parse_address
-from fdasync.pd.transfer.transfers import Calls
+from fdasync.pd.transfer.transfers import Transfers
 from fdasync.pd.transfer.validation import (
     CLOSED,
     FORGOTTEN,
@@ -29,7 +28,7 @@ from fdasync.pd.transfer.validation import (
     Offers,
     boot_id,
     broken,
-    check_receipts,
+    check_copy_specs,
     check_source,
     refused,
 )
@@ -39,8 +38,8 @@ if TYPE_CHECKING:
 
     from fdasync.cache.store.base import Outcome
     from fdasync.ipc.shared_memory import Part, SharedRegion
-    from fdasync.pd.transfer.base import Receipt
-    from fdasync.pd.transfer.transfers import Call
+    from fdasync.pd.transfer.base import CopySpec
+    from fdasync.pd.transfer.transfers import Transfer
 
 
 class TcpTransport(Transport):
@@ -48,9 +47,9 @@ class TcpTransport(Transport):
 
     Args:
         host: loopback address to listen on, in numbers.
-        token: of its source, 16 random bytes; drawn unless given.
-        stuck_s: a connection that owes something and does not move is dropped after so many seconds.
-        idle_s: a connection that nobody needs is closed after so many seconds.
+        token: token of its source, 16 random bytes; None: drawn.
+        stuck_s: a connection that owes bytes and does not move for so long is dropped.
+        idle_s: a connection without receives for so long is closed.
     """
 
     name: ClassVar[str] = "tcp"
@@ -70,7 +69,7 @@ class TcpTransport(Transport):
         self._source: Source | None = None
         self._closed = False
         self._regions: Sequence[SharedRegion] = ()
-        self._calls = Calls()
+        self._transfers = Transfers()
         self._offers = Offers()
         self._connections: dict[tuple[bytes, str], Connection] = {}
         self._timer: DeadlineTimer | None = None
@@ -101,7 +100,7 @@ class TcpTransport(Transport):
     def forget(self, source: Source) -> None:
         if check_source(source):
             return
-        self._calls.end(FORGOTTEN, source.token)
+        self._transfers.end(FORGOTTEN, source.token)
         for key in [key for key in self._connections if key[0] == source.token]:
             self._connections.pop(key).drop()
 
@@ -112,44 +111,44 @@ class TcpTransport(Transport):
             self._timer.cancel()
         if self._server is not None:
             self._server.close()
-        self._calls.end(CLOSED)
+        self._transfers.end(CLOSED)
         while self._connections:
             self._connections.popitem()[1].drop(CLOSED)
-        await self._calls.idle()
+        await self._transfers.idle()
         self._regions = ()
 
-    async def receive(self, source: Source, receipts: Sequence[Receipt], deadline: float) -> list[Outcome]:
+    async def receive(self, source: Source, copy_specs: Sequence[CopySpec], deadline: float) -> list[Outcome]:
         if self._server is None and not self._closed:
             raise InvariantBroken("a transport receives when it is open")
         if self._closed:
-            return [CLOSED] * len(receipts)
+            return [CLOSED] * len(copy_specs)
         problem = check_source(source)
         if problem:
-            return [refused(problem)] * len(receipts)
-        call = self._calls.start(source.token, deadline)
+            return [refused(problem)] * len(copy_specs)
+        transfer = self._transfers.start(source.token, deadline)
         try:
-            outcomes = await check_receipts(source, receipts, self._regions)
-            if None in outcomes and not call.check():
-                await self._carry(call, source, Job(call, receipts, outcomes, self._regions))
+            outcomes = await check_copy_specs(source, copy_specs, self._regions)
+            if None in outcomes and not transfer.check():
+                await self._carry(transfer, source, TcpTransfer(transfer, copy_specs, outcomes, self._regions))
         finally:
-            self._calls.finish(call)
-        return [outcome or call.over or LATE for outcome in outcomes]
+            self._transfers.finish(transfer)
+        return [outcome or transfer.over or LATE for outcome in outcomes]
 
-    async def _carry(self, call: Call, source: Source, job: Job) -> None:
-        """Until every outcome is known, or the call is over."""
+    async def _carry(self, transfer: Transfer, source: Source, tcp_transfer: TcpTransfer) -> None:
+        """Return when every outcome is known, or the transfer is over."""
         connection = self._connection(source)
         if not isinstance(connection, Connection):
-            call.end(connection)
+            transfer.end(connection)
             return
         try:
-            connection.add(job)
-            while not job.finished and not call.check():
-                await call.wait(call.deadline)
+            connection.add(tcp_transfer)
+            while not tcp_transfer.finished and not transfer.check():
+                await transfer.wait(transfer.deadline)
         finally:
-            connection.remove(job)
+            connection.remove(tcp_transfer)
 
     def _connection(self, source: Source) -> Connection | Outcome:
-        """The one to this sender, dialled if there is none; or why there is none."""
+        """The connection to a sender, dialled if there is none; or why that fails."""
         key = (source.token, source.address)
         found = self._connections.get(key)
         if found is not None and not found.closed:
@@ -164,7 +163,7 @@ class TcpTransport(Transport):
         return made
 
     def _sweep(self) -> None:
-        """Drop what is stuck, close what is idle; again and again, by a timer."""
+        """Drop connections that are stuck, close idle ones; a timer repeats it."""
         loop = asyncio.get_running_loop()
         now = loop.time()
         if self._server is not None:
@@ -178,5 +177,5 @@ class TcpTransport(Transport):
             if connection.closed:
                 del self._connections[key]
         period_s = min(self._stuck_s, self._idle_s) / 4
-        # a loop that was blocked reads first what came meanwhile
+        # a DeadlineTimer: a loop that was blocked reads its sockets first
         self._timer = DeadlineTimer(loop, loop.time() + period_s, self._sweep)

@@ -1,9 +1,9 @@
-"""The receiver's side of `tcp.py`: one connection to a sender, shared by all receives from it (`tcp_job.py`).
+"""The receiver's side of `tcp.py`: one connection to a sender, and the receives that share it.
 
-Receives take turns to ask for runs of bytes; answers come in the order of the requests and go straight into the parts
-they are for, hashed slice by slice while the caches hold them. A receive that ended leaves nothing behind but
-requests whose answers are read and thrown away, a window's worth at most. A connection that does not move while
-something is owed is dropped at a deadline; so is one that says anything but the answers. Made by `TcpTransport`.
+Receives (`TcpTransfer`) take turns to request runs of bytes. Replies come in the order of the requests; their bytes go
+straight into the parts, and are hashed slice by slice while the caches hold them. The connection reads and drops the
+replies to requests of a receive that has ended, a window's worth at most. It is dropped if it owes bytes and does not
+move for too long, or breaks the protocol. Knows no deadlines of receives. Made by `tcp.py`.
 """
 
 from __future__ import annotations
@@ -13,47 +13,156 @@ import errno
 import os
 import socket
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+import xxhash
+
+from fdasync.cache.store.base import DONE, Outcome
 from fdasync.errors import ProtocolError
 from fdasync.pd.transfer.base import SLICE_NBYTES
-from fdasync.pd.transfer.tcp_wire import MAX_REQUESTS, REPLY_NBYTES, greeting, pack_request, parse_address, read_reply
-from fdasync.pd.transfer.validation import FORGOTTEN, broken
+from fdasync.pd.transfer.tcp_wire import (
+    MAX_REQUESTS,
+    REPLY_NBYTES,
+    Request,
+    greeting,
+    pack_request,
+    parse_address,
+    read_reply,
+)
+from fdasync.pd.transfer.validation import FORGOTTEN, broken, damaged, refused
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Iterator, Sequence
 
-    from fdasync.cache.store.base import Outcome
-    from fdasync.pd.transfer.tcp_job import Job, Run
+    from fdasync.ipc.shared_memory import SharedRegion
+    from fdasync.pd.transfer.base import CopySpec
+    from fdasync.pd.transfer.transfers import Transfer
 
-# what is asked for ahead: more than the kernel's buffers hold, little enough to be thrown away
+#: bytes of one request
+RUN_NBYTES = 512 << 10
+
+# bytes requested ahead: more than the kernel's buffers hold, few enough to be thrown away
 _WINDOW_NBYTES = 8 << 20
-# of bytes that are sure to come, wait for so many: a wakeup for each packet costs more than it saves
+# the kernel wakes the reader after so many bytes of a run, since a wakeup for each packet would cost more
 _AT_ONCE_NBYTES = 256 << 10
 
 
-class Connection:
-    """See the module. Dials at once; whatever becomes of it, its jobs' calls are told.
+class TcpTransfer:
+    """The requests and copies of one receive.
 
     Attributes:
-        closed: it will not carry anything any more.
+        entry: the receive's entry in the transport's `Transfers`.
+        outcomes: outcome of each copy; None: not known yet.
+        runs: the runs that are not requested yet.
+    """
+
+    def __init__(
+        self,
+        entry: Transfer,
+        copy_specs: Sequence[CopySpec],
+        outcomes: list[Outcome | None],
+        regions: Sequence[SharedRegion],
+    ) -> None:
+        self.entry = entry
+        self.outcomes = outcomes
+        self._copy_specs = copy_specs
+        self._regions: Sequence[SharedRegion] | None = regions
+        self._missing = outcomes.count(None)
+        self._hash = xxhash.xxh3_64()
+        self.runs = self._all_runs()
+
+    @property
+    def finished(self) -> bool:
+        """Whether every outcome is known."""
+        return not self._missing
+
+    def detach(self) -> None:
+        """The receive ends: write no more bytes, and request none."""
+        self._regions = None
+
+    def _all_runs(self) -> Iterator[Run]:
+        for place, copy_spec in enumerate(self._copy_specs):
+            for number, part in enumerate(copy_spec.parts if self.outcomes[place] is None else ()):
+                for start in range(0, part.nbytes, RUN_NBYTES):
+                    if self._regions is None:
+                        return
+                    if self.outcomes[place] is None:
+                        yield Run(self, place, number, start, min(RUN_NBYTES, part.nbytes - start))
+
+    def request(self, number: int, run: Run) -> Request:
+        return Request(number, self._copy_specs[run.place].ref_parts[run.part], run.start, run.length)
+
+    def view(self, run: Run, at: int, nbytes: int) -> memoryview | None:
+        """The memory for bytes of a run; None if they are not needed any more. Release it at once."""
+        if self._regions is None or self.outcomes[run.place] is not None:
+            return None
+        part = self._copy_specs[run.place].parts[run.part]
+        return self._regions[part.region].view(part.offset + run.start + at, nbytes)
+
+    def took(self, run: Run, at: int, view: memoryview) -> None:
+        """Bytes of a run are in place: hash them."""
+        if run.start + at == 0:
+            self._hash = xxhash.xxh3_64()
+        self._hash.update(view)
+
+    def arrived(self, run: Run) -> None:
+        """All bytes of a run are in place: check a part that is complete."""
+        if self._regions is None or self.outcomes[run.place] is not None:
+            return
+        copy_spec = self._copy_specs[run.place]
+        if run.start + run.length < copy_spec.parts[run.part].nbytes:
+            return
+        if self._hash.intdigest() != copy_spec.checksums[run.part]:
+            self._settle(run.place, damaged(run.part))
+        elif not any(part.nbytes for part in copy_spec.parts[run.part + 1 :]):
+            self._settle(run.place, DONE)
+
+    def refuse(self, run: Run) -> None:
+        """The sender refused a run."""
+        self._settle(run.place, refused("a part of the sender's is not on offer"))
+
+    def _settle(self, place: int, outcome: Outcome) -> None:
+        if self.outcomes[place] is None:
+            self.outcomes[place] = outcome
+            self._missing -= 1
+            if not self._missing:
+                self.entry.wake()
+
+
+class Run(NamedTuple):
+    """The bytes of one request: `length` bytes from `start` of part number `part` of copy number `place`."""
+
+    transfer: TcpTransfer
+    place: int
+    part: int
+    start: int
+    length: int
+
+
+class Connection:
+    """See the module. Dials at once; when it closes, it ends its transfers.
+
+    Attributes:
+        closed: it has been closed.
+        moved_at: time at which bytes last arrived.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, address: str, token: bytes) -> None:
-        """Raises ProtocolError for an address that is none or not loopback, OSError."""
+        """Raises ProtocolError for an address that is malformed or not loopback, OSError."""
         self.closed = False
         self._loop = loop
         self._address = address
-        self._jobs: deque[Job] = deque()  # that have something to ask for, in turn
-        self._all: dict[Job, None] = {}
+        self._queue: deque[TcpTransfer] = deque()  # that have something to ask for, in turn
+        self._all: dict[TcpTransfer, None] = {}
         self._asked: deque[Run] = deque()
         self._asked_nbytes = 0
         self._number = 0  # of the next request
         self._unsent = bytearray(greeting(token))
         self._head = bytearray(REPLY_NBYTES)
         self._head_got = 0
-        self._left = 0  # bytes of the first run asked for that are still to come, when its head was read
-        self._at_once = 1  # what the kernel wakes us for
+        self._left = 0  # bytes of the first requested run that are still to come, once its head was read
+        self._at_once = 1  # bytes after which the kernel wakes us
         self._scratch: bytearray | None = None
         self.moved_at = loop.time()
         host, port = parse_address(address)
@@ -71,47 +180,47 @@ class Connection:
             self._sock.close()
             raise
 
-    def add(self, job: Job) -> None:
-        """Ask for all it wants, in turn with the others."""
+    def add(self, transfer: TcpTransfer) -> None:
+        """Request all runs of a transfer, in turn with the other transfers."""
         if self.idle_since() is not None:
             self.moved_at = self._loop.time()
-        self._all[job] = None
-        self._jobs.append(job)
+        self._all[transfer] = None
+        self._queue.append(transfer)
         self._ask()
 
-    def remove(self, job: Job) -> None:
-        """It ends: what is on its way for it goes nowhere."""
-        job.detach()
-        self._all.pop(job, None)
+    def remove(self, transfer: TcpTransfer) -> None:
+        """A transfer ends: bytes that still arrive for it are dropped."""
+        transfer.detach()
+        self._all.pop(transfer, None)
         with contextlib.suppress(ValueError):
-            self._jobs.remove(job)
+            self._queue.remove(transfer)
 
     def idle_since(self) -> float | None:
-        """Since when nothing is wanted from it; None: something is."""
+        """The time since which it has no transfers and no requests; None while it has."""
         return None if self._all or self._asked else self.moved_at
 
     def stuck(self, now: float, stuck_s: float) -> bool:
-        """Something is owed and nothing came for too long."""
+        """Whether it has owed bytes for too long and none came."""
         return bool(self._all or self._asked) and now - self.moved_at > stuck_s
 
     def drop(self, outcome: Outcome = FORGOTTEN) -> None:
-        """Close; calls that are not through end like this. Idempotent."""
+        """Close; unfinished transfers end with this outcome. Idempotent."""
         if self.closed:
             return
         self.closed = True
         self._loop.remove_reader(self._fd)
         self._loop.remove_writer(self._fd)
         self._sock.close()
-        for job in list(self._all):
-            job.detach()
-            job.call.end(outcome)
-        for held in (self._all, self._jobs, self._asked):
+        for transfer in list(self._all):
+            transfer.detach()
+            transfer.entry.end(outcome)
+        for held in (self._all, self._queue, self._asked):
             held.clear()
 
     def _fail(self, problem: object) -> None:
         self.drop(broken(f"the connection to {self._address} broke: {problem}"))
 
-    # -- asking ---------------------------------------------------------------------------------------
+    # -- requests -------------------------------------------------------------------------------------
 
     def _connected(self) -> None:
         found = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -125,15 +234,15 @@ class Connection:
         self._write()
 
     def _ask(self) -> None:
-        """Fill the window: each job in turn asks for one run."""
-        while self._jobs and len(self._asked) < MAX_REQUESTS and self._asked_nbytes < _WINDOW_NBYTES:
-            job = self._jobs[0]
-            run = next(job.runs, None)
+        """Fill the window: each transfer in turn requests one run."""
+        while self._queue and len(self._asked) < MAX_REQUESTS and self._asked_nbytes < _WINDOW_NBYTES:
+            transfer = self._queue[0]
+            run = next(transfer.runs, None)
             if run is None:
-                self._jobs.popleft()
+                self._queue.popleft()
                 continue
-            self._jobs.rotate(-1)
-            self._unsent += pack_request(job.request(self._number + len(self._asked), run))
+            self._queue.rotate(-1)
+            self._unsent += pack_request(transfer.request(self._number + len(self._asked), run))
             self._asked.append(run)
             self._asked_nbytes += run.length
         if self._unsent and not self._writing:
@@ -156,10 +265,10 @@ class Connection:
             else:
                 self._loop.remove_writer(self._fd)
 
-    # -- answers --------------------------------------------------------------------------------------
+    # -- replies --------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        """Take what is there, a slice at most: the kernel's own work on its way to us is in it."""
+        """Read the bytes that are there, at most a slice, so that a callback stays short."""
         budget = SLICE_NBYTES
         try:
             while budget > 0 and not self.closed:
@@ -172,7 +281,7 @@ class Connection:
                 if self._head_got == REPLY_NBYTES:
                     self._answer()
                 elif got < limit:
-                    # that was all there is
+                    # the socket is empty
                     break
         except (BlockingIOError, InterruptedError):
             pass
@@ -187,7 +296,7 @@ class Connection:
             self._wake_for(min(max(self._left, 1), _AT_ONCE_NBYTES))
 
     def _wake_for(self, nbytes: int) -> None:
-        """Only bytes of a run whose head has come are sure to: a run may be refused instead."""
+        """Wake us after so many bytes. Only a run whose head was read is sure to have bytes."""
         if nbytes != self._at_once:
             self._at_once = nbytes
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
@@ -199,23 +308,23 @@ class Connection:
         return got
 
     def _read_bytes(self, limit: int) -> int:
-        """Bytes of the first run, and the head behind them with the same call."""
+        """Read bytes of the first run, and the head behind them with the same call of the kernel."""
         run = self._asked[0]
         at = run.length - self._left
         want = min(self._left, limit)
-        view = run.job.view(run, at, want)
+        view = run.transfer.view(run, at, want)
         with view if view is not None else self._nowhere(want) as room:
             last = want == self._left
             got = self._sock.recvmsg_into([room, self._head])[0] if last else self._sock.recv_into(room)
             came = min(got, want)
             if view is not None and came:
                 with room[:came] as new:
-                    run.job.took(run, at, new)
+                    run.transfer.took(run, at, new)
         self._left -= came
         self._head_got = got - came
         if not self._left:
             self._done(run)
-            run.job.arrived(run)
+            run.transfer.arrived(run)
         return got
 
     def _nowhere(self, nbytes: int) -> memoryview:
@@ -224,19 +333,19 @@ class Connection:
         return memoryview(self._scratch)[:nbytes]
 
     def _answer(self) -> None:
-        """A whole head was read. Raises ProtocolError if it answers nothing."""
+        """A whole head was read. Raises ProtocolError if it replies to no request."""
         self._head_got = 0
         if not self._asked:
-            raise ProtocolError("an answer that nobody asked for")
+            raise ProtocolError("a reply without a request")
         run = self._asked[0]
         if read_reply(self._head, self._number, run.length):
             self._left = run.length
         else:
             self._done(run)
-            run.job.refuse(run)
+            run.transfer.refuse(run)
 
     def _done(self, run: Run) -> None:
-        """Nothing more of the first request comes."""
+        """The first request has its whole reply."""
         self._asked.popleft()
         self._asked_nbytes -= run.length
         self._number += 1

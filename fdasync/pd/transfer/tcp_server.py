@@ -1,10 +1,10 @@
-"""The sender's side of `tcp.py`: listens on loopback and answers requests for parts that are on offer.
+"""The sender's side of `tcp.py`: listens on loopback and replies to requests for parts that are on offer.
 
-Bytes go from the regions into the kernel as they lie, at most a slice in one callback, so that receivers take turns.
-Nothing is read from a region that is not on offer at that moment. Who does not greet, asks for half a thing or
-does not take what it asked for is dropped at a deadline. Every process of the machine can connect: *strangers*, who
-have not greeted with the token yet, have few places and little time, and take none from those who have. Knows no
-receipts and no calls. Made by `TcpTransport`.
+Bytes go from the regions into the kernel, at most a turn's bytes in one callback, so that receivers take turns. Only
+parts that are on offer at that moment are read. A connection that does not greet, sends half a request or does not take
+its bytes is dropped at a deadline. Every process of the machine can connect: *strangers*, which have not greeted with
+the token yet, have few places and little time, and take no place of others. Knows no copies and no transfers. Made by
+`tcp.py`.
 """
 
 from __future__ import annotations
@@ -36,22 +36,24 @@ if TYPE_CHECKING:
     from fdasync.ipc.shared_memory import SharedRegion
     from fdasync.pd.transfer.validation import Offers
 
-#: of those who greeted, and of those who did not yet: the oldest of these makes room
+#: most connections that have greeted
 MAX_CONNECTIONS = 64
+#: most connections that have not greeted yet; the oldest makes room for a new one
 MAX_STRANGERS = 64
 _GREET_S = 1.0
 _BACKLOG = 64
 _ACCEPTS_PER_TURN = 8
-# what stands in for bytes of a run that was withdrawn in the middle of its reply: its checksum will be wrong
+# replaces bytes of a run that was withdrawn in the middle of its reply; the receiver's checksum will be wrong
 _FILL = bytes(64 << 10)
 
 
 class Server:
-    """All connections of those who read from us.
+    """All connections of receivers that read from us.
 
     Attributes:
+        loop, token, regions, offers, stuck_s: the arguments; its connections read them.
         address: host:port that it listens on.
-        drops: connections that were dropped, by reason.
+        drops: number of connections that were dropped, by reason.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class Server:
         self.stuck_s = stuck_s
         self.drops = {"full": 0, "protocol": 0, "stranger": 0, "stuck": 0}
         self._connections: dict[ServerConnection, None] = {}
-        # until when each has to greet, in the order in which they came
+        # the time by which each must greet, in the order in which they came
         self._strangers: dict[ServerConnection, float] = {}
         self._timer: DeadlineTimer | None = None
         self._paused = False
@@ -98,7 +100,7 @@ class Server:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError:
-                # no fd is left: asking again at once would keep the loop busy; `sweep` does
+                # no fd is left: to accept again at once would keep the loop busy, so `sweep` does
                 self.loop.remove_reader(self._sock.fileno())
                 self._paused = True
                 return
@@ -111,11 +113,11 @@ class Server:
                 self._time_strangers()
 
     def _time_strangers(self) -> None:
-        """The next of them to be late. A loop that was blocked reads first what came meanwhile."""
+        """Set the timer to the first stranger's deadline. A loop that was blocked reads its sockets first."""
         self._timer = DeadlineTimer(self.loop, next(iter(self._strangers.values())), self._drop_strangers)
 
     def _drop_strangers(self) -> None:
-        """Those whose time is over."""
+        """Drop strangers whose time is over."""
         self._timer = None
         now = self.loop.time()
         for connection in [each for each, until in self._strangers.items() if until <= now]:
@@ -124,7 +126,7 @@ class Server:
             self._time_strangers()
 
     def greeted(self, connection: ServerConnection) -> bool:
-        """It has shown the token. False: there are too many who did, and it was dropped."""
+        """A connection has sent the token. False: there are too many such connections, and it was dropped."""
         del self._strangers[connection]
         if len(self._connections) - len(self._strangers) <= MAX_CONNECTIONS:
             return True
@@ -132,7 +134,7 @@ class Server:
         return False
 
     def drop(self, connection: ServerConnection, why: str = "") -> None:
-        """End a connection, counted unless it ended in order."""
+        """End a connection; count it under `why` unless it ended in order."""
         if connection not in self._connections:
             return
         del self._connections[connection]
@@ -142,7 +144,7 @@ class Server:
             self.drops[why] += 1
 
     def sweep(self, now: float) -> None:
-        """Drop those that are stuck, look for new ones again; called by a timer."""
+        """Drop connections that are stuck, accept again; called by a timer."""
         if self._paused and self._sock.fileno() >= 0:
             self._paused = False
             self.loop.add_reader(self._sock.fileno(), self._accept)
@@ -150,7 +152,7 @@ class Server:
             self.drop(connection, "stuck")
 
     def close(self) -> None:
-        """Stop listening, drop all; idempotent."""
+        """Stop listening, drop all connections; idempotent."""
         if self._sock.fileno() >= 0:
             self.loop.remove_reader(self._sock.fileno())
             self._sock.close()
@@ -161,7 +163,7 @@ class Server:
 
 
 class ServerConnection:
-    """One receiver that dialled. Owns its socket."""
+    """The connection of one receiver. Owns its socket."""
 
     def __init__(self, server: Server, sock: socket.socket) -> None:
         self._server = server
@@ -172,7 +174,8 @@ class ServerConnection:
         self._fd = sock.fileno()
         self._greeted = False
         self._unread = bytearray()
-        # replies that are not sent whole yet; of the first: what is left of its head, and how much of its bytes is sent
+        # requests whose replies are not sent whole; of the first reply the unsent rest of its head, and the number of
+        # its bytes that were sent
         self._replies: deque[Request] = deque()
         self._head = b""
         self._sent = -1
@@ -181,7 +184,7 @@ class ServerConnection:
         self._watch()
 
     def stuck(self, now: float) -> bool:
-        """It owes us the rest of something, or does not take what it asked for, for too long."""
+        """Whether it has owed a greeting or a request's rest, or has not taken its bytes, for too long."""
         waits = bool(self._replies or self._unread or not self._greeted)
         return waits and now - self._moved_at > self._server.stuck_s
 
@@ -194,7 +197,7 @@ class ServerConnection:
         self._replies.clear()
 
     def _watch(self) -> None:
-        """Be told of what is worth it: more requests while few are waiting, room while replies are."""
+        """Read while few replies wait, write while any does."""
         reading, writing = len(self._replies) < MAX_REQUESTS, bool(self._replies)
         loop = self._server.loop
         if reading != self._reading:
@@ -220,7 +223,7 @@ class ServerConnection:
         self._take()
 
     def _take(self) -> None:
-        """Requests out of what was read."""
+        """Take requests out of the bytes read."""
         try:
             if not self._greeted:
                 if len(self._unread) < GREETING_NBYTES:
@@ -237,7 +240,7 @@ class ServerConnection:
         self._watch()
 
     def _write(self) -> None:
-        """Send some: one call of the kernel, at most a turn's bytes."""
+        """Send bytes of the first reply: one call of the kernel, at most a turn's bytes."""
         if self._sent < 0:
             self._begin()
         request = self._replies[0]
@@ -257,7 +260,7 @@ class ServerConnection:
             self._server.drop(self)
             return
         finally:
-            # whoever owns the regions may unmap them when this connection is gone
+            # the regions may be unmapped once this connection is gone
             for piece in pieces:
                 if isinstance(piece, memoryview):
                     piece.release()
@@ -268,14 +271,14 @@ class ServerConnection:
         if not self._head and self._sent == request.length:
             self._replies.popleft()
             self._sent = -1
-            # what was read already and had no place may have one now
+            # requests that were read and had no place may have one now
             if len(self._unread) >= REQUEST_NBYTES:
                 self._take()
             else:
                 self._watch()
 
     def _begin(self) -> None:
-        """The first reply: its verdict, from what is on offer now."""
+        """Begin the first reply: its verdict depends on the offers now."""
         request = self._replies[0]
         self._sent = 0
         if request.part in self._server.offers:

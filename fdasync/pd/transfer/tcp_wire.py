@@ -1,12 +1,12 @@
-"""What goes over the socket of `tcp.py`: a greeting, requests of one size, replies of one size followed by bytes.
+"""The protocol of `tcp.py`: a greeting, requests of one size, and replies of one size followed by bytes.
 
     receiver: greeting = magic (8), token of the sender (16)
     receiver: request  = number (8), part: region (4), offset (8), nbytes (8); run in it: start (8), length (4)
     sender:   reply    = number (8), verdict (4), length (4); then so many bytes of the run
 
-All little-endian. Replies come in the order of the requests, and a reply whose verdict is OK has the length that was
-asked for, any other none. A run is at most MAX_RUN_NBYTES, so that many receives share a connection fairly. Whatever
-else comes is a ProtocolError and ends the connection. Pure; knows no sockets. Used by both sides.
+All numbers are little-endian. Replies come in the order of the requests. A reply with verdict OK has the requested
+length, any other the length 0. A run is at most MAX_RUN_NBYTES, so that many receives share a connection fairly. Any
+other bytes are a ProtocolError, which ends the connection. Pure; knows no sockets. Called by both sides.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 MAGIC = b"fdblk\0\0\1"
 GREETING_NBYTES = len(MAGIC) + 16
-#: of one reply
+#: most bytes of one reply
 MAX_RUN_NBYTES = 1 << 20
-#: requests of a connection that have no whole answer yet; more are not read
+#: most requests of a connection without a whole reply; the sender reads no more
 MAX_REQUESTS = 32
 
 _REQUEST = struct.Struct("<QIQQQI")
@@ -38,7 +38,7 @@ OK, NOT_OFFERED = 0, 1
 
 
 class Request(NamedTuple):
-    """`length` bytes from `start` of a part."""
+    """A request for `length` bytes from `start` of a part."""
 
     number: int
     part: Part
@@ -51,11 +51,11 @@ def greeting(token: bytes) -> bytes:
 
 
 def check_greeting(data: bytes | bytearray | memoryview, token: bytes) -> None:
-    """Raises ProtocolError unless it is the whole greeting to this token."""
+    """Raises ProtocolError unless the bytes are the greeting for this token."""
     if bytes(data[: len(MAGIC)]) != MAGIC:
-        raise ProtocolError("what dialled does not speak this protocol")
+        raise ProtocolError("the process that dialled does not speak this protocol")
     if not hmac.compare_digest(bytes(data[len(MAGIC) :]), token):
-        raise ProtocolError("what dialled means another sender")
+        raise ProtocolError("the process that dialled means another sender")
 
 
 def pack_request(request: Request) -> bytes:
@@ -64,7 +64,7 @@ def pack_request(request: Request) -> bytes:
 
 
 def read_requests(data: bytearray, limit: int) -> Iterable[Request]:
-    """Take up to so many whole requests off its front. Raises ProtocolError for one that is none."""
+    """Take up to `limit` whole requests off the front. Raises ProtocolError for a malformed one."""
     count = min(len(data) // REQUEST_NBYTES, limit)
     found = []
     for number, region, offset, nbytes, start, length in _REQUEST.iter_unpack(bytes(data[: count * REQUEST_NBYTES])):
@@ -80,7 +80,7 @@ def pack_reply(number: int, verdict: int, length: int) -> bytes:
 
 
 def read_reply(data: bytes | bytearray | memoryview, number: int, length: int) -> bool:
-    """The reply to this request, for so many bytes: whether they follow. Raises ProtocolError if it is none."""
+    """Whether the bytes of a request follow its reply. Raises ProtocolError for a reply that does not fit."""
     found, verdict, follows = _REPLY.unpack(data)
     if found != number or (verdict, follows) not in ((OK, length), (NOT_OFFERED, 0)):
         raise ProtocolError(
@@ -90,7 +90,7 @@ def read_reply(data: bytes | bytearray | memoryview, number: int, length: int) -
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """Host and port. Raises ProtocolError for what is none, and for one that is not of this machine's loopback."""
+    """Host and port. Raises ProtocolError for a malformed address, and for one that is not loopback."""
     host, _, port = address.rpartition(":")
     try:
         if not (port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 1 << 16):

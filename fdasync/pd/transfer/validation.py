@@ -1,7 +1,7 @@
-"""Whether the calls of a transport make sense, before anything is touched, and what is on offer.
+"""Checks the arguments of a transport's calls before any memory is touched, and counts the parts on offer.
 
-Every transport asks these first, so that what is malformed fails in all in the same words. Receipts and sources hold
-a peer's words: nothing in them is believed, not even its type. Knows the sizes of regions, nothing of any transport.
+All transports call these checks, so that a malformed argument fails with the same text in each. Copy specs and sources
+hold values of a peer: nothing in them is trusted, not even their types. Knows the sizes of regions, and no transport.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fdasync.ipc.shared_memory import SharedRegion
-    from fdasync.pd.transfer.base import Receipt
+    from fdasync.pd.transfer.base import CopySpec
 
-#: of a source
+#: most regions of a source
 MAX_REGIONS = 16
 TOKEN_NBYTES = 16
 _NOTHING = xxhash.xxh3_64_intdigest(b"")
-# checked in one callback of the loop
-_RECEIPTS_PER_TURN = 32
-#: how a receive ends whose transport was closed, before it or during it
+# copy specs checked in one callback of the loop
+_COPY_SPECS_PER_TURN = 32
+#: outcome of a receive whose transport was closed, before it or during it
 CLOSED = Outcome("failed", "the transport is closed")
 LATE = Outcome("failed", "the sender did not answer in time", transient=True)
 FORGOTTEN = Outcome("failed", "the sender went away", transient=True)
 
 
 def refused(problem: str) -> Outcome:
-    """It can never succeed as it is."""
+    """The outcome of a copy that can never succeed as it is."""
     return Outcome("failed", problem)
 
 
 def broken(problem: str) -> Outcome:
-    """It may succeed later."""
+    """The outcome of a copy that may succeed later."""
     return Outcome("failed", problem, transient=True)
 
 
@@ -52,7 +52,7 @@ def damaged(place: int) -> Outcome:
 
 
 def boot_id() -> str:
-    """Of this machine. Raises OSError."""
+    """The boot id of this machine. Raises OSError."""
     # blocking: procfs, microseconds
     fd = os.open("/proc/sys/kernel/random/boot_id", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
@@ -62,7 +62,7 @@ def boot_id() -> str:
 
 
 def check_source(source: Any) -> str:
-    """What is wrong with the form of it, in words; "" if nothing is."""
+    """The problem with a source's form; "" if there is none."""
     if not isinstance(source, Source):
         return f"a {type(source).__name__} is no source"
     machine, pid, regions, token, address = [
@@ -82,34 +82,34 @@ def check_source(source: Any) -> str:
     return ""
 
 
-async def check_receipts(
-    source: Source, receipts: Sequence[Receipt], regions: Sequence[SharedRegion]
+async def check_copy_specs(
+    source: Source, copy_specs: Sequence[CopySpec], regions: Sequence[SharedRegion]
 ) -> list[Outcome | None]:
-    """Of each: how it ended already (it is malformed, or has no bytes), or None: it is to be copied.
+    """The outcome of each copy that needs no work (it is malformed, or has no bytes); None for a copy to make.
 
-    In slices; others run in between. The source must have passed `check_source`.
+    Other tasks run in between. The source must have passed `check_source`.
     """
     sizes = [nbytes for _, nbytes in source.regions]
     ours = [region.nbytes for region in regions]
     taken: list[list[tuple[int, int]]] = [[] for _ in regions]
     found: list[Outcome | None] = []
-    for number, receipt in enumerate(receipts, 1):
-        problem = _check_form(receipt, sizes, ours) or _claim(receipt.parts, taken)
-        found.append(refused(problem) if problem else _without_bytes(receipt))
-        if number % _RECEIPTS_PER_TURN == 0:
+    for number, copy_spec in enumerate(copy_specs, 1):
+        problem = _check_form(copy_spec, sizes, ours) or _claim(copy_spec.parts, taken)
+        found.append(refused(problem) if problem else _without_bytes(copy_spec))
+        if number % _COPY_SPECS_PER_TURN == 0:
             await asyncio.sleep(0)
     return found
 
 
-def _check_form(receipt: Any, sizes: list[int], ours: list[int]) -> str:
-    theirs: Any = getattr(receipt, "ref_parts", None)
-    parts: Any = getattr(receipt, "parts", None)
-    checksums: Any = getattr(receipt, "checksums", None)
+def _check_form(copy_spec: Any, sizes: list[int], ours: list[int]) -> str:
+    theirs: Any = getattr(copy_spec, "ref_parts", None)
+    parts: Any = getattr(copy_spec, "parts", None)
+    checksums: Any = getattr(copy_spec, "checksums", None)
     for field in (theirs, parts, checksums):
         if not isinstance(field, tuple | list):
-            return "a receipt is parts of the sender's, parts of ours, and checksums"
+            return "a copy spec is parts of the sender's, parts of ours, and checksums"
     if not len(theirs) == len(parts) == len(checksums):
-        return "a receipt has not as many parts of the sender's as of ours, or as checksums"
+        return "a copy spec has not as many parts of the sender's as of ours, or as checksums"
     for place, part in enumerate(parts):
         if not _is_count(checksums[place]):
             return f"{checksums[place]!r:.50} is no checksum"
@@ -121,19 +121,19 @@ def _check_form(receipt: Any, sizes: list[int], ours: list[int]) -> str:
     return ""
 
 
-def _without_bytes(receipt: Receipt) -> Outcome | None:
-    """What parts without bytes decide already."""
+def _without_bytes(copy_spec: CopySpec) -> Outcome | None:
+    """The outcome, if parts without bytes decide it."""
     nothing = True
-    for place, part in enumerate(receipt.parts):
+    for place, part in enumerate(copy_spec.parts):
         if part.nbytes:
             nothing = False
-        elif receipt.checksums[place] != _NOTHING:
+        elif copy_spec.checksums[place] != _NOTHING:
             return damaged(place)
     return DONE if nothing else None
 
 
 def _outside(part: Any, sizes: list[int], whose: str) -> str:
-    """Why it is no part of regions of these sizes; "" if it is."""
+    """Why a value is no part of regions of these sizes; "" if it is one."""
     if not (isinstance(part, Part) and _is_count(part.region) and _is_count(part.offset) and _is_count(part.nbytes)):
         return f"a part {whose} is no region, offset and size"
     if part.region >= len(sizes):
@@ -148,7 +148,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _claim(parts: Sequence[Part], taken: list[list[tuple[int, int]]]) -> str:
-    """Book these parts; a problem if one overlaps with what is booked already, and then none is."""
+    """Add these parts to the taken ones. Returns a problem, and adds none, if one overlaps with a taken one."""
     for done, part in enumerate(parts):
         if not part.nbytes:
             continue
@@ -166,7 +166,7 @@ def _claim(parts: Sequence[Part], taken: list[list[tuple[int, int]]]) -> str:
 
 
 class Offers:
-    """Which parts of our regions may be read, counted."""
+    """The parts of our regions that others may read, counted."""
 
     def __init__(self) -> None:
         self._sizes: list[int] = []
@@ -174,7 +174,7 @@ class Offers:
         self._closed = False
 
     def open(self, regions: Sequence[SharedRegion]) -> None:
-        """Parts lie in these from now on."""
+        """Set the regions in which parts lie."""
         self._sizes = [region.nbytes for region in regions]
 
     def close(self) -> None:
@@ -208,5 +208,5 @@ class Offers:
         return part in self._counts
 
     def __len__(self) -> int:
-        """How many parts are on offer."""
+        """Number of parts on offer."""
         return len(self._counts)

@@ -1,8 +1,9 @@
-"""Tensors from the engine's memory into a worker: chunks of shared memory, used in turn (DECISIONS 11).
+"""Tensors from the engine's memory into a worker: chunks of shared memory, used in turn (docs/design.md, rule 11).
 
-While the worker copies the pieces out of one chunk, the engine fills the other; many small tensors share a
-chunk. `TensorSender` is the engine's side, `TensorReceiver` the child's, both owned by `worker/proxy.py`. They know
-bytes and element sizes; what a tensor is called and where it goes is the runner's business."""
+While the worker copies the pieces out of one chunk, the engine fills the other; many small tensors share a chunk. Knows
+bytes and element sizes; names of tensors and their places in the model are the runner's. `worker/proxy.py` makes the
+`TensorSender`, `worker/main.py` the `TensorReceiver`.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +15,26 @@ import numpy as np
 
 from fdasync.errors import WeightsBroken, WeightsRejected
 from fdasync.ipc.shared_memory import SharedRegion, page_aligned
-from fdasync.runner.worker.messages import Answer, BeginTensors, Piece, WriteChunk
+from fdasync.runner.worker.messages import BeginTensors, Piece, WriteChunk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from fdasync.runner.base import Runner, TensorMeta
 
-#: of each of the two chunks, at most
+#: most bytes of each of the two chunks
 CHUNK_NBYTES = 256 << 20
 _NUM_CHUNKS = 2
 # dtypes that numpy has no name for
 _OTHER_NBYTES = {"bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
-# the loop gets its turn between slices: about half a millisecond of copying into fresh pages
+# the loop runs other work between slices: about half a millisecond of copying into fresh pages
 _SLICE_NBYTES = 1 << 20
-# pieces start where any dtype may, and a copy of whole cache lines is the fast one
+# of each piece: enough for any dtype, and copies of whole cache lines are fast
 _ALIGN_NBYTES = 64
 
 
 def itemsize_of(dtype: str) -> int:
-    """Bytes of an element of `TensorMeta.dtype`. Raises WeightsRejected for a name that nobody knows."""
+    """Bytes of an element of `TensorMeta.dtype`. Raises WeightsRejected for an unknown name."""
     if dtype in _OTHER_NBYTES:
         return _OTHER_NBYTES[dtype]
     try:
@@ -43,17 +44,20 @@ def itemsize_of(dtype: str) -> int:
 
 
 def nbytes_of(tensor: TensorMeta) -> int:
-    """Bytes of a tensor. Raises WeightsRejected for a dtype that nobody knows."""
+    """Bytes of a tensor. Raises WeightsRejected for an unknown dtype."""
     return math.prod(tensor.shape) * itemsize_of(tensor.dtype)
 
 
 class TensorSender:
-    """One update on its way out.
+    """The engine's side of one update.
 
     Args:
-        tensors: what will be written, in order.
+        tensors: in the order of `write`.
         ask: sends a message to the worker; the future ends with its answer.
-        chunk_nbytes: bound on a chunk; less where less is to be sent.
+        chunk_nbytes: most bytes of a chunk; a small update makes smaller ones.
+
+    Attributes:
+        request: the message that begins the update; the caller sends it first, with `fds`.
 
     Raises WeightsRejected where there is no memory for the chunks, or a dtype is unknown.
     """
@@ -61,14 +65,14 @@ class TensorSender:
     def __init__(
         self,
         tensors: Sequence[TensorMeta],
-        ask: Callable[[WriteChunk], asyncio.Future[Answer]],
+        ask: Callable[[WriteChunk], asyncio.Future[None]],
         chunk_nbytes: int = CHUNK_NBYTES,
     ) -> None:
         self._ask = ask
         total = sum(_aligned(nbytes_of(tensor)) for tensor in tensors)
         self._chunk_nbytes = page_aligned(max(1, min(chunk_nbytes, total)))
         self._chunks: list[SharedRegion] = []
-        self._acks: list[asyncio.Future[Answer] | None] = [None] * _NUM_CHUNKS
+        self._acks: list[asyncio.Future[None] | None] = [None] * _NUM_CHUNKS
         self._at = 0
         self._filled = 0
         self._pieces: list[Piece] = []
@@ -78,23 +82,22 @@ class TensorSender:
         except OSError as error:
             self.close()
             raise WeightsRejected(f"there is no shared memory for the transfer: {error.strerror}") from error
-        #: asks for the update; goes out first, with `fds`
         self.request = BeginTensors(tuple(tensors), self._chunk_nbytes)
 
     @property
     def fds(self) -> list[int]:
-        """Of the chunks; open until `close`."""
+        """The fds of the chunks; open until `close`."""
         return [chunk.fd for chunk in self._chunks]
 
     async def write(self, number: int, offset_nbytes: int, data: memoryview) -> None:
         """Pack the next bytes of a tensor, whole elements; full chunks go out. `data` is the caller's on return.
 
-        Gives the loop a turn after every slice. Raises what the worker answered to an earlier chunk.
+        Lets other work of the loop run after every slice. Raises the worker's error for an earlier chunk.
         """
         data = data.cast("B")
         done = 0
         while done < len(data):
-            # of whole elements, whatever the dtype: pieces and chunks are aligned to more than the largest
+            # whole elements of any dtype: pieces and chunks are aligned to more than the largest element
             room = self._chunk_nbytes - self._filled
             if not room:
                 await self._flush()
@@ -107,7 +110,7 @@ class TensorSender:
             done += nbytes
 
     async def end(self) -> None:
-        """Send what is left and wait until the worker has written all. Raises what it answered."""
+        """Send the last chunk and wait until the worker has written all. Raises the worker's error."""
         if self._pieces:
             await self._flush()
         for number in range(_NUM_CHUNKS):
@@ -129,25 +132,25 @@ class TensorSender:
         self._pieces = []
         self._filled = 0
         self._at = (self._at + 1) % _NUM_CHUNKS
-        # the other chunk may have failed long ago
+        # raises the error of the other chunk, if the worker failed to write it
         await self._wait_for(self._at)
 
     async def _wait_for(self, chunk: int) -> None:
-        """Until the chunk is ours again. The engine's deadline for updates bounds the wait."""
+        """Wait until the worker has read the chunk. The engine's deadline for updates bounds the wait."""
         ack = self._acks[chunk]
         if ack is None:
             return
-        # a wait that is cancelled must not cancel the answer: the worker reads the chunk until it comes
+        # cancelling the wait must not cancel the answer: the worker reads the chunk until it answers
         await asyncio.wait([ack])
         ack.result()  # of a future that is done
         self._acks[chunk] = None
 
 
 class TensorReceiver:
-    """One update on its way in: chunks mapped, pieces handed to the runner in the order sent."""
+    """The worker's side of one update: maps the chunks and hands their pieces to the runner in the order sent."""
 
     def __init__(self, runner: Runner, fds: list[int], chunk_nbytes: int) -> None:
-        """Owns `fds`. Raises OSError or InvariantBroken for fds that are no chunks."""
+        """Take over `fds`. Raises OSError or InvariantBroken for fds that are no chunks."""
         self._runner = runner
         self._chunks: list[SharedRegion] = []
         self._broken = ""

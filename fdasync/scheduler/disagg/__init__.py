@@ -1,1 +1,1 @@
-"""Requests handed from a prefill to a decode instance, both sides."""
+"""Decisions about requests that one instance prefills and another one decodes: the prefill side and the decode side."""

@@ -1,45 +1,58 @@
-"""A request on its way to another instance, and that instance, as a prefill instance sees them. Pure data.
+"""What a prefill instance knows of a request that it hands off, and of each decode instance. Pure data.
 
-Moved by `disagg/prefill.py` (leases) and `disagg/sender.py` (blocks).
+`disagg/prefill.py` changes it as leases are asked for and answered, `disagg/sender.py` as blocks are sent.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from fdasync.events.catalog import RequestPrepared
     from fdasync.scheduler.state.hold import Export
+    from fdasync.scheduler.state.policy import Order
     from fdasync.scheduler.state.sequence import Sequence
+# waiting: no question is in flight; denied: only while the answer is handled; failed: its samples end in this turn
+HandOffState = Literal["waiting", "asked", "granted", "denied", "failed", "ended"]
 
 
-class Errand:
+class HandOff:
     """A group of samples on its way to another instance.
 
     Attributes:
-        state: "waiting" to be asked for, "asked", "granted", "failed" until its samples have ended, "ended".
-        decoders: instances that may still be asked; `at`: the next of them; `rounds`: times that all were
-            asked; `losses`: leases lost.
-        refusals: what each instance said last, when it gave no lease.
-        attempt: of the ask in flight or granted; -1 before the first.
-        full: full blocks of the prompt; the next one to be sent is `next_block`.
+        group: key of the first sample; names the hand-off in events and actions.
+        order: its place in line.
+        state: how far the search for a lease is.
+        decoders: instances that may still be asked.
+        at: which of `decoders` is asked next.
+        rounds: how often all of `decoders` were asked.
+        losses: leases lost so far.
+        peer: the instance that was asked last.
+        refusals: by instance, its last reason to give no lease.
+        attempt: number of the last question; -1 before the first.
+        ready_at: engine time before which no instance is asked; 0: the hand-off stands in an instance's queue.
+        tokens: length of the prompt.
+        full: number of full blocks of the prompt.
+        next_block: which of `full` is sent next.
         begun: its first sample entered prefill under this lease.
-        exports: blocks on their way to be offered, in order.
-        hands: samples that have their first token, and their open blocks once those are on their way.
-        sent: some sample's hand-over was sent.
-        handed: samples that the other instance goes on with.
-        stop_at: when to stop looking for room; over_at: when not to begin again.
+        exports: (number, export) of blocks that are to be offered, in order.
+        hands: samples that have their first token, each with the export of its open block; None: not exported yet.
+        samples: how many samples the request has.
+        seqs: the samples that have not ended here.
+        sent: the hand-over of at least one sample was sent.
+        handed: how many samples the other instance has taken over.
+        stop_at: engine time at which the search for room ends.
+        over_at: engine time after which no other lease is looked for.
+        lost_at: engine time at which the granted lease is over.
     """
 
     __slots__ = (
-        "at", "attempt", "begun", "decoders", "exports", "full", "group", "handed", "hands", "losses", "next_block",
-        "order", "over_at", "peer", "ready_at", "refusals", "rounds", "samples", "sent", "seqs", "state", "stop_at",
-        "tokens",
+        "at", "attempt", "begun", "decoders", "exports", "full", "group", "handed", "hands", "losses", "lost_at",
+        "next_block", "order", "over_at", "peer", "ready_at", "refusals", "rounds", "samples", "sent", "seqs", "state",
+        "stop_at", "tokens",
     )  # fmt: skip
 
-    def __init__(
-        self, event: RequestPrepared, order: tuple[int, int], block_tokens: int, stop_at: float, over_at: float
-    ) -> None:
+    def __init__(self, event: RequestPrepared, order: Order, block_tokens: int, stop_at: float, over_at: float) -> None:
         self.group = event.group
         self.order = order
         self.decoders = list(event.decoders)
@@ -48,7 +61,8 @@ class Errand:
         self.full = self.tokens // block_tokens
         self.stop_at = stop_at
         self.over_at = over_at
-        self.state = "waiting"
+        self.lost_at = 0.0
+        self.state: HandOffState = "waiting"
         self.at = self.rounds = self.losses = 0
         self.attempt = -1
         self.peer = ""
@@ -67,7 +81,7 @@ class Errand:
 
     @property
     def why(self) -> str:
-        """In words, what each instance said last, those that said the same together."""
+        """The last reason of each instance, in words; instances with the same reason stand together."""
         said: dict[str, list[str]] = {}
         for peer, reason in self.refusals.items():
             said.setdefault(reason, []).append(peer)
@@ -75,17 +89,19 @@ class Errand:
 
 
 class Decoder:
-    """One decode instance, as a prefill instance sees it: errands that would ask it next, and what it was asked.
+    """What a prefill instance knows of one decode instance.
 
     Attributes:
-        silent: it did not answer the last question: one at a time is asked until it does.
-        prompt: it answered the last one right away.
+        queue: hand-offs that ask it next, in order.
+        asks: questions to it in flight.
+        asked_tokens: prompt tokens of those questions.
+        silent: it did not answer the last question in time. Until it answers, it gets one question at a time.
     """
 
-    __slots__ = ("asked_tokens", "asks", "prompt", "queue", "silent")
+    __slots__ = ("asked_tokens", "asks", "queue", "silent")
 
     def __init__(self) -> None:
-        self.queue: list[Errand] = []
+        self.queue: list[HandOff] = []
         self.asks = 0
         self.asked_tokens = 0
-        self.silent = self.prompt = False
+        self.silent = False

@@ -1,6 +1,7 @@
-"""Room on a decode instance for a request that another instance prefills, as its scheduler sees it. Pure data.
+"""A lease: room that this decode instance grants for a request that another instance prefills. Pure data.
 
-Moved by `decode.py` (who gets it, when it ends, when its samples start) and `receiver.py` (what arrives).
+`decode.py` grants and ends leases and starts their samples; `receiver.py` enters the blocks that arrive. A lease
+decides nothing itself.
 """
 
 from __future__ import annotations
@@ -19,21 +20,34 @@ class Lease:
     """Room for a group of samples, or its place in line.
 
     Attributes:
-        order: place in line.
-        full: full blocks of the prompt; `prefix` of them were here; `missing` have not arrived on the host.
-        blocks: the full ones, shared by all samples, as far as they were offered; one pin of each is the lease's.
-        open: by sample, the block with the end of its prompt, as far as it was offered.
-        reserved: blocks that it may still take.
-        offered: (offer, index, sample or None) that can be copied.
-        arriving: copies to the device that it waits for.
-        hands: by sample: its first token came.
+        group: key of the first sample; names the lease in events and actions.
+        peer: the prefill instance that asked for it.
+        seqs: by key, the samples that have not started here.
+        order: its place in line.
+        asked_at: engine time of the question.
+        shares: its blocks may serve other requests; False once the cache was reset under it.
+        granted: it has room; until then it stands in line.
+        queued: the prefill instance knows that it stands in line.
+        full: number of full blocks of the prompt.
+        prefix: how many of `full` this instance had at the grant.
+        missing: how many of `full` have not arrived on the host.
+        keys: identities of the prompt's full blocks.
+        blocks: the full blocks, shared by all samples; None until it is offered. The lease has one pin of each.
+        open: by sample, the block with the end of its prompt, once it was offered.
+        reserved: device blocks that the lease may still take.
+        offered: (offer, index, sample or None) of blocks that can be copied.
+        arriving: copies to the device that the lease waits for.
+        hands: by sample, the offer with its first token.
         tails: samples whose open block has not arrived yet.
-        renew_by, over_by: engine times, no later than this instance's own rules allow.
+        ttl_s: the lease ends if it is not renewed for so long.
+        renew_by, over_by: engine times of its end without a renewal, and with one; this instance's own rules bound
+            both.
     """
 
     __slots__ = (
         "arriving", "asked_at", "blocks", "full", "granted", "group", "hands", "keys", "missing", "offered", "open",
-        "order", "over_by", "peer", "prefix", "queued", "renew_by", "reserved", "seqs", "tails", "ttl_s",
+        "order", "over_by", "peer", "prefix", "queued", "renew_by", "reserved", "seqs", "shares", "tails",
+        "ttl_s",
     )  # fmt: skip
 
     def __init__(self, event: LeaseAsked, seqs: list[Sequence], block_tokens: int, rules: LeaseRules) -> None:
@@ -47,6 +61,7 @@ class Lease:
         self.ttl_s = min(event.ttl_s, rules.max_ttl_s)
         self.renew_by = event.at + self.ttl_s
         self.over_by = min(event.over_by, event.at + rules.max_total_s)
+        self.shares = True
         self.granted = self.queued = False
         self.prefix = self.missing = 0
         self.blocks: list[Block | None] = []

@@ -1,8 +1,8 @@
-"""Blocks that arrive at a decode instance under its leases: which are copied when, and what is here then. Pure.
+"""Decides when a decode instance copies offered blocks, and enters the blocks that arrived into their leases. Pure.
 
-What another instance offers is copied to the host, a bounded number of blocks at a time (the staging ring; one other
-instance gets half of it at most), and is checked there. A lease gets its device blocks here too, one by one, of those
-that were reserved for it. Called by `decode.py`.
+Offered blocks are copied to the host, a bounded number at a time (the staging ring; one prefill instance gets half of
+it at most), and checked there. Each block takes one of the device blocks that were reserved for its lease. This module
+knows no bytes, and decides about no lease. Called by `decode.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,15 @@ _MAX_RECEIVE_BLOCKS = 16
 
 
 class _Receive:
-    """Blocks on their way from another instance."""
+    """A copy of blocks from a prefill instance, in flight.
+
+    Attributes:
+        lease: the blocks are for it.
+        epoch: of the weights at its start.
+        blocks: device and host places that are being filled.
+        indices: of each block, its number in the prompt.
+        samples: of each block, the sample that it is the open block of; None: it is a full block of all samples.
+    """
 
     __slots__ = ("blocks", "epoch", "indices", "lease", "samples")
 
@@ -39,15 +47,15 @@ class _Receive:
         self.samples: list[Sequence | None] = []
 
 
-class Receiver:
+class BlockReceiver:
     """See the module.
 
     Args:
-        actions: where what is to be done is put.
+        actions: the list that its actions are appended to.
 
     Attributes:
-        epoch: of the weights: what was offered under others is not indexed.
-        num_received: blocks that arrived.
+        epoch: counts changes of the weights; blocks that were offered in an earlier one are not indexed.
+        num_received: blocks that arrived so far.
     """
 
     def __init__(self, config: SchedulerConfig, index: PrefixIndex, actions: list[Action]) -> None:
@@ -69,8 +77,8 @@ class Receiver:
         return self._receiving
 
     def receive(self, lease: Lease, now: float) -> str:
-        """Copy what is offered, as far as the ring and the host have room. Returns what was promised and is not so, or
-        "": the lease must end then."""
+        """Copy the offered blocks as far as the ring and the host have room. Returns a promise that the prefill
+        instance broke, for which the lease must end; "" if there is none."""
         share = max(self._staging // 2, 1)
         problem = ""
         while lease.offered and not problem:
@@ -82,7 +90,7 @@ class Receiver:
                     break
                 offer, index, seq = lease.offered[0]
                 if (lease.blocks[index] if seq is None else lease.open.get(seq.key)) is not None:
-                    # a promise broken: it has been sent already, or need not be
+                    # offered twice, or a block of the prefix that this instance has
                     problem = f"block {index} was offered twice, or is here"
                     break
                 block = self._index.take_reserved() if self._index.make_host_room(for_fetch=True) else None
@@ -95,7 +103,7 @@ class Receiver:
                     lease.open[seq.key] = block
                 lease.offered.popleft()
                 self._index.pool.add_host(block)
-                block.host_moves += 1
+                block.hold("receive")
                 self._index.settle(block)
                 offers.append(offer)
                 receive.blocks.append(block)
@@ -126,10 +134,10 @@ class Receiver:
         return problem
 
     def received(self, event: BlocksReceived, bring: Callable[[Lease, list[Block]], None]) -> Lease:
-        """Copies ended; returns whose. What is here is checked, and stays as cache whatever becomes of the lease.
+        """A copy ended; returns its lease. Blocks that arrived are checked, and stay as cache without the lease too.
 
         Args:
-            bring: called with the lease and its blocks that are on the host now, before they may be evicted.
+            bring: called with the lease and its blocks that arrived on the host, before they may be evicted.
         """
         receive = self._receives.pop(event.receive_id, None)
         if receive is None or len(event.arrived) != len(receive.blocks):
@@ -145,18 +153,18 @@ class Receiver:
             if came:
                 self.num_received += 1
                 block.on_host = True
-                if block.pins:
-                    # not a sample's that ended meanwhile
+                if block.ref_count:
+                    # a block without a pin was of a sample that ended meanwhile
                     here.append(block)
                 if seq is None:
                     block.sealed = True
                     lease.missing -= 1
-                    if self._index.enabled and receive.epoch == self.epoch:
+                    if self._index.enabled and receive.epoch == self.epoch and lease.shares:
                         self._index.adopt(block, lease.keys[receive.indices[number]])
                 else:
                     lease.tails.pop(seq.key, None)
         bring(lease, here)
         for block in receive.blocks:
-            block.host_moves -= 1
+            block.unhold("receive")
             self._index.settle(block)
         return lease

@@ -1,1 +1,1 @@
-"""What the scheduler is told and what it holds: sequences and their queues."""
+"""The scheduler's state: its configuration, sequences and their queues, and the policy that orders them."""

@@ -1,8 +1,11 @@
-"""What the scheduler is told at its start, and what it tells of itself. Pure data."""
+"""The scheduler's configuration and its statistics. Pure data.
+
+The engine makes the configuration from its own; `scheduler/stats.py` fills the statistics.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -11,22 +14,23 @@ class LeaseRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Bounds of prefill/decode disaggregation.
 
     Attributes:
-        asks: lease questions in flight, to all decode instances together; asks_per_peer: to one of them.
-        ahead_tokens: prompt tokens that are leased and not begun, on a prefill instance; 0: two step budgets. A longer
-            request is leased all the same, alone. What is granted beyond it is given back.
+        asks: lease questions in flight, to all decode instances together.
+        asks_per_peer: lease questions in flight, to one decode instance.
+        ahead_tokens: prompt tokens that a prefill instance has leases for and has not begun, with those that it asks
+            one decode instance for; 0: two step budgets. A longer request is leased all the same, alone.
         silent_s: a decode instance that answers nothing for so long is passed over.
         queue_s: how long to stand in line at one instance while there are others to ask.
         find_s: how long to look for an instance that has room.
-        total_s: from the question to the last hand-over.
+        total_s: how long a lease may take, from the question to the last hand-over.
         ttl_s: a lease that is not renewed for so long is over.
-        max_ttl_s, max_total_s: on a decode instance, the most that others may ask for as ttl_s and total_s; who asks
-            for more gets this.
-        staging_blocks: host blocks that wait to be copied by others, or are being copied from them; 0: half of the
-            host tier. One other instance gets half of that at most.
-        receive_s: to copy a few blocks from another instance.
+        max_ttl_s, max_total_s: the most that a decode instance grants as ttl_s and total_s, whatever a prefill instance
+            asks for.
+        staging_blocks: host blocks that wait for other instances to copy them, or are being filled from other
+            instances; 0: half of the host tier. One other instance gets half of that at most.
+        receive_s: how long the copy of a few blocks from another instance may take.
         line: leases that wait in line on a decode instance.
-        age_s: who waited so long for room on a decode instance, in line for a lease or for the steps there, is not
-            passed any more by anybody after it in order of priority, then of arrival.
+        age_s: a request that waited so long for room on a decode instance, in line for a lease or for the steps there,
+            is not passed any more by requests that come after it in the order of the policy.
         beyond_running: samples beyond max_running that may hold leases.
     """
 
@@ -48,29 +52,31 @@ class LeaseRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the scheduler needs to know, all resolved.
+    """Everything that the scheduler has to know, with all defaults resolved.
 
     Attributes:
-        block_tokens: a power of two.
-        num_blocks: of the device.
-        max_running: sequences at a time, at most max_step_tokens.
+        block_tokens: tokens of a block; a power of two.
+        num_blocks: blocks of the device.
+        max_running: sequences at a time; max_step_tokens holds max_run_tokens of each.
         max_step_tokens: token budget of a step.
-        pipeline_depth: steps in flight, 1 or 2.
+        pipeline_depth: most steps in flight, 1 or 2.
+        max_run_tokens: most tokens that a step yields of one decoding sequence; more than 1 at depth 1 only.
         prefix_cache: share sealed and pending blocks by identity.
         capture: every block has an aux slot.
         decode_reserve_blocks: free blocks that admission leaves for each decoding sequence, a quarter of all
             blocks at most.
         weight_version: label of the weights in use.
-        namespace: identities live under it, as long as these weights are in use.
-        num_host_blocks: of the host tier; 0: there is none.
-        block_nbytes: KV of a block.
+        namespace: root of all identities while these weights are in use.
+        num_host_blocks: blocks of the host tier; 0: there is none.
+        block_nbytes: bytes of a block's KV.
         store: there is a store behind the host tier.
         write_through: which sealed blocks are written to the store.
         write_back: the sealed blocks of preempted requests go to the host at once, and to the store if there is one.
-        fetch_min_tokens: shorter runs are computed, not looked up.
-        leases: of requests that go from one instance to another.
-        block_news: tell of every identity that can be matched, and of those lost.
-        prefill_tokens_per_s, fetch_nbytes_per_s, lookup_s: what is believed before it was measured.
+        fetch_min_tokens: shorter runs of tokens are computed, not looked up.
+        leases: bounds of prefill/decode disaggregation.
+        kv_events: publish every identity that can be matched from now on, and every one that cannot any more.
+        prefill_tokens_per_s, fetch_nbytes_per_s, lookup_s: estimates until the first measurement.
+        policy, policy_config: which requests go first (`state/policy.py`): the policy's name, and its settings.
     """
 
     block_tokens: int
@@ -78,10 +84,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_running: int
     max_step_tokens: int
     pipeline_depth: int = 1
+    max_run_tokens: int = 1
     prefix_cache: bool = True
     capture: bool = True
     decode_reserve_blocks: int = 1
-    weight_version: int = 0
+    weight_version: str = "0"
     namespace: bytes = b""
     num_host_blocks: int = 0
     block_nbytes: int = 1
@@ -93,29 +100,46 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     fetch_nbytes_per_s: float = 1e9
     lookup_s: float = 2e-3
     leases: LeaseRules = LeaseRules()
-    block_news: bool = False
+    kv_events: bool = False
+    policy: str = "arrival"
+    policy_config: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters since the start, and gauges of now.
 
     Attributes:
-        dropped_tokens: sampled for requests that had ended already (overrun).
+        waiting: sequences in the waiting queue.
+        running: sequences that hold blocks, of which a step may still be planned or awaited.
+        steps: completed steps.
+        free_blocks, idle_blocks, num_blocks: device blocks without content; with content that no sequence uses; all.
+        preemptions: how often a sequence gave its blocks up for others.
+        evictions, host_evictions: blocks that left the device, and the host, to make room.
+        finished: sequences that ended.
+        generated_tokens: output tokens in results.
+        dropped_tokens: tokens sampled for requests that had ended already (overrun).
         late_aborts: aborts of requests that were unknown or had ended.
         prompt_tokens, hit_tokens: of admitted requests, first admission only.
-        hit_tokens_host, hit_tokens_store: of hit_tokens, those found there.
-        swapped_in_blocks, swapped_out_blocks: copied between device and host.
-        fetched_blocks, late_fetched_blocks, written_blocks: read from and written to the store.
+        hit_tokens_host, hit_tokens_store: the part of hit_tokens that was found there.
+        num_host_blocks, free_host_blocks: blocks of the host tier, and those of them without content.
+        swapped_in_blocks, swapped_out_blocks: blocks copied between device and host.
+        fetched_blocks, late_fetched_blocks: blocks read from the store in time, and after the wait for them had ended.
+        written_blocks: blocks that the store took.
         dropped_writes: blocks that should have been kept or written, and were not.
-        forgotten_blocks: that the store was believed to have, and had not when it was asked.
-        fetch_cut_offs: lookups and fetches that were not waited for any longer.
-        moving, writing, waiting_for_store, late_leases: copies in flight; blocks being written or queued; lookups and
-            fetches in flight; transfers whose wait ended before their work.
-        reserved_blocks: of those free and idle, promised to leases and not taken yet.
+        forgotten_blocks: blocks that the store was believed to have, and had not when it was asked.
+        fetch_cut_offs: lookups and fetches whose wait ended at its deadline.
+        moving: copies between device and host in flight.
+        writing: blocks that are being written to the host or the store, or queued for it.
+        waiting_for_store: lookups and fetches in flight.
+        late_transfers: transfers whose wait ended before their work.
+        reserved_blocks: of the free and idle blocks, those promised to leases and not taken yet.
         leased: samples that wait for blocks of another instance, or in line for room for them.
-        leases_granted, leases_denied, leases_dropped, received_blocks: given to other instances, and what came by them.
-        errands: groups of samples on their way to another instance.
-        queued_tokens: prompt tokens of those who wait.
+        leases_granted, leases_denied, leases_dropped: answers to prefill instances, and leases that ended unused.
+        received_blocks: blocks that arrived from other instances.
+        hand_offs: groups of samples on their way to another instance.
+        queued_tokens: prompt tokens of the waiting sequences.
+        paused: no steps are planned.
+        weight_version: the caller's label of the weights in use.
     """
 
     waiting: int
@@ -148,14 +172,14 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     moving: int = 0
     writing: int = 0
     waiting_for_store: int = 0
-    late_leases: int = 0
+    late_transfers: int = 0
     reserved_blocks: int = 0
     leased: int = 0
     leases_granted: int = 0
     leases_denied: int = 0
     leases_dropped: int = 0
     received_blocks: int = 0
-    errands: int = 0
+    hand_offs: int = 0
     queued_tokens: int = 0
     paused: bool = False
-    weight_version: int = 0
+    weight_version: str = "0"

@@ -1,4 +1,7 @@
-"""What keeps a block on the host for another instance. Pure state: `swap_planner.py` makes, holds and releases it."""
+"""`Export`: a hold that keeps a block on the host while another instance reads it. Pure state.
+
+`swap_planner.py` makes, holds and releases exports; `disagg/sender.py` asks for them.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,11 @@ if TYPE_CHECKING:
 
 
 class Export:
-    """A block whose KV another instance shall read on the host: it goes there, and stays until `Copier.release`.
+    """A block whose KV another instance shall read on the host: it goes there, and stays until `SwapPlanner.release`.
 
     Attributes:
-        held: it has its place on the host.
+        block: the block.
+        held: the block has its place on the host, and the hold on it is taken.
         wanted: False once released.
     """
 
@@ -25,9 +29,10 @@ class Export:
 
     @property
     def ready(self) -> bool:
+        """The other instance may read the block now."""
         return self.held and self.block.on_host
 
     @property
     def gone(self) -> bool:
-        """Who had it gave it up before it found a place on the host, and it was evicted."""
+        """Its sequence gave the block up before there was room on the host, and the block was evicted."""
         return not self.held and self.block.id < 0 and self.block.host < 0

@@ -1,11 +1,12 @@
-"""Where every sequence stands, and when its blocks go back. Pure.
+"""The queues: where every sequence stands, and when its blocks go back. Pure.
 
     waiting --start--> [loading] --> prefilling --last chunk planned--> decoding --last token planned--> tail --end-->
        ^                   |             |                                 |
        +---- released -----+--------- leaving <------- preempt ------------+
 
-Whoever leaves the runner keeps its blocks until the last step that names them completed. Filled by
-`step_planner.py`, asked by `core.py`; decides whom to preempt and nothing else.
+A sequence that leaves the runner keeps its blocks until the last step that names them completed. This module decides
+which sequence is preempted and nothing else; it knows no events and no actions but `RowSpan`. Called by `core.py`,
+`step_planner.py`, `tiers/` and `disagg/decode.py`.
 """
 
 from __future__ import annotations
@@ -13,34 +14,38 @@ from __future__ import annotations
 from bisect import insort
 from typing import TYPE_CHECKING
 
-from fdasync.cache.prefix import PrefixIndex, block_keys
+from fdasync.cache.identity import block_keys
 from fdasync.scheduler.state.sequence import Sequence, State
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fdasync.cache.prefix import PrefixIndex
     from fdasync.events.actions import RowSpan
-    from fdasync.scheduler.tiers.swap_planner import Copier
+    from fdasync.scheduler.state.policy import Order
 
 
-class Roster:
+class SequenceQueues:
     """All live sequences by state, and those whose blocks steps in flight still name.
 
     Args:
-        spans: where rows are asked for that a released tail would take with it.
-        on_preempted: told of a sequence that is about to give its blocks up for others.
+        spans: the list to which copies of rows are appended before a released block takes its rows with it.
+        on_preempted: called with a sequence that is about to give its blocks up for others.
+        asks_store: the store may have to be asked about a sequence that comes to the queue.
 
     Attributes:
-        waiting: in order; holds no blocks.
-        leased: by key; waits for another instance's blocks, or for room for them.
-        loading: by key; has its blocks, and waits for KV to arrive; `loaded` in the order of arrival.
-        requeued: those that came back to `waiting`; taken by `core.py`.
+        waiting: sequences without blocks, in the policy's order.
+        leased: by key, sequences that wait for another instance's blocks, or for room for them.
+        loading: by key, sequences that have their blocks and wait for KV to arrive in them.
+        loaded: by key, sequences whose KV has arrived, in the order of arrival.
+        fresh: waiting sequences whose identities or store `tiers.py` has to look at; `Tiers.take_fresh` takes them.
         prefilling, decoding, tail: by key; `decoding` in the runner's order.
+        decode_stop_ids: every token id that may end one of `decodes`, as of its last call.
         last_step, done_step: the last step planned, and the last that completed.
         preemptions: how many there were.
-        num_leased: of `leased`, those whose lease is granted.
-        walled: the last plan let nobody in, for lack of room or of a lane, and somebody waits for that.
-        held_for: order of the lease in line that nobody after it may pass any more; None: there is none.
+        num_leased: how many of `leased` have a granted lease.
+        walled: the last plan admitted no more sequences for lack of room or of a lane.
+        held_for: order of the lease in line that no later sequence may pass any more; None: there is none.
     """
 
     def __init__(
@@ -48,15 +53,16 @@ class Roster:
         block_tokens: int,
         index: PrefixIndex,
         spans: list[RowSpan],
-        copier: Copier,
         on_preempted: Callable[[Sequence], None],
+        *,
+        asks_store: bool = False,
     ) -> None:
         self.waiting: list[Sequence] = []
         self.loading: dict[int, Sequence] = {}
         self.loaded: dict[int, Sequence] = {}
-        self.requeued: list[Sequence] = []
-        self._copier = copier
+        self.fresh: list[Sequence] = []
         self._on_preempted = on_preempted
+        self._asks_store = asks_store
         self.leased: dict[int, Sequence] = {}
         self.prefilling: dict[int, Sequence] = {}
         self.decoding: dict[int, Sequence] = {}
@@ -66,12 +72,13 @@ class Roster:
         self.preemptions = 0
         self.num_leased = 0
         self.walled = False
-        self.held_for: tuple[int, int] | None = None
+        self.held_for: Order | None = None
         self._block_tokens = block_tokens
         self._index = index
         self._spans = spans
         self._leaves: list[int] = []
         self._draining: dict[int, list[Sequence]] = {}
+        self.decode_stop_ids: frozenset[int] = frozenset()
         self._decodes: list[Sequence] | None = None
         self._emitters: list[tuple[int, Sequence]] = []
 
@@ -83,8 +90,8 @@ class Roster:
     # -- forward ------------------------------------------------------------------------------------
 
     def reserve(self, blocks_each: int) -> int:
-        """Blocks that decoding sequences may want next: for so many blocks' worth of tokens each, never past their
-        length limit (DECISIONS 23); a quarter of all at most."""
+        """Blocks to keep free for the next tokens of the decoding sequences: `blocks_each` blocks' worth of each, never
+        past their length limit (docs/design.md, rule 23); a quarter of all blocks at most."""
         size = self._block_tokens
         total = 0
         for seq in self.decoding.values():
@@ -94,11 +101,14 @@ class Roster:
         return min(total, self._index.pool.num_blocks // 4)
 
     def enqueue(self, seq: Sequence) -> None:
+        """Let it wait to be admitted."""
         insort(self.waiting, seq, key=lambda other: other.order)
+        if self._asks_store or not seq.indexed:
+            self.fresh.append(seq)
 
-    def first_aged(self, before: float) -> tuple[int, int] | None:
-        """The order of the first who waits for room, and has waited since `before`; who was preempted counts at
-        once. None: there is none."""
+    def first_aged(self, before: float) -> Order | None:
+        """The order of the first sequence that waits for room, and has waited since `before`; a preempted sequence
+        counts at once. None: there is none."""
         if not self.walled:
             return None
         return next((seq.order for seq in self.waiting if seq.wants_room and seq.waits_since <= before), None)
@@ -109,18 +119,18 @@ class Roster:
         self.loading[seq.key] = seq
 
     def to_leased(self, seq: Sequence) -> None:
-        """Another instance computes its prompt."""
+        """Let it wait for the blocks of its prompt, which another instance computes."""
         seq.state = State.LEASED
         self.leased[seq.key] = seq
 
     def handed_over(self, seq: Sequence) -> None:
-        """All that another instance computed of it is on the device."""
+        """All blocks that another instance computed for it are on the device."""
         del self.leased[seq.key]
         seq.state = State.LOADING
         self.loaded[seq.key] = seq
 
     def arrived(self, seq: Sequence) -> None:
-        """All that it waited for is on the device."""
+        """All KV that it waited for is on the device."""
         del self.loading[seq.key]
         self.loaded[seq.key] = seq
 
@@ -131,10 +141,9 @@ class Roster:
         self.prefilling[seq.key] = seq
 
     def to_decode(self, seq: Sequence) -> None:
-        """Its last chunk is planned."""
+        """Its last chunk is planned: the next step decodes it."""
         del self.prefilling[seq.key]
         seq.state = State.DECODE
-        seq.stamp += 1
         self.decoding[seq.key] = seq
         self._decodes = None
 
@@ -152,16 +161,16 @@ class Roster:
         self._retire(seq)
 
     def remove(self, seq: Sequence) -> None:
-        """Plan no more tokens of `seq`, whatever it was doing; the runner forgets it at the next step."""
+        """Plan no more tokens of `seq`, in any state; the runner forgets it at the next step. Copies that it waits for
+        go on; the caller takes it off them."""
         if seq.state is State.WAITING:
             self.waiting.remove(seq)
         elif seq.state is State.LEASED:
             del self.leased[seq.key]
         elif seq.state is State.LOADING:
-            # the runner has not heard of it
+            # the runner does not know it yet
             self.loading.pop(seq.key, None)
             self.loaded.pop(seq.key, None)
-            self._copier.forget(seq)
         elif seq.state is State.PREFILL:
             del self.prefilling[seq.key]
             self._leaves.append(seq.key)
@@ -169,7 +178,6 @@ class Roster:
             del self.decoding[seq.key]
             self._decodes = None
             self._leaves.append(seq.key)
-            seq.stamp += 1
             seq.last_step = self.last_step
         elif seq.state is State.TAIL:
             del self.tail[seq.key]
@@ -181,13 +189,14 @@ class Roster:
         return leaves
 
     def decodes(self, skips: list[Sequence]) -> tuple[list[Sequence], list[tuple[int, Sequence]]]:
-        """Who decodes, in the runner's order, and (row, sequence) of those whose tokens are wanted as they come.
+        """The sequences that decode, in the runner's order, and (row, sequence) of those that give tokens as they come.
 
-        Shared between steps while nobody joins or leaves: not to be written.
+        The lists are shared between steps while no sequence joins or leaves: the caller must not write them.
         """
         if self._decodes is None:
             self._decodes = list(self.decoding.values())
             self._emitters = [(row, seq) for row, seq in enumerate(self._decodes) if seq.emits]
+            self.decode_stop_ids = frozenset().union(*[seq.stop_ids for seq in self._decodes])
         if not skips:
             return self._decodes, self._emitters
         decodes = [seq for seq in self._decodes if seq not in skips]
@@ -197,6 +206,7 @@ class Roster:
 
     @property
     def is_draining(self) -> bool:
+        """Some retired sequence waits for a step in flight."""
         return bool(self._draining)
 
     def draining(self) -> list[Sequence]:
@@ -209,25 +219,44 @@ class Roster:
         for seq in self._draining.pop(step_id, ()):
             self._release(seq)
 
-    def pending_free(self) -> int:
-        """Blocks that come back without anybody's doing."""
+    def num_leaving(self) -> int:
+        """Blocks that come back when steps in flight are done and stop answers have come."""
         leaving = {seq.key: seq for seq in self.draining()} | self.tail
-        blocks = sum(1 for seq in leaving.values() for block in seq.blocks if block.pins == 1)
-        return blocks + self._copier.num_leaving
+        return sum(1 for seq in leaving.values() for block in seq.blocks if block.ref_count == 1)
 
     def preempt(self) -> Sequence | None:
-        """Preempt the lowest priority, then the newest; never the oldest of the highest (it must get through).
+        """Preempt the last sequence in the policy's order (in order of arrival: the lowest priority, then the newest).
+        None: fewer than two run.
 
-        Its blocks come back now, or when its last step in flight completes; then it waits again.
+        The first sequence is never preempted, and it is admitted before all others, so it gets through. Places are
+        permanent, and a policy bounds for how long newcomers may take a place before an older sequence
+        (`Policy.passed_for_s`). So every sequence becomes the first of its priority in the end, and none is preempted
+        for ever. The blocks of the preempted sequence come back now, or when its last step in flight completes; then it
+        waits again.
         """
-        holders = (self.decoding, self.prefilling, self.loading, self.loaded)
-        running = sorted([seq for held in holders for seq in held.values()], key=lambda seq: seq.order)
+        running = sorted(self._running(), key=lambda seq: seq.order)
         if len(running) < 2:
             return None
         seq = running[-1]
         self.preemptions += 1
         self.leave(seq)
         return seq
+
+    def _running(self) -> list[Sequence]:
+        """The sequences that have blocks, and of which a step is still to be planned."""
+        holders = (self.decoding, self.prefilling, self.loading, self.loaded)
+        return [seq for held in holders for seq in held.values()]
+
+    def retract(self) -> list[Sequence]:
+        """Have all running sequences give their blocks up, the first one too, as in a preemption; returns them.
+
+        Nothing of a sequence in the tail is left to plan: it ends, or is handed over, by itself. Leased ones hold what
+        another instance was promised.
+        """
+        running = self._running()
+        for seq in running:
+            self.leave(seq)
+        return running
 
     def leave(self, seq: Sequence) -> None:
         """Back to the queue, as soon as no step in flight names its blocks."""
@@ -244,7 +273,7 @@ class Roster:
     def _release(self, seq: Sequence) -> None:
         preempted = seq.state is State.LEAVING
         if seq.state is not State.ENDED and seq.blocks:
-            # the open tail's slot goes with its block: last chance for its rows (DECISIONS 6)
+            # the open tail's slot goes with its block: last chance for its rows (docs/design.md, rule 6)
             seq.take_rows(seq.computed, self._block_tokens, self._spans)
         if preempted:
             self._on_preempted(seq)
@@ -256,4 +285,3 @@ class Roster:
                 parent = seq.keys[-1] if seq.keys else seq.root
                 seq.keys += block_keys(parent, seq.tokens, self._block_tokens, len(seq.keys) * self._block_tokens)
             self.enqueue(seq)
-            self.requeued.append(seq)

@@ -1,4 +1,7 @@
-"""One sample of one request, as the scheduler sees it: tokens, blocks, and how far it got. Pure."""
+"""The scheduler's state of one sample of one request: tokens, blocks, and how far it got. Pure.
+
+Knows no queue and no other sequence. Changed by `core.py`, `step_planner.py`, `queues.py`, `tiers/` and `disagg/`.
+"""
 
 from __future__ import annotations
 
@@ -9,46 +12,57 @@ from fdasync.events.actions import RowSpan
 
 if TYPE_CHECKING:
     from fdasync.cache.blocks import Block
+    from fdasync.events.actions import FinishReason
     from fdasync.events.catalog import RequestPrepared
+    from fdasync.scheduler.state.policy import Order
 
 
 class State(Enum):
     """Forward only, but for preemption: LOADING, PREFILL or DECODE -> LEAVING -> WAITING."""
 
     WAITING = "waiting"  # holds nothing
-    LEASED = (
-        "leased"  # prefilled by another instance; waits in line, or holds blocks and waits for what they shall hold
-    )
-    LOADING = "loading"  # holds blocks for every known token; some of them are on their way from the host
+    LEASED = "leased"  # prefilled by another instance: waits in line for a lease, or for the blocks to arrive
+    LOADING = "loading"  # holds blocks for every known token; the KV of some is on its way from the host
     PREFILL = "prefill"  # holds blocks for every known token; chunks are being planned
-    DECODE = "decode"  # one token a step
+    DECODE = "decode"  # one token a step, or a run of tokens
     TAIL = "tail"  # nothing left to plan; results or a stop answer are awaited
     LEAVING = "leaving"  # preempted; its last step in flight is awaited
     ENDED = "ended"  # its caller has the result; steps in flight may still name it
 
 
 class Elsewhere(Protocol):
-    """That another instance shall go on with a sequence; `granted`: one has room for it."""
+    """Another instance shall go on with a sequence (`disagg/handoff.py`)."""
 
     @property
-    def granted(self) -> bool: ...
+    def granted(self) -> bool:
+        """An instance has room for it."""
+
+
+class StoreWork(Protocol):
+    """A lookup or a fetch in flight (`tiers/store_planner.py`). Compared by identity.
+
+    Attributes:
+        waiting: sequences that wait for it.
+    """
+
+    waiting: list[Sequence]
 
 
 class StoreNotes:
-    """What one sequence has to do with the store.
+    """One sequence's dealings with the store.
 
     Attributes:
         waits_for: the lookup or fetch in flight that it waits for; it is not planned meanwhile.
-        absent_at: number of the block that is known to be missing there; -1: nothing is known.
-        regret_s: what waiting may still cost it beyond the estimates; None: it never asked.
-        brought: keys that were fetched for it, and whether they came.
+        absent_at: number of the block that the store is known to lack; -1: none is known.
+        regret_s: how long it may still wait beyond the estimates; None: the store was never asked for it.
+        brought: identities that were fetched for it, and whether their blocks came.
         held: blocks that came for it and stay on the host until it is admitted.
     """
 
     __slots__ = ("absent_at", "brought", "held", "regret_s", "waits_for")
 
     def __init__(self) -> None:
-        self.waits_for: object = None
+        self.waits_for: StoreWork | None = None
         self.absent_at = -1
         self.regret_s: float | None = None
         self.brought: dict[bytes, bool] = {}
@@ -58,29 +72,46 @@ class StoreNotes:
 class Sequence:
     """Mutable state of one sample.
 
-    Token lengths, always `rows_have`, `computed` <= `planned`, `computed` < `len(tokens)`:
+    Token counts, always `rows_have`, `computed` <= `planned`, `computed` < `len(tokens)`:
         computed: positions whose step completed since the last (re)start.
-        planned: positions planned while in prefill; from then on the decode tick tells (`step_planner.py`).
+        computed_prefill: the same while in prefill.
+        planned: positions planned while in prefill; while it decodes, its tokens and the steps in flight give them.
         rows_have: one past the last position whose aux rows the request owns; never goes back.
 
     Attributes:
-        order: place in every queue: higher priority first, then older.
-        tokens: prompt and output known so far; internal, grows with overrun after the end too.
-        keys: identities of the leading full blocks, as far as known.
-        root, salt: identity before the first block; what made it, with the namespace.
-        indexed: `keys` belong to the KV that it has, so that its blocks may be shared; not after a weight update.
-        hashing: its identities are being computed again; it cannot be matched.
-        arrivals: copies that its blocks wait for, while LOADING.
-        hit_blocks: of its blocks, those that came from the host and from the store.
-        cached_tokens: not computed at its first start: from the device, the host, the store.
-        store: its dealings with the store (`store_planner.py`).
+        key: number of the sample in this engine.
         group: key of its request's first sample.
-        errand: it is decoded elsewhere (`disagg/prefill.py`); lease: group of the lease it came by (`decode.py`), else
-        -1.
+        order: place in every queue, as the policy says.
+        deadline: engine time at which it ends; inf: none.
+        tokens: prompt and output known so far; grows with overrun after the end too.
+        prompt_len: tokens of the prompt.
+        max_len, min_len: tokens after which it ends, and before which no token ends it.
+        stop_ids: token ids that end it; empty once it ends.
+        emits: its tokens are wanted as they come.
+        checks_stops: it has stop strings, for which its text is searched.
+        start: position of the first row that its request wants; -1: it wants none.
+        sampler: how the runner samples it.
+        score_from: position of the first token of its prompt that is to be scored and is not; -1: none.
+        keys: identities of the leading full blocks, as far as known.
+        root: identity before the first block.
+        salt: what sets `root` apart besides the namespace.
+        indexed: `keys` belong to the KV that it has, so that its blocks may be shared; False after a weight update.
+        hashing: its identities are being computed again; it cannot be matched.
+        state: where it stands.
+        blocks: its device blocks, in order.
+        decoding: its prompt is computed.
+        arrivals: copies that its blocks wait for, while LOADING.
+        hit_blocks: how many of its blocks came from the host, and from the store.
+        cached_tokens: tokens that were not computed at its first start: from the device, the host, the store.
+        store: its dealings with the store.
+        hand_off: another instance shall decode it (`disagg/prefill.py`).
+        lease: group of the lease that it came by (`disagg/decode.py`), else -1.
         waits_since: engine time at which it came to the queue; -inf once it was preempted.
-        midway: its KV came whole up to its prompt's end, an open block included; until it starts.
+        midway: its KV came whole up to its prompt's end, an open block included, and it has not started yet.
         spans: (first output token, weight version), in order.
-        base, stamp: decode position = base + tick; `stamp` tells stale calendar entries from live ones.
+        near: the length from which on the next plan must look at it: it may lack a block, or make its last token.
+        due: the length from which on more must be done than take its tokens: `near`, or where a block is full.
+        idle_step: the last step that left it out since it decodes.
         last_step: the last step that names it, once it is out of the decode set.
         ending: (reason, output tokens to keep, matched id) while a stop answer is awaited.
         checked: output tokens that are known to hold no stop string.
@@ -88,7 +119,6 @@ class Sequence:
 
     __slots__ = (
         "arrivals",
-        "base",
         "blocks",
         "cached_tokens",
         "checked",
@@ -96,12 +126,14 @@ class Sequence:
         "computed_prefill",
         "deadline",
         "decoding",
+        "due",
         "emits",
         "ending",
-        "errand",
         "group",
+        "hand_off",
         "hashing",
         "hit_blocks",
+        "idle_step",
         "indexed",
         "key",
         "keys",
@@ -110,16 +142,16 @@ class Sequence:
         "max_len",
         "midway",
         "min_len",
+        "near",
         "order",
         "planned",
-        "priority",
         "prompt_len",
         "root",
         "rows_have",
         "salt",
         "sampler",
+        "score_from",
         "spans",
-        "stamp",
         "start",
         "state",
         "stop_ids",
@@ -128,11 +160,10 @@ class Sequence:
         "waits_since",
     )
 
-    def __init__(self, event: RequestPrepared, arrival: int, version: int = 0) -> None:
+    def __init__(self, event: RequestPrepared, order: Order, version: str = "0") -> None:
         self.key = event.key
         self.group = event.group
-        self.priority = event.priority
-        self.order = (-event.priority, arrival)
+        self.order = order
         self.tokens = list(event.tokens)
         self.prompt_len = len(self.tokens)
         self.max_len = self.prompt_len + event.max_tokens
@@ -142,6 +173,7 @@ class Sequence:
         self.checks_stops = event.checks_stops
         self.start = event.start
         self.sampler = event.sampler
+        self.score_from = event.sampler.score_from
         self.deadline = event.deadline
         self.keys = list(event.block_keys)
         self.root = event.root
@@ -149,7 +181,7 @@ class Sequence:
         self.indexed = True
         self.hashing = False
         self.arrivals = 0
-        self.errand: Elsewhere | None = None
+        self.hand_off: Elsewhere | None = None
         self.lease = -1
         self.midway = False
         self.store = StoreNotes()
@@ -160,53 +192,75 @@ class Sequence:
         self.decoding = False
         self.computed_prefill = 0
         self.planned = 0
-        self.base = 0
-        self.stamp = 0
+        self.near = 0
+        self.due = 0
+        self.idle_step = -1
         self.last_step = -1
         self.rows_have = max(event.start, 0)
         self.hit_blocks = (0, 0)
         self.cached_tokens: tuple[int, int, int] | None = None
-        self.ending: tuple[str, int, int] | None = None
+        self.ending: tuple[FinishReason, int, int] | None = None
         self.checked = 0
 
     @property
     def computed(self) -> int:
         """Positions whose step completed since the last (re)start."""
-        # a decode step's token arrives with the step, so all but the last known token were forwarded
+        # a decode step's tokens arrive with the step, so all but the last known token were forwarded
         return len(self.tokens) - 1 if self.decoding else self.computed_prefill
 
     @property
     def wants_room(self) -> bool:
-        """While it waits: it waits for nothing else."""
-        elsewhere = self.errand is not None and not self.errand.granted
+        """It waits for room alone, while it waits."""
+        elsewhere = self.hand_off is not None and not self.hand_off.granted
         return not (self.hashing or elsewhere or self.store.waits_for is not None)
 
     @property
     def num_output(self) -> int:
+        """Output tokens known so far, overrun included."""
         return len(self.tokens) - self.prompt_len
+
+    def hit_limit(self, block_tokens: int) -> int:
+        """The most leading blocks that it need not compute: the first sample needs the logits of the last token, and a
+        token of the prompt that is scored those of the token before it (docs/design.md, rule 12)."""
+        last = len(self.tokens) - 1
+        if self.score_from >= 0:
+            last = min(last, max(self.score_from - 1, 0))
+        return last // block_tokens
+
+    def scored(self, stop: int) -> None:
+        """A step computed its positions up to `stop`, and scored the tokens up to the one at `stop`."""
+        if self.score_from >= 0:
+            self.score_from = max(self.score_from, stop + 1) if stop + 1 < self.prompt_len else -1
 
     def take_rows(self, upto: int, block_tokens: int, spans: list[RowSpan]) -> None:
         """Ask for copies of the aux rows up to position `upto` that the request does not have yet.
 
         The first completed pass wins: rows that it has stay, whatever is computed again later.
         """
-        if self.start < 0:
+        start = self.rows_have
+        if self.start < 0 or start >= upto:
             return
-        position = self.rows_have
-        while position < upto:
-            index, offset = divmod(position, block_tokens)
-            count = min(block_tokens - offset, upto - position)
-            slot = self.blocks[index].slot
-            assert slot is not None
-            spans.append(RowSpan(self.key, slot.id, slot.generation, offset, count, position))
-            position += count
-        self.rows_have = max(position, self.rows_have)
+        blocks = self.blocks[start // block_tokens : -(-upto // block_tokens)]
+        slots = [block.slot for block in blocks if block.slot is not None]
+        assert len(slots) == len(blocks)
+        spans.append(
+            RowSpan(
+                self.key,
+                tuple([slot.id for slot in slots]),
+                tuple([slot.generation for slot in slots]),
+                start % block_tokens,
+                upto - start,
+                start,
+            )
+        )
+        self.rows_have = upto
 
-    def new_weights(self, version: int) -> None:
+    def new_weights(self, version: str) -> None:
         """Tokens sampled from now on are of this version."""
         if self.spans[-1][0] == self.num_output:
             self.spans.pop()
-        self.spans.append((self.num_output, version))
+        if not self.spans or self.spans[-1][1] != version:
+            self.spans.append((self.num_output, version))
 
     def restart(self) -> None:
         """Back to the start, holding nothing; tokens and rows that it has stay."""

@@ -1,1 +1,1 @@
-"""What moves between device, host and store."""
+"""Decisions about blocks below the device: swaps to and from the host, fetches and writes of the store."""

@@ -1,16 +1,16 @@
-"""Whether the store has whole chains: what it is believed to have, when it is asked, what is written again. Pure.
+"""Keeps chains of blocks whole in the store: what it is believed to have, when to check, what to write again. Pure.
 
-A block in the store is worth nothing without those before it: whoever looks for a prefix stops at the first that is
-missing. And a store may forget. So its last word about a block (written, refused, found, missing) is believed for
-`TRUSTED_USES` admissions that come by the block. The next one asks about the chain, with a lookup that nobody waits
-for, and what is missing there and still here is written again, parents first. A prefix in use is whole in the store
-again after that many requests, at the cost of one lookup for as many; a refused write is tried again as rarely.
+A block in the store is worth nothing without the blocks before it, since a lookup stops at the first missing block. And
+a store may forget. So the last known state of a block (written, refused, found, missing) is believed for `TRUSTED_USES`
+admissions that use the block. The next admission checks the chain, with a lookup that no request waits for. Blocks that
+are missing there and still here are written again, parents first. A prefix in use is whole in the store again after
+that many requests, at the cost of one lookup; a refused write is tried again as rarely.
 
-A block is not written where its chain is known to be broken: the one before it is nowhere here any more, or the store
-lacks it and it is not about to be written. Then what the store has behind it counts for nothing either. Computing the
-one before it again puts both right: that one is written when it seals, this one when it is used next.
+A block is not written where its chain is known to be broken: the block before it is in no tier here any more, or the
+store lacks that block and no write of it is about to come. Blocks that the store has behind the gap do not count
+either. Computing the missing block again repairs the chain: it is written when it seals, the next one when it is used.
 
-Called by `store_planner.py` and `tiers.py`; knows identities and blocks, and no lookup in flight.
+This module knows identities and blocks, and no lookup in flight. Called by `store_planner.py` and `write_policy.py`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from fdasync.scheduler.state.config import SchedulerConfig
     from fdasync.scheduler.state.sequence import Sequence as Sample
 
-# of one lookup; a longer chain is asked about in parts
+# most keys of one lookup; a longer chain is asked about in parts
 MAX_LOOKUP_KEYS = 4096
-# admissions for which a word of the store is believed; a group of so many samples costs one lookup
+# admissions for which a block's last known state is believed; a group of so many samples costs one lookup
 TRUSTED_USES = 8
 
 
@@ -35,7 +35,7 @@ class Chains:
     """See the module.
 
     Args:
-        send: told of each block that is wanted from now on: by way of the host, to the store.
+        send: called with each block that shall be written from now on.
 
     Attributes:
         forgotten: blocks that the store was believed to have, and had not.
@@ -50,15 +50,15 @@ class Chains:
         self.forgotten = 0
 
     def want(self, block: Block, parent: bytes) -> None:
-        """Have it written, behind the block of identity `parent`; b"": it is the first."""
+        """Have a block written, behind the block of identity `parent`; b"": it is the first."""
         block.wanted = True
         block.parent = parent
         self._send(block)
 
     def used(self, seq: Sample) -> tuple[bytes, list[bytes]]:
-        """`seq` is admitted with the blocks that are here. Has those written that should be in the store and were not
-        tried lately; returns the part of the chain to ask the store about, from the first block for which that is due,
-        and the identity before it (b"": none)."""
+        """`seq` is admitted with the blocks that are here. Blocks that should be in the store and were not tried lately
+        are written. Returns the part of the chain to ask the store about, from the first block whose check is due, and
+        the identity before that part (b"": none)."""
         if not self._enabled or not seq.indexed:
             return b"", []
         keys = seq.keys if self._outputs else seq.keys[: seq.prompt_len // self._block_tokens]
@@ -75,7 +75,7 @@ class Chains:
                 # it is being written, or will be
                 whole = False
             elif lost:
-                # whatever the store has of it, nobody finds it
+                # no lookup finds it behind the gap, though the store may have it
                 block.stored, block.absent = False, True
             elif block.stored:
                 if whole and (asked or due):
@@ -90,15 +90,15 @@ class Chains:
         return before, asked[:MAX_LOOKUP_KEYS]
 
     def asked(self, keys: Sequence[bytes]) -> None:
-        """The store is being asked about these: nobody else needs to."""
+        """The store is being asked about these blocks: no other admission has to."""
         for key in keys:
             block = self._index.get(key)
             if block is not None:
                 block.uses = 0
 
     def answered(self, parent: bytes, keys: Sequence[bytes], count: int) -> None:
-        """The store has the leading `count` of the part of a chain behind `parent`, and not the next one: what is here
-        of the rest is written again, as far as it hangs together."""
+        """The store has the leading `count` of these blocks behind `parent`, and not the next one. The rest is written
+        again, up to the first block that is not here."""
         whole = True
         for number, key in enumerate(keys):
             block = self._index.get(key)
@@ -114,8 +114,8 @@ class Chains:
             parent = key
 
     def broken_before(self, keys: Sequence[bytes]) -> None:
-        """The store lacks a block that is not here either: nobody finds these there, which come behind it, so they are
-        written again when they are used next."""
+        """The store lacks a block that is not here either. No lookup finds these blocks behind it, so they are written
+        again when they are used next."""
         for key in keys:
             block = self._index.get(key)
             if block is not None and not block.wanted:
@@ -127,8 +127,8 @@ class Chains:
         block.heard(stored=False)
 
     def gives_up(self, block: Block) -> bool:
-        """True: nobody would find this wanted block in the store, so it is not written; it is looked at again when it
-        is used next."""
+        """Whether no lookup would find this wanted block in the store. It is not written then, and looked at again when
+        it is used next."""
         if not block.parent:
             return False
         before = self._index.get(block.parent)

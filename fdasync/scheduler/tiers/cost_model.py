@@ -1,8 +1,9 @@
-"""What things cost, learnt from how long they took: prefill, lookups, fetches. Pure.
+"""Estimates how long prefill, lookups and fetches take, from how long they took. Pure.
 
-Fetching has bounded regret (DESIGN section 7): it is tried only where it should be faster than computing, and waited
-for no longer than its own estimate plus a tenth of the estimated time of computing. These are the estimates; they are
-running means that forget, so that a store that became slow is soon known to be slow. Used by `store_planner.py`.
+Fetching has bounded regret (docs/design.md, section 7): it is tried only where it should be faster than computing, and
+waited for no longer than its own estimate plus a tenth of the estimated time of computing. The estimates are running
+means that forget, so a store that became slow is soon known to be slow. This module knows no requests and no blocks.
+`store_planner.py` asks it, and `core.py` gives it the speed of prefill.
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ _FADE = 0.99
 
 
 class Mean:
-    """A running mean that starts from a guess; the first measurement takes its place."""
+    """A running mean that starts from a guess; the first measurement takes its place.
+
+    Attributes:
+        value: the mean so far.
+    """
 
     __slots__ = ("_measured", "value")
 
@@ -27,11 +32,11 @@ class Mean:
         self._measured = True
 
 
-class Rates:
+class CostModel:
     """Estimates in seconds.
 
     Args:
-        prefill_tokens_per_s, fetch_nbytes_per_s, lookup_s: what is believed before anything was measured.
+        prefill_tokens_per_s, fetch_nbytes_per_s, lookup_s: the guesses before the first measurement.
     """
 
     def __init__(self, prefill_tokens_per_s: float, fetch_nbytes_per_s: float, lookup_s: float) -> None:
@@ -45,14 +50,14 @@ class Rates:
         self._prefill.add(seconds / num_tokens)
 
     def fetched(self, nbytes: int, seconds: float) -> None:
-        """This much arrived in so long, the asking included."""
+        """So many bytes arrived in so long, counted from the question."""
         self._fetch.add(seconds / nbytes)
 
     def looked_up(self, seconds: float) -> None:
         self._lookup.add(seconds)
 
     def passed_over(self) -> None:
-        """Computing was preferred: nothing is measured by that, so a bad name fades until the store is tried again."""
+        """Computing was preferred, which measures nothing: lower the store's estimates, so that it is tried again."""
         self._fetch.value *= _FADE
         self._lookup.value *= _FADE
 

@@ -1,47 +1,56 @@
-"""Dealings with the store: what is looked up, fetched and written, and who waits for it how long. Pure.
+"""Plans the dealings with the store: which blocks are looked up, fetched and written, and how long requests wait. Pure.
 
-A request whose prefix ends on the device and the host may find more of it in the store. It is asked only where reading
-should be faster than computing, once for all who want the same (a hundred requests for one prefix read it once), and
-is waited for no longer than the estimate plus a tenth of the recompute time (`cost_model.py`). What arrives is a block
-of the host like any other, but that it stays until the first who waited for it is admitted; who waited is matched
-again. What is fetched ahead of admission is bounded by half of the host tier: a request beyond that asks in its turn.
+A request whose prefix ends on the device and the host may find more of it in the store. The store is asked only where
+reading should be faster than computing, and once for all requests that want the same blocks. A request waits no longer
+than the estimate plus a tenth of the recompute time (`cost_model.py`), and is then matched again. A fetched block is a
+block of the host like any other, except that it stays until the first request that waited for it is admitted. Fetches
+ahead of admission are bounded by half of the host tier: a request beyond that asks in its turn.
 
-Blocks that shall be kept are written from the host, in the background, and nobody waits for that; `chains.py` says
-which still make sense, and which have to be written again. A transfer whose wait ended before its work keeps its blocks
-until `LeaseReturned` (DECISIONS 5).
+Blocks that shall be kept are written from the host in the background. No request waits for a write. `chains.py` says
+which writes still make sense, and which blocks have to be written again. A transfer whose wait ended before its work
+keeps its blocks until `LateTransferEnded` (docs/design.md, rule 5).
 
-Called by `core.py`; knows identities and blocks, no bytes and no clock but the time of events.
+This module knows identities and blocks, no bytes and no clock but the time of events. Called by `core.py`,
+`step_planner.py` and `tiers.py`.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from itertools import takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from fdasync.errors import InvariantBroken
 from fdasync.events.actions import FetchBlocks, LookUp, StoreBlocks
 from fdasync.scheduler.tiers.chains import MAX_LOOKUP_KEYS, Chains
-from fdasync.scheduler.tiers.cost_model import REGRET_SHARE, Rates
+from fdasync.scheduler.tiers.cost_model import REGRET_SHARE, CostModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fdasync.cache.blocks import Block
+    from fdasync.cache.blocks import Block, HostHold
     from fdasync.cache.prefix import PrefixIndex
-    from fdasync.events.catalog import FetchEnded, LeaseReturned, LookedUp, LookupReturned, StoreEnded
+    from fdasync.events.catalog import FetchEnded, LateTransferEnded, LookedUp, LookupReturned, StoreEnded
     from fdasync.scheduler.state.config import SchedulerConfig
     from fdasync.scheduler.state.sequence import Sequence
 
 _MAX_FETCH_BLOCKS = 512
 _MAX_PUT_BLOCKS = 16
 _MAX_PUTS = 4
-# lookups that nobody waits for, at a time, one for all that begins alike; and how long one may take
+# checks of written chains in flight, one for all chains that begin alike, and the deadline of one; no request waits
 _MAX_CHECKS = 4
 _CHECK_S = 10.0
 
 
 class _Lookup:
+    """A lookup in flight.
+
+    Attributes:
+        keys: identities that are looked up.
+        deadline: of waiting for it, by the events' clock.
+        waiting: sequences that wait for it.
+    """
+
     __slots__ = ("deadline", "keys", "waiting")
 
     def __init__(self, keys: list[bytes], deadline: float) -> None:
@@ -54,51 +63,55 @@ class _Transfer:
     """A fetch or a write in flight, or its late rest.
 
     Attributes:
+        keys, blocks: what it moves; a block for each identity.
+        reason: whether it fetches or writes; its blocks are held for that.
         held: numbers of the blocks that it still touches.
         epoch: of the weights that the blocks belong to.
         deadline: of waiting for a fetch, by the events' clock.
+        waiting: sequences that wait for a fetch.
     """
 
-    __slots__ = ("blocks", "deadline", "epoch", "fetch", "held", "keys", "waiting")
+    __slots__ = ("blocks", "deadline", "epoch", "held", "keys", "reason", "waiting")
 
-    def __init__(self, keys: list[bytes], blocks: list[Block], epoch: int, *, fetch: bool) -> None:
+    def __init__(self, keys: list[bytes], blocks: list[Block], epoch: int, reason: Literal["fetch", "write"]) -> None:
         self.keys = keys
         self.blocks = blocks
         self.held = list(range(len(blocks)))
         self.epoch = epoch
-        self.fetch = fetch
+        self.reason: Literal["fetch", "write"] = reason
         self.deadline = 0.0
         self.waiting: list[Sequence] = []
 
 
-class Storer:
+class StorePlanner:
     """See the module.
 
     Args:
-        keep: told of blocks that have to come to the host, to be written.
+        keep: called with each block that has to come to the host before it can be written.
 
     Attributes:
+        enabled: there is a store; without one no method needs to be called.
         chains: what the store is believed to have.
         written, dropped: blocks that the store took, and blocks that should have been written and were not.
-        fetched: blocks that came from the store in time; late_fetched: that came after all.
+        fetched, late_fetched: blocks that came from the store in time, and after the wait for them had ended.
         cut_off: fetches and lookups that ended at their deadline.
-        rates: what things cost.
+        rates: estimates of how long prefill, lookups and fetches take.
     """
 
     def __init__(self, config: SchedulerConfig, index: PrefixIndex, keep: Callable[[Block], None]) -> None:
         self._config = config
         self._index = index
         self._keep = keep
-        self.enabled = config.store
+        self.enabled = config.store and index.enabled
         self.chains = Chains(config, index, self._send)
-        self.rates = Rates(config.prefill_tokens_per_s, config.fetch_nbytes_per_s, config.lookup_s)
+        self.rates = CostModel(config.prefill_tokens_per_s, config.fetch_nbytes_per_s, config.lookup_s)
         self._lookups: dict[int, _Lookup] = {}
-        # of each: the identity before what is asked about, and that
+        # of each check: the identity before the blocks that it asks about, and their identities
         self._checks: dict[int, tuple[bytes, list[bytes]]] = {}
         self._fetches: dict[int, _Transfer] = {}
         self._puts: dict[int, _Transfer] = {}
         self._late: dict[int, _Transfer] = {}
-        # who is on its way to whom: identities that a lookup or a fetch in flight will tell of
+        # by identity, the lookup or fetch in flight that will answer for it
         self._asked: dict[bytes, _Lookup | _Transfer] = {}
         self._queue: deque[Block] = deque()
         self._writing: dict[Block, None] = {}
@@ -122,15 +135,17 @@ class Storer:
 
     @property
     def num_late(self) -> int:
-        """Leases: transfers whose wait ended before their work."""
+        """Transfers whose wait ended before their work."""
         return len(self._late)
 
     def plan(self) -> list[LookUp | FetchBlocks | StoreBlocks]:
-        """What to ask of the store now."""
+        """The lookups, fetches and writes of this turn."""
         actions: list[LookUp | FetchBlocks | StoreBlocks] = [*self._asks]
         self._asks.clear()
+        if not self._queue:
+            return actions
         # late writes count: a store that hangs gets no more than this
-        late = sum(not transfer.fetch for transfer in self._late.values())
+        late = sum(transfer.reason == "write" for transfer in self._late.values())
         while self._queue and len(self._puts) + late < _MAX_PUTS:
             put = self._next_put()
             if put is not None:
@@ -138,7 +153,7 @@ class Storer:
         return actions
 
     def new_weights(self, namespace: bytes) -> None:
-        """What is in flight belongs to weights that are gone: it ends as it ends, and is not used."""
+        """Lookups and transfers in flight belong to the old weights: their results are not used."""
         self._epoch += 1
         self._namespace = namespace
         self._asked.clear()
@@ -146,7 +161,8 @@ class Storer:
     # -- reading ------------------------------------------------------------------------------------
 
     def consider(self, seq: Sequence, now: float) -> bool:
-        """`seq` is waiting to be admitted: does it wait for the store first? Asks where that is worth it."""
+        """Whether `seq`, which waits to be admitted, waits for the store first: the one place where that is decided.
+        Asks the store where that is worth it. Called when it comes to the queue (`tiers.py`), and at its admission."""
         if self.enabled and not seq.hashing and seq.store.waits_for is None:
             self._consider(seq, now)
         return seq.store.waits_for is not None
@@ -154,7 +170,7 @@ class Storer:
     def _consider(self, seq: Sequence, now: float) -> None:
         notes = seq.store
         size = self._config.block_tokens
-        limit = (len(seq.tokens) - 1) // size
+        limit = seq.hit_limit(size)
         first = next((at for at in range(limit) if self._index.get(seq.keys[at]) is None), limit)
         if first == limit or first == notes.absent_at or seq.keys[first] in notes.brought:
             return
@@ -188,16 +204,16 @@ class Storer:
         self._asks.append(LookUp(number, self._namespace, tuple(keys), deadline))
 
     def _gap(self, keys: list[bytes]) -> list[bytes]:
-        """Up to the first that is here: what is behind a gap need not come again."""
+        """The leading identities that are in no tier here: blocks behind them need not come again."""
         return list(takewhile(lambda key: self._index.get(key) is None, keys))
 
     def _ahead(self) -> int:
-        """Blocks that were, are, or may soon be fetched for requests that are not admitted yet."""
+        """Blocks that were, are being, or may soon be fetched for requests that are not admitted yet."""
         asked = sum(len(lookup.keys) for lookup in self._lookups.values())
         return self._held + asked + sum(len(fetch.blocks) for fetch in self._fetches.values())
 
     def looked_up(self, event: LookedUp) -> list[Sequence]:
-        """Returns who need not wait any longer, or must look again."""
+        """A lookup ended; returns the sequences that need not wait any longer."""
         check = self._checks.pop(event.lookup_id, None)
         if check is not None:
             self._checked(*check, event)
@@ -206,7 +222,7 @@ class Storer:
         if lookup is None or event.count > len(lookup.keys):
             raise InvariantBroken(f"lookup {event.lookup_id} of {event.count} blocks was not in flight")
         self._forget(lookup, lookup.keys)
-        # only a loop that was held up hears of an answer after its deadline: that time says nothing of the store
+        # an answer after the deadline came to a loop that was held up: its time says nothing of the store
         held_up = event.answered and event.at > lookup.deadline
         over_s = 0.0 if held_up else event.seconds - self.rates.lookup_s
         if held_up:
@@ -233,20 +249,20 @@ class Storer:
 
     @staticmethod
     def _behind(lookup: _Lookup) -> list[bytes]:
-        """What the first who asked has behind what was asked for; it is here."""
+        """The identities behind those of the lookup, of the first sequence that asked; their blocks are here."""
         chain = lookup.waiting[0].keys
         return chain[chain.index(lookup.keys[0]) + len(lookup.keys) :] if lookup.keys[0] in chain else []
 
     def lookup_returned(self, event: LookupReturned) -> None:
-        """A lookup that was given up was answered: next time it is waited for as long as that, if that would have paid.
+        """A lookup was answered after its deadline: its time counts for the next estimate.
 
-        What took longer than computing hung, and says nothing of how long lookups take.
+        A time longer than computing does not count: the lookup hung, and says nothing of how long lookups take.
         """
         if event.seconds < self.rates.recompute_s(event.num_keys * self._config.block_tokens):
             self.rates.looked_up(event.seconds)
 
     def _note_absence(self, seq: Sequence, keys: list[bytes], count: int) -> None:
-        """Remember where the store's run of this sequence's blocks ends, if this lookup tells."""
+        """Remember where the store's run of this sequence's blocks ends, if the lookup shows it."""
         first = seq.keys.index(keys[0]) if keys[0] in seq.keys else -1
         if first < 0 or count >= len(keys):
             return
@@ -254,12 +270,12 @@ class Storer:
             seq.store.absent_at = first + count
 
     def _next_key(self, seq: Sequence) -> bytes:
-        """The first identity that is in no tier of ours; b"" where all are."""
-        limit = (len(seq.tokens) - 1) // self._config.block_tokens
+        """The first identity that is in no tier here; b"" where all are."""
+        limit = seq.hit_limit(self._config.block_tokens)
         return next((key for key in seq.keys[:limit] if self._index.get(key) is None), b"")
 
     def _fetch(self, keys: list[bytes], waiting: list[Sequence], now: float) -> _Transfer | None:
-        """Reserve host blocks for the leading run that is missing here, and ask for it."""
+        """Reserve host blocks for the leading run that is missing here, and fetch it."""
         index = self._index
         known = next((at for at, key in enumerate(keys) if index.get(key) is None), len(keys))
         wanted = self._gap(keys[known : known + _MAX_FETCH_BLOCKS])
@@ -276,14 +292,14 @@ class Storer:
             if not index.make_host_room(for_fetch=True):
                 break
             block = index.pool.allocate_host()
-            block.host_moves += 1
+            block.hold("fetch")
             blocks.append(block)
         if not blocks:
             self._give_up(waiting)
             return None
         wanted = wanted[: len(blocks)]
         number = self._take_id()
-        fetch = _Transfer(wanted, blocks, self._epoch, fetch=True)
+        fetch = _Transfer(wanted, blocks, self._epoch, "fetch")
         fetch.deadline = now + own_s + budget_s
         self._fetches[number] = fetch
         for key in wanted:
@@ -303,7 +319,7 @@ class Storer:
         return fetch
 
     def _fetch_s(self, count: int) -> float:
-        """Behind what is being read already."""
+        """The estimate for so many blocks behind the fetches in flight."""
         ahead = sum(len(fetch.blocks) for fetch in self._fetches.values())
         return self.rates.fetch_s((count + ahead) * self._config.block_nbytes)
 
@@ -313,13 +329,13 @@ class Storer:
             seq.store.regret_s = 0.0
 
     def fetch_ended(self, event: FetchEnded) -> list[Sequence]:
-        """Returns who is to be matched again."""
+        """A fetch ended; returns the sequences that are to be matched again."""
         fetch = self._fetches.pop(event.fetch_id, None)
         if fetch is None or len(event.arrived) != len(fetch.blocks):
             raise InvariantBroken(f"fetch {event.fetch_id} ended, and was not in flight")
         self._forget(fetch, fetch.keys)
         came = sum(event.arrived)
-        # what passed after the deadline is the time of a loop that was held up, not the store's
+        # time after the deadline is the time of a loop that was held up, not the store's
         held_up_s = max(event.at - fetch.deadline, 0.0)
         seconds = event.seconds - held_up_s
         if seconds <= 0 or (held_up_s and not event.late):
@@ -327,7 +343,7 @@ class Storer:
         elif came:
             self.rates.fetched(came * self._config.block_nbytes, seconds)
         elif event.late:
-            # it is at least this slow
+            # the store is at least this slow
             self.rates.fetched(len(fetch.blocks) * self._config.block_nbytes, seconds)
         self.fetched += came
         waiting = self._still_waiting(fetch)
@@ -346,30 +362,30 @@ class Storer:
 
     def _hold(self, seq: Sequence, blocks: list[Block]) -> None:
         for block in blocks:
-            block.host_moves += 1
+            block.hold("request")
             self._index.settle(block)
         seq.store.held += blocks
         self._held += len(blocks)
 
     def _hold_hits(self, seq: Sequence, first: bytes) -> None:
-        """What a fetch brings is worth nothing without the blocks before it: they do not make room for it."""
+        """Hold the blocks before those of a fetch, so that they do not make room for it: without them it is useless."""
         hits = seq.keys[: seq.keys.index(first)] if first in seq.keys else []
         blocks = [block for key in hits if (block := self._index.get(key)) is not None]
         held = dict.fromkeys(seq.store.held)
         self._hold(seq, [block for block in blocks if block.id < 0 and block.on_host and block not in held])
 
     def let_go(self, seq: Sequence) -> None:
-        """It was admitted, or ended: what came for it may be evicted like any other block."""
+        """The sequence was admitted, or ended: blocks that came for it may be evicted like any other."""
         held, seq.store.held = seq.store.held, []
         self._held -= len(held)
         for block in held:
-            block.host_moves -= 1
+            block.unhold("request")
             self._index.settle(block)
 
     def _release(self, transfer: _Transfer, arrived: tuple[bool, ...], *, last: bool) -> int:
-        """Give back the blocks that arrived, or were stored, and with the last word all others; returns how many did.
+        """End the holds on blocks that arrived, or were stored; returns how many did. `last`: end the others too.
 
-        A late block that passed its checks is indexed like any other (DECISIONS 9).
+        A late block that passed its checks is indexed like any other (docs/design.md, rule 9).
         """
         came = 0
         still = []
@@ -379,11 +395,11 @@ class Storer:
             if not arrived[number] and not last:
                 still.append(number)
                 continue
-            block.host_moves -= 1
+            block.unhold(transfer.reason)
             if arrived[number]:
                 came += 1
                 block.heard(stored=True)
-                if transfer.fetch:
+                if transfer.reason == "fetch":
                     block.sealed = block.on_host = True
                     if transfer.epoch == self._epoch:
                         self._index.adopt(block, transfer.keys[number])
@@ -398,7 +414,7 @@ class Storer:
 
     @staticmethod
     def _still_waiting(asked: _Lookup | _Transfer) -> list[Sequence]:
-        """Those who have not ended meanwhile; they wait no longer."""
+        """The sequences that still wait for this work; from now on they do not."""
         waiting = [seq for seq in asked.waiting if seq.store.waits_for is asked]
         for seq in waiting:
             seq.store.waits_for = None
@@ -407,7 +423,7 @@ class Storer:
     # -- writing ------------------------------------------------------------------------------------
 
     def admitted(self, seq: Sequence, now: float) -> None:
-        """`seq` got its place: what it uses should be in the store, and the store may have forgotten it."""
+        """`seq` was admitted: check whether the store still has the blocks that it uses."""
         parent, keys = self.chains.used(seq)
         asked = [check[0] for _, check in self._checks.values()]
         if keys and keys[0] not in asked and len(asked) < _MAX_CHECKS:
@@ -433,7 +449,7 @@ class Storer:
         if block.wanted and not block.stored:
             self._queue.append(block)
             if len(self._queue) > 2 * self._config.num_host_blocks:
-                # a store that hangs: most of them had to make room by now
+                # the store hangs: most of the queued blocks had to make room by now
                 self.dropped += sum(block.give_up() for block in self._queue if not block.on_host)
                 self._queue = deque(dict.fromkeys(block for block in self._queue if block.on_host))
 
@@ -442,7 +458,7 @@ class Storer:
         while self._queue and len(blocks) < _MAX_PUT_BLOCKS:
             block = self._queue.popleft()
             if block in self._writing or not block.wanted:
-                # it was queued twice, or the weights changed and nobody wants it any more
+                # it was queued twice, or the weights changed and it is not wanted any more
                 continue
             if block.key is None or not block.on_host:
                 # it had to make room before its turn came
@@ -451,14 +467,14 @@ class Storer:
                 self.dropped += 1
             else:
                 self._writing[block] = None
-                block.host_moves += 1
+                block.hold("write")
                 self._index.settle(block)
                 blocks.append(block)
         if not blocks:
             return None
         number = self._take_id()
         keys = [block.key for block in blocks if block.key is not None]
-        self._puts[number] = _Transfer(keys, blocks, self._epoch, fetch=False)
+        self._puts[number] = _Transfer(keys, blocks, self._epoch, "write")
         host = tuple([block.host for block in blocks])
         slots = [block.slot for block in blocks if block.slot is not None]
         ids, generations = tuple([slot.id for slot in slots]), tuple([slot.generation for slot in slots])
@@ -475,7 +491,7 @@ class Storer:
     def _written(self, put: _Transfer, count: int) -> None:
         self.written += count
         if not put.held:
-            # the last word is said: what was not stored by now was not
+            # the write has ended: a block that was not stored by now was not
             for block in put.blocks:
                 if not block.stored:
                     self.dropped += 1
@@ -483,13 +499,13 @@ class Storer:
                 block.wanted = False
                 self._writing.pop(block, None)
 
-    def lease_returned(self, event: LeaseReturned) -> None:
+    def late_transfer_ended(self, event: LateTransferEnded) -> None:
         """The late rest of a transfer ended."""
-        late = self._late.pop(event.lease_id, None)
+        late = self._late.pop(event.transfer_id, None)
         if late is None or len(event.arrived) != len(late.blocks):
-            raise InvariantBroken(f"lease {event.lease_id} was returned, and was not out")
+            raise InvariantBroken(f"late transfer {event.transfer_id} ended, and was not in flight")
         came = self._release(late, event.arrived, last=True)
-        if late.fetch:
+        if late.reason == "fetch":
             self.late_fetched += came
         else:
             self._written(late, came)
@@ -498,14 +514,9 @@ class Storer:
         self._next_id += 1
         return self._next_id - 1
 
-    def check(self, held: int) -> None:
-        """Raise InvariantBroken unless blocks in transfers know it; `held`: host moves that belong to copies."""
-        moves = sum(
-            len(transfer.held)
-            for transfers in (self._fetches, self._puts, self._late)
-            for transfer in transfers.values()
-        )
-        moves += self._held
-        total = sum(block.host_moves for block in self._index.pool.live())
-        if total != moves + held:
-            raise InvariantBroken(f"{total} moves on the host, {moves} of transfers and {held} of copies")
+    def host_holds(self) -> dict[HostHold, int]:
+        """How many host blocks are held for transfers, late ones too, and for requests that wait."""
+        held: dict[HostHold, int] = {"fetch": 0, "write": 0, "request": self._held}
+        for transfer in (*self._fetches.values(), *self._puts.values(), *self._late.values()):
+            held[transfer.reason] += len(transfer.held)
+        return held

@@ -1,11 +1,12 @@
-"""Copies of blocks between device and host: which go out, which come in, who waits for them. Pure.
+"""Plans copies of blocks between device and host. Pure.
 
-Outward go blocks that shall be kept beyond the device (`keep`), and, when free blocks run short, idle ones that are
-nowhere else: the device block comes back when its copy is done, and waits for nothing but that. Inward come blocks of
-the host that a request hit; it holds its device blocks from the same turn on (DECISIONS 8) and starts when they have
+Blocks that shall be kept beyond the device go out (`keep`). When free blocks run short, idle blocks that are nowhere
+else go out too; such a device block comes back as soon as its copy is done. Blocks of the host that a request hit come
+in: the request holds their device places from the same turn on (docs/design.md, rule 8) and starts when they have
 arrived. Several copies are in flight at a time; steps that do not need them go on.
 
-Called by `core.py` and `step_planner.py`; knows requests only as those who wait.
+This module knows requests only as sequences that wait for copies, and no bytes. Called by `core.py`, `step_planner.py`,
+`tiers.py`, `write_policy.py` and `disagg/`.
 """
 
 from __future__ import annotations
@@ -16,14 +17,12 @@ from typing import TYPE_CHECKING
 from fdasync.errors import InvariantBroken
 from fdasync.events.actions import SwapIn, SwapOut
 from fdasync.scheduler.state.hold import Export
+from fdasync.scheduler.state.sequence import Sequence, State
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from fdasync.cache.blocks import Block
+    from fdasync.cache.blocks import Block, HostHold
     from fdasync.cache.prefix import PrefixIndex
     from fdasync.scheduler.state.config import SchedulerConfig
-    from fdasync.scheduler.state.sequence import Sequence
 
 # a copy is worth a message, and must not hold a queue up
 _MAX_COPY_BLOCKS = 64
@@ -34,7 +33,13 @@ _AHEAD_MAX_BLOCKS = 64
 
 
 class _Copy:
-    """A copy in flight."""
+    """A copy in flight.
+
+    Attributes:
+        blocks: what it copies.
+        outward: from the device to the host.
+        waiting: sequences that wait for it.
+    """
 
     __slots__ = ("blocks", "outward", "waiting")
 
@@ -44,21 +49,18 @@ class _Copy:
         self.waiting: list[Sequence] = []
 
 
-class Copier:
+class SwapPlanner:
     """See the module.
 
-    Args:
-        on_host: told of each block whose KV on the host is whole.
-
     Attributes:
+        enabled: there is a host tier.
         dropped: blocks that should have been kept, and found no room on the host.
-        out_blocks, in_blocks: copied so far.
+        out_blocks, in_blocks: blocks copied to the host, and to the device, so far.
     """
 
-    def __init__(self, config: SchedulerConfig, index: PrefixIndex, on_host: Callable[[Block], None]) -> None:
+    def __init__(self, config: SchedulerConfig, index: PrefixIndex) -> None:
         self._index = index
-        self._on_host = on_host
-        self._enabled = config.num_host_blocks > 0
+        self.enabled = config.num_host_blocks > 0
         self._ahead = min(config.num_blocks // _AHEAD_SHARE, _AHEAD_MAX_BLOCKS)
         self._queue: deque[Block] = deque()
         self._copies: dict[int, _Copy] = {}
@@ -82,23 +84,24 @@ class Copier:
 
     @property
     def num_leaving(self) -> int:
-        """Idle device blocks that come back without anybody's doing: on their way out, or about to be."""
+        """Idle device blocks that come back by themselves: on their way out, or about to be."""
         return self._on_their_way() + (self._index.num_dirty if self._index.has_host_room else 0)
 
     def _on_their_way(self) -> int:
-        return sum(1 for copy in self._copies.values() for block in copy.blocks if not block.pins)
+        return sum(1 for copy in self._copies.values() for block in copy.blocks if not block.ref_count)
 
     def keep(self, block: Block) -> None:
         """Copy it to the host soon, if it is not there; it may be in use meanwhile."""
-        if self._enabled and block.host < 0:
+        if self.enabled and block.host < 0:
             self._queue.append(block)
 
     def need(self, count: int) -> None:
-        """Somebody lacked device blocks in this turn: see that this many can be had."""
+        """A sequence lacked device blocks in this turn: see that this many can be had."""
         self._needed = max(self._needed, count)
 
     def export(self, block: Block) -> Export:
-        """Have it on the host, whatever else it is there for, sealed or an open block that nobody writes any more."""
+        """Bring a block to the host, and hold it there for another instance. The block is sealed, or an open block that
+        no step writes any more."""
         export = Export(block)
         if block.host >= 0:
             self._hold(export)
@@ -109,16 +112,16 @@ class Copier:
     def _hold(self, export: Export) -> None:
         export.held = True
         self._held += 1
-        export.block.host_moves += 1
+        export.block.hold("export")
         self._index.settle(export.block)
 
     def release(self, export: Export) -> None:
-        """Nobody reads it there any more; idempotent."""
+        """No instance reads the block any more; idempotent."""
         export.wanted = False
         if export.held:
             export.held = False
             self._held -= 1
-            export.block.host_moves -= 1
+            export.block.unhold("export")
             self._index.settle(export.block)
 
     @property
@@ -127,7 +130,7 @@ class Copier:
         return self._held
 
     def bring(self, blocks: list[Block]) -> list[int]:
-        """Copy these from the host to the device places that they have; returns the copies."""
+        """Copy these from the host to the device places that they have; returns the numbers of the copies."""
         return [
             self._bring(blocks[first : first + _MAX_COPY_BLOCKS]) for first in range(0, len(blocks), _MAX_COPY_BLOCKS)
         ]
@@ -155,17 +158,17 @@ class Copier:
         return number
 
     def forget(self, seq: Sequence) -> None:
-        """It waits for no copy any more; the copies go on."""
+        """The sequence waits for no copy any more; the copies go on."""
         if seq.arrivals:
             seq.arrivals = 0
             for copy in self._copies.values():
                 copy.waiting = [other for other in copy.waiting if other is not seq]
 
     def plan(self) -> list[SwapIn | SwapOut]:
-        """What to copy now."""
+        """The copies of this turn."""
         actions: list[SwapIn | SwapOut] = [*self._loads]
         self._loads.clear()
-        if not self._enabled:
+        if not self.enabled:
             return actions
         if self._exports:
             actions += self._send_exports()
@@ -213,7 +216,7 @@ class Copier:
             return
         lacking = max(self._needed, self._ahead) - index.num_available - self._on_their_way()
         if lacking > 0 and index.has_host_room:
-            # who is needed now goes before those who shall only be kept
+            # blocks that make room now go before blocks that shall only be kept
             self._queue.extendleft(reversed(index.next_dirty(lacking)))
 
     def _next_batch(self) -> list[Block]:
@@ -232,10 +235,10 @@ class Copier:
                 continue
             self._index.pool.add_host(block)
             # at once, or the next one's search for room could take it back
-            block.host_moves += 1
+            block.hold("copy")
             batch.append(block)
         for block in batch:
-            block.host_moves -= 1
+            block.unhold("copy")
         return batch
 
     def _start(self, blocks: list[Block], *, outward: bool) -> int:
@@ -245,21 +248,23 @@ class Copier:
         self._outward += outward
         for block in blocks:
             block.device_moves += 1
-            block.host_moves += 1
+            block.hold("copy")
             if not outward:
                 block.arriving = number
             self._index.settle(block)
         return number
 
-    def done(self, number: int) -> list[Sequence]:
-        """A copy ended; returns who has everything that it waited for."""
+    def done(self, number: int) -> tuple[list[Block], list[Sequence]]:
+        """A copy ended; returns the blocks whose KV is whole on the host now, and the sequences that wait for no other
+        copy."""
         copy = self._copies.pop(number, None)
         if copy is None:
             raise InvariantBroken(f"copy {number} ended, and was not in flight")
         self._outward -= copy.outward
+        whole = []
         for block in copy.blocks:
             block.device_moves -= 1
-            block.host_moves -= 1
+            block.unhold("copy")
             if copy.outward:
                 self.out_blocks += 1
                 block.on_host = True
@@ -268,23 +273,32 @@ class Copier:
                 block.arriving = -1
             self._index.settle(block)
             if copy.outward and block.key is not None:
-                self._on_host(block)
+                whole.append(block)
         ready = []
         for seq in copy.waiting:
             seq.arrivals -= 1
             if not seq.arrivals:
                 ready.append(seq)
-        return ready
+        return whole, ready
+
+    def host_holds(self) -> dict[HostHold, int]:
+        """How many host blocks stay in place for copies and exports."""
+        return {"copy": sum(len(copy.blocks) for copy in self._copies.values()), "export": self._held}
 
     def check(self) -> None:
-        """Raise InvariantBroken unless blocks in copies know it."""
+        """Raise InvariantBroken unless blocks in copies know it, and the sequences that wait for copies."""
         arriving: dict[int, int] = {}
+        waits: dict[int, int] = {}
         for number, copy in self._copies.items():
             for block in copy.blocks:
-                if block.id < 0 or block.host < 0 or not block.device_moves or not block.host_moves:
+                if block.id < 0 or block.host < 0 or not block.device_moves or "copy" not in block.host_holds:
                     raise InvariantBroken(f"{block} is in copy {number} and lacks a place or a move")
                 if not copy.outward:
                     arriving[id(block)] = number
+            for seq in copy.waiting:
+                waits[seq.key] = waits.get(seq.key, 0) + 1
+                if seq.state is not State.LOADING or seq.arrivals < waits[seq.key]:
+                    raise InvariantBroken(f"sequence {seq.key} waits for copy {number}, and does not know it")
         for block in self._index.pool.live():
             if block.arriving != arriving.get(id(block), -1):
                 raise InvariantBroken(f"{block} arrives with copy {block.arriving}, and does not")

@@ -1,8 +1,9 @@
-"""What happens to blocks and waiting sequences below the device, and when the weights change. Pure.
+"""Joins sequences to the tiers below the device, and moves them to new weights. Pure.
 
-Joins the copies between device and host (`swap_planner.py`) and the dealings with the store (`store_planner.py`) to the
-sequences: who is written, who has what it waited for, who must be hashed again under a namespace that is new. Called by
-`core.py`; plans no step and ends no request."""
+`swap_planner.py` plans copies between device and host, `store_planner.py` the dealings with the store. This module
+hands their results to the sequences that wait for them, and has identities computed again under a new namespace. It
+plans no step and ends no request. Called by `core.py`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from fdasync.events.actions import HashAgain
 from fdasync.events.catalog import (
     FetchEnded,
     Hashed,
-    LeaseReturned,
+    LateTransferEnded,
     LookedUp,
     LookupReturned,
     StoreEnded,
@@ -27,10 +28,10 @@ if TYPE_CHECKING:
     from fdasync.cache.prefix import PrefixIndex
     from fdasync.events.actions import Action
     from fdasync.events.catalog import Event
-    from fdasync.scheduler.state.queues import Roster
+    from fdasync.scheduler.state.queues import SequenceQueues
     from fdasync.scheduler.state.weights import Weights
-    from fdasync.scheduler.tiers.store_planner import Storer
-    from fdasync.scheduler.tiers.swap_planner import Copier
+    from fdasync.scheduler.tiers.store_planner import StorePlanner
+    from fdasync.scheduler.tiers.swap_planner import SwapPlanner
 
 
 class Tiers:
@@ -40,91 +41,89 @@ class Tiers:
         sequences: the live ones by key; owned by the scheduler.
 
     Attributes:
-        handlers: of the events that belong here.
+        swap_planner, store_planner: see the module.
+        handlers: by type, the handlers of the events about tiers.
+        hashes: actions that have identities computed again; `plan` takes them.
     """
 
     def __init__(
         self,
         index: PrefixIndex,
         sequences: dict[int, Sequence],
-        roster: Roster,
-        copier: Copier,
-        storer: Storer,
+        queues: SequenceQueues,
+        swap_planner: SwapPlanner,
+        store_planner: StorePlanner,
         weights: Weights,
     ) -> None:
-        self.copier = copier
-        self.storer = storer
+        self.swap_planner = swap_planner
+        self.store_planner = store_planner
         self.handlers: dict[type[Event], Callable[..., None]] = {
             LookedUp: self._on_looked_up,
-            LookupReturned: self.storer.lookup_returned,
+            LookupReturned: self.store_planner.lookup_returned,
             FetchEnded: self._on_fetch_ended,
-            StoreEnded: self.storer.store_ended,
-            LeaseReturned: self.storer.lease_returned,
+            StoreEnded: self.store_planner.store_ended,
+            LateTransferEnded: self.store_planner.late_transfer_ended,
             Hashed: self._on_hashed,
         }
         self._index = index
         self._sequences = sequences
-        self._roster = roster
+        self._queues = queues
         self._weights = weights
-        self._hashes: list[HashAgain] = []
+        self.hashes: list[HashAgain] = []
 
     def plan(self, *, paused: bool) -> list[Action]:
-        """What to copy, ask and write now. A pause lets copies end, and begins none."""
+        """The copies, questions and writes of this turn. A pause lets copies end, and begins none."""
         actions: list[Action] = []
         if not paused:
-            actions += self.copier.plan()
-        actions += self.storer.plan()
-        actions += self._hashes
-        self._hashes.clear()
+            actions += self.swap_planner.plan()
+        actions += self.store_planner.plan()
+        actions += self.hashes
+        self.hashes.clear()
         return actions
 
     @property
     def is_writing(self) -> bool:
         """Blocks are on their way to the host or the store, or wait for it."""
-        return bool(self.storer.num_writes or self.copier.num_queued or self.copier.num_in_flight)
+        return bool(self.store_planner.num_writes or self.swap_planner.num_queued or self.swap_planner.num_in_flight)
 
     # -- waiting ------------------------------------------------------------------------------------
 
-    def enter(self, seq: Sequence, namespace: bytes, now: float) -> None:
-        """A sequence came in, hashed under this namespace."""
-        if namespace != self._weights.namespace:
-            self._hash_again(seq)
-        elif self._index.enabled:
-            self.storer.consider(seq, now)
-
-    def take_requeued(self, now: float) -> None:
-        """Those who were preempted are matched again, under the namespace of now."""
-        for seq in self._roster.requeued:
+    def take_fresh(self, now: float) -> None:
+        """Look at the sequences that came to the queue, or whose wait ended: have them hashed under the present
+        namespace, then ask the store while others are served. Admission looks at them again."""
+        for seq in self._queues.fresh:
             if seq.state is State.WAITING:
-                if not seq.indexed:
+                if seq.indexed:
+                    self.store_planner.consider(seq, now)
+                elif not seq.hashing:
                     self._hash_again(seq)
-                elif self._index.enabled:
-                    self.storer.consider(seq, now)
-        self._roster.requeued.clear()
+        self._queues.fresh.clear()
 
     def leave(self, seq: Sequence) -> None:
-        """It ended: it waits for nothing, and nothing is kept for it."""
+        """The sequence ended: no copy and no store work counts for it any more, and no block is kept for it."""
+        self.swap_planner.forget(seq)
         seq.store.waits_for = None
-        self.storer.let_go(seq)
+        self.store_planner.let_go(seq)
 
     def copied(self, copy_id: int) -> None:
         """A copy between device and host ended."""
-        for seq in self.copier.done(copy_id):
-            self._roster.arrived(seq)
+        whole, ready = self.swap_planner.done(copy_id)
+        for block in whole:
+            self.store_planner.on_host(block)
+        for seq in ready:
+            self._queues.arrived(seq)
 
     def _on_looked_up(self, event: LookedUp) -> None:
-        for seq in self.storer.looked_up(event):
-            self.storer.consider(seq, event.at)
+        self._queues.fresh += self.store_planner.looked_up(event)
 
     def _on_fetch_ended(self, event: FetchEnded) -> None:
-        for seq in self.storer.fetch_ended(event):
-            self.storer.consider(seq, event.at)
+        self._queues.fresh += self.store_planner.fetch_ended(event)
 
     def _hash_again(self, seq: Sequence) -> None:
         if self._index.enabled:
             seq.hashing = True
             seq.keys = []
-            self._hashes.append(HashAgain(seq.key, array("i", seq.tokens).tobytes(), seq.salt))
+            self.hashes.append(HashAgain(seq.key, array("i", seq.tokens).tobytes(), seq.salt))
 
     def _on_hashed(self, event: Hashed) -> None:
         seq = self._sequences.get(event.key)
@@ -137,24 +136,42 @@ class Tiers:
         seq.indexed = True
         seq.root = event.root
         seq.keys = list(event.block_keys)
-        self.storer.consider(seq, event.at)
+        self._queues.fresh.append(seq)
+
+    # -- cached blocks ------------------------------------------------------------------------------
+
+    def reset_cache(self) -> None:
+        """Device and host forget every block. Sequences that hold blocks go on with them, and share none, those that
+        they fill later included: one that is preempted starts under identities that are computed again. Waiting ones
+        may have blocks of the store brought again."""
+        if not self._index.enabled:
+            return
+        for seq in self._sequences.values():
+            if seq.state is State.WAITING:
+                self.store_planner.let_go(seq)
+                seq.store.brought.clear()
+            elif seq.state is not State.LEASED:
+                seq.indexed = False
+        for seq in self._queues.draining():
+            seq.indexed = False
+        self._index.reset()
 
     # -- weights ------------------------------------------------------------------------------------
 
     def new_weights(self, event: WeightsChanged) -> None:
-        """DECISIONS 10: who has KV on the device goes on with it, unshared; everyone else starts under the new root.
-
-        No step is in flight.
+        """Sequences with KV on the device go on with it, unshared; all others start under the new namespace
+        (docs/design.md, rule 10). No step is in flight.
         """
-        self.storer.new_weights(event.namespace)
-        for seq in [*self._roster.loading.values(), *self._roster.loaded.values()]:
+        self.store_planner.new_weights(event.namespace)
+        for seq in [*self._queues.loading.values(), *self._queues.loaded.values()]:
             seq.indexed = False
-            self._roster.leave(seq)
+            self.swap_planner.forget(seq)
+            self._queues.leave(seq)
         for seq in self._sequences.values():
             seq.new_weights(event.version)
-            self.storer.let_go(seq)
+            self.store_planner.let_go(seq)
             seq.store = StoreNotes()
             seq.indexed = False
-            if seq.state is State.WAITING and not seq.hashing and seq not in self._roster.requeued:
+            if seq.state is State.WAITING and not seq.hashing:
                 self._hash_again(seq)
         self._index.forget()

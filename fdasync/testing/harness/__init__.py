@@ -1,1 +1,1 @@
-"""Engines on the synthetic runner, leak checks, fault injection, the model of passes."""
+"""Engines on the synthetic runner, leak checks, fault injection, the model of passes, and what all suites share."""

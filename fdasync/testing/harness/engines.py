@@ -1,16 +1,15 @@
-"""Engines on the synthetic runner, and what they must answer.
+"""Builds engines on the synthetic runner, and compares their answers with the oracle's.
 
-`synthetic_engine` builds one in a line, `held_engine` one whose steps a test releases by hand. `expected`
-says how a sample ends if nobody interrupts it, by the oracle; `check_sample` holds a sample against that:
-tokens and every row of every spec. Knows engines by their public face only. Called by tests and by
-`sim/engine.py`.
+`synthetic_engine` builds an engine in a line, `held_engine` an engine whose steps a test releases by hand. `expected`
+gives the end of an uninterrupted sample; `check_sample` compares a sample with it: tokens, log-probs and every row of
+every spec. Knows engines by their public face only. Called by tests and benchmarks.
 """
 
 from __future__ import annotations
 
 import asyncio
 from random import Random
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -19,7 +18,7 @@ from fdasync.engine.config import EngineConfig
 from fdasync.engine.engine import Engine
 from fdasync.runner.oracle import Oracle, SyntheticConfig
 from fdasync.runner.synthetic import SyntheticRunner
-from fdasync.testing.harness.fault_runner import EdgeRunner
+from fdasync.testing.harness.fault_runner import FaultRunner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -28,13 +27,14 @@ if TYPE_CHECKING:
 
     from fdasync.cache.store.base import Store
     from fdasync.engine.tokenizer import Tokenizer
+    from fdasync.events.actions import RunStep
     from fdasync.request import SamplingParams
     from fdasync.result import Delta, Result, Sample
     from fdasync.runner.base import Runner
     from fdasync.testing.harness.fault_runner import StepFault
     from fdasync.testing.harness.pass_model import Read
 
-# of an engine with a store: as many as its device has
+# host blocks of an engine with a store: as many as its device has
 _HOST_BLOCKS = 64
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -81,8 +81,10 @@ def synthetic_engine(
     """An engine that is not started yet.
 
     Args:
-        store: the tier behind a host tier, which is small unless the configuration says how large. The engine closes
-            it; one that shall serve a second engine overrides `aclose`.
+        config: `synthetic_config()` if None.
+        runner, tokenizer: used in the place of what the configuration names.
+        store: the tier behind a host tier, which is small unless the configuration sizes it. The engine closes the
+            store; a store that shall serve a second engine overrides `aclose`.
     """
     config = config or synthetic_config()
     if store is not None and not config.store:
@@ -92,18 +94,23 @@ def synthetic_engine(
     return Engine(config, runner=runner, tokenizer=tokenizer, store=store)
 
 
-def held_engine(config: EngineConfig | None = None, *, fault: StepFault | None = None, on_launch: Any = None) -> Held:
-    """An engine, not started, whose steps a test holds back and releases by hand; see `EdgeRunner`."""
+def held_engine(
+    config: EngineConfig | None = None,
+    *,
+    fault: StepFault | None = None,
+    on_launch: Callable[[RunStep], None] | None = None,
+) -> Held:
+    """An engine, not started, whose steps a test holds back and releases by hand; see `FaultRunner`."""
     config = config or synthetic_config()
     inner = SyntheticRunner(oracle_of(config).config, config.runner_limits())
-    edge = EdgeRunner(inner, Random(0), fault=fault, on_launch=on_launch)
-    return Held(Engine(config, runner=edge, tokenizer=LetterTokenizer()), edge)
+    faults = FaultRunner(inner, Random(0), fault=fault, on_launch=on_launch)
+    return Held(Engine(config, runner=faults, tokenizer=LetterTokenizer()), faults)
 
 
 async def until(condition: Callable[[], bool], deadline_s: float = 10.0, every_s: float = 0.0) -> None:
     """Let the loop turn until the condition holds; in virtual time, which stands still meanwhile, give `every_s`."""
     async with asyncio.timeout(deadline_s):
-        while not condition():  # noqa: ASYNC110 - it is for what nobody announces
+        while not condition():  # noqa: ASYNC110 - for conditions that no event announces
             await asyncio.sleep(every_s)
 
 
@@ -113,35 +120,44 @@ def oracle_of(config: EngineConfig) -> Oracle:
 
 
 class Held(NamedTuple):
-    """An engine and the edge of its runner."""
+    """An engine and the `FaultRunner` between it and its runner."""
 
     engine: Engine
-    edge: EdgeRunner
+    faults: FaultRunner
 
     def assert_struck(self) -> None:
-        """See `EdgeRunner`."""
-        self.edge.assert_struck()
+        """See `FaultRunner`."""
+        self.faults.assert_struck()
 
 
 class Ending(msgspec.Struct, frozen=True):
-    """How a sample ends when nobody interrupts it."""
+    """The end of an uninterrupted sample.
+
+    Attributes:
+        token_ids: all sampled tokens.
+        reason: "stop" or "length".
+        text: of the tokens, up to a stop string.
+    """
 
     token_ids: tuple[int, ...]
-    reason: str
+    reason: Literal["stop", "length"]
     text: str
 
 
 def expected(
     prompt: Sequence[int], params: SamplingParams, index: int, oracle: Oracle, seen: Sequence[Read] | None = None
 ) -> Ending:
-    """How sample `index` of a request ends when nobody interrupts it. `params` needs a seed unless greedy.
+    """How sample `index` of a request ends if nothing interrupts it. `params` needs a seed unless greedy.
 
-    `seen`: what its passes read (`PassModel.seen`), where weights changed; it ends where they end.
+    `seen`: what the sample's passes read (`PassModel.seen`), where weights changed; the sample ends where they end.
     """
-    assert params.seed is not None or params.temperature == 0, "without a seed nobody can say"
+    assert params.seed is not None or params.temperature == 0, "a sample without a seed cannot be foretold"
     seed = params.seed or 0
     if seen is None:
-        tokens = oracle.generate(prompt, params.max_tokens, temperature=params.temperature, seed=seed, index=index)
+        tokens = oracle.generate(
+            prompt, params.max_tokens, temperature=params.temperature, seed=seed, index=index,
+            logit_bias=params.logit_bias,
+        )  # fmt: skip
     else:
         tokens = _generate_seen(prompt, params, index, oracle, seen)
     ends = set(params.stop_token_ids)
@@ -168,7 +184,8 @@ def _generate_seen(
     for position in range(len(prompt) - 1, min(len(seen), len(prompt) + params.max_tokens - 1)):
         noise = oracle.noise(params.seed or 0, index, position + 1) if params.temperature > 0 else 0
         digest = _digest(tokens, position, oracle, seen)
-        tokens.append(int(oracle.sample(digest, np.array([noise], np.uint64), seen[position].weights_id)[0]))
+        token = int(oracle.sample(digest, np.array([noise], np.uint64), seen[position].weights_id)[0])
+        tokens.append(oracle.biased(token, params.logit_bias))
     return tokens[len(prompt) :]
 
 
@@ -187,10 +204,11 @@ def check_sample(
     names: Sequence[str] | None = None,
     seen: Sequence[Read] | None = None,
 ) -> None:
-    """Raise AssertionError unless the sample is what the oracle says, as far as it went.
+    """Raise AssertionError unless the sample is the oracle's, as far as it went.
 
     Args:
-        names: whose rows must be there, "routing" or those of another spec, and no others; None: all that the
+        start: of its rows.
+        names: the specs whose rows must be there, and no others: "routing" is one; None: all specs that the
             oracle's model writes.
         seen: see `expected`.
     """
@@ -201,22 +219,14 @@ def check_sample(
         assert sample.finish_reason == want.reason, f"ended by {sample.finish_reason}, oracle {want.reason}"
     else:
         assert sample.token_ids == want.token_ids[:count], f"tokens {sample.token_ids}, oracle {want.token_ids}"
-    tokens = [*prompt, *want.token_ids]
-    if seen is None:
-        digests = oracle.digests(tokens)
-        weights = [oracle.config.weights_id] * len(tokens)
-    else:
-        seen = seen[: len(tokens)]
-        parts = [_digest(tokens, position, oracle, seen) for position in range(len(seen))]
-        digests = np.concatenate([*parts, np.zeros(len(tokens) - len(seen), np.uint64)])
-        weights = [read.weights_id for read in seen]
+    digests, weights = _passes([*prompt, *want.token_ids], oracle, seen)
     _check_logprobs(sample, len(prompt), params, oracle, digests, weights)
     found = dict(sample.aux)
     if sample.routing is not None:
         assert sample.routing.start == start
         found["routing"] = sample.routing.array
     wanted = _names(oracle) if names is None else names
-    assert sorted(found) == sorted(wanted), f"rows of {sorted(found)} came, of {sorted(wanted)} were wanted"
+    assert sorted(found) == sorted(wanted), f"there are rows of {sorted(found)}, rows of {sorted(wanted)} were wanted"
     assert sample.start == start
     for name, array in found.items():
         if count:
@@ -233,8 +243,52 @@ def check_sample(
     assert len({len(array) for array in found.values()}) <= 1
 
 
+def check_prompt_logprobs(
+    result: Result, prompt: Sequence[int], params: SamplingParams, oracle: Oracle, seen: Sequence[Read] | None = None
+) -> None:
+    """Raise AssertionError unless the log-probs of the prompt are the oracle's: all of them, or the leading part where
+    sample 0 has no token.
+
+    `seen`: see `expected`, of sample 0.
+    """
+    first, found = params.prompt_logprobs_start, result.prompt_logprobs
+    assert (found is not None) == (first is not None)
+    assert (result.prompt_top_logprobs is not None) == bool(params.prompt_top_logprobs)
+    if first is None or found is None:
+        return
+    if result.samples[0].token_ids:
+        assert len(found) == len(prompt) - first, f"{len(found)} log-probs for {len(prompt) - first} tokens"
+    digests, weights = _passes(prompt, oracle, seen)
+    top = params.prompt_top_logprobs
+    alternatives = result.prompt_top_logprobs or (None,) * len(found)
+    for position, value, best in zip(range(first, first + len(found)), found, alternatives, strict=True):
+        if position == 0:
+            assert np.isnan(value)
+            assert best is None
+            continue
+        at = slice(position - 1, position)
+        wanted, tops = oracle.prompt_scores(digests[at], np.array(prompt[position : position + 1]), top, weights[at][0])
+        assert value == wanted[0], f"log-prob {value} of the prompt's token {position}, oracle {wanted[0]}"
+        if best is not None:
+            assert best.token_ids == tops[0].token_ids
+            assert np.allclose(best.logprobs, tops[0].logprobs, atol=1e-6)
+        assert (best is not None) == bool(top)
+
+
+def _passes(
+    tokens: Sequence[int], oracle: Oracle, seen: Sequence[Read] | None
+) -> tuple[NDArray[np.uint64], Sequence[int]]:
+    """Digest up to each position, and the weights of the pass that computed it."""
+    if seen is None:
+        return oracle.digests(tokens), [oracle.config.weights_id] * len(tokens)
+    seen = seen[: len(tokens)]
+    parts = [_digest(tokens, position, oracle, seen) for position in range(len(seen))]
+    digests = np.concatenate([*parts, np.zeros(len(tokens) - len(seen), np.uint64)])
+    return digests, [read.weights_id for read in seen]
+
+
 def _names(oracle: Oracle) -> list[str]:
-    """Of the specs that the synthetic model writes."""
+    """Names of the specs that the synthetic model writes."""
     config = oracle.config
     written = {"routing": config.num_moe_layers > 0, "values": config.values_spec, "stamp": config.pass_stamp}
     return [name for name, is_written in written.items() if is_written]
@@ -273,29 +327,29 @@ def check_deltas(deltas: Sequence[Delta], result: Result, *, whole: bool = True,
     """Raise AssertionError unless the deltas of a stream, joined, are its result: tokens, text, log-probs and ends.
 
     Args:
-        whole: False: the stream was left, so they are the beginning of the result.
-        ends: each sample's last delta names its end; False: a router may have ended it without its instance.
+        whole: False: the caller left the stream, so the deltas are the beginning of the result.
+        ends: each sample's last delta names its end; False: a router may have ended a sample without its instance.
     """
     for sample in result.samples:
         own = [delta for delta in deltas if delta.index == sample.index]
-        told = tuple(token for delta in own for token in delta.token_ids)
+        streamed = tuple(token for delta in own for token in delta.token_ids)
         text = "".join(delta.text for delta in own)
-        assert told == sample.token_ids[: len(told)], f"deltas {told} are not the result's {sample.token_ids}"
+        assert streamed == sample.token_ids[: len(streamed)], f"deltas {streamed}, result {sample.token_ids}"
         assert sample.text.startswith(text), f"the deltas' text {text!r} is not the result's {sample.text!r}"
         for name in ("raw_logprobs", "processed_logprobs", "top_logprobs"):
             want = getattr(sample, name)
             parts = [getattr(delta, name) for delta in own]
-            assert {part is None for part in parts} <= {want is None}, f"{name} came, or did not, against the result"
+            assert {part is None for part in parts} <= {want is None}, f"{name} are in deltas or result alone"
             if want is None:
                 continue
             joined = [value for part in parts for value in part]
             if name != "top_logprobs":
                 joined, want = np.array(joined, np.float32).tolist(), want.tolist()
-            assert joined == list(want[: len(told)]), f"{name} of the deltas are not the result's"
+            assert joined == list(want[: len(streamed)]), f"{name} of the deltas are not the result's"
         if not whole:
             continue
-        assert (len(told), text) == (len(sample.token_ids), sample.text), "the deltas end before the result"
+        assert (len(streamed), text) == (len(sample.token_ids), sample.text), "the deltas end before the result"
         if not ends:
             continue
         assert [delta.finish_reason for delta in own if delta.finish_reason] == [sample.finish_reason]
-        assert own[-1].finish_reason is not None, "something came after the end"
+        assert own[-1].finish_reason is not None, "a delta follows the end of its sample"

@@ -1,10 +1,10 @@
-"""Disorder at the edges, from one seed: a wrapper around any runner that delays and breaks its steps.
+"""A wrapper around any runner that delays and breaks its steps, from one seed.
 
-asyncio promises order inside the loop, so what varies between runs comes from outside: when a step
-completes, and whether it does. `EdgeRunner` draws both from one seeded `Random` and keeps a runner's
-contract while it is well: steps complete in the order of launch. It also writes down every step it saw.
+asyncio fixes the order inside the loop, so runs differ only by outside events: when a step completes, and whether it
+does. `FaultRunner` draws both from one seeded `Random`. Until its fault strikes it keeps a runner's contract: steps
+complete in the order of launch. It also records the ids of all steps.
 
-Knows no engine. Used by simulations; give it to `Engine(config, runner=...)`.
+Knows no engine. Used by simulations, tests and `held_engine`; give it to `Engine(config, runner=...)`.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ StepFaultKind = Literal["fail", "hang", "die"]
 
 
 class StepFault(msgspec.Struct, frozen=True):
-    """What goes wrong with a step of an engine's runner, and when. (What goes wrong with a store is `StoreFaults`.)
+    """A fault of one step of a runner. (Faults of stores are `StoreFaults`.)
 
     Attributes:
         kind: "fail": the step ends with RunnerError. "hang": it never ends. "die": it and every other step
             in flight end with WorkerDied. The runner does nothing after any of them.
-        step_id: the step that meets it.
+        step_id: the step that the fault strikes.
     """
 
     kind: StepFaultKind
     step_id: int
 
 
-class EdgeRunner(Runner):
+class FaultRunner(Runner):
     """A runner around another one.
 
     Args:
@@ -51,14 +51,16 @@ class EdgeRunner(Runner):
         random: draws delays; the caller seeds it.
         max_delay_s: a completed step is reported up to this much later; 0 reports at once.
         fault: at most one: an engine does not outlive it.
-        on_launch: called with each step, before it is launched.
+        on_launch: called with each step, before its launch.
+        on_done: called with the output of each step, before the step is reported as done.
         on_copied: called with each copy of blocks when it is reported as done.
         on_weights: called when the runner has new weights, before any step on them.
 
     Attributes:
+        inner: the runner that does the work.
         launched: ids of all steps, in order.
-        completed: how many were reported as done.
-        struck: the fault has struck; `broken` is so after `die` by hand too.
+        completed: the number of steps that were reported as done.
+        struck: the fault has struck; `broken` is true after a `die` by hand too.
     """
 
     config_type: ClassVar[type[msgspec.Struct]] = msgspec.Struct
@@ -71,6 +73,7 @@ class EdgeRunner(Runner):
         max_delay_s: float = 0.0,
         fault: StepFault | None = None,
         on_launch: Callable[[RunStep], None] | None = None,
+        on_done: Callable[[StepOutput], None] | None = None,
         on_copied: Callable[[SwapOut | SwapIn], None] | None = None,
         on_weights: Callable[[], None] | None = None,
     ) -> None:
@@ -83,6 +86,7 @@ class EdgeRunner(Runner):
         self._max_delay_s = max_delay_s
         self._fault = fault
         self._on_launch = on_launch
+        self._on_done = on_done
         self._on_copied = on_copied
         self._on_weights = on_weights
         self._copies: dict[int, asyncio.Future[CopyOutput]] = {}
@@ -93,7 +97,7 @@ class EdgeRunner(Runner):
         self._order: deque[int] = deque()
         self._outcomes: dict[int, StepOutput | BaseException] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}
-        # of steps that are done and not reported yet, in order
+        # outcomes of steps that are done and not reported yet, in order
         self._delayed: dict[int, StepOutput | BaseException] = {}
         self._reported_at = 0.0
         self._worked = -1
@@ -105,8 +109,8 @@ class EdgeRunner(Runner):
         return self._broken is not None
 
     def assert_struck(self) -> None:
-        """Raise AssertionError unless the fault has struck. A test that injects one ends with it: else it may pass
-        because nothing happened."""
+        """Raise AssertionError unless the fault has struck. A test that injects a fault ends with this call: without
+        it the test may pass because nothing happened."""
         fault = self._fault
         if fault is None:
             raise AssertionError(f"no fault was injected ({len(self.launched)} steps were launched)")
@@ -117,24 +121,24 @@ class EdgeRunner(Runner):
     # -- by hand --------------------------------------------------------------------------------------
 
     def hold(self) -> None:
-        """From now on steps that complete are not reported until `release`."""
+        """Hold back the reports of completed steps until `release`."""
         self._held = True
 
     def release(self, count: int | None = None) -> None:
-        """Report the next `count` completed steps and stay held; None: all of them, and hold no longer."""
+        """Report the next `count` completed steps and hold the later ones; None: report all, and hold no longer."""
         self._held = count is not None
         self._report_next(len(self._order) if count is None else count)
 
     async def reached(self, step_id: int, deadline_s: float = 10.0) -> None:
-        """Until this step was launched and the runner has done its work; then it is held, if `hold` is on."""
+        """Wait until the runner has done the work of this step, which is then held if `hold` is on."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._reached.append((step_id, done))
-        self._tell()
+        self._report_reached()
         async with asyncio.timeout(deadline_s):
             await done
 
     def die(self) -> None:
-        """The runner's process is gone: every step in flight fails, and the engine is told."""
+        """End as a runner whose process died: every step in flight fails, and `on_failure` is called."""
         self._broken = error = WorkerDied("simulated runner", -1, -9)
         for step_id in list(self._futures):
             self._report(step_id, error)
@@ -161,6 +165,9 @@ class EdgeRunner(Runner):
         self._loaded()
         return weights_id
 
+    async def read_weights_id(self, path: str) -> str:
+        return await self.inner.read_weights_id(path)
+
     async def begin_tensors(self, tensors: Sequence[TensorMeta]) -> None:
         await self.inner.begin_tensors(tensors)
 
@@ -178,7 +185,7 @@ class EdgeRunner(Runner):
     def copy(self, copy: SwapOut | SwapIn) -> asyncio.Future[CopyOutput]:
         done: asyncio.Future[CopyOutput] = asyncio.get_running_loop().create_future()
         if self._broken is not None:
-            # who hangs answers nothing
+            # a runner that hangs ends nothing
             if self._fault is None or self._fault.kind != "hang":
                 done.set_exception(self._broken)
             return done
@@ -227,7 +234,7 @@ class EdgeRunner(Runner):
         if self._broken is None:
             self.inner.launch(step).add_done_callback(lambda inner: self._inner_done(step.step_id, inner))
         elif fault is None or fault.kind != "hang":
-            # who hangs answers nothing; who failed or died answers everything with that, in order
+            # a runner that hangs ends nothing; one that failed or died ends every step with its error, in order
             self._settle(step.step_id, self._broken)
         return done
 
@@ -265,9 +272,9 @@ class EdgeRunner(Runner):
         error = inner.exception()
         self._worked = step_id
         self._settle(step_id, inner.result() if error is None else error)  # of a future that is done
-        self._tell()
+        self._report_reached()
 
-    def _tell(self) -> None:
+    def _report_reached(self) -> None:
         for step_id, done in self._reached:
             if step_id <= self._worked and not done.done():
                 done.set_result(None)
@@ -288,14 +295,14 @@ class EdgeRunner(Runner):
             if not self._max_delay_s:
                 self._report(step_id, outcome)
                 continue
-            # in order, whatever is drawn
+            # reports keep their order, whatever delays are drawn
             due = loop.time() + self._random.uniform(0.0, self._max_delay_s)
             self._reported_at = max(self._reported_at, due)
             self._delayed[step_id] = outcome
             self._timers[step_id] = loop.call_at(self._reported_at, self._report_up_to, step_id)
 
     def _report_up_to(self, step_id: int) -> None:
-        """A step's time has come, and with it that of those before it: real loops round the times of their timers."""
+        """Report a step that is due, and the steps before it first: real loops round the times of their timers."""
         for earlier in list(self._delayed):
             self._report(earlier, self._delayed.pop(earlier))
             if earlier == step_id:
@@ -312,4 +319,6 @@ class EdgeRunner(Runner):
             done.set_exception(outcome)
         else:
             self.completed += 1
+            if self._on_done is not None:
+                self._on_done(outcome)
             done.set_result(outcome)

@@ -1,9 +1,9 @@
-"""What must not be left behind: tasks, threads, fds, shared segments, child processes, and an engine's books.
+"""Finds leaks: of tasks, threads, fds, shared segments and child processes, and of an engine's blocks and requests.
 
-`Resources.now()` counts what this process holds; `left_since` names what came and stayed. `check_idle`
-holds an engine's own books (blocks, slots, requests, places) against what an idle engine holds.
+`Resources.now()` lists what this process holds, and `left_since` names the additions since an earlier list.
+`check_idle` compares the counters of an engine with those of an idle one.
 
-Reads /proc and blocks for microseconds. Called by tests and by the pytest plugin, never by an engine.
+Reads /proc and blocks for microseconds. Called by tests, benchmarks and the pytest plugin, never by an engine.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class LeakFound(AssertionError):
 
 
 class Resources(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process holds at one moment; each entry is told apart by something that does not repeat.
+    """What a process holds at one moment; each entry has a part that does not repeat.
 
     Attributes:
         fds: number and target of each open file descriptor.
-        threads: names of Python threads, the main one left out.
-        children: process ids.
+        threads: names and ids of Python threads but the main one.
+        children: process ids of child processes.
         segments: addresses and names of mapped shared memory.
-        tasks: of the running loop, the current one left out; empty outside of a loop.
+        tasks: names and coroutines of the running loop's tasks but the current one; empty outside of a loop.
     """
 
     fds: frozenset[tuple[int, str]]
@@ -69,7 +69,7 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def left_since(self, before: Resources) -> list[str]:
-        """What is here and was not before, in words."""
+        """What this list has and the earlier one has not, in words."""
         left = [f"fd {number} -> {target}" for number, target in sorted(self.fds - before.fds)]
         left += [f"thread {name}" for name in sorted(self.threads - before.threads)]
         left += [f"child process {pid}" for pid in sorted(self.children - before.children)]
@@ -89,17 +89,19 @@ def no_leaks() -> Iterator[None]:
 
 
 def check_idle(engine: Engine) -> None:
-    """Raise unless an engine without live requests has every block, slot and place back."""
+    """Raise InvariantBroken unless an engine without live requests has every block, slot and place back."""
     engine.check()
     stats = engine.stats()
-    books = stats.scheduler
+    scheduler_stats = stats.scheduler
     held = {
         "live samples": stats.live,
-        "requests at the door": stats.at_the_door,
+        "requests in the frontend": stats.waiting_for_place,
         "steps in flight": stats.steps_in_flight,
-        "running sequences": books.running,
-        "waiting sequences": books.waiting,
-        "blocks that nobody uses and nobody can have": books.num_blocks - books.free_blocks - books.idle_blocks,
+        "running sequences": scheduler_stats.running,
+        "waiting sequences": scheduler_stats.waiting,
+        "blocks that are neither in use, nor idle, nor free": scheduler_stats.num_blocks
+        - scheduler_stats.free_blocks
+        - scheduler_stats.idle_blocks,
     }
     wrong = [f"{count} {name}" for name, count in held.items() if count]
     if wrong:

@@ -1,13 +1,12 @@
-"""Which pass wrote what: the stamps that a request's rows must carry, worked out from steps and copies alone.
+"""Works out the stamp that each row of a result must carry, from steps and copies alone.
 
-With `pass_stamp` the synthetic runner stamps KV and rows with the number of the step that wrote them. A
-row in a result must carry the stamp of the request's first pass over that position, or, where that pass
-found the KV cached, the stamp of that KV (DECISIONS 6 and 25). `PassModel` replays the block tables of
-`RunStep`s, the copies between device and host and what a store or another instance took and gave, and knows nothing of
-schedulers, slots and rows, so that it cannot share their mistakes. It also tells under which weights the KV was written
-that a pass read.
+With `pass_stamp` the synthetic runner stamps KV and rows with the number of the step that wrote them. A row in a result
+must carry the stamp of the request's first pass over that position, or, where that pass found the KV cached, the stamp
+of that KV (docs/design.md, rules 6 and 25). `PassModel` replays the block tables of `RunStep`s, the copies between
+device and host, and the blocks that a store or another instance took and gave. For each pass it also has the weights of
+the KV that the pass read. It knows nothing of schedulers, slots and rows, so that it cannot share their mistakes.
 
-Fed by `EdgeRunner(on_launch=..., on_copied=...)` and `WatchedStore`; read by tests.
+Fed by `FaultRunner(on_launch=..., on_done=..., on_copied=...)` and `RecordingStore`; read by tests.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Owner = tuple[int, int]
 
 
 class Word(NamedTuple):
-    """The KV of one token: the stamp of the step that wrote it, for whom, under which weights."""
+    """The KV of one token: the stamp of the step that wrote it, the sequence it was written for, and the weights."""
 
     stamp: int
     owner: Owner
@@ -31,7 +30,7 @@ class Word(NamedTuple):
 
 
 class Read(NamedTuple):
-    """What a first pass over a position saw: weights ids of the KV up to it, and its own."""
+    """What a first pass over a position read: weights ids of the KV up to the position, and the pass's own weights."""
 
     kv_weights: tuple[int, ...]
     weights_id: int
@@ -48,19 +47,21 @@ class PassModel:
     """Stamps by request.
 
     Args:
+        block_tokens: of the runner's config.
         weights_id: of the runner at its start.
         stamp_base: of the runner's config. Where several instances run at a time, each has a model and a base of its
-            own: then a stamp tells whose pass it was.
+            own: then a stamp names the instance.
 
     Attributes:
         stamps: (seed, sample index) -> the stamp of each position that any pass covered, in order. Give every
             request a seed of its own.
-        cached: (seed, sample index) -> tokens that were cached when it first came in; of a sequence that another
-            instance began, all that came with it.
-        read: (seed, sample index) -> whose KV it took over instead of computing it.
+        cached: (seed, sample index) -> tokens that were cached at the first start of the sequence; of a sequence that
+            another instance began, all tokens that came with it.
+        read: (seed, sample index) -> the sequences whose KV this one took over instead of computing it.
         base: see `stamp_base`.
-        seen: (seed, sample index) -> what the first pass over each position read. A position that was cached tells what
-            the pass that wrote it saw.
+        seen: (seed, sample index) -> what the first pass over each position read. For a cached position it is what the
+            pass that wrote the KV read.
+        weights_id: of the runner now.
     """
 
     def __init__(self, block_tokens: int, weights_id: int = 0, stamp_base: int = 0) -> None:
@@ -73,18 +74,20 @@ class PassModel:
         self._size = block_tokens
         self.base = stamp_base
         self._kv: dict[int, Word] = {}
-        # of a block that was copied before it was full, None where nothing was written
+        # words by host block; None where a block was copied before it was full
         self._host: dict[int, list[Word | None]] = {}
         self._stored: dict[str, list[Word | None]] = {}
         self._lanes: dict[int, _Lane] = {}
         self._decoding: dict[int, _Lane] = {}
+        # sequences that the last step decodes
+        self._decoded: list[_Lane] = []
 
     def owner_of(self, start: SeqStart) -> Owner:
-        """Whose passes these are. For whoever needs other names than the model's own."""
+        """The name of a sequence in this model; a subclass may use other names."""
         return (start.sampler.seed, start.sampler.index)
 
     def launched(self, step: RunStep) -> None:
-        """Take the next step, in order of launch: the device performs them in that order."""
+        """Take the next step, in the order of launch, in which the device performs steps."""
         for key in step.leaves:
             self._decoding.pop(key, None)
             del self._lanes[key]
@@ -98,10 +101,10 @@ class PassModel:
             for position in range(start.num_cached):
                 word = self._kv.get(self._place(lane, position))
                 if word is None:
-                    raise AssertionError(f"{owner} starts on KV of position {position} that nobody computed")
+                    raise AssertionError(f"{owner} starts on KV of position {position} that no step computed")
                 if word.weights_id != self.weights_id:
                     raise AssertionError(
-                        f"{owner} starts on KV of weights {word.weights_id}, in use are {self.weights_id}"
+                        f"{owner} starts on KV of weights {word.weights_id}, weights {self.weights_id} are in use"
                     )
                 sources.add(word.owner)
                 if position == len(have):
@@ -111,22 +114,27 @@ class PassModel:
         for append in step.appends:
             self._lanes[append.key].blocks.append(append.block)
         skips = frozenset(step.skips)
-        for key, lane in self._decoding.items():
-            if key not in skips:
-                self._forward(lane, 1, step.step_id)
+        self._decoded = [lane for key, lane in self._decoding.items() if key not in skips]
+        for lane in self._decoded:
+            self._forward(lane, 1, step.step_id)
         for chunk in step.chunks:
             self._forward(self._lanes[chunk.key], chunk.count, step.step_id)
             if chunk.last:
                 self._decoding[chunk.key] = self._lanes[chunk.key]
 
+    def done(self, step_id: int, counts: tuple[int, ...] | None) -> None:
+        """The last step yielded runs of so many tokens, and covered as many positions of each sequence."""
+        for lane, count in zip(self._decoded, counts or (), strict=False):
+            self._forward(lane, count - 1, step_id)
+
     def next_life(self, weights_id: int) -> PassModel:
-        """Of another engine on the same store."""
+        """The model of another engine on the same store."""
         model = PassModel(self._size, weights_id, self.base)
         model._stored = self._stored
         return model
 
     def new_weights(self, weights_id: int) -> None:
-        """The runner has these from the next step on."""
+        """The runner has these weights from the next step on."""
         self._mixed = self._mixed or weights_id != self.weights_id
         self.weights_id = weights_id
 
@@ -144,10 +152,10 @@ class PassModel:
                         self._kv[first + offset] = word
 
     def received(self, sender: PassModel, theirs: int, host: int, tokens: int) -> None:
-        """Another instance's host block was copied to this one of ours; its first `tokens` tokens count.
+        """Another instance's host block `theirs` was copied to host block `host`; its first `tokens` tokens count.
 
-        Call it when the copy is done and before the sender may write its block again. What a sequence that goes on here
-        has of the other instance's passes comes with the words: its stamps here begin with theirs.
+        Call it when the copy is done and before the sender may write its block again. The words bring the stamps of
+        the sender's passes: the stamps of a sequence that goes on here begin with them.
         """
         words = sender._host[theirs][:tokens]
         assert None not in words, f"host block {theirs} was sent with {tokens} tokens, not all of them computed"
@@ -172,7 +180,7 @@ class PassModel:
         lane.length += count
 
     def _weights_up_to(self, lane: _Lane, position: int) -> tuple[int, ...]:
-        """One id where all are of one, else one for each position."""
+        """The weights id of each position up to this one; a single id where all are equal."""
         if not self._mixed:
             return (self.weights_id,)
         ids = tuple([self._kv[self._place(lane, earlier)].weights_id for earlier in range(position + 1)])

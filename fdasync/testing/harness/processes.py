@@ -1,4 +1,4 @@
-"""Stopping a child process for real, so that what must not answer does not. Called by tests and benchmarks."""
+"""Stops a child process for certain, so that it answers nothing. Called by tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import signal
 
 
 def stop_process(pid: int) -> None:
-    """SIGSTOP a child of this process; returns when every thread of it stands still.
+    """SIGSTOP a child of this process; returns when every thread of the child stands still.
 
-    The signal alone does not say so: threads on other cores go on for some microseconds, and may answer. Blocks for
-    about as long. SIGCONT lets it go on.
+    After the signal alone threads on other cores run on for some microseconds, and may answer. This call blocks for
+    about as long. SIGCONT lets the child go on.
     """
     os.kill(pid, signal.SIGSTOP)
-    # left for whoever reaps it
+    # the state is left for the parent's own wait
     os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)

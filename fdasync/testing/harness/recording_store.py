@@ -1,7 +1,6 @@
-"""A store that writes down which host block went in and out under which key, for `PassModel`, and outlives engines.
+"""A store that records for `PassModel` which host block was put and got under which key, and that outlives engines.
 
-Wraps the innermost store: what faults, timeouts and checks do around it does not concern it. Used by simulations and
-the routing matrix.
+Wraps the innermost store, and knows nothing of the faults, timeouts and checks around it. Used by simulations.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ if TYPE_CHECKING:
     from fdasync.testing.harness.pass_model import PassModel
 
 
-class WatchedStore(Wrapper):
-    """Tells `passes` of every block that was kept, and of every one that was given back.
+class RecordingStore(Wrapper):
+    """Reports every block that was put and every block that was got to `passes`.
 
     Attributes:
-        stride_nbytes: of host blocks, whose header page is the first part of an item; set it before use.
+        stride_nbytes: distance of host blocks, whose header page is the first part of an item; set it before use.
     """
 
     def __init__(self, inner: Store, passes: PassModel, *, closes: bool = False) -> None:
-        """`closes`: the inner store is this engine's own: another one opens what it left behind."""
+        """`closes`: the inner store ends with this engine, and the next engine opens another one on the same place."""
         super().__init__(inner)
         self._closes = closes
         self.stride_nbytes = 1
@@ -33,12 +32,12 @@ class WatchedStore(Wrapper):
         self._kept: dict[str, None] = {}
 
     async def aclose(self) -> None:
-        """Unless it `closes`, the inner store stays as it is: the next engine opens it again."""
+        """Unless `closes` is set the inner store stays as it is: the next engine opens it again."""
         if self._closes:
             await self.inner.aclose()
 
     async def forget(self) -> None:
-        """Everything that it kept, as a store may."""
+        """Delete every object, as a store may."""
         keys = list(self._kept)
         self._kept.clear()
         await self.inner.delete(keys)

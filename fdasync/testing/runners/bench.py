@@ -1,7 +1,7 @@
-"""A runner on a bench: steps written by hand, blocks and slots chosen by hand, no scheduler.
+"""A runner on a bench: a test writes steps and chooses blocks and slots by hand, without a scheduler.
 
-`Bench` numbers steps, builds their parts and reads rows out of the arena. It decides nothing and checks
-nothing. Used by the suites for runners and by tests of runners that need more.
+`Bench` numbers steps, builds their parts and reads rows out of the arena. It decides nothing and checks nothing. Used
+by the suites for runners and by further tests of runners.
 """
 
 from __future__ import annotations
@@ -53,7 +53,12 @@ def noisy(seed: int, index: int = 0) -> SamplerSpec:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a sequence sampled, and its rows by spec name."""
+    """What a sequence sampled.
+
+    Attributes:
+        tokens: sampled ids.
+        rows: of all positions that were computed, by spec name.
+    """
 
     tokens: list[int]
     rows: dict[str, NDArray[Any]]
@@ -62,8 +67,12 @@ class Answer:
 class Bench:
     """One runner, open and bound.
 
-    Slots are not the blocks' numbers (block b starts with slot num_blocks-1-b), so that a runner that takes one
-    for the other is found out. A slot stays with its KV when that is swapped.
+    A slot does not have its block's number (block b starts with slot num_blocks-1-b), so that a runner that mixes them
+    up is found out. A slot stays with its KV when the KV is swapped.
+
+    Attributes:
+        runner, capacity: open and bound, and what its `open` returned.
+        arena, host: given to `bind`; None: without rows, without a host tier.
     """
 
     def __init__(
@@ -84,16 +93,16 @@ class Bench:
         return self.capacity.block_tokens
 
     def prompt(self, length: int, salt: int = 0) -> list[int]:
-        """Token ids inside the vocabulary, other ones for another salt."""
+        """Token ids inside the vocabulary, different for each salt."""
         random = np.random.default_rng([length, salt])
         return [int(token) for token in random.integers(0, self.capacity.vocab_size, length)]
 
     def slot(self, block: int) -> int:
-        """Of a device block."""
+        """The slot of a device block."""
         return self._slot_of[block]
 
     def generation(self, block: int) -> int:
-        """Of the present use of the block's slot; 0 before the first."""
+        """The generation of the present use of the block's slot; 0 before the first use."""
         return self._generation.get(self.slot(block), 0)
 
     # -- parts of a step ----------------------------------------------------------------------------
@@ -102,7 +111,7 @@ class Bench:
         self, key: int, tokens: Sequence[int], blocks: Sequence[int], *, cached: int = 0, prompt_len: int | None = None,
         sampler: SamplerSpec = GREEDY,
     ) -> SeqStart:  # fmt: skip
-        """A sequence that enters; its blocks past the cached tokens get a new generation.
+        """A sequence that joins; its blocks behind the cached tokens get a new generation.
 
         A block that is cached in part keeps its slot and generation: its first rows are there.
         """
@@ -131,7 +140,7 @@ class Bench:
         if self.arena is None:
             return -1, 0
         if self._held_slots().count(self.slot(block)) > 1:
-            # its rows belong to KV that lives on elsewhere
+            # the slot's rows belong to KV that is still in another block
             self._slot_of[block] = self._free_slot(self.arena)
         slot = self.slot(block)
         return slot, self._next_generation(slot)
@@ -169,8 +178,8 @@ class Bench:
     def receive(
         self, kv: Sequence[NDArray[np.uint8]], rows: Mapping[str, NDArray[Any]], tokens: int, host: Sequence[int]
     ) -> None:
-        """Blocks of another instance, which hold the first `tokens` tokens of a sequence, arrive in these host blocks;
-        the rows of the tokens come into slots of their own."""
+        """Write another instance's blocks, with the first `tokens` tokens of a sequence, into these host blocks, and
+        the rows of the tokens into new slots."""
         assert self.host is not None, f"the bench has no host tier: {self.host}"
         for number, (place, block) in enumerate(zip(host, kv, strict=True)):
             self.host.kv[place] = block
@@ -185,7 +194,7 @@ class Bench:
             self.arena.scatter(index, generations, {name: part[first:last] for name, part in rows.items()})
 
     def fill_rows(self, byte: int) -> None:
-        """Set every byte of every row, as if earlier uses of the slots had left them so."""
+        """Set every byte of every row, as if earlier uses of the slots had left these bytes."""
         if self.arena is not None:
             for rows in self.arena.rows.values():
                 rows.view(np.uint8)[:] = byte
@@ -218,7 +227,7 @@ class Bench:
         self, key: int, prompt: Sequence[int], count: int, blocks: Sequence[int], *, cached: int = 0,
         sampler: SamplerSpec = GREEDY,
     ) -> Answer:  # fmt: skip
-        """Run one sequence alone: prefill in one step, then decode; it leaves. Gives `count` tokens and all rows."""
+        """Run one sequence alone: prefill in one step, decode, leave. Returns `count` tokens and all rows."""
         start = self.start(key, prompt, blocks, cached=cached, sampler=sampler)
         tokens = list((await self.launch_prefill(start)).tokens)
         tokens += await self.decode(key, len(prompt), blocks, count - 1)
@@ -227,7 +236,7 @@ class Bench:
         return Answer(tokens, rows)
 
     async def leave(self, *keys: int) -> None:
-        """A step in which sequences only leave."""
+        """Run a step in which sequences only leave."""
         await self.step(leaves=keys)
 
     def rows(self, blocks: Sequence[int], first: int, last: int) -> dict[str, NDArray[Any]]:
@@ -235,17 +244,17 @@ class Bench:
         if self.arena is None:
             return {}
         into = {spec.name: np.empty((last - first, *spec.shape), spec.dtype) for spec in self.arena.specs}
-        for position in range(first, last):
-            block, offset = blocks[position // self.size], position % self.size
-            self.arena.copy_rows(self.slot(block), self.generation(block), offset, 1, into, position - first)
+        named = blocks[first // self.size : -(-last // self.size)]
+        slots, generations = [self.slot(block) for block in named], [self.generation(block) for block in named]
+        self.arena.copy_rows(slots, generations, first % self.size, last - first, into, 0)
         return into
 
 
 @asynccontextmanager
 async def on_bench(runner: Runner, *, host_blocks: int = 0) -> AsyncIterator[Bench]:
-    """Open and bind a runner; close it, and the arenas after it, whatever happens.
+    """Open and bind a runner; at the end close it, and then the arenas.
 
-    There are two slots more than device and host blocks, so that every block can be computed anew.
+    The arena has two slots more than there are blocks on device and host, so that every block can be computed anew.
     """
     arena = host = None
     try:

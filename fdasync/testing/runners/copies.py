@@ -1,4 +1,7 @@
-"""The part of the conformance suite for runners about copies of blocks between device and host."""
+"""The part of the conformance suite for runners about copies of blocks between device and host.
+
+Used by `runners/suite.py`.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,10 @@ import numpy as np
 
 from fdasync.errors import RunnerError
 from fdasync.events.actions import SwapIn, SwapOut
+from fdasync.testing.harness.bounded import on_loop
 from fdasync.testing.harness.verdicts import check, equal
 from fdasync.testing.runners.bench import on_bench
-from fdasync.testing.runners.harness import RunnerSuite, is_runner_error, on_loop
+from fdasync.testing.runners.harness import RunnerSuite, is_runner_error
 
 if TYPE_CHECKING:
     from fdasync.runner.base import CopyOutput
@@ -21,7 +25,7 @@ _LIMIT_S = 30.0
 
 
 class CopyTests(RunnerSuite):
-    """Swapped out, overwritten and swapped in elsewhere, KV answers as before, and its rows were not touched."""
+    """KV that was swapped out and in gives the same answers, and copies touch no rows."""
 
     @on_loop
     async def test_swapped_out_and_in_elsewhere_blocks_answer_as_before(self) -> None:
@@ -99,7 +103,7 @@ class CopyTests(RunnerSuite):
             self._assert_moved(on, await on.swap_in(host, device), 9)
             for key in range(3):
                 again = await on.answer(20 + key, prompts[key], 2, [*device[3 * key : 3 * key + 3], 9], cached=3 * size)
-                # the open tail is computed again; what was before it was not
+                # the open tail is computed again, and the blocks before it are not
                 self.assert_same(plain[key], again)
 
     @on_loop

@@ -1,60 +1,44 @@
-"""What the suites for runners share: how a test runs, what a suite is given, when two answers are the same.
+"""What the suites for runners share: the hooks of an adopter, and the comparison of two answers.
 
-Knows nothing but the contract. Used by `runners/suite.py`, `copies.py`, `open_blocks.py` and
-`runners/weights.py`.
+Knows the contract (`runner/base.py`) only. Used by the other files of this folder.
 """
 
 from __future__ import annotations
 
-import asyncio
-import functools
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fdasync.errors import RunnerError
 from fdasync.runner.base import Runner, RunnerLimits
+from fdasync.testing.harness.bounded import LoopHooks
 from fdasync.testing.harness.verdicts import check, equal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
+    import asyncio
+    from collections.abc import Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
     from fdasync.testing.runners.bench import Answer
 
-_LIMIT_S = 60.0
-# of a row in a message
+# at most so many values of a row stand in a message
 _MOST_VALUES = 32
 
-S = TypeVar("S", bound="RunnerSuite")
 
-
-def on_loop(test: Callable[[S], Coroutine[Any, Any, None]]) -> Callable[[S], None]:
-    """An async test method as a plain one, on a new loop of `new_loop`."""
-
-    @functools.wraps(test)
-    def run(self: S) -> None:
-        self.run(test(self))
-
-    # pytest must see a plain function, whatever plugin looks for coroutines
-    del run.__wrapped__
-    return run
-
-
-class RunnerSuite:
-    """What a suite is given.
+class RunnerSuite(LoopHooks):
+    """What an adopter of `RunnerTests` or `RunTests` says about its runner.
 
     Attributes:
-        limits: given to `make`; needs room for 4 sequences, 12 blocks and steps of 4 blocks.
+        limits: given to `make`; must have room for 4 sequences, 12 blocks and steps of 4 blocks.
         logprobs: the runner computes log-probs.
         overlaps: the runner takes a step while one is in flight.
         loads: the runner takes new weights; then `make_of`, `write_folder` and `tensors_of` are defined.
-        batch_safe: others in a batch change no token of a sequence: surely so in exact arithmetic, as good as always in
-            float32, not in bfloat16. If not, sequences that another instance began go on without others beside them.
-        logprob_error: how far log-probs of the same thing may be apart: 0.0 unless a runner's arithmetic depends on
-            the batch.
+        batch_safe: a batch changes no token of a sequence: always so in exact arithmetic, nearly always in float32, not
+            in bfloat16. False: sequences that another instance began go on alone.
+        logprob_error: how far apart log-probs of the same token may be: 0.0 unless the arithmetic depends on the
+            batch.
     """
 
     limits = RunnerLimits(max_running=4, max_step_tokens=256, block_tokens=16, num_blocks=24, pipeline_depth=2)
@@ -77,7 +61,7 @@ class RunnerSuite:
         raise NotImplementedError
 
     def break_folder(self, folder: Path) -> None:
-        """Break a folder of `write_folder` in a way that a runner must see before it changes anything."""
+        """Break a folder of `write_folder` so that a runner must refuse it before it changes anything."""
         for path in folder.iterdir():
             path.unlink()
 
@@ -85,18 +69,8 @@ class RunnerSuite:
         """All tensors of set 0 or 1: name, dtype, shape, contiguous buffer."""
         raise NotImplementedError
 
-    def new_loop(self) -> asyncio.AbstractEventLoop:
-        import uvloop
-
-        return uvloop.new_event_loop()
-
-    def run(self, test: Coroutine[Any, Any, None]) -> None:
-        """Run a test on a new loop, within a minute."""
-        with asyncio.Runner(loop_factory=self.new_loop) as runner:
-            runner.run(asyncio.wait_for(test, _LIMIT_S))
-
     def assert_same(self, one: Answer, other: Answer) -> None:
-        """Two computations of the same thing. Exact, unless a runner's arithmetic depends on the batch."""
+        """Raise AssertionError unless two computations of a sequence agree; an adopter may allow for its arithmetic."""
         equal(other.tokens, one.tokens, "tokens of the same sequence, computed another way")
         equal(sorted(other.rows), sorted(one.rows), "names of rows of the same sequence, computed another way")
         for name, rows in one.rows.items():
@@ -117,7 +91,7 @@ def same_rows(found: NDArray[Any], wanted: NDArray[Any], what: str) -> None:
 
 
 def is_runner_error(ended: asyncio.Future[Any], what: str) -> None:
-    """Raise AssertionError unless this ended with a RunnerError that says what is wrong."""
+    """Raise AssertionError unless the future ended with a RunnerError that has a problem in words."""
     error = ended.exception()
     check(isinstance(error, RunnerError), f"{what} raises RunnerError", error or ended.result())
     check(getattr(error, "problem", ""), f"{what} raises RunnerError with a problem in words", error)

@@ -1,8 +1,8 @@
 """The part of the conformance suite for runners about sequences that another instance began.
 
-One runner computes a prompt and its first token; the KV of all its blocks, the last partly filled one too, and its
-rows are moved to another runner as bytes, which goes on where the first one stopped: in the middle of a block. What
-comes must be what the first runner says when it goes on by itself.
+One runner computes a prompt and its first token. The KV of all its blocks, the partly filled one included, and its rows
+are moved as bytes to another runner, which goes on where the first runner stopped: in the middle of a block. Its output
+must equal that of the first runner when the first runner goes on itself. Used by `runners/suite.py`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import numpy as np
 
 from fdasync.errors import InvariantBroken
 from fdasync.events.actions import Chunk
+from fdasync.testing.harness.bounded import on_loop
 from fdasync.testing.harness.verdicts import check, equal
 from fdasync.testing.runners.bench import GREEDY, Answer, noisy, on_bench
-from fdasync.testing.runners.harness import RunnerSuite, on_loop, same_rows
+from fdasync.testing.runners.harness import RunnerSuite, same_rows
 
 if TYPE_CHECKING:
     import asyncio
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 # sampled tokens of a sequence, the first one included
 _COUNT = 6
 _HOST_BLOCKS = 4
-# where blocks lie: in the first runner, on the other's host, in the other, and those of others who run there
+# places of blocks: in the first runner, on the second one's host, in the second one; and of other sequences there
 _FROM = (0, 1, 2, 3)
 _PLACES = (2, 0, 3, 1)
 _INTO = (9, 4, 7, 2)
@@ -44,7 +45,14 @@ _OTHERS = ((0, 1), (5, 6, 8))
 
 @dataclass
 class _Line:
-    """One sequence, and what was sampled for it."""
+    """One sequence.
+
+    Attributes:
+        start: how it joins.
+        blocks: its block table.
+        tokens, raw, processed, best: what was sampled for it, and the log-probs.
+        length: tokens so far.
+    """
 
     start: SeqStart
     blocks: Sequence[int]
@@ -65,9 +73,13 @@ class _Line:
 
 @dataclass(frozen=True)
 class _Begun:
-    """What one instance gives to another after the first token, and how it went on itself.
+    """A sequence that one instance hands over after the first token, and its end where it stays.
 
-    `past` is where the bytes of the last block lie that belong to tokens past the prompt, as far as that is known.
+    Attributes:
+        prompt, sampler: of the sequence.
+        kv, rows: copies of its blocks and rows after the first token.
+        past: the bytes of the last block that belong to tokens behind the prompt, as far as they are known.
+        line, whole: the sequence, and its answer, when the first instance goes on.
     """
 
     prompt: list[int]
@@ -89,7 +101,7 @@ class _Play:
         self._flights: deque[tuple[asyncio.Future[StepOutput], list[_Line]]] = deque()
 
     async def step(self, *joining: _Line) -> None:
-        """Launch a step, if there is anything to do; wait until there may be another one in flight."""
+        """Launch a step, if there is a sequence; wait until there is room for another step in flight."""
         on, size = self._on, self._on.size
         if not self._lines and not joining:
             return
@@ -121,7 +133,7 @@ class _Play:
 
 
 class TailTests(RunnerSuite):
-    """Wherever in a block a sequence is taken over, it goes on as if it had not been."""
+    """A sequence that is taken over anywhere in a block goes on as if it had stayed."""
 
     @on_loop
     async def test_a_sequence_begun_elsewhere_goes_on_in_the_middle_of_a_block(self) -> None:
@@ -152,7 +164,13 @@ class TailTests(RunnerSuite):
                 # so long that the tail is filled: then it shows which bytes are not the prompt's
                 begun = await self._begin(one, key, prompt, self._samplers(one)[0], one.size + 2)
                 written = int(begun.past.sum())
-                check(written, "bytes of an open block past the prompt's, when they were filled", written)
+                check(
+                    written,
+                    f"bytes of the open block that changed while {one.size + 2} tokens were decoded behind a prompt of"
+                    f" {len(prompt)} (limit: at least 1; a decode step must write its token's KV to the device block"
+                    " that its sequence names, and a later SwapOut must copy that block)",
+                    written,
+                )
                 noise = random.integers(0, 256, begun.past.shape, np.uint8)
                 # among the bits of 0xff are those of no number at all
                 for number, garbage in enumerate((np.full_like(noise, 0xFF), noise)):
@@ -197,19 +215,19 @@ class TailTests(RunnerSuite):
                 self.assert_same(plain, Answer([*first.tokens, *tokens], rows))
                 _assert_untouched(before, rows)
 
-    # -- how it is done -------------------------------------------------------------------------------
+    # -- tools ---------------------------------------------------------------------------------------
 
     def _bench(self) -> AbstractAsyncContextManager[Bench]:
         return on_bench(self.make(self.limits), host_blocks=_HOST_BLOCKS)
 
     def _samplers(self, on: Bench) -> tuple[SamplerSpec, SamplerSpec]:
-        """Greedy, and with everything that asks which tokens are output, and how many there were."""
-        asks = {"raw": True, "processed": True, "top": 3} if self.logprobs else {}
+        """Greedy, and one with every option that depends on the tokens of the output and their number."""
+        logprobs = {"raw": True, "processed": True, "top": 3} if self.logprobs else {}
         penalties = {"repetition_penalty": 1.3, "presence_penalty": 0.6, "frequency_penalty": 0.4}
         # until four were sampled, half of the vocabulary is out of reach
         stops = {"min_tokens": 4, "stop_ids": tuple(range(on.capacity.vocab_size // 2))}
-        greedy = msgspec.structs.replace(GREEDY, **asks)
-        return greedy, msgspec.structs.replace(noisy(7, 1), **asks, **penalties, **stops)
+        greedy = msgspec.structs.replace(GREEDY, **logprobs)
+        return greedy, msgspec.structs.replace(noisy(7, 1), **logprobs, **penalties, **stops)
 
     async def _goes_on_after(self, length_of: Callable[[int], int]) -> None:
         async with self._bench() as one, self._bench() as other:
@@ -222,7 +240,7 @@ class TailTests(RunnerSuite):
                     key += 10
 
     async def _begin(self, on: Bench, key: int, prompt: list[int], sampler: SamplerSpec, count: int) -> _Begun:
-        """Compute a sequence, and give what there was after its first token: copies of whole blocks."""
+        """Compute a sequence, with copies of its whole blocks as they were after its first token."""
         line = _Line(on.start(key, prompt, _FROM, sampler=sampler), _FROM)
         used = len(line.start.blocks)
         play = _Play(on, 1)
@@ -247,14 +265,14 @@ class TailTests(RunnerSuite):
         return on.swap_in(places, _INTO[: len(places)])
 
     async def _take_over(self, on: Bench, key: int, begun: _Begun, depth: int) -> None:
-        """Go on with a sequence among others, which come before it and with it, and hold all against being alone."""
+        """Go on with a sequence beside others, which join before it and with it; all must answer as they do alone."""
         prompts = [on.prompt(5), on.prompt(on.size + 3, salt=5)] if self.batch_safe else []
         alone = [await on.answer(key + 1, prompt, _COUNT, _OTHERS[at]) for at, prompt in enumerate(prompts)]
         prompt, first = begun.prompt, begun.line.tokens[0]
         play = _Play(on, depth)
         others = [_Line(on.start(key + 1 + at, own, _OTHERS[at]), _OTHERS[at]) for at, own in enumerate(prompts)]
         await play.step(*others[:1])
-        # it comes while another one runs
+        # its blocks arrive while another sequence runs
         arrived = self._receive(on, begun)
         await play.step()
         await arrived
@@ -275,17 +293,17 @@ class TailTests(RunnerSuite):
         self._assert_no_row(on, num_rows)
 
     def _assert_no_row(self, on: Bench, position: int) -> None:
-        """Behind the last row of an open block."""
+        """Raise AssertionError if a row is there behind the last row of an open block."""
         if on.arena is None or not position % on.size:
             return
         try:
             on.rows(_INTO, position, position + 1)
         except InvariantBroken:
             return
-        raise AssertionError(f"row {position} is there, which nobody computed")
+        raise AssertionError(f"row {position} is there, which no step computed")
 
     def _assert_logprobs(self, whole: _Line, later: _Line) -> None:
-        """Of the second token and those after it; the first one's came with it."""
+        """Compare log-probs from the second token on; those of the first token came with it."""
         if not self.logprobs:
             return
         for name in ("raw", "processed", "best"):

@@ -6,10 +6,10 @@ Adopt it with a class of a few lines in a test module of your own:
         def make(self, limits):
             return MyRunner(MyConfig(...), limits)
 
-The tests are plain functions that run a loop of their own, so they need no plugin and no settings. Knows
-nothing but the contract; numeric runners may loosen `assert_same`. Here are steps; copies of blocks,
-sequences that another instance began and new weights are in `copies.py`, `open_blocks.py` and
-`runners/weights.py`.
+The tests are plain functions that run a loop of their own, so they need no plugin and no settings. Numeric runners may
+loosen `assert_same`. This file tests steps; copies of blocks, sequences that another instance began, new weights, logit
+bias and log-probs of prompts are in `copies.py`, `open_blocks.py`, `weights.py` and `scores.py`. Knows the contract
+only.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ import numpy as np
 
 from fdasync.errors import InvariantBroken, RunnerError
 from fdasync.events.actions import Chunk
+from fdasync.testing.harness.bounded import on_loop
 from fdasync.testing.harness.verdicts import check, equal
 from fdasync.testing.runners.bench import GREEDY, Answer, noisy, on_bench
 from fdasync.testing.runners.copies import CopyTests
-from fdasync.testing.runners.harness import is_runner_error, on_loop
+from fdasync.testing.runners.harness import is_runner_error
 from fdasync.testing.runners.open_blocks import TailTests
+from fdasync.testing.runners.scores import ScoreTests
 from fdasync.testing.runners.weights import WeightsTests
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from fdasync.runner.base import StepOutput
 
 
-class RunnerTests(CopyTests, TailTests, WeightsTests):
+class RunnerTests(CopyTests, ScoreTests, TailTests, WeightsTests):
     """Subclass it, name the subclass Test..., define `make`; more in `RunnerSuite`."""
 
     # -- what it is -----------------------------------------------------------------------------------
@@ -62,7 +64,7 @@ class RunnerTests(CopyTests, TailTests, WeightsTests):
     @on_loop
     async def test_two_of_them_answer_alike(self) -> None:
         async with on_bench(self.make(self.limits)) as one, on_bench(self.make(self.limits)) as other:
-            # what was measured differs from one start to the next
+            # measured rates differ from one start to the next
             capacities = [msgspec.structs.replace(on.capacity, prefill_tokens_per_s=0.0) for on in (one, other)]
             equal(capacities[1], capacities[0], "capacity of a second runner of the same configuration")
             prompt = one.prompt(one.size + 3)
@@ -85,7 +87,7 @@ class RunnerTests(CopyTests, TailTests, WeightsTests):
             prompt = on.prompt(2 * size + 3)
             plain = await on.answer(0, prompt, 4, [0, 1, 2])
             self.assert_same(plain, await on.answer(1, prompt, 4, [0, 1, 5], cached=2 * size))
-            # the same tokens on top of another prompt's KV must not give the same: it is read
+            # the same tokens over another prompt's KV must differ, since that KV is read
             await on.answer(2, on.prompt(2 * size + 1, salt=1), 1, [6, 7, 8])
             astray = await on.answer(3, prompt, 4, [6, 7, 9], cached=2 * size)
             tail = {name: rows[2 * size :] for name, rows in plain.rows.items() if name != "stamp"}
@@ -110,7 +112,7 @@ class RunnerTests(CopyTests, TailTests, WeightsTests):
             never = [(on.slot(8), on.generation(8), 3), (on.slot(3), on.generation(3) + 1, 0), (on.slot(5), 1, 0)]
             for slot, generation, offset in never:
                 try:
-                    on.arena.copy_rows(slot, generation, offset, 1, into, 0)
+                    on.arena.copy_rows((slot,), (generation,), offset, 1, into, 0)
                 except InvariantBroken:
                     continue
                 raise AssertionError(f"row {offset} of slot {slot} generation {generation} was never computed")
@@ -127,7 +129,7 @@ class RunnerTests(CopyTests, TailTests, WeightsTests):
                 return
             prompt = on.prompt(on.size + 3)
             found: list[dict[str, NDArray[np.uint8]]] = []
-            # bytes from before: what is still there after both was not written
+            # a byte that keeps both fills was not written
             for key, fill in enumerate((0x00, 0xFF)):
                 on.fill_rows(fill)
                 try:
@@ -166,7 +168,7 @@ class RunnerTests(CopyTests, TailTests, WeightsTests):
             self.assert_same(plain, Answer(tokens, on.rows(blocks, 0, len(prompt) + 2)))
 
     @on_loop
-    async def test_a_batch_changes_nobody(self) -> None:
+    async def test_a_batch_changes_no_sequence(self) -> None:
         async with on_bench(self.make(self.limits)) as on:
             prompts = [on.prompt(length, salt=7) for length in (3, on.size, on.size + 5)]
             tables = [[0, 1], [2, 3], [4, 5]]
@@ -227,23 +229,23 @@ class RunnerTests(CopyTests, TailTests, WeightsTests):
                 equal([step[place] for step in steps], alone[key], "tokens in a batch, of a seed, sample and position")
 
     @on_loop
-    async def test_logprobs_of_those_who_ask(self) -> None:
+    async def test_log_probs_where_they_are_wanted(self) -> None:
         if not self.logprobs:
             return
         async with on_bench(self.make(self.limits)) as on:
-            asks = msgspec.structs.replace(GREEDY, raw=True, processed=True, top=3)
-            starts = [on.start(0, on.prompt(4), [0]), on.start(1, on.prompt(5), [1], sampler=asks)]
+            wants = msgspec.structs.replace(GREEDY, raw=True, processed=True, top=3)
+            starts = [on.start(0, on.prompt(4), [0]), on.start(1, on.prompt(5), [1], sampler=wants)]
             output = await on.launch_prefill(*starts)
-            assert output.raw is not None, f"raw log-probs of a step where one asks: {output}"
-            assert output.processed is not None, f"processed log-probs of a step where one asks: {output}"
-            assert output.top is not None, f"alternatives of a step where one asks: {output}"
+            assert output.raw is not None, f"raw log-probs of a step where a sequence wants them: {output}"
+            assert output.processed is not None, f"processed log-probs of a step where a sequence wants them: {output}"
+            assert output.top is not None, f"alternatives of a step where a sequence wants them: {output}"
             best = output.top[1]
-            assert best is not None, f"alternatives of the one that asks: {output.top}"
+            assert best is not None, f"alternatives of the sequence that wants them: {output.top}"
             equal(best.token_ids[0], output.tokens[1], "the likeliest alternative, beside what greedy sampled")
             check(abs(best.logprobs[0] - output.raw[1]) < 1e-5, f"its log-prob, of {output.raw[1]}", best.logprobs[0])
             equal(list(best.logprobs), sorted(best.logprobs, reverse=True), "log-probs of alternatives, best first")
             check(output.raw[1] <= 0.0, "a log-prob is not above 0", output.raw[1])
-            equal((await on.launch(skips=[1])).raw, None, "raw log-probs of a step where nobody asks")
+            equal((await on.launch(skips=[1])).raw, None, "raw log-probs of a step where no sequence wants them")
 
     # -- in flight, and ends --------------------------------------------------------------------------
 
@@ -257,7 +259,7 @@ class RunnerTests(CopyTests, TailTests, WeightsTests):
             ended: list[int] = []
             futures = [on.launch_prefill(on.start(1, prompt, [2]))]
             for number in range(3):
-                # the token of the step before has not come back: the runner feeds it on
+                # the token of the last step has not come back: the runner feeds it on
                 due = len(prompt) + number == on.size
                 futures.append(on.launch(appends=[on.append(1, 3)] if due else []))
                 futures[-2].add_done_callback(lambda done: ended.append(done.result().step_id))

@@ -1,4 +1,7 @@
-"""The part of the conformance suite for runners about new weights: from a folder, and tensor by tensor."""
+"""The part of the conformance suite for runners about new weights: from a folder, and tensor by tensor.
+
+Used by `runners/suite.py`.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fdasync.errors import InvariantBroken, WeightsRejected
-from fdasync.runner.base import TensorMeta
+from fdasync.runner.base import Runner, TensorMeta
 from fdasync.runner.worker.weight_transfer import itemsize_of
+from fdasync.testing.harness.bounded import on_loop
 from fdasync.testing.harness.verdicts import check, equal
 from fdasync.testing.runners.bench import on_bench
-from fdasync.testing.runners.harness import RunnerSuite, on_loop
+from fdasync.testing.runners.harness import RunnerSuite
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterator, Sequence
+    from collections.abc import Callable, Coroutine, Iterator, Sequence
 
-    from fdasync.runner.base import Runner
     from fdasync.testing.runners.bench import Answer, Bench
 
 _TOKENS = 4
@@ -40,9 +43,31 @@ class WeightsTests(RunnerSuite):
                 self.assert_same(fresh[0], await self._answer(on, 0))
                 # the same folder twice, and the first one again
                 for number, weights in enumerate((1, 1, 0)):
-                    told = await on.runner.load_folder(str(folders[weights]))
-                    equal(told, ids[weights], f"load_folder of set {weights}: its weights id")
+                    weights_id = await on.runner.load_folder(str(folders[weights]))
+                    equal(weights_id, ids[weights], f"load_folder of set {weights}: its weights id")
                     self.assert_same(fresh[weights], await self._answer(on, 1 + number))
+
+        self._run_with_folders(test)
+
+    def test_a_folder_is_compared_without_being_loaded(self) -> None:
+        if not self.loads:
+            return
+
+        async def test(folders: Sequence[Path]) -> None:
+            fresh, ids = await self._fresh()
+            async with on_bench(self.make(self.limits)) as on:
+                if type(on.runner).read_weights_id is Runner.read_weights_id:
+                    # the contract leaves it to the runner
+                    return
+                for weights in (1, 0):
+                    weights_id = await on.runner.read_weights_id(str(folders[weights]))
+                    equal(weights_id, ids[weights], f"read_weights_id of set {weights}")
+                await _rejected(on.runner.read_weights_id(str(folders[2] / "nowhere")))
+                self.assert_same(fresh[0], await self._answer(on, 0))
+                # after an update as before it
+                await on.runner.load_folder(str(folders[1]))
+                equal(await on.runner.read_weights_id(str(folders[0])), ids[0], "read_weights_id of set 0 under set 1")
+                self.assert_same(fresh[1], await self._answer(on, 1))
 
         self._run_with_folders(test)
 
@@ -78,7 +103,7 @@ class WeightsTests(RunnerSuite):
         metas = [TensorMeta(name, dtype, shape) for name, dtype, shape, _ in tensors]
         good, rest = metas[0], metas[1:]
         bad = [
-            [*metas, msgspec.structs.replace(good, name="nobody.has.this")],
+            [*metas, msgspec.structs.replace(good, name="not.in.the.model")],
             [*rest, msgspec.structs.replace(good, shape=(*good.shape, 2))],
             [*rest, msgspec.structs.replace(good, dtype="float1")],
             [*metas, good],
@@ -93,12 +118,12 @@ class WeightsTests(RunnerSuite):
             except InvariantBroken:
                 pass
             else:
-                raise AssertionError(f"a write of {tensors[0][0]}, which nobody announced, returned")
+                raise AssertionError(f"a write of {tensors[0][0]}, which was not announced, returned")
             # a refusal is no failure
             await _write(on.runner, tensors)
 
-    def _run_with_folders(self, test: Any) -> None:
-        """Run `test(folders)`: set 0, set 1, and set 1 broken. Written before there is a loop to block."""
+    def _run_with_folders(self, test: Callable[[Sequence[Path]], Coroutine[Any, Any, None]]) -> None:
+        """Run `test(folders)`: set 0, set 1, and set 1 broken, all written before there is a loop to block."""
         with _folders() as folders:
             for folder, weights in zip(folders, (0, 1, 1), strict=True):
                 self.write_folder(folder, weights)
@@ -118,7 +143,7 @@ class WeightsTests(RunnerSuite):
         return answers, ids
 
     async def _answer(self, on: Bench, key: int) -> Answer:
-        # blocks that the sequence before had: its KV is of other weights
+        # the blocks of the last sequence, whose KV is of other weights
         return await on.answer(key, on.prompt(on.size + 3), _TOKENS, [0, 1])
 
 

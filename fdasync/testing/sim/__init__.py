@@ -1,1 +1,1 @@
-"""Virtual time and whole engines in it."""
+"""Virtual time, and the network, transports and processes that exist in it."""

@@ -1,13 +1,13 @@
 """An event loop in virtual time: hours pass in milliseconds, and the same code gives the same order.
 
-`SimLoop` is the stdlib's selector loop with a clock of its own. Time stands still while anything is ready
-and jumps to the next timer when nothing is, so a timeout never beats code that needs no time. Timers that
-are due at the same moment fire one by one, in the order they were set, each with all that follows from it.
-When nothing is ready and no timer is set the loop raises `Deadlock` and names who waits.
+`SimLoop` is the stdlib's selector loop with a clock of its own. Time stands still while anything is ready and jumps to
+the next timer when nothing is, so a timeout never beats code that needs no time. Timers that are due at the same moment
+fire one by one, in the order they were set; the loop runs all consequences of a timer before the next. When nothing is
+ready and no timer is set the loop raises `Deadlock` and names the waiting tasks.
 
-It knows nothing of engines. There is no world outside of it: real sockets and pipes between tasks of the same loop
-work (addresses in numbers: a name is looked up in a thread), threads and child processes do not. Called by `run_sim`,
-which the pytest plugin hands out.
+It knows nothing of engines. Real sockets and pipes between tasks of the same loop work (addresses in numbers: a name is
+looked up in a thread); threads, child processes and other machines do not. Called by `run_sim`, which the pytest plugin
+hands out.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _NS = 1_000_000_000
 _MAX_TURNS_PER_MOMENT = 200_000
 _MIN_TAKEN = 4096
 # rounds of cancelling at the end of a run that failed
-_MAX_RUINS = 8
+_MAX_ROUNDS = 8
 
 
 class Deadlock(RuntimeError):
-    """Nothing is ready and no timer is set: those who wait, wait for ever.
+    """Nothing is ready and no timer is set: the waiting tasks wait for ever.
 
     Attributes:
-        waiting: one line for each task that is not done: its name and where it stands.
+        waiting: one line for each task that is not done: its name and the place where it waits.
     """
 
     def __init__(self, waiting: list[str]) -> None:
@@ -47,11 +47,11 @@ class Deadlock(RuntimeError):
 
 
 class Livelock(RuntimeError):
-    """The loop is always busy and its time stands still: somebody polls without a timer."""
+    """The loop is always busy and its time stands still: a task polls without a timer."""
 
 
 class _SimSelector(selectors.BaseSelector):
-    """The real selector, asked without waiting; what would be a wait moves the loop's clock instead."""
+    """The real selector, which never waits: a wait moves the loop's clock instead."""
 
     def __init__(self) -> None:
         self.loop: SimLoop
@@ -125,7 +125,7 @@ class SimLoop(asyncio.SelectorEventLoop):
     def call_soon(
         self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
-        """As in asyncio; what belongs to a process (`process.py`) runs when that does."""
+        """As in asyncio; a callback of a process (`process.py`) runs when its process does."""
         context = copy_context() if context is None else context
         process = process_of(context)
         if process is None:
@@ -144,7 +144,7 @@ class SimLoop(asyncio.SelectorEventLoop):
             self._last_moment = self.turns
         elif self.turns - self._last_moment > _MAX_TURNS_PER_MOMENT:
             self._last_moment = self.turns
-            raise Livelock(f"{_MAX_TURNS_PER_MOMENT} turns of the loop at {self.time():g} s: somebody polls")
+            raise Livelock(f"{_MAX_TURNS_PER_MOMENT} turns of the loop at {self.time():g} s: a task polls")
 
     def _waiting(self) -> list[str]:
         lines = []
@@ -161,7 +161,7 @@ class SimLoop(asyncio.SelectorEventLoop):
 def run_sim(main: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end in virtual time, as `asyncio.run` would.
 
-    Raises what it raises; `Deadlock` when it can never end; RuntimeError when it leaves tasks behind.
+    Raises the coroutine's error; `Deadlock` when it can never end; RuntimeError when it leaves tasks behind.
     """
     loop = SimLoop()
     try:
@@ -182,8 +182,8 @@ def run_sim(main: Coroutine[Any, Any, T]) -> T:
 
 
 def _cancel_all(loop: SimLoop) -> None:
-    # what is cancelled may start tasks that close what it had
-    for _ in range(_MAX_RUINS):
+    # a cancelled task may start tasks that close its resources
+    for _ in range(_MAX_ROUNDS):
         tasks = asyncio.all_tasks(loop)
         if not tasks:
             break
@@ -192,9 +192,9 @@ def _cancel_all(loop: SimLoop) -> None:
         try:
             loop.run_until_complete(asyncio.wait(tasks, timeout=3600.0))
         except (Deadlock, Livelock):
-            # what is reported is why the run ended, not what its ruins do
+            # the error of the run is reported, not that of its end
             return
         for task in tasks:
-            # retrieve, so that asyncio does not warn of what nobody will ask for
+            # retrieved, so that asyncio does not warn of it
             _ = not task.done() or task.cancelled() or task.exception()
     loop.run_until_complete(loop.shutdown_asyncgens())

@@ -1,9 +1,9 @@
-"""A network in one process and in virtual time, as bad as a test wants it; the same from the same seed.
+"""A network in one process and in virtual time, with conditions that a test sets; the same from the same seed.
 
 `SimNetwork(random.Random(seed)).wire("a")` is a `Wire` for `Links`. Between two wires frames take a while, and may be
 lost, come twice or out of order; two wires can be parted; a wire can be killed (its process died) or frozen (SIGSTOP).
 
-Frames are delivered by `loop.call_later`; run it under `run_sim`. Called by tests.
+Frames are delivered by `loop.call_later`; run it under `run_sim`. Knows no messages. Called by tests and `process.py`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ if TYPE_CHECKING:
     from fdasync.pd.link.wire import Frame
 
 
-class Weather(msgspec.Struct, frozen=True, kw_only=True):
+class NetworkConditions(msgspec.Struct, frozen=True, kw_only=True):
     """How a network treats frames.
 
     Attributes:
-        delay_s: least and most that a frame takes.
-        drop, duplicate, reorder: probabilities. A frame that is not reordered never overtakes another of its pipe.
+        delay_s: least and most seconds that a frame takes.
+        drop: probability that a frame is lost.
+        duplicate: probability that a frame comes twice.
+        reorder: probability that a frame may overtake earlier frames of its pipe; other frames never do.
         room: frames on their way on one pipe; `send` refuses more.
     """
 
@@ -40,7 +42,16 @@ class Weather(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimPipe(Pipe):
-    """One end. `other` is the end at the other wire, where there is one."""
+    """One end of a connection.
+
+    Attributes:
+        wire: of this end.
+        other: the end at the other wire; None before the first frame.
+        closed: this end was hung up.
+        on_the_way: frames that were sent here and have not arrived.
+        refused: a `send` was refused, so `on_room` is due.
+        latest: arrival time of the last frame that was not reordered.
+    """
 
     __slots__ = ("closed", "latest", "on_the_way", "other", "refused", "wire")
 
@@ -58,45 +69,45 @@ class SimNetwork:
     """See the module.
 
     Attributes:
-        weather: between wires for which `between` says nothing else. May be changed at any time.
+        conditions: between wires without conditions of their own (`between`). May be changed at any time.
         delivered, lost: frames so far.
     """
 
-    def __init__(self, rng: random.Random, weather: Weather | None = None) -> None:
-        self.weather = weather or Weather()
+    def __init__(self, rng: random.Random, conditions: NetworkConditions | None = None) -> None:
+        self.conditions = conditions or NetworkConditions()
         self.delivered = 0
         self.lost = 0
         self._rng = rng
-        self._between: dict[frozenset[SimWire], Weather] = {}
+        self._between: dict[frozenset[SimWire], NetworkConditions] = {}
         self._parted: set[frozenset[SimWire]] = set()
         self._listeners: dict[str, SimWire] = {}
         self._ports = 40_000
 
     def wire(self, name: str) -> SimWire:
-        """Another process; the name is for people."""
+        """The wire of another process; the name is for people."""
         return SimWire(self, name)
 
-    def between(self, one: SimWire, other: SimWire, weather: Weather) -> None:
-        """The weather between these two, from now on."""
-        self._between[frozenset((one, other))] = weather
+    def between(self, one: SimWire, other: SimWire, conditions: NetworkConditions) -> None:
+        """Set the conditions between these two wires from now on."""
+        self._between[frozenset((one, other))] = conditions
 
     def partition(self, one: SimWire, other: SimWire) -> None:
-        """Frames between these two vanish, also those on their way, until `heal`."""
+        """Frames between these two vanish until `heal`, frames on their way included."""
         self._parted.add(frozenset((one, other)))
 
     def heal(self, one: SimWire, other: SimWire) -> None:
         self._parted.discard(frozenset((one, other)))
 
     def kill(self, wire: SimWire) -> None:
-        """Its process died: what it sends from now on vanishes, and so does what was sent to it. Its address is free.
+        """End the wire as if its process died: later frames from it vanish, and all frames to it. Its address is free.
 
-        What it sent before still arrives. Whoever owns it does not notice; those whom it dialed do when they send.
+        Frames that it sent before still arrive. Its owner does not notice; the wires that it dialed do when they send.
         """
         wire.dead = True
         self.release(wire)
 
     def freeze(self, wire: SimWire) -> None:
-        """Its process stands still: what it would send, and what arrives, waits for `thaw`."""
+        """Stop the wire as if its process stood still: frames from it and to it wait for `thaw`."""
         wire.frozen = True
 
     def thaw(self, wire: SimWire) -> None:
@@ -114,7 +125,7 @@ class SimNetwork:
             self._ports += 1
             address = f"tcp://127.0.0.1:{self._ports}"
         if address in self._listeners:
-            raise ConfigError("address", f"somebody listens at {address!r} already")
+            raise ConfigError("address", f"a process listens at {address!r} already")
         self._listeners[address] = wire
         return address
 
@@ -122,27 +133,27 @@ class SimNetwork:
         self._listeners = {address: each for address, each in self._listeners.items() if each is not wire}
 
     def carry(self, pipe: SimPipe, frames: list[Frame]) -> bool:
-        """Send from this end; as `Wire.send`."""
+        """Send from this end; see `Wire.send`."""
         if pipe.closed or pipe.wire.dead:
             return True
         target = self._target(pipe)
         if pipe.other is not None and not pipe.address:
             pipe.is_cut = pipe.other.closed or pipe.other.wire.dead
-        weather = self._between.get(frozenset((pipe.wire, target)), self.weather) if target else self.weather
-        if pipe.on_the_way >= weather.room:
+        conditions = self._between.get(frozenset((pipe.wire, target)), self.conditions) if target else self.conditions
+        if pipe.on_the_way >= conditions.room:
             pipe.refused = True
             return False
         if pipe.wire.frozen:
             pipe.wire.held.append(lambda: self._carry_late(pipe, frames))
             return True
         rng = self._rng
-        copies = 0 if rng.random() < weather.drop else 2 if rng.random() < weather.duplicate else 1
+        copies = 0 if rng.random() < conditions.drop else 2 if rng.random() < conditions.duplicate else 1
         if not copies:
             self.lost += 1
         loop = asyncio.get_running_loop()
         for _ in range(copies):
-            when = loop.time() + rng.uniform(*weather.delay_s)
-            if rng.random() >= weather.reorder:
+            when = loop.time() + rng.uniform(*conditions.delay_s)
+            if rng.random() >= conditions.reorder:
                 when = pipe.latest = max(when, pipe.latest)
             pipe.on_the_way += 1
             loop.call_at(when, self._arrive, pipe, [bytes(frame) for frame in frames])
@@ -153,7 +164,7 @@ class SimNetwork:
             self.lost += 1
 
     def _target(self, pipe: SimPipe) -> SimWire | None:
-        """Whoever is there now: a process that came in place of another gets what was sent to that one."""
+        """The wire at the other end now: a process that replaced another one gets the frames to that one."""
         return self._listeners.get(pipe.address) if pipe.address else pipe.other.wire if pipe.other else None
 
     def _arrive(self, pipe: SimPipe, frames: list[bytes]) -> None:
@@ -188,8 +199,10 @@ class SimWire(Wire):
     """A process's place in a `SimNetwork`. Compared by identity.
 
     Attributes:
-        dead, frozen, closed: what happened to it.
-        held: what waits until it thaws.
+        name: for people.
+        dead, frozen, closed: it was killed, frozen, or closed by its owner.
+        held: deliveries and sends that wait for `thaw`.
+        on_frames: the owner's callback.
     """
 
     def __init__(self, network: SimNetwork, name: str) -> None:

@@ -1,11 +1,11 @@
-"""Processes in one loop of virtual time: each can stand still (SIGSTOP), go on, or die, in the middle of anything.
+"""Processes in one loop of virtual time: each can stand still (SIGSTOP), go on, or die, at any moment.
 
-What a process starts - tasks, timers, callbacks - carries its name in its context, and `SimLoop` asks here before it
-runs any of it. So the code under test needs to know nothing of it: a process that stands still runs no line, and finds
-its timers late when it goes on. `ProcessWire` and `ProcessTransport` are its doors to the others: what comes in is its
-own from there on, what went out is on its way whatever becomes of it.
+The tasks, timers and callbacks that a process starts carry it in their context, and `SimLoop` asks here before it runs
+one of them. So the code under test needs no change: a process that stands still runs no line, and its timers fire late
+when it goes on. `ProcessWire` and `ProcessTransport` connect processes: incoming frames run as callbacks of the
+receiving process, and outgoing frames travel on when their process stands still.
 
-Knows no instances. Called by simulations of several processes.
+Knows no instances. Called by `SimLoop` and by simulations of several processes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from fdasync.cache.store.base import Outcome
     from fdasync.pd.link.wire import Frame, Pipe
-    from fdasync.pd.transfer.base import Receipt
-    from fdasync.pd.transfer.transfers import Call
+    from fdasync.pd.transfer.base import CopySpec
+    from fdasync.pd.transfer.transfers import Transfer
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ _OURS: ContextVar[SimProcess | None] = ContextVar("fdasync_sim_process", default
 
 
 def process_of(context: Context) -> SimProcess | None:
-    """Whose code runs in this context; None: nobody's that can stand still."""
+    """The process whose code runs in this context; None: code of no simulated process."""
     return context.get(_OURS)
 
 
@@ -41,7 +41,7 @@ class SimProcess:
     Attributes:
         name: for people.
         stopped: it stands still, or is dead.
-        held: what it will do when it goes on, in order.
+        held: callbacks that it will run when it goes on, in order.
     """
 
     def __init__(self, name: str) -> None:
@@ -55,22 +55,22 @@ class SimProcess:
         return f"<SimProcess {self.name}>"
 
     def stop(self) -> None:
-        """From now on it runs nothing."""
+        """Stand still: run no further callback."""
         self.stopped = True
 
     def go_on(self) -> None:
-        """What was due meanwhile runs now, in the order in which it became due."""
+        """Run the callbacks that became due meanwhile, in order."""
         self.stopped = False
         held, self.held = self.held, []
         for each in held:
             asyncio.get_running_loop().call_soon(each, context=Context())
 
     def start(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-        """A task of this process."""
+        """Start a task of this process."""
         return asyncio.get_running_loop().create_task(work, name=f"{self.name}: {name}", context=self._context.copy())
 
     def call(self, callback: Callable[..., object], *args: Any) -> None:
-        """Have it do this soon."""
+        """Call this soon, as the process."""
         asyncio.get_running_loop().call_soon(callback, *args, context=self._context.copy())
 
 
@@ -98,14 +98,14 @@ class Guarded:
         if self.handle.cancelled():
             return
         if self._process.stopped:
-            # it was stopped again in the middle of going on
+            # the process was stopped again before this callback had its turn
             self._process.held.append(self._late)
         else:
             self._context.run(self._callback, *self._args)
 
 
 def _outside(work: Callable[..., T], *args: Any) -> T:
-    """Call it as nobody's: what it sets on its way goes on when whoever set it stands still."""
+    """Call it outside of all processes: timers that it sets fire even when the caller's process stands still."""
     return Context().run(work, *args)
 
 
@@ -130,19 +130,19 @@ class ProcessTransport(SimTransport):
     """The transport of a process.
 
     Args:
-        on_copied: told of each receipt that was copied whole, and from whom, before anything else happens.
+        on_copied: called with the sending transport and each copy spec that was copied whole, before any other event.
     """
 
     def __init__(
-        self, fabric: SimFabric, process: SimProcess, on_copied: Callable[[ProcessTransport, Receipt], None]
+        self, fabric: SimFabric, process: SimProcess, on_copied: Callable[[ProcessTransport, CopySpec], None]
     ) -> None:
         super().__init__(fabric, process.name)
         self._on_copied = on_copied
 
-    async def _copy(self, call: Call, receipt: Receipt, *, spoil: bool) -> Outcome:
-        sender = self._fabric.sender(call.token)
-        outcome = await super()._copy(call, receipt, spoil=spoil)
+    async def _copy(self, transfer: Transfer, copy_spec: CopySpec, *, spoil: bool) -> Outcome:
+        sender = self._fabric.sender(transfer.token)
+        outcome = await super()._copy(transfer, copy_spec, spoil=spoil)
         if outcome.status == "done":
             assert isinstance(sender, ProcessTransport)
-            self._on_copied(sender, receipt)
+            self._on_copied(sender, copy_spec)
         return outcome

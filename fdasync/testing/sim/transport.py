@@ -1,8 +1,8 @@
-"""A transport in one process, for virtual time: bytes really move between regions, and what fails is drawn from a seed.
+"""A transport in one process, for virtual time: bytes really move between regions, and faults are drawn from a seed.
 
-`SimFabric` is the machine room: it knows which transports there are, who is cut off from whom, who is stopped or dead,
-and draws latencies and faults. `SimTransport` keeps the whole contract (`transfer/base.py`), offers included, as over a
-socket. Knows nothing of instances and messages. Used by simulations and by tests of what stands on a transport.
+`SimFabric` knows all transports and which of them are cut off from each other, stopped or dead, and draws latencies and
+faults. `SimTransport` keeps the whole contract (`transfer/base.py`), offers included, as over a socket. Knows nothing
+of instances and messages. Used by simulations and tests.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from fdasync.cache.store.base import DONE
 from fdasync.errors import InvariantBroken
 from fdasync.pd.messages import Source
 from fdasync.pd.transfer.base import SLICE_NBYTES, Transport
-from fdasync.pd.transfer.transfers import Call, Calls
+from fdasync.pd.transfer.transfers import Transfer, Transfers
 from fdasync.pd.transfer.validation import (
     CLOSED,
     FORGOTTEN,
     LATE,
     Offers,
     broken,
-    check_receipts,
+    check_copy_specs,
     check_source,
     damaged,
     refused,
@@ -35,20 +35,20 @@ if TYPE_CHECKING:
 
     from fdasync.cache.store.base import Outcome
     from fdasync.ipc.shared_memory import Part, SharedRegion
-    from fdasync.pd.transfer.base import Receipt
+    from fdasync.pd.transfer.base import CopySpec
 
 _MACHINE = "simulated"
 
 
 class SimFaults(msgspec.Struct, frozen=True, kw_only=True):
-    """How likely what is, for each receipt, from 0 to 1.
+    """Probabilities, from 0 to 1, that a fault strikes a copy spec; and the speed of copies.
 
     Attributes:
-        corrupt: a bit of our copy flips.
-        fail: it fails, transient.
-        stall: nothing of it and of what follows in its call comes before the deadline.
-        latency_s: from and to, for each receipt, in seconds; drawn evenly.
-        nbytes_per_s: how fast a receive copies, once it does.
+        corrupt: a bit of the receiver's copy flips.
+        fail: the copy fails, transient.
+        stall: neither this copy nor a later one of its receive is done before the deadline.
+        latency_s: least and most seconds before a copy begins, drawn evenly.
+        nbytes_per_s: speed of a copy that has begun.
     """
 
     corrupt: float = 0.0
@@ -62,8 +62,8 @@ class SimFabric:
     """See the module.
 
     Attributes:
-        faults: in force; may be replaced at any time.
-        counts: faults so far, by name.
+        faults: may be replaced at any time.
+        counts: how often each fault has struck, by name.
     """
 
     def __init__(self, rng: Random, faults: SimFaults | None = None) -> None:
@@ -76,7 +76,7 @@ class SimFabric:
         self._frozen: set[SimTransport] = set()
 
     def partition(self, one: SimTransport, other: SimTransport) -> None:
-        """Nothing gets through between the two, either way: receives wait until it is healed, or for their deadline."""
+        """Cut two transports off from each other: receives between them wait for `heal` or their deadline."""
         self._cut.add(frozenset((one, other)))
 
     def heal(self, one: SimTransport, other: SimTransport) -> None:
@@ -85,7 +85,7 @@ class SimFabric:
         self._changed()
 
     def freeze(self, transport: SimTransport) -> None:
-        """As a stopped process: nothing goes on from it or to it; deadlines still end what waits."""
+        """Stop a transport like its process: receives from it and by it wait; deadlines still end them."""
         self._frozen.add(transport)
 
     def thaw(self, transport: SimTransport) -> None:
@@ -94,14 +94,14 @@ class SimFabric:
         self._changed()
 
     def kill(self, transport: SimTransport) -> None:
-        """As a killed process: nobody reads its memory any more, and its own receives end."""
+        """Kill a transport like its process: its memory can be read no more, and its own receives end."""
         self._dead.add(transport)
-        transport.calls.end(CLOSED)
+        transport.transfers.end(CLOSED)
         self._changed()
 
     def assert_struck(self, *kinds: str) -> None:
         """Raise AssertionError unless each of these faults ("corrupt", "fail", "stall") has struck at least once;
-        without names, all that can happen now."""
+        without names, each fault of a probability above 0."""
         wanted = kinds or tuple([kind for kind in self.counts if getattr(self.faults, kind) > 0])
         missing = [kind for kind in wanted if not self.counts[kind]]
         if not wanted:
@@ -123,16 +123,16 @@ class SimFabric:
         self._changed()
 
     def sender(self, token: bytes) -> SimTransport | None:
-        """Who can be read under this token; None: nobody."""
+        """The transport that is read under this token; None: it is gone."""
         found = self._opened.get(token)
         return None if found in self._dead else found
 
     def silent(self, one: SimTransport, other: SimTransport) -> bool:
-        """Nothing gets through between these now."""
+        """Whether nothing gets through between these two now."""
         return one in self._frozen or other in self._frozen or frozenset((one, other)) in self._cut
 
     def strikes(self, fault: str) -> bool:
-        """Whether this fault happens now. A fault that cannot happen draws nothing."""
+        """Whether this fault strikes now. A fault of probability 0 draws nothing."""
         chance: float = getattr(self.faults, fault)
         hit = chance > 0 and self._rng.random() < chance
         self.counts[fault] += hit
@@ -146,27 +146,27 @@ class SimFabric:
 
     def _changed(self) -> None:
         for transport in list(self._opened.values()):
-            transport.calls.wake()
+            transport.transfers.wake()
 
 
 class SimTransport(Transport):
     """See the module.
 
     Attributes:
-        calls: receives that are running.
+        transfers: receives that are running.
         offers: parts of its regions that can be read.
-        regions: its own, while it is open.
+        regions: of its own instance, while it is open.
     """
 
     name: ClassVar[str] = "sim"
 
     def __init__(self, fabric: SimFabric, address: str = "") -> None:
-        """`address`: what its source shows, for people."""
+        """`address`: stands in its source, for people."""
         self._fabric = fabric
         self._address = address
         self._source: Source | None = None
         self._closed = False
-        self.calls = Calls()
+        self.transfers = Transfers()
         self.offers = Offers()
         self.regions: Sequence[SharedRegion] = ()
 
@@ -192,70 +192,70 @@ class SimTransport(Transport):
 
     def forget(self, source: Source) -> None:
         if not check_source(source):
-            self.calls.end(FORGOTTEN, source.token)
+            self.transfers.end(FORGOTTEN, source.token)
 
     async def aclose(self) -> None:
         self._closed = True
         self.offers.close()
         if self._source is not None:
             self._fabric.drop(self._source.token)
-        self.calls.end(CLOSED)
-        await self.calls.idle()
+        self.transfers.end(CLOSED)
+        await self.transfers.idle()
         self.regions = ()
 
-    async def receive(self, source: Source, receipts: Sequence[Receipt], deadline: float) -> list[Outcome]:
+    async def receive(self, source: Source, copy_specs: Sequence[CopySpec], deadline: float) -> list[Outcome]:
         if self._source is None and not self._closed:
             raise InvariantBroken("a transport receives when it is open")
         if self._closed:
-            return [CLOSED] * len(receipts)
+            return [CLOSED] * len(copy_specs)
         problem = check_source(source)
         if not problem and source.machine != _MACHINE:
             problem = "the source is not simulated"
         if problem:
-            return [refused(problem)] * len(receipts)
-        call = self.calls.start(source.token, deadline)
+            return [refused(problem)] * len(copy_specs)
+        transfer = self.transfers.start(source.token, deadline)
         try:
-            outcomes = await check_receipts(source, receipts, self.regions)
+            outcomes = await check_copy_specs(source, copy_specs, self.regions)
             return [
-                outcome or call.check() or await self._take(call, receipt)
-                for outcome, receipt in zip(outcomes, receipts, strict=True)
+                outcome or transfer.check() or await self._take(transfer, copy_spec)
+                for outcome, copy_spec in zip(outcomes, copy_specs, strict=True)
             ]
         finally:
-            self.calls.finish(call)
+            self.transfers.finish(transfer)
 
-    async def _take(self, call: Call, receipt: Receipt) -> Outcome:
-        """Copy and check one block. What ends the call ends all that follow too."""
+    async def _take(self, transfer: Transfer, copy_spec: CopySpec) -> Outcome:
+        """Copy and check one block. The end of the receive ends all its later blocks too."""
         fabric = self._fabric
-        ready_at = call.now() + fabric.latency_s()
+        ready_at = transfer.now() + fabric.latency_s()
         if fabric.strikes("stall"):
-            ready_at = call.deadline
+            ready_at = transfer.deadline
         while True:
-            sender = self._sender(call)
+            sender = self._sender(transfer)
             if sender is None:
-                return call.over or LATE
+                return transfer.over or LATE
             silent = fabric.silent(self, sender)
-            if not silent and call.now() >= ready_at:
+            if not silent and transfer.now() >= ready_at:
                 break
-            await call.wait(call.deadline if silent else ready_at)
+            await transfer.wait(transfer.deadline if silent else ready_at)
         if fabric.strikes("fail"):
             return broken("a fault was drawn")
-        return await self._copy(call, receipt, spoil=fabric.strikes("corrupt"))
+        return await self._copy(transfer, copy_spec, spoil=fabric.strikes("corrupt"))
 
-    def _sender(self, call: Call) -> SimTransport | None:
-        """Whom this call reads from; None: the call is over."""
-        sender = self._fabric.sender(call.token)
+    def _sender(self, transfer: Transfer) -> SimTransport | None:
+        """The transport that this receive reads from; None: the receive is over."""
+        sender = self._fabric.sender(transfer.token)
         if sender is None:
-            call.end(broken("nobody answers there"))
-        return None if call.check() else sender
+            transfer.end(broken("the sender is gone"))
+        return None if transfer.check() else sender
 
-    async def _copy(self, call: Call, receipt: Receipt, *, spoil: bool) -> Outcome:
-        spoil_at = self._fabric.below(max(sum(part.nbytes for part in receipt.parts), 1)) if spoil else -1
-        for place, (theirs, part) in enumerate(zip(receipt.ref_parts, receipt.parts, strict=True)):
+    async def _copy(self, transfer: Transfer, copy_spec: CopySpec, *, spoil: bool) -> Outcome:
+        spoil_at = self._fabric.below(max(sum(part.nbytes for part in copy_spec.parts), 1)) if spoil else -1
+        for place, (theirs, part) in enumerate(zip(copy_spec.ref_parts, copy_spec.parts, strict=True)):
             whole = xxhash.xxh3_64()
             for at in range(0, part.nbytes, SLICE_NBYTES):
-                sender = self._sender(call)
+                sender = self._sender(transfer)
                 if sender is None:
-                    return call.over or LATE
+                    return transfer.over or LATE
                 if theirs not in sender.offers:
                     return refused("a part of the sender's is not on offer")
                 nbytes = min(SLICE_NBYTES, part.nbytes - at)
@@ -267,8 +267,8 @@ class SimTransport(Transport):
                     whole.update(ours)
                 spoil_at -= nbytes
                 if nbytes == SLICE_NBYTES:
-                    # time passes, so that there is something to be in the middle of
-                    await call.wait(call.now() + nbytes / self._fabric.faults.nbytes_per_s)
-            if whole.intdigest() != receipt.checksums[place]:
+                    # time passes, so that other events fall into the middle of a copy
+                    await transfer.wait(transfer.now() + nbytes / self._fabric.faults.nbytes_per_s)
+            if whole.intdigest() != copy_spec.checksums[place]:
                 return damaged(place)
         return DONE

@@ -1,4 +1,7 @@
-"""The part of the conformance suite about ends: at once, cancelled, killed, closed, reopened. See `stores/suite.py`."""
+"""The part of the conformance suite for stores about concurrent, cancelled, killed, closed and reopened calls.
+
+Used by `stores/suite.py`; its `MOMENTS` by the suite for transports too.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from fdasync.errors import StoreRejected, StoreUnavailable
-from fdasync.testing.harness.verdicts import check, equal, told
-from fdasync.testing.stores.harness import StoreHooks, on_loop, skip, turns, value, verb_result
+from fdasync.testing.harness.bounded import moment, on_loop, skip, turns
+from fdasync.testing.harness.guarded_memory import value
+from fdasync.testing.harness.verdicts import check, equal, in_words
+from fdasync.testing.stores.harness import StoreHooks, verb_result
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -18,19 +23,12 @@ if TYPE_CHECKING:
 # when to cancel or close: after so many turns of the loop (int) or seconds (float)
 MOMENTS: tuple[int | float, ...] = (0, 1, 2, 3, 5, 8, 13, 0.0002, 0.0005, 0.001, 0.002, 0.004)
 _NBYTES = 60_001
-# for what is written after its end, so that it may be seen
+# a write after the end of a verb would show within this time
 _LATE_S = 0.05
 
 
-async def moment(when: float) -> None:
-    if isinstance(when, int):
-        await turns(when)
-    else:
-        await asyncio.sleep(when)
-
-
 class EndTests(StoreHooks):
-    """Whole or absent, and nobody's buffer is touched after the end."""
+    """An object is whole or absent, and no buffer is touched after the end of a verb."""
 
     # -- at once --------------------------------------------------------------------------------------
 
@@ -74,7 +72,7 @@ class EndTests(StoreHooks):
                 right = [data[place] for place in winners]
                 check(
                     all(each in right for each in whole),
-                    f"get where one of {told(right)} won",
+                    f"get where one of {in_words(right)} won",
                     found,
                 )
 
@@ -117,7 +115,7 @@ class EndTests(StoreHooks):
                 data = {on.key(f"{when}/{number}"): value(f"{when} {number}", _NBYTES) for number in range(6)}
                 items = [on.filled(key, each, 3) for key, each in data.items()]
                 await self._cancelled(on, on.store.put(items), when)
-                # it has ended: the buffers are the caller's
+                # the put has ended: the buffers are the caller's
                 on.scribble(items)
                 for key, each in data.items():
                     found = await on.fetch(key, _NBYTES, 2)
@@ -141,7 +139,7 @@ class EndTests(StoreHooks):
                 on.scribble(into)
                 rounds += into
             before = on.snapshot()
-            # what goes on works, and what has ended writes nothing any more
+            # later verbs work, and ended verbs write no more
             for key, each in data.items():
                 await on.assert_holds(key, each)
             await asyncio.sleep(_LATE_S)
@@ -151,7 +149,7 @@ class EndTests(StoreHooks):
             equal(late, [], "buffers of gets that were cancelled, after their ends")
 
     async def _cancelled(self, on: StoreBench, work: Any, when: float) -> None:
-        """Cancel it after a while and wait for its end; it must end as cancelled, unless it had ended before."""
+        """Cancel a verb after a while; it must end as cancelled, unless it had ended before."""
         task = asyncio.ensure_future(work)
         await moment(when)
         in_flight = task.cancel()
@@ -198,7 +196,7 @@ class EndTests(StoreHooks):
             self._ended_well(tasks)
             await asyncio.sleep(_LATE_S)
             on.assert_only(before)
-            # and the store can be used further, maybe not at once
+            # the store works again, maybe not at once
             loop = asyncio.get_running_loop()
             until = loop.time() + self.verb_s
             while True:
@@ -213,7 +211,7 @@ class EndTests(StoreHooks):
             await on.assert_holds(on.key("new"), value("new", _NBYTES))
 
     def _busy(self, on: StoreBench) -> tuple[list[asyncio.Task[Any]], list[Item]]:
-        """Verbs in flight, and all that they read or write."""
+        """Verbs in flight, and the items that they read or write."""
         tasks: list[asyncio.Task[Any]] = []
         items: list[Item] = []
         for number in range(4):
@@ -247,7 +245,7 @@ class EndTests(StoreHooks):
                     result = await on.within(call(), name)
                 except StoreUnavailable:
                     continue
-                raise AssertionError(f"{name} of a closed store: it returned {told(result)}")
+                raise AssertionError(f"{name} of a closed store: it returned {in_words(result)}")
             await on.within(on.store.aclose(), "aclose again")
 
     @on_loop
@@ -299,7 +297,7 @@ class EndTests(StoreHooks):
                         equal(await later.fetch(key, len(each)), "miss", "get of what was deleted before the end")
                     else:
                         await later.assert_holds(key, each)
-                # puts that were told "done" before the end are there, the others whole or not
+                # puts that ended "done" before the close are there, other puts are whole or absent
                 for number, task in enumerate(tasks[::3]):
                     done = [one.ok for one in task.result()] if task.exception() is None else [False] * 3
                     for place in range(3):

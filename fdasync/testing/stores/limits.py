@@ -1,5 +1,7 @@
-"""The part of the conformance suite about limits: at them, beyond them, and a store that is full. See
-`stores/suite.py`."""
+"""The part of the conformance suite for stores about limits: at them, beyond them, and a store that is full.
+
+Used by `stores/suite.py`.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,10 @@ import msgspec
 from fdasync.cache.store.base import Item
 from fdasync.errors import StoreRejected, StoreUnavailable
 from fdasync.ipc.shared_memory import Part
-from fdasync.testing.harness.verdicts import check, equal, told
-from fdasync.testing.stores.harness import StoreHooks, on_loop, skip, value
+from fdasync.testing.harness.bounded import on_loop, skip
+from fdasync.testing.harness.guarded_memory import value
+from fdasync.testing.harness.verdicts import check, equal, in_words
+from fdasync.testing.stores.harness import StoreHooks
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -22,7 +26,7 @@ BAD_KEYS = ("", "/a", "a/", ".a", "a.", "a/../b", "a..b", "A", "a b", "a\n", "\u
 
 
 class LimitTests(StoreHooks):
-    """What can be taken is taken, and what cannot is refused by type."""
+    """A store takes every item within its limits, and raises StoreRejected for others."""
 
     @on_loop
     async def test_capabilities_make_sense(self) -> None:
@@ -45,7 +49,7 @@ class LimitTests(StoreHooks):
             limits = on.store.capabilities
             prefix = on.key("0az./_-x/")
             longest = prefix + "k" * (limits.max_key_chars - len(prefix))
-            # one that differs in its last character only
+            # two keys that differ in the last character only
             for key in (longest, longest[:-1] + "j"):
                 equal((await on.keep(key, value(key, 100))).status, "done", f"put under a key of {len(key)} characters")
             await on.assert_holds(longest, value(longest, 100))
@@ -122,7 +126,7 @@ class LimitTests(StoreHooks):
     async def test_too_large_an_object_is_refused(self) -> None:
         async with self.on_store() as on:
             limits = on.store.capabilities
-            # the same bytes again and again; nobody is to read them
+            # the same bytes again and again; no verb may read them
             part = Part(0, 0, min(on.regions[0].nbytes, limits.max_item_nbytes))
             count = limits.max_item_nbytes // part.nbytes + 1
             if count > limits.max_parts:
@@ -140,7 +144,7 @@ class LimitTests(StoreHooks):
                 await on.keep(key, value(key, 30_000))
             after = await on.within(on.store.usage(), "usage")
             if on.store.capabilities.shared or self.may_forget:
-                skip("others may put and drop at the same time")
+                skip("other processes may put and drop at the same time")
             if before.objects is not None and after.objects is not None:
                 equal(
                     after.objects - before.objects, 4, f"objects of usage after 4 puts, {before} before, {after} after"
@@ -208,5 +212,5 @@ class LimitTests(StoreHooks):
         except StoreRejected:
             return
         except StoreUnavailable as error:
-            raise AssertionError(f"{what} will never work, and is told as if it might: {error!r}") from error
-        raise AssertionError(f"{what} was taken: it returned {told(result)}")
+            raise AssertionError(f"{what} can never work, and the error says that it may: {error!r}") from error
+        raise AssertionError(f"{what} was taken: it returned {in_words(result)}")

@@ -1,8 +1,8 @@
-"""A Hypothesis machine: any store against `MemoryStore`, which is assumed to be perfect. See `stores/suite.py`.
+"""A Hypothesis machine that compares any store with `MemoryStore`, which is assumed to be perfect.
 
-The machine is plain code, as Hypothesis wants it, and drives both stores on a loop of its own. After what has more
-than one right outcome (a cancelled put, two writers at once) it looks what came of it, checks that it is one of the
-right ones, and makes the model agree.
+The machine is plain code, as Hypothesis wants it, and drives both stores on a loop of its own. After a rule with
+several right outcomes (a cancelled put, two writers at once) it looks at the store, checks that the outcome is a right
+one, and makes the model agree. Used by `stores/suite.py`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from fdasync.cache.store.memory import MemoryConfig, MemoryStore
-from fdasync.testing.harness.verdicts import check, equal, told
-from fdasync.testing.stores.harness import StoreBench, StoreHooks, end_loop, turns, value
+from fdasync.testing.harness.bounded import end_loop, turns
+from fdasync.testing.harness.guarded_memory import value
+from fdasync.testing.harness.verdicts import check, equal, in_words
+from fdasync.testing.stores.harness import StoreBench, StoreHooks
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -35,9 +37,11 @@ THINGS = st.lists(st.tuples(NAMES, SIZES, TAGS, st.integers(1, 4)), max_size=5)
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """See the module; `hooks` is the adopter's suite."""
+    """See the module."""
 
+    # the adopter's suite
     hooks: StoreHooks
+    # the store under test
     opened: _Opened
 
     def __init__(self) -> None:
@@ -47,7 +51,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.run(self.model.open(self.bench.regions))
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        # bounded: whoever waits does so through the bench, which has a limit for each verb
+        # bounded: every wait goes through the bench, which has a limit for each verb
         return self.opened.loop.run_until_complete(work)
 
     # -- one verb at a time ---------------------------------------------------------------------------
@@ -131,7 +135,7 @@ class StoreMachine(RuleBasedStateMachine):
             right = [*right, old] if self.hooks.may_forget else [old]
         if read.status == "done":
             found = self.bench.read(reader)
-            check(found in right, f"get of {key} while {told(right)} are put", found)
+            check(found in right, f"get of {key} while {in_words(right)} are put", found)
         self.run(self._look(key, size, right))
         self.bench.free()
 
@@ -156,7 +160,7 @@ class StoreMachine(RuleBasedStateMachine):
             if old is None:
                 self.run(self._look(item.key, item.nbytes, [each]))
             elif self.hooks.may_forget:
-                # it may have forgotten the old one first
+                # the store may have forgotten the old object first
                 self.run(self._look(item.key, item.nbytes, [each, old]))
         self.bench.free()
 
@@ -186,7 +190,7 @@ class StoreMachine(RuleBasedStateMachine):
         return item
 
     async def _model_value(self, key: str, nbytes: int) -> bytes | None:
-        """What the model holds, if it is of this size; b"" if it is of another."""
+        """The model's object, b"" if it has another size, None if there is none."""
         if not await self.model.exists_prefix([key]):
             return None
         item = self.bench.item(key, nbytes)
@@ -194,16 +198,16 @@ class StoreMachine(RuleBasedStateMachine):
         return self.bench.read(item) if outcome.status == "done" else b""
 
     async def _look(self, key: str, nbytes: int = 1, right: list[bytes] | None = None) -> None:
-        """Make the model agree with what the store holds now, which must be one of these, or nothing."""
+        """Make the model agree with the object in the store, which must be one of these, or missing."""
         found = await self.bench.fetch(key, nbytes)
         if isinstance(found, bytes) and right is not None:
-            check(found in right, f"get of {key}, where one of {told(right)} was put", found)
+            check(found in right, f"get of {key}, where one of {in_words(right)} was put", found)
             await self.model.delete([key])
             await self.model.put([self.bench.filled(key, found)])
         elif found == "miss":
             await self.model.delete([key])
         else:
-            # of a size that was not asked for: there is something, and a model that has it too stays as it is
+            # the object has another size; a model that has it too stays as it is
             equal(found, "damaged", f"get of {key} with a size that was not asked for")
             known = await self.model.exists_prefix([key])
             check(known or self.hooks.may_forget, f"get of {key}, which was never put or was deleted", found)
@@ -217,8 +221,8 @@ class _Opened:
     """The store under test: a new one for each run of the machine, or one for all where that is slow.
 
     Attributes:
-        loop: that it lives on.
-        reopens: how often the machine closed it and opened it again.
+        loop: the store's loop.
+        reopens: how often the machine closed the store and opened it again.
     """
 
     def __init__(self, hooks: StoreHooks) -> None:
@@ -261,7 +265,7 @@ class _Opened:
 
 
 def run_machine(hooks: StoreHooks, **options: Any) -> None:
-    """Run it against the stores of this suite; options of `hypothesis.settings` go before those chosen here."""
+    """Run the machine against the stores of a suite; `options` of `hypothesis.settings` override those chosen here."""
     opened = _Opened(hooks)
     machine = type("Machine", (StoreMachine,), {"hooks": hooks, "opened": opened})
     slow = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]

@@ -13,8 +13,8 @@ Adopt it with a class of a few lines in a test module of your own:
         def again(self, closed):
             return self.make()
 
-A store that blocks is tested as it will run: `make` returns a `HostedStore` around it. Every test opens the store,
-with keys of its own, on a loop of its own, bounded; none needs an async plugin or settings. What a store cannot do
+A store that blocks is tested as it will run: `make` returns a `ProcessStore` around it. Every test opens the store,
+with keys of its own, on a loop of its own, bounded. No test needs an async plugin or settings. What a store cannot do
 is skipped with the reason. `stores/harness.py` lists the hooks and has the tools, for further tests of your own:
 
         @on_loop
@@ -25,7 +25,7 @@ is skipped with the reason. `stores/harness.py` lists the hooks and has the tool
 
 from __future__ import annotations
 
-from fdasync.testing.stores.harness import on_loop
+from fdasync.testing.harness.bounded import on_loop
 from fdasync.testing.stores.lifetimes import EndTests
 from fdasync.testing.stores.limits import LimitTests
 from fdasync.testing.stores.values import ValueTests

@@ -1,14 +1,16 @@
-"""The part of the conformance suite about what a store keeps: values, parts, order. See `stores/suite.py`."""
+"""The part of the conformance suite for stores about values, parts and order. Used by `stores/suite.py`."""
 
 from __future__ import annotations
 
 from fdasync.cache.store.base import Item
+from fdasync.testing.harness.bounded import on_loop, skip
+from fdasync.testing.harness.guarded_memory import value
 from fdasync.testing.harness.verdicts import check, equal
-from fdasync.testing.stores.harness import StoreHooks, on_loop, skip, value
+from fdasync.testing.stores.harness import StoreHooks
 
 
 class ValueTests(StoreHooks):
-    """What is put is what is read."""
+    """A get reads the bytes that were put."""
 
     @on_loop
     async def test_what_is_put_is_read(self) -> None:
@@ -50,7 +52,7 @@ class ValueTests(StoreHooks):
 
     @on_loop
     async def test_parts_may_be_shared(self) -> None:
-        # padding: many items write the same zeros, and read what nobody wants into the same place
+        # padding: many items write the same zeros, and read unwanted bytes into the same place
         async with self.on_store() as on:
             zeros, trash = on.part(4096), on.part(4096)
             on.write(Item("zeros", (zeros,)), bytes(4096))

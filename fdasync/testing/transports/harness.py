@@ -1,55 +1,38 @@
-"""What the conformance suite for transports stands on: open transports with regions of their own, every wait bounded.
+"""Open transports for each conformance test, each with guarded memory of its own, every wait bounded.
 
-Parts lie at odd offsets in two regions with guard bytes around them. Knows the contract (`transfer/base.py`) only. Used
-by `transports/suite.py`.
+Knows the contract (`transfer/base.py`) only. Used by `transports/suite.py` and `transports/sender.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-from random import Random
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import xxhash
 
-from fdasync.cache.store.base import Outcome
 from fdasync.errors import FdasyncError, InvariantBroken
-from fdasync.ipc.shared_memory import Part, SharedRegion
-from fdasync.pd.transfer.base import Receipt
-from fdasync.testing.harness.verdicts import check, equal, told
-from fdasync.testing.stores.harness import run_bounded, value
+from fdasync.pd.transfer.base import CopySpec
+from fdasync.testing.harness.bounded import LoopHooks
+from fdasync.testing.harness.guarded_memory import GuardedMemory, all_ended, check_outcomes, value
+from fdasync.testing.harness.verdicts import check, equal, in_words
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Sequence
 
+    from fdasync.cache.store.base import Outcome
+    from fdasync.ipc.shared_memory import Part
     from fdasync.pd.messages import Source
     from fdasync.pd.transfer.base import Transport
 
-_GUARD = 0xA5
-_GUARD_NBYTES = 67
 _REGIONS_NBYTES = (40 << 20, (4 << 20) + 12)
 
 T = TypeVar("T")
-S = TypeVar("S", bound="TransportHooks")
-
-
-def on_loop(test: Callable[[S], Coroutine[Any, Any, None]]) -> Callable[[S], None]:
-    """An async test method as a plain one, on a new loop of `new_loop`, ended at `limit_s`, leaving no task behind."""
-
-    @functools.wraps(test)
-    def run(self: S) -> None:
-        run_bounded(self.new_loop(), test(self), self.limit_s)
-
-    # pytest must see a plain function, whatever plugin looks for coroutines
-    del run.__wrapped__
-    return run
 
 
 @contextlib.contextmanager
 def refused(what: str) -> Iterator[None]:
-    """What runs in it must raise InvariantBroken."""
+    """The body must raise InvariantBroken."""
     try:
         yield
     except InvariantBroken:
@@ -59,21 +42,19 @@ def refused(what: str) -> Iterator[None]:
     raise AssertionError(f"{what} breaks the contract, and was not refused: it returned")
 
 
-class TransportHooks:
+class TransportHooks(LoopHooks):
     """What an adopter of `TransportTests` says about its transport.
 
     Attributes:
         keeps_offers: only what is on offer can be read. False where the receiver maps the sender's memory.
-        factory: "module:name" of what makes a transport, called without arguments in another process; "": it cannot
+        factory: "module:name" of a callable that makes a transport in another process, without arguments; "": it cannot
             cross processes, and tests that need two are skipped.
         verb_s: how long one verb may take when nothing is wrong, in seconds.
-        limit_s: how long one test may take, in seconds.
     """
 
     keeps_offers = True
     factory = ""
     verb_s = 20.0
-    limit_s = 60.0
 
     def make(self) -> Transport:
         """A transport, not opened; those of one test reach each other."""
@@ -83,12 +64,6 @@ class TransportHooks:
         """Make this sender answer nothing any more, without an end; False: that cannot be done in one process."""
         del transport
         return False
-
-    def new_loop(self) -> asyncio.AbstractEventLoop:
-        """The loop of one test. `fdasync.testing.SimLoop()` for a transport that needs no outside world."""
-        import uvloop
-
-        return uvloop.new_event_loop()
 
     @contextlib.asynccontextmanager
     async def sides(self, count: int = 2) -> AsyncIterator[list[Side]]:
@@ -103,37 +78,25 @@ class TransportHooks:
             yield sides
 
 
-class Side:
+class Side(GuardedMemory):
     """One transport and the regions it was opened with.
 
     Attributes:
         transport: the one under test.
-        regions: two, touched only where parts are.
+        hooks: what its adopter says about it.
     """
 
     def __init__(self, transport: Transport, hooks: TransportHooks, seed: int) -> None:
+        super().__init__(f"side-{seed}", _REGIONS_NBYTES, seed)
         self.transport = transport
         self.hooks = hooks
-        self.random = Random(seed)
-        self.regions = [SharedRegion.create(f"side-{seed}-{place}", size) for place, size in enumerate(_REGIONS_NBYTES)]
-        self._used = [0] * len(self.regions)
 
     @property
     def source(self) -> Source:
         return self.transport.source()
 
     def part(self, nbytes: int, region: int = 0) -> Part:
-        """New room at an odd place, with guard bytes around it."""
-        start = self._used[region]
-        part = Part(region, (start + _GUARD_NBYTES + 2 * self.random.randrange(30)) | 1, nbytes)
-        stop = part.offset + nbytes + _GUARD_NBYTES
-        self.regions[region].view(start, stop - start)[:] = bytes([_GUARD]) * (stop - start)
-        self._used[region] = stop
-        return part
-
-    def free(self) -> None:
-        """All parts may be handed out again."""
-        self._used = [0] * len(self.regions)
+        return self.room(nbytes, region)
 
     def write(self, part: Part, data: bytes) -> None:
         self.regions[part.region].view(part.offset, part.nbytes)[:] = data
@@ -149,51 +112,39 @@ class Side:
         self.transport.offer(parts)
         return parts, tuple([xxhash.xxh3_64_intdigest(self.read(part)) for part in parts])
 
-    def receipt(self, theirs: Sequence[Part], checksums: Sequence[int]) -> Receipt:
-        """New parts of ours for a block of somebody's."""
-        return Receipt(tuple(theirs), tuple([self.part(part.nbytes, part.region) for part in theirs]), tuple(checksums))
+    def copy_spec(self, theirs: Sequence[Part], checksums: Sequence[int]) -> CopySpec:
+        """Parts here, and the order to copy a sender's block into them."""
+        return CopySpec(
+            tuple(theirs), tuple([self.part(part.nbytes, part.region) for part in theirs]), tuple(checksums)
+        )
 
-    def wanted(self, sender: Side, tag: object, *sizes: int) -> Receipt:
-        """A new block of the sender's, and room for it here."""
-        return self.receipt(*sender.block(tag, *sizes))
+    def wanted(self, sender: Side, tag: object, *sizes: int) -> CopySpec:
+        """The order to copy a new block of the sender's."""
+        return self.copy_spec(*sender.block(tag, *sizes))
 
-    def has(self, receipt: Receipt, tag: object) -> bool:
+    def has(self, copy_spec: CopySpec, tag: object) -> bool:
         """Our parts hold the bytes of this tag."""
-        return all(self.read(part) == value((tag, place), part.nbytes) for place, part in enumerate(receipt.parts))
+        return all(self.read(part) == value((tag, place), part.nbytes) for place, part in enumerate(copy_spec.parts))
 
-    def assert_has(self, receipt: Receipt, tag: object, what: str = "a receive") -> None:
+    def assert_has(self, copy_spec: CopySpec, tag: object, what: str = "a receive") -> None:
         """Raise AssertionError, with the first part that is wrong, unless our parts hold the bytes of this tag."""
-        for place, part in enumerate(receipt.parts):
+        for place, part in enumerate(copy_spec.parts):
             equal(self.read(part), value((tag, place), part.nbytes), f"part {place} of {what}")
 
-    def assert_scribbled(self, receipts: Iterable[Receipt], what: str) -> None:
-        """Raise AssertionError, with the first part that was written, unless nobody wrote there since `scribble`."""
-        for receipt in receipts:
-            for part in receipt.parts:
-                equal(self.read(part), bytes([0xEE]) * part.nbytes, f"a part that nobody writes to {what}")
+    def assert_scribbled(self, copy_specs: Iterable[CopySpec], what: str) -> None:
+        """Raise AssertionError, with the part, if one was written since `scribble`."""
+        for copy_spec in copy_specs:
+            for part in copy_spec.parts:
+                equal(self.read(part), bytes([0xEE]) * part.nbytes, f"a part that must not be written {what}")
 
-    def scribble(self, receipts: Iterable[Receipt], byte: int = 0xEE) -> None:
-        for receipt in receipts:
-            for part in receipt.parts:
+    def scribble(self, copy_specs: Iterable[CopySpec], byte: int = 0xEE) -> None:
+        for copy_spec in copy_specs:
+            for part in copy_spec.parts:
                 self.write(part, bytes([byte]) * part.nbytes)
 
-    def snapshot(self) -> list[bytearray]:
-        return [bytearray(region.view(0, used)) for region, used in zip(self.regions, self._used, strict=True)]
-
-    def assert_only(self, before: list[bytearray], receipts: Iterable[Receipt] = ()) -> None:
+    def assert_only(self, before: list[bytearray], copy_specs: Iterable[CopySpec] = ()) -> None:
         """Since the snapshot nothing was written but the parts of these."""
-        now = self.snapshot()
-        for receipt in receipts:
-            for part in receipt.parts:
-                stop = part.offset + part.nbytes
-                before[part.region][part.offset : stop] = now[part.region][part.offset : stop]
-        for place, (was, is_) in enumerate(zip(before, now, strict=True)):
-            if was != is_[: len(was)]:
-                at = next(at for at, pair in enumerate(zip(was, is_, strict=False)) if pair[0] != pair[1])
-                raise AssertionError(
-                    f"byte {at} of region {place} was written, and belongs to no part of the call: "
-                    f"{told(is_[at : at + 8])} instead of {told(was[at : at + 8])}"
-                )
+        self.assert_unchanged(before, [part for copy_spec in copy_specs for part in copy_spec.parts])
 
     # -- verbs, bounded and checked -------------------------------------------------------------------
 
@@ -208,47 +159,37 @@ class Side:
         except Exception as error:
             raise AssertionError(f"{what} raised {error!r}, which no transport may") from error
 
-    async def ended(self, tasks: Sequence[asyncio.Future[Any]], what: str) -> None:
+    async def ended(self, tasks: Sequence[asyncio.Future[T]], what: str) -> None:
         """Wait for the ends. Raises AssertionError if they take longer than `verb_s`."""
-        _, late = await asyncio.wait(tasks, timeout=self.hooks.verb_s)
-        if late:
-            raise AssertionError(f"{len(late)} of {len(tasks)} did not end within {self.hooks.verb_s:g} s: {what}")
+        await all_ended(tasks, self.hooks.verb_s, what)
 
     def start(
-        self, source: Source, receipts: Sequence[Receipt], seconds: float | None = None
+        self, source: Source, copy_specs: Sequence[CopySpec], seconds: float | None = None
     ) -> asyncio.Task[list[Outcome]]:
         """A receive of that many seconds, or of half of `verb_s`, as a task."""
         deadline = asyncio.get_running_loop().time() + (self.hooks.verb_s / 2 if seconds is None else seconds)
-        return asyncio.ensure_future(self._receive(source, receipts, deadline))
+        return asyncio.ensure_future(self._receive(source, copy_specs, deadline))
 
-    async def take(self, source: Source, receipts: Sequence[Receipt], seconds: float | None = None) -> list[str]:
+    async def take(self, source: Source, copy_specs: Sequence[CopySpec], seconds: float | None = None) -> list[str]:
         """Receive; the statuses."""
-        return [one.status for one in await self.within(self.start(source, receipts, seconds), "receive")]
+        return [one.status for one in await self.within(self.start(source, copy_specs, seconds), "receive")]
 
     async def expect(
         self,
         wanted: Sequence[str],
         what: str,
         source: Source,
-        receipts: Sequence[Receipt],
+        copy_specs: Sequence[CopySpec],
         seconds: float | None = None,
     ) -> None:
         """Receive. Raises AssertionError, with the outcomes, unless these are the statuses."""
-        outcomes = await self.within(self.start(source, receipts, seconds), "receive")
+        outcomes = await self.within(self.start(source, copy_specs, seconds), "receive")
         statuses_are(outcomes, wanted, what)
 
-    async def _receive(self, source: Source, receipts: Sequence[Receipt], deadline: float) -> list[Outcome]:
-        outcomes = await self.transport.receive(source, receipts, deadline)
-        # whatever its type says
-        answer: object = outcomes
-        whole = isinstance(answer, list) and len(answer) == len(receipts)
-        check(whole, f"receive gives a list with an outcome for each of the {len(receipts)} receipts", outcomes)
+    async def _receive(self, source: Source, copy_specs: Sequence[CopySpec], deadline: float) -> list[Outcome]:
+        outcomes = await self.transport.receive(source, copy_specs, deadline)
+        check_outcomes(outcomes, len(copy_specs), ("done", "damaged", "failed"), "copy specs")
         for outcome in outcomes:
-            each: object = outcome
-            fits = isinstance(each, Outcome) and each.status in ("done", "damaged", "failed")
-            check(fits, "an outcome of receive is done, damaged or failed", outcome)
-            wrong = outcome.status != "done"
-            check(bool(outcome.problem) == wrong, "an outcome says what is wrong, and only then", outcome)
             check(outcome.status == "failed" or not outcome.transient, 'only "failed" is transient', outcome)
         return outcomes
 
@@ -257,13 +198,13 @@ class Side:
         try:
             await self.within(self.transport.aclose(), "aclose")
         finally:
-            for region in self.regions:
-                region.close()
+            self.close_regions()
 
 
 def statuses_are(outcomes: Sequence[Outcome], wanted: Sequence[str], what: str) -> None:
     """Raise AssertionError, with the outcomes, unless these are their statuses."""
-    check([one.status for one in outcomes] == list(wanted), f"{what} should be {told(list(wanted))}", list(outcomes))
+    right = [one.status for one in outcomes] == list(wanted)
+    check(right, f"{what} should be {in_words(list(wanted))}", list(outcomes))
 
 
 def whole_or_failed(outcomes: Sequence[Outcome], what: str) -> None:

@@ -1,5 +1,7 @@
-"""The part of the conformance suite about ends: at once, cancelled, late, closed, forgotten. See
-`transports/suite.py`."""
+"""The part of the conformance suite for transports about concurrent, cancelled, late, closed and forgotten receives.
+
+Used by `transports/suite.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +9,18 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING
 
+from fdasync.testing.harness.bounded import moment, on_loop, skip, turns
 from fdasync.testing.harness.leaks import Resources
 from fdasync.testing.harness.verdicts import check, equal
-from fdasync.testing.stores.harness import skip, turns
-from fdasync.testing.stores.lifetimes import MOMENTS, moment
-from fdasync.testing.transports.harness import TransportHooks, on_loop, refused, statuses_are, whole_or_failed
+from fdasync.testing.stores.lifetimes import MOMENTS
+from fdasync.testing.transports.harness import TransportHooks, refused, statuses_are, whole_or_failed
 
 if TYPE_CHECKING:
-    from fdasync.pd.transfer.base import Receipt
+    from fdasync.pd.transfer.base import CopySpec
     from fdasync.testing.transports.harness import Side
 
 _MIB = 1 << 20
-# for what is written after its end, so that it may be seen
+# a write after the end of a receive would show within this time
 _LATE_S = 0.05
 
 
@@ -30,23 +32,23 @@ class EndTests(TransportHooks):
     @on_loop
     async def test_many_receives_at_once(self) -> None:
         async with self.sides(4) as (receiver, *senders):
-            receipts = [
+            copy_specs = [
                 [receiver.wanted(sender, (number, place), 1 + 7919 * (number % 8), 60) for place in range(4)]
                 for number in range(16)
                 for sender in senders
             ]
-            tasks = [receiver.start(senders[place % 3].source, each) for place, each in enumerate(receipts)]
+            tasks = [receiver.start(senders[place % 3].source, each) for place, each in enumerate(copy_specs)]
             await receiver.ended(tasks, "many receives")
             for place, task in enumerate(tasks):
                 statuses_are(task.result(), ["done"] * 4, f"receive {place} of {len(tasks)} at once")
-                for inner, receipt in enumerate(receipts[place]):
-                    receiver.assert_has(receipt, (place // 3, inner))
+                for inner, copy_spec in enumerate(copy_specs[place]):
+                    receiver.assert_has(copy_spec, (place // 3, inner))
 
     @on_loop
     async def test_a_short_receive_does_not_wait_for_a_long_one(self) -> None:
         async with self.sides() as (sender, receiver):
             theirs, sums = sender.block("long", 30 * _MIB)
-            long = receiver.start(sender.source, [receiver.receipt(theirs, sums)])
+            long = receiver.start(sender.source, [receiver.copy_spec(theirs, sums)])
             small = receiver.wanted(sender, "short", 1000)
             await turns(3)
             short = receiver.start(sender.source, [small])
@@ -60,21 +62,21 @@ class EndTests(TransportHooks):
     async def test_the_loop_runs_meanwhile(self) -> None:
         async with self.sides() as (sender, receiver):
             theirs, sums = sender.block("long", 16 * _MIB)
-            receipt = receiver.receipt(theirs, sums)
-            receiver.scribble([receipt])
-            part = receipt.parts[0]
+            copy_spec = receiver.copy_spec(theirs, sums)
+            receiver.scribble([copy_spec])
+            part = copy_spec.parts[0]
             probes = [receiver.regions[0].view(part.offset + at, 8) for at in range(0, part.nbytes, _MIB)]
-            task = receiver.start(sender.source, [receipt])
+            task = receiver.start(sender.source, [copy_spec])
             seen, turn = set(), 0
             while not task.done():
                 seen.add(sum(probe != b"\xee" * 8 for probe in probes))
-                # in virtual time nothing goes on while everybody is busy
+                # virtual time stands still while any task is ready
                 await asyncio.sleep(0 if turn % 50 else 0.0001)
                 turn += 1
             for probe in probes:
                 probe.release()
             statuses_are(task.result(), ["done"], "a long receive")
-            check(len(seen) > 8, "the loop runs while 16 MiB come; others saw so many of them", sorted(seen))
+            check(len(seen) > 8, "the loop runs while 16 MiB come; another task saw so many of them", sorted(seen))
 
     @on_loop
     async def test_a_silent_sender_costs_the_others_nothing(self) -> None:
@@ -86,8 +88,8 @@ class EndTests(TransportHooks):
             loop = asyncio.get_running_loop()
             began = loop.time()
             waiting = receiver.start(silent.source, stuck, 1.5)
-            for receipt in good:
-                await receiver.expect(["done"], "a receive beside a silent sender", sender.source, [receipt], 1.0)
+            for copy_spec in good:
+                await receiver.expect(["done"], "a receive beside a silent sender", sender.source, [copy_spec], 1.0)
             await receiver.ended([waiting], "a receive from a silent sender")
             failed = all((one.status, one.transient) == ("failed", True) for one in waiting.result())
             check(failed, "a receive from a silent sender fails for now", waiting.result())
@@ -100,12 +102,12 @@ class EndTests(TransportHooks):
         async with self.sides() as (sender, receiver):
             blocks = [sender.block(number, 700_000, 300) for number in range(8)]
             for when in MOMENTS:
-                receipts = [receiver.receipt(*block) for block in blocks]
-                task = receiver.start(sender.source, receipts)
+                copy_specs = [receiver.copy_spec(*block) for block in blocks]
+                task = receiver.start(sender.source, copy_specs)
                 await moment(when)
-                await self._cancel(receiver, task, receipts)
-                await receiver.expect(["done"], f"a receive after a cancel at {when}", sender.source, receipts[:1])
-                receiver.assert_has(receipts[0], 0)
+                await self._cancel(receiver, task, copy_specs)
+                await receiver.expect(["done"], f"a receive after a cancel at {when}", sender.source, copy_specs[:1])
+                receiver.assert_has(copy_specs[0], 0)
                 receiver.free()
 
     @on_loop
@@ -113,14 +115,14 @@ class EndTests(TransportHooks):
         async with self.sides() as (sender, receiver):
             theirs = [sender.block(number, _MIB) for number in range(10)]
             for when in MOMENTS[:8]:
-                gone, kept = ([receiver.receipt(*block) for block in theirs[at : at + 5]] for at in (0, 5))
+                gone, kept = ([receiver.copy_spec(*block) for block in theirs[at : at + 5]] for at in (0, 5))
                 tasks = [receiver.start(sender.source, each) for each in (gone, kept)]
                 await moment(when)
                 await self._cancel(receiver, tasks[0], gone)
                 await receiver.ended(tasks[1:], "the other receive")
                 statuses_are(tasks[1].result(), ["done"] * 5, f"a receive beside one that was cancelled at {when}")
-                for place, receipt in enumerate(kept):
-                    receiver.assert_has(receipt, 5 + place)
+                for place, copy_spec in enumerate(kept):
+                    receiver.assert_has(copy_spec, 5 + place)
                 receiver.free()
 
     @on_loop
@@ -129,22 +131,22 @@ class EndTests(TransportHooks):
             blocks = [sender.block(number, _MIB) for number in range(16)]
             loop = asyncio.get_running_loop()
             for seconds in (-1.0, 0.0, 0.0002, 0.001, 0.003, 0.006):
-                receipts = [receiver.receipt(*block) for block in blocks]
+                copy_specs = [receiver.copy_spec(*block) for block in blocks]
                 began = loop.time()
-                task = receiver.start(sender.source, receipts, seconds)
+                task = receiver.start(sender.source, copy_specs, seconds)
                 await receiver.ended([task], "a receive with a short deadline")
                 took_s = loop.time() - began
                 check(took_s < max(seconds, 0) + 1.0, f"seconds of a receive with {seconds} s to its deadline", took_s)
                 whole_or_failed(task.result(), f"a receive with {seconds} s to its deadline")
-                for number, (outcome, receipt) in enumerate(zip(task.result(), receipts, strict=True)):
+                for number, (outcome, copy_spec) in enumerate(zip(task.result(), copy_specs, strict=True)):
                     if outcome.status == "done":
                         check(seconds > 0, "a receive whose time was over before it began fails", outcome)
-                        receiver.assert_has(receipt, number)
-                receiver.scribble(receipts)
+                        receiver.assert_has(copy_spec, number)
+                receiver.scribble(copy_specs)
                 await asyncio.sleep(_LATE_S)
-                receiver.assert_scribbled(receipts, f"after the deadline, {seconds} s")
+                receiver.assert_scribbled(copy_specs, f"after the deadline, {seconds} s")
                 receiver.free()
-            after = [receiver.receipt(*blocks[0])]
+            after = [receiver.copy_spec(*blocks[0])]
             await receiver.expect(["done"], "a receive after some that were late", sender.source, after)
 
     # -- gone, forgotten, closed ----------------------------------------------------------------------
@@ -153,19 +155,19 @@ class EndTests(TransportHooks):
     async def test_a_sender_that_closes(self) -> None:
         for when in MOMENTS[::2]:
             async with self.sides(3) as (sender, other, receiver):
-                receipts = [receiver.wanted(sender, number, 700_000) for number in range(8)]
+                copy_specs = [receiver.wanted(sender, number, 700_000) for number in range(8)]
                 more = receiver.wanted(other, "other", _MIB)
                 source = sender.source
-                task = receiver.start(source, receipts, 5.0)
+                task = receiver.start(source, copy_specs, 5.0)
                 await moment(when)
                 await sender.within(sender.transport.aclose(), "aclose")
                 await receiver.ended([task], "a receive from a closed sender")
-                for number, (outcome, receipt) in enumerate(zip(task.result(), receipts, strict=True)):
+                for number, (outcome, copy_spec) in enumerate(zip(task.result(), copy_specs, strict=True)):
                     check(outcome.status in ("done", "failed"), "a receive whose sender closes", outcome)
                     if outcome.status == "done":
-                        receiver.assert_has(receipt, number)
+                        receiver.assert_has(copy_spec, number)
                 receiver.transport.forget(source)
-                await receiver.expect(["failed"], "a receive from a closed sender", source, receipts[:1], 1.0)
+                await receiver.expect(["failed"], "a receive from a closed sender", source, copy_specs[:1], 1.0)
                 await receiver.expect(["done"], "a receive from another sender", other.source, [more])
 
     @on_loop
@@ -174,28 +176,30 @@ class EndTests(TransportHooks):
             blocks = [sender.block(number, 700_000) for number in range(8)]
             others = other.block("other", 8 * _MIB)
             for when in MOMENTS:
-                receipts = [receiver.receipt(*block) for block in blocks]
-                kept = receiver.receipt(*others)
-                tasks = [receiver.start(sender.source, receipts), receiver.start(other.source, [kept])]
+                copy_specs = [receiver.copy_spec(*block) for block in blocks]
+                kept = receiver.copy_spec(*others)
+                tasks = [receiver.start(sender.source, copy_specs), receiver.start(other.source, [kept])]
                 await moment(when)
                 receiver.transport.forget(sender.source)
                 receiver.transport.forget(sender.source)
                 await receiver.ended(tasks[:1], "a receive from a sender that was forgotten")
                 whole_or_failed(tasks[0].result(), "a receive from a sender that was forgotten")
-                receiver.scribble(receipts)
+                receiver.scribble(copy_specs)
                 await receiver.ended(tasks[1:], "a receive from another sender")
                 statuses_are(tasks[1].result(), ["done"], "a receive beside one from a sender that was forgotten")
-                receiver.assert_scribbled(receipts, f"after it was forgotten at {when}")
-                await receiver.expect(["done"], "a receive after its sender was forgotten", sender.source, receipts[:1])
+                receiver.assert_scribbled(copy_specs, f"after it was forgotten at {when}")
+                await receiver.expect(
+                    ["done"], "a receive after its sender was forgotten", sender.source, copy_specs[:1]
+                )
                 receiver.free()
 
     @on_loop
     async def test_forget_ends_a_receive_that_waits(self) -> None:
         async with self.sides() as (silent, receiver):
-            receipt = receiver.wanted(silent, "a", 2 * _MIB)
+            copy_spec = receiver.wanted(silent, "a", 2 * _MIB)
             if not self.silence(silent.transport):
                 skip("nothing makes this sender silent")
-            task = receiver.start(silent.source, [receipt], 2 * self.verb_s)
+            task = receiver.start(silent.source, [copy_spec], 2 * self.verb_s)
             await asyncio.sleep(_LATE_S)
             receiver.transport.forget(silent.source)
             await receiver.ended([task], "a receive from a silent sender that was forgotten")
@@ -207,17 +211,17 @@ class EndTests(TransportHooks):
     async def test_aclose_ends_receives(self) -> None:
         for when in MOMENTS[::2]:
             async with self.sides() as (sender, receiver):
-                receipts = [receiver.wanted(sender, number, 700_000) for number in range(8)]
-                task = receiver.start(sender.source, receipts)
+                copy_specs = [receiver.wanted(sender, number, 700_000) for number in range(8)]
+                task = receiver.start(sender.source, copy_specs)
                 await moment(when)
                 await asyncio.gather(*[receiver.within(receiver.transport.aclose(), "aclose") for _ in range(3)])
-                receiver.scribble(receipts)
+                receiver.scribble(copy_specs)
                 await receiver.ended([task], "a receive of a transport that was closed")
                 right = all(one.status in ("done", "failed") for one in task.result())
                 check(right, "a receive of a transport that closes is done, or failed", task.result())
                 await asyncio.sleep(_LATE_S)
-                receiver.assert_scribbled(receipts, "after aclose")
-                await receiver.expect(["failed"] * 8, "a receive of a closed transport", sender.source, receipts)
+                receiver.assert_scribbled(copy_specs, "after aclose")
+                await receiver.expect(["failed"] * 8, "a receive of a closed transport", sender.source, copy_specs)
 
     @on_loop
     async def test_life(self) -> None:
@@ -225,15 +229,15 @@ class EndTests(TransportHooks):
             equal(sender.source, sender.source, "the source of one transport, asked twice")
             tokens = [side.source.token for side in (sender, receiver)]
             check(tokens[0] != tokens[1], "tokens of two transports, which differ", tokens)
-            receipt = receiver.wanted(sender, "a", 100)
+            copy_spec = receiver.wanted(sender, "a", 100)
             unopened = self.make()
             with refused("source() before open"):
                 unopened.source()
             with refused("receive before open"):
-                await unopened.receive(sender.source, [receipt], asyncio.get_running_loop().time() + 1)
+                await unopened.receive(sender.source, [copy_spec], asyncio.get_running_loop().time() + 1)
             for never in (float("inf"), float("nan")):
                 with refused(f"a deadline of {never}"):
-                    await receiver.transport.receive(sender.source, [receipt], never)
+                    await receiver.transport.receive(sender.source, [copy_spec], never)
             unopened.forget(sender.source)
             with refused("open for the second time"):
                 await receiver.transport.open(receiver.regions)
@@ -242,7 +246,7 @@ class EndTests(TransportHooks):
             await sender.within(sender.transport.aclose(), "aclose")
             with refused("source() after aclose"):
                 sender.transport.source()
-            sender.transport.withdraw(receipt.ref_parts)
+            sender.transport.withdraw(copy_spec.ref_parts)
             await sender.within(sender.transport.aclose(), "aclose again")
             receiver.transport.forget(source)
 
@@ -258,21 +262,21 @@ class EndTests(TransportHooks):
 
     async def _play(self) -> None:
         async with self.sides(3) as (one, two, receiver):
-            receipts = [receiver.wanted(sender, "a", 700_000, 10) for sender in (one, two)]
-            for sender, receipt in zip((one, two), receipts, strict=True):
-                await receiver.expect(["done"], "a receive", sender.source, [receipt])
-            task = receiver.start(one.source, receipts[:1])
+            copy_specs = [receiver.wanted(sender, "a", 700_000, 10) for sender in (one, two)]
+            for sender, copy_spec in zip((one, two), copy_specs, strict=True):
+                await receiver.expect(["done"], "a receive", sender.source, [copy_spec])
+            task = receiver.start(one.source, copy_specs[:1])
             await turns(2)
-            await self._cancel(receiver, task, receipts[:1])
+            await self._cancel(receiver, task, copy_specs[:1])
             receiver.transport.forget(one.source)
-            _ = receiver.start(two.source, receipts[1:])
+            _ = receiver.start(two.source, copy_specs[1:])
             await turns(2)
 
-    async def _cancel(self, receiver: Side, task: asyncio.Task[object], receipts: list[Receipt]) -> None:
-        """Cancel; from its end on nobody else may write to the parts."""
+    async def _cancel(self, receiver: Side, task: asyncio.Task[object], copy_specs: list[CopySpec]) -> None:
+        """Cancel a receive; after its end nothing may write to the parts."""
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await receiver.within(task, "a cancelled receive")
-        receiver.scribble(receipts)
+        receiver.scribble(copy_specs)
         await asyncio.sleep(_LATE_S)
-        receiver.assert_scribbled(receipts, "after it was cancelled")
+        receiver.assert_scribbled(copy_specs, "after it was cancelled")

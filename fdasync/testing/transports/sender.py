@@ -1,6 +1,6 @@
-"""A sender in a process of its own, for `transports/processes.py`: blocks on offer until its standard input ends.
+"""A sender in a process of its own: it offers blocks until its standard input ends.
 
-Says where they lie in one line on its standard output. Run as `python -m`, by `SenderProcess` only.
+It announces them in one line on its standard output. Run as `python -m`, by `SenderProcess` only.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import uvloop
 
 from fdasync.ipc.child import die_with_parent
 from fdasync.testing.transports.harness import Side, TransportHooks
-from fdasync.testing.transports.processes import Told
+from fdasync.testing.transports.processes import Announcement
 
 
 async def serve(factory: str, count: int, sizes: list[int], overwrites: bool) -> None:
-    """Until standard input ends."""
+    """Offer blocks until standard input ends."""
     module, _, name = factory.partition(":")
     side = Side(getattr(importlib.import_module(module), name)(), TransportHooks(), 99)
     await side.transport.open(side.regions)
     blocks = [side.block(number, *sizes) for number in range(count)]
     ended = asyncio.Event()
     asyncio.get_running_loop().add_reader(sys.stdin.fileno(), ended.set)
-    told = base64.b64encode(msgspec.msgpack.encode(Told(side.source, blocks))) + b"\n"
+    line = base64.b64encode(msgspec.msgpack.encode(Announcement(side.source, blocks))) + b"\n"
     os.set_blocking(sys.stdout.fileno(), True)
-    os.write(sys.stdout.fileno(), told)  # blocking: the parent waits for this line
+    os.write(sys.stdout.fileno(), line)  # blocking: the parent waits for this line
     flip = 0xFF
     while not ended.is_set():
         await asyncio.sleep(0 if overwrites else 0.05)

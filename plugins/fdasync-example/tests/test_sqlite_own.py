@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 import pytest
 from fdasync_example import SqliteConfig, SqliteStore
 
-from fdasync.cache.store.process.proxy import HostedStore
+from fdasync.cache.store.plugins import make_store
+from fdasync.cache.store.process.proxy import ProcessStore
 from fdasync.errors import ConfigError, StoreRejected, StoreUnavailable
-from fdasync.registry.registry import Registry
 from fdasync.testing import StoreTests
-from fdasync.testing.stores.harness import on_loop, value
+from fdasync.testing.harness.bounded import on_loop
+from fdasync.testing.harness.guarded_memory import value
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,8 +29,8 @@ class Suite(StoreTests):
     def __init__(self, path: Path) -> None:
         self.path = path / "kv.db"
 
-    def make(self) -> HostedStore:
-        return HostedStore("sqlite", {"path": str(self.path)}, close_deadline_s=10.0)
+    def make(self) -> ProcessStore:
+        return ProcessStore("sqlite", {"path": str(self.path)}, close_deadline_s=10.0)
 
     @on_loop
     async def share(self) -> None:
@@ -67,7 +68,7 @@ class Suite(StoreTests):
 
     @on_loop
     async def cap(self) -> None:
-        store = HostedStore("sqlite", {"path": str(self.path), "max_nbytes": 10_000}, close_deadline_s=10.0)
+        store = ProcessStore("sqlite", {"path": str(self.path), "max_nbytes": 10_000}, close_deadline_s=10.0)
         async with self.on_store(store) as on:
             for name in "abcde":
                 assert (await on.keep(name, value(name, 3000))).status == "done"
@@ -148,9 +149,9 @@ def test_a_file_that_somebody_has_locked_is_opened_later(suite: Suite, monkeypat
 
 
 def test_it_is_found_by_name_and_refuses_unknown_keys() -> None:
-    store = Registry().make_store("sqlite", {"path": "kv.db", "max_nbytes": 5})
+    store = make_store("sqlite", {"path": "kv.db", "max_nbytes": 5})
     assert isinstance(store, SqliteStore)
     assert store.blocking
     assert store.capabilities.capacity_nbytes == 5
     with pytest.raises(ConfigError, match="file"):
-        Registry().make_store("sqlite", {"path": "kv.db", "file": "x"})
+        make_store("sqlite", {"path": "kv.db", "file": "x"})

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from fdasync.cache.store.process.proxy import HostedStore
+from fdasync.cache.store.process.proxy import ProcessStore
 from fdasync.testing import StoreTests
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ class TestSqlite(StoreTests):
         self.path = tmp_path
 
     def make(self, **config: Any) -> Store:
-        return HostedStore("sqlite", {"path": str(self.path / "kv.db"), **config}, close_deadline_s=10.0)
+        return ProcessStore("sqlite", {"path": str(self.path / "kv.db"), **config}, close_deadline_s=10.0)
 
     def again(self, closed: Store) -> Store:
         return self.make()

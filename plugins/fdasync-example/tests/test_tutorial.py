@@ -12,6 +12,7 @@ HOME = Path(__file__).parent.parent
 SOURCES = {
     "write-a-store.md": ["tests/test_sqlite_store.py", "src/fdasync_example/store.py", "pyproject.toml", "README.md"],
     "write-a-transport.md": ["tests/test_unix_transport.py", "src/fdasync_example/transport.py", "pyproject.toml"],
+    "write-a-runner.md": ["tests/test_tiny_moe.py", "src/fdasync_example/runner.py", "pyproject.toml", "README.md"],
 }
 
 
@@ -28,7 +29,10 @@ def test_a_snippet_is_the_source(name: str, number: int) -> None:
     assert any(snippet in (HOME / path).read_text() for path in SOURCES[name]), snippet
 
 
-@pytest.mark.parametrize(("name", "test"), [("write-a-store.md", "TestSqlite"), ("write-a-transport.md", "TestUnix")])
+@pytest.mark.parametrize(
+    ("name", "test"),
+    [("write-a-store.md", "TestSqlite"), ("write-a-transport.md", "TestUnix"), ("write-a-runner.md", "TestTinyMoe")],
+)
 def test_the_test_it_promises_is_short(name: str, test: str) -> None:
     suite = (HOME / SOURCES[name][0]).read_text()
     assert len(suite.splitlines()) <= 45

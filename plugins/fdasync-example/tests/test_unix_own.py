@@ -16,7 +16,7 @@ from fdasync_example import UnixTransport
 import fdasync
 from fdasync import Instance, SamplingParams
 from fdasync.testing import TransportTests, check_sample, oracle_of, synthetic_config
-from fdasync.testing.transports.harness import on_loop
+from fdasync.testing.harness.bounded import on_loop
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,8 +37,8 @@ class Suite(TransportTests):
     @on_loop
     async def read(self) -> None:
         async with self.sides() as (sender, receiver):
-            receipt = receiver.wanted(sender, "a", 1000)
-            (outcome,) = await receiver.within(receiver.start(sender.source, [receipt], 2.0), "receive")
+            copy_spec = receiver.wanted(sender, "a", 1000)
+            (outcome,) = await receiver.within(receiver.start(sender.source, [copy_spec], 2.0), "receive")
             assert (outcome.status, outcome.transient) == ("failed", True)
             self.problem = outcome.problem
 
@@ -49,14 +49,14 @@ class Suite(TransportTests):
             assert sender.transport._listener is not None
             asyncio.get_running_loop().remove_reader(sender.transport._listener)
             block = sender.block("a", 1000)
-            receipts = [receiver.receipt(*block) for _ in range(200)]
-            tasks = [receiver.start(sender.source, [receipt], 5.0) for receipt in receipts]
+            copy_specs = [receiver.copy_spec(*block) for _ in range(200)]
+            tasks = [receiver.start(sender.source, [copy_spec], 5.0) for copy_spec in copy_specs]
             await asyncio.sleep(0.05)
             assert not any(task.done() for task in tasks)
             sender.transport._listen()
             await receiver.ended(tasks, "receives of a crowd")
             assert {task.result()[0].status for task in tasks} == {"done"}
-            assert all(receiver.has(receipt, "a") for receipt in receipts)
+            assert all(receiver.has(copy_spec, "a") for copy_spec in copy_specs)
 
 
 def uids(*answers: int) -> Callable[[], int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+import pytest
 from fdasync_example import UnixTransport
 
 from fdasync.testing import TransportTests
@@ -27,6 +28,7 @@ class TestUnix(TransportTests):
         return True
 
 
+@pytest.mark.slow
 class TestUnixOnTheStdlibLoop(TestUnix):
     def new_loop(self) -> asyncio.AbstractEventLoop:
         return asyncio.SelectorEventLoop()

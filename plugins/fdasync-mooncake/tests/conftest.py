@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from fdasync_mooncake.testing import LenderProcess, LoopbackNamespace, MasterProcess, Server, why_not
+from fdasync_mooncake.testing import LoopbackNamespace, MasterProcess, MemoryProcess, Server, why_not
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,7 +35,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     if report.when == "teardown":
         for server in servers.values():
             server.kill()
-        for server in sorted(servers.values(), key=lambda server: isinstance(server, LenderProcess)):
+        for server in sorted(servers.values(), key=lambda server: isinstance(server, MemoryProcess)):
             server.start()
 
 
@@ -64,14 +64,14 @@ def master(network: None) -> Iterator[MasterProcess]:
 
 
 @pytest.fixture(scope="module")
-def memory(master: MasterProcess) -> Iterator[LenderProcess]:
+def memory(master: MasterProcess) -> Iterator[MemoryProcess]:
     """A process that lends memory to the master's pool and does nothing else."""
-    with LenderProcess(master, 2 << 30) as lender:
-        yield lender
+    with MemoryProcess(master, 2 << 30) as process:
+        yield process
 
 
 @pytest.fixture(scope="module")
-def pool(master: MasterProcess, memory: LenderProcess) -> MasterProcess:
+def pool(master: MasterProcess, memory: MemoryProcess) -> MasterProcess:
     """A master with memory in its pool."""
     del memory
     return master

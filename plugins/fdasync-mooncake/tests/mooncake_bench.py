@@ -1,4 +1,4 @@
-"""What the tests of failures share: a hosted store with one region, blocks to put, the loop's lateness."""
+"""Shared by the tests of failures: a store in its process with one region, blocks to put, the loop's lateness."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from fdasync.cache.store import Item
-from fdasync.cache.store.process.proxy import HostedStore
+from fdasync.cache.store.process.proxy import ProcessStore
 from fdasync.ipc.shared_memory import Part, SharedRegion
 
 if TYPE_CHECKING:
@@ -51,12 +51,12 @@ def block_of(key: str) -> bytes:
 
 
 @asynccontextmanager
-async def hosted(master: MasterProcess, blocks: Blocks, **config: object) -> AsyncIterator[HostedStore]:
+async def store_process(master: MasterProcess, blocks: Blocks, **config: object) -> AsyncIterator[ProcessStore]:
     """A store in a process of its own, opened on the region of `blocks`.
 
     Its process is killed at the end: a client takes a second to leave, which the conformance suite waits for.
     """
-    store = HostedStore("mooncake", {"master": master.address, **config}, close_deadline_s=0.05)
+    store = ProcessStore("mooncake", {"master": master.address, **config}, close_deadline_s=0.05)
     try:
         await store.open([blocks.region])
         yield store
@@ -71,7 +71,7 @@ async def put_one(store: Store, blocks: Blocks, key: str, place: int = 0) -> str
 
 
 async def get_one(store: Store, blocks: Blocks, key: str, place: int = 1) -> str:
-    """The status of a get; a "done" with the wrong bytes is told as "wrong"."""
+    """The status of a get; a "done" with the wrong bytes counts as "wrong"."""
     (outcome,) = await store.get_into([blocks.blank(key, place)])
     return "wrong" if outcome.status == "done" and not blocks.holds(key, place) else outcome.status
 

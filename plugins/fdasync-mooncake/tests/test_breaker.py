@@ -7,10 +7,10 @@ import signal
 import time
 
 import pytest
-from fdasync_mooncake.testing import LenderProcess, MasterProcess
+from fdasync_mooncake.testing import MasterProcess, MemoryProcess
 from mooncake_bench import Blocks, Lateness, get_one, put_one, until
 
-from fdasync.cache.store.process.proxy import HostedStore
+from fdasync.cache.store.process.proxy import ProcessStore
 from fdasync.cache.store.wrappers import Breaker, Timeout
 from fdasync.errors import StoreTimeout, StoreUnavailable
 
@@ -22,7 +22,7 @@ _LATE_S = 3.0  # far above what two busy cores make of it, far below the stalls 
 
 @pytest.fixture
 def master(network):
-    with MasterProcess(client_ttl_s=2) as master, LenderProcess(master, 128 << 20):
+    with MasterProcess(client_ttl_s=2) as master, MemoryProcess(master, 128 << 20):
         yield master
 
 
@@ -34,7 +34,7 @@ def blocks():
 
 
 async def guarded(master, blocks, rpc_timeout_s):
-    inner = HostedStore("mooncake", {"master": master.address, "rpc_timeout_s": rpc_timeout_s}, close_deadline_s=0.05)
+    inner = ProcessStore("mooncake", {"master": master.address, "rpc_timeout_s": rpc_timeout_s}, close_deadline_s=0.05)
     store = Breaker(Timeout(inner, call_s=_DEADLINE_S, close_s=10), failures=1, cooldown_s=0.2, max_cooldown_s=0.4)
     await store.open([blocks.region])
     return store
@@ -58,7 +58,7 @@ async def test_a_hung_master_costs_one_deadline(master, blocks):
         assert store.state == "open"
         began = time.monotonic()
         for _ in range(200):
-            with pytest.raises(StoreUnavailable, match="not asked"):
+            with pytest.raises(StoreUnavailable, match="gets no calls"):
                 await store.exists_prefix(["k"])
         refused_s = time.monotonic() - began
     assert _DEADLINE_S <= first_s < _DEADLINE_S + _LATE_S
@@ -108,7 +108,7 @@ async def put_or_why(store, blocks, key):
 
 async def test_an_engine_that_gives_up_kills_the_process(master, blocks):
     """`aclose` while the master hangs: the running call is ended with its process, and nothing is left."""
-    inner = HostedStore("mooncake", {"master": master.address, "rpc_timeout_s": 30}, close_deadline_s=0.05)
+    inner = ProcessStore("mooncake", {"master": master.address, "rpc_timeout_s": 30}, close_deadline_s=0.05)
     store = Timeout(inner, call_s=0.2, close_s=0.5)
     await store.open([blocks.region])
     master.signal(signal.SIGSTOP)

@@ -10,8 +10,8 @@ import pytest
 from fdasync_mooncake import MooncakeConfig, MooncakeStore
 from fdasync_mooncake.usage import parse_usage, read_usage
 
+from fdasync.cache.store.plugins import make_store
 from fdasync.errors import ConfigError, StoreRejected, StoreUnavailable
-from fdasync.registry.registry import Registry
 
 
 @pytest.mark.parametrize(
@@ -43,11 +43,11 @@ async def test_a_wrong_value_is_named(values, words):
 
 
 def test_the_registry_knows_it():
-    store = Registry().make_store("mooncake", {"master": "host:1", "segment_nbytes": 1 << 30})
+    store = make_store("mooncake", {"master": "host:1", "segment_nbytes": 1 << 30})
     assert isinstance(store, MooncakeStore)
     assert store.blocking, "it must never run in an engine's process"
     with pytest.raises(ConfigError, match="segment_bytes"):
-        Registry().make_store("mooncake", {"segment_bytes": 1})
+        make_store("mooncake", {"segment_bytes": 1})
 
 
 @pytest.mark.parametrize("broken", ["None", "a module without `store`"])

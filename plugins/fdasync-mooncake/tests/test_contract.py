@@ -1,13 +1,14 @@
-"""The conformance suite for stores, on a real pool, hosted as an engine hosts it."""
+"""The conformance suite for stores, on a real pool, in a process of its own as in an engine."""
 
 from __future__ import annotations
 
 import pytest
 
-from fdasync.cache.store.process.proxy import HostedStore
+from fdasync.cache.store.process.proxy import ProcessStore
 from fdasync.testing import StoreTests
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_left")
 class TestMooncake(StoreTests):
     """Memory lent by another process: objects outlive the store."""
@@ -23,13 +24,13 @@ class TestMooncake(StoreTests):
         self.close_deadline_s = 15.0 if polite else 0.02
 
     def make(self):
-        return HostedStore("mooncake", self.config, close_deadline_s=self.close_deadline_s)
+        return ProcessStore("mooncake", self.config, close_deadline_s=self.close_deadline_s)
 
     def again(self, closed):
         return self.make()
 
     def make_broken(self):
-        return HostedStore("mooncake", self.config | {"master": "127.0.0.1:9"}, close_deadline_s=self.close_deadline_s)
+        return ProcessStore("mooncake", self.config | {"master": "127.0.0.1:9"}, close_deadline_s=self.close_deadline_s)
 
     def test_against_the_model(self):
         # some memory of the store's own: then there are two ways to move bytes, and no end of it in mid-run

@@ -13,11 +13,11 @@ import time
 
 import msgspec
 import pytest
-from fdasync_mooncake.testing import LenderProcess, MasterProcess
-from mooncake_bench import Blocks, Lateness, get_one, hosted, put_one, until
+from fdasync_mooncake.testing import MasterProcess, MemoryProcess
+from mooncake_bench import Blocks, Lateness, get_one, put_one, store_process, until
 
 from fdasync import Engine, SamplingParams
-from fdasync.cache.store.process.proxy import HostedStore
+from fdasync.cache.store.process.proxy import ProcessStore
 from fdasync.errors import StoreRejected, StoreUnavailable
 from fdasync.events.catalog import BreakerChanged
 from fdasync.testing import synthetic_config
@@ -34,9 +34,9 @@ def own_master(network):
 
 
 @pytest.fixture
-def lender(own_master):
-    with LenderProcess(own_master, 256 << 20) as lender:
-        yield lender
+def memory_process(own_master):
+    with MemoryProcess(own_master, 256 << 20) as memory_process:
+        yield memory_process
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ async def refused(store, blocks):
 
 
 async def test_no_master_is_told_at_once(network, blocks):
-    store = HostedStore("mooncake", {"master": "127.0.0.1:50051"}, close_deadline_s=15)
+    store = ProcessStore("mooncake", {"master": "127.0.0.1:50051"}, close_deadline_s=15)
     async with Lateness() as lateness:
         with pytest.raises(StoreUnavailable, match=r"no master at 127\.0\.0\.1:50051"):
             await store.open([blocks.region])
@@ -69,12 +69,12 @@ async def test_an_engine_starts_without_a_master_and_uses_it_when_it_is_there(ne
         store="mooncake", store_config={"master": "127.0.0.1:50051", "probe_timeout_s": 0.3},
     )  # fmt: skip
     prompt = [number * 7 % 100 for number in range(40)]
-    async with Engine(config) as engine, engine.bus.subscribe(BreakerChanged) as told:
-        assert "no master at 127.0.0.1:50051" in (await anext(told)).problem
+    async with Engine(config) as engine, engine.bus.subscribe(BreakerChanged) as events:
+        assert "no master at 127.0.0.1:50051" in (await anext(events)).problem
         await engine.complete(prompt, SamplingParams(max_tokens=4))
-        with MasterProcess() as master, LenderProcess(master, 256 << 20):
+        with MasterProcess() as master, MemoryProcess(master, 256 << 20):
             async with asyncio.timeout(60):
-                while (await anext(told)).state != "closed":
+                while (await anext(events)).state != "closed":
                     pass
                 await engine.complete(prompt[::-1], SamplingParams(max_tokens=4))
 
@@ -91,7 +91,7 @@ async def test_an_engine_starts_without_a_master_and_uses_it_when_it_is_there(ne
 async def test_a_master_that_hangs_is_not_waited_for_long(own_master, blocks):
     # its port still takes connections; the client then waits with the GIL held, in its own process
     own_master.signal(signal.SIGSTOP)
-    store = HostedStore("mooncake", {"master": own_master.address, "rpc_timeout_s": 0.5}, close_deadline_s=15)
+    store = ProcessStore("mooncake", {"master": own_master.address, "rpc_timeout_s": 0.5}, close_deadline_s=15)
     async with Lateness() as lateness:
         with pytest.raises(StoreUnavailable, match="could not join"):
             await store.open([blocks.region])
@@ -99,8 +99,8 @@ async def test_a_master_that_hangs_is_not_waited_for_long(own_master, blocks):
     assert lateness.worst_s < _LATE_S
 
 
-async def test_the_master_dies_and_comes_back(own_master, lender, blocks):
-    async with hosted(own_master, blocks, rpc_timeout_s=1) as store:
+async def test_the_master_dies_and_comes_back(own_master, memory_process, blocks):
+    async with store_process(own_master, blocks, rpc_timeout_s=1) as store:
         assert await put_one(store, blocks, "k") == "done"
         own_master.kill()
         async with Lateness() as lateness:
@@ -124,8 +124,8 @@ async def test_the_master_dies_and_comes_back(own_master, lender, blocks):
         assert store.spawned == 1
 
 
-async def test_the_master_hangs_and_goes_on(own_master, lender, blocks):
-    async with hosted(own_master, blocks, rpc_timeout_s=1) as store:
+async def test_the_master_hangs_and_goes_on(own_master, memory_process, blocks):
+    async with store_process(own_master, blocks, rpc_timeout_s=1) as store:
         assert await put_one(store, blocks, "k") == "done"
         own_master.signal(signal.SIGSTOP)
         async with Lateness() as lateness:
@@ -144,42 +144,42 @@ async def get_or_why(store, blocks, key):
         return str(error)
 
 
-async def test_a_lender_that_is_killed_takes_its_objects_with_it(own_master, lender, blocks):
-    async with hosted(own_master, blocks) as store:
+async def test_a_memory_process_that_is_killed_takes_its_objects_with_it(own_master, memory_process, blocks):
+    async with store_process(own_master, blocks) as store:
         assert await put_one(store, blocks, "k") == "done"
-        lender.kill()
+        memory_process.kill()
         (outcome,) = await store.get_into([blocks.blank("k", 1)])
-        # the master believes in it until the lender's time is over
+        # the master counts it as there until its `client_ttl_s` is over
         assert (outcome.status, outcome.transient) == ("failed", True)
         assert "does not answer" in outcome.problem
         await until("the master forgets", 15, "miss", lambda: get_one(store, blocks, "k"))
         (outcome,) = await store.put([blocks.filled("k", 0)])
         assert outcome.status == "full"
-        lender.start()
+        memory_process.start()
         await until("there is memory again", 15, "done", lambda: put_one(store, blocks, "k"))
         assert await get_one(store, blocks, "k") == "done"
 
 
-async def test_a_lender_that_hangs_costs_one_timeout(own_master, lender, blocks):
-    async with hosted(own_master, blocks, transfer_timeout_s=1) as store:
+async def test_a_memory_process_that_hangs_costs_one_timeout(own_master, memory_process, blocks):
+    async with store_process(own_master, blocks, transfer_timeout_s=1) as store:
         assert await put_one(store, blocks, "k") == "done"
-        lender.signal(signal.SIGSTOP)
+        memory_process.signal(signal.SIGSTOP)
         started = time.monotonic()
         async with Lateness() as lateness:
             (outcome,) = await store.get_into([blocks.blank("k", 1)])
         assert outcome.status in ("failed", "miss")
         assert time.monotonic() - started < 5
         assert lateness.worst_s < _LATE_S
-        lender.signal(signal.SIGCONT)
-        await until("the lender answers", 15, True, lambda: comes_back(store, blocks))
+        memory_process.signal(signal.SIGCONT)
+        await until("the memory process answers", 15, True, lambda: comes_back(store, blocks))
 
 
-async def test_lookups_and_deletes_do_not_wait_for_bytes(own_master, lender, blocks):
+async def test_lookups_and_deletes_do_not_wait_for_bytes(own_master, memory_process, blocks):
     """One transfer at a time, and it hangs: what only asks the master is answered all the same."""
-    async with hosted(own_master, blocks, transfer_timeout_s=20) as store:
+    async with store_process(own_master, blocks, transfer_timeout_s=20) as store:
         for place, key in enumerate(("k", "other")):
             assert await put_one(store, blocks, key, place) == "done"
-        lender.signal(signal.SIGSTOP)
+        memory_process.signal(signal.SIGSTOP)
         getting = asyncio.ensure_future(store.get_into([blocks.blank("k", 2)]))
         waiting = asyncio.ensure_future(store.get_into([blocks.blank("other", 3)]))
         done, _ = await asyncio.wait([getting, waiting], timeout=0.5)
@@ -195,7 +195,7 @@ async def test_lookups_and_deletes_do_not_wait_for_bytes(own_master, lender, blo
         assert not getting.done()
         # what is being read is not deleted under its reader
         deleting = asyncio.ensure_future(store.delete(["k"]))
-        lender.signal(signal.SIGCONT)
+        memory_process.signal(signal.SIGCONT)
         (outcome,) = await getting
         assert outcome.status == "done"
         assert blocks.holds("k", 2)
@@ -208,7 +208,7 @@ async def comes_back(store, blocks, key="k"):
 
 
 async def test_a_process_that_dies_takes_what_it_lent(own_master, blocks):
-    async with hosted(own_master, blocks, segment_nbytes=64 << 20) as store:
+    async with store_process(own_master, blocks, segment_nbytes=64 << 20) as store:
         assert store.capabilities.durability == "none"
         assert await put_one(store, blocks, "k") == "done"
         os.kill(store.pid, signal.SIGKILL)
@@ -225,9 +225,9 @@ async def serves(store, blocks):
         return False
 
 
-async def test_a_hung_call_is_killed_with_its_process(own_master, lender, blocks):
+async def test_a_hung_call_is_killed_with_its_process(own_master, memory_process, blocks):
     """What an engine does at the end of its patience: the parts are free again, and the next call works."""
-    async with hosted(own_master, blocks, rpc_timeout_s=30) as store:
+    async with store_process(own_master, blocks, rpc_timeout_s=30) as store:
         assert await put_one(store, blocks, "k") == "done"
         own_master.signal(signal.SIGSTOP)
         getting = asyncio.ensure_future(store.get_into([blocks.blank("k", 1)]))
@@ -242,20 +242,20 @@ async def test_a_hung_call_is_killed_with_its_process(own_master, lender, blocks
 
 @pytest.mark.slow
 async def test_nothing_is_written_after_a_get_that_the_client_gave_up(network):
-    """After 60 s the client says that transfers failed, and writes them when the lender goes on: it must end."""
+    """After 60 s the client says that transfers failed, and writes them when the other process goes on: it must end."""
     blocks = Blocks(128)
     keys = [f"k-{number}" for number in range(64)]
-    with MasterProcess(client_ttl_s=300) as master, LenderProcess(master, 256 << 20) as lender:
-        async with hosted(master, blocks, transfer_timeout_s=30) as store:
+    with MasterProcess(client_ttl_s=300) as master, MemoryProcess(master, 256 << 20) as memory_process:
+        async with store_process(master, blocks, transfer_timeout_s=30) as store:
             put = await store.put([blocks.filled(key, place) for place, key in enumerate(keys)])
             assert all(outcome.ok for outcome in put)
-            lender.signal(signal.SIGSTOP)
+            memory_process.signal(signal.SIGSTOP)
             with pytest.raises(StoreUnavailable, match=f"status {os.EX_TEMPFAIL}"):
                 await store.get_into([blocks.blank(key, 64 + place) for place, key in enumerate(keys)])
             # the caller's again: what is written from now on is an error
             marked = b"\xa5" * (64 << 20)
             blocks.region.view(64 << 20)[:] = marked
-            lender.signal(signal.SIGCONT)
+            memory_process.signal(signal.SIGCONT)
             await until("another process serves", 15, "done", lambda: get_or_why(store, blocks, keys[0]))
             blocks.blank(keys[0], 1)
             await asyncio.sleep(2)  # time to write in: there is nothing to wait for

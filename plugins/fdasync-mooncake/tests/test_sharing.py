@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fdasync_mooncake.testing import LenderProcess, MasterProcess
-from mooncake_bench import Blocks, get_one, hosted, put_one
+from fdasync_mooncake.testing import MasterProcess, MemoryProcess
+from mooncake_bench import Blocks, get_one, put_one, store_process
 
 from fdasync.cache.store import Item
 from fdasync.ipc.shared_memory import Part
@@ -24,9 +24,9 @@ def blocks():
 async def test_what_one_puts_the_other_gets(pool, blocks):
     other = Blocks(8)
     async with (
-        hosted(pool, blocks, prefix="fleet/a") as one,
-        hosted(pool, other, prefix="fleet/a") as two,
-        hosted(pool, blocks, prefix="fleet/b") as stranger,
+        store_process(pool, blocks, prefix="fleet/a") as one,
+        store_process(pool, other, prefix="fleet/a") as two,
+        store_process(pool, blocks, prefix="fleet/b") as stranger,
     ):
         assert one.capabilities.shared
         assert one.capabilities.durability == "process"
@@ -34,7 +34,8 @@ async def test_what_one_puts_the_other_gets(pool, blocks):
         assert await two.exists_prefix(["shared", "not"]) == 1
         assert await put_one(two, other, "shared") == "exists"
         assert await get_one(two, other, "shared") == "done"
-        # the get gave two a lease on it; what is damaged must go all the same, and a good one take its place
+        # the master protects the object after the get; a damaged one must go all the same, and a good one take its
+        # place
         assert await one.delete(["shared"]) == 1
         assert await get_one(two, other, "shared") == "miss"
         assert await put_one(two, other, "shared") == "done"
@@ -50,7 +51,7 @@ async def test_what_one_puts_the_other_gets(pool, blocks):
 
 async def test_writers_on_several_machines_leave_one_whole_object(pool, blocks):
     other = Blocks(64)
-    async with hosted(pool, blocks) as one, hosted(pool, other) as two:
+    async with store_process(pool, blocks) as one, store_process(pool, other) as two:
         for turn in range(5):
             keys = [f"race-{turn}-{number}" for number in range(8)]
             for place, key in enumerate(keys):
@@ -66,18 +67,18 @@ async def test_writers_on_several_machines_leave_one_whole_object(pool, blocks):
 
 
 async def test_a_full_pool_forgets_and_stays_right(network, blocks):
-    with MasterProcess(port=50151, metrics_port=9103, lease_ms=100) as master, LenderProcess(master, 32 << 20, 50152):
-        async with hosted(master, blocks, metrics=master.metrics) as store:
+    with MasterProcess(port=50151, metrics_port=9103, protect_ms=100) as master, MemoryProcess(master, 32 << 20, 50152):
+        async with store_process(master, blocks, metrics=master.metrics) as store:
             assert store.capabilities.capacity_nbytes == 32 << 20
-            told = {}
+            answers = {}
             for turn in range(40):
                 keys = [f"b-{turn}-{number}" for number in range(4)]
                 outcomes = await store.put([blocks.filled(key, place) for place, key in enumerate(keys)])
-                told |= {key: outcome.status for key, outcome in zip(keys, outcomes, strict=True)}
-            assert set(told.values()) <= {"done", "full"}
-            found = [await get_one(store, blocks, key, 9) for key in told]
+                answers |= {key: outcome.status for key, outcome in zip(keys, outcomes, strict=True)}
+            assert set(answers.values()) <= {"done", "full"}
+            found = [await get_one(store, blocks, key, 9) for key in answers]
             assert set(found) == {"done", "miss"}
-            assert not [key for key, state in zip(told, found, strict=True) if state == "done" and told[key] == "full"]
+            assert "full" not in {answers[key] for key, state in zip(answers, found, strict=True) if state == "done"}
             usage = await store.usage()
             assert usage.objects == found.count("done")
             assert usage.nbytes <= 32 << 20
@@ -88,8 +89,8 @@ async def test_a_reader_never_sees_what_took_the_place_of_a_dropped_object(netwo
     half = 32 << 20
     one, other = (Item(name, (Part(0, place * half, half),)) for place, name in enumerate(("one", "other")))
     blocks.region.view(0, half)[:] = b"\x11" * half
-    with MasterProcess(port=50151, metrics_port=9103) as master, LenderProcess(master, 40 << 20, 50152):
-        async with hosted(master, blocks) as store:
+    with MasterProcess(port=50151, metrics_port=9103) as master, MemoryProcess(master, 40 << 20, 50152):
+        async with store_process(master, blocks) as store:
 
             async def replace():
                 assert await store.delete(["one"]) == 1

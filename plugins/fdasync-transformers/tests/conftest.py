@@ -1,4 +1,4 @@
-"""Lets the test modules of this folder import their helpers (`families_zoo`, `step_driver`)."""
+"""Lets the tests of the plugin import their helpers, which stand in `support/`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 
 @pytest.fixture(autouse=True, scope="session")

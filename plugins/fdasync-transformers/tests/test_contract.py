@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from fdasync.testing.runners.bench import Answer
 
 
+# of one in `make test`, of all in `make test-all`
+FAMILIES = ["qwen3_moe", *[pytest.param(family, marks=pytest.mark.slow) for family in ("ernie4_5_moe", "glm4_moe")]]
+
+
 class _OnACheckpoint(RunnerSuite):
     # a forward pass on the CPU ends where it is launched
     overlaps = False
@@ -36,7 +40,7 @@ class _OnACheckpoint(RunnerSuite):
     device = "cpu"
     logprob_error = 1e-4
 
-    @pytest.fixture(autouse=True, params=["qwen3_moe", "ernie4_5_moe", "glm4_moe"])
+    @pytest.fixture(autouse=True, params=FAMILIES)
     def checkpoint(self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
         self.folders: list[Path] = []
         for weights in range(2):
@@ -101,7 +105,9 @@ class TestInHalfPrecision(_OnACheckpoint, TailTests):
     logprob_error = 0.0
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "llama4_text"])
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", *[pytest.param(one, marks=pytest.mark.slow) for one in ("gpt_oss", "llama4_text")]]
+)
 def test_what_came_with_a_tail_reaches_no_kind_of_attention(tmp_path: Path, family: str) -> None:
     """Latents, sinks with windows, chunks: each has a mask of its own over the block that is there in part."""
     make_checkpoint(tmp_path, family)
@@ -111,6 +117,7 @@ def test_what_came_with_a_tail_reaches_no_kind_of_attention(tmp_path: Path, fami
     suite.test_a_sequence_begun_elsewhere_may_have_more_to_compute()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "test",
     ["test_swapped_out_and_in_elsewhere_blocks_answer_as_before", "test_tensors_change_the_answers_and_back"],

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from families_zoo import make_checkpoint
-from fdasync_transformers import TransformersConfig, profile
+from fdasync_transformers import TransformersConfig
+from fdasync_transformers.execution import memory_profile
 from fdasync_transformers.runner_config import device_of, memory_share
 from step_driver import Driver
 
@@ -68,7 +69,7 @@ async def test_blocks_on_a_cpu_are_shared(tmp_path: Path, monkeypatch: pytest.Mo
     make_checkpoint(tmp_path, "qwen3_moe")
     blocks = []
     # so that memory is what bounds them
-    monkeypatch.setattr(profile, "_free_host_nbytes", lambda: 1 << 20)
+    monkeypatch.setattr(memory_profile, "_free_host_nbytes", lambda: 1 << 20)
     for instances in (1, 2):
         driver = await Driver.open(tmp_path, num_blocks=None, config={"device": "cpu", "instances": instances})
         blocks.append(driver.capacity.num_blocks)
@@ -95,11 +96,11 @@ def test_of_a_shared_gpu_what_others_have_not_taken_yet_is_theirs(
     class Step:
         model = Model()
 
-    monkeypatch.setattr(profile, "_step_peak_nbytes", lambda *_: 3 * GIB)
-    monkeypatch.setattr(profile, "_beside_nbytes", lambda *_: 2 * GIB)
+    monkeypatch.setattr(memory_profile, "_step_peak_nbytes", lambda *_: 3 * GIB)
+    monkeypatch.setattr(memory_profile, "_beside_nbytes", lambda *_: 2 * GIB)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free_gib * GIB, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 10 * GIB)
     step: Any = Step()
     limits: Any = None
-    assert profile._free_nbytes(step, limits, 1, 1, share, 0) == int(fits_gib * GIB * 0.92) - 5 * GIB
+    assert memory_profile._free_nbytes(step, limits, 1, 1, share, 0) == int(fits_gib * GIB * 0.92) - 5 * GIB

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 from families_zoo import VOCAB, make_checkpoint
-from fdasync_transformers import TransformersConfig, TransformersRunner, ragged
-from fdasync_transformers.attention import paged_attention
-from fdasync_transformers.kv import KVLayout, KVPool, LayerSpec, Reach
+from fdasync_transformers import TransformersConfig, TransformersRunner
+from fdasync_transformers.model import ragged
+from fdasync_transformers.model.attention import paged_attention
+from fdasync_transformers.model.kv import KVLayout, KVPool, LayerSpec, Reach
 from step_driver import Driver, Sequence
 
 from fdasync.cache.aux_arena import AuxArena
@@ -228,13 +229,13 @@ async def test_rows_are_there_when_the_future_is_done(driver: Driver) -> None:
     rows = {"routing": np.zeros((4, *driver.capacity.aux_specs[0].shape), np.uint8)}
     slot, generation = seq.slots[0]
     assert driver.arena is not None
-    driver.arena.copy_rows(slot, generation, 0, 4, rows, 0)
+    driver.arena.copy_rows((slot,), (generation,), 0, 4, rows, 0)
     assert rows["routing"].any()
     # the second block is half written, the third not at all
     slot, generation = seq.slots[1]
-    driver.arena.copy_rows(slot, generation, 0, 2, rows, 0)
+    driver.arena.copy_rows((slot,), (generation,), 0, 2, rows, 0)
     with pytest.raises(InvariantBroken):
-        driver.arena.copy_rows(slot, generation, 2, 1, rows, 0)
+        driver.arena.copy_rows((slot,), (generation,), 2, 1, rows, 0)
 
 
 async def test_raw_logprobs_are_those_of_the_plain_model(driver: Driver, saved: tuple[Path, Any]) -> None:
@@ -421,8 +422,8 @@ async def test_launch_never_raises_and_stops_after_a_failure(driver: Driver, mon
 
 
 async def test_a_layer_that_is_not_captured_fails_the_step(driver: Driver) -> None:
-    assert driver.runner._capture is not None
-    driver.runner._capture._hooks[0].remove()
+    assert driver.runner._aux is not None
+    driver.runner._aux.producers[0]._hooks[0].remove()
     seq = driver.sequence(prompt_of(6), 2)
     future = driver.runner.launch(RunStep(1, starts=(driver.start(seq),), chunks=(Chunk(seq.key, 6, True),)))
     with pytest.raises(RunnerError, match="1 layers was captured, 2"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,7 +13,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Fast
 
 from fdasync import SamplingParams
-from fdasync.engine.sample_output import SampleOutput
+from fdasync.engine.request_state import SampleOutput
 from fdasync.engine.tokenizer import IncrementalDecoder, TokenKinds
 from fdasync.testing import synthetic_config, synthetic_engine
 
@@ -40,7 +41,7 @@ def finished(inner: Fast, runs: bool = False) -> Kind:
     tokens = {byte: inner.token_to_id(f"<0x{byte:02X}>") for byte in range(256)} if runs else {}
     values = {token: byte for byte, token in tokens.items() if token is not None}
     special = frozenset(inner.token_to_id(name) for name in SPECIAL)
-    return Kind(_FastTokenizer(inner), size, special, values)
+    return Kind(_FastTokenizer(inner, Path()), size, special, values)
 
 
 def numbered(names: list[str]) -> dict[str, int]:

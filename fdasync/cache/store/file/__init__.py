@@ -1,1 +1,1 @@
-"""Objects in slots of large files."""
+"""A store in a folder: objects in the slots of a few large files."""

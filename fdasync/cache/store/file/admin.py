@@ -1,7 +1,7 @@
-"""What a person does to a file store's folder: look at every object, check each, remove some. Blocks; no loop.
+"""Look at every object in a file store's folder, check each, remove some: for the command line. Blocks; no loop.
 
-`Folder` holds the lock while it is used, so no engine writes meanwhile; `survey` needs no lock and changes nothing.
-Called by `cli/store.py`.
+`Folder` has the lock while it is used, so no engine writes meanwhile; `survey` needs no lock and changes nothing. It
+knows no engine and prints nothing. `cli/store.py` calls it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ if TYPE_CHECKING:
 
 
 class Found(msgspec.Struct, frozen=True):
-    """An object as its record tells it."""
+    """An object on disk.
+
+    Attributes:
+        shape: of the segment that it lies in.
+        slot: its place there.
+        record: the slot's record.
+    """
 
     shape: Shape
     slot: int
@@ -42,11 +48,11 @@ class Survey(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         objects: put last first.
-        segments: of every stride, those that are believed and those that are not.
-        damaged: what is damaged or not believed, each with its reason, by name.
+        segments: every segment, believed or not.
+        damaged: slots and segments that are damaged or not believed, each with its reason, by name.
         unknown: files that are not the store's; it leaves them alone.
         holder: the process that has the folder open, or "".
-        cap_nbytes: of the engine that opened it last; None where it cannot be told.
+        cap_nbytes: the cap of the engine that opened the folder last; 0: not known; None: no engine ever opened it.
     """
 
     objects: list[Found]
@@ -61,11 +67,11 @@ class Waste(msgspec.Struct, frozen=True):
     """What a clean-up would remove.
 
     Attributes:
-        entries: objects to clear; those in segments that go are not among them.
-        segments: files to remove, with all that is in them.
-        objects: of both.
-        nbytes: of those objects.
-        disk_nbytes: that the disk gets back.
+        entries: objects to clear, without those in `segments`.
+        segments: files to remove, with their objects.
+        objects: how many objects of both kinds.
+        nbytes: their bytes.
+        disk_nbytes: bytes that the disk gets back.
     """
 
     entries: list[Entry]
@@ -90,7 +96,7 @@ def check_is_store(folder: Path) -> None:
 
 
 def survey(folder: Path) -> Survey:
-    """What is there now; an engine may be using it. Raises StoreRejected, OSError."""
+    """The folder as it is now; an engine may be using it. Raises StoreRejected, OSError."""
     check_is_store(folder)
     listing, scans = scan_folder(folder)
     damaged: dict[str, str] = {}
@@ -115,7 +121,7 @@ def survey(folder: Path) -> Survey:
 
 
 def content_of(folder: Path, found: Found) -> str:
-    """What kind of object it is, in words, from its first page."""
+    """The kind of an object in words, from its first page."""
     if not found.namespace:
         return "other bytes"
     page = bytearray(min(PAGE_NBYTES, found.record.nbytes))
@@ -133,10 +139,10 @@ def content_of(folder: Path, found: Found) -> str:
 
 
 class Folder:
-    """A file store's folder, locked. Use as a context manager; raises StoreRejected where an engine is live, OSError.
+    """A file store's folder, locked; a context manager. Raises StoreRejected while an engine has it open, OSError.
 
     Attributes:
-        index: what is there.
+        index: the objects and segments of the folder.
         damaged: slots and segments that are damaged or not believed, each with its reason, by name.
     """
 
@@ -159,14 +165,14 @@ class Folder:
     def __exit__(self, *error: object) -> None:
         for segment in self.index.segments():
             if segment.fd in self._touched:
-                with contextlib.suppress(OSError):  # what was removed may come back after loss of power, whole
+                with contextlib.suppress(OSError):  # a removed object may come back after loss of power, whole
                     os.fdatasync(segment.fd)
             os.close(segment.fd)
         os.close(self._lock_fd)
 
     def check_objects(self) -> Iterator[tuple[Entry, str | None]]:
-        """Read every object, in the order of the disk: what is wrong with it, "" if nothing is, None where its bytes
-        are not a block's and tell nothing. Raises OSError for what is not a matter of one object."""
+        """Read every object, in the order of the disk, and yield it with its problem: "": it has none; None: it is no
+        block, so its bytes cannot be checked. Raises OSError for a failure that does not concern one object."""
         buffer = bytearray()
         for entry in sorted(self.index.entries(), key=lambda one: (one.segment.shape.number, one.slot)):
             if len(buffer) < entry.nbytes:
@@ -214,8 +220,8 @@ class Folder:
         return count
 
     def find_waste(self, unwanted: Callable[[Entry], bool], max_nbytes: int | None) -> Waste:
-        """Objects that are unwanted, segments that would be empty then, and, beyond `max_nbytes` of files, the
-        segments that were used longest ago. Removes nothing."""
+        """Unwanted objects, segments that would be empty then, and the segments used longest ago, as many as bring the
+        files down to `max_nbytes`. Removes nothing."""
         entries = [entry for entry in self.index.entries() if unwanted(entry)]
         left = {segment: len(segment.entries) for segment in self.index.segments()}
         for entry in entries:
@@ -232,14 +238,14 @@ class Folder:
         return Waste(entries, segments, len(entries) + len(whole), nbytes, self.index.total_nbytes - total)
 
     def remove(self, waste: Waste) -> None:
-        """Raises OSError; what was removed until then is gone."""
+        """Remove what `find_waste` found. Raises OSError, which leaves the rest."""
         for entry in waste.entries:
             self.delete(entry)
         for segment in waste.segments:
             self.drop(segment)
 
     def drop(self, segment: Segment) -> None:
-        """Remove a segment file and what is in it. Raises OSError."""
+        """Remove a segment file with its objects. Raises OSError."""
         (self._folder / segment.shape.name).unlink()
         self.index.remove_segment(segment)
         self._touched.discard(segment.fd)

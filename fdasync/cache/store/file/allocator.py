@@ -1,7 +1,7 @@
 """Where the next object of a file store goes: free slots, new segments, evictions, within the cap and the disk.
 
-Joins the books (`index.py`) with the files that they speak of, which are made and dropped here, one at a time.
-Runs on the loop of `file/store.py`; syscalls go to its threads.
+It takes decisions from the index (`index.py`) and makes and drops the segment files, one at a time. It does not know
+what an object is. `file/store.py` calls it on its loop; syscalls go to the threads.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import asyncio
 import contextlib
 import itertools
 import os
-import threading  # threads: hosted in a process of its own, which is no engine
+import threading  # threads: in the store's process, which is no engine
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor  # threads: the same
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from fdasync.cache.store.base import Outcome, finish
 from fdasync.cache.store.file.index import Drop, Grow, Place, Segment
-from fdasync.cache.store.file.io import FULL, Trouble, make_segment, mark_segment, no_room
+from fdasync.cache.store.file.io import FULL, IoError, make_segment, mark_segment, no_room
 from fdasync.cache.store.file.layout import CLEAN, Shape, least_nbytes
 from fdasync.errors import InvariantBroken
 from fdasync.ipc.shared_memory import page_aligned
@@ -30,17 +30,24 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 U = TypeVar("U")
-_FULL_DISK_S = 5.0  # so long a disk that was full is not asked for more
+_FULL_DISK_S = 5.0  # how long no file is made on a disk that was full
 
 
 class _Batch(Generic[T, U]):
-    """One call of `Threads.each`. Threads take the numbers; its last item sets `ended`, on the loop."""
+    """One call of `Threads.each`: threads take the numbers of its items.
+
+    Attributes:
+        ended: done, on the loop, when every item is.
+        results: by number.
+        error: the latest that an item raised.
+        numbers: those that no thread has taken.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, items: Sequence[T], work: Callable[[T], U]) -> None:
         self.ended: asyncio.Future[None] = loop.create_future()
         self.results: dict[int, U] = {}
         self.error: BaseException | None = None
-        # both hand out each number once, whichever threads ask
+        # this iterator and the counter are atomic: no number is given twice
         self.numbers = iter(range(len(items)))
         self._counts = itertools.count(1)
         self._loop = loop
@@ -58,14 +65,14 @@ class _Batch(Generic[T, U]):
 
 
 class Threads:
-    """A few threads for what blocks. Use from one loop; `close` when nothing runs."""
+    """A few threads for calls that block. Used from one loop; closed when nothing runs."""
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._running = 0
         self._batches: deque[_Batch[Any, Any]] = deque()
         self._takers = 0
-        self._jobs: deque[None] = deque()  # those of `run` that no thread has begun
+        self._jobs: deque[None] = deque()  # calls of `run` that no thread has begun
         # threads: of the store's own process; reads and writes of files block, however they are opened
         self._started: list[threading.Thread] = []
         self._pool = ThreadPoolExecutor(count, "fdasync-file", lambda: self._started.append(threading.current_thread()))
@@ -87,7 +94,7 @@ class Threads:
     async def each(self, items: Sequence[T], work: Callable[[T], U]) -> list[U]:
         """`work` of every item; results in order, after the last one. A cancellation is raised then too.
 
-        Threads take item after item, of the call that came first: none idles while there is one to take.
+        Threads take item after item, of the oldest call first: no thread idles while an item is left.
         """
         if not items:
             return []
@@ -101,7 +108,7 @@ class Threads:
             if batch.error is not None:
                 raise batch.error
         finally:
-            # its traceback knows the batch, and with it the caller's memory: no circle of these
+            # its traceback refers to the batch, and so to the caller's memory: leave no cycle
             batch.error = None
         return [batch.results[number] for number in range(len(items))]
 
@@ -111,7 +118,7 @@ class Threads:
         taking.add_done_callback(self._taken)
 
     def _take_items(self) -> None:
-        """In a thread: until nothing is left, or a job waits; one item at least, so that jobs keep none out."""
+        """In a thread: take items until none is left or a job waits; at least one, so that jobs starve no batch."""
         while True:
             try:
                 batch = self._batches[0]
@@ -132,34 +139,24 @@ class Threads:
             self._take(taken.get_loop())
 
     async def spread(self, items: list[T], work: Callable[[list[T]], list[U]]) -> list[U]:
-        """`work` over all items, neighbours together, in as many jobs as there are idle threads, or in one.
-
-        Results in order, after the last job.
-        """
-        each = max(1, -(-len(items) // max(1, self._count - self._running)))
-        jobs = [self.run(work, items[first : first + each]) for first in range(0, len(items), each)]
-        if len(jobs) == 1:
-            return await jobs[0]
-        results: list[U] = []
-        for ended in await asyncio.gather(*jobs, return_exceptions=True):
-            if isinstance(ended, BaseException):
-                raise ended
-            results += ended
-        return results
+        """As `each`, with neighbours together: as many runs of items as there are idle threads, or one."""
+        size = max(1, -(-len(items) // max(1, self._count - self._running - self._takers)))
+        runs = [items[first : first + size] for first in range(0, len(items), size)]
+        return [result for results in await self.each(runs, work) for result in results]
 
     async def close(self) -> None:
-        """Their end; nothing may run any more."""
-        # a taker may be on its way back from the last item, and be sent again for what it left in the list
-        while self._takers:  # noqa: ASYNC110 - its end is told by a callback that may start it again
+        """End the threads; nothing may run any more."""
+        # a taker may be on its way back from the last item, and start again for a batch that is still in the list
+        while self._takers:  # noqa: ASYNC110 - the callback at its end may start it again
             await asyncio.sleep(0.0002)
         self._pool.shutdown(wait=False)
         # to join them would block; they have nothing to do but end
-        while any(thread.is_alive() for thread in self._started):  # noqa: ASYNC110 - the end of a thread tells nobody
+        while any(thread.is_alive() for thread in self._started):  # noqa: ASYNC110 - a thread's end calls nothing
             await asyncio.sleep(0.0002)
 
 
 class Keys:
-    """Keys that somebody is at work on: putting or deleting them, or clearing what is left of them on disk.
+    """Keys whose object is being put, deleted or cleared from the disk.
 
     A key is here or in the index, never in both.
     """
@@ -176,18 +173,18 @@ class Keys:
         self._busy.pop(key).set_result(None)
 
     def others(self, keys: Iterable[str]) -> list[asyncio.Future[None]]:
-        """What to wait for before anything is done to these keys."""
+        """Futures to wait for before anything is done to these keys."""
         return [self._busy[key] for key in keys if key in self._busy]
 
 
-class FileRoom:
+class SlotAllocator:
     """Slots for objects.
 
     Args:
         index: the folder's, owned by the store.
-        keys: the same.
+        keys: the keys in work, owned by the store.
         next_number: of the next segment.
-        boot: what marks a segment that is written to; `CLEAN` where every write is synced.
+        boot: the mark of a segment that is written to; `CLEAN` if every write is synced.
     """
 
     def __init__(
@@ -204,7 +201,7 @@ class FileRoom:
         self._full_words = ""
 
     async def place(self, nbytes: int) -> Place | Outcome:
-        """A claimed slot for an object of `nbytes`, or why there is none."""
+        """A claimed slot for an object of `nbytes`, or the outcome of the put if there is none."""
         least = least_nbytes(nbytes)
         if least > self._index.max_nbytes:
             return Outcome("full", f"it never fits: it takes {least} bytes and the cap is {self._index.max_nbytes}")
@@ -212,32 +209,32 @@ class FileRoom:
         step = self._find(stride)
         while isinstance(step, Grow | Drop):
             async with self._lock:
-                step = self._find(stride)  # somebody may have made room meanwhile
+                step = self._find(stride)  # another put may have made room meanwhile
                 try:
                     if isinstance(step, Grow):
                         await self._grow(stride, step.slots)
                     elif isinstance(step, Drop):
                         await self.drop(step.segment)
                 except OSError as error:
-                    trouble = Trouble.of(error)
+                    trouble = IoError.of(error)
                     if trouble.code not in FULL or not isinstance(step, Grow):
                         return trouble.outcome()
-                    # for a while what is there has to do
+                    # for a while the files that exist must do
                     wanted = Shape(stride, step.slots, 0).nbytes
                     self._full_words = await self._threads.run(no_room, self._folder, wanted, trouble.words)
                     self._full_until = asyncio.get_running_loop().time() + _FULL_DISK_S
                     self._index.limit_nbytes = self._index.total_nbytes
             if not isinstance(step, Place):
                 step = self._find(stride)
-        return step if step is not None else Outcome("full", self._full_words or "all that it holds is in use")
+        return step if step is not None else Outcome("full", self._full_words or "all of its objects are in use")
 
     async def enforce_cap(self) -> None:
-        """Drop what was used longest ago until the cap holds. Raises OSError."""
+        """Drop the segments used longest ago until the cap holds. Raises OSError."""
         while self._index.total_nbytes > self._index.max_nbytes and (cold := self._index.coldest()) is not None:
             await self.drop(cold)
 
     async def drop(self, segment: Segment) -> None:
-        """Give a segment back to the disk, with what is in it. Raises OSError; then it is there and not believed."""
+        """Remove a segment and its objects. Raises OSError; then the segment stays, and is not believed."""
         keys = [entry.key for entry in segment.entries.values()]
         for key in keys:
             self._keys.claim(key)
@@ -262,7 +259,7 @@ class FileRoom:
                 self._keys.release(key)
 
     async def mark(self, segments: Iterable[Segment]) -> None:
-        """Before the first write of this session to a segment: say in its head that the disk may lack some of them.
+        """Before the first write to a segment since `open`: say in its head that the disk may lack writes of this boot.
 
         Raises OSError.
         """

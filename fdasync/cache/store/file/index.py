@@ -1,10 +1,11 @@
-"""What a file store knows of its folder: objects, free slots, the order of use, whose turn it is to go. Pure.
+"""The index of a file store's folder: objects, free slots, the order of use, and what is evicted next. Pure.
 
 Slots of one stride form a class. A slot is free, claimed (a put is writing it), or holds an entry; an entry that
 was forgotten while it was read keeps its slot until the last reader is done. The least recently used object of a
 class makes room for the next one, unless a whole segment of another class was used longer ago still.
 
-Does no I/O and holds no bytes. Used by `file/store.py` on its loop, and by the command line.
+It does no I/O and holds no bytes. `file/store.py` and `file/allocator.py` use it on their loop, `file/admin.py` for
+the command line.
 """
 
 from __future__ import annotations
@@ -24,9 +25,19 @@ if TYPE_CHECKING:
 
 
 class Entry:
-    """An object. `used` grows with every use; `pins` counts its readers; `gone`: forgotten, its slot free at unpin."""
+    """An object.
 
-    __slots__ = ("gone", "key", "nbytes", "pins", "segment", "sequence", "slot", "used", "written_ns")
+    Attributes:
+        key: its key.
+        segment, slot: where it lies.
+        nbytes: of its value.
+        sequence, written_ns: as in `Record`.
+        used: number of its last use, which grows with every use of any object.
+        ref_count: readers.
+        gone: forgotten; its slot becomes free when the last reader is done.
+    """
+
+    __slots__ = ("gone", "key", "nbytes", "ref_count", "segment", "sequence", "slot", "used", "written_ns")
 
     def __init__(self, key: str, segment: Segment, slot: int, nbytes: int, sequence: int, written_ns: int) -> None:
         self.key = key
@@ -36,7 +47,7 @@ class Entry:
         self.sequence = sequence
         self.written_ns = written_ns
         self.used = 0
-        self.pins = 0
+        self.ref_count = 0
         self.gone = False
 
 
@@ -44,14 +55,15 @@ class Segment:
     """A segment file.
 
     Attributes:
-        fd: open for reading and writing, or -1; whoever made this object owns it.
-        boot: what its head says (`file_layout.encode_head`).
-        believed: False: its objects cannot be trusted, none is indexed, and it goes before any other.
+        shape: how the file is laid out.
+        fd: open for reading and writing, or -1; owned by the maker of this object.
+        boot: the boot in its head (`layout.encode_head`).
+        believed: False: its objects cannot be trusted, none is indexed, and it goes before any other segment.
         entries: by slot.
         free: slots without an entry, to be taken from the end.
         stale: free slots whose record on disk may still name an object: cleared before their bytes change.
-        busy: claimed slots and pinned entries; it cannot be dropped while there are any.
-        used: when any of its objects was used last.
+        busy: claimed slots and pins of entries; it cannot be dropped while there are any.
+        used: number of the last use of any of its objects.
     """
 
     __slots__ = ("believed", "boot", "busy", "entries", "fd", "free", "shape", "stale", "used")
@@ -72,9 +84,10 @@ class Place(msgspec.Struct, frozen=True):
     """A claimed slot.
 
     Attributes:
+        segment, slot: where it is.
         stale: clear its record first.
-        evicted: the object that it holds until then, or None. Nothing may be done with its key before, or a crash
-            could bring it back after it was put elsewhere and deleted.
+        evicted: the object that it holds until the record is cleared, or None. Its key stays claimed until then: put
+            elsewhere and deleted, the object could come back with a crash.
     """
 
     segment: Segment
@@ -84,13 +97,13 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Grow(msgspec.Struct, frozen=True):
-    """Make a segment with this many slots, and ask again."""
+    """Make a segment with this many slots, and call `find` again."""
 
     slots: int
 
 
 class Drop(msgspec.Struct, frozen=True):
-    """Remove this segment, and ask again."""
+    """Remove this segment, and call `find` again."""
 
     segment: Segment
 
@@ -99,14 +112,14 @@ class FileIndex:
     """Objects and room.
 
     Args:
-        max_nbytes: of all segment files.
-        segment_nbytes: of one, unless a single object needs more or the cap leaves less.
+        max_nbytes: the cap: most bytes of all segment files.
+        segment_nbytes: size of a new segment, unless a single object needs more or the cap leaves less.
 
     Attributes:
+        max_nbytes, segment_nbytes: as given.
         limit_nbytes: the cap, or less while the disk has no room for more.
-        total_nbytes: of all segment files.
-        nbytes: of all objects.
-        evicted: objects that made room for others.
+        total_nbytes: bytes of all segment files.
+        nbytes: bytes of all objects.
     """
 
     def __init__(self, max_nbytes: int, segment_nbytes: int) -> None:
@@ -114,7 +127,6 @@ class FileIndex:
         self.segment_nbytes = segment_nbytes
         self.total_nbytes = 0
         self.nbytes = 0
-        self.evicted = 0
         self._ticks = 0
         self._entries: dict[str, Entry] = {}
         # by stride, used longest ago first
@@ -132,15 +144,15 @@ class FileIndex:
 
     def entries(self) -> list[Entry]:
         """All, used longest ago first."""
-        return sorted(self._entries.values(), key=_used)
+        return sorted(self._entries.values(), key=lambda entry: entry.used)
 
     def add(self, entry: Entry) -> None:
-        """The object in a claimed slot is there from now on, and was used just now."""
+        """Index the object in a claimed slot, as used just now."""
         entry.segment.busy -= 1
         self.restore(entry)
 
     def restore(self, entry: Entry) -> None:
-        """An object that was found on disk, or that could not be removed from it."""
+        """Index an object that was found on disk, or that could not be removed from it."""
         entry.segment.entries[entry.slot] = entry
         entry.gone = False
         self._entries[entry.key] = entry
@@ -155,27 +167,28 @@ class FileIndex:
         self._segments.move_to_end(entry.segment.shape.number)
 
     def forget(self, entry: Entry) -> None:
-        """Nobody finds it any more. Its slot stays taken until `release`."""
+        """Take an object out of the index. Its slot stays taken until `release`."""
         del self._entries[entry.key]
         del self._classes[entry.segment.shape.stride][entry.key]
         self.nbytes -= entry.nbytes
         entry.gone = True
 
     def pin(self, entry: Entry) -> None:
-        """Somebody reads it: its slot gets no other writer."""
-        entry.pins += 1
+        """Count a reader: the slot gets no other writer until `unpin`."""
+        entry.ref_count += 1
         entry.segment.busy += 1
 
     def unpin(self, entry: Entry) -> bool:
-        """True: it was forgotten meanwhile and this was the last reader, so `release` its slot now."""
-        entry.pins -= 1
+        """Take a reader off. True: the object was forgotten meanwhile and this was its last reader, so `release` its
+        slot now."""
+        entry.ref_count -= 1
         entry.segment.busy -= 1
-        return entry.gone and not entry.pins
+        return entry.gone and not entry.ref_count
 
     # -- slots
 
     def find(self, stride: int) -> Place | Grow | Drop | None:
-        """Where an object of this stride could go, or what to do first; None: nothing can be done now."""
+        """Claim a slot for an object of this stride, or say what to do first; None: there can be none now."""
         for segment in self._with_room.get(stride, {}).values():
             return self._claim(segment)
         left = self.limit_nbytes - self.total_nbytes
@@ -183,7 +196,7 @@ class FileIndex:
         slots = slots_within(stride, min(self.segment_nbytes, left)) or min(1, slots_within(stride, left))
         if slots:
             return Grow(slots)
-        own = next((entry for entry in self._classes.get(stride, {}).values() if not entry.pins), None)
+        own = next((entry for entry in self._classes.get(stride, {}).values() if not entry.ref_count), None)
         fits = slots_within(stride, self.limit_nbytes) > 0
         cold = self._coldest(stride, own) if fits else None
         if cold is not None:
@@ -191,13 +204,12 @@ class FileIndex:
         if own is None:
             return None
         self.forget(own)
-        self.evicted += 1
         del own.segment.entries[own.slot]
         own.segment.busy += 1
         return Place(own.segment, own.slot, True, own)
 
     def give_back(self, place: Place, *, stale: bool, kept: bool) -> None:
-        """A claimed slot was not filled. `kept`: the bytes of what was evicted for it are as they were."""
+        """Give back a claimed slot that was not filled. `kept`: the evicted object's bytes are as they were."""
         place.segment.busy -= 1
         if kept and place.evicted is not None:
             self.restore(place.evicted)
@@ -205,13 +217,13 @@ class FileIndex:
             self.release(place.segment, place.slot, stale=stale)
 
     def release(self, segment: Segment, slot: int, *, stale: bool) -> None:
-        """A slot is free. `stale`: its record may name an object still."""
+        """Make a slot free. `stale`: its record may still name an object."""
         segment.entries.pop(slot, None)
         segment.free.append(slot)
         if stale:
             segment.stale.add(slot)
         if not segment.entries and not segment.busy:
-            segment.used = 0  # empty: nothing is lost with it
+            segment.used = 0  # empty: no object is lost with it
             self._segments.move_to_end(segment.shape.number, last=False)
         self._with_room.setdefault(segment.shape.stride, {})[segment.shape.number] = segment
 
@@ -231,7 +243,7 @@ class FileIndex:
         return iter(self._segments.values())
 
     def add_segment(self, segment: Segment) -> None:
-        """A segment that exists; one that is believed brings its free slots with it."""
+        """Add a segment that exists, with its free slots."""
         self._segments[segment.shape.number] = segment
         self.total_nbytes += segment.shape.nbytes
         if segment.free:
@@ -239,26 +251,23 @@ class FileIndex:
         if not segment.entries:
             self._segments.move_to_end(segment.shape.number, last=False)
 
-    def remove_segment(self, segment: Segment) -> int:
-        """It is about to be unlinked, and so are its objects: how many they were."""
+    def remove_segment(self, segment: Segment) -> None:
+        """Forget a segment and its objects, before the file is unlinked."""
         if segment.busy:
             raise InvariantBroken(f"{segment.shape.name} is in use and was to be dropped")
-        entries = list(segment.entries.values())
-        for entry in entries:
+        for entry in list(segment.entries.values()):
             if not entry.gone:
                 self.forget(entry)
-        self.evicted += len(entries)
         del self._segments[segment.shape.number]
         self._with_room.get(segment.shape.stride, {}).pop(segment.shape.number, None)
         self.total_nbytes -= segment.shape.nbytes
-        return len(entries)
 
     def coldest(self) -> Segment | None:
-        """The segment that was used longest ago and can be dropped now."""
+        """The segment used longest ago among those that can be dropped now."""
         return next((segment for segment in self.segments() if not segment.busy), None)
 
     def _coldest(self, stride: int, own: Entry | None) -> Segment | None:
-        """A segment that should go before `own`, the object of this class that was used longest ago."""
+        """A segment that should go before `own`, the object of this class used longest ago."""
         for segment in self.segments():
             if segment.busy:
                 continue
@@ -269,7 +278,7 @@ class FileIndex:
         return None
 
     def check(self) -> None:
-        """Raise InvariantBroken unless the books agree."""
+        """Raise InvariantBroken unless objects, slots and sizes add up."""
         if self.total_nbytes != sum(segment.shape.nbytes for segment in self._segments.values()):
             raise InvariantBroken("the sizes of segments do not add up")
         if self.nbytes != sum(entry.nbytes for entry in self._entries.values()):
@@ -281,13 +290,9 @@ class FileIndex:
             slots = [*segment.free, *segment.entries]
             if len(set(slots)) != len(slots) or not segment.stale <= set(segment.free):
                 raise InvariantBroken(f"a slot of {segment.shape.name} is free twice, or free and taken")
-            claimed = segment.busy - sum(entry.pins for entry in segment.entries.values())
+            claimed = segment.busy - sum(entry.ref_count for entry in segment.entries.values())
             if segment.believed and len(slots) + claimed != segment.shape.slots:
                 raise InvariantBroken(f"{segment.shape.name} lost a slot, or has one too many")
         strides = [key for entries in self._classes.values() for key in entries]
         if sorted(strides) != sorted(self._entries):
             raise InvariantBroken("classes and index disagree")
-
-
-def _used(entry: Entry) -> int:
-    return entry.used

@@ -1,7 +1,7 @@
 """The syscalls of a file store: loops around short reads and writes, and the order of writes that makes it crash-safe.
 
-Everything here blocks and runs in the threads of `file/store.py`'s pool, or in the command line; nothing here knows an
-index. Bytes go straight between shared regions and files, without joining copies.
+Its functions block, and know no index. They run in the threads of `file/store.py`, and in the command line (through
+`file/recovery.py` and `file/admin.py`). Bytes go straight between shared regions and files, without joining copies.
 """
 
 from __future__ import annotations
@@ -33,26 +33,27 @@ if TYPE_CHECKING:
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 
+# the codes that say that the disk is full
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-class Trouble(msgspec.Struct, frozen=True):
-    """What a syscall said; kept instead of the exception, whose traceback would keep a caller's buffers.
+class IoError(msgspec.Struct, frozen=True):
+    """A failed syscall; kept instead of the exception, whose traceback would keep a caller's buffers.
 
     Attributes:
-        code: errno, or 0: the file ended too early.
-        words: the same, for people.
+        code: errno; 0: no syscall failed, but the object is damaged.
+        words: the same in words.
     """
 
     code: int
     words: str
 
     @classmethod
-    def of(cls, error: OSError) -> Trouble:
+    def of(cls, error: OSError) -> IoError:
         return cls(error.errno or errno.EIO, error.strerror or str(error))
 
     def outcome(self) -> Outcome:
-        """Of an item."""
+        """The outcome of an item whose syscall failed so."""
         if not self.code:
             return Outcome("damaged", self.words)
         if self.code in FULL:
@@ -61,7 +62,7 @@ class Trouble(msgspec.Struct, frozen=True):
 
 
 def no_room(folder: Path, wanted_nbytes: int, words: str) -> str:
-    """In a thread: the words of a disk that is full, with what is needed and what is there."""
+    """The problem of a put on a full disk: the system's words, the bytes that are needed and those that are free."""
     try:
         room = os.statvfs(folder)
         free = f"{room.f_bavail * room.f_frsize} are free"
@@ -74,7 +75,16 @@ def no_room(folder: Path, wanted_nbytes: int, words: str) -> str:
 
 
 class WriteSlot(msgspec.Struct, frozen=True):
-    """One object on its way to a slot; `views` are its bytes, one after the other, `before` completes them."""
+    """One object to be written to a slot.
+
+    Attributes:
+        fd, shape: of the segment.
+        slot: its place there.
+        stale: clear the slot's record first.
+        record: the object's.
+        views: its bytes, one after the other.
+        before: called before they are written; completes them.
+    """
 
     fd: int
     shape: Shape
@@ -86,7 +96,12 @@ class WriteSlot(msgspec.Struct, frozen=True):
 
 
 class ReadSlot(msgspec.Struct, frozen=True):
-    """One object on its way from a slot; `after` says what is wrong with it, or ""."""
+    """One object to be read from a slot.
+
+    Attributes:
+        fd, shape, slot, views: as in `WriteSlot`.
+        after: called when the views are filled; returns the problem, or "".
+    """
 
     fd: int
     shape: Shape
@@ -99,13 +114,13 @@ class Written(msgspec.Struct, frozen=True):
     """How the write of one slot ended.
 
     Attributes:
-        trouble: None: the object is there.
-        stale: there may be an object's record in the slot, the old one's or this one's.
-        kept: the bytes of the slot are what they were.
-        skipped: it was not begun, as its caller went away.
+        trouble: the syscall that failed; None: none did.
+        stale: the slot may have a record, of the old object or of this one.
+        kept: the bytes of the slot are as they were.
+        skipped: the write was not begun, as its caller went away.
     """
 
-    trouble: Trouble | None = None
+    trouble: IoError | None = None
     stale: bool = False
     kept: bool = False
     skipped: bool = False
@@ -140,17 +155,11 @@ def _move(call: Callable[[int, list[memoryview], int], int], fd: int, offset: in
     return True
 
 
-def write_slots(slots: Sequence[WriteSlot], *, synced: bool, stopped: Callable[[], bool]) -> list[Written]:
-    """Write objects, each so that it is there whole or not at all wherever this process ends.
-
-    Clear what the slot held, write the bytes, then the record. `synced`: so that this also holds, and lasts, where the
-    machine ends: each of the three is on the disk before the next. `stopped` is asked between objects.
-    """
-    return _write_synced(slots, stopped) if synced else [write_slot(slot, stopped) for slot in slots]
-
-
 def write_slot(slot: WriteSlot, stopped: Callable[[], bool]) -> Written:
-    """One object, without syncs."""
+    """Write an object so that it is there whole or not at all, wherever this process ends.
+
+    Clear the slot's record, write the bytes, then the record. If `stopped()`, do nothing.
+    """
     if stopped():
         return Written(stale=slot.stale, kept=True, skipped=True)
     stale, kept = slot.stale, True
@@ -162,12 +171,13 @@ def write_slot(slot: WriteSlot, stopped: Callable[[], bool]) -> Written:
         stale = True
         _write_record(slot)
     except OSError as error:
-        return Written(Trouble.of(error), stale, kept)
+        return Written(IoError.of(error), stale, kept)
     return Written()
 
 
-def _write_synced(slots: Sequence[WriteSlot], stopped: Callable[[], bool]) -> list[Written]:
-    """The same in three rounds, so that many objects share a sync."""
+def write_synced(slots: Sequence[WriteSlot], stopped: Callable[[], bool]) -> list[Written]:
+    """As `write_slot`, wherever the machine ends: each of the three writes is on the disk before the next begins. All
+    objects go through the three rounds together, so that they share syncs."""
     if stopped():
         return [Written(stale=slot.stale, kept=True, skipped=True) for slot in slots]
     ended: dict[int, Written] = {}
@@ -177,13 +187,13 @@ def _write_synced(slots: Sequence[WriteSlot], stopped: Callable[[], bool]) -> li
             try:
                 step(slots[number])
             except OSError as error:
-                ended[number] = Written(Trouble.of(error), stale, kept)
+                ended[number] = Written(IoError.of(error), stale, kept)
         for fd in dict.fromkeys(slots[number].fd for number in numbers):
             try:
                 os.fdatasync(fd)
             except OSError as error:
                 lost = [number for number in numbers if slots[number].fd == fd]
-                ended.update((number, Written(Trouble.of(error), True, kept)) for number in lost)
+                ended.update((number, Written(IoError.of(error), True, kept)) for number in lost)
 
     stale = [number for number, slot in enumerate(slots) if slot.stale]
     each(stale, lambda slot: clear_record(slot.fd, slot.shape, slot.slot), stale=True, kept=True)
@@ -193,40 +203,40 @@ def _write_synced(slots: Sequence[WriteSlot], stopped: Callable[[], bool]) -> li
     return [ended.get(number, Written()) for number in range(len(slots))]
 
 
-def read_slot(slot: ReadSlot, stopped: Callable[[], bool]) -> Trouble | None:
-    """Fill its views, and check what is in them; None: done.
+def read_slot(slot: ReadSlot, stopped: Callable[[], bool]) -> IoError | None:
+    """Fill the views of a slot and check their bytes; None: done.
 
-    Nothing is told to the kernel before: it reads ahead by itself, in large folios, and what `POSIX_FADV_WILLNEED`
-    reads lands in single pages, which costs every later copy more than the hint gains.
+    The kernel gets no advice: it reads ahead by itself, in large folios, while `POSIX_FADV_WILLNEED` reads into single
+    pages, which costs every later copy more than the hint gains.
     """
     if stopped():
-        return Trouble(errno.ECANCELED, "the caller went away")
+        return IoError(errno.ECANCELED, "the caller went away")
     try:
         whole = read_into(slot.fd, slot.shape.value_at(slot.slot), slot.views)
     except OSError as error:
-        return Trouble.of(error)
+        return IoError.of(error)
     problem = slot.after() if whole else "its segment is shorter than it was"
-    return Trouble(0, problem) if problem else None
+    return IoError(0, problem) if problem else None
 
 
 def clear_record(fd: int, shape: Shape, slot: int) -> None:
-    """The slot is empty from now on. Raises OSError."""
+    """Make a slot empty. Raises OSError."""
     write_from(fd, shape.record_at(slot), [memoryview(EMPTY_RECORD)])
 
 
-def clear_slots(slots: Sequence[tuple[int, Shape, int]], *, synced: bool) -> list[Trouble | None]:
-    """Empty slots (fd, shape, slot): None for each that is, and will be found so."""
-    outcomes: dict[int, Trouble] = {}
+def clear_slots(slots: Sequence[tuple[int, Shape, int]], *, synced: bool) -> list[IoError | None]:
+    """Make slots (fd, shape, slot) empty; with `synced` on the disk too. None for each slot where that succeeded."""
+    outcomes: dict[int, IoError] = {}
     for number, slot in enumerate(slots):
         try:
             clear_record(*slot)
         except OSError as error:
-            outcomes[number] = Trouble.of(error)
+            outcomes[number] = IoError.of(error)
     for fd in dict.fromkeys(slot[0] for slot in slots) if synced else ():
         try:
             os.fdatasync(fd)
         except OSError as error:
-            outcomes |= {number: Trouble.of(error) for number, slot in enumerate(slots) if slot[0] == fd}
+            outcomes |= {number: IoError.of(error) for number, slot in enumerate(slots) if slot[0] == fd}
     return [outcomes.get(number) for number in range(len(slots))]
 
 
@@ -246,7 +256,7 @@ def _write_record(slot: WriteSlot) -> None:
 def make_segment(folder: Path, shape: Shape, boot: bytes, *, synced: bool) -> int:
     """A new segment file, its space taken from the disk; the fd belongs to the caller.
 
-    It gets its name when its head is written: a file with a segment's name and no head is damage, never half a start.
+    It gets its name when its head is written: so a file with a segment's name and no head is damaged, not half made.
     Raises OSError: ENOSPC or EDQUOT where the disk has no room.
     """
     temporary = folder / (shape.name + TEMPORARY_SUFFIX)
@@ -273,7 +283,7 @@ def mark_segment(fd: int, shape: Shape, boot: bytes) -> None:
 
 
 def settle_segment(fd: int, shape: Shape, *, synced: bool) -> None:
-    """Bring all that was written to the disk, and say so in its head. Raises OSError."""
+    """Bring all writes to the disk, and say so in the segment's head. Raises OSError."""
     os.fdatasync(fd)
     write_from(fd, 0, [memoryview(encode_head(shape, CLEAN))])
     if synced:

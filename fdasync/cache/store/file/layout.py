@@ -1,4 +1,4 @@
-"""What a file store's folder looks like, byte for byte: encode and decode, no I/O. `docs/file-store.md` draws it.
+"""The bytes of a file store's folder: encode and decode, no I/O. `docs/file-store.md` draws it.
 
 Objects live in *slots* of equal stride in *segment* files. A segment is a head page, a table with one record per
 slot, and the slots. A slot holds an object exactly if its record is whole; so an object appears when its record is
@@ -7,7 +7,7 @@ written, after its bytes, and is gone when the record is cleared, before they ch
     | head, 4096 | record 0, 512 | record 1 | ... padded to 4096 | slot 0, stride | slot 1 | ...
 
 The table stands in front, not each record at its slot, so that a start reads one run of bytes per segment.
-Knows nothing of what the bytes of an object mean. Used by `recovery.py`, `io.py` and `file/store.py`.
+This module does not know what the bytes of an object mean. The other modules of `file/` use it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ EMPTY_RECORD = bytes(RECORD_NBYTES)
 LOCK_NAME = "lock"
 ORDER_NAME = "order"
 TEMPORARY_SUFFIX = ".new"
+# the boot in the head of a segment whose writes are all on the disk
 CLEAN = bytes(16)
 MAX_KEY_CHARS = 200
 
@@ -52,11 +53,11 @@ class LayoutError(PermanentError):
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """How one segment file is laid out; its name tells it, so that it is known where the head is damaged.
+    """The layout of one segment file. It stands in the file's name, so that it is known when the head is damaged.
 
     Attributes:
         stride: bytes of a slot, whole pages.
-        slots: how many.
+        slots: how many slots.
         number: of the segment; never used twice in a folder.
     """
 
@@ -70,12 +71,12 @@ class Shape(msgspec.Struct, frozen=True):
 
     @property
     def table_nbytes(self) -> int:
-        """Head and records, padded: what a start reads."""
+        """Bytes of head and records, padded: those that a start reads."""
         return PAGE_NBYTES + page_aligned(self.slots * RECORD_NBYTES)
 
     @property
     def nbytes(self) -> int:
-        """Of the whole file."""
+        """Bytes of the whole file."""
         return self.table_nbytes + self.slots * self.stride
 
     def record_at(self, slot: int) -> int:
@@ -88,7 +89,7 @@ class Shape(msgspec.Struct, frozen=True):
 
 
 def parse_name(name: str) -> Shape | None:
-    """The shape that a segment's file name tells; None: it is no name of ours."""
+    """The shape in a segment's file name; None: it is no segment's name."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
@@ -97,7 +98,7 @@ def parse_name(name: str) -> Shape | None:
 
 
 def slots_within(stride: int, nbytes: int) -> int:
-    """How many slots of this stride fit in a segment file of `nbytes`; 0 if none does."""
+    """How many slots of this stride fit in a segment file of `nbytes`; may be 0."""
     slots = (nbytes - PAGE_NBYTES) // (stride + RECORD_NBYTES)
     while slots > 0 and Shape(stride, slots, 0).nbytes > nbytes:
         slots -= 1
@@ -113,14 +114,14 @@ def least_nbytes(value_nbytes: int) -> int:
 
 
 def encode_head(shape: Shape, boot: bytes) -> bytes:
-    """One page. `boot`: which boot of the machine may have writes to this segment that the disk has not (`CLEAN`:
-    none); 16 bytes."""
+    """One page. `boot`: 16 bytes that name the boot of the machine whose writes to this segment the disk may lack;
+    `CLEAN`: it lacks none."""
     body = _HEAD.pack(_HEAD_MAGIC, VERSION, shape.slots, shape.stride, shape.number, boot)
     return (body + _checksum(body)).ljust(PAGE_NBYTES, b"\0")
 
 
 def decode_head(page: bytes, shape: Shape) -> bytes:
-    """The boot in the head of the segment whose name tells `shape`. Raises LayoutError."""
+    """The boot in the head of a segment of this shape. Raises LayoutError."""
     body, checksum = page[: _HEAD.size], page[_HEAD.size : _HEAD.size + _CHECKSUM.size]
     if len(body) < _HEAD.size or checksum != _checksum(body):
         raise LayoutError("its head is damaged")
@@ -141,10 +142,10 @@ class Record(msgspec.Struct, frozen=True):
     """An object in a slot.
 
     Attributes:
-        key: its name.
+        key: its key.
         nbytes: of its value, without padding.
-        sequence: a number that grows with every put into the folder.
-        written_ns: nanoseconds since 1970, by the clock of the machine.
+        sequence: number of the put; grows with every put into the folder.
+        written_ns: time of the put, in nanoseconds since 1970, by the clock of the machine.
     """
 
     key: str
@@ -154,7 +155,7 @@ class Record(msgspec.Struct, frozen=True):
 
 
 def encode_record(record: Record, shape: Shape, slot: int) -> bytes:
-    """For this slot and no other: a record that lands elsewhere is not believed there."""
+    """512 bytes for this slot and no other: a record that lands elsewhere is not believed there."""
     key = record.key.encode("ascii")
     fixed = _RECORD.pack(
         _RECORD_MAGIC, VERSION, len(key), slot, shape.number, record.sequence, record.nbytes, record.written_ns
@@ -188,11 +189,11 @@ def decode_record(data: bytes, shape: Shape, slot: int) -> Record | None:
 
 
 class Order(msgspec.Struct, frozen=True, array_like=True):
-    """In what order objects were used, so that eviction goes on where it was. A hint: records are the truth.
+    """The order in which objects were used, so that eviction survives a restart. A hint: records are the truth.
 
     Attributes:
-        next_sequence: objects with this number or a later one were put after the order was written.
-        sequences: of the objects, used longest ago first.
+        next_sequence: objects with this sequence number or a later one were put after the order was written.
+        sequences: sequence numbers of the objects, used longest ago first.
     """
 
     next_sequence: int

@@ -1,7 +1,8 @@
-"""Look into a file store's folder: its lock, its segments, what lies in each slot, and an index made of that.
+"""Read a file store's folder: its lock, its segments, the record of each slot, and an index made of these.
 
-Looking changes nothing and may be done while an engine is live: what vanishes meanwhile is left out. `load` is how a
-store starts; it needs the lock, and removes nothing but files that it half made itself.
+Reading changes nothing and may be done while an engine uses the folder: files that vanish meanwhile are left out.
+`load` starts a store; it needs the lock, and removes only files that a store left half made. The module does not know
+what objects mean. `file/store.py` and `file/admin.py` call it.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from fdasync.cache.store.file.layout import (
 )
 from fdasync.errors import StoreRejected, StoreUnavailable
 
+# codes that say that the folder can never be used
 _WRONG_PLACE = (
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOENT, errno.ELOOP,
     errno.ENAMETOOLONG, errno.EINVAL,
@@ -43,7 +45,13 @@ _UNKNOWN_BOOT = b"\1" * 16
 
 
 class Listing(msgspec.Struct, frozen=True):
-    """Names in a folder: shapes of segments, files that a start may remove, and what is not ours."""
+    """The files of a folder.
+
+    Attributes:
+        segments: their shapes.
+        temporaries: files that a start removes.
+        unknown: files that are not the store's.
+    """
 
     segments: list[Shape]
     temporaries: list[str]
@@ -51,13 +59,14 @@ class Listing(msgspec.Struct, frozen=True):
 
 
 class SegmentScan(msgspec.Struct, frozen=True, kw_only=True):
-    """What is in a segment.
+    """The content of a segment.
 
     Attributes:
-        boot: what its head says, or `CLEAN` where that is damaged.
-        problem: why nothing in it is believed, or "".
-        records: objects by slot; there in a segment that is not believed too, if they can be read.
-        damaged: slots whose record is damaged, and how; they count as empty.
+        shape: its layout.
+        boot: the boot in its head; `CLEAN` if the head is damaged.
+        problem: why the segment is not believed; "": it is.
+        records: objects by slot; of a segment that is not believed too, if they can be read.
+        damaged: the problem of each slot whose record is damaged; the slot counts as empty.
     """
 
     shape: Shape
@@ -68,13 +77,19 @@ class SegmentScan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """A folder, as it was at the start. Attributes: next_sequence and next_number are not used by anything in it."""
+    """A folder, as it was at the start.
+
+    Attributes:
+        index: its objects and segments.
+        next_sequence: the first sequence number that no object has.
+        next_number: the first number that no segment has.
+        damaged: how many slots and segments are damaged.
+    """
 
     index: FileIndex
     next_sequence: int
     next_number: int
     damaged: int
-    unknown: list[str]
 
 
 def boot_id() -> bytes:
@@ -82,14 +97,14 @@ def boot_id() -> bytes:
     try:
         return uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
     except (OSError, ValueError):
-        return _UNKNOWN_BOOT  # then the loss of power goes unnoticed here, and damage is found when it is read
+        return _UNKNOWN_BOOT  # then loss of power goes unnoticed here, and damage is found when an object is read
 
 
 # -- the lock -----------------------------------------------------------------------------------
 
 
 def take_lock(folder: Path, name: str, cap_nbytes: int | None) -> int:
-    """The folder's lock, as an fd that holds it until it is closed; the cap is left in it for people to see.
+    """The folder's lock, as an fd that keeps it until it is closed; the lock file gets this process id and the cap.
 
     Raises StoreRejected if another process has it, OSError.
     """
@@ -101,10 +116,10 @@ def take_lock(folder: Path, name: str, cap_nbytes: int | None) -> int:
             holder = os.pread(fd, 32, 0).decode("ascii", "replace").partition("\n")[0]
             raise StoreRejected(
                 name,
-                f"{folder} is in use by process {holder or 'unknown'}, which an engine keeps for its store",
+                f"{folder} is in use by process {holder or 'unknown'}, the store's process of another engine",
                 "close that engine, or give this one a folder of its own; many engines share through Mooncake",
             ) from None
-        # on a full disk the lock holds all the same
+        # the lock is taken on a full disk too
         with contextlib.suppress(OSError):
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"{os.getpid()}\n{cap_nbytes or ''}\n".encode(), 0)
@@ -115,7 +130,7 @@ def take_lock(folder: Path, name: str, cap_nbytes: int | None) -> int:
 
 
 def lock_holder(folder: Path) -> str:
-    """The process that holds the folder's lock, "" if none does; without ever holding it. Raises OSError."""
+    """The process that has the folder's lock, "" if none has; found without taking it. Raises OSError."""
     try:
         inode = (folder / LOCK_NAME).stat().st_ino
         pid = (folder / LOCK_NAME).read_text().partition("\n")[0]
@@ -129,7 +144,7 @@ def lock_holder(folder: Path) -> str:
 
 
 def read_cap(folder: Path) -> int | None:
-    """The cap of the engine that opened the folder last; 0 where it is unknown, None where none ever did."""
+    """The cap of the engine that opened the folder last; 0: not known; None: no engine ever opened it."""
     try:
         lines = (folder / LOCK_NAME).read_text("ascii", "replace").splitlines()
     except FileNotFoundError:
@@ -141,7 +156,7 @@ def read_cap(folder: Path) -> int | None:
 
 
 def list_folder(folder: Path) -> Listing:
-    """What is there, in order of names. Raises OSError."""
+    """The files of a folder, in order of names. Raises OSError."""
     segments, temporaries, unknown = [], [], []
     for name in sorted(os.listdir(folder)):
         shape = parse_name(name)
@@ -159,7 +174,7 @@ def scan_segment(fd: int, shape: Shape, boot: bytes) -> SegmentScan:
     """Read head and table of a segment; `boot` is the machine's now. Raises OSError."""
     found_boot, problem, table, nbytes = CLEAN, "", b"", os.fstat(fd).st_size
     try:
-        # as much as there is: a name may promise more than any memory holds
+        # no more than the file has: a name may promise more than fits into memory
         table = os.pread(fd, min(shape.table_nbytes, nbytes), 0)
         found_boot = decode_head(table, shape)
     except LayoutError as error:
@@ -170,7 +185,7 @@ def scan_segment(fd: int, shape: Shape, boot: bytes) -> SegmentScan:
         if nbytes < shape.nbytes:
             problem = f"it has {nbytes} bytes of {shape.nbytes}"
         elif found_boot not in (CLEAN, boot):
-            problem = "the machine stopped before all that was written to it was on the disk"
+            problem = "the machine stopped before all writes to it were on the disk"
     records: dict[int, Record] = {}
     damaged: dict[int, str] = {}
     for slot in range(min(shape.slots, len(table) // RECORD_NBYTES)):
@@ -192,7 +207,7 @@ def scan_segment(fd: int, shape: Shape, boot: bytes) -> SegmentScan:
 
 
 def scan_folder(folder: Path) -> tuple[Listing, list[SegmentScan]]:
-    """Everything, read-only. Raises OSError if the folder cannot be read."""
+    """The files of a folder and the content of its segments. Raises OSError if the folder cannot be read."""
     listing = list_folder(folder)
     boot = boot_id()
     scans = []
@@ -209,7 +224,7 @@ def scan_folder(folder: Path) -> tuple[Listing, list[SegmentScan]]:
 
 
 def read_order(folder: Path) -> Order:
-    """The order of use, or an empty one where there is none that can be read."""
+    """The order of use; an empty one if none can be read."""
     try:
         return decode_order((folder / ORDER_NAME).read_bytes())
     except (OSError, LayoutError):
@@ -220,7 +235,7 @@ def read_order(folder: Path) -> Order:
 
 
 def load(folder: Path, max_nbytes: int, segment_nbytes: int, boot: bytes) -> Loaded:
-    """An index of what is there, its segments open. Needs the lock. Raises OSError, with nothing left open."""
+    """Index a folder and open its segments. Needs the lock. Raises OSError, with nothing left open."""
     listing = list_folder(folder)
     for name in listing.temporaries:
         (folder / name).unlink(missing_ok=True)
@@ -250,7 +265,7 @@ def load(folder: Path, max_nbytes: int, segment_nbytes: int, boot: bytes) -> Loa
                         older.append(entry)
             index.add_segment(segment)
         for entry in older:
-            # one that was overtaken must not come back when the newer one is deleted
+            # an older object of a key must not come back when the newer one is deleted
             with contextlib.suppress(OSError):
                 clear_record(entry.segment.fd, entry.segment.shape, entry.slot)
             index.release(entry.segment, entry.slot, stale=True)
@@ -260,13 +275,14 @@ def load(folder: Path, max_nbytes: int, segment_nbytes: int, boot: bytes) -> Loa
             os.close(fd)
         raise
     next_number = max((shape.number for shape in listing.segments), default=0) + 1
-    return Loaded(index, next_sequence, next_number, damaged, listing.unknown)
+    return Loaded(index, next_sequence, next_number, damaged)
 
 
 def _in_order(index: FileIndex, entries: list[Entry], order: Order) -> int:
-    """Put entries into the index, used longest ago first; the first sequence number that is free.
+    """Put entries into the index, used longest ago first; returns the first free sequence number.
 
-    What the order of use does not know was put before it was written (and is old) or after (and is new).
+    An object that the order of use does not name counts as new if it was put after the order was written, by its
+    sequence number, else as old.
     """
     places = {sequence: place for place, sequence in enumerate(order.sequences)}
 
@@ -282,7 +298,7 @@ def _in_order(index: FileIndex, entries: list[Entry], order: Order) -> int:
 
 
 def why_not(name: str, folder: Path, error: OSError) -> StoreRejected | StoreUnavailable:
-    """Why a folder cannot be used, in the system's words."""
+    """The error for a folder that cannot be used, in the system's words."""
     problem = f"{error.filename or folder}: {error.strerror or error}"
     if error.errno == errno.ENOLCK:
         return StoreRejected(name, problem, "its file system knows no locks: name a folder on a local disk")

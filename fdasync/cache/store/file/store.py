@@ -1,8 +1,9 @@
 """A store in a folder: objects in the slots of a few large files, safe against any end of any process.
 
-Books are kept on the loop (`index.py`, `allocator.py`), so they need no locks; syscalls run in a few threads
-(`io.py`). So it is hosted in a process of its own (`blocking`), and that process alone may have the folder open.
-What lies where: `file/layout.py` and `docs/file-store.md`.
+The index and the allocator (`index.py`, `allocator.py`) are used on the loop only, so they need no locks; syscalls run
+in a few threads (`io.py`). So the store runs in a process of its own (`blocking`), and that process alone may have the
+folder open. `file/layout.py` and `docs/file-store.md` say where each byte lies. The module does not know what objects
+mean. It is the plugin `file` of `fdasync.stores`.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import msgspec
 
 from fdasync.cache.store.base import DONE, EXISTS, MISS, Capabilities, Item, Outcome, Store, StoreUsage, finish
-from fdasync.cache.store.file.allocator import FileRoom, Keys, Threads
+from fdasync.cache.store.file.allocator import Keys, SlotAllocator, Threads
 from fdasync.cache.store.file.index import Entry, FileIndex, Place
 from fdasync.cache.store.file.io import (
+    IoError,
     ReadSlot,
-    Trouble,
     WriteSlot,
     Written,
     clear_slots,
@@ -30,7 +31,7 @@ from fdasync.cache.store.file.io import (
     settle_segment,
     write_order,
     write_slot,
-    write_slots,
+    write_synced,
 )
 from fdasync.cache.store.file.layout import CLEAN, MAX_KEY_CHARS, ORDER_NAME, Order, Record
 from fdasync.cache.store.file.recovery import Loaded, boot_id, load, take_lock, why_not
@@ -45,19 +46,21 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _MAX_SEGMENTS = 512  # each is an open file, and a process may often have 1024 of them
+# the order of use is written this often, and no more often than this many times the time that writing takes
 _ORDER_EVERY_S = 30.0
-_ORDER_SHARE = 100  # and at least this many times what writing it takes
+_ORDER_SHARE = 100
 _WENT_AWAY = Outcome("failed", "the caller went away", transient=True)
 
 
 class FileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where and how much.
+    """The folder and its limits.
 
     Attributes:
-        path: the folder, never ""; made if it is not there. One live engine at a time.
-        max_nbytes: of all segment files; what was used longest ago makes room. Lowered, it is enforced at the start.
-        segment_nbytes: of one file; more where the cap would need more than 512 of them.
-        threads: that read and write. More than 2 gains nothing for blocks of 1 MiB.
+        path: the folder, never ""; made if it does not exist. One live engine at a time uses it.
+        max_nbytes: the cap on all segment files; objects used longest ago make room. A lowered cap is enforced at the
+            start.
+        segment_nbytes: size of one file; larger if the cap would need more than 512 files.
+        threads: threads that read and write. More than 2 gain nothing for blocks of 1 MiB.
         sync: "none": objects outlive any end of any process ("process"), and the machine's if the store was closed
             before; "data": they outlive loss of power ("machine"), at the price of syncs in every put.
     """
@@ -70,7 +73,11 @@ class FileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class _Call:
-    """One running verb; `stopped`: its caller went away, so what is not begun is left."""
+    """One running verb.
+
+    Attributes:
+        stopped: its caller went away: items that are not begun are left out.
+    """
 
     def __init__(self) -> None:
         self.stopped = False
@@ -80,7 +87,11 @@ class _Call:
 
 
 class FileStore(Store):
-    """See the module."""
+    """See the module.
+
+    Attributes:
+        damaged: how many slots and segments were found damaged at `open`.
+    """
 
     config_type = FileConfig
     blocking = True
@@ -92,7 +103,7 @@ class FileStore(Store):
         self._regions: Sequence[SharedRegion] = ()
         self._lock_fd = -1
         self._threads: Threads | None = None
-        self._room: FileRoom
+        self._room: SlotAllocator
         self._index = FileIndex(0, 0)
         self._next_sequence = 0
         self._calls: dict[asyncio.Task[Any], _Call] = {}
@@ -101,7 +112,7 @@ class FileStore(Store):
         self._before_put: Callable[[Item], None] = _nothing
         self._after_get: Callable[[Item], str] = _nothing_wrong
         self._opened = self._closed = False
-        # its folder was removed: what is said of that, and the attempt to make it again
+        # its folder was removed: the problem in words, and the attempt to make the folder again
         self._removed = ""
         self._again: asyncio.Task[None] | None = None
         self.damaged = 0
@@ -125,7 +136,7 @@ class FileStore(Store):
     async def _open_folder(self) -> None:
         try:
             loaded, boot = await self._pool.run(self._start)
-            self._room = FileRoom(self._folder, self._index, self._keys, self._pool, loaded.next_number, boot)
+            self._room = SlotAllocator(self._folder, self._index, self._keys, self._pool, loaded.next_number, boot)
             await self._room.enforce_cap()
         except OSError as error:
             raise why_not("file", self._folder, error) from None
@@ -133,7 +144,7 @@ class FileStore(Store):
         self._order_at = asyncio.get_running_loop().time() + _ORDER_EVERY_S
 
     async def _open_again(self) -> None:
-        """What is in flight ends; then the folder that was removed is made again, empty."""
+        """Wait for running verbs; then make the folder that was removed again, empty."""
         while others := self._calls.keys() - {asyncio.current_task()}:
             await asyncio.wait(others)
         await self._pool.run(self._stop, self._order())
@@ -145,9 +156,9 @@ class FileStore(Store):
             self._removed = f"{self._folder} was removed while it was open, and cannot be made again: {error}"
 
     def _start(self) -> tuple[Loaded, bytes]:
-        """In a thread: lock and look; with syncs, bring what an earlier process left to the disk.
+        """In a thread: take the lock and load; with syncs, bring the writes of an earlier process to the disk.
 
-        The second value is what segments are marked with before they are written to.
+        The second value is the mark of segments before they are written to.
         """
         boot = boot_id()
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -174,7 +185,7 @@ class FileStore(Store):
         self._regions = ()
 
     def _stop(self, order: Order) -> None:
-        """In a thread: remember the order of use, bring everything to the disk, give everything back."""
+        """In a thread: write the order of use, bring everything to the disk, close everything."""
         segments = list(self._index.segments())
         try:
             if self._opened:
@@ -228,7 +239,7 @@ class FileStore(Store):
         return StoreUsage(objects=len(self._index), nbytes=self._index.nbytes)
 
     def check(self) -> None:
-        """Raise InvariantBroken unless the books agree. For tests."""
+        """Raise InvariantBroken unless the index is consistent. For tests."""
         self._index.check()
 
     async def _get(self, items: Sequence[Item], call: _Call) -> list[Outcome]:
@@ -291,7 +302,7 @@ class FileStore(Store):
                                 self._keys.claim(place.evicted.key)
                                 claimed.append(place.evicted.key)
                         elif place.status == "full" and places:
-                            # what this call is writing takes the room: once it is written, it may go for this one
+                            # this call's own items take the room: once they are written, they may be evicted
                             later.append(number)
                             self._keys.release(claimed.pop())
                         else:
@@ -329,19 +340,17 @@ class FileStore(Store):
         try:
             await self._room.mark(places[number].segment for number in numbers)
         except OSError as error:
-            results = [Written(Trouble.of(error), slot.stale, kept=True) for slot in slots]
+            results = [Written(IoError.of(error), slot.stale, kept=True) for slot in slots]
         else:
             if self._synced:
                 # together, so that they share syncs
-                results = await self._pool.spread(
-                    slots, lambda some: write_slots(some, synced=True, stopped=call.is_stopped)
-                )
+                results = await self._pool.spread(slots, lambda some: write_synced(some, call.is_stopped))
             else:
                 results = await self._pool.each(slots, lambda slot: write_slot(slot, call.is_stopped))
         return {number: (records[number], result) for number, result in zip(numbers, results, strict=True)}
 
     def _settle(self, place: Place, item: Item, record: Record, written: Written) -> Outcome:
-        """The books of one item of a put."""
+        """Index one item of a put, or give its slot back; its outcome."""
         if written.skipped or written.trouble is not None:
             self._index.give_back(place, stale=written.stale, kept=written.kept)
             return _WENT_AWAY if written.trouble is None else written.trouble.outcome()
@@ -357,7 +366,7 @@ class FileStore(Store):
             self._index.pin(entry)
             self._index.forget(entry)
         slots = [(entry.segment.fd, entry.segment.shape, entry.slot) for entry in found]
-        troubles: list[Trouble | None] = []
+        troubles: list[IoError | None] = []
         try:
             troubles = await self._pool.run(lambda: clear_slots(slots, synced=self._synced))
         finally:
@@ -382,7 +391,7 @@ class FileStore(Store):
     def _check_open(self) -> None:
         if self._closed:
             raise StoreUnavailable("file", "it is closed")
-        # of an open file: at once
+        # asking about an open file does not block
         if self._opened and not os.fstat(self._lock_fd).st_nlink:
             self._opened = False
             self._removed = f"{self._folder} was removed while it was open; it is made again, empty"
@@ -394,7 +403,7 @@ class FileStore(Store):
             raise StoreUnavailable("file", self._removed or "it is not open")
 
     async def _run(self, call: _Call, work: Coroutine[Any, Any, T]) -> T:
-        """A verb's work in a task that nothing cancels: its books are settled whatever becomes of the caller."""
+        """A verb's work in a task that is never cancelled: it leaves the index consistent even if the caller is."""
         task = asyncio.get_running_loop().create_task(work)
         self._calls[task] = call
         task.add_done_callback(self._calls.pop)
@@ -402,14 +411,14 @@ class FileStore(Store):
             await asyncio.wait([task])
         except asyncio.CancelledError:
             call.stopped = True
-            with contextlib.suppress(Exception):  # the caller gets its cancellation; the work has settled its books
+            with contextlib.suppress(Exception):  # the caller gets its cancellation
                 await finish(task)
             raise
         self._remember_order()
         return task.result()  # of a task that is done
 
     def _remember_order(self) -> None:
-        """Write the order of use every so often, behind the caller's back; a crash then costs no more than that."""
+        """Write the order of use every so often, in a task of its own; a crash loses only the order since then."""
         loop = asyncio.get_running_loop()
         started = loop.time()
         if started < self._order_at or self._closed:
@@ -440,10 +449,10 @@ class FileStore(Store):
 
 
 def _check_path(path: str) -> None:
-    """Raises StoreRejected for what names no folder, on any system at any time."""
+    """Raises StoreRejected for a path that can name no folder on any system."""
     problem = ""
     if not path:
-        # pathlib takes it for the current folder, which nobody meant
+        # pathlib takes it for the current folder
         problem = "path is empty"
     elif "\0" in path:
         problem = f"path {path!r} has a NUL character"

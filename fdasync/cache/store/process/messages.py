@@ -1,31 +1,31 @@
-"""Messages between an engine and the process that hosts a store, and errors on the wire. Pure data.
+"""The calls that an engine makes to the store's process, and the answer of each. Pure data.
 
-engine                              host
-  Open(store, config, ...) + fds -->   maps the regions, opens the store
-                                 <--   Opened(capabilities) | Refused(0)
-  GetInto(1), Put(2), ...        -->   performed at the same time
-                                 <--   Outcomes(2), Outcomes(1) ...: one answer for each call, in any order
-  Cancel(3)                      -->   stops early if it can
-                                 <--   Stopped(3), or the answer that was under way
-  Close                          -->   closes the store, exits; the end of the stream means the same
-
-Calls are numbered from 1 by the engine. Fields are checked when they are decoded (`msgspec`), numbers and lengths by
-who receives them.
+The first call is `Open`, with the fds of the regions; verbs follow once it was answered, are performed at the same time
+and answered in any order (`ipc/rpc.py`). `msgspec` checks the fields when it decodes them, the receiving side checks
+numbers and lengths. Both sides use it, `proxy.py` and `main.py`.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
 from fdasync import errors
-from fdasync.cache.store.base import Capabilities, Item, Outcome, StoreUsage
+from fdasync.cache.store.base import Item
 from fdasync.cache.store.block_format import BlockSchema
+from fdasync.ipc.rpc import ErrorTable
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True, tag="open"):
-    """Host this store. `config` is checked by its own type; `region_nbytes` are of the fds that ride along."""
+    """Make this store and open it; the answer is its `Capabilities`.
+
+    Attributes:
+        store: the plugin's name.
+        config: raw; the process decodes it into the store's `config_type`.
+        schema: of the block objects that the store keeps; None: it keeps plain bytes.
+        region_nbytes: sizes of the regions whose fds ride along.
+    """
 
     store: str
     config: dict[str, Any]
@@ -34,119 +34,44 @@ class Open(msgspec.Struct, frozen=True, array_like=True, tag="open"):
 
 
 class ExistsPrefix(msgspec.Struct, frozen=True, array_like=True, tag="exists"):
-    """`Store.exists_prefix`."""
+    """`Store.exists_prefix`; the answer is its count."""
 
-    number: int
     keys: tuple[str, ...]
 
 
 class GetInto(msgspec.Struct, frozen=True, array_like=True, tag="get"):
-    """`Store.get_into`."""
+    """`Store.get_into`; the answer is its outcomes."""
 
-    number: int
     items: tuple[Item, ...]
 
 
 class Put(msgspec.Struct, frozen=True, array_like=True, tag="put"):
-    """`Store.put`."""
+    """`Store.put`; the answer is its outcomes."""
 
-    number: int
     items: tuple[Item, ...]
 
 
 class Delete(msgspec.Struct, frozen=True, array_like=True, tag="delete"):
-    """`Store.delete`."""
+    """`Store.delete`; the answer is its count."""
 
-    number: int
     keys: tuple[str, ...]
 
 
 class Usage(msgspec.Struct, frozen=True, array_like=True, tag="usage"):
-    """`Store.usage`."""
-
-    number: int
+    """`Store.usage`; the answer is its `StoreUsage`."""
 
 
-class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
-    """Nobody waits for this call any more; it is answered all the same."""
+Verb = ExistsPrefix | GetInto | Put | Delete | Usage
 
-    number: int
-
-
-class Close(msgspec.Struct, frozen=True, array_like=True, tag="close"):
-    """End."""
+ERRORS = ErrorTable(
+    errors.BadInput, errors.ConfigError, errors.PluginError, errors.StoreRejected, errors.StoreUnavailable
+)
 
 
-class Opened(msgspec.Struct, frozen=True, array_like=True, tag="opened"):
-    """Calls may come."""
-
-    capabilities: Capabilities
-
-
-class Count(msgspec.Struct, frozen=True, array_like=True, tag="count"):
-    """Answer to `ExistsPrefix` and `Delete`."""
-
-    number: int
-    count: int
-
-
-class Outcomes(msgspec.Struct, frozen=True, array_like=True, tag="outcomes"):
-    """Answer to `GetInto` and `Put`."""
-
-    number: int
-    outcomes: list[Outcome]
-
-
-class Used(msgspec.Struct, frozen=True, array_like=True, tag="used"):
-    """Answer to `Usage`."""
-
-    number: int
-    usage: StoreUsage
-
-
-class Stopped(msgspec.Struct, frozen=True, array_like=True, tag="stopped"):
-    """The call ended because it was cancelled."""
-
-    number: int
-
-
-class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
-    """The call raised, or opening did (number 0): the error's class and its constructor's arguments."""
-
-    number: int
-    kind: str
-    fields: dict[str, str | None]
-
-
-Call = ExistsPrefix | GetInto | Put | Delete | Usage
-Answer = Count | Outcomes | Used
-ToHost = Open | ExistsPrefix | GetInto | Put | Delete | Usage | Cancel | Close
-ToEngine = Opened | Count | Outcomes | Used | Stopped | Refused
-
-_SENT_WHOLE: dict[type[errors.FdasyncError], tuple[str, ...]] = {
-    errors.BadInput: ("field", "problem", "limit", "hint"),
-    errors.ConfigError: ("field", "problem", "limit", "hint"),
-    errors.PluginError: ("group", "name", "distribution", "problem"),
-    errors.StoreRejected: ("store", "problem", "hint"),
-    errors.StoreUnavailable: ("store", "problem"),
-}
-
-
-def pack_error(number: int, store: str, error: BaseException) -> Refused:
-    """An error for the wire; what a store should not raise becomes a StoreUnavailable in words."""
-    fields = next((fields for kind, fields in _SENT_WHOLE.items() if kind is type(error)), None)
-    if fields is None:
-        problem = error.problem if isinstance(error, errors.StoreUnavailable) else f"{type(error).__name__}: {error}"
-        return Refused(number, "StoreUnavailable", {"store": store, "problem": problem})
-    values = {name: getattr(error, name) for name in fields}
-    return Refused(
-        number, type(error).__name__, {name: value if value is None else str(value) for name, value in values.items()}
-    )
-
-
-def unpack_error(refused: Refused) -> errors.FdasyncError:
-    """The error again. Only classes of the table are made, whatever the wire says. Raises ProtocolError."""
-    for kind, fields in _SENT_WHOLE.items():
-        if kind.__name__ == refused.kind and set(refused.fields) == set(fields):
-            return kind(**cast("dict[str, Any]", refused.fields))
-    raise errors.ProtocolError(f"the store process failed in a way that has no name here: {refused.kind}")
+def error_of(store: str, error: BaseException) -> errors.FdasyncError:
+    """The error that an answer carries; one that a store should not raise becomes a StoreUnavailable."""
+    if error in ERRORS:
+        assert isinstance(error, errors.FdasyncError)
+        return error
+    problem = error.problem if isinstance(error, errors.StoreUnavailable) else f"{type(error).__name__}: {error}"
+    return errors.StoreUnavailable(store, problem)

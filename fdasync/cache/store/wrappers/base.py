@@ -1,12 +1,12 @@
-"""A store around a store that changes nothing; what every wrapper starts from.
+"""A store around a store that changes nothing: the base class of every wrapper.
 
 Every verb goes through `around`, so a wrapper overrides one method, and every call to the store inside goes through
-`ask`, which turns what breaks the contract into StoreUnavailable and lets no call begin that a `kill` has ended.
+`ask`, which turns a breach of the contract into StoreUnavailable and begins no call that a `kill` has ended. It knows
+the contract only.
 """
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import msgspec
@@ -25,15 +25,15 @@ GIB = 1 << 30
 
 
 class Wrapper(Store):
-    """Delegates everything: the store inside belongs to it, and is opened, killed and closed by it.
+    """Delegates everything. It owns the store inside: it opens, kills and closes it.
 
     Args:
         inner: the store inside, not open yet.
-        name: of the store, for errors before it is open too; "": its own, once it has told it.
+        name: of the store in errors, before it is open too; "": its own, once it is open.
 
     Attributes:
         inner: the store inside.
-        era: rises with every `kill` and `aclose`; what a call of an earlier era has not begun yet, it never begins.
+        era: rises with every `kill` and `aclose`; a call of an earlier era begins no further call inside.
     """
 
     config_type: ClassVar[type[msgspec.Struct]] = msgspec.Struct
@@ -43,7 +43,6 @@ class Wrapper(Store):
         self.inner = inner
         self._given_name = name
         self.era = 0
-        self.naps = Naps()
         self._closed = False
 
     @property
@@ -53,14 +52,14 @@ class Wrapper(Store):
 
     @property
     def name(self) -> str:
-        """For errors: the given name, or the store's own once it is open."""
+        """The store's name in errors: the given one, or the store's own once it is open."""
         if self._given_name:
             return self._given_name
         capabilities = getattr(self.inner, "capabilities", None)
         return capabilities.name if isinstance(capabilities, Capabilities) else type(self.inner).__name__
 
     async def open(self, regions: Sequence[SharedRegion]) -> None:
-        """The inner store's. What it should not raise is StoreUnavailable, as with verbs."""
+        """Open the store inside. An error that it should not raise becomes StoreUnavailable, as with verbs."""
         try:
             await self.inner.open(regions)
         except FdasyncError:
@@ -84,12 +83,12 @@ class Wrapper(Store):
         return cast("StoreUsage", await self._begin("usage", ()))
 
     async def kill(self, why: str) -> bool:
-        """The inner store's; calls that wait in a wrapper end too."""
+        """Kill the store inside; calls that wait in this wrapper end too."""
         self.end()
         return await self.inner.kill(why)
 
     async def aclose(self) -> None:
-        """The inner store's; calls that wait in a wrapper end too."""
+        """Close the store inside; calls that wait in this wrapper end too."""
         self._closed = True
         self.end()
         await self.inner.aclose()
@@ -97,14 +96,14 @@ class Wrapper(Store):
     # -- for wrappers ---------------------------------------------------------------------------------
 
     async def around(self, verb: Verb, argument: Sequence[Any]) -> Any:
-        """A verb of this store: ask the inner one, with something around it. `argument`: keys, items, or () (usage)."""
+        """Perform a verb of this store, by `ask`. `argument`: its keys or items; () for `usage`."""
         return await self.ask(verb, argument, self.era)
 
     async def ask(self, verb: Verb, argument: Sequence[Any], era: int) -> Any:
-        """The same verb of the store inside, for a call that began in this era.
+        """Call the same verb of the store inside, for a call that began in this era.
 
-        Raises StoreUnavailable, also if the era is over and for an answer or an error that breaks the contract;
-        StoreRejected.
+        Raises StoreRejected, StoreUnavailable; the latter also if the era is over, and for an answer or an error that
+        breaks the contract.
         """
         self.check_era(era)
         call = getattr(self.inner, verb)
@@ -125,9 +124,8 @@ class Wrapper(Store):
             raise StoreUnavailable(self.name, "it is closed" if self._closed else "the call was ended")
 
     def end(self) -> None:
-        """End what waits in this wrapper; it then finds its era over. Called by `kill` and `aclose`."""
+        """End the calls that wait in this wrapper: their era is over. `kill` and `aclose` call it."""
         self.era += 1
-        self.naps.end()
 
     async def _begin(self, verb: Verb, argument: Sequence[Any]) -> Any:
         if self._closed:
@@ -135,41 +133,9 @@ class Wrapper(Store):
         return await self.around(verb, argument)
 
 
-class Naps:
-    """Waits of known length, all of which can be ended at once."""
-
-    def __init__(self) -> None:
-        self._futures: set[asyncio.Future[None]] = set()
-
-    def begin(self) -> asyncio.Future[None]:
-        """One without a length: it ends with `end`."""
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._futures.add(future)
-        future.add_done_callback(self._futures.discard)
-        return future
-
-    async def nap(self, seconds: float) -> None:
-        future = self.begin()
-        # bare timer: a pause, which nobody answers
-        timer = future.get_loop().call_later(seconds, _wake, future)
-        try:
-            await future
-        finally:
-            timer.cancel()
-
-    def end(self) -> None:
-        for future in list(self._futures):
-            _wake(future)
-
-
 def nbytes_of(verb: Verb, argument: Sequence[Any]) -> int:
     """Bytes of all parts of a call."""
     return sum(item.nbytes for item in argument) if verb in ("get_into", "put") else 0
-
-
-def _wake(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 def _fits(verb: Verb, argument: Sequence[Any], answer: Any) -> bool:

@@ -1,4 +1,4 @@
-"""A circuit breaker: a store that hangs or fails is not asked any more, until a probe says that it is back."""
+"""A circuit breaker: a store that hangs or fails gets no calls, until a probe is answered."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ if TYPE_CHECKING:
 
 BreakerState = Literal["closed", "open", "half_open"]
 
+# the key that a probe looks up; no object has it
 PROBE_KEY = "fdasync-probe"
 
 
 class Breaker(Wrapper):
     """Closed: calls go through. Open: they raise StoreUnavailable at once, and the store is left alone.
 
-    It opens at the first StoreTimeout, or after so many calls in a row that failed for now (of a batch: all items); a
-    call that never got out of the line before the store (StoreBusy) counts neither way.
-    After a cooldown a task of its own asks for one key (half open); an answer closes it, else the cooldown doubles.
-    There is one probe at a time: one that hangs is followed until it ends, and its end brings the next.
+    It opens at the first StoreTimeout, or after `failures` calls in a row that failed for now (of a batch: all items).
+    A call that never left the line before the store (StoreBusy) counts neither way. After a cooldown a task of the
+    breaker looks up one key (half open); an answer closes the breaker, else the cooldown doubles. There is one probe at
+    a time: the next one waits for the end of a probe that hangs.
 
-    A store that cannot be opened for now may count as one that fails (`opens_late`): then the breaker starts open, and
-    until the store inside is open its probes are attempts to open it.
+    With `opens_late` a store that cannot be opened for now counts as a failing store: the breaker starts open, and its
+    probes are attempts to open the store until one succeeds.
 
     Args:
         failures: calls in a row that open it.
@@ -41,13 +42,13 @@ class Breaker(Wrapper):
         probe_s: how long a probe may take, in seconds.
         on_state: called in the loop at each change, with the reason in words; it must not raise.
         opens_late: StoreUnavailable at `open` is no error.
-        name: of the store in `capabilities`, before it is open too; "": its own.
+        name: of the store in errors and `capabilities`, before it is open too; "": its own.
 
     Attributes:
-        state: now.
-        why: the reason for it, in words.
-        refused: calls that it did not let through.
-        late: calls that came back after their timeout.
+        state: the present one.
+        why: the reason for the state, in words.
+        refused: calls that were not let through.
+        late: calls that were answered after their timeout.
     """
 
     def __init__(
@@ -76,20 +77,20 @@ class Breaker(Wrapper):
         self._unopened = False
         self._regions: Sequence[SharedRegion] = ()
         self._failed = 0  # in a row
-        self._round = 0  # of closed states; what began in an earlier one says nothing of this one
+        self._round = 0  # number of the closed state; the end of a call counts only in the round that it began in
         self._recovering: asyncio.Task[None] | None = None
         self._probing: asyncio.Future[Any] | None = None
 
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
-        """Those of the store inside; while that is not open, of a store that takes nothing."""
+        """Those of the store inside; until that is open, the defaults."""
         if self._unopened:
             return Capabilities(name=self.name, durability="none")
         inner = self.inner.capabilities
         return msgspec.structs.replace(inner, name=self._given_name) if self._given_name else inner
 
     async def open(self, regions: Sequence[SharedRegion]) -> None:
-        """The inner store's. With `opens_late` it does not raise StoreUnavailable: calls do, until that is open."""
+        """Open the store inside. With `opens_late` calls raise StoreUnavailable until it is open, and not this."""
         self._regions = tuple(regions)
         try:
             await self._open_inner()
@@ -106,7 +107,7 @@ class Breaker(Wrapper):
     async def around(self, verb: Verb, argument: Sequence[Any]) -> Any:
         if self.state != "closed":
             self.refused += 1
-            raise StoreUnavailable(self.name, f"it is not asked for now: {self.why}")
+            raise StoreUnavailable(self.name, f"it gets no calls for now: {self.why}")
         era, round_ = self.era, self._round
         try:
             answer = await self.ask(verb, argument, era)
@@ -140,7 +141,7 @@ class Breaker(Wrapper):
             probing.cancel()
         await super().aclose()
         if probing is not None and not probing.done():
-            # it ends with the store, in a few turns
+            # the probe ends with the store, in a few turns
             await wait_within([probing], 0.0)
 
     # -- states ---------------------------------------------------------------------------------------
@@ -165,7 +166,7 @@ class Breaker(Wrapper):
             self._on_state(state, why)
 
     def _came_back(self, ended: asyncio.Future[Any]) -> None:
-        # one that was ended never answered
+        # a call that was ended was never answered
         if not ended.cancelled() and ended.exception() is None:
             self.late += 1
 
@@ -185,25 +186,25 @@ class Breaker(Wrapper):
             cooldown_s = min(2.0 * cooldown_s, self._max_cooldown_s)
 
     async def _rest(self, hanging: asyncio.Future[Any] | None, cooldown_s: float) -> None:
-        """Until the next probe: after a cooldown, or as soon as what hung has succeeded after all."""
+        """Wait until the next probe: after a cooldown, or as soon as a hanging call has succeeded after all."""
         while hanging is not None:
             while not hanging.done():
                 await wait_within([hanging], cooldown_s)
             error = None if hanging.cancelled() else hanging.exception()
             if error is None and not hanging.cancelled():
-                # while the store is not open, nothing but its opening is under way
+                # while the store is not open, only its opening can hang
                 self._unopened = False
                 return
             hanging = error.ended if isinstance(error, StoreTimeout) else None
         await asyncio.sleep(cooldown_s)
 
     async def _probe(self) -> tuple[str, asyncio.Future[Any] | None]:
-        """What is wrong, or ""; and what has to end before the next probe, if anything."""
+        """The problem, or ""; and the call that must end before the next probe, if one hangs."""
         work: Coroutine[Any, Any, Any]
         work = self._open_inner() if self._unopened else self.ask("exists_prefix", [PROBE_KEY], self.era)
         probe = asyncio.get_running_loop().create_task(work, name=f"probe of store {self.name}")
         self._probing = probe
-        # retrieved, whoever is there when it ends
+        # retrieved, so that asyncio does not warn
         probe.add_done_callback(lambda probe: probe.cancelled() or probe.exception())
         await wait_within([probe], self._probe_s)
         if not probe.done():
@@ -217,7 +218,7 @@ class Breaker(Wrapper):
 
 
 def _failed_wholly(verb: Verb, answer: Any) -> str:
-    """Why, if every item of a call failed for now."""
+    """The first problem, if every item of a call failed for now; else ""."""
     if verb in ("get_into", "put") and answer and all(one.status == "failed" and one.transient for one in answer):
         return str(answer[0].problem)
     return ""

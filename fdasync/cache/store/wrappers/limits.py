@@ -1,4 +1,4 @@
-"""So many calls and bytes at a time, first come first served, and no batch larger than the store takes."""
+"""A bound on calls and bytes at a time, first come first served; batches are cut to the size that the store takes."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _MAX_BATCH = 1 << 16
 
 
 class Limits(Wrapper):
-    """Calls wait in line; each of the runs that a large batch is cut into waits and runs after the one before.
+    """Calls wait in line. A large batch is cut into runs; each run waits in line, and begins after the one before.
 
-    A call that timed out further inside keeps its place until it has really ended. Of a batch in several runs, the
-    items of a run that failed for now, and those after it, are "failed" one by one.
+    A call that timed out further inside keeps its place until it has really ended. When a run of a batch fails for now,
+    its items and those of later runs are "failed" one by one.
 
     Args:
-        max_calls: of the inner store at a time.
-        max_nbytes: of their parts; a single item that is larger runs alone.
-        max_wait_s: in line, in seconds; then the call raises StoreBusy.
+        max_calls: most calls of the inner store at a time.
+        max_nbytes: most bytes of their parts; a single item that is larger runs alone.
+        max_wait_s: longest wait in line, in seconds; then the call raises StoreBusy.
     """
 
     def __init__(self, inner: Store, *, max_calls: int, max_nbytes: int, max_wait_s: float) -> None:
@@ -92,7 +92,7 @@ class Limits(Wrapper):
         return outcomes
 
     def _cut(self, items: Sequence[Item]) -> list[Sequence[Item]]:
-        """Runs that the store takes and that may be in flight at once; one even of nothing."""
+        """Runs that the store takes and that may be in flight at once; no items make one empty run."""
         size = self.inner.capabilities.max_batch
         runs: list[list[Item]] = [[]]
         nbytes = 0
@@ -170,7 +170,7 @@ class Limits(Wrapper):
         self._next()
 
     def _next(self) -> None:
-        """Those in front go while there is room; whoever is behind never overtakes."""
+        """Begin the calls at the front of the line while there is room; no call overtakes another."""
         while self._line and self._fits(self._line[0][1]):
             future, nbytes = self._line.popleft()
             if not future.done():

@@ -1,7 +1,7 @@
 """A deadline on every call: it stops the waiting, never the work, whose end the error hands on.
 
-And an age that no call outlives if it can be ended at all: what hangs holds parts, places in line and whoever probes
-the store, and nobody else ends it (DECISIONS 5).
+A call that has run for too long is killed as well: a call that hangs holds parts, a place in line and the breaker's
+probe, and nothing else would end it (docs/design.md, rule 5).
 """
 
 from __future__ import annotations
@@ -24,24 +24,23 @@ T = TypeVar("T")
 
 
 class Timeout(Wrapper):
-    """Each inner verb runs in a task of its own, and is waited for until its deadline.
+    """Each inner verb runs in a task of its own; the caller waits for it until its deadline.
 
     At the deadline the caller gets StoreTimeout; `error.ended` is the task, and only when that is done are the parts
     free. A cancelled call cancels the inner verb and waits for its end, until the deadline too: then it raises
     StoreTimeout instead of CancelledError, because the parts are still in use.
 
-    A verb, or an `open`, that still runs `kill_s` after it began, and its deadline has passed, has the inner store
-    killed, once. That ends every other verb of the store too, and a start of its process that the verb waits for. A
-    store that cannot be killed has this one call cancelled.
+    When a verb or an `open` still runs `kill_s` after it began, and its deadline has passed, this wrapper kills the
+    inner store, once. That ends every other verb of the store too, and a start of its process that the verb waits for.
+    If the store cannot be killed, only this call is cancelled.
 
     Args:
         call_s: deadline of a call, in seconds.
-        gib_s: added for each GiB of the call's parts, in seconds.
-        kill_s: how long a verb may run at all, in seconds, but never less than its deadline; None: as long as it likes.
+        gib_s: added to the deadline for each GiB of the call's parts, in seconds.
+        kill_s: how long a verb may run at all, in seconds, but never less than its deadline; None: without limit.
         open_s: deadline of `open`, in seconds.
-        close_s: how long `aclose` may take, and a `kill` outside of it, in seconds; or the deadline of what closes
-            together with this.
-        reap_s: how much longer a process of the store's own may take to be gone, in seconds; 0: it has none.
+        close_s: how long `aclose` may take, and a `kill` outside of it, in seconds; or a deadline that it shares.
+        reap_s: how much longer the store's process may take to be gone, in seconds; 0: it has none.
         name: see `Wrapper`.
     """
 
@@ -70,7 +69,7 @@ class Timeout(Wrapper):
 
     @property
     def running(self) -> int:
-        """Inner calls that have not ended, waited for or not."""
+        """Inner calls that have not ended, whether a caller still waits for them or not."""
         return len(self._left())
 
     async def open(self, regions: Sequence[SharedRegion]) -> None:
@@ -81,19 +80,19 @@ class Timeout(Wrapper):
         return await self._within(self.ask(verb, argument, self.era), verb, limit_s, self._kill_s)
 
     async def kill(self, why: str) -> bool:
-        """The inner store's; verbs that this does not end are cancelled. False if that does not end them either."""
+        """Kill the inner store; verbs that this does not end are cancelled. False if that does not end them either."""
         self.end()
         left = self._left()
         killed = False
         try:
             killed = await self._within(self.inner.kill(why), "kill", self._closing.left_s + self._reap_s)
             if killed:
-                # they have ended: their last turns
+                # the verbs have ended: let their tasks take their last turns
                 await self._settle(left, 0.0)
         except StoreTimeout as error:
             error.ended.cancel()
         except Exception:
-            # a defect of the store: it cannot, whatever it says
+            # a defect of the store: it counts as one that cannot be killed
             pass
         for task in left:
             task.cancel()
@@ -101,7 +100,10 @@ class Timeout(Wrapper):
         return (killed or bool(left)) and all(task.done() for task in left)
 
     async def aclose(self) -> None:
-        """Wait for what runs, kill it half-way to the deadline, close. Raises StoreTimeout, naming what never ended."""
+        """Wait for running verbs, kill them half-way to the deadline, close.
+
+        Raises StoreTimeout, naming the verbs that never ended.
+        """
         self._closed = True
         self._closing.begin()
         # the deadline of closing counts now
@@ -118,7 +120,7 @@ class Timeout(Wrapper):
         try:
             await self._within(self.inner.aclose(), "aclose", self._closing.left_s + self._reap_s)
         except StoreTimeout as error:
-            # nobody comes back for it
+            # no caller waits for it any more
             error.ended.cancel()
             await self._settle([error.ended], 0.0)
             raise StoreTimeout(self.name, self._names() or "aclose", self._closing.limit_s, error.ended) from None
@@ -132,7 +134,7 @@ class Timeout(Wrapper):
             await wait_within(left, limit_s)
 
     def _left(self) -> list[asyncio.Task[Any]]:
-        # one that has just ended is taken out in the next turn of the loop
+        # a task that has just ended is taken out in the next turn of the loop
         return [task for task in self._running if not task.done()]
 
     def _names(self) -> str:
@@ -162,7 +164,7 @@ class Timeout(Wrapper):
         if cancelled is not None:
             raise cancelled
         if task.cancelled():
-            # not by the caller: by a kill, a close, its age
+            # cancelled by a kill, a close or its age, not by the caller
             raise StoreUnavailable(self.name, f"{what} was ended")
         return task.result()  # of a task that is done
 
@@ -175,13 +177,13 @@ class Timeout(Wrapper):
     def _too_old(self, task: asyncio.Task[Any], kill_s: float) -> None:
         del self._timers[task]
         if not task.done():
-            # what comes of it is nobody's: the late call ends, or does not
+            # nothing waits for this task: the late call ends, or does not
             self._begin_task(self._end_old(task, f"{task.get_name()} had not ended after {kill_s:g} s"), "kill")
 
     async def _end_old(self, task: asyncio.Task[Any], why: str) -> None:
         try:
             if await self.inner.kill(why):
-                # it has ended: its last turns
+                # the verb has ended: let its task take its last turns
                 await wait_within([task], 0.0)
         finally:
             task.cancel()
@@ -191,5 +193,5 @@ class Timeout(Wrapper):
         timer = self._timers.pop(task, None)
         if timer is not None:
             timer.cancel()
-        # retrieved, so that asyncio does not warn of a late error that nobody waits for
+        # retrieved, so that asyncio does not warn of a late error
         _ = task.cancelled() or task.exception()

@@ -1,4 +1,4 @@
-"""Tells of every call how long it took and what came of it: metrics and logs are made of that."""
+"""Reports the time and the outcomes of every call: metrics and logs are made of the reports."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class StoreCall(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         store: its name.
-        verb: which.
-        items: items or keys of the call.
-        nbytes: of all its parts.
-        done_nbytes: of the items that were "done": what was really read or written.
+        verb: the verb that was called.
+        items: how many items or keys the call had.
+        nbytes: bytes of all its parts.
+        done_nbytes: bytes of the items that were "done": those really read or written.
         seconds: from the call to its end, or to the end of the waiting for it.
         outcomes: how many items ended how, by status; of `exists_prefix` "exists" and "miss", of `delete` "done" and
             "miss".
-        error: the type of what the call raised, and its words; "" if it returned.
+        error: type and words of the error that the call raised; "" if it returned.
     """
 
     store: str
@@ -52,11 +52,11 @@ class Trace(Wrapper):
         loop = asyncio.get_running_loop()
         begun_at = loop.time()
         answer: Any = None
-        told = ""
+        problem = ""
         try:
             answer = await self.ask(verb, argument, self.era)
         except BaseException as error:
-            told = f"{type(error).__name__}: {error}".rstrip(": ")
+            problem = f"{type(error).__name__}: {error}".rstrip(": ")
             raise
         finally:
             outcomes, done_nbytes = _count(verb, argument, answer)
@@ -69,7 +69,7 @@ class Trace(Wrapper):
                     done_nbytes=done_nbytes,
                     seconds=loop.time() - begun_at,
                     outcomes=outcomes,
-                    error=told,
+                    error=problem,
                 )
             )
         return answer

@@ -1,8 +1,8 @@
 """A store in one SQLite file, atomic through its transactions. Knows the contract (`fdasync.cache.store`) only.
 
-Its verbs block, so `blocking` is set and fdasync runs it in a process of its own: nothing here has to be async, and a
-verb that never awaits cannot be cancelled half-way. A put writes part by part from shared memory into the file's pages
-(incremental blob I/O); a get makes one `bytes` object of a value and copies that into the parts.
+Its verbs block, so `blocking` is set and fdasync runs the store in a process of its own: nothing here has to be async,
+and a verb that never awaits cannot be cancelled half-way. A put writes part by part from shared memory into the file's
+pages (incremental blob I/O); a get makes one `bytes` object of a value and copies that into the parts.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _LIMIT_NBYTES = 500_000_000  # SQLite's own for a value is 10^9
 
 
 class SqliteConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where and how much.
+    """The file and its cap.
 
     Attributes:
-        path: of the file; it is made if missing, its folder is not.
-        max_nbytes: of all values; the oldest are dropped for new ones. None: no cap.
+        path: of the file; the store makes it if it is missing, but not its folder.
+        max_nbytes: most bytes of all values; the oldest values go for new ones. None: no cap.
     """
 
     path: str
@@ -50,7 +50,7 @@ class SqliteStore(Store):
         super().__init__(config)
         self.capabilities = Capabilities(
             name="sqlite",
-            # a commit is in the write-ahead log, which is not synced: power loss may take the latest, never halves
+            # a commit is in the write-ahead log, which is not synced: a loss of power takes the latest, never halves
             durability="process",
             shared=True,
             max_item_nbytes=_LIMIT_NBYTES,
@@ -137,13 +137,13 @@ class SqliteStore(Store):
         return DONE
 
     def _make_room(self, db: sqlite3.Connection) -> None:
-        """Drop the oldest while there is too much. Sums up all sizes: fine for thousands of objects."""
+        """Drop the oldest objects until the cap holds. Sums up all sizes: fine for thousands of objects."""
         while self._max_nbytes is not None and db.execute(_USAGE).fetchone()[1] > self._max_nbytes:
             db.execute("DELETE FROM objects WHERE id = (SELECT MIN(id) FROM objects)")
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """The database: what happens inside is kept whole, or not at all if it raises. Raises StoreUnavailable."""
+        """The database: changes within the block are kept whole, or none if it raises. Raises StoreUnavailable."""
         if self._db is None:
             raise StoreUnavailable("sqlite", "it is closed")
         try:

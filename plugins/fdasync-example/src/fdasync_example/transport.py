@@ -1,9 +1,9 @@
 """The smallest useful transport: blocks of the same machine over a Unix stream socket.
 
-The sender listens under a name that its token makes; nothing lies in the file system, and the name ends with the
-process. For each `receive` the receiver connects, asks for one part after another, and hashes what came. A request is a
-part; the answer is slices, each behind a byte that says whether the part is still on offer. See
-`docs/write-a-transport.md`.
+The sender listens under a name made of its token; nothing lies in the file system, and the name ends with the process.
+For each `receive` the receiver connects, asks for one part after another, and hashes the bytes of each. A request is a
+part; the answer is slices, each behind a byte that says whether the part is still on offer. Knows no requests and no
+leases. Made by an instance from its configuration. See `docs/write-a-transport.md`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fdasync.ipc.deadlines import Within, wait_within
 from fdasync.ipc.shared_memory import Part
 from fdasync.pd.messages import Source
 from fdasync.pd.transfer.base import SLICE_NBYTES, Transport, Turns
-from fdasync.pd.transfer.transfers import Call, Calls
+from fdasync.pd.transfer.transfers import Transfer, Transfers
 from fdasync.pd.transfer.validation import (
     CLOSED,
     FORGOTTEN,
@@ -32,7 +32,7 @@ from fdasync.pd.transfer.validation import (
     Offers,
     boot_id,
     broken,
-    check_receipts,
+    check_copy_specs,
     check_source,
     damaged,
     refused,
@@ -43,14 +43,14 @@ if TYPE_CHECKING:
 
     from fdasync.cache.store import Outcome
     from fdasync.ipc.shared_memory import SharedRegion
-    from fdasync.pd.transfer.base import Receipt
+    from fdasync.pd.transfer.base import CopySpec
 
 _REQUEST = struct.Struct("<QQQ")  # region, offset, bytes
 _HERE, _GONE = b"\1", b"\0"
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 # how long the sender waits for a receiver to ask, or to take an answer
 _PATIENCE_S = 60.0
-# until what has no room now is tried again
+# pause before the next try where there is no room now
 _AGAIN_S = 0.01
 _BACKLOG = 128
 
@@ -65,9 +65,9 @@ class UnixTransport(Transport):
         self._closed = False
         self._regions: Sequence[SharedRegion] = ()
         self._offers = Offers()
-        self._calls = Calls()
-        # of the receiver's calls, and of those who read from us
-        self._sockets: dict[Call, socket.socket] = {}
+        self._calls = Transfers()
+        # sockets of our calls as a receiver, and tasks that serve other receivers
+        self._sockets: dict[Transfer, socket.socket] = {}
         self._served: dict[asyncio.Task[None], socket.socket] = {}
         self._listener: socket.socket | None = None
 
@@ -116,7 +116,7 @@ class UnixTransport(Transport):
         self._regions = ()
 
     def _end(self, outcome: Outcome, token: bytes | None = None) -> None:
-        """End our receives, or those from this source: whoever waits for bytes of it is told that none will come."""
+        """End our receives, or only those from this source, and wake the calls that wait for its bytes."""
         self._calls.end(outcome, token)
         for call, sock in self._sockets.items():
             if call.over is not None:
@@ -125,27 +125,27 @@ class UnixTransport(Transport):
 
     # -- the receiver ---------------------------------------------------------------------------------
 
-    async def receive(self, source: Source, receipts: Sequence[Receipt], deadline: float) -> list[Outcome]:
+    async def receive(self, source: Source, copy_specs: Sequence[CopySpec], deadline: float) -> list[Outcome]:
         if self._source is None and not self._closed:
             raise InvariantBroken("a transport receives when it is open")
         if self._source is None or self._closed:
-            return [CLOSED] * len(receipts)
+            return [CLOSED] * len(copy_specs)
         problem = check_source(source)
         if not problem and source.machine != self._source.machine:
             problem = "the sender is on another machine: its socket cannot be reached from here"
         if problem:
-            return [refused(problem)] * len(receipts)
+            return [refused(problem)] * len(copy_specs)
         call = self._calls.start(source.token, deadline)
         try:
-            outcomes = await check_receipts(source, receipts, self._regions)
+            outcomes = await check_copy_specs(source, copy_specs, self._regions)
             if None in outcomes and not call.check():
-                await self._copy(call, receipts, outcomes)
+                await self._copy(call, copy_specs, outcomes)
             return [outcome or call.over or LATE for outcome in outcomes]
         finally:
             self._calls.finish(call)
 
-    async def _copy(self, call: Call, receipts: Sequence[Receipt], outcomes: list[Outcome | None]) -> None:
-        """Fill in the outcomes that are not known yet, until the call is over."""
+    async def _copy(self, call: Transfer, copy_specs: Sequence[CopySpec], outcomes: list[Outcome | None]) -> None:
+        """Fill in the outcomes that are still None, until the call is over."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.setblocking(False)
             self._sockets[call] = sock
@@ -153,9 +153,9 @@ class UnixTransport(Transport):
                 async with Within(call.deadline - call.now()):
                     await _connect(call, sock)
                     turns = Turns()
-                    for place, receipt in enumerate(receipts):
+                    for place, copy_spec in enumerate(copy_specs):
                         if outcomes[place] is None and not call.check():
-                            outcomes[place] = await self._take(sock, receipt, turns)
+                            outcomes[place] = await self._take(sock, copy_spec, turns)
             except TimeoutError:
                 call.end(LATE)
             except OSError as error:
@@ -163,10 +163,10 @@ class UnixTransport(Transport):
             finally:
                 del self._sockets[call]
 
-    async def _take(self, sock: socket.socket, receipt: Receipt, turns: Turns) -> Outcome:
+    async def _take(self, sock: socket.socket, copy_spec: CopySpec, turns: Turns) -> Outcome:
         """Copy and check one block. Raises OSError if the sender hangs up."""
         loop = asyncio.get_running_loop()
-        for place, (theirs, part) in enumerate(zip(receipt.ref_parts, receipt.parts, strict=True)):
+        for place, (theirs, part) in enumerate(zip(copy_spec.ref_parts, copy_spec.parts, strict=True)):
             whole = xxhash.xxh3_64()
             if part.nbytes:
                 await loop.sock_sendall(sock, _REQUEST.pack(theirs.region, theirs.offset, theirs.nbytes))
@@ -179,8 +179,8 @@ class UnixTransport(Transport):
                     # over our own copy, while the caches hold it
                     whole.update(ours)
                 await turns.spend(nbytes)
-            if whole.intdigest() != receipt.checksums[place]:
-                # the rest of this block was not asked for: the next one can follow
+            if whole.intdigest() != copy_spec.checksums[place]:
+                # no other part of this block was asked for, so the next block can follow
                 return damaged(place)
         return DONE
 
@@ -200,13 +200,13 @@ class UnixTransport(Transport):
         except OSError:
             # no descriptors are left just now
             loop.remove_reader(self._listener)
-            # bare timer: listens again
+            # bare timer: listen again
             loop.call_later(_AGAIN_S, self._listen)
             return
         sock.setblocking(False)
         task = loop.create_task(self._serve(sock))
         self._served[task] = sock
-        # also for one that is cancelled before it began
+        # a callback also closes the socket of a task that is cancelled before it began
         task.add_done_callback(lambda task: self._served.pop(task).close())
 
     async def _serve(self, sock: socket.socket) -> None:
@@ -214,7 +214,7 @@ class UnixTransport(Transport):
         if not _is_ours(sock):
             return
         turns = Turns()
-        # TimeoutError is one too
+        # TimeoutError is an OSError too
         with contextlib.suppress(OSError):
             while True:
                 async with Within(_PATIENCE_S):
@@ -228,7 +228,7 @@ class UnixTransport(Transport):
             if part in self._offers:
                 nbytes = min(SLICE_NBYTES, part.nbytes - at)
                 with self._regions[part.region].view(part.offset + at, nbytes) as view:
-                    # a copy: what waits in the socket when it is withdrawn is not read from our memory any more
+                    # a copy: the socket must not read our memory after a withdrawal
                     answer = b"".join((_HERE, view))
             async with Within(_PATIENCE_S):
                 await loop.sock_sendall(sock, answer)
@@ -238,31 +238,31 @@ class UnixTransport(Transport):
 
 
 def _name(token: bytes) -> str:
-    """In the abstract namespace: it is no file, and nobody's folder is needed."""
+    """A name in the abstract namespace: it is no file and needs no folder."""
     return f"\0fdasync-blocks-{token.hex()}"
 
 
 def _is_ours(sock: socket.socket) -> bool:
-    """Whether a process of our own user is at the other end: everybody can connect to an abstract name, or take one."""
+    """Whether our own user runs the other end: any process can connect to an abstract name, or take it."""
     found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(found)[1] == os.getuid())
 
 
-async def _connect(call: Call, sock: socket.socket) -> None:
-    """Raises OSError where nobody of ours listens."""
+async def _connect(call: Transfer, sock: socket.socket) -> None:
+    """Connect to the sender. Raises OSError where no process of our user listens."""
     while not call.check():
         try:
             sock.connect(_name(call.token))
             break
         except BlockingIOError:
-            # its queue is full
+            # the sender's queue is full
             await call.wait(call.now() + _AGAIN_S)
     if not _is_ours(sock):
         raise PermissionError("another user's process listens there")
 
 
 async def _fill(sock: socket.socket, view: memoryview) -> None:
-    """Raises OSError if the other end hangs up."""
+    """Read until the view is full. Raises OSError if the other end hangs up."""
     loop, at = asyncio.get_running_loop(), 0
     while at < len(view):
         with view[at:] as rest:

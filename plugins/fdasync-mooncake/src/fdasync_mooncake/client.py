@@ -1,8 +1,8 @@
 """The Mooncake client, as blocking calls on addresses; the only module that imports `mooncake`.
 
-Turns what the client says (codes, as measured with 0.3.13; README) into outcomes and errors of the store contract.
-Every call may block for seconds and holds the GIL in `connect` and `close`: it runs in threads of the process that
-hosts the store, and ends that process where nothing else keeps the contract. Knows no parts and no regions.
+Turns the client's codes (as measured with 0.3.13; README) into outcomes and errors of the store contract. Every call
+may block for seconds, and `connect` and `close` hold the GIL: calls run in threads of the store's process, and end that
+process where nothing else keeps the contract. Knows no parts and no regions. Called by `store.py`.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ BAD_ARGUMENTS = -600
 NOT_COMPLETE = -703
 NOT_FOUND = -704
 ALREADY_THERE = -705
-LEASE_OVER = -707
+EVICTED = -707
 NO_TRANSFER = -800
 NO_MASTER = (-900, -901)  # not reached; did not answer in time
 
-# the client waits this long for the bytes of an object, whatever is set, and then says that they failed while they may
-# still come: seen as 170 MB written into buffers long after the answer (a little less, for the clocks of two languages)
+# the client waits 60 s for the bytes of an object, whatever is set, and then says that the transfer failed while bytes
+# may still come: 170 MB were seen in buffers long after the answer. A little less, for the clocks of two languages
 _ABANDONED_S = 58.0
 
 _WORDS = {
     BAD_ARGUMENTS: "the client did not take the buffers",
-    LEASE_OVER: "it was evicted while it was read",
+    EVICTED: "it was evicted while it was read",
     NO_TRANSFER: "the machine that has the memory does not answer",
     -900: "the master was not reached",
     -901: "the master did not answer",
@@ -46,7 +46,13 @@ _WORDS = {
 
 
 class Value(msgspec.Struct, frozen=True, array_like=True):
-    """An object by key, and the memory that it comes from or goes to, piece by piece."""
+    """An object, and the memory to copy it from or to.
+
+    Attributes:
+        key: with the prefix.
+        addresses, sizes: of the pieces of memory, in order.
+        nbytes: of all pieces.
+    """
 
     key: str
     addresses: list[int]
@@ -55,25 +61,25 @@ class Value(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Client:
-    """One connection to a pool. `connect` once, then calls from any thread, `close` once when none runs."""
+    """One connection to a pool. `connect` once, then call from any thread, `close` once when no call runs."""
 
     def __init__(self, config: MooncakeConfig) -> None:
         self._config = config
         self._store: Any = None
         self._replicate: Any = None
         self._registered: list[int] = []
-        # after a call that no master answered: the client would try for 4 s each time before it says so again
+        # set by a call that no master answered: the next one probes the master, as the client would try for 4 s again
         self._suspect = False
 
     def connect(self) -> None:
-        """Raises StoreRejected where the client cannot be imported, StoreUnavailable where no master answers."""
+        """Join the pool. Raises StoreRejected if the client cannot be imported, StoreUnavailable without a master."""
         config = self._config
-        # names and units of the client; what the operator set stays
+        # names and units of the client; variables of the operator stay
         os.environ.setdefault("MC_STORE_CLIENT_SETUP_RETRIES", "1")
         os.environ.setdefault("MC_RPC_TIMEOUT_MS", str(int(config.rpc_timeout_s * 1e3)))
         os.environ.setdefault("MC_TCP_PROGRESS_TIMEOUT_SEC", str(config.transfer_timeout_s))
         os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
-        # first, because without a master `setup` blocks for 4 s, or 90, and holds the GIL all the while
+        # first, because without a master `setup` holds the GIL for 4 s, or 90
         hostname = config.local_hostname or self._probe()
         module = import_client()
         store = module.MooncakeDistributedStore()
@@ -94,7 +100,7 @@ class Client:
         self._replicate.replica_num = config.replicas
 
     def register(self, address: int, nbytes: int) -> None:
-        """Memory that later calls name. Raises StoreRejected."""
+        """Register memory that later calls name. Raises StoreRejected."""
         code = self._store.register_buffer(address, nbytes)
         if code != 0:
             hint = "rdma locks memory: see ulimit -l" if self._config.protocol == "rdma" else ""
@@ -102,7 +108,7 @@ class Client:
         self._registered.append(address)
 
     def exists(self, keys: list[str]) -> list[bool]:
-        """Which are there, complete. Raises StoreUnavailable."""
+        """For each key whether its object is in the pool, complete. Raises StoreUnavailable."""
         codes = self._answered(lambda: self._store.batch_is_exist(keys))
         for code in codes:
             if code not in (0, 1):
@@ -110,15 +116,15 @@ class Client:
         return [code == 1 for code in codes]
 
     def absent(self, values: Sequence[Value]) -> list[int]:
-        """Places of the values that a `put` must have: of a key named twice the first. Raises StoreUnavailable.
+        """Indices of the values to put: absent, and of a key named twice the first. Raises StoreUnavailable.
 
-        Asked before, because a put of what is there is answered as one that was done.
+        `put` cannot tell: the client answers a put of a key that exists like any other.
         """
         first = {value.key: place for place, value in reversed(list(enumerate(values)))}
         return [place for place, there in zip(first.values(), self.exists(list(first)), strict=True) if not there]
 
     def put(self, values: Sequence[Value]) -> list[Outcome]:
-        """Of those that are absent, no key twice. Raises StoreUnavailable if no value was put for want of a master."""
+        """Put absent values, no key twice. Raises StoreUnavailable if no value was put for want of a master."""
         keys, addresses, sizes = _columns(values)
         codes = self._answered(
             lambda: self._store.batch_put_from_multi_buffers(keys, addresses, sizes, self._replicate)
@@ -126,9 +132,9 @@ class Client:
         return [_of_put(code) for code in codes]
 
     def get(self, values: Sequence[Value]) -> list[Outcome]:
-        """Raises StoreUnavailable if no value was got for want of a master."""
+        """Get values into their memory. Raises StoreUnavailable if no value was got for want of a master."""
         outcomes: list[Outcome] = [MISS] * len(values)
-        # of a key that a call names twice the client fills one place only, and says that it filled both
+        # for a key that a call names twice the client fills one place only, and says that it filled both
         left = dict(enumerate(values))
         while left:
             places = {value.key: place for place, value in reversed(left.items())}.values()
@@ -143,8 +149,8 @@ class Client:
         return [self._of_get(value, code) for value, code in zip(values, codes, strict=True)]
 
     def remove(self, keys: list[str]) -> int:
-        """How many were there. Raises StoreUnavailable."""
-        # forced, because whoever just read an object, as a rule the one that found it damaged, has a lease on it
+        """Remove objects; returns how many there were. Raises StoreUnavailable."""
+        # forced, because the master protects an object after a read, as a rule by the reader that found it damaged
         codes = self._answered(lambda: self._store.batch_remove(keys, True))
         for code in codes:
             if code not in (0, NOT_FOUND, NOT_COMPLETE):
@@ -152,7 +158,7 @@ class Client:
         return codes.count(0)
 
     def close(self) -> None:
-        """Leave the pool, and take back what was lent to it. Blocks for 2 s as a rule, more without a master."""
+        """Leave the pool, and take back the memory lent to it. Blocks for 2 s as a rule, more without a master."""
         store, self._store = self._store, None
         if store is None:
             return
@@ -180,7 +186,7 @@ class Client:
         if code in (NOT_FOUND, NOT_COMPLETE):
             return MISS
         if code in (BAD_ARGUMENTS, NO_TRANSFER):
-            # what another size gives as well, so ask for the size
+            # an object of another size gives these codes as well, so ask for the size
             nbytes = self._store.get_size(value.key)
             if nbytes == NOT_FOUND:
                 return MISS
@@ -191,7 +197,7 @@ class Client:
         return Outcome("failed", _in_words(code), transient=code != BAD_ARGUMENTS)
 
     def _probe(self) -> str:
-        """Reach the master's port; the address that this machine has on the way. Raises StoreUnavailable."""
+        """Connect to the master's port; returns this machine's address on the way. Raises StoreUnavailable."""
         host, port = parse_address("master", self._config.master)
         try:
             with socket.create_connection((host, port), self._config.probe_timeout_s) as sock:
@@ -201,9 +207,9 @@ class Client:
 
 
 def _end_process() -> NoReturn:
-    """The one way to be sure that nothing uses the caller's memory any more, and what the contract asks for.
+    """End the store's process: nothing else makes sure that the client stops writing to the caller's memory.
 
-    Whoever hosts the store answers its calls once the process is reaped, and starts another.
+    The engine's proxy answers the calls once the process is reaped, and starts another.
     """
     print(
         f"the {NAME} client gave up transfers that may still be under way; its process ends, so that they do",
@@ -235,7 +241,7 @@ def _of_put(code: int) -> Outcome:
     if code == ALREADY_THERE:
         return EXISTS
     if code == NO_SPACE:
-        return Outcome("full", "no free memory in the pool, or nobody lends any")
+        return Outcome("full", "no free memory in the pool, or no process lends any")
     return Outcome("failed", _in_words(code), transient=code != BAD_ARGUMENTS)
 
 

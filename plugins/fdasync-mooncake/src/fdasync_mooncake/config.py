@@ -1,4 +1,4 @@
-"""What the Mooncake store is told, checked in one place. Knows nothing of the client."""
+"""The configuration of the Mooncake store, and its checks. Knows no client. Used by `store.py` and `client.py`."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _PREFIX = re.compile(r"[0-9a-z_-]([0-9a-z./_-]*[0-9a-z_-])?")
 
 
 class MooncakeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the pool is, what this process lends to it, how long a call may take.
+    """The address of the pool, the memory lent to it, and the deadlines of calls.
 
     Attributes:
         master: address of the master, HOST:PORT (a name or an IPv4 address).
-        local_hostname: the address under which other machines reach this one; "" takes the one from which this machine
-            reaches the master. Never "localhost" with several machines.
-        metadata_server: "P2PHANDSHAKE" needs no server; else the URL that the master's operator gives.
+        local_hostname: the address under which other machines reach this one; "" takes the address from which this
+            machine reaches the master. Never "localhost" with several machines.
+        metadata_server: "P2PHANDSHAKE" needs no server; else the URL of the metadata server.
         protocol: "tcp", or "rdma" (needs `devices`, and memory that may be locked).
         devices: names of RDMA devices, separated by commas.
         segment_nbytes: memory that the store's process lends to the pool; 0 lends nothing. It ends with that process,
-            which is killed when a call hangs: lenders of their own are better (README).
+            which is killed when a call hangs: lend memory from processes of their own instead (README).
         local_buffer_nbytes: the client's own buffer. Not used here: bytes move between the pool and the regions.
         replicas: copies of each object, in different segments.
         prefix: of every key, so that fleets that must not meet can share a master.
@@ -32,8 +32,8 @@ class MooncakeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         probe_timeout_s: to reach the master's port, at start and after a failure.
         rpc_timeout_s: for an answer of the master.
         transfer_timeout_s: without a byte from or to another machine, in whole seconds (tcp only).
-        threads: gets and puts that move bytes at a time; others wait for their turn, lookups and deletes do not.
-            Several take CPU from each other: worth it only where they mostly wait (README).
+        threads: gets and puts that move bytes at a time; the others wait, lookups and deletes do not. Several threads
+            take CPU from each other: they pay only where they mostly wait (README).
     """
 
     master: str = "127.0.0.1:50051"
@@ -53,7 +53,7 @@ class MooncakeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 def check_config(config: MooncakeConfig) -> None:
-    """Raises StoreRejected naming the first value that cannot be."""
+    """Raise StoreRejected naming the first impossible value."""
     parse_address("master", config.master)
     if config.metrics:
         parse_address("metrics", config.metrics)
@@ -70,7 +70,7 @@ def check_config(config: MooncakeConfig) -> None:
 
 
 def parse_address(field: str, text: str) -> tuple[str, int]:
-    """HOST:PORT. Raises StoreRejected."""
+    """Host and port of HOST:PORT. Raises StoreRejected."""
     host, _, port = text.rpartition(":")
     if not host or ":" in host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise StoreRejected(NAME, f"{field} is {text!r}, not HOST:PORT with a name or an IPv4 address")

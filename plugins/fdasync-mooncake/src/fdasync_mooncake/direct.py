@@ -1,7 +1,8 @@
-"""Mooncake's own client without the plugin, in a process of its own on the same memory: what benchmarks compare with.
+"""Mooncake's own client without the plugin, in a process of its own on the same memory: the baseline of benchmarks.
 
-No store contract, no checks of keys, no question whether a key exists: one call of the client per verb, on addresses
-that were worked out before. Timed in the process itself, so the command's way there and back does not count.
+It keeps no store contract, checks no keys and asks for no existing keys: one call of the client per verb, on addresses
+made before. The process itself takes the time, so the way of the command there and back does not count. Called by
+benchmarks.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ if TYPE_CHECKING:
 
 
 class DirectProcess:
-    """`with` starts and ends it; one verb at a time; each returns the seconds it took. Blocks.
+    """The process: starts when it is made, ends with `with`. One verb at a time; each returns its seconds. Blocks.
 
     Args:
-        region: its bytes are put from and got into; owned by the caller.
+        master: address, HOST:PORT.
+        region: memory of the objects; owned by the caller.
         parts: of each object, as (offset, nbytes) in the region; the object's number is its place in the list.
-        checksum: take XXH3 of all parts before a put and after a get, as the hosted store does for block objects.
+        segment_nbytes: memory that the process lends to the pool.
+        checksum: take XXH3 of all parts before a put and after a get, as the store's process does for block objects.
     """
 
     def __init__(
@@ -39,7 +42,7 @@ class DirectProcess:
         segment_nbytes: int = 0,
         checksum: bool = False,
     ) -> None:
-        told = {
+        settings = {
             "master": master,
             "fd": region.fd,
             "nbytes": region.nbytes,
@@ -55,17 +58,18 @@ class DirectProcess:
             stderr=subprocess.DEVNULL,
             text=True,
         )
-        self._ask(told)
+        self._ask(settings)
 
     def put(self, tag: str) -> float:
-        """Put every object under keys of this tag. Raises RuntimeError if one was not."""
+        """Put every object under keys of this tag. Raises RuntimeError if a put failed."""
         return self._ask({"verb": "put", "tag": tag})
 
     def get(self, tag: str) -> float:
-        """Get every object back into its parts. Raises RuntimeError if one was not."""
+        """Get every object back into its parts. Raises RuntimeError if a get failed."""
         return self._ask({"verb": "get", "tag": tag})
 
     def delete(self, tag: str) -> float:
+        """Delete the objects of this tag."""
         return self._ask({"verb": "delete", "tag": tag})
 
     def close(self) -> None:
@@ -101,37 +105,37 @@ class DirectProcess:
 def main() -> None:
     """The process: one JSON object per line in and out."""
     die_with_parent()
-    told = json.loads(sys.stdin.readline())
-    region = SharedRegion(told["fd"], told["nbytes"])
+    settings = json.loads(sys.stdin.readline())
+    region = SharedRegion(settings["fd"], settings["nbytes"])
     base = ctypes.addressof(ctypes.c_char.from_buffer(region.map))
     store = import_client().MooncakeDistributedStore()
-    host = told["master"].rpartition(":")[0]
-    code = store.setup(host, "P2PHANDSHAKE", told["segment_nbytes"], 0, "tcp", "", told["master"])
+    host = settings["master"].rpartition(":")[0]
+    code = store.setup(host, "P2PHANDSHAKE", settings["segment_nbytes"], 0, "tcp", "", settings["master"])
     code = code or store.register_buffer(base, region.nbytes)
     _answer(0.0, [code], [0])
-    addresses = [[base + offset for offset, _ in parts] for parts in told["parts"]]
-    sizes = [[nbytes for _, nbytes in parts] for parts in told["parts"]]
+    addresses = [[base + offset for offset, _ in parts] for parts in settings["parts"]]
+    sizes = [[nbytes for _, nbytes in parts] for parts in settings["parts"]]
     totals = [sum(each) for each in sizes]
     for line in sys.stdin:
         message = json.loads(line)
         keys = [f"direct/{message['tag']}/{number}" for number in range(len(totals))]
         started = time.perf_counter()
         if message["verb"] == "put":
-            _checksums(region, told)
+            _checksums(region, settings)
             _answer(started, store.batch_put_from_multi_buffers(keys, addresses, sizes), [0] * len(keys))
         elif message["verb"] == "get":
             codes = store.batch_get_into_multi_buffers(keys, addresses, sizes)
-            _checksums(region, told)
+            _checksums(region, settings)
             _answer(started, codes, totals)
         else:
             _answer(started, store.batch_remove(keys, True), [0] * len(keys))
 
 
-def _checksums(region: SharedRegion, told: dict[str, Any]) -> None:
-    if told["checksum"]:
+def _checksums(region: SharedRegion, settings: dict[str, Any]) -> None:
+    if settings["checksum"]:
         import xxhash
 
-        for parts in told["parts"]:
+        for parts in settings["parts"]:
             for offset, nbytes in parts:
                 xxhash.xxh3_64_intdigest(region.view(offset, nbytes))
 

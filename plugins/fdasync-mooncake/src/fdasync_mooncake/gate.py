@@ -1,8 +1,8 @@
-"""Who uses which keys now: any number of readers of a key, or one writer. For one event loop; no threads, no clock.
+"""Keeps calls on the same keys apart: a key has any number of readers, or one writer. For one event loop.
 
-What the pool leaves open and the contract of stores does not: a put of a key that is being put is told that it is
-done before anything can be read, and a forced remove frees memory under whoever reads it. Inside one store object
-the gate keeps these apart; between machines the checksums of the block format do.
+The pool does not do so: a second put of a key that is being put answers "done" before the object can be read, and a
+forced remove frees memory under a reader. The gate keeps such calls of one store object apart; between machines the
+checksums of the block format find the damage. Knows no pool and no clock. Used by `store.py`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class KeyGate:
 
     @asynccontextmanager
     async def reading(self, keys: Iterable[str]) -> AsyncIterator[None]:
-        """Enter when nobody writes these keys."""
+        """Enter when no call writes these keys."""
         mine = frozenset(keys)
         while not self._writers.isdisjoint(mine):
-            await self._turn()
+            await self._change()
         for key in mine:
             self._readers[key] = self._readers.get(key, 0) + 1
         try:
@@ -42,10 +42,10 @@ class KeyGate:
 
     @asynccontextmanager
     async def writing(self, keys: Iterable[str]) -> AsyncIterator[None]:
-        """Enter when nobody reads or writes these keys."""
+        """Enter when no call reads or writes these keys."""
         mine = frozenset(keys)
         while not (self._writers.isdisjoint(mine) and self._readers.keys().isdisjoint(mine)):
-            await self._turn()
+            await self._change()
         self._writers |= mine
         try:
             yield
@@ -53,7 +53,7 @@ class KeyGate:
             self._writers -= mine
             self._wake()
 
-    async def _turn(self) -> None:
+    async def _change(self) -> None:
         waiter = asyncio.get_running_loop().create_future()
         self._waiting.append(waiter)
         await waiter

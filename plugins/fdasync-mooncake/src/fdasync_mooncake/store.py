@@ -1,12 +1,12 @@
 """The store: the contract of `fdasync.cache.store` on a Mooncake pool.
 
-Hosted in a process of its own (`blocking`), because the client blocks, holds the GIL and starts threads. Verbs run in
-threads there (`client.py`), on the caller's memory, without a copy of ours: bytes move in one by default, because
-transfers at a time take the CPU from each other; what asks the master, seals or checks runs beside. Knows keys, parts
-and regions; what the client's codes mean is `client.py`'s.
+Runs in a process of its own (`blocking`), because the client blocks, holds the GIL and starts threads. Verbs run in
+threads there (`client.py`), on the caller's memory, without a copy. One thread moves bytes by default, because
+transfers at the same time take the CPU from each other; calls that ask the master, hash or check run beside it. Knows
+keys, parts and regions; `client.py` knows the client's codes.
 
-The pool belongs to all who use its master: objects come and go, are evicted, and are lost with the machine that
-lent their memory, or with the master. So a miss says nothing of what was put before.
+All users of the master share the pool: objects come and go, are evicted, and are lost with the machine that lent their
+memory, or with the master. So a key may be a miss right after it was put.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-from concurrent.futures import Future, ThreadPoolExecutor  # threads: hosted, in no engine process
+from concurrent.futures import Future, ThreadPoolExecutor  # threads: in the store's process, in no engine process
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fdasync.cache.store import DONE, EXISTS, Capabilities, Item, Outcome, Store, StoreUsage, finish
@@ -35,20 +35,25 @@ T = TypeVar("T")
 _MAX_BATCH = 256
 _MAX_KEY_CHARS = 400
 _MAX_PARTS = 128
-# one may hash 16 MiB or wait for the metrics server; a lookup should not
+# while one hashes 16 MiB or waits for the metrics server, a lookup runs in the other
 _LOOKUP_THREADS = 2
 
 
 class _Threads:
-    """Where calls block: those that move bytes, and those that only ask the master, seal or check."""
+    """Threads of blocking calls.
+
+    Attributes:
+        transfers: of calls that move bytes.
+        lookups: of calls that ask the master, hash or check.
+    """
 
     def __init__(self, transfers: int) -> None:
-        self.transfers = ThreadPoolExecutor(transfers, f"{NAME}-transfers")  # threads: hosted
-        self.lookups = ThreadPoolExecutor(_LOOKUP_THREADS, f"{NAME}-lookups")  # threads: hosted
+        self.transfers = ThreadPoolExecutor(transfers, f"{NAME}-transfers")  # threads: in the store's process
+        self.lookups = ThreadPoolExecutor(_LOOKUP_THREADS, f"{NAME}-lookups")  # threads: in the store's process
 
 
 class MooncakeStore(Store):
-    """See the module. Never use it but hosted: a process that ends is all that stops a call (`kill`, `client.py`)."""
+    """See the module. Use it in a process of its own only: a call that hangs ends with its process (`client.py`)."""
 
     config_type = MooncakeConfig
     blocking = True
@@ -71,7 +76,7 @@ class MooncakeStore(Store):
     def _capabilities(self, capacity_nbytes: int | None) -> Capabilities:
         return Capabilities(
             name=NAME,
-            # what lies in memory that this process lent ends with it; who lends nothing puts into others' memory
+            # memory that this process lends ends with it; without that, objects are in other processes' memory
             durability="none" if self.config.segment_nbytes else "process",
             shared=True,
             max_batch=_MAX_BATCH,
@@ -111,7 +116,7 @@ class MooncakeStore(Store):
         with self._verb():
             async with self._gate.reading(value.key for value in values):
                 outcomes = await self._run(self._pools.transfers, lambda: client.get(values))
-            # while the next call's bytes move
+            # beside the next call's transfer
             return await self._run(self._pools.lookups, lambda: [*map(self._judged, items, outcomes)])
 
     async def put(self, items: Sequence[Item]) -> list[Outcome]:
@@ -129,13 +134,13 @@ class MooncakeStore(Store):
 
         with self._verb():
             async with self._gate.writing(value.key for value in values):
-                # while another call's bytes move
+                # beside another call's transfer
                 places = await self._run(self._pools.lookups, prepare)
                 fresh = [values[place] for place in places]
-                told = await self._run(self._pools.transfers, lambda: client.put(fresh)) if fresh else []
-        outcomes = dict(zip(places, told, strict=True))
-        # of a key that the call names twice, the later ones find what the first has put, if it has
-        first = {value.key: outcome for value, outcome in zip(fresh, told, strict=True) if outcome is not DONE}
+                done = await self._run(self._pools.transfers, lambda: client.put(fresh)) if fresh else []
+        outcomes = dict(zip(places, done, strict=True))
+        # the second item of a key finds the object of the first, unless its put failed
+        first = {value.key: outcome for value, outcome in zip(fresh, done, strict=True) if outcome is not DONE}
         return [outcomes.get(place) or first.get(value.key, EXISTS) for place, value in enumerate(values)]
 
     async def delete(self, keys: Sequence[str]) -> int:
@@ -191,7 +196,7 @@ class MooncakeStore(Store):
 
     @contextlib.contextmanager
     def _verb(self) -> Iterator[None]:
-        """One that has several turns, or waits for its keys: the store is not closed in between."""
+        """Around a verb of several calls: `aclose` waits for its end."""
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._running.add(ended)
         try:
@@ -201,7 +206,7 @@ class MooncakeStore(Store):
             ended.set_result(None)
 
     async def _run(self, pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:
-        """In a thread. A cancelled call that has not begun never does; one that has is waited for (`finish`)."""
+        """Do `work` in a thread. A cancelled call drops work that has not begun, and waits for work that has."""
         submitted: Future[T] = pool.submit(work)
         done = asyncio.wrap_future(submitted)
         self._running.add(done)
@@ -215,7 +220,7 @@ class MooncakeStore(Store):
             raise
 
     def _judged(self, item: Item, outcome: Outcome) -> Outcome:
-        """What came of a read, once the format has looked at it."""
+        """The outcome of a read after the check of the block format."""
         problem = self._after_get(item) if outcome is DONE else ""
         return Outcome("damaged", problem) if problem else outcome
 

@@ -1,7 +1,7 @@
-"""For tests and benchmarks: a real master, a real lender of memory, and a network that has only loopback.
+"""For tests and benchmarks: a real master, a process that lends memory, and a network that has only loopback.
 
-The client's ports cannot be bound to loopback, so whoever runs one for a test does it in a network namespace of its
-own (root only). Everything here blocks: call it outside of a loop, or where that does not matter.
+The client's ports cannot be bound to loopback, so a test runs it in a network namespace of its own (root only). All
+calls block: make them outside of an event loop. Called by tests and benchmarks.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class LoopbackNamespace:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """This thread is in it, with every socket that it makes and every process that it starts."""
+        """Within the block, this thread's new sockets and processes are in the namespace."""
         home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         try:
             _libc_call("setns", self._fd, _CLONE_NEWNET)
@@ -63,6 +63,7 @@ class LoopbackNamespace:
             os.close(home)
 
     def close(self) -> None:
+        """Let the namespace go; its processes keep it."""
         os.close(self._fd)
 
 
@@ -109,7 +110,7 @@ class Server:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Raises TimeoutError, ChildProcessError if it does not come up."""
+        """Start it and wait until it answers. Raises TimeoutError, ChildProcessError if it does not come up."""
         with open(self._log or os.devnull, "ab") as out:
             self._process = subprocess.Popen(
                 self._argv,
@@ -130,7 +131,7 @@ class Server:
         raise NotImplementedError
 
     def signal(self, number: int) -> None:
-        """SIGSTOP, SIGCONT, ...; a process that is stopped answers nothing any more on return."""
+        """Send SIGSTOP, SIGCONT, ...; after SIGSTOP it returns when the process is stopped."""
         assert self._process is not None
         if number == signal.SIGSTOP:
             stop_process(self._process.pid)
@@ -139,7 +140,7 @@ class Server:
 
     @property
     def gone(self) -> int | None:
-        """The exit status of one that ended though nobody killed it here; None: it runs, or was killed."""
+        """The exit status of a process that ended without `kill`; None: it runs, or was killed."""
         return None if self._process is None else self._process.poll()
 
     def kill(self) -> None:
@@ -151,12 +152,13 @@ class Server:
 
 
 class MasterProcess(Server):
-    """A master on 127.0.0.1; `with` starts and kills it. After `kill`, `start` gives a new one with nothing in it.
+    """A master on 127.0.0.1; `with` starts and kills it. After `kill`, `start` starts an empty one.
 
     Args:
-        lease_ms: how long an object that was read or asked for is not evicted.
-        client_ttl_s: after how long without a word a lender counts as gone, in seconds.
-        log: where it writes, or None.
+        port, metrics_port: to listen on.
+        protect_ms: how long an object is not evicted after a read or a lookup.
+        client_ttl_s: after how many silent seconds a process that lends memory counts as gone.
+        log: file of its output, or None.
 
     Attributes:
         address: of the master, for `MooncakeConfig.master`.
@@ -167,7 +169,7 @@ class MasterProcess(Server):
         self,
         port: int = 50051,
         metrics_port: int = 9003,
-        lease_ms: int = 5000,
+        protect_ms: int = 5000,
         client_ttl_s: int = 10,
         log: Path | None = None,
     ) -> None:
@@ -181,7 +183,7 @@ class MasterProcess(Server):
                 f"--rpc_port={port}",
                 f"--metrics_host={_HOST}",
                 f"--metrics_port={metrics_port}",
-                f"--default_kv_lease_ttl={lease_ms}",
+                f"--default_kv_lease_ttl={protect_ms}",
                 f"--client_ttl={client_ttl_s}",
             ],
             log,
@@ -205,11 +207,11 @@ class MasterProcess(Server):
             connection.close()
 
     def capacity_nbytes(self) -> int:
-        """Memory lent by everybody. Raises StoreUnavailable."""
+        """Memory of the pool, lent by all processes. Raises StoreUnavailable."""
         return read_usage(_HOST, self._metrics_port, 5).capacity_nbytes
 
 
-class LenderProcess(Server):
+class MemoryProcess(Server):
     """Lends memory to the pool of a master on this machine and does nothing else: the wheel's `mooncake_client`."""
 
     def __init__(self, master: MasterProcess, nbytes: int, port: int = 50052, log: Path | None = None) -> None:
@@ -228,7 +230,7 @@ class LenderProcess(Server):
             log,
         )
 
-    def __enter__(self) -> LenderProcess:
+    def __enter__(self) -> MemoryProcess:
         self.start()
         return self
 

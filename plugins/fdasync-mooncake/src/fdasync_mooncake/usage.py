@@ -1,4 +1,7 @@
-"""What the whole pool holds, as the master's metrics server tells it: a blocking HTTP request."""
+"""Reads the contents of the whole pool from the master's metrics server, by a blocking HTTP request.
+
+Knows no client. Called by `store.py` and `testing.py`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,13 @@ _MAX_NBYTES = 16 << 20
 
 
 class PoolUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Of all segments and all keys, also those of others."""
+    """Figures of the whole pool, shared with other users.
+
+    Attributes:
+        objects: number of keys.
+        nbytes: memory in use.
+        capacity_nbytes: memory of all segments.
+    """
 
     objects: int
     nbytes: int
@@ -39,7 +48,7 @@ def read_usage(host: str, port: int, timeout_s: float) -> PoolUsage:
 
 
 def parse_usage(lines: Iterable[str]) -> PoolUsage:
-    """Raises KeyError, ValueError if a figure is missing or is none."""
+    """The figures among lines of metrics. Raises KeyError for a missing one, ValueError for one that is no number."""
     found = {}
     for line in lines:
         name, _, value = line.partition(" ")

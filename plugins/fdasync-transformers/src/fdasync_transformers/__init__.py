@@ -1,39 +1,39 @@
 """Hugging Face mixture-of-experts checkpoints for fdasync: the `transformers` runner and its tools.
 
-Names are imported when they are first used: an engine process takes its tokenizer from this package and
-must not import torch for it.
+Names are imported when they are first used: an engine process takes its tokenizer from this package and must not import
+torch for it.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fdasync_transformers.checkpoints import make_random_checkpoint
-    from fdasync_transformers.named import named_tensors
-    from fdasync_transformers.replay import forced_routing
-    from fdasync_transformers.replay_batch import Replay, checkpoint_contexts, replay_routing
-    from fdasync_transformers.replay_layout import Packed, Padded
+    from fdasync_transformers.replay.batch import Replay, checkpoint_contexts, replay_routing
+    from fdasync_transformers.replay.force import forced_routing
+    from fdasync_transformers.replay.layout import Packed, Padded
     from fdasync_transformers.runner import TransformersRunner
     from fdasync_transformers.runner_config import TransformersConfig
     from fdasync_transformers.tokenizer import load_tokenizer
-    from fdasync_transformers.verification import Difference, Report, Served, verify
+    from fdasync_transformers.verification.verify import Difference, Report, Served, verify
+    from fdasync_transformers.weights.named import named_tensors
+    from fdasync_transformers.weights.random_checkpoints import make_random_checkpoint
 
 _HOME = {
-    "Difference": "verification",
-    "Packed": "replay_layout",
-    "Padded": "replay_layout",
-    "Replay": "replay_batch",
-    "Report": "verification",
-    "Served": "verification",
+    "Difference": "verification.verify",
+    "Packed": "replay.layout",
+    "Padded": "replay.layout",
+    "Replay": "replay.batch",
+    "Report": "verification.verify",
+    "Served": "verification.verify",
     "TransformersConfig": "runner_config",
     "TransformersRunner": "runner",
-    "checkpoint_contexts": "replay_batch",
-    "forced_routing": "replay",
+    "checkpoint_contexts": "replay.batch",
+    "forced_routing": "replay.force",
     "load_tokenizer": "tokenizer",
-    "make_random_checkpoint": "checkpoints",
-    "named_tensors": "named",
-    "replay_routing": "replay_batch",
-    "verify": "verification",
+    "make_random_checkpoint": "weights.random_checkpoints",
+    "named_tensors": "weights.named",
+    "replay_routing": "replay.batch",
+    "verify": "verification.verify",
 }
 
 __all__ = [

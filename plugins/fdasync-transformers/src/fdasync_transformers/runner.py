@@ -1,9 +1,9 @@
 """Serves Hugging Face mixture-of-experts checkpoints through transformers, with paged KV and exact routing.
 
-The `Runner` of this plugin. Puts the parts together: loading, mends, probe, self-check, steps, sampling.
-Steps and copies are an executor's: on a CPU it computes where `launch` is called, so the runner belongs in a worker
-process. Knows sequences by lane, blocks by id and slots by number; knows nothing of requests or text. Created by the
-registry from the entry point `transformers` of `fdasync.runners`.
+The `Runner` of this plugin. Puts the parts together: loading, mends, probe, self-check, steps, sampling. An executor
+performs steps and copies; on a CPU it computes where `launch` is called, so the runner belongs in a worker process.
+Knows sequences by lane, blocks by id and slots by number; knows nothing of requests or text. Made by `make_runner` from
+the entry point `transformers` of `fdasync.runners`.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ import torch
 
 from fdasync.errors import CheckpointError, ConfigError, FdasyncError, InvariantBroken, RunnerError, UnsupportedModel
 from fdasync.runner.base import Capacity, Runner, RunnerLimits
-from fdasync.runner.input_batch import LaneTable
-from fdasync_transformers import families, loading, probe, selfcheck
-from fdasync_transformers.capture import RoutingCapture
-from fdasync_transformers.device_executor import DeviceExecutor
-from fdasync_transformers.device_step import DeviceStepModel
-from fdasync_transformers.executor import Bound, Executor
-from fdasync_transformers.gpu_services import make_services
-from fdasync_transformers.graphs import ladder
-from fdasync_transformers.host_executor import HostExecutor
-from fdasync_transformers.kv import KVLayout, KVPool
-from fdasync_transformers.moe_layers import MoELayers, find_moe_layers
-from fdasync_transformers.profile import choose_num_blocks, prefill_tokens_per_s
+from fdasync.runner.input_batch import InputBatch
+from fdasync_transformers.execution.device_executor import DeviceExecutor
+from fdasync_transformers.execution.device_step import DeviceStepModel
+from fdasync_transformers.execution.executor import Bound, Executor
+from fdasync_transformers.execution.gpu_services import make_services
+from fdasync_transformers.execution.graphs import ladder
+from fdasync_transformers.execution.host_executor import HostExecutor
+from fdasync_transformers.execution.memory_profile import choose_num_blocks, prefill_tokens_per_s
+from fdasync_transformers.model import families, probe, selfcheck
+from fdasync_transformers.model.aux_data import AuxData, aux_specs, make_aux
+from fdasync_transformers.model.head import decoder_of
+from fdasync_transformers.model.kv import KVLayout, KVPool
+from fdasync_transformers.model.moe_layers import MoELayers, find_moe_layers
+from fdasync_transformers.model.step import StepModel
 from fdasync_transformers.runner_config import (
     TransformersConfig,
     check_config,
@@ -38,8 +40,8 @@ from fdasync_transformers.runner_config import (
     memory_share,
     set_experts,
 )
-from fdasync_transformers.step import StepModel
-from fdasync_transformers.weights import LiveWeights
+from fdasync_transformers.weights import loading
+from fdasync_transformers.weights.update import LiveWeights
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,11 +49,12 @@ if TYPE_CHECKING:
     import msgspec
     from transformers import PreTrainedModel
 
+    from fdasync.cache.aux import AuxSpec
     from fdasync.cache.aux_arena import AuxArena
     from fdasync.cache.host_arena import HostArena
     from fdasync.events.actions import RunStep, SwapIn, SwapOut
     from fdasync.runner.base import CopyOutput, StepOutput, TensorMeta
-    from fdasync_transformers.gpu_services import GpuServices
+    from fdasync_transformers.execution.gpu_services import GpuServices
 
 
 class TransformersRunner(Runner):
@@ -65,22 +68,22 @@ class TransformersRunner(Runner):
         self._step_model: StepModel | None = None
         self._moe: MoELayers | None = None
         self._capacity: Capacity | None = None
-        self._capture: RoutingCapture | None = None
+        self._aux: AuxData | None = None
         self._executor: Executor | None = None
         self._weights: LiveWeights | None = None
 
     async def open(self) -> Capacity:
-        """Load, mend, look, check, size. Blocks its loop while it does.
+        """Load, mend, probe, check, size. Blocks its loop meanwhile.
 
-        Raises CheckpointError, UnsupportedModel and ConfigError; nothing large is in memory before the folder
-        and the config were found good.
+        Raises CheckpointError, UnsupportedModel and ConfigError; checks the folder and the config before it takes much
+        memory.
         """
         try:
             return self._open()
         except (FdasyncError, MemoryError):
             raise
         except Exception as error:
-            # the library trips over values that no checkpoint should have, in ways of its own
+            # the library raises errors of many types for bad values in a checkpoint
             problem = f"the model cannot be built or run: {type(error).__name__}: {error}"
             raise CheckpointError(self.limits.model, problem) from error
 
@@ -109,6 +112,7 @@ class TransformersRunner(Runner):
         families.refuse_stateful(model)
         set_experts(model, config.experts, limits.max_step_tokens)
         self._moe = find_moe_layers(model) if limits.capture is not False else None
+        specs = aux_specs(model, self._moe, config.aux)
         max_context = _max_context(model, limits)
         reference = selfcheck.plain_passes(model, self._moe, max_context) if config.self_check else None
         mends = families.mend(model)
@@ -129,24 +133,24 @@ class TransformersRunner(Runner):
             graphs=len(graph_tokens(config, limits, model)) if config.cuda_graphs else 0,
         )
         self._weights = LiveWeights(model, facts)
-        self._capacity = self._describe(checkpoint, max_context, block_tokens, num_blocks, tuple(notes))
+        self._capacity = self._describe(checkpoint, max_context, block_tokens, num_blocks, specs, tuple(notes))
         return self._capacity
 
     async def bind(self, num_blocks: int, arena: AuxArena | None, host: HostArena | None = None) -> None:
-        """Allocate the pool, hook or fuse the routers, capture graphs. Blocks its loop while it does.
+        """Allocate the pool, hook or fuse the routers, capture graphs. Blocks its loop meanwhile.
 
-        Raises ConfigError when the pool does not fit, or the model does what no graph can hold.
+        Raises ConfigError when the pool does not fit, or no graph can hold what the model does.
         """
         step_model, capacity = self._step_model, self._capacity
         if step_model is None or capacity is None:
             raise InvariantBroken("bind before open")
-        if (arena is not None) != (self._moe is not None):
-            raise InvariantBroken("an arena is bound exactly when routing is captured")
+        if (arena is not None) != bool(capacity.aux_specs):
+            raise InvariantBroken("an arena is bound exactly where there are aux data")
         device = step_model.model.device
         services = None
         if isinstance(step_model, DeviceStepModel):
-            # before anything that may fail, and closed by what fails: it holds a timer
-            services = make_services(device, self.config.completion)
+            # first, so that every failure below closes it: it has a timer
+            services = make_services(device)
         try:
             with _current(device):
                 self._executor = executor = self._bind(step_model, capacity, services, num_blocks, arena, host)
@@ -166,7 +170,7 @@ class TransformersRunner(Runner):
             raise
 
     def _warm(self, executor: DeviceExecutor) -> None:
-        """Whatever the first steps would else wait for."""
+        """Do at start-up what the first steps would else wait for."""
         executor.warm(self.limits.max_step_tokens)
         if not self.config.cuda_graphs or not executor.on_gpu:
             return
@@ -195,20 +199,20 @@ class TransformersRunner(Runner):
             pool = KVPool(step_model.layout, num_blocks, capacity.block_tokens, device)
         except (RuntimeError, MemoryError) as error:
             raise ConfigError("num_blocks", f"{num_blocks} KV blocks cannot be allocated: {error}") from error
-        if self._moe is not None:
-            self._capture = step_model.capture = RoutingCapture(
-                step_model.model,
-                self._moe,
-                limits.max_step_tokens,
-                debug=limits.routing_debug,
-                fuse=step_model.fuses,
-            )
+        self._aux = step_model.aux = make_aux(
+            step_model.model,
+            self._moe,
+            self.config.aux,
+            limits.max_step_tokens,
+            debug=limits.routing_debug,
+            fuse=step_model.fuses,
+        )
         bound = Bound(
             pool=pool,
-            table=LaneTable(limits.max_running, capacity.max_context_tokens, capacity.block_tokens, num_blocks),
+            table=InputBatch(limits.max_running, capacity.max_context_tokens, capacity.block_tokens, num_blocks),
             arena=arena,
             host=host,
-            capture=self._capture,
+            aux=self._aux,
             vocab_size=capacity.vocab_size,
             logits_dtype=self.config.logits_dtype,
         )
@@ -217,7 +221,7 @@ class TransformersRunner(Runner):
         return DeviceExecutor(step_model, bound, services)
 
     def launch(self, step: RunStep) -> asyncio.Future[StepOutput]:
-        """On the CPU the future is done on return, on a GPU when the device is. A failure ends it, and the runner."""
+        """On a CPU the future is done on return, on a GPU when the device is done. A failure fails the runner too."""
         if self._half_loaded:
             return _failed(RunnerError(self._half_loaded, step.step_id))
         if self._executor is None:
@@ -237,6 +241,9 @@ class TransformersRunner(Runner):
         self._settle()
         return weights_id
 
+    async def read_weights_id(self, path: str) -> str:
+        return self._opened_weights.read_id(path)
+
     async def begin_tensors(self, tensors: Sequence[TensorMeta]) -> None:
         self._opened_weights.begin(tensors)
 
@@ -248,7 +255,7 @@ class TransformersRunner(Runner):
         self._settle()
 
     def _settle(self) -> None:
-        """New weights were written on another stream than steps run on: the next step must find them there."""
+        """Wait for the new weights: they were written on another stream than the one that runs the next step."""
         if self._step_model is not None and self._step_model.model.device.type == "cuda":
             torch.cuda.synchronize(self._step_model.model.device)  # blocking: no step is in flight, in a worker process
 
@@ -265,7 +272,7 @@ class TransformersRunner(Runner):
         return "no steps with weights of which only a part was replaced" if broken else ""
 
     async def aclose(self) -> None:
-        """Free model, KV, graphs and hooks; idempotent. Waits for what the device has, bounded."""
+        """Free model, KV, graphs and hooks; idempotent. Waits for the device's work, bounded."""
         executor, self._executor = self._executor, None
         dead = False
         try:
@@ -273,17 +280,17 @@ class TransformersRunner(Runner):
                 await executor.aclose()
         finally:
             dead = isinstance(executor, DeviceExecutor) and executor.device_failed
-            if self._capture is not None:
-                self._capture.close()
+            if self._aux is not None:
+                self._aux.close()
             on_gpu = self._step_model is not None and self._step_model.model.device.type == "cuda"
-            self._capture = self._step_model = self._weights = executor = None
+            self._aux = self._step_model = self._weights = executor = None
             if on_gpu and not dead:
-                # models hold themselves in circles; what nobody holds any more goes back to the device
+                # models are reference cycles: collect them, then give their memory back to the device
                 gc.collect()
                 torch.cuda.empty_cache()
 
     def _make_step_model(self, model: PreTrainedModel, layout: KVLayout) -> StepModel:
-        """By kernels on GPUs, by torch on CPUs, unless the config says otherwise. Raises ConfigError."""
+        """With kernels on GPUs, with torch's attention on CPUs, unless configured otherwise. Raises ConfigError."""
         kernels = self.config.kernels
         if kernels == "auto":
             kernels = "triton" if model.device.type == "cuda" else "torch"
@@ -301,6 +308,7 @@ class TransformersRunner(Runner):
         max_context: int,
         block_tokens: int,
         num_blocks: int,
+        specs: tuple[AuxSpec, ...],
         notes: tuple[str, ...],
     ) -> Capacity:
         assert self._step_model is not None
@@ -318,12 +326,15 @@ class TransformersRunner(Runner):
             block_nbytes=block_tokens * layout.token_nbytes,
             kv_layout=layout.name,
             kv_dtype=str(layout.dtype).removeprefix("torch."),
-            aux_specs=() if moe is None else (moe.spec,),
+            dtype=str(model.dtype).removeprefix("torch."),
+            aux_specs=specs,
             moe_layer_ids=() if moe is None else moe.ids,
+            num_hidden_layers=families.num_hidden_layers(model.config),
             num_experts=0 if moe is None else moe.num_experts,
             top_k=0 if moe is None else max(moe.top_k),
             top_k_by_layer=moe.top_k if moe is not None and uneven else None,
             tokenizer="transformers" if (checkpoint.folder / "tokenizer.json").exists() else "",
+            scores_prompts=decoder_of(model) is not None,
             routing_debug=self.limits.routing_debug and moe is not None,
             prefill_tokens_per_s=prefill_tokens_per_s(self._step_model, self.limits, max_context, block_tokens),
             notes=notes,
@@ -337,7 +348,7 @@ def _failed(error: RunnerError) -> asyncio.Future[Any]:
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
-    """While it is entered, kernels are launched on this device, where it is a GPU and not the first one."""
+    """While it is entered, this GPU is the current device; does nothing on a CPU."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 

@@ -1,4 +1,4 @@
-"""What the `transformers` runner can be told, and what of it is checked or chosen before a model is there.
+"""The configuration of the `transformers` runner, its checks, and the choices that follow from it.
 
 Knows the library's names of things; knows no steps. Used by `runner.py`.
 """
@@ -11,8 +11,8 @@ import msgspec
 import torch
 
 from fdasync.errors import ConfigError
-from fdasync_transformers.mixed_graphs import token_ladder
-from fdasync_transformers.moe_layers import find_moe_layers
+from fdasync_transformers.execution.mixed_graphs import token_ladder
+from fdasync_transformers.model.moe_layers import find_moe_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from fdasync.runner.base import RunnerLimits
 
 _MAX_THREADS = 1024
-# of expert weights that one product may gather on a GPU, in dtypes that have no grouped product there
+# most bytes of expert weights that one product may gather on a GPU, in dtypes without a grouped product there
 _MAX_GATHERED_NBYTES = 16 << 30
+# most gathered bytes in a step with a graph, which keeps their memory
 _MOST_KEPT_NBYTES = 1 << 30
 
 
@@ -30,26 +31,30 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
     Attributes:
         dtype: of weights and KV; "auto" is the checkpoint's own.
-        weights: "random" draws them on the device and reads none: the folder then needs only a config. For benchmarks.
+        weights: "random" draws weights on the device and reads none: the folder then needs only a config. For
+            benchmarks.
         device: "auto" is a GPU, else the CPU; or any torch device name.
-        instance, instances: this is number `instance` of so many runners that start on this machine together. "auto"
-            takes GPUs in turn; memory that is taken because it is free is shared evenly by those on the same device.
-        logits_dtype: the dtype that sampling and log-probs work in.
-        num_threads: of torch in the runner's process. None: on a CPU device one core fewer than there are (the
-            engine's loop needs one, and torch's threads wait for the slowest of them); else as it is.
+        instance, instances: this runner's number, of so many runners that start on this machine together. With "auto"
+            they take the GPUs in turn; runners on one device share its free memory evenly.
+        logits_dtype: the dtype that sampling and log-probs work in. num_threads: of torch in the runner's process.
+        None: on a CPU device one fewer than there are cores (the engine's
+            loop needs one, and torch's threads wait for the slowest of them), on a GPU torch's own number.
         experts: the library's implementation of the experts; "auto" is its default, but "batched_mm" on GPUs in other
             dtypes than bfloat16, where the default waits for the device.
-        kv_cache_nbytes: memory for KV when `num_blocks` is None; None takes a share of what is free.
+        kv_cache_nbytes: memory for KV when `num_blocks` is None; None takes a share of the free memory.
         latent_mla: page the latents of MLA layers instead of the expanded keys and values.
         self_check: compare a mixed paged batch with the plain model at start-up, and refuse if they differ.
-        kernels: what computes attention: "triton" on GPUs, "torch" on CPUs; "auto" chooses. Triton on a CPU (its
-            interpreter, for tests) is very slow.
+        kernels: of attention: "triton" on GPUs, "torch" on CPUs; "auto" chooses. Triton on a CPU (its interpreter, for
+            tests) is very slow.
         fused_router: on GPUs, route by one kernel where a family's routing allows it.
         cuda_graphs: replay decode steps from CUDA graphs.
         graph_sizes: batch sizes of decode steps to capture, rising; None: a ladder up to `max_running`.
-        graph_tokens: tokens of steps with prompts to capture, rising; None: multiples of 256 up to 2,048, as far as a
-            step may have; (): none.
-        completion: how the end of a step on a GPU is noticed; see `fdasync.gpu.completion`.
+        graph_tokens: tokens of steps with prompts to capture, rising; None: multiples of 256 up to 2,048, at most
+            `max_step_tokens`; (): none.
+        aux: data that each step records for every token beside the routing, and that lives with its KV block as the
+            routing does (`Sample.aux`). "routing_weights": the router's weights of the chosen experts, float16, slot
+            for slot those of the ids. "layer_norms": the norm of each decoder layer's output, float32.
+        completion: the completion port, by its `name`; see `fdasync.gpu.completion`.
     """
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -68,11 +73,14 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     cuda_graphs: bool = True
     graph_sizes: tuple[int, ...] | None = None
     graph_tokens: tuple[int, ...] | None = None
-    completion: Literal["adaptive", "hostfunc", "thread"] = "adaptive"
+    aux: tuple[Literal["routing_weights", "layer_norms"], ...] = ()
+    completion: str = "adaptive"
 
 
 def check_config(config: TransformersConfig, limits: RunnerLimits) -> None:
     """Raise ConfigError naming the first key that makes no sense."""
+    if config.completion != "adaptive":
+        raise ConfigError("runner_config.completion", f"{config.completion!r} is no completion port", limit="adaptive")
     sizes = config.graph_sizes
     if sizes is not None and (not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1):
         raise ConfigError(
@@ -98,7 +106,7 @@ def check_config(config: TransformersConfig, limits: RunnerLimits) -> None:
 
 
 def device_of(config: TransformersConfig) -> torch.device:
-    """The device that is meant. Raises ConfigError where it cannot be used."""
+    """The configured device. Raises ConfigError where it cannot be used."""
     name = config.device
     if name == "auto":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -114,7 +122,7 @@ def device_of(config: TransformersConfig) -> torch.device:
 
 
 def memory_share(config: TransformersConfig, device: torch.device) -> float:
-    """What part of the device's memory is this runner's, of those that start together."""
+    """This runner's share of the device's memory, among the runners that start together."""
     spread = config.device == "auto" and device.type == "cuda"
     others = range(device.index, config.instances, torch.cuda.device_count()) if spread else range(config.instances)
     return 1 / len(others)
@@ -142,8 +150,8 @@ def set_experts(model: PreTrainedModel, experts: str, max_step_tokens: int) -> N
 
 
 def graph_tokens(config: TransformersConfig, limits: RunnerLimits, model: PreTrainedModel) -> tuple[int, ...]:
-    """Tokens of steps with prompts to capture. None by default where a step gathers experts' weights: a graph would
-    keep that memory."""
+    """Tokens of steps with prompts to capture. None by default where a step gathers much of the experts' weights, as a
+    graph would keep that memory."""
     if config.graph_tokens is not None:
         return config.graph_tokens
     gathers = model.config._experts_implementation == "batched_mm"
@@ -153,7 +161,7 @@ def graph_tokens(config: TransformersConfig, limits: RunnerLimits, model: PreTra
 
 
 def _gathered_nbytes(model: PreTrainedModel, max_step_tokens: int) -> int:
-    """Of one product of `batched_mm`, in the largest step."""
+    """Bytes of expert weights that one product of `batched_mm` gathers in the largest step."""
     layers = find_moe_layers(model)
     if layers is None:
         return 0

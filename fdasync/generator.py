@@ -1,0 +1,371 @@
+"""The face that an engine and a router share: code that takes a `Generator` runs on either.
+
+`Generator` declares methods only. `DeltaStream` and `Generation` are how a request is read on both: `engine/stream.py`
+and `pd/router/stream.py` add where deltas and results come from. `ModelFacts` and `Load` are what both tell of
+themselves. Knows neither `Engine` nor `Router`; both name
+`Generator` as a base, so mypy holds them to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from contextlib import AbstractAsyncContextManager
+    from typing import Literal, Self, Unpack
+
+    from fdasync.request import GenerateOptions, PauseMode, Prompt, SamplingParams, WeightSource
+    from fdasync.result import Delta, Result
+
+
+class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The model behind a generator, and its limits. They stay the same from the start on, but for `weight_version`,
+    `num_instances`, and on a router `max_context_tokens`.
+
+    Attributes:
+        model: its name, for people.
+        model_path: checkpoint folder, as configured; "" where the runner needs none.
+        tokenizer: entry-point name in `fdasync.tokenizers` of the tokenizer that was made of `model_path`; "" without
+            one, and where an object was given instead.
+        takes_text: prompts may be text, and results have text.
+        dtype: dtype that the model computes in ("bfloat16"); "" where the runner does not tell.
+        kv_dtype: dtype of its KV.
+        vocab_size: token ids are below it.
+        eos_ids: token ids that end a sample, sorted.
+        max_context_tokens: most tokens of a sample, prompt and output; on a router that of the instance that takes the
+            longest.
+        block_tokens: tokens of a KV block.
+        captures_routing: results have expert routing.
+        num_hidden_layers: of the model, dense ones included; 0 where the runner does not tell.
+        moe_layer_ids: hidden-layer numbers of the routing's rows; () where none is captured.
+        num_experts, top_k: of the routing; 0 where none is captured.
+        top_k_by_layer: where layers differ, else None.
+        aux: names of the other data that results have for each token, in order.
+        weight_version: the caller's label of the weights in use.
+        num_instances: engines that serve it: 1, or on a router the instances that it has a link to.
+    """
+
+    model: str
+    model_path: str
+    tokenizer: str
+    takes_text: bool
+    dtype: str
+    kv_dtype: str
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    max_context_tokens: int
+    block_tokens: int
+    captures_routing: bool
+    num_hidden_layers: int
+    moe_layer_ids: tuple[int, ...]
+    num_experts: int
+    top_k: int
+    top_k_by_layer: tuple[int, ...] | None
+    aux: tuple[str, ...]
+    weight_version: str
+    num_instances: int
+
+
+class InstanceLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """The load of one instance of a router, as its latest heartbeat told it, with the requests of other routers.
+
+    Attributes:
+        name, role: from its handshake; "" before the first.
+        address: the address that the router dials.
+        is_up: whether there is a link to it; without one the numbers are those of before.
+        running, waiting, used_tokens, capacity_tokens, paused: as in `Load`; 0 and False before the first heartbeat.
+        live: requests of this router that it serves.
+        weight_version: label of its weights.
+    """
+
+    name: str
+    address: str
+    role: str
+    is_up: bool
+    running: int
+    waiting: int
+    live: int
+    used_tokens: int
+    capacity_tokens: int
+    paused: bool
+    weight_version: str
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """How busy a generator is. On a router the numbers of samples and tokens are sums over the instances that are up,
+    and as old as their latest heartbeats.
+
+    Attributes:
+        running: samples that hold KV blocks.
+        waiting: samples that wait to be computed, and requests that wait for a place.
+        live: requests of this engine or router that have not ended; 0: all have their results.
+        used_tokens, capacity_tokens: tokens of KV blocks that samples use, and of all blocks. Cached blocks that no
+            sample uses do not count as used.
+        paused: no steps are planned, for a pause, an update or broken weights; on a router: at no instance that is up.
+        updating: weights are being updated, or on a router their label.
+        instances: of a router, in the order in which they were named; () of an engine.
+    """
+
+    running: int
+    waiting: int
+    live: int
+    used_tokens: int
+    capacity_tokens: int
+    paused: bool
+    updating: bool
+    instances: tuple[InstanceLoad, ...] = ()
+
+
+class StreamedRequest(Protocol):
+    """A request that a `DeltaStream` reads.
+
+    Attributes:
+        request_id: the caller's name for it, or the one that was drawn.
+        done: set when the request has ended.
+        waiter: the stream sets it while its reader waits; the request resolves it when there is something to read.
+    """
+
+    request_id: str
+    done: asyncio.Future[None]
+    waiter: asyncio.Future[None] | None
+
+
+class DeltaStream(ABC):
+    """An async iterator of `Delta`s of all samples of one request; ends when every sample ended.
+
+    One reader at a time. A slow reader gets fewer, longer deltas; the request never waits for it.
+    """
+
+    def __init__(self, request: StreamedRequest, num_samples: int) -> None:
+        self._request = request
+        self._num_samples = num_samples
+        # the sample that is looked at first: each has its turn
+        self._next = 0
+
+    @property
+    def request_id(self) -> str:
+        """The caller's name for the request, or the one that was drawn."""
+        return self._request.request_id
+
+    @property
+    def result(self) -> Result:
+        """The whole result, once the iteration ended or the block was left. Raises RuntimeError before, and the error
+        that the request ended with."""
+        if not self._request.done.done():
+            raise RuntimeError("the request is still running: read the stream to its end first")
+        return self._whole()
+
+    @abstractmethod
+    def abort(self) -> None:
+        """End the request now; the stream then ends normally, with finish_reason "abort"."""
+
+    @abstractmethod
+    async def leave(self) -> None:
+        """Abort the request if it has not ended, and wait until it has. Called when its block is left."""
+
+    @abstractmethod
+    def _take(self, index: int) -> Delta | None:
+        """All that is new of a sample."""
+
+    @abstractmethod
+    def _failed(self) -> bool:
+        """Whether the request, which has ended, ended with an error."""
+
+    @abstractmethod
+    def _whole(self) -> Result:
+        """The result of the request, which has ended. Raises the error that it ended with."""
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        request = self._request
+        while True:
+            for _ in range(self._num_samples):
+                index, self._next = self._next, (self._next + 1) % self._num_samples
+                delta = self._take(index)
+                if delta is not None:
+                    return delta
+            if request.done.done():
+                if self._failed():
+                    self._whole()  # raises
+                raise StopAsyncIteration
+            if request.waiter is not None:
+                raise RuntimeError("a stream has one reader at a time")
+            request.waiter = asyncio.get_running_loop().create_future()
+            try:
+                # bounded by the request's own deadline, which ends it
+                await request.waiter
+            finally:
+                request.waiter = None
+
+    async def finished(self) -> Result:
+        """Wait for the end and return the result, whatever was read of the deltas."""
+        await asyncio.shield(self._request.done)
+        return self.result
+
+
+S_co = TypeVar("S_co", bound=DeltaStream, covariant=True)
+
+
+class Generation(Generic[S_co]):
+    """`async with` around a request: entering submits it, leaving early aborts it.
+
+    Args:
+        submit: submits the request and returns its stream.
+    """
+
+    def __init__(self, submit: Callable[[], Awaitable[S_co]]) -> None:
+        self._submit = submit
+        self._entered = False
+
+    async def __aenter__(self) -> S_co:
+        if self._entered:
+            raise RuntimeError("a generation is entered once")
+        self._entered = True
+        self._stream = await self._submit()
+        return self._stream
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._stream.leave()
+
+
+class Generator(Protocol):
+    """`async with` starts and closes it; `start` and `aclose` do the same from different tasks."""
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        await self.aclose()
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Return when requests can be made. A start that raises leaves nothing behind."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Abort live requests and free everything; idempotent. Their callers get the results so far, with finish_reason
+        "abort"."""
+
+    @abstractmethod
+    def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[GenerateOptions]
+    ) -> AbstractAsyncContextManager[DeltaStream]:
+        """A stream of deltas: `async with it.generate(...) as stream: async for delta in stream: ...`.
+
+        Args:
+            prompt: text, or token ids (a sequence of ints, or an array with `tolist`); copied, never changed.
+            params: how to sample; default SamplingParams().
+            options: see `GenerateOptions`.
+
+        Calling or entering it raises BadInput, DuplicateRequestId, EngineClosed. Leaving early aborts the request.
+        """
+
+    @abstractmethod
+    async def complete(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[GenerateOptions]
+    ) -> Result:
+        """The whole result, without deltas; arguments and errors as in `generate`. Cancelling it aborts the request."""
+
+    @abstractmethod
+    def abort(self, request_id: str) -> bool:
+        """End a live request now; it returns normally, with its result so far and finish_reason "abort".
+
+        True if a request of that name is live; aborting twice, an ended request or an unknown name does no harm.
+        Raises BadInput for a `request_id` that is no string.
+        """
+
+    @abstractmethod
+    def abort_all(self, prefix: str = "") -> int:
+        """End every live request whose `request_id` starts with `prefix` ("": every one), as `abort` does: those that
+        wait for a place or are being prepared, too, which have no tokens yet. Later requests are not affected.
+
+        Returns the number of live requests that match. Calling it again does no harm; a request counts until it has
+        ended, which takes a turn of the loop on an engine, and an answer of its instance on a router. Raises BadInput
+        for a `prefix` that is no string.
+        """
+
+    @abstractmethod
+    async def pause(self, mode: PauseMode = "in_place") -> None:
+        """Plan no more steps; returns when none is in flight. New requests wait until `resume`. Deadlines and aborts go
+        on. Idempotent; a further pause applies its mode to what is inside by then.
+
+        Args:
+            mode: what happens to the requests that are inside. All keep their tokens and rows.
+                "in_place": they stay where they are, and go on after it with the KV that they have.
+                "retract": those that run give their KV up as in a preemption and go back to the queue. Their cached
+                blocks still match, unless the weights change or `reset_cache` is called; what no longer matches is
+                computed again.
+                "abort": all end at once with what they have, and finish_reason "abort".
+                "wait": those that have begun run to their end first; those that have not wait. Where a pause is there
+                already nothing runs, so that this one changes nothing.
+
+        Raises BadInput for another mode.
+        """
+
+    @abstractmethod
+    async def resume(self) -> None:
+        """Go on after a pause of any mode; a pause that still waits ends, too, and is undone. Idempotent."""
+
+    @abstractmethod
+    async def reset_cache(self) -> None:
+        """Forget every cached block on device and host; returns when none of them matches any more.
+
+        Requests go on undisturbed, paused or not. Those that run keep the blocks that they use. No other request
+        matches these, and they are freed with their last user. A store keeps its blocks, which are valid for these
+        weights: later requests may fetch them again. (Under a new `cache_salt`, or new weights, they match nothing.)
+        """
+
+    @abstractmethod
+    async def update_weights(
+        self, version: str | int | None, source: WeightSource, mode: Literal["abort", "keep"] = "abort"
+    ) -> None:
+        """Load new weights, forget every cached block, go on (unless it was paused before).
+
+        Args:
+            version: the caller's label, text of 1 to 256 characters; an integer from 0 on is its digits. Results name
+                the version of each span of their tokens. The first one is the configuration's weight_version. None: the
+                version in use with its last run of digits counted one up ("0" to "1", "step-9" to "step-10"; "-1" is
+                appended where there are no digits).
+            source: a checkpoint folder (every generator takes one), or (name, dtype, shape, buffer) tuples, which a
+                router refuses with SourceUnsupported.
+            mode: "abort": requests that ran end with their results so far, and finish_reason "abort"; requests that
+                waited run under the new weights. "keep": all go on; requests with KV on the device use it to their end,
+                the others start again from their tokens under the new weights.
+
+        A version names one set of weights. The version in use may be given again with a folder of the same weights,
+        which is compared and not loaded: the call succeeds, and no request ends or starts again. Other weights under a
+        version in use, tensors under it, and a version that was used earlier are refused with BadInput.
+
+        Raises BadInput; UpdateUnderWay; WeightsRejected if the weights do not fit (nothing has changed);
+        WeightsBroken if loading failed half-way; EngineClosed. Cancelling stops the waiting: the update goes on to
+        its end.
+        """
+
+    @abstractmethod
+    async def set_weight_version(self, version: str | int) -> None:
+        """Give the weights in use another label, without loading anything: tokens that are sampled from now on carry
+        it, and cached blocks stay usable.
+
+        Args:
+            version: as in `update_weights`. The label in use changes nothing.
+
+        Raises BadInput, also for a label that other weights had; UpdateUnderWay; WeightsBroken; EngineClosed.
+        """
+
+    @abstractmethod
+    def facts(self) -> ModelFacts:
+        """The model and its limits, now. Waits for nothing and costs little. Raises EngineClosed before the start; on a
+        router PeerUnreachable where no instance has answered yet."""
+
+    @abstractmethod
+    def load(self) -> Load:
+        """How busy it is, now. Waits for nothing and costs little. Raises EngineClosed before the start, and the error
+        that ended it."""

@@ -1,0 +1,77 @@
+"""Gives sequences the tokens of a step that may yield several tokens of one sequence. Pure.
+
+The tokens of a sequence are its run. A run is cut behind the token that ends its sequence: the stop id, or the last
+token of its length limit. Tokens behind the cut are overrun and only counted; their KV stays in a block that is not
+sealed. This module knows no blocks' identities and no queues.
+
+Called by `core.py` for a `StepDone` with counts; a step of one token for each sequence has none.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from fdasync.errors import InvariantBroken
+from fdasync.scheduler.state.sequence import Sequence, State
+
+if TYPE_CHECKING:
+    from fdasync.events.catalog import StepDone
+    from fdasync.scheduler.state.config import SchedulerConfig
+
+
+class Run(NamedTuple):
+    """The tokens of one decoding sequence.
+
+    Attributes:
+        seq: the sequence; it has the tokens that count.
+        row: place of its first token in the step's tokens.
+        length: how many tokens count, at least 1.
+        dropped: how many do not: overrun, or all of them where the sequence has ended.
+        is_due: a block is full, or the sequence ends, or the planner has to look at it.
+    """
+
+    seq: Sequence
+    row: int
+    length: int
+    dropped: int
+    is_due: bool
+
+
+def take_runs(decodes: list[Sequence], num_samplers: int, event: StepDone, config: SchedulerConfig) -> list[Run]:
+    """Give each sequence its tokens. Raises InvariantBroken where the counts are not those of the step.
+
+    Args:
+        num_samplers: sequences behind the decodes whose last chunk was computed; each sampled one token.
+    """
+    tokens, counts = event.tokens, event.counts or ()
+    most, size = config.max_run_tokens, config.block_tokens
+    good = len(counts) == len(decodes) + num_samplers and sum(counts) == len(tokens)
+    if not good or any(count != 1 for count in counts[len(decodes) :]):
+        raise InvariantBroken(
+            f"step {event.step_id} returned {len(tokens)} tokens in runs of {counts} for {len(decodes)} sequences that "
+            f"decode and {num_samplers} that begin to"
+        )
+    runs = []
+    row = 0
+    for seq, count in zip(decodes, counts, strict=False):
+        room = len(seq.blocks) * size - len(seq.tokens) + 1
+        if not 1 <= count <= min(most, room):
+            raise InvariantBroken(
+                f"step {event.step_id} returned {count} tokens of sequence {seq.key}: the most are {most}, and its "
+                f"blocks have room for {room}"
+            )
+        kept = _take(seq, tokens[row : row + count])
+        is_due = len(seq.tokens) >= seq.due or seq.tokens[-1] in seq.stop_ids
+        runs.append(Run(seq, row, kept, count if seq.state is State.ENDED else count - kept, is_due))
+        row += count
+    return runs
+
+
+def _take(seq: Sequence, run: tuple[int, ...]) -> int:
+    """Append the tokens up to the one that ends the sequence; returns how many."""
+    known, stop_ids = seq.tokens, seq.stop_ids
+    for number, token in enumerate(run, 1):
+        known.append(token)
+        if len(known) >= seq.max_len or (token in stop_ids and len(known) >= seq.min_len):
+            return number
+    return len(run)

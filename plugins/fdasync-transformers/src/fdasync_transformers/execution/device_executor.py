@@ -1,0 +1,378 @@
+"""Steps and copies on a GPU: `launch` queues work and returns; completions become futures.
+
+A step is three stretches of device work. On the stream `compute`: the changes since the last step are sent, the model
+runs (a graph replay for decodes), rows of the aux data are staged, tokens are sampled and written to where the next
+step reads them. On the stream `results`: staged rows and sampled tokens go to held page-locked memory. Then an event:
+the completion port makes a future of it, whose callback scatters the rows into the arena and reads the tokens. So a
+step may be launched while the step before it runs, and nothing here waits for the device.
+
+Knows no requests. Made by `runner.py` once the model is loaded; one for each runner, used from its loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+import numpy as np
+import torch
+
+from fdasync.errors import InvariantBroken, RunnerError
+from fdasync.events.actions import RunStep, SwapIn, SwapOut
+from fdasync.gpu import packed_copy as packed
+from fdasync.gpu.block_copies import BlockCopies
+from fdasync.gpu.kernels.layout import scatter_updates
+from fdasync.runner.base import CopyOutput, StepOutput
+from fdasync.runner.prompt_scores import scored_runs
+from fdasync_transformers.execution.device_lanes import DeviceLanes
+from fdasync_transformers.execution.device_step import batch_arrays, device_batch
+from fdasync_transformers.execution.executor import Executor
+from fdasync_transformers.execution.graphs import GraphLadder
+from fdasync_transformers.execution.mixed_graphs import MixedLadder
+from fdasync_transformers.sampling.sampler import compute_samples, plan_samples, read_samples
+from fdasync_transformers.sampling.scoring import compute_scores, plan_scores, read_scores
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Mapping
+
+    from numpy.typing import NDArray
+
+    from fdasync.gpu.completion import Hold
+    from fdasync.runner.input_batch import Batch
+    from fdasync_transformers.execution.device_step import DeviceStepModel, Way
+    from fdasync_transformers.execution.executor import Bound
+    from fdasync_transformers.execution.gpu_services import GpuServices
+    from fdasync_transformers.sampling.sampler import SamplePlan
+    from fdasync_transformers.sampling.scoring import ScorePlan
+
+T = TypeVar("T")
+
+# most bytes of keys and values that the tokens of chunks may read if each is computed as a decode: some 8 ms of an
+# H200, where launching a step of 48 layers operation by operation takes ten times as long
+_MOST_READ_NBYTES = 32 << 30
+# longest context of a decode that is computed in tiles: one program reads all keys of a head, tile after tile
+_MOST_TILED_TOKENS = 8192
+# prefixes of names among the arrays of a step: the sampler's arrays, those of scores of prompts, and rows
+_SAMPLER, _SCORES, _AUX = "sampler.", "scores.", "aux."
+
+
+class DeviceExecutor(Executor):
+    """See the module and `Executor`.
+
+    Attributes:
+        graphs: of decode steps; None before `capture_graphs`.
+        flat_tokens: a step of at most so many tokens is computed as if each were a decode, which a graph can replay.
+        model: the model that computes the steps.
+        mixed: graphs of steps with prompts in them; None before `capture_mixed`.
+    """
+
+    def __init__(self, model: DeviceStepModel, bound: Bound, services: GpuServices) -> None:
+        self.graphs: GraphLadder | None = None
+        self.flat_tokens = 0
+        self.mixed: MixedLadder | None = None
+        self.model = model
+        self._bound = bound
+        self._services = services
+        self._lanes = DeviceLanes(bound.table, services.streams.device)
+        self._failure = ""
+        # the port's own future of the step launched last, which no caller can cancel: a step that cannot be launched
+        # fails behind it
+        self._last: asyncio.Future[Any] | None = None
+        # weights, tables and buffers were written on the current stream
+        services.streams.follow()
+        # last, since nothing may fail behind it: it pins pages until it is closed
+        self._copies = (
+            None
+            if bound.host is None
+            else BlockCopies(bound.pool.blocks, bound.host, services.streams, services.events, services.port)
+        )
+
+    def capture_graphs(self, sizes: tuple[int, ...]) -> None:
+        """Capture decode steps at these batch sizes, and check them. Blocks its loop.
+
+        Raises RuntimeError where a graph cannot hold what the model does, or computes other logits.
+        """
+        with self._services.streams.on("compute"):
+            graphs = GraphLadder(self.model, self._lanes, self._bound.pool, sizes)
+            wrong = graphs.differing(self.model, self._lanes, self._bound.pool)
+            if wrong:
+                raise RuntimeError(f"the graph of {wrong} sequences does not answer as its operations do")
+            # the check wrote to block 0
+            self._bound.pool.blocks[0].zero_()
+            self.graphs = graphs
+            self.flat_tokens = graphs.sizes[-1]
+
+    def capture_mixed(self, sizes: tuple[int, ...], sequences: int) -> None:
+        """Capture steps with prompts in them, of these numbers of tokens and at most `sequences` sequences, and check
+        them. As `capture_graphs`."""
+        with self._services.streams.on("compute"):
+            mixed = MixedLadder(self.model, self._lanes, self._bound.pool, sizes, sequences)
+            wrong = mixed.differing() if self.on_gpu else 0
+            if wrong:
+                raise RuntimeError(f"the graph of {wrong} tokens does not answer as its operations do")
+            self._bound.pool.blocks[0].zero_()
+            self.mixed = mixed
+
+    def launch(self, step: RunStep) -> asyncio.Future[StepOutput]:
+        return self._queue(lambda: self._start(step), step.step_id)
+
+    def copy(self, copy: SwapOut | SwapIn) -> asyncio.Future[CopyOutput]:
+        return self._queue(lambda: self._move(copy))
+
+    async def aclose(self) -> None:
+        """Wait for launched work, bounded: the futures of work that takes longer fail with an error that names it."""
+        self._failure = self._failure or "the runner is closed"
+        try:
+            if self._copies is not None:
+                await self._copies.aclose()
+        finally:
+            await self._services.port.aclose()
+            self.graphs = self.mixed = None
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the device has streams and graphs."""
+        return self._services.streams.device.type == "cuda"
+
+    @property
+    def device_failed(self) -> bool:
+        """Whether the device failed: it answers no more, and its memory is freed with the process."""
+        return self._services.port.problem is not None
+
+    def warm(self, max_step_tokens: int) -> None:
+        """Page-lock the buffers that steps will need and compile the kernel of their deltas. Blocks its loop."""
+        services, depth = self._services, 3
+        largest = max_step_tokens * (0 if self._bound.aux is None else self._bound.aux.token_nbytes) + (1 << 16)
+        holds = []
+        size = 1 << 12
+        while size < 2 * largest:
+            holds += [services.pinned.take(size) for _ in range(2 * depth)]
+            size *= 2
+        with services.streams.on("compute"):
+            nothing = torch.full((1,), -1, dtype=torch.int64, device=services.streams.device)
+            scatter_updates(self._lanes.flat, nothing, nothing.to(torch.int32))
+        for hold in holds:
+            hold.release()
+
+    # -- futures --------------------------------------------------------------------------------------
+
+    def _queue(self, start: Callable[[], asyncio.Future[T]], step_id: int = -1) -> asyncio.Future[T]:
+        """The future of the work that `start` queues. It fails with RunnerError, and the runner with it.
+
+        Steps end in the order of launch, also steps that could not be started.
+        """
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        try:
+            if self._failure:
+                raise RunnerError(f"nothing more after a failure: {self._failure}")
+            inner = start()
+        except Exception as error:  # a model may raise anything, and a step must still end
+            failed = self._failed(error, step_id)
+            if step_id < 0 or self._last is None or self._last.done():
+                future.set_exception(failed)
+            else:
+                self._last.add_done_callback(lambda _: None if future.done() else future.set_exception(failed))
+        else:
+            if step_id >= 0:
+                self._last = inner
+            inner.add_done_callback(partial(self._ended, future, step_id))
+        return future
+
+    def _ended(self, future: asyncio.Future[T], step_id: int, inner: asyncio.Future[T]) -> None:
+        error = asyncio.CancelledError() if inner.cancelled() else inner.exception()
+        if error is not None:
+            failed = self._failed(error, step_id)
+            if not future.done():
+                future.set_exception(failed)
+        elif not future.done():
+            future.set_result(inner.result())  # of a future that is done
+
+    def _failed(self, error: BaseException, step_id: int) -> RunnerError:
+        """The error of this step or copy; from now on the runner takes no more work."""
+        if isinstance(error, RunnerError):
+            failed = RunnerError(error.problem, step_id)
+        else:
+            failed = RunnerError(f"{type(error).__name__}: {error}", step_id)
+        failed.__cause__ = error
+        self._failure = self._failure or failed.problem
+        return failed
+
+    # -- steps ----------------------------------------------------------------------------------------
+
+    def _start(self, step: RunStep) -> asyncio.Future[StepOutput]:
+        bound, services, lanes = self._bound, self._services, self._lanes
+        batch = bound.table.plan(step)
+        total = len(batch.positions)
+        index, values = lanes.deltas(step, bound.table)
+        rows = (np.cumsum(batch.counts) - 1)[batch.sampled] if total else np.zeros(0, np.int64)
+        plan = self._plan_samples(batch)
+        scores = plan_scores(scored_runs(batch, bound.table))
+        # graphs keep no hidden states: a step that scores is launched operation by operation
+        way = self._way(batch) if scores is None else "both"
+        arrays: dict[str, NDArray[np.generic]] = {}
+        if len(index):
+            arrays["delta_index"], arrays["delta_values"] = index, values
+        if total:
+            arrays.update(batch_arrays(batch, rows, way))
+        if plan is not None:
+            sampling = batch.lanes[batch.sampled]
+            arrays["next_index"] = lanes.after(sampling, bound.table.length[sampling])
+            arrays.update({_SAMPLER + name: array for name, array in plan.arrays.items()})
+        if scores is not None:
+            arrays.update({_SCORES + name: array for name, array in scores.arrays.items()})
+        holds: list[Hold] = []
+        results: dict[str, torch.Tensor] = {}
+        fetched: dict[str, NDArray[np.generic]] = {}
+        try:
+            with services.streams.on("compute"):
+                if arrays:
+                    sent, hold = packed.send(arrays, services.pinned, services.streams.device)
+                    holds.append(hold)
+                    if len(index):
+                        scatter_updates(lanes.flat, sent["delta_index"], sent["delta_values"])
+                    if total:
+                        results = self._compute(batch, plan, scores, sent, way)
+            self._pass_on(holds)
+            with services.streams.on("results"):
+                if results:
+                    fetched, buffer = packed.fetch(results, services.pinned)
+                    holds.append(buffer)
+        except Exception:
+            # the queued part runs on: its buffers and tensors come back with a completion, for which a close waits
+            self._completion(holds, ("broken",), results.clear).add_done_callback(_seen)
+            raise
+        kind: Hashable = ("decode", total) if way == "decodes" else ("mixed", total // 256)
+        if scores is not None:
+            kind = ("scored", total // 256)
+        # the callback keeps the device's tensors until the copies on the other stream have read them
+        return self._completion(holds, kind, lambda: self._finish(batch, plan, scores, fetched, results))
+
+    def _way(self, batch: Batch) -> Way:
+        """How the tokens of a step attend: in a way that a graph replays, where possible."""
+        total, decodes = len(batch.positions), batch.num_decodes
+        if total == decodes:
+            return "decodes"
+        read = (batch.positions[decodes:] + 1).sum() * self.model.layout.token_nbytes
+        if total <= self.flat_tokens and int(read) <= _MOST_READ_NBYTES:
+            return "decodes"
+        mixed = self.mixed
+        fits = mixed is not None and mixed.size_of(total, len(batch.lanes)) > 0
+        short = not decodes or int(batch.positions[:decodes].max()) < _MOST_TILED_TOKENS
+        return "tiles" if fits and short else "both"
+
+    def _pass_on(self, holds: list[Hold]) -> None:
+        """Make later work on `results` wait for all work queued on `compute`."""
+        streams = self._services.streams
+        computed = self._services.events.take()
+        holds.append(computed)
+        streams.record("compute", computed.event)
+        streams.wait("results", computed.event)
+
+    def _completion(self, holds: list[Hold], kind: Hashable, on_done: Callable[[], T]) -> asyncio.Future[T]:
+        """The future of all work queued on `results`, and on `compute` before `_pass_on`."""
+        services = self._services
+        if kind == ("broken",):
+            self._pass_on(holds)
+        copied = services.events.take()
+        holds.append(copied)
+        services.streams.record("results", copied.event)
+        return services.port.completion(copied.event, lane="compute", kind=kind, holds=holds, on_done=on_done)
+
+    def _compute(
+        self,
+        batch: Batch,
+        plan: SamplePlan | None,
+        scores: ScorePlan | None,
+        sent: dict[str, torch.Tensor],
+        way: Way,
+    ) -> dict[str, torch.Tensor]:
+        """Queue forward pass, scores of prompts and sampling; returns the tensors that go to the host."""
+        bound, lanes = self._bound, self._lanes
+        total = len(batch.positions)
+        logits = None
+        scored: dict[str, torch.Tensor] = {}
+        if self.mixed is not None and way == "tiles":
+            logits = self.mixed.replay(sent, total)
+        elif self.graphs is not None and way == "decodes":
+            logits = self.graphs.replay(sent["lanes"], sent["starts"])
+            if logits is not None and "rows" in sent:
+                logits = logits.index_select(0, sent["rows"])
+        if scores is not None:
+            head = self.model.head
+            with head.keeping():
+                logits = self.model.forward(device_batch(batch, sent, way), lanes, bound.pool)
+                scored = compute_scores(lambda rows: bound.trim(head.logits(rows)), scores, _own(sent, _SCORES))
+        if logits is None:
+            logits = self.model.forward(device_batch(batch, sent, way), lanes, bound.pool)
+        results = {_SCORES + name: tensor for name, tensor in scored.items()}
+        if bound.aux is not None:
+            results.update({_AUX + name: tensor for name, tensor in bound.aux.stage(total).items()})
+        if plan is not None:
+            sampled = compute_samples(bound.trim(logits), plan, _own(sent, _SAMPLER), lanes.tokens)
+            scatter_updates(lanes.flat, sent["next_index"], sampled["tokens"].to(torch.int32))
+            results.update({_SAMPLER + name: tensor for name, tensor in sampled.items()})
+        return results
+
+    def _plan_samples(self, batch: Batch) -> SamplePlan | None:
+        if not len(batch.sampled):
+            return None
+        table = self._bound.table
+        lanes = batch.lanes[batch.sampled]
+        specs = [spec for lane in lanes.tolist() if (spec := table.samplers[lane]) is not None]
+        return plan_samples(specs, table.length[lanes], lanes)
+
+    def _finish(
+        self,
+        batch: Batch,
+        plan: SamplePlan | None,
+        scores: ScorePlan | None,
+        fetched: dict[str, NDArray[np.generic]],
+        results: dict[str, torch.Tensor],
+    ) -> StepOutput:
+        """After the device is done: scatter the rows into their slots, and make the step's output of the tokens."""
+        results.clear()
+        aux, arena = self._bound.aux, self._bound.arena
+        if aux is not None and arena is not None and len(batch.positions):
+            arena.scatter(batch.aux_index, batch.generations, aux.read(_own(fetched, _AUX), batch.positions))
+        output = StepOutput(batch.step_id, ())
+        if plan is not None:
+            output = read_samples(plan, _own(fetched, _SAMPLER)).step_output(batch.step_id)
+        if scores is not None:
+            output = msgspec.structs.replace(output, scores=read_scores(scores, _own(fetched, _SCORES)))
+        return output
+
+    # -- copies ---------------------------------------------------------------------------------------
+
+    def _move(self, copy: SwapOut | SwapIn) -> asyncio.Future[CopyOutput]:
+        """Queue a copy of blocks; rows stay in their slots."""
+        if self._copies is None:
+            raise InvariantBroken("a copy, and there is no host tier")
+        if isinstance(copy, SwapOut):
+            inner = self._copies.out(copy.device, copy.host)
+        else:
+            inner = self._copies.back(copy.host, copy.device)
+            self._bound.table.place(copy.device, copy.slots, copy.generations)
+        future: asyncio.Future[CopyOutput] = asyncio.get_running_loop().create_future()
+
+        def copied(done: asyncio.Future[int]) -> None:
+            error = asyncio.CancelledError() if done.cancelled() else done.exception()
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(CopyOutput(copy.copy_id, done.result(), 0))  # of a future that is done
+
+        inner.add_done_callback(copied)
+        return future
+
+
+def _own(arrays: Mapping[str, T], owner: str) -> dict[str, T]:
+    """The arrays of one prefix (`_SAMPLER`, `_AUX`), by their names without it."""
+    return {name.removeprefix(owner): array for name, array in arrays.items() if name.startswith(owner)}
+
+
+def _seen(future: asyncio.Future[Any]) -> None:
+    """Mark the error as seen: the caller gets the error that broke the step."""
+    if not future.cancelled():
+        future.exception()

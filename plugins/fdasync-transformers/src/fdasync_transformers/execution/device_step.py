@@ -1,0 +1,140 @@
+"""One step on the model by kernels, on a GPU (or, for tests, on a CPU in Triton's interpreter).
+
+The model and the library's code are those of `model/step.py`. Here the device computes positions, slots and token ids,
+attention is `TritonPaging`, and nothing waits. CUDA graphs can replay the steps (`graphs.py`, `mixed_graphs.py`). Knows
+the model and the pool; knows nothing of sampling, arenas or futures. Called by `device_executor.py` for every step, by
+`selfcheck.py` and `memory_profile.py` at start-up.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+
+from fdasync.gpu.kernels.layout import step_layout
+from fdasync.gpu.kernels.prefill import prefill_tiles
+from fdasync_transformers.execution.device_lanes import DeviceLanes
+from fdasync_transformers.execution.triton_paging import DeviceBatch, TritonPaging, Workspaces
+from fdasync_transformers.model.attention import LatentCatcher, StepContext
+from fdasync_transformers.model.step import StepModel
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from transformers import PreTrainedModel
+
+    from fdasync.runner.input_batch import Batch, InputBatch
+    from fdasync_transformers.model.kv import KVLayout, KVPool
+
+
+#: how a step's tokens attend. "both": sequences that decode by the kernel for one query, others in tiles. "decodes":
+#: every token as a decode of its own; a layer writes the KV of all tokens before any of them attends, so the tokens of
+#: one sequence see each other. "tiles": every sequence in tiles.
+Way = Literal["both", "decodes", "tiles"]
+
+
+class DeviceStepModel(StepModel):
+    """A model switched to paged attention by kernels; see `StepModel`."""
+
+    def __init__(self, model: PreTrainedModel, layout: KVLayout, max_running: int, *, fuse: bool = True) -> None:
+        """`max_running`: most sequences that decode in a step; `fuse`: route by kernel where possible."""
+        super().__init__(model, layout)
+        self.fuses = fuse
+        self.interpreted = model.device.type == "cpu"
+        self._workspaces = Workspaces(max_running, model.device)
+
+    def run(self, batch: Batch, table: InputBatch, pool: KVPool, rows: NDArray[np.int64]) -> torch.Tensor:
+        """As `StepModel.run`, for start-up: sends the whole table, and waits for the device."""
+        device = self.model.device
+        lanes = DeviceLanes(table, device)
+        lanes.mirror(table)
+        arrays = batch_arrays(batch, rows)
+        sent = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+        return self.forward(device_batch(batch, sent), lanes, pool)
+
+    def forward(self, batch: DeviceBatch, lanes: DeviceLanes, pool: KVPool) -> torch.Tensor:
+        """Queue the step on the current stream: logits of the rows asked for, in the model's dtype.
+
+        `aux` then holds the rows, the pool the KV. Nothing waits for the device.
+        """
+        positions = torch.empty(batch.tokens, dtype=torch.int64, device=self.model.device)
+        ids, slots = torch.empty_like(positions), torch.empty_like(positions)
+        step_layout(
+            batch.lanes,
+            batch.starts,
+            batch.first_rows,
+            lanes.tables,
+            lanes.tokens,
+            pool.block_tokens,
+            positions,
+            ids,
+            slots,
+        )
+        latents = LatentCatcher()
+        context = StepContext(
+            layers=self._layers,
+            paging=TritonPaging(pool, lanes.tables, batch, positions, slots, self._workspaces),
+            positions=positions,
+            latents=latents,
+        )
+        if self.aux is not None:
+            self.aux.begin(positions)
+        with torch.inference_mode():
+            output = self.model(
+                input_ids=ids[None],
+                position_ids=positions[None],
+                past_key_values=latents if self._latent else None,
+                use_cache=False,
+                logits_to_keep=0 if batch.rows is None else batch.rows,
+                fd_ctx=context,
+            )
+        if self.aux is not None:
+            self.aux.end()
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+
+def batch_arrays(batch: Batch, rows: NDArray[np.int64], way: Way = "both") -> dict[str, NDArray[np.generic]]:
+    """The arrays of a step's shape that are sent to the device, by the names that `device_batch` takes.
+
+    Args:
+        rows: rows of the step whose logits are wanted.
+    """
+    tokens = len(batch.positions)
+    if way == "decodes":
+        arrays: dict[str, NDArray[np.generic]] = {
+            "lanes": np.repeat(batch.lanes, batch.counts).astype(np.int32),
+            "starts": batch.positions,
+            "first_rows": np.arange(tokens + 1, dtype=np.int32),
+        }
+    else:
+        arrays = {
+            "lanes": batch.lanes.astype(np.int32),
+            "starts": batch.starts,
+            "first_rows": np.concatenate([[0], np.cumsum(batch.counts)]).astype(np.int32),
+        }
+        decodes = batch.num_decodes if way == "both" else 0
+        if decodes < len(batch.lanes):
+            arrays["counts"] = batch.counts.astype(np.int32)
+            tiles = prefill_tiles(batch.counts[decodes:])
+            tiles[:, 0] += decodes
+            arrays["tiles"] = tiles
+    if len(rows) < tokens or way == "tiles":
+        arrays["rows"] = rows
+    return arrays
+
+
+def device_batch(batch: Batch, sent: dict[str, torch.Tensor], way: Way = "both") -> DeviceBatch:
+    """The shape of a step, from the tensors of `batch_arrays` on the device."""
+    tokens = len(batch.positions)
+    return DeviceBatch(
+        tokens=tokens,
+        decodes={"both": batch.num_decodes, "decodes": tokens, "tiles": 0}[way],
+        lanes=sent["lanes"],
+        starts=sent["starts"],
+        first_rows=sent["first_rows"],
+        counts=sent.get("counts"),
+        tiles=sent.get("tiles"),
+        rows=sent.get("rows"),
+    )

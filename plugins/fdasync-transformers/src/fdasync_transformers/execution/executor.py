@@ -1,0 +1,67 @@
+"""The contract of executors, which perform a runner's steps and copies once the model is loaded.
+
+`runner.py` makes one of the two: `host_executor.py` computes where it is called (CPUs), `device_executor.py` queues
+work whose end becomes a future (GPUs). Knows no checkpoint.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from fdasync.cache.aux_arena import AuxArena
+    from fdasync.cache.host_arena import HostArena
+    from fdasync.events.actions import RunStep, SwapIn, SwapOut
+    from fdasync.runner.base import CopyOutput, StepOutput
+    from fdasync.runner.input_batch import InputBatch
+    from fdasync_transformers.model.aux_data import AuxData
+    from fdasync_transformers.model.kv import KVPool
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The memory and settings of an executor.
+
+    Attributes:
+        pool: the KV.
+        table: tokens, blocks and slots of each lane.
+        arena: of the rows; None: there are no aux data.
+        host: the host tier, or None.
+        aux: the producers of the rows, or None.
+        vocab_size: logits past it belong to no token.
+        logits_dtype: torch's name of the dtype that sampling works in.
+    """
+
+    pool: KVPool
+    table: InputBatch
+    arena: AuxArena | None
+    host: HostArena | None
+    aux: AuxData | None
+    vocab_size: int
+    logits_dtype: str
+
+    def trim(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits of the vocabulary alone, in the dtype that sampling works in."""
+        return logits[:, : self.vocab_size].to(getattr(torch, self.logits_dtype))
+
+
+class Executor(ABC):
+    """Performs steps and copies; `Runner.launch` and `Runner.copy` say what their futures promise."""
+
+    @abstractmethod
+    def launch(self, step: RunStep) -> asyncio.Future[StepOutput]:
+        """Start a step. Never raises: a failure ends the future, and every later one."""
+
+    @abstractmethod
+    def copy(self, copy: SwapOut | SwapIn) -> asyncio.Future[CopyOutput]:
+        """Start a copy. Never raises: a failure ends the future, and every later one."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Wait, bounded, for the work under way; take no more."""

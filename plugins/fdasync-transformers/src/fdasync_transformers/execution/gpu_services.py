@@ -1,0 +1,51 @@
+"""The device services that an executor's steps and copies share: streams, events, page-locked buffers, the port.
+
+On a CPU (tests of the device path) the same parts do nothing, or are done at once. Knows no model and no steps. Made by
+`runner.py` when it binds, on the loop of the executor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fdasync.gpu.pools import EventPool, PinnedPool
+from fdasync.gpu.ports.adaptive import AdaptivePort
+from fdasync.gpu.ports.fake import AlreadyDone, FakePort
+from fdasync.gpu.streams import Streams
+
+if TYPE_CHECKING:
+    from fdasync.gpu.completion import CompletionPort
+
+# most bytes of the buffers of steps; steps in flight need a few megabytes each
+_PINNED_NBYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class GpuServices:
+    """See the module.
+
+    Attributes:
+        streams: of the device, by name.
+        events: held until their completion was seen.
+        pinned: page-locked buffers of copies to and from the device.
+        port: makes futures of events.
+    """
+
+    streams: Streams
+    events: EventPool[Any]
+    pinned: PinnedPool
+    port: CompletionPort
+
+
+def make_services(device: torch.device) -> GpuServices:
+    """Services for work from the running loop. Raises OSError where the kernel gives the port no timer."""
+    on_gpu = device.type == "cuda"
+    return GpuServices(
+        Streams(device),
+        EventPool(torch.cuda.Event if on_gpu else AlreadyDone),
+        PinnedPool(_PINNED_NBYTES, pinned=on_gpu, name="buffers of steps"),
+        AdaptivePort() if on_gpu else FakePort(),
+    )

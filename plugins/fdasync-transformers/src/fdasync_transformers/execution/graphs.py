@@ -1,0 +1,117 @@
+"""CUDA graphs of decode steps at a short ladder of batch sizes: a step costs the host one launch.
+
+Each graph computes from the device's own tables, so only lanes and positions are sent for a step. A step of n sequences
+runs at the next size of the ladder; rows past n are padding, whose KV is not stored. Captured once, before the first
+step; weights are updated in place, so graphs stay valid. Knows no sampling. Made by `device_executor.py`.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from fdasync_transformers.execution.triton_paging import DeviceBatch
+
+if TYPE_CHECKING:
+    from fdasync_transformers.execution.device_lanes import DeviceLanes
+    from fdasync_transformers.execution.device_step import DeviceStepModel
+    from fdasync_transformers.model.kv import KVPool
+
+
+#: most error of one token's logits, over their spread: sums in another order, a near tie in a router
+MOST_ERROR = 0.2
+
+
+def ladder(max_running: int) -> tuple[int, ...]:
+    """Batch sizes to capture: every power of two, half-way points from 16 on, and `max_running` itself."""
+    sizes = {1, max_running}
+    power = 2
+    while power < max_running:
+        sizes.add(power)
+        if power >= 16 and power * 3 // 2 < max_running:
+            sizes.add(power * 3 // 2)
+        power *= 2
+    return tuple(sorted(sizes))
+
+
+@dataclass(frozen=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    logits: torch.Tensor
+
+
+class GraphLadder:
+    """Graphs of one model over one pool.
+
+    Attributes:
+        sizes: batch sizes captured, rising.
+    """
+
+    def __init__(self, model: DeviceStepModel, lanes: DeviceLanes, pool: KVPool, sizes: tuple[int, ...]) -> None:
+        """Capture on the current stream, which must not be the default one. Waits for the device; blocks its loop.
+
+        Raises RuntimeError where a graph cannot hold what the model does.
+        """
+        self.sizes = sizes
+        device = model.model.device
+        most = sizes[-1]
+        self._lanes = torch.full((most,), -1, dtype=torch.int32, device=device)
+        self._starts = torch.zeros(most, dtype=torch.int64, device=device)
+        # graphs read these three at their addresses for as long as they live
+        self._first_rows = torch.arange(most + 1, dtype=torch.int32, device=device)
+        self._captured: dict[int, _Captured] = {}
+        memory = None
+        # the largest first: the smaller ones then fit into its memory
+        for size in reversed(sizes):
+            batch = DeviceBatch(size, size, self._lanes[:size], self._starts[:size], self._first_rows[: size + 1])
+            # compile kernels and have libraries take their workspaces before the capture
+            model.forward(batch, lanes, pool)
+            torch.cuda.synchronize(device)  # blocking: start-up, in a process of its own
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=memory, stream=torch.cuda.current_stream(device)):
+                logits = model.forward(batch, lanes, pool)
+            memory = graph.pool()
+            self._captured[size] = _Captured(graph, logits)
+        torch.cuda.synchronize(device)  # blocking: start-up, in a process of its own
+
+    def differing(self, model: DeviceStepModel, lanes: DeviceLanes, pool: KVPool) -> int:
+        """A batch size whose graph computes other logits than the same step launched operation by operation; 0: none.
+
+        Computes one token at the beginning of lane 0, for start-up. Waits for the device.
+        """
+        device = model.model.device
+        lane = torch.zeros(1, dtype=torch.int32, device=device)
+        start = torch.zeros(1, dtype=torch.int64, device=device)
+        wanted = model.forward(DeviceBatch(1, 1, lane, start, self._first_rows[:2]), lanes, pool).float()
+        spread = (wanted - wanted.mean()).norm()
+        for size, captured in self._captured.items():
+            self._set(lane, start, size)
+            captured.graph.replay()
+            error = (captured.logits[:1].float() - wanted).norm() / spread
+            # blocking: start-up, in a process of its own
+            if not float(error) < MOST_ERROR:
+                return size
+        return 0
+
+    def replay(self, lanes: torch.Tensor, starts: torch.Tensor) -> torch.Tensor | None:
+        """Queue a decode step of these sequences (int32 and int64 [n]); returns logits [n, V], valid until the next
+        replay on the same stream. None where there are more sequences than the largest size."""
+        count = len(lanes)
+        place = bisect.bisect_left(self.sizes, count)
+        if place == len(self.sizes):
+            return None
+        size = self.sizes[place]
+        self._set(lanes, starts, size)
+        captured = self._captured[size]
+        captured.graph.replay()
+        return captured.logits[:count]
+
+    def _set(self, lanes: torch.Tensor, starts: torch.Tensor, size: int) -> None:
+        """Queue the inputs of the next replay of this size: these sequences, and padding behind them."""
+        count = len(lanes)
+        self._lanes[:count].copy_(lanes, non_blocking=True)
+        self._lanes[count:size].fill_(-1)
+        self._starts[:count].copy_(starts, non_blocking=True)

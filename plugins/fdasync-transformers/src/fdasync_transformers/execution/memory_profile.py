@@ -1,0 +1,166 @@
+"""Measures at start-up how many KV blocks fit into memory, and how fast prefill is.
+
+Knows models by their steps. Called by `runner.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from fdasync.errors import ConfigError
+from fdasync.events.actions import Chunk, RunStep, SeqStart
+from fdasync.request import SamplerSpec
+from fdasync.runner.input_batch import InputBatch
+from fdasync_transformers.model.kv import KVPool
+from fdasync_transformers.sampling.scoring import SCORE_ROWS
+
+if TYPE_CHECKING:
+    from fdasync.runner.base import RunnerLimits
+    from fdasync.runner.input_batch import Batch
+    from fdasync_transformers.model.step import StepModel
+
+# shares of the free memory; other processes of the machine need the rest of a CPU's
+_CPU_SHARE = 0.5
+_GPU_SHARE = 0.92
+# bytes that a process takes of a GPU at its start: context, kernels, libraries
+_CONTEXT_NBYTES = 1 << 30
+
+# enough to measure the cost of a token, and few enough for a quick start
+_SPEED_TOKENS = 256
+
+_GREEDY = SamplerSpec(0, 0, 0, 0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, (), False, False, 0)
+
+
+def choose_num_blocks(
+    step_model: StepModel,
+    limits: RunnerLimits,
+    max_context_tokens: int,
+    block_tokens: int,
+    nbytes: int | None,
+    *,
+    share: float = 1.0,
+    graphs: int = 0,
+) -> int:
+    """Blocks that fit into `nbytes`, at most as many as all lanes can use.
+
+    Args:
+        nbytes: None: the free memory, at most the share of this runner.
+        share: of the memory; the rest is for other runners that start at the same time.
+        graphs: how many steps with prompts will be captured.
+
+    Raises ConfigError when not even one block fits.
+    """
+    useful = limits.max_running * -(-max_context_tokens // block_tokens)
+    block_nbytes = block_tokens * step_model.layout.token_nbytes
+    if nbytes is None:
+        nbytes = _free_nbytes(step_model, limits, max_context_tokens, block_tokens, share, graphs)
+    if nbytes < block_nbytes:
+        raise ConfigError(
+            "kv_cache_nbytes", f"{nbytes} bytes hold no block of {block_nbytes}", hint="give more, or a smaller model"
+        )
+    return min(useful, nbytes // block_nbytes)
+
+
+def _free_nbytes(
+    step_model: StepModel,
+    limits: RunnerLimits,
+    max_context_tokens: int,
+    block_tokens: int,
+    share: float,
+    graphs: int,
+) -> int:
+    device = step_model.model.device
+    if device.type != "cuda":
+        return int(_free_host_nbytes() * _CPU_SHARE * share)
+    peak = _step_peak_nbytes(step_model, limits, max_context_tokens, block_tokens)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    if share < 1:
+        # the other runners may not have taken their shares yet
+        free = min(free, int(total * share) - torch.cuda.memory_reserved(device) - _CONTEXT_NBYTES)
+    beside = _beside_nbytes(step_model, limits, max_context_tokens, block_tokens)
+    if graphs:
+        # graphs keep the memory of a step for good, and each the logits of as many rows as may sample
+        logits = limits.max_running * int(step_model.model.config.vocab_size) * step_model.layout.dtype.itemsize
+        beside += peak + graphs * logits
+    return int(free * _GPU_SHARE) - peak - beside
+
+
+def _beside_nbytes(step_model: StepModel, limits: RunnerLimits, max_context_tokens: int, block_tokens: int) -> int:
+    """Bytes that a runner keeps on the device beside model and KV, and the most that sampling takes."""
+    vocab = int(step_model.model.config.vocab_size)
+    columns = -(-max_context_tokens // block_tokens)
+    tables = limits.max_running * columns * (1 + block_tokens) * 4
+    # the logits of every captured size, at most those of twice the largest, in the model's dtype
+    graphs = 2 * limits.max_running * vocab * step_model.layout.dtype.itemsize
+    # float32 logits, and tables in float64 of values, ids and probabilities where a row asks for top-p; scores of
+    # prompts take less for each row
+    sampling = max(limits.max_running, SCORE_ROWS) * vocab * (4 + 4 * 8)
+    return tables + graphs + sampling
+
+
+def _step_peak_nbytes(step_model: StepModel, limits: RunnerLimits, max_context_tokens: int, block_tokens: int) -> int:
+    """Device memory that the largest step takes beside model and KV, measured by running it."""
+    left = limits.max_step_tokens
+    counts: list[int] = []
+    while left and len(counts) < limits.max_running:
+        counts.append(min(left, max_context_tokens))
+        left -= counts[-1]
+    device = step_model.model.device
+    batch, table, pool = _fresh_prefills(step_model, counts, block_tokens)
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    # float32 logits of as many rows as may sample
+    step_model.run(batch, table, pool, np.arange(min(limits.max_running, sum(counts)))).float()
+    torch.cuda.synchronize(device)
+    return int(torch.cuda.max_memory_allocated(device)) - before
+
+
+def prefill_tokens_per_s(
+    step_model: StepModel, limits: RunnerLimits, max_context_tokens: int, block_tokens: int
+) -> float:
+    """Speed of one prefill of some hundred tokens, the better of two, since the first warms up. 0: not measured."""
+    if step_model.interpreted:
+        return 0.0
+    count = min(_SPEED_TOKENS, limits.max_step_tokens, max_context_tokens)
+    took = []
+    for _ in range(2):
+        batch, table, pool = _fresh_prefills(step_model, [count], block_tokens)
+        started = time.perf_counter()
+        step_model.run(batch, table, pool, np.arange(1)).float().cpu()
+        took.append(time.perf_counter() - started)
+    return count / min(took)
+
+
+def _fresh_prefills(step_model: StepModel, counts: list[int], block_tokens: int) -> tuple[Batch, InputBatch, KVPool]:
+    """A step that prefills sequences of these lengths, and a pool of its own for it."""
+    needed = [-(-count // block_tokens) for count in counts]
+    pool = KVPool(step_model.layout, sum(needed), block_tokens, step_model.model.device)
+    table = InputBatch(len(counts), max(counts), block_tokens, sum(needed))
+    starts = []
+    for key, count in enumerate(counts):
+        blocks = tuple(range(sum(needed[:key]), sum(needed[: key + 1])))
+        starts.append(SeqStart(key, bytes(4 * count), 0, blocks, (), (), _GREEDY))
+    chunks = tuple(Chunk(key, count, False) for key, count in enumerate(counts))
+    return table.plan(RunStep(0, starts=tuple(starts), chunks=chunks)), table, pool
+
+
+def _free_host_nbytes() -> int:
+    """Free memory of this machine, or of its control group where that is less."""
+    available = 0
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = int((group / "memory.max").read_text())
+        available = min(available, limit - int((group / "memory.current").read_text()))
+    except (OSError, ValueError):
+        pass  # no control group, or one without a limit
+    return max(0, available)

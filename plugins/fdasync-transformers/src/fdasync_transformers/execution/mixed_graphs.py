@@ -1,0 +1,164 @@
+"""CUDA graphs of steps with prompts in them, at a few numbers of tokens: a step costs the host a few launches.
+
+The captured kernels read the numbers that differ from step to step (lanes, lengths, tiles, rows whose logits are
+wanted) from padded buffers of a fixed size. A padding sequence has no tokens, a padding tile belongs to a padding
+sequence, a padding row belongs to no sequence and its KV is not stored. Every sequence is computed in tiles, decodes
+too. Knows no sampling. Made by `device_executor.py`; decode steps are in `graphs.py`.
+"""
+
+from __future__ import annotations
+
+import bisect
+from typing import TYPE_CHECKING
+
+import torch
+
+from fdasync.gpu.kernels.prefill import PREFILL_TILE
+from fdasync_transformers.execution.graphs import MOST_ERROR
+from fdasync_transformers.execution.triton_paging import DeviceBatch
+
+if TYPE_CHECKING:
+    from fdasync_transformers.execution.device_lanes import DeviceLanes
+    from fdasync_transformers.execution.device_step import DeviceStepModel
+    from fdasync_transformers.model.kv import KVPool
+
+_STEP = 256
+# a larger step computes for longer than it takes to launch
+_MOST_TOKENS = 2048
+
+
+def token_ladder(max_step_tokens: int) -> tuple[int, ...]:
+    """Numbers of tokens to capture: multiples of 256, up to 2,048 or to the most of a step."""
+    most = min(max_step_tokens, _MOST_TOKENS)
+    sizes = list(range(2 * _STEP, most + 1, _STEP))
+    if sizes and sizes[-1] < most:
+        sizes.append(most)
+    return tuple(sizes)
+
+
+class MixedLadder:
+    """Graphs of one model over one pool; on a CPU, for tests, the same steps without graphs.
+
+    Attributes:
+        sizes: tokens of the steps captured, rising.
+        sequences: most sequences of a step.
+    """
+
+    def __init__(
+        self, model: DeviceStepModel, lanes: DeviceLanes, pool: KVPool, sizes: tuple[int, ...], sequences: int
+    ) -> None:
+        """Capture on the current stream, which must not be the default one. Waits for the device; blocks its loop.
+
+        Raises RuntimeError where a graph cannot hold what the model does.
+        """
+        self.sizes = sizes
+        self.sequences = sequences
+        self._model, self._tables, self._pool = model, lanes, pool
+        device = model.model.device
+        # the last place is the sequence of padding tiles
+        places = sequences + 1
+        self._lanes = torch.full((places,), -1, dtype=torch.int32, device=device)
+        self._starts = torch.zeros(places, dtype=torch.int64, device=device)
+        self._first_rows = torch.zeros(places + 1, dtype=torch.int32, device=device)
+        self._counts = torch.zeros(places, dtype=torch.int32, device=device)
+        self._tiles = torch.zeros((places + sizes[-1] // PREFILL_TILE, 2), dtype=torch.int32, device=device)
+        self._rows = torch.zeros(sequences, dtype=torch.int64, device=device)
+        self._captured: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._pad(0, 0, 0, 0)
+        if device.type == "cuda":
+            self._capture(device)
+
+    def _capture(self, device: torch.device) -> None:
+        memory = None
+        # the largest first: the smaller ones then fit into its memory
+        for size in reversed(self.sizes):
+            # compile kernels and have libraries take their workspaces before the capture
+            self._forward(size)
+            torch.cuda.synchronize(device)  # blocking: start-up, in a process of its own
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=memory, stream=torch.cuda.current_stream(device)):
+                logits = self._forward(size)
+            memory = graph.pool()
+            self._captured[size] = graph, logits
+        torch.cuda.synchronize(device)  # blocking: start-up, in a process of its own
+
+    def _forward(self, size: int) -> torch.Tensor:
+        tiles = self._tiles[: self.sequences + 1 + size // PREFILL_TILE]
+        batch = DeviceBatch(
+            size, 0, self._lanes, self._starts, self._first_rows, self._counts, tiles, self._rows, padded=True
+        )
+        return self._model.forward(batch, self._tables, self._pool)
+
+    def size_of(self, tokens: int, sequences: int) -> int:
+        """The captured size for a step of so many tokens and sequences; 0: none."""
+        place = bisect.bisect_left(self.sizes, tokens)
+        return self.sizes[place] if place < len(self.sizes) and sequences <= self.sequences else 0
+
+    def replay(self, sent: dict[str, torch.Tensor], tokens: int) -> torch.Tensor:
+        """Queue a step of so many tokens, for which `size_of` found a size; returns logits of its `rows`, valid until
+        the next replay on the same stream.
+
+        `sent` has the arrays of `batch_arrays` for tiles, on the device.
+        """
+        rows = sent["rows"]
+        pairs = (
+            (self._lanes, sent["lanes"]),
+            (self._starts, sent["starts"]),
+            (self._first_rows, sent["first_rows"]),
+            (self._counts, sent["counts"]),
+            (self._tiles, sent["tiles"]),
+            (self._rows, rows),
+        )
+        for kept, given in pairs:
+            kept[: len(given)].copy_(given, non_blocking=True)
+        self._pad(len(sent["lanes"]), tokens, len(sent["tiles"]), len(rows))
+        size = self.size_of(tokens, len(sent["lanes"]))
+        if self._captured:
+            graph, logits = self._captured[size]
+            graph.replay()
+        else:
+            logits = self._forward(size)
+        return logits[: len(rows)]
+
+    def _pad(self, sequences: int, tokens: int, tiles: int, rows: int) -> None:
+        """Queue the padding of the buffers behind so many entries in use."""
+        self._lanes[sequences:].fill_(-1)
+        self._first_rows[sequences:].fill_(tokens)
+        self._counts[sequences:].zero_()
+        self._tiles[tiles:, 0].fill_(self.sequences)
+        self._tiles[tiles:, 1].zero_()
+        self._rows[rows:].zero_()
+
+    def differing(self) -> int:
+        """A size whose graph computes other logits than the same step launched operation by operation; 0: none.
+
+        Computes two tokens at the beginning of lane 0, for start-up. Waits for the device.
+        """
+        device = self._model.model.device
+        lane = torch.zeros(1, dtype=torch.int32, device=device)
+        start = torch.zeros(1, dtype=torch.int64, device=device)
+        first_rows = torch.tensor([0, 2], dtype=torch.int32, device=device)
+        counts = torch.full((1,), 2, dtype=torch.int32, device=device)
+        tiles = torch.zeros((1, 2), dtype=torch.int32, device=device)
+        rows = torch.ones(1, dtype=torch.int64, device=device)
+        plain = DeviceBatch(2, 0, lane, start, first_rows, counts, tiles, rows)
+        wanted = self._model.forward(plain, self._tables, self._pool).float()
+        sent = {
+            "lanes": lane,
+            "starts": start,
+            "first_rows": first_rows,
+            "counts": counts,
+            "tiles": tiles,
+            "rows": rows,
+        }
+        spread = (wanted - wanted.mean()).norm()
+        for size in self.sizes:
+            # sets the buffers; it replays the smallest size, as for any two tokens
+            self.replay(sent, 2)
+            graph, logits = self._captured[size]
+            graph.replay()
+            error = (logits[:1].float() - wanted).norm() / spread
+            # blocking: start-up, in a process of its own
+            if not float(error) < MOST_ERROR:
+                return size
+        return 0

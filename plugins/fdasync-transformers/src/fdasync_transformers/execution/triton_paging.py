@@ -1,0 +1,133 @@
+"""Paged attention of one step by kernels that read the pool in place: no gathers, no masks, no padding.
+
+Single-token queries go to the decode kernel, which splits long contexts over the device; chunks of prompts go to the
+prefill kernel in tiles. The device reads the lengths, so that a captured graph serves any length. Knows sequences by
+number only. Made by `device_step.py`, used by `model/attention.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fdasync.gpu.kernels.attention import attend_decode, decode_workspace
+from fdasync.gpu.kernels.prefill import attend_prefill
+from fdasync.gpu.kernels.store import store_kv
+from fdasync_transformers.model.attention import Paging
+
+if TYPE_CHECKING:
+    import torch
+
+    from fdasync.gpu.kernels.attention import Workspace
+    from fdasync_transformers.model.kv import KVPool, LayerSpec
+
+
+class Workspaces:
+    """Partial results of split decodes, allocated once for each shape of attention and used by all its layers."""
+
+    def __init__(self, max_sequences: int, device: torch.device) -> None:
+        self._max_sequences = max_sequences
+        self._device = device
+        self._made: dict[tuple[int, int], Workspace] = {}
+
+    def of(self, heads: int, value_dim: int) -> Workspace:
+        """The workspace for queries of so many heads; call it once for each shape before a graph is captured."""
+        found = self._made.get((heads, value_dim))
+        if found is None:
+            found = self._made[heads, value_dim] = decode_workspace(self._max_sequences, heads, value_dim, self._device)
+        return found
+
+
+@dataclass(frozen=True)
+class DeviceBatch:
+    """A step's shape, on the device: T tokens of S sequences, decodes first.
+
+    Attributes:
+        tokens: T.
+        decodes: how many sequences, the first ones, have one token each.
+        lanes: int32 [S]; -1: padding.
+        starts: int64 [S], position of each sequence's first token here.
+        first_rows: int32 [S + 1], row of each sequence's first token, and T.
+        counts: int32 [S], tokens of each sequence; None where all are decodes.
+        tiles: int32 [n, 2] of `prefill_tiles`, of the sequences that are no decodes; None where all are.
+        rows: int64 [N], rows whose logits are wanted; None: all.
+        padded: whether rows may belong to no sequence.
+    """
+
+    tokens: int
+    decodes: int
+    lanes: torch.Tensor
+    starts: torch.Tensor
+    first_rows: torch.Tensor
+    counts: torch.Tensor | None = None
+    tiles: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
+    padded: bool = False
+
+
+@dataclass(frozen=True)
+class TritonPaging(Paging):
+    """See the module.
+
+    Attributes:
+        pool: the KV.
+        tables: int32 [lanes, max_blocks].
+        batch: the step.
+        positions: int64 [T].
+        slots: int64 [T], place of each token's KV in the pool; -1: not stored.
+        workspaces: of the decode kernel.
+    """
+
+    pool: KVPool
+    tables: torch.Tensor
+    batch: DeviceBatch
+    positions: torch.Tensor
+    slots: torch.Tensor
+    workspaces: Workspaces = field(repr=False)
+
+    def store(self, layer: LayerSpec, key: torch.Tensor, value: torch.Tensor | None) -> None:
+        values = None if value is None else self.pool.values[layer.index]
+        store_kv(key, value, self.pool.keys[layer.index], values, self.slots)
+
+    def attend(self, layer: LayerSpec, query: torch.Tensor, scaling: float, sinks: torch.Tensor | None) -> torch.Tensor:
+        batch, heads = self.batch, query.shape[1]
+        keys = self.pool.keys[layer.index]
+        values = None if layer.latent_rank else self.pool.values[layer.index]
+        value_dim = layer.latent_rank or layer.value_dim
+        # the kernels write no row that belongs to no sequence, and routers read all rows
+        make = query.new_zeros if batch.padded else query.new_empty
+        out = make(query.shape[0], heads, value_dim)
+        shared: dict[str, Any] = {
+            "scale": scaling,
+            "reach_kind": layer.reach.kind,
+            "reach_size": layer.reach.size,
+            "sinks": sinks,
+            "value_dim": value_dim,
+        }
+        if batch.decodes:
+            attend_decode(
+                query[: batch.decodes],
+                keys,
+                values,
+                self.tables,
+                batch.lanes[: batch.decodes],
+                self.positions[: batch.decodes],
+                out=out[: batch.decodes],
+                workspace=self.workspaces.of(heads, value_dim),
+                **shared,
+            )
+        if batch.tiles is not None and batch.counts is not None:
+            attend_prefill(
+                query,
+                keys,
+                values,
+                self.tables,
+                batch.lanes,
+                batch.starts,
+                batch.first_rows,
+                batch.counts,
+                batch.tiles,
+                out=out,
+                **shared,
+            )
+        return out

@@ -1,0 +1,1 @@
+"""A library model on flattened, paged batches: KV layout, attention, capture, what families need."""

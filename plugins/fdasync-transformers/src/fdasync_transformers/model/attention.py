@@ -1,0 +1,231 @@
+"""Attention over paged KV: the one function that every model calls through the library's interface.
+
+Stateless: the keyword `fd_ctx` carries all inputs of a step, and the model's forward hands it down to each attention
+layer. Registered as an attention function only, never as a mask function, so the library builds no masks. Knows no
+sequences and no scheduling: a `Paging` knows where KV is and which rows attend to which (`TorchPaging` here,
+`triton_paging.py` on GPUs). Used by `step.py` and `device_step.py`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from fdasync.errors import RunnerError
+from fdasync_transformers.model.kv import gather
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from fdasync_transformers.model.kv import KVPool, LayerSpec
+    from fdasync_transformers.model.ragged import Group, RaggedPlan
+
+NAME = "fdasync_paged"
+
+# arguments that some models give their attention and this function does not support
+_NOT_DONE = ("softcap", "indices", "position_bias", "cu_seq_lens_q", "block_table")
+
+
+class LatentCatcher:
+    """Stands in for the library's cache, to get the latents of an MLA layer before they are expanded.
+
+    The layer calls `update` right before its attention function, which takes the latents.
+    """
+
+    def __init__(self) -> None:
+        self._held: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def update(
+        self, latent: torch.Tensor, rotary: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Latents [1, 1, T, rank] and rotary keys [1, 1, T, dims]; both are returned as they are."""
+        del layer_idx, args, kwargs
+        self._held = (latent, rotary)
+        return latent, rotary
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        del layer_idx
+        return 0
+
+    def take(self) -> torch.Tensor:
+        """The latents and rotary keys of the running layer, [T, 1, rank + dims]."""
+        if self._held is None:
+            raise RunnerError("a latent attention layer did not show its latents")
+        latent, rotary = self._held
+        self._held = None
+        return torch.cat((latent, rotary), dim=-1)[0].transpose(0, 1)
+
+
+class Paging(ABC):
+    """Stores the KV of one step, and attends to it; made for each step."""
+
+    @abstractmethod
+    def store(self, layer: LayerSpec, key: torch.Tensor, value: torch.Tensor | None) -> None:
+        """Write this step's keys [T, KH, Dk] and values [T, KH, Dv] (None: a latent layer) into the pool."""
+
+    @abstractmethod
+    def attend(self, layer: LayerSpec, query: torch.Tensor, scaling: float, sinks: torch.Tensor | None) -> torch.Tensor:
+        """Queries [T, H, Dk] against the keys that each may see, this step's included: [T, H, Dv].
+
+        Dv of a latent layer is its rank: the leading part of its keys.
+        """
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """The inputs of the attention layers in one step.
+
+    Attributes:
+        layers: spec by layer index.
+        paging: stores and reads the KV.
+        positions: int64 [T], absolute position of each token.
+        latents: of MLA layers; handed to the model as its cache where there are any.
+    """
+
+    layers: Mapping[int, LayerSpec]
+    paging: Paging
+    positions: torch.Tensor
+    latents: LatentCatcher = field(default_factory=LatentCatcher)
+
+
+def register() -> None:
+    """Make the function known to the library under `NAME`; harmless when repeated."""
+    AttentionInterface.register(NAME, paged_attention)
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    fd_ctx: StepContext,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Write this step's KV, then attend to all of it: query [1, H, T, Dk] -> [1, T, H, Dv].
+
+    `scaling` is the model's (never derived), `s_aux` [H] are attention sinks: one more logit per head whose
+    probability is dropped. A window in `kwargs` is ignored: `probe.py` found the real one at start-up.
+    Raises RunnerError for any other argument that would change the result.
+    """
+    del attention_mask
+    for name in _NOT_DONE:
+        if kwargs.get(name) is not None:
+            raise RunnerError(f"attention with {name!r} is not supported")
+    layer_idx = int(module.layer_idx)  # type: ignore[arg-type]
+    spec = fd_ctx.layers[layer_idx]
+    rows = query[0].transpose(0, 1)
+    if spec.query_scale is not None:
+        rows = _scale_queries(rows, fd_ctx.positions, *spec.query_scale)
+    if spec.latent_rank:
+        fd_ctx.paging.store(spec, fd_ctx.latents.take(), None)
+        up_keys, up_values = _latent_projections(module, spec.latent_rank)
+        nope = up_keys.shape[1]
+        latent_query = torch.einsum("thn,hnr->thr", rows[..., :nope], up_keys)
+        absorbed = torch.cat((latent_query, rows[..., nope:]), dim=-1)
+        out = fd_ctx.paging.attend(spec, absorbed, scaling, None)
+        return torch.einsum("thr,hvr->thv", out, up_values).unsqueeze(0), None
+    fd_ctx.paging.store(spec, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    return fd_ctx.paging.attend(spec, rows, scaling, s_aux).unsqueeze(0), None
+
+
+@dataclass(frozen=True)
+class TorchPaging(Paging):
+    """By torch's own attention, for CPUs: gathers blocks, and pads sequences of like shape to the longest of them.
+
+    Attributes:
+        pool: the KV.
+        plan: which rows attend to which keys.
+        blocks, offsets: int64 [T], place of each token's KV in the pool.
+    """
+
+    pool: KVPool
+    plan: RaggedPlan
+    blocks: torch.Tensor
+    offsets: torch.Tensor
+
+    def store(self, layer: LayerSpec, key: torch.Tensor, value: torch.Tensor | None) -> None:
+        self.pool.keys[layer.index][self.blocks, self.offsets] = key
+        if value is not None:
+            self.pool.values[layer.index][self.blocks, self.offsets] = value
+
+    def attend(self, layer: LayerSpec, query: torch.Tensor, scaling: float, sinks: torch.Tensor | None) -> torch.Tensor:
+        keys = self.pool.keys[layer.index]
+        groups = self.plan.groups(layer.reach)
+        if layer.latent_rank:
+            # values are the keys' leading part; taking all of them keeps both head sizes equal, which is fast
+            return _attend(query, keys, keys, groups, scaling, None)[..., : layer.latent_rank]
+        return _attend(query, keys, self.pool.values[layer.index], groups, scaling, sinks)
+
+
+def _attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    groups: list[Group],
+    scaling: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Queries [T, H, Dk] against pool views [blocks, tokens, KH, D]: [T, H, Dv]."""
+    out = query.new_empty(*query.shape[:2], values.shape[-1])
+    for group in groups:
+        q = group.take(query)
+        k = gather(keys, group.table, group.pieces)[:, :, : group.keys]
+        v = k if values is keys else gather(values, group.table, group.pieces)[:, :, : group.keys]
+        if sinks is not None:
+            result = _attend_with_sinks(q, k, v, group.mask, scaling, sinks)
+        elif group.queries == 1 and group.mask is not None:
+            # heads that share keys become queries of one head: fewer, larger products
+            packed = q.reshape(group.pieces, k.shape[1], -1, q.shape[-1])
+            result = scaled_dot_product_attention(packed, k, v, attn_mask=group.mask, scale=scaling)
+            result = result.reshape(group.pieces, -1, 1, v.shape[-1])
+        else:
+            result = scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=group.mask,
+                is_causal=group.mask is None,
+                scale=scaling,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+        group.give(result, out)
+    return out
+
+
+def _attend_with_sinks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scaling: float, sinks: torch.Tensor
+) -> torch.Tensor:
+    """Plain attention with one more column per head in the softmax, dropped afterwards."""
+    pieces, heads, queries, dim = q.shape
+    packed = q.reshape(pieces, k.shape[1], -1, queries, dim)
+    scores = torch.matmul(packed, k.unsqueeze(2).transpose(-1, -2)) * scaling
+    if mask is not None:
+        scores = scores + mask.unsqueeze(2)
+    elif queries > 1:
+        scores = scores + scores.new_full((queries, k.shape[2]), float("-inf")).triu(1)
+    column = sinks.to(scores.dtype).view(1, k.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
+    weights = torch.softmax(torch.cat((scores, column), dim=-1), dim=-1, dtype=torch.float32)[..., :-1]
+    return torch.matmul(weights.to(v.dtype), v.unsqueeze(2)).reshape(pieces, heads, queries, v.shape[-1])
+
+
+def _latent_projections(module: torch.nn.Module, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of an MLA layer's up-projection: keys [H, nope dims, rank] and values [H, value dims, rank]."""
+    layer: Any = module
+    nope = int(layer.qk_nope_head_dim)
+    weight: torch.Tensor = layer.kv_b_proj.weight.view(-1, nope + int(layer.v_head_dim), rank)
+    return weight[:, :nope], weight[:, nope:]
+
+
+def _scale_queries(rows: torch.Tensor, positions: torch.Tensor, floor: float, scale: float) -> torch.Tensor:
+    """Llama 4's query temperature (arXiv 2501.19399), by absolute position instead of by row of the batch."""
+    factor = torch.log1p(torch.floor((positions.float() + 1.0) / floor)) * scale + 1.0
+    return (rows * factor[:, None, None]).to(rows.dtype)

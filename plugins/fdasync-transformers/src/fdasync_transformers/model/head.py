@@ -1,0 +1,78 @@
+"""Computes logits of any rows of a step after its forward pass, a few rows at a time.
+
+A step computes the logits of the tokens that it samples from alone: those of all tokens of a prompt would not fit into
+memory. `Head` keeps the last hidden states of a pass, and runs the rest of the model over some of their rows. The rest
+is the library's own code behind the decoder (head, scaling, soft caps), so each family's logits are its own. Knows no
+steps and no sampling. Called by the step models for the executors, where prompts are scored.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fdasync.errors import InvariantBroken
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from transformers import PreTrainedModel
+
+
+def decoder_of(model: PreTrainedModel) -> torch.nn.Module | None:
+    """The part of the model that returns hidden states; None: it is not apart from the rest."""
+    if model.base_model is not model:
+        return model.base_model
+    # one family's prefix names no attribute
+    found = getattr(model, "model", None)
+    return found if isinstance(found, torch.nn.Module) else None
+
+
+class Head:
+    """See the module. One for each model; used only where `decoder_of` finds a decoder."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._decoder = decoder_of(model)
+        self._kept: Any = None
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Keep what the decoder returns in the forward pass inside, until the end of the block."""
+
+        def keep(_module: torch.nn.Module, _args: Any, output: Any) -> None:
+            self._kept = output
+
+        if self._decoder is None:
+            raise InvariantBroken("the model has no decoder apart from its head")
+        hook = self._decoder.register_forward_hook(keep)
+        try:
+            yield
+        finally:
+            hook.remove()
+            self._kept = None
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """Logits [n, V] of these rows (int64 [n], on the model's device) of the pass, in the model's dtype. Queued on
+        the current stream; inside `keeping` alone."""
+        decoder, kept = self._decoder, self._kept
+        if decoder is None or kept is None:
+            raise InvariantBroken("logits of a pass that was not kept")
+        part = replace(kept, last_hidden_state=kept.last_hidden_state[:, rows])
+        own = decoder.__dict__.get("forward")
+        decoder.forward = lambda *_args, **_kwargs: part
+        try:
+            with torch.inference_mode():
+                output = self._model(input_ids=rows[None], use_cache=False)
+        finally:
+            # the hook has seen the part
+            self._kept = kept
+            if own is None:
+                del decoder.forward
+            else:
+                decoder.forward = own
+        logits: torch.Tensor = output.logits[0]
+        return logits

@@ -1,0 +1,144 @@
+"""Finds the shapes and reaches of a loaded model's attention layers by one forward pass of one token.
+
+Config fields differ between families, and some are wrong or missing; the model's own calls are right. A probe attention
+function notes the tensors that each layer hands over, and a probe mask function gives each layer a note of the mask
+that the library would have built. Knows no steps. Called by `runner.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from fdasync.errors import UnsupportedModel
+from fdasync_transformers.model.families import decoder_of
+from fdasync_transformers.model.kv import LayerSpec, Reach
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from transformers import PreTrainedModel
+
+PROBE = "fdasync_probe"
+
+MaskFunction = Callable[[int, int, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class MaskNote:
+    """The inputs of a mask of the library, passed through the model in place of the mask.
+
+    Attributes:
+        function: of the library: whether a query sees a key.
+        local_size: of a window or chunk; None for others.
+    """
+
+    function: MaskFunction
+    local_size: int | None
+
+
+class ProbeLog:
+    """Notes of the layers' calls, in their order; goes through the forward pass as `fd_ctx`.
+
+    Attributes:
+        layers: by layer index, (module, kv heads, key dim, value dim, mask note or None).
+    """
+
+    def __init__(self) -> None:
+        self.layers: dict[int, tuple[torch.nn.Module, int, int, int, MaskNote | None]] = {}
+
+
+def attention_layers(
+    model: PreTrainedModel, *, latent: bool, query_scales: Mapping[int, tuple[float, float]]
+) -> tuple[LayerSpec, ...]:
+    """The spec of every attention layer, by rising layer index.
+
+    `latent` pages the latents of MLA layers instead of the expanded keys and values. Raises UnsupportedModel where a
+    decoder layer has no attention (it keeps state of another kind), or where no `kv.Reach` describes a mask.
+    """
+    name = str(model.config.model_type)
+    log = _run(model)
+    depth = len(decoder_of(model).layers)
+    if len(log.layers) % depth or sorted(log.layers) != list(range(len(log.layers))):
+        raise UnsupportedModel(
+            name, f"{depth} layers, of which only {sorted(log.layers)} keep KV: the others keep state of another kind"
+        )
+    specs = []
+    for index, (module, heads, key_dim, value_dim, note) in sorted(log.layers.items()):
+        rank = _latent_rank(module) if latent else 0
+        if rank:
+            heads, key_dim, value_dim = 1, rank + int(module.qk_rope_head_dim), 0  # type: ignore[arg-type]
+        reach = _reach(note, name)
+        specs.append(LayerSpec(index, heads, key_dim, value_dim, reach, rank, query_scales.get(index)))
+    return tuple(specs)
+
+
+def _run(model: PreTrainedModel) -> ProbeLog:
+    AttentionInterface.register(PROBE, _probe_attention)
+    AttentionMaskInterface.register(PROBE, _probe_mask)
+    log = ProbeLog()
+    before = model.config._attn_implementation
+    model.set_attn_implementation(PROBE)
+    try:
+        token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+        with torch.no_grad():
+            model(input_ids=token, position_ids=token, use_cache=False, logits_to_keep=1, fd_ctx=log)
+    finally:
+        model.set_attn_implementation(before)
+    return log
+
+
+def _probe_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: MaskNote | None,
+    *,
+    fd_ctx: ProbeLog,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    del kwargs
+    index = int(module.layer_idx)  # type: ignore[arg-type]
+    fd_ctx.layers[index] = (module, key.shape[1], key.shape[3], value.shape[3], attention_mask)
+    groups = query.shape[1] // value.shape[1]
+    return value.repeat_interleave(groups, dim=1).transpose(1, 2).contiguous(), None
+
+
+def _probe_mask(*, mask_function: MaskFunction, local_size: int | None = None, **kwargs: Any) -> MaskNote:
+    del kwargs
+    return MaskNote(mask_function, local_size)
+
+
+def _latent_rank(module: torch.nn.Module) -> int:
+    parts = ("kv_b_proj", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "expand_kv")
+    return int(module.kv_lora_rank) if all(hasattr(module, part) for part in parts) else 0  # type: ignore[arg-type]
+
+
+def _reach(note: MaskNote | None, model: str) -> Reach:
+    """The reach whose mask equals the library's at positions around its size."""
+    if note is None:
+        raise UnsupportedModel(model, "an attention layer is given no causal mask")
+    size = int(note.local_size or 0)
+    choices = [Reach("window", size), Reach("chunk", size)] if size else [Reach()]
+    edge = size or 8
+    positions = sorted({0, 1, edge - 1, edge, edge + 1, 2 * edge - 1, 2 * edge, 2 * edge + 1} - {-1})
+    pairs = [(q, k) for q in positions for k in positions]
+    said = [bool(note.function(0, 0, torch.tensor(q), torch.tensor(k))) for q, k in pairs]
+    for reach in choices:
+        if said == [_sees(reach, q, k) for q, k in pairs]:
+            return reach
+    raise UnsupportedModel(model, f"an attention layer has a mask that is neither causal, window nor chunk ({size})")
+
+
+def _sees(reach: Reach, query: int, key: int) -> bool:
+    if key > query:
+        return False
+    if reach.kind == "window":
+        return key > query - reach.size
+    return reach.kind == "full" or key // reach.size == query // reach.size

@@ -1,0 +1,108 @@
+"""One step on the model: flat arrays of a `Batch` in, logits out, KV and aux rows written on the way.
+
+Knows the model and the pool; knows nothing of sampling, arenas or futures. Called by `execution/host_executor.py` for
+every step, by `selfcheck.py` and `execution/memory_profile.py` at start-up: all three run the same code.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fdasync_transformers.model.attention import NAME, LatentCatcher, StepContext, TorchPaging, register
+from fdasync_transformers.model.head import Head
+from fdasync_transformers.model.ragged import RaggedPlan
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from transformers import PreTrainedModel
+
+    from fdasync.runner.input_batch import Batch, InputBatch
+    from fdasync_transformers.model.aux_data import AuxData
+    from fdasync_transformers.model.kv import KVLayout, KVPool
+
+# without cuDNN's: it plans anew whenever a length changes, at every prefill, for most of a millisecond of CPU
+_ATTENTION_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+class StepModel:
+    """A model switched to paged attention.
+
+    Attributes:
+        model: owned by the caller; its attention implementation is set here.
+        layout: of the pools that `run` takes.
+        aux: producers of the steps' rows, or None; may be replaced between steps.
+        fuses: whether a kernel replaces routers where possible.
+        head: the logits of further rows of a step, where prompts are scored.
+        interpreted: whether kernels run in Triton's interpreter, whose speed says nothing.
+    """
+
+    def __init__(self, model: PreTrainedModel, layout: KVLayout) -> None:
+        register()
+        model.set_attn_implementation(NAME)
+        self.model = model
+        self.layout = layout
+        self.aux: AuxData | None = None
+        self.fuses = False
+        self.interpreted = False
+        self.head = Head(model)
+        self._layers = {layer.index: layer for layer in layout.layers}
+        self._latent = any(layer.latent_rank for layer in layout.layers)
+
+    def run(self, batch: Batch, table: InputBatch, pool: KVPool, rows: NDArray[np.int64]) -> torch.Tensor:
+        """Forward the batch's tokens (at least one), read from `table.tokens`.
+
+        Returns logits [len(rows), V] of `rows` of the step, in the model's dtype on its device; computes no other
+        logits. Writes the tokens' KV to the pool and their rows to `aux`. Done on return on a CPU, queued on a GPU.
+        """
+        device = self.model.device
+        size = pool.block_tokens
+        token_lanes = np.repeat(batch.lanes, batch.counts)
+        input_ids = table.tokens[token_lanes, batch.positions].astype(np.int64)
+        ends = batch.starts + batch.counts
+        tables = table.blocks[batch.lanes, : -(-int(ends.max()) // size)]
+        pool.clear(_fresh_tails(batch.starts, ends, tables, size))
+        blocks, offsets = np.divmod(batch.kv_index, size)
+        latents = LatentCatcher()
+        positions = _send(batch.positions, device)
+        context = StepContext(
+            layers=self._layers,
+            paging=TorchPaging(
+                pool=pool,
+                plan=RaggedPlan(batch.counts, batch.starts, tables, size, device, self.layout.dtype),
+                blocks=_send(blocks, device),
+                offsets=_send(offsets, device),
+            ),
+            positions=positions,
+            latents=latents,
+        )
+        if self.aux is not None:
+            self.aux.begin(positions)
+        with torch.inference_mode(), sdpa_kernel(_ATTENTION_BACKENDS):
+            output = self.model(
+                input_ids=_send(input_ids, device)[None],
+                position_ids=positions[None],
+                past_key_values=latents if self._latent else None,
+                use_cache=False,
+                logits_to_keep=_send(rows, device),
+                fd_ctx=context,
+            )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+
+def _fresh_tails(
+    starts: NDArray[np.int64], ends: NDArray[np.int64], tables: NDArray[np.integer], size: int
+) -> list[int]:
+    """Blocks that this step begins to fill and does not fill: one per sequence at most."""
+    columns = ends // size
+    fresh = (ends % size != 0) & (columns * size >= starts)
+    tails: list[int] = tables[np.flatnonzero(fresh), columns[fresh]].tolist()
+    return tails
+
+
+def _send(array: NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)

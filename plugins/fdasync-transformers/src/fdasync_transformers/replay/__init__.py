@@ -1,0 +1,1 @@
+"""Replays recorded routing in a trainer's passes."""

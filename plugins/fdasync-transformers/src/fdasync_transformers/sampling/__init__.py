@@ -1,0 +1,1 @@
+"""Samples tokens from logits."""

@@ -1,0 +1,149 @@
+"""Samples tokens and log-probs from logits, for a whole step at once, in three stages.
+
+`plan_samples` plans on the host, before the logits exist. `compute_samples` samples on the device, and never waits for
+it. `read_samples` makes lists of the results on the host, after they have arrived. `sample` does the three in a row,
+for callers that may wait.
+
+Every row is sampled on its own: the result for a row depends on its logits, its `SamplerSpec`, its position
+and (for penalties) its history, never on the rows beside it. Noise is a function of (seed, sample index,
+position) alone, so recomputing a position gives the same token. Knows nothing of models, sequences or
+steps. Called by the executors, once per step; pure, no state.
+
+The order is: penalties, logit bias, mask of stop ids, temperature, top-k, top-p over what top-k left, min-p. That is
+the order of transformers' own logits processors, but for the bias: behind the penalties it is added in full, whatever
+the repetition penalty is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import torch
+
+from fdasync.errors import InvariantBroken, RunnerError
+from fdasync.result import TopLogprobs
+from fdasync.runner.base import StepOutput
+from fdasync_transformers.sampling.math import compute_samples
+from fdasync_transformers.sampling.plan import SamplePlan, plan_samples, uniform
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from fdasync.request import SamplerSpec
+
+__all__ = ["SampleOutput", "SamplePlan", "compute_samples", "plan_samples", "read_samples", "sample", "uniform"]
+
+_NEG_INF = float("-inf")
+
+
+class SampleOutput(msgspec.Struct, frozen=True):
+    """The samples of a step; one entry per row, in the order given.
+
+    Attributes:
+        tokens: sampled ids.
+        raw, processed: log-prob of each sampled token; None when no row asked. 0.0 for rows that did not ask.
+        top: alternatives, best first, ties by lower id; None when no row asked, or for rows that did not ask.
+            Fewer than asked where fewer have a probability above 0.
+    """
+
+    tokens: list[int]
+    raw: list[float] | None = None
+    processed: list[float] | None = None
+    top: list[TopLogprobs | None] | None = None
+
+    def step_output(self, step_id: int) -> StepOutput:
+        """The output of a step with these samples."""
+        return StepOutput(
+            step_id,
+            tuple(self.tokens),
+            None if self.raw is None else tuple(self.raw),
+            None if self.processed is None else tuple(self.processed),
+            None if self.top is None else tuple(self.top),
+        )
+
+
+def sample(
+    logits: torch.Tensor,
+    specs: Sequence[SamplerSpec],
+    positions: Sequence[int],
+    histories: Sequence[np.ndarray[Any, Any]],
+) -> SampleOutput:
+    """Sample one token per row, and wait for the results.
+
+    Args:
+        logits: float [N, V], any device; read only.
+        specs: N of them.
+        positions: absolute position of each token to sample; `positions[i] - prompt_len` tokens of the row were
+            sampled before it.
+        histories: int [n_i], all known tokens of each row, prompt first; read only where a penalty is in
+            force. Ids outside the vocabulary are passed over.
+
+    Log-probs, natural logarithm: `raw` is the float32 log-softmax of the logits as given. `processed` is the
+    log-softmax, in float64, of the distribution that was sampled from. A greedy row has no such
+    distribution (its token has probability 1); `processed` then is the log-softmax of the logits after
+    penalties, bias and stop mask, at temperature 1 and without filters: a trainer that recomputes log-probs of a greedy
+    rollout gets the same.
+
+    A greedy row takes the largest logit after penalties, bias and stop mask, the lowest id where several are
+    equal; top-k, top-p and min-p cannot change that and are passed over. If a stop mask would leave no token
+    at all, the row is not masked.
+
+    Raises:
+        RunnerError: a row has NaN or +inf among its logits, or no finite one.
+        InvariantBroken: lengths disagree.
+    """
+    count = len(specs)
+    if logits.ndim != 2 or not (logits.shape[0] == count == len(positions) == len(histories)):
+        lengths = f"{count} specs, {len(positions)} positions, {len(histories)} histories"
+        raise InvariantBroken(f"sample: logits {tuple(logits.shape)}, {lengths}")
+    plan = plan_samples(specs, positions, range(count), [len(history) for history in histories])
+    sent = {name: torch.from_numpy(values).to(logits.device) for name, values in plan.arrays.items()}
+    known = torch.from_numpy(_side_by_side(histories)).to(logits.device) if plan.needs_history else None
+    results = compute_samples(logits, plan, sent, known)
+    return read_samples(plan, {name: values.cpu().numpy() for name, values in results.items()})
+
+
+def read_samples(plan: SamplePlan, arrays: Mapping[str, np.ndarray[Any, Any]]) -> SampleOutput:
+    """Make lists of the results of `compute_samples`.
+
+    Args:
+        plan: of the same rows.
+        arrays: the results, copied to the host: same names, shapes and dtypes. Read only, and not kept.
+
+    Raises:
+        RunnerError: a row has NaN or +inf among its logits, or no finite one.
+    """
+    finite = arrays["finite"]
+    if not finite.all():
+        raise RunnerError(f"row {int(finite.argmin())} of the logits has NaN or +inf, or nothing finite")
+    raw: list[float] | None = None
+    processed: list[float] | None = None
+    top: list[TopLogprobs | None] | None = None
+    if plan.raw.count:
+        chosen = np.zeros(plan.count, np.float32)
+        chosen[plan.raw_rows] = arrays["raw"]
+        raw = chosen.tolist()
+    if "processed" in arrays:
+        drawn = [plan.random_rows] if plan.processed else []
+        chosen = np.zeros(plan.count, np.float64)
+        chosen[np.concatenate([*drawn, plan.greedy_rows])] = arrays["processed"]
+        chosen[~plan.asked] = 0.0
+        processed = chosen.tolist()
+    if "top_ids" in arrays:
+        top = [None] * plan.count
+        rows = [*plan.drawn_report.top_rows, *plan.greedy_report.top_rows, *plan.raw_report.top_rows]
+        for row, values, ids in zip(rows, arrays["top_values"], arrays["top_ids"], strict=True):
+            order = np.lexsort((ids, -values))
+            order = order[: np.count_nonzero(values > _NEG_INF)]
+            top[row] = TopLogprobs(tuple(ids[order].tolist()), tuple(values[order].tolist()))
+    return SampleOutput(arrays["tokens"].tolist(), raw, processed, top)
+
+
+def _side_by_side(histories: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+    """A table of known tokens, row by row; entries past a row's end have no meaning."""
+    table = np.zeros((len(histories), max(len(history) for history in histories)), np.int64)
+    for row, history in zip(table, histories, strict=True):
+        row[: len(history)] = history
+    return table

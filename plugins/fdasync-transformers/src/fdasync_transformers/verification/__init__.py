@@ -1,0 +1,1 @@
+"""Checks served tokens and rows against the library."""

@@ -1,0 +1,1 @@
+"""Loads a folder into a model, and replaces weights in place."""

@@ -1,0 +1,263 @@
+"""Loads a checkpoint folder into a model in memory: config.json and safetensors, nothing else.
+
+The model is built on the meta device and its tensors are streamed one by one, so the weights are in memory once. Names,
+shapes and file sizes are checked before memory is taken. Runs no code of the checkpoint (no remote code, no pickle) and
+never calls the hub. Knows nothing of KV caches or steps. Called by `runner.py` and `update.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.core_model_loading import build_glob_alternation
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from fdasync.errors import CheckpointError, ConfigError, UnsupportedModel
+from fdasync_transformers.weights.mapping import destination, place
+from fdasync_transformers.weights.shards import StoredTensor, read_json, read_tensor_table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from fdasync_transformers.weights.placement import Placement
+
+# keys of config.json that KV does not depend on; all others count, known or not
+_NOT_IN_FINGERPRINT = frozenset(
+    {"_name_or_path", "architectures", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id", "id2label"}
+    | {"is_encoder_decoder", "label2id", "output_attentions", "output_hidden_states", "output_router_logits"}
+    | {"pad_token_id", "problem_type", "return_dict", "router_aux_loss_coef", "transformers_version", "use_cache"}
+    | {"initializer_range", "_commit_hash", "experts_implementation", "_experts_implementation", "torch_dtype"}
+)
+#: the weights id of weights that `draw` drew
+DRAWN_ID = "0" * 32
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_STORED_FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder that was checked to be whole.
+
+    Attributes:
+        folder: its path.
+        config: of the model.
+        model_class: of the library.
+        tensors: on disk, by name; empty where only the config was read.
+    """
+
+    folder: Path
+    config: PreTrainedConfig
+    model_class: type[PreTrainedModel]
+    tensors: Mapping[str, StoredTensor]
+
+    @property
+    def model_type(self) -> str:
+        """The library's name of the family."""
+        return str(self.config.model_type)
+
+
+def read_checkpoint(folder: str, *, with_tensors: bool = True) -> Checkpoint:
+    """Read and check a folder without loading it; its config alone without `with_tensors`.
+
+    Raises CheckpointError naming the file and its problem; UnsupportedModel for a type that the library does not know,
+    that is no causal language model, or that is quantized.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise CheckpointError(folder, "is no folder" if path.exists() else "the folder does not exist")
+    config_file = path / "config.json"
+    raw = read_json(config_file)
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str):
+        raise CheckpointError(str(config_file), "has no model_type")
+    if model_type not in CONFIG_MAPPING:
+        why = "transformers does not know this model type"
+        if "auto_map" in raw:
+            why += "; the code that the checkpoint brings is not run"
+        raise UnsupportedModel(model_type, why)
+    if raw.get("quantization_config"):
+        raise UnsupportedModel(model_type, "quantized checkpoints are not served")
+    try:
+        config = CONFIG_MAPPING[model_type].from_dict(raw)
+    except Exception as error:  # the library checks configs with errors of many types
+        raise CheckpointError(str(config_file), f"is no valid {model_type} config: {error}") from error
+    if config.get_text_config() is not config:
+        raise UnsupportedModel(model_type, "the model has parts beside its language model")
+    architectures = raw.get("architectures") or []
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModel(model_type, "is no causal language model")
+    if architectures and not any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in architectures):
+        raise UnsupportedModel(model_type, f"the checkpoint is a {architectures[0]}, not a causal language model")
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return Checkpoint(path, config, model_class, read_tensor_table(path) if with_tensors else {})
+
+
+def load(checkpoint: Checkpoint, dtype: str, device: torch.device) -> PreTrainedModel:
+    """The model on `device`, in evaluation mode, without gradients. `dtype` "auto" is the checkpoint's own.
+
+    Parts that the library keeps in float32 stay float32. Tensors that the config ties are one, unless the folder has
+    different values for them: the library then leaves them apart, each with memory of its own, and says so in its log.
+    Raises CheckpointError and UnsupportedModel before memory is taken, CheckpointError for a file that fails while it
+    is read.
+    """
+    model = _build(checkpoint, dtype)
+    placements = place(model, checkpoint.tensors, checkpoint.folder)
+    # this gives tied tensors memory of their own
+    model.to_empty(device=device)
+    stream(model, checkpoint, placements)
+    missing = model.state_dict().keys() - {placement.target for placement in placements.values()}
+    model.tie_weights(missing_keys=set(missing), recompute_mapping=False)
+    return _finished(model)
+
+
+def draw(checkpoint: Checkpoint, dtype: str, device: torch.device) -> PreTrainedModel:
+    """As `load`, with weights drawn on the device: the same on every device of its kind."""
+    model = _build(checkpoint, dtype)
+    model.to_empty(device=device)
+    model.tie_weights()
+    random = torch.Generator(device).manual_seed(0)
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point():
+            if tensor.dim() > 1:
+                tensor.normal_(0.0, 0.02, generator=random)
+            else:
+                # weights of norms are 1, biases 0
+                tensor.fill_(0.0 if name.endswith("bias") else 1.0)
+    return _finished(model)
+
+
+def _build(checkpoint: Checkpoint, dtype: str) -> PreTrainedModel:
+    """The model on the meta device, in its final dtypes."""
+    chosen = _choose_dtype(checkpoint, dtype)
+    model_class: Any = checkpoint.model_class
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = model_class._from_config(checkpoint.config, dtype=chosen)
+    except Exception as error:  # models raise errors of many types for sizes that do not fit together
+        raise CheckpointError(
+            str(checkpoint.folder / "config.json"), f"no {checkpoint.model_type} can be built from it: {error}"
+        ) from error
+    _keep_float32(model, chosen)
+    return model
+
+
+def _finished(model: PreTrainedModel) -> PreTrainedModel:
+    _fill_buffers(model)
+    model.config.output_router_logits = False
+    model.requires_grad_(False)
+    model.train(False)
+    return model
+
+
+def stream(model: PreTrainedModel, checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> None:
+    """Copy the stored tensors into the model's own, in place. Raises CheckpointError naming the file."""
+    _read_into(model.state_dict(), checkpoint, placements)
+
+
+def assemble(tensor: torch.Tensor, checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> torch.Tensor:
+    """What `stream` would make of one of the model's tensors, in host memory of its own. `placements`: of the stored
+    tensors that go there. Raises CheckpointError naming the file."""
+    made = torch.empty(tensor.shape, dtype=tensor.dtype)
+    _read_into({placement.target: made for placement in placements.values()}, checkpoint, placements)
+    return made
+
+
+def _read_into(
+    targets: Mapping[str, torch.Tensor], checkpoint: Checkpoint, placements: Mapping[str, Placement]
+) -> None:
+    by_file: dict[Path, list[str]] = {}
+    for key in placements:
+        by_file.setdefault(checkpoint.tensors[key].file, []).append(key)
+    for path, keys in by_file.items():
+        try:
+            with safe_open(path, framework="pt") as file:
+                for key in keys:
+                    placement = placements[key]
+                    destination(placement, targets[placement.target]).copy_(file.get_tensor(key))
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(str(path), f"cannot be read: {error}") from error
+
+
+def weights_id(model: PreTrainedModel) -> str:
+    """The digest of a model's tensors (docs/design.md, rule 1).
+
+    A tied tensor counts under each of its names, so the id does not depend on which tensors share memory.
+    """
+    return digest(sorted(model.state_dict().items()))
+
+
+def digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """XXH3-128 over name, dtype, shape and bytes of every tensor, in the order in which they come; hex."""
+    made = xxhash.xxh3_128()
+    for name, tensor in tensors:
+        made.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
+        data: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        made.update(memoryview(data))
+    return made.hexdigest()
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """Hex digest of the facts beside the weights that KV depends on: the config, without keys known not to matter."""
+    facts = config_facts(model.config)
+    facts["compute_dtype"] = str(model.dtype)
+    return xxhash.xxh3_128(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def config_facts(config: PreTrainedConfig) -> dict[str, Any]:
+    """The keys of a config that KV depends on. Call it for a checkpoint's config before loading, which changes some."""
+    return {key: value for key, value in config.to_dict().items() if key not in _NOT_IN_FINGERPRINT}
+
+
+def eos_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
+    """End-of-sequence ids of generation_config.json, else of config.json. Raises CheckpointError on bad JSON."""
+    path = checkpoint.folder / "generation_config.json"
+    value: Any = read_json(path).get("eos_token_id") if path.exists() else None
+    if value is None:
+        value = getattr(checkpoint.config, "eos_token_id", None)
+    ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
+    if not all(isinstance(token, int) for token in ids):
+        raise CheckpointError(str(path), f"eos_token_id {value!r} is neither an id nor a list of ids")
+    return tuple(token for token in ids if token >= 0)
+
+
+def _choose_dtype(checkpoint: Checkpoint, dtype: str) -> torch.dtype:
+    if dtype != "auto":
+        return _DTYPES[dtype]
+    named: Any = checkpoint.config.dtype
+    if named is None:
+        floats = [tensor.dtype for tensor in checkpoint.tensors.values() if tensor.dtype in _STORED_FLOATS]
+        named = _STORED_FLOATS[floats[0]] if floats else torch.float32
+    if named not in _DTYPES.values():
+        raise ConfigError("dtype", f"the checkpoint asks for {named}", limit=tuple(_DTYPES), hint="set one of them")
+    chosen: torch.dtype = named
+    return chosen
+
+
+def _keep_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Make the parts float32 that the library keeps so, while the model is still on the meta device."""
+    plan = model._get_dtype_plan(dtype)
+    if not plan:
+        return
+    kept = build_glob_alternation(list(plan))[0]
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if kept.search(name) and tensor.is_floating_point():
+            tensor.data = tensor.data.to(torch.float32)
+
+
+def _fill_buffers(model: PreTrainedModel) -> None:
+    """Compute the buffers that no checkpoint has (rotary frequencies), as `from_pretrained` does."""
+    for tensor in model.state_dict(keep_vars=True).values():
+        tensor._is_hf_initialized = True  # `_init_weights` leaves such tensors alone
+    library: Any = model
+    for module in model.modules():
+        if module._non_persistent_buffers_set:
+            library._init_weights(module)

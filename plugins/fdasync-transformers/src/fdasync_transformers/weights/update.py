@@ -1,0 +1,269 @@
+"""Replaces the weights of a model in use, from a folder or tensor by tensor; always in place, so that addresses stay.
+
+All checks come before the first byte changes (WeightsRejected). A later failure leaves weights that no step may use
+(WeightsBroken), until an update has replaced all of them. Knows no KV and no steps. Called by `runner.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from fdasync.errors import FdasyncError, InvariantBroken, WeightsBroken, WeightsRejected
+from fdasync_transformers.weights import loading
+from fdasync_transformers.weights.mapping import destination, locate, meeting, misfit, place
+from fdasync_transformers.weights.placement import Placement
+from fdasync_transformers.weights.ties import settle, tied_groups
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from transformers import PreTrainedModel
+
+    from fdasync.runner.base import TensorMeta
+    from fdasync_transformers.weights.ties import Settled
+
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "bool": torch.bool,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
+    "int16": torch.int16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+}
+
+
+class _Incoming(NamedTuple):
+    """A tensor of the update under way; `target` is None where the library leaves the tensor out."""
+
+    name: str
+    dtype: torch.dtype
+    nbytes: int
+    target: torch.Tensor | None
+
+
+class LiveWeights:
+    """The weights of one model.
+
+    Args:
+        model: in use between updates, never during one.
+        facts: `loading.config_facts` of its checkpoint.
+
+    Attributes:
+        broken: places that a failed or unfinished update may have left half-written; while there are any, no step may
+            use the model.
+    """
+
+    def __init__(self, model: PreTrainedModel, facts: Mapping[str, Any]) -> None:
+        self._model = model
+        self._facts = dict(facts)
+        self._names = _first_names(model.state_dict())
+        self.broken: frozenset[Placement] = frozenset()
+        self._incoming: list[_Incoming] | None = None
+        self._written: list[int] = []
+        self._replaced: frozenset[Placement] = frozenset()
+
+    def load_folder(self, path: str) -> str:
+        """Replace all weights by a checkpoint folder, as the library would load it; returns the weights id.
+
+        Raises WeightsRejected, also for a folder with different values for tied tensors that share memory in the model;
+        WeightsBroken.
+        """
+        self._incoming = None
+        checkpoint, settled = self._read(path)
+        self.broken = frozenset(Placement(name) for name in self._names.values())
+        try:
+            loading.stream(self._model, checkpoint, settled.placements)
+            state = self._model.state_dict()
+            for name, other in settled.copies.items():
+                state[name].copy_(state[other])
+        except Exception as error:
+            raise WeightsBroken(str(error) if isinstance(error, FdasyncError) else f"{path}: {error!r}") from error
+        self.broken = frozenset()
+        return loading.weights_id(self._model)
+
+    def read_id(self, path: str) -> str:
+        """The weights id that `load_folder` would return; changes nothing. Holds one tensor of the model at a time.
+
+        Raises WeightsRejected.
+        """
+        checkpoint, settled = self._read(path)
+        # by the first name of the memory that they go to
+        stored: dict[str, dict[str, Placement]] = {}
+        for key, where in settled.placements.items():
+            stored.setdefault(self._names[where.target], {})[key] = where
+
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in sorted(self._model.state_dict().items()):
+                placements = stored.get(self._names[settled.copies.get(name, name)])
+                # the folder leaves out tensors that loading keeps
+                yield name, tensor if placements is None else loading.assemble(tensor, checkpoint, placements)
+
+        try:
+            return loading.digest(tensors())
+        except Exception as error:
+            raise WeightsRejected(str(error) if isinstance(error, FdasyncError) else f"{path}: {error!r}") from error
+
+    def _read(self, path: str) -> tuple[loading.Checkpoint, Settled]:
+        """A folder whose tensors fit the model, and their places. Raises WeightsRejected."""
+        try:
+            checkpoint = loading.read_checkpoint(path)
+            self._check_config(checkpoint)
+            placements = place(self._model, checkpoint.tensors, checkpoint.folder)
+            return checkpoint, settle(self._model, checkpoint.tensors, placements)
+        except WeightsRejected:
+            raise
+        except Exception as error:  # the library raises errors of many types for bad folders; nothing has changed
+            raise WeightsRejected(str(error) if isinstance(error, FdasyncError) else f"{path}: {error!r}") from error
+
+    def begin(self, tensors: Sequence[TensorMeta]) -> None:
+        """Check the tensors to come. Raises WeightsRejected naming the tensor; changes nothing."""
+        self._incoming = None
+        names = [tensor.name for tensor in tensors]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise WeightsRejected(f"{twice} is given twice")
+        try:
+            located = locate(self._model, names)
+        except Exception as error:  # the library's own errors about names; nothing has changed
+            raise WeightsRejected(str(error)) from error
+        if located.unknown:
+            some = ", ".join(located.unknown[:3])
+            raise WeightsRejected(f"the model has no place for {len(located.unknown)} of the tensors: {some}")
+        state = self._model.state_dict()
+        incoming = [_check(tensor, located.placements.get(tensor.name), state) for tensor in tensors]
+        replaced = self._check_overlap(located.placements)
+        self._check_covers_broken(replaced, state)
+        self._incoming = incoming
+        self._written = [0] * len(incoming)
+        self._replaced = frozenset(replaced)
+
+    def write(self, number: int, offset_nbytes: int, data: memoryview) -> None:
+        """Write the next bytes of a tensor, converted to the model's dtype. Raises WeightsBroken."""
+        if self._incoming is None:
+            raise InvariantBroken("a tensor was written before it was announced")
+        if not 0 <= number < len(self._incoming):
+            raise WeightsBroken(f"bytes came for tensor {number} of {len(self._incoming)}")
+        self.broken |= self._replaced
+        name, dtype, nbytes, target = self._incoming[number]
+        if offset_nbytes != self._written[number] or len(data) % dtype.itemsize:
+            raise WeightsBroken(f"{name}: {len(data)} bytes came for offset {offset_nbytes}, out of order or torn")
+        if offset_nbytes + len(data) > nbytes:
+            raise WeightsBroken(f"{name}: more than its {nbytes} bytes came")
+        self._written[number] += len(data)
+        if target is None or not len(data):
+            return
+        # torch takes no read-only buffer
+        source = torch.frombuffer(bytearray(data) if data.readonly else data, dtype=dtype)
+        try:
+            _fill(target, offset_nbytes // dtype.itemsize, source)
+        except Exception as error:
+            raise WeightsBroken(f"{name}: {error}") from error
+
+    def end(self) -> None:
+        """End the update. Raises WeightsBroken unless every byte was written."""
+        incoming, self._incoming = self._incoming, None
+        if incoming is None:
+            raise InvariantBroken("tensors were ended before they were announced")
+        for (name, _, nbytes, _), written in zip(incoming, self._written, strict=True):
+            if written != nbytes:
+                raise WeightsBroken(f"{name}: {written} of its {nbytes} bytes came")
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize(self._model.device)
+        # `begin` checked that this update replaces all places that an earlier one broke
+        self.broken = frozenset()
+
+    def _check_config(self, checkpoint: loading.Checkpoint) -> None:
+        facts = loading.config_facts(checkpoint.config)
+        for key in sorted(facts.keys() | self._facts.keys()):
+            new, old = (json.dumps(held.get(key), sort_keys=True, default=str) for held in (facts, self._facts))
+            if new != old:
+                raise WeightsRejected(
+                    f"{checkpoint.folder / 'config.json'}: {key} is {new}, the loaded model has {old}"
+                )
+
+    def _check_overlap(self, placements: Mapping[str, Placement]) -> set[Placement]:
+        """Every place, under one name for tied tensors. Raises WeightsRejected for two tensors of one place, and where
+        only some of the tensors are given that the config ties and the model has apart."""
+        if met := meeting(placements, self._names):
+            problem = f"{met[0]} and {met[1]} are the same memory of the model: give one of them"
+            if placements[met[0]].target != placements[met[1]].target:
+                problem += " (the config makes them one, and they cannot come apart in an update)"
+            raise WeightsRejected(problem)
+        replaced = {placement._replace(target=self._names[placement.target]) for placement in placements.values()}
+        whole = {where.target for where in replaced}
+        for names in tied_groups(self._model):
+            own = dict.fromkeys(self._names[name] for name in names)
+            left = [name for name in own if name not in whole]
+            if left and len(left) < len(own):
+                raise WeightsRejected(
+                    f"{left[0]} is left out: the config makes {' and '.join(own)} one, the loaded model has them apart,"
+                    " and nothing says which is meant: give all of them"
+                )
+        return replaced
+
+    def _check_covers_broken(self, replaced: set[Placement], state: Mapping[str, torch.Tensor]) -> None:
+        """Raise WeightsRejected unless the update replaces all places that an earlier one may have broken."""
+        pieces: dict[str, int] = {}
+        for where in replaced:
+            pieces[where.target] = pieces.get(where.target, 0) + 1
+            if where.row < 0 or pieces[where.target] == state[where.target].shape[0] * where.parts:
+                pieces[where.target] = -1
+        left = sorted(where.target for where in self.broken - replaced if pieces.get(where.target) != -1)
+        if left:
+            raise WeightsRejected(
+                f"an update failed half-way, and this one leaves out {len(left)} tensors of it: {', '.join(left[:3])}"
+            )
+
+
+def _first_names(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """For every tensor the first name of its memory, which tied tensors share."""
+    firsts: dict[tuple[int, tuple[int, ...]], str] = {}
+    names = {}
+    for name, tensor in state.items():
+        where = (tensor.data_ptr(), tuple(tensor.shape))
+        names[name] = firsts.setdefault(where, name) if tensor.numel() else name
+    return names
+
+
+def _check(tensor: TensorMeta, placement: Placement | None, state: Mapping[str, torch.Tensor]) -> _Incoming:
+    dtype = DTYPES.get(tensor.dtype)
+    if dtype is None:
+        raise WeightsRejected(f"{tensor.name} has dtype {tensor.dtype!r}, which is none of {', '.join(DTYPES)}")
+    nbytes = math.prod(tensor.shape) * dtype.itemsize
+    if placement is None:
+        return _Incoming(tensor.name, dtype, nbytes, None)
+    target = state[placement.target]
+    problem = misfit(tensor.shape, dtype.is_floating_point, placement, target)
+    if not problem and not dtype.is_floating_point and dtype != target.dtype:
+        problem = f"is {tensor.dtype}, the model has {str(target.dtype).removeprefix('torch.')}"
+    if problem:
+        raise WeightsRejected(f"{tensor.name} {problem}")
+    return _Incoming(tensor.name, dtype, nbytes, destination(placement, target))
+
+
+def _fill(target: torch.Tensor, first: int, source: torch.Tensor) -> None:
+    """Copy flat `source` to the elements of `target` from number `first` on, in the order of its shape."""
+    if target.is_contiguous():
+        target.view(-1)[first : first + len(source)].copy_(source)
+        return
+    inner = target[0].numel()
+    while len(source):
+        row, offset = divmod(first, inner)
+        rows = 0 if offset else len(source) // inner
+        count = rows * inner or min(inner - offset, len(source))
+        if rows:
+            target[row : row + rows].copy_(source[:count].view(rows, *target.shape[1:]))
+        else:
+            _fill(target[row], offset, source[:count])
+        first += count
+        source = source[count:]

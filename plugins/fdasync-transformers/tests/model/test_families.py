@@ -1,0 +1,271 @@
+"""Every family that is served: paged tokens equal `generate`, captured ids equal the routers' own selections.
+
+What makes each family odd (windows, sinks, chunks, latents, query temperature) is also taken away once, and
+the self-check must then refuse the model.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from families_zoo import FAMILIES, VOCAB, config_of, make_checkpoint
+from fdasync_transformers.model import attention, capture, families, moe_layers, probe
+from fdasync_transformers.model.kv import KVPool, Reach
+from fdasync_transformers.weights import loading
+from step_driver import Driver
+
+from fdasync.errors import ConfigError, UnsupportedModel
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+REFUSED = ("qwen3_next", "jamba")
+SERVED = [family for family in FAMILIES if family not in REFUSED]
+MOE = [family for family in SERVED if family != "qwen3_dense"]
+MLA = ("glm4_moe_lite", "deepseek_v2", "deepseek_v3", "longcat_flash")
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    random = np.random.default_rng(5)
+    return [random.integers(3, VOCAB, length).tolist() for length in lengths]
+
+
+def generated(model: Any, prompt: list[int], count: int, **options: Any) -> list[int]:
+    out = model.generate(
+        torch.tensor([prompt]), max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0, **options
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+def selections(model: Any, tokens: list[int]) -> list[np.ndarray]:
+    """Per MoE layer, the ids [n, k] that the routers return in one plain forward pass."""
+    found: list[np.ndarray] = []
+
+    def note(module: Any, args: Any, output: Any) -> None:
+        ids = output[-1] if not output[-1].is_floating_point() else output[1].topk(module.top_k, dim=1).indices
+        found.append(np.sort(ids.numpy(), axis=-1))
+
+    hooks = []
+    for name, module in model.named_modules():
+        if name.endswith((".gate", ".router")) and hasattr(model.get_submodule(name.rpartition(".")[0]), "experts"):
+            hooks.append(module.register_forward_hook(note))
+    with torch.no_grad():
+        model(input_ids=torch.tensor([tokens]), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+@pytest.mark.parametrize("family", SERVED)
+async def test_paged_steps_equal_generate_and_capture_equals_the_routers(tmp_path: Path, family: str) -> None:
+    model = make_checkpoint(tmp_path, family)
+    driver = await Driver.open(tmp_path)
+    asked = prompts(5, 17, 40)
+    wanted = [generated(model, prompt, 16) for prompt in asked]
+    # whole prompts at once; then in three chunks, joining while others decode
+    whole = [driver.sequence(prompt, 16) for prompt in asked]
+    await driver.run(whole)
+    assert [seq.tokens for seq in whole] == wanted
+    chunked = [driver.sequence(prompt, 16, arrival=2 * number) for number, prompt in enumerate(asked)]
+    await driver.run(chunked, chunks=3)
+    assert [seq.tokens for seq in chunked] == wanted
+    if family != "qwen3_dense":
+        for seq in (*whole, *chunked):
+            check_rows(driver, seq, selections(model, (seq.prompt + seq.tokens)[:-1]))
+    await driver.close()
+
+
+def check_rows(driver: Driver, seq: Any, wanted: list[np.ndarray]) -> None:
+    capacity = driver.capacity
+    rows = driver.rows(seq)
+    assert rows.dtype == np.uint8
+    assert rows.shape == (len(seq.prompt) + len(seq.tokens) - 1, len(capacity.moe_layer_ids), capacity.top_k)
+    assert len(wanted) == len(capacity.moe_layer_ids)
+    for layer, ids in enumerate(wanted):
+        k = (capacity.top_k_by_layer or (capacity.top_k,) * len(wanted))[layer]
+        assert np.array_equal(np.sort(rows[:, layer, :k], axis=-1), ids)
+        assert not rows[:, layer, k:].any()
+
+
+@pytest.mark.parametrize(
+    ("family", "layers", "experts", "top_k"),
+    [
+        ("qwen3_moe", (0, 2), 8, 3),
+        ("ernie4_5_moe", (1, 2), 8, 3),
+        ("glm4_moe", (1, 2), 8, 3),
+        ("glm4_moe_lite", (1, 2), 8, 3),
+        ("llama4_text", (1, 3), 4, 1),
+        ("longcat_flash", (0, 1), 8, 3),
+    ],
+)
+async def test_layer_ids_are_hidden_layer_numbers(
+    tmp_path: Path, family: str, layers: tuple[int, ...], experts: int, top_k: int
+) -> None:
+    make_checkpoint(tmp_path, family)
+    driver = await Driver.open(tmp_path)
+    capacity = driver.capacity
+    assert (capacity.moe_layer_ids, capacity.num_experts, capacity.top_k) == (layers, experts, top_k)
+    assert capacity.top_k_by_layer is None
+    await driver.close()
+
+
+async def test_uneven_top_k_is_told_by_layer(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "hunyuan_v1_moe")
+    driver = await Driver.open(tmp_path)
+    assert driver.capacity.top_k == 3
+    assert driver.capacity.top_k_by_layer == (2, 3, 1)
+    await driver.close()
+
+
+async def test_more_than_256_experts_make_wide_rows(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, "qwen3_moe", num_experts=300, moe_intermediate_size=4, num_experts_per_tok=6)
+    driver = await Driver.open(tmp_path)
+    (seq,) = sequences = [driver.sequence(prompts(40)[0], 4)]
+    await driver.run(sequences)
+    rows = driver.rows(seq)
+    assert rows.dtype == np.uint16
+    assert rows.max() > 255
+    wanted = selections(model, (seq.prompt + seq.tokens)[:-1])
+    assert all(np.array_equal(np.sort(rows[:, layer], axis=-1), ids) for layer, ids in enumerate(wanted))
+    await driver.close()
+
+
+@pytest.mark.parametrize("family", MLA)
+async def test_latents_and_expanded_kv_give_the_same_tokens(tmp_path: Path, family: str) -> None:
+    make_checkpoint(tmp_path, family)
+    results, sizes = [], []
+    for latent in (True, False):
+        driver = await Driver.open(tmp_path, config={"latent_mla": latent})
+        sequences = [driver.sequence(prompt, 8) for prompt in prompts(6, 30)]
+        await driver.run(sequences, chunks=2)
+        results.append([seq.tokens for seq in sequences])
+        sizes.append(driver.capacity.block_nbytes)
+        await driver.close()
+    assert results[0] == results[1]
+    assert sizes[0] * 4 < sizes[1]
+
+
+async def test_half_precision_passes_the_self_check(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3_moe")
+    driver = await Driver.open(tmp_path, config={"dtype": "bfloat16"})
+    assert driver.capacity.kv_dtype == "bfloat16"
+    sequences = [driver.sequence(prompt, 4) for prompt in prompts(6, 30)]
+    await driver.run(sequences)
+    assert all(len(seq.tokens) == 4 for seq in sequences)
+    await driver.close()
+
+
+async def test_longrope_of_phimoe_ends_where_cached_keys_would_change(tmp_path: Path) -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.1, 1.2, 1.3, 1.4]}
+    rope |= {"long_factor": [2.0, 3.0, 4.0, 5.0], "short_mscale": 1.2, "long_mscale": 1.5}
+    rope |= {"original_max_position_embeddings": 48, "factor": 4.0}
+    model = make_checkpoint(tmp_path, "phimoe", rope_parameters=rope)
+    driver = await Driver.open(tmp_path)
+    assert driver.capacity.max_context_tokens == 48
+    assert any("48" in note for note in driver.capacity.notes)
+    sequences = [driver.sequence(prompt, 7) for prompt in prompts(5, 17, 40)]
+    await driver.run(sequences, chunks=2)
+    assert [seq.tokens for seq in sequences] == [generated(model, seq.prompt, 7) for seq in sequences]
+    await driver.close()
+
+
+# -- what is refused ----------------------------------------------------------------------------
+
+
+async def refused(folder: Path, **limits: Any) -> str:
+    with pytest.raises(UnsupportedModel) as caught:
+        await Driver.open(folder, **limits)
+    return caught.value.reason
+
+
+@pytest.mark.parametrize("family", REFUSED)
+async def test_recurrent_models_are_refused(tmp_path: Path, family: str) -> None:
+    make_checkpoint(tmp_path, family)
+    assert "recurrent state" in await refused(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+async def test_rope_that_depends_on_the_batch_is_refused(tmp_path: Path, kind: str) -> None:
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 64}
+    make_checkpoint(tmp_path, "qwen3_moe", rope_parameters=rope)
+    assert "batch" in await refused(tmp_path)
+
+
+async def test_experts_where_the_config_has_none_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path, "qwen3_moe")
+    monkeypatch.setattr(moe_layers, "expected_moe_layers", lambda _: (0, 1))
+    assert "[0, 1]" in await refused(tmp_path)
+
+
+async def test_experts_that_cannot_be_exchanged_say_so(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama4_text")
+    with pytest.raises(ConfigError) as caught:
+        await Driver.open(tmp_path, config={"experts": "grouped_mm"})
+    assert caught.value.field == "runner_config.experts"
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe_swa", "qwen2_moe_swa", "mixtral", "gpt_oss", "phimoe", "llama4_text"])
+async def test_self_check_refuses_a_model_whose_window_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    make_checkpoint(tmp_path, family)
+    monkeypatch.setattr(probe, "_reach", lambda *_: Reach())
+    assert "differs from separate sequences" in await refused(tmp_path)
+
+
+async def test_self_check_refuses_lost_sinks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path, "gpt_oss")
+    honest = attention._attend
+    monkeypatch.setattr(attention, "_attend", lambda *args: honest(*args[:-1], None))
+    assert "differs" in await refused(tmp_path)
+
+
+async def test_self_check_refuses_an_unmended_query_temperature(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path, "llama4_text")
+    monkeypatch.setattr(families, "mend", lambda _: families.Mends({}, None, ()))
+    assert "differs" in await refused(tmp_path)
+
+
+async def test_self_check_refuses_ids_of_the_wrong_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path, "qwen3_moe")
+    honest = capture.RoutingCapture.rows
+    monkeypatch.setattr(capture.RoutingCapture, "rows", lambda self, count: honest(self, count)[::-1])
+    assert "routing equal at" in await refused(tmp_path)
+
+
+async def test_self_check_refuses_reading_what_a_past_owner_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path, "qwen3_moe")
+    # a block that is filled in part keeps the rest of what was in it
+    monkeypatch.setattr(KVPool, "clear", lambda *_: None)
+    assert "differs from separate sequences" in await refused(tmp_path)
+
+
+async def test_self_check_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path, "mixtral")
+    monkeypatch.setattr(probe, "_reach", lambda *_: Reach())
+    driver = await Driver.open(tmp_path, config={"self_check": False})
+    await driver.close()
+
+
+@pytest.mark.parametrize("family", MOE)
+def test_expected_layers_of_the_default_configs_are_sane(family: str) -> None:
+    # full-size configs: nothing is built, only the rule is read
+    config = type(config_of(family))(num_experts_per_tok=2)
+    layers = families.expected_moe_layers(config)
+    assert layers
+    assert max(layers) < (getattr(config, "num_layers", None) or config.num_hidden_layers)
+    assert len(families.expected_top_k(config, layers)) == len(layers)
+
+
+def test_a_dense_config_expects_no_moe_layers(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3_dense")
+    assert families.expected_moe_layers(loading.read_checkpoint(str(tmp_path)).config) == ()

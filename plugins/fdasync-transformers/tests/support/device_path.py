@@ -1,0 +1,65 @@
+"""What the tests of the device path share: where it runs here, and the answers of a fixed set of requests."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from step_driver import Driver
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = {"kernels": "triton", "device": "cuda" if ON_GPU else "cpu", "num_threads": 1}
+# what the interpreter is given is small: a kernel takes it a tenth of a second
+NEW = 12 if ON_GPU else 2
+
+
+async def answers(
+    folder: Path,
+    config: dict[str, Any],
+    *,
+    depth: int = 1,
+    flat_tokens: int | None = None,
+    tiled_tokens: tuple[int, ...] = (),
+) -> list[tuple[list[int], Any, list[float]]]:
+    """Tokens, rows as sets and log-probs of a ragged batch: late arrivals, chunks, penalties, sampling.
+
+    `flat_tokens`: steps of so few tokens are computed as decodes; `tiled_tokens`: steps with prompts are padded to one
+    of so many, and computed in tiles.
+    """
+    driver = await Driver.open(
+        folder, config={"self_check": False, **config}, pipeline_depth=depth, max_running=flat_tokens or 4
+    )
+    try:
+        executor: Any = driver.runner._executor
+        services = getattr(executor, "_services", None)
+        if flat_tokens is not None:
+            executor.flat_tokens = flat_tokens
+        if tiled_tokens:
+            executor.flat_tokens = 0
+            with executor._services.streams.on("compute"):
+                executor.capture_mixed(tiled_tokens, 4)
+        asked = [
+            driver.sequence([1 + at * 7 % 50 for at in range(5)], NEW),
+            driver.sequence([3, 5, 9, 11, 2, 3, 4, 5, 6, 7, 9], NEW, 1, temperature=1.0, seed=4, raw=True),
+            driver.sequence([3] * 9, NEW, repetition_penalty=1.3, presence_penalty=0.2),
+        ]
+        await driver.run(asked, chunks=2)
+        if services is not None:
+            assert (services.events.outstanding, services.pinned.outstanding, services.port.lost) == ({}, {}, 0)
+        return [(one.tokens, np.sort(driver.rows(one), -1), one.raw) for one in asked]
+    finally:
+        await driver.close()
+
+
+def assert_same(
+    got: list[tuple[list[int], Any, list[float]]], wanted: list[tuple[list[int], Any, list[float]]]
+) -> None:
+    for (tokens, rows, raw), (right_tokens, right_rows, right_raw) in zip(got, wanted, strict=True):
+        assert tokens == right_tokens
+        assert np.array_equal(rows, right_rows)
+        assert np.allclose(raw, right_raw, atol=2e-4)

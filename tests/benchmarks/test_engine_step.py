@@ -1,0 +1,46 @@
+"""The benchmarks run, and write what they promise."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_engine_step_writes_figures_and_conditions(tmp_path: Path) -> None:
+    out = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "benchmarks.engine_step", "--steps", "20", "--runs", "1", "--only", "_32"]
+    done = subprocess.run([*command, "--json", str(out)], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(out.read_text())
+    assert set(report) == {"figures", "conditions"}
+    assert set(report["figures"]) == {"step_us_final_32", "step_us_stream_32", "calibration_us"}
+    # so few steps say nothing of the cost; a stream of 32 readers does cost something
+    assert 1 < report["figures"]["step_us_stream_32"] < 100_000
+    assert report["conditions"]["steps"] == 20
+    assert "step_us_final_32" in done.stdout
+
+
+def test_trip_counts_what_a_request_crosses(tmp_path: Path) -> None:
+    out = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "benchmarks.trip", "--list", "--json", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(out.read_text())["figures"]
+    assert set(figures) == {f"{store}{what}" for store in ("", "store_") for what in ("files", "functions", "changes")}
+    plain, stored = done.stdout.split("with a store\n")
+    files = {
+        name: [line.split(":")[0].strip() for line in part.splitlines() if ".py: " in line]
+        for name, part in (("files", plain), ("store_files", stored))
+    }
+    assert {name: len(paths) for name, paths in files.items()} == {name: figures[name] for name in files}
+    # in order of entry, and all the way
+    for paths in files.values():
+        assert paths[0].startswith("engine/")
+        assert paths.index("scheduler/core.py") < paths.index("runner/synthetic.py")
+    assert "cache/store/memory.py" in files["store_files"]
+    assert not [path for path in files["files"] if path.startswith(("cache/store", "pd"))]
+    assert figures["files"] < figures["functions"] < figures["changes"] < figures["store_changes"]

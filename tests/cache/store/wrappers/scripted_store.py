@@ -1,0 +1,112 @@
+"""A store whose answers a test scripts, for tests of wrappers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from fdasync.cache.store.base import DONE, Capabilities, Item, Store, StoreUsage, finish
+from fdasync.cache.store.memory import MemoryConfig, MemoryStore
+from fdasync.ipc.shared_memory import Part, SharedRegion
+
+NBYTES = 1000
+
+
+class Scripted(Store):
+    """Answers each call by the next line of its script, then with success.
+
+    A line is an exception (raised), a number (seconds to take), a future (waited for, cancelled or not), a coroutine
+    function, or the answer.
+    """
+
+    config_type = MemoryConfig
+
+    def __init__(self, *script, **limits):
+        super().__init__(MemoryConfig())
+        self.script = list(script)
+        self.capabilities = Capabilities(name="scripted", durability="none", **limits)
+        self.calls = []  # (verb, argument)
+        self.times = []  # of the calls
+        self.life = []
+        self.running = 0
+        self.most_running = 0
+        self.most_nbytes = 0
+        self._nbytes = 0
+
+    async def _answer(self, verb, argument, success):
+        argument = list(argument)
+        nbytes = sum(item.nbytes for item in argument if isinstance(item, Item))
+        self.calls.append((verb, argument))
+        self.times.append(asyncio.get_running_loop().time())
+        self.running += 1
+        self._nbytes += nbytes
+        self.most_running = max(self.most_running, self.running)
+        self.most_nbytes = max(self.most_nbytes, self._nbytes)
+        try:
+            line = self.script.pop(0) if self.script else success
+            if isinstance(line, BaseException):
+                raise line
+            if isinstance(line, float):
+                await asyncio.sleep(line)
+                return success
+            if isinstance(line, asyncio.Future):
+                return await finish(line) or success
+            return line
+        finally:
+            self.running -= 1
+            self._nbytes -= nbytes
+
+    async def open(self, regions):
+        self.life.append("open")
+        await self._answer("open", (), None) if self.script and self.script[0] == "open" else None
+
+    async def exists_prefix(self, keys):
+        return await self._answer("exists_prefix", keys, len(keys))
+
+    async def get_into(self, items):
+        return await self._answer("get_into", items, [DONE] * len(items))
+
+    async def put(self, items):
+        return await self._answer("put", items, [DONE] * len(items))
+
+    async def delete(self, keys):
+        return await self._answer("delete", keys, len(keys))
+
+    async def usage(self):
+        return await self._answer("usage", (), StoreUsage(objects=3))
+
+    async def kill(self, why):
+        self.life.append(f"kill: {why}")
+        return False
+
+    async def aclose(self):
+        self.life.append("aclose")
+
+
+@contextlib.asynccontextmanager
+async def opened(store):
+    """A store of one region of 64 KiB, closed at the end."""
+    region = SharedRegion.create("tests", 1 << 16)
+    try:
+        await store.open([region])
+        yield region
+    finally:
+        await store.aclose()
+        region.close()
+
+
+def item(name, nbytes=NBYTES, offset=0):
+    return Item(str(name), (Part(0, offset, nbytes),))
+
+
+def items(*names):
+    """With parts of their own."""
+    return [item(name, NBYTES, NBYTES * place) for place, name in enumerate(names)]
+
+
+def memory(**config):
+    return MemoryStore(MemoryConfig(**config))
+
+
+def now():
+    return asyncio.get_running_loop().time()

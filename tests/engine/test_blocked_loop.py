@@ -1,0 +1,169 @@
+"""A loop that its user blocks: a store, or a tokenizer, that answered meanwhile is not called late for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+
+import pytest
+
+from fdasync import Engine, SamplingParams
+from fdasync.cache.store.base import DONE, EXISTS, Item
+from fdasync.cache.store.process.proxy import ProcessStore
+from fdasync.cache.store.wrappers import Breaker, Limits, Timeout
+from fdasync.errors import StoreTimeout, StoreUnavailable
+from fdasync.events.catalog import BreakerChanged
+from fdasync.ipc.shared_memory import Part, SharedRegion
+from fdasync.testing import check_sample, oracle_of, synthetic_config, until
+from fdasync.testing.harness.processes import stop_process
+from tests.support.helpers import hold_up
+from tests.support.plugins import install_plugin
+
+PARAMS = SamplingParams(max_tokens=4, temperature=0.0)
+CALL_S = 0.2
+KILL_S = 0.5
+BLOCKED_S = 0.8
+
+SLOW = '''
+import asyncio
+from fdasync.cache.store.memory import MemoryStore
+
+class SlowStore(MemoryStore):
+    """A put takes as many milliseconds as its key says."""
+
+    async def put(self, items):
+        await asyncio.sleep(int(items[0].key.split("/")[0]) / 1e3)
+        return await super().put(items)
+'''
+
+
+@pytest.fixture
+def slow(tmp_path, monkeypatch):
+    """A store whose puts take their time, named "slow"; it needs a process of its own."""
+    install_plugin(tmp_path, monkeypatch, SLOW, "fdasync.stores", {"slow": "fdasync_bad:SlowStore"})
+
+
+def item(name):
+    return Item(name, (Part(0, 0, 1000),))
+
+
+def make(max_calls=8, **options):
+    """(the process, its store as engines wrap it, the breaker's states)"""
+    process_store = ProcessStore("slow", {}, close_deadline_s=10.0, respawn_s=0.0)
+    states = []
+    store = Timeout(process_store, call_s=CALL_S, kill_s=KILL_S, open_s=60.0, reap_s=10.0)
+    limited = Limits(store, max_calls=max_calls, max_nbytes=1 << 20, max_wait_s=CALL_S)
+    values = {"cooldown_s": 0.01, "probe_s": CALL_S, **options}
+    return process_store, Breaker(limited, on_state=lambda state, _: states.append(state), **values), states
+
+
+@contextlib.asynccontextmanager
+async def opened(store):
+    region = SharedRegion.create("tests", 1 << 16)
+    try:
+        await store.open([region])
+        yield
+    finally:
+        await store.aclose()
+        region.close()
+
+
+async def sent(process_store, count=1):
+    """The child has been asked so many calls that it has not answered."""
+    await until(lambda: process_store._child is not None and len(process_store._child._calls) == count)
+
+
+@pytest.mark.both_loops
+async def test_a_block_longer_than_the_deadline_of_a_write_in_flight_opens_no_breaker(slow):
+    process_store, store, states = make()
+    async with opened(store):
+        pid = process_store.pid
+        for number in range(3):
+            putting = asyncio.ensure_future(store.put([item(f"20/{number}")]))
+            await sent(process_store)
+            # what comes meanwhile lies unread behind the deadline, and behind the age at which it is killed
+            hold_up(BLOCKED_S if number == 0 else 1.5 * CALL_S)
+            assert await putting == [DONE]
+        assert (states, process_store.pid) == ([], pid)
+
+
+@pytest.mark.both_loops
+async def test_a_block_longer_than_the_age_of_a_late_write_kills_no_process(slow):
+    process_store, store, _ = make()
+    async with opened(store):
+        pid = process_store.pid
+        # late for real; its answer comes while the loop is blocked, before it is too old
+        with pytest.raises(StoreTimeout) as caught:
+            await store.put([item("350/a")])
+        hold_up(BLOCKED_S)
+        assert await caught.value.ended == [DONE]
+        # nobody is on the way to kill it either
+        await asyncio.sleep(0.2)
+        assert (process_store.pid, process_store.spawned) == (pid, 1)
+
+
+@pytest.mark.both_loops
+async def test_who_waits_in_line_while_the_loop_is_blocked_has_its_turn(slow):
+    process_store, store, _ = make(max_calls=1)
+    async with opened(store):
+        first = asyncio.ensure_future(store.put([item("20/a")]))
+        second = asyncio.ensure_future(store.put([item("20/b")]))
+        await sent(process_store)
+        hold_up(BLOCKED_S)
+        assert await first == [DONE]
+        assert await second == [DONE]
+
+
+@pytest.mark.both_loops
+async def test_a_breaker_closes_though_the_loop_is_blocked_again_and_again(slow):
+    process_store, store, states = make(failures=1)
+    loop = asyncio.get_running_loop()
+    blocks = []
+
+    def block():
+        hold_up(1.2 * CALL_S)
+        blocks.append(loop.call_later(0.01, block))
+
+    async with opened(store):
+        # it dies, and is there again
+        putting = asyncio.ensure_future(store.put([item("600000/a")]))
+        await sent(process_store)
+        await process_store.kill("a test")
+        with pytest.raises(StoreUnavailable, match="a test"):
+            await putting
+        block()
+        await until(lambda: store.state == "closed", deadline_s=20.0, every_s=0.01)
+        blocks[-1].cancel()
+        # the probe that found the process starting may be late; the one after it is answered
+        assert states.count("half_open") <= 3
+        assert await store.put([item("1/b")]) in ([DONE], [EXISTS])
+
+
+@pytest.mark.both_loops
+async def test_an_engine_whose_loop_is_blocked_keeps_its_store_and_what_is_on_its_way_there(tmp_path):
+    runner = {"num_blocks": 12, "max_context_tokens": 48}
+    config = synthetic_config(
+        runner, host_blocks=64, max_step_tokens=64, store="file", store_deadline_s=CALL_S, store_kill_s=KILL_S,
+        store_config={"path": str(tmp_path / "kv"), "max_nbytes": 1 << 24},
+        # writes only
+        fetch_min_tokens=1000,
+    )  # fmt: skip
+    async with Engine(config) as engine, engine.bus.subscribe(BreakerChanged) as told:
+        pid = engine.store_pid
+        process_store = engine._runtime._stack.process_store
+        for number in range(3):
+            tokens = [number, *[(number * 31 + at * 7) % 100 for at in range(1, 40)]]
+            answer = asyncio.ensure_future(engine.complete(tokens, PARAMS))
+            # it answers nothing before the loop is blocked, and everything meanwhile
+            stop_process(pid)
+            await sent(process_store)
+            os.kill(pid, signal.SIGCONT)
+            hold_up(BLOCKED_S)
+            check_sample((await answer).samples[0], tokens, PARAMS, oracle_of(config))
+        await until(lambda: not engine.stats().scheduler.writing)
+        counters = engine.stats().scheduler
+        assert (counters.written_blocks, counters.dropped_writes, counters.late_transfers) == (30, 0, 0)
+        assert told.pending == 0
+        assert engine.store_pid == pid

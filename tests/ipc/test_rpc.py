@@ -1,0 +1,293 @@
+"""Numbered calls to a child process, both sides of them: `ipc/rpc.py` and `ipc/service.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import socket
+import textwrap
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from fdasync.errors import ProtocolError, RunnerError, WorkerDied, WorkerStuck
+from fdasync.ipc.channel import Channel
+from fdasync.ipc.rpc import Call, ErrorTable, Failed, RpcClient
+from fdasync.ipc.service import Service, _Server
+from fdasync.ipc.shared_memory import PAGE_NBYTES, SharedRegion
+from fdasync.testing.harness.leaks import children
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+ERRORS = ErrorTable(RunnerError)
+WORDS = msgspec.msgpack.Decoder(str)
+COUNT = msgspec.msgpack.Decoder(int)
+
+
+class Do(msgspec.Struct, frozen=True, array_like=True, tag="do"):
+    what: str
+
+
+class Undo(msgspec.Struct, frozen=True, array_like=True, tag="undo"):
+    """The child knows no such message."""
+
+
+_CHILD = """
+    import asyncio, os, time
+    import msgspec
+    from fdasync.errors import RunnerError
+    from fdasync.ipc.channel import MAX_FRAME_NBYTES
+    from fdasync.ipc.rpc import ErrorTable
+    from fdasync.ipc.service import Service, serve
+
+    class Do(msgspec.Struct, frozen=True, array_like=True, tag="do"):
+        what: str
+
+    class Host(Service):
+        messages = Do
+        errors = ErrorTable(RunnerError)
+
+        def __init__(self):
+            self.first = None
+
+        def perform(self, message, fds):
+            if message.what == "refuse":
+                raise ValueError("not this")
+            return self.work(message.what, fds)
+
+        async def work(self, what, fds):
+            match what:
+                case "files": return len(os.listdir("/proc/self/fd"))
+                case "read":
+                    # the second is left to the server
+                    fd = fds.pop(0)
+                    with open(fd, "rb") as file:
+                        return file.read().decode()
+                case "object": return object()
+                case "huge": return bytes(MAX_FRAME_NBYTES)
+                case "hang": time.sleep(600)
+                case "exit": os._exit(3)
+                case "first":
+                    self.first = asyncio.get_running_loop().create_future()
+                    return await self.first
+                case "second": self.first.set_result("first")
+                case "wait": await asyncio.get_running_loop().create_future()
+                case "give up": asyncio.current_task().cancel(); await asyncio.sleep(0)
+            return what
+
+        def error_of(self, message, error):
+            return RunnerError(f"{message.what}: {type(error).__name__}: {error}", 7)
+
+        async def aclose(self, calls):
+            for call in calls:
+                call.cancel()
+            if calls:
+                await asyncio.wait(calls)
+
+    def main():
+        serve(Host())
+"""
+
+
+@pytest.fixture
+def host(tmp_path, monkeypatch) -> str:
+    """The name of a module whose `main` is the child."""
+    (tmp_path / "fdasync_host.py").write_text(textwrap.dedent(_CHILD))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    return "fdasync_host"
+
+
+@pytest.fixture
+async def client(host) -> AsyncIterator[RpcClient]:
+    client = RpcClient(asyncio.get_running_loop(), "test", host, ERRORS)
+    async with asyncio.timeout(30.0):
+        yield client
+        await client.kill(WorkerStuck("test", client.process.pid, "its test", 30.0))
+    assert children() == []
+
+
+@pytest.mark.both_loops
+async def test_calls_run_at_the_same_time_and_are_answered_in_any_order(client):
+    ended: list[str] = []
+    calls = [client.send(Do(what), WORDS) for what in ("first", "second", "third")]
+    for call in calls:
+        call.add_done_callback(lambda done: ended.append(done.result()))
+    assert await asyncio.gather(*calls) == ["first", "second", "third"]
+    assert ended.index("second") < ended.index("first")
+    assert client.unanswered == 0
+
+
+async def test_a_call_that_its_caller_left_stays_known_until_it_is_answered(client):
+    left = client.send(Do("first"), WORDS)
+    await asyncio.sleep(0)
+    left.cancel()
+    assert await client.ask(Do("other"), WORDS) == "other"
+    assert client.unanswered == 1
+    await client.ask(Do("second"), WORDS)
+    # the first was answered before this one
+    assert await client.ask(Do("other"), WORDS) == "other"
+    assert client.unanswered == 0
+
+
+@pytest.mark.both_loops
+async def test_a_call_that_is_asked_to_stop_ends_when_it_has_stopped(client):
+    task = asyncio.ensure_future(client.ask(Do("wait"), WORDS))
+    assert await client.ask(Do("other"), WORDS) == "other"
+    for _ in range(3):
+        task.cancel()
+        await asyncio.sleep(0)
+    await asyncio.wait([task])
+    assert task.cancelled()
+    assert client.unanswered == 0
+    assert await client.ask(Do("other"), WORDS) == "other"
+
+
+@pytest.mark.parametrize(
+    ("what", "problem"),
+    [
+        ("refuse", "refuse: ValueError: not this"),
+        ("huge", "huge: ProtocolError: a frame of .* is above the limit"),
+        ("object", "object: TypeError: Encoding objects of type object"),
+        ("give up", "give up: CancelledError: it cancelled its own call"),
+    ],
+)
+async def test_a_call_that_fails_is_an_error_of_its_own(client, what, problem):
+    with pytest.raises(RunnerError, match=problem) as caught:
+        await client.ask(Do(what), WORDS)
+    assert caught.value.step_id == 7
+    assert await client.ask(Do("other"), WORDS) == "other"
+
+
+async def test_an_error_of_a_call_waits_for_no_garbage_collector(client):
+    async def fails() -> None:
+        with pytest.raises(RunnerError):
+            await client.ask(Do("refuse"), WORDS)
+
+    await fails()
+    gc.collect()
+    gc.disable()
+    try:
+        # tests of errors may keep some; the type, because `isinstance` reads attributes of objects that warn
+        before = {id(found): found for found in gc.get_objects() if type(found) is RunnerError}
+        await fails()
+        assert not [found for found in gc.get_objects() if type(found) is RunnerError and id(found) not in before]
+    finally:
+        gc.enable()
+
+
+async def test_fds_that_a_service_does_not_take_are_closed(client):
+    before = await client.ask(Do("files"), COUNT)
+    region = SharedRegion.create("words", PAGE_NBYTES)
+    region.view(0, 4)[:] = b"wall"
+    assert (await client.send(Do("read"), WORDS, fds=[region.fd, region.fd])).startswith("wall")
+    region.close()
+    assert await client.ask(Do("files"), COUNT) == before
+
+
+async def test_a_value_of_another_type_or_that_does_not_fit_ends_the_child(client):
+    with pytest.raises(ProtocolError, match="the test process sent what cannot be decoded"):
+        await client.ask(Do("files"), WORDS)
+    await client.gone
+
+
+async def test_a_value_that_does_not_fit_its_call_ends_the_child(client):
+    with pytest.raises(ProtocolError, match="answered a call with an odd int"):
+        await client.ask(Do("files"), COUNT, lambda count: count < 0)
+    assert isinstance(await client.gone, ProtocolError)
+
+
+async def test_a_message_that_the_child_does_not_know_ends_the_child(client):
+    with pytest.raises(WorkerDied):
+        await client.send(Undo(), WORDS)
+
+
+class Waits(Service):
+    """Its calls end when it is closed."""
+
+    messages = Do
+    errors = ERRORS
+
+    def perform(self, message, fds):
+        return asyncio.get_running_loop().create_future()
+
+    def error_of(self, message, error):
+        return RunnerError(str(error))
+
+    async def aclose(self, calls):
+        for call in calls:
+            call.cancel()
+
+
+@pytest.mark.both_loops
+async def test_a_number_that_two_calls_have_at_a_time_ends_the_service():
+    loop = asyncio.get_running_loop()
+    ours, theirs = socket.socketpair()
+    server = _Server(loop, theirs, Waits())
+    parent = Channel(loop, ours, lambda *_: None, lambda *_: None)
+    serving = asyncio.ensure_future(server.serve())
+    for number in (1, 2, 1):
+        parent.send(msgspec.msgpack.encode(Call(number, Do("wait"))))
+    with pytest.raises(ProtocolError, match="call 1 came twice"):
+        await asyncio.wait_for(serving, 10)
+    parent.close()
+
+
+async def test_what_cannot_be_sent_is_no_call(client):
+    with pytest.raises(TypeError):
+        client.send(msgspec.convert({}, msgspec.defstruct("Odd", [("x", object, object())])), WORDS)
+    assert client.unanswered == 0
+    assert await client.ask(Do("other"), WORDS) == "other"
+
+
+@pytest.mark.both_loops
+async def test_a_death_answers_every_call_after_the_owner_was_told(client):
+    told: list[str] = []
+    client.gone.add_done_callback(lambda gone: told.append(f"gone: {type(gone.result()).__name__}"))
+    calls = [client.send(Do(what), WORDS) for what in ("wait", "exit", "wait")]
+    for call in calls:
+        call.add_done_callback(lambda done: told.append(type(done.exception()).__name__))
+    ends = await asyncio.gather(*calls, return_exceptions=True)
+    assert [(type(end), end.exit_status) for end in ends] == [(WorkerDied, 3)] * 3
+    assert told == ["gone: WorkerDied", *["WorkerDied"] * 3]
+    with pytest.raises(WorkerDied):
+        await client.send(Do("other"), WORDS)
+
+
+async def test_calls_of_a_killed_child_end_when_it_was_reaped(client):
+    pid = client.process.pid
+    reaped: list[bool] = []
+    stuck = client.send(Do("hang"), WORDS)
+    stuck.add_done_callback(lambda _: reaped.append(children() == []))
+    why = WorkerStuck("test", pid, "a call", 0.5)
+    killing = asyncio.ensure_future(client.kill(why))
+    await asyncio.sleep(0)
+    # it is ending: nothing is sent to it any more
+    late = client.send(Do("other"), WORDS)
+    assert not late.done()
+    await killing
+    assert [call.exception() for call in (stuck, late)] == [why, why]
+    await asyncio.sleep(0)
+    assert reaped == [True]
+    # the first reason stays
+    await client.close(RunnerError("later"), 5.0)
+    assert await client.gone is why
+
+
+async def test_closing_lets_the_child_end_by_itself(client):
+    waiting = client.send(Do("wait"), WORDS)
+    assert await client.ask(Do("other"), WORDS) == "other"
+    closed = RunnerError("closed")
+    await client.close(closed, 20.0)
+    assert client.process.exited.result() == 0
+    assert waiting.exception() is closed
+
+
+def test_errors_are_made_of_the_table_only():
+    assert RunnerError("x") in ERRORS
+    assert ProtocolError("x") not in ERRORS
+    for failed in (Failed(1, "ProtocolError", {"problem": "x"}), Failed(1, "RunnerError", {"problem": "x"})):
+        with pytest.raises(ProtocolError, match="has no name here"):
+            ERRORS.unpack(failed)

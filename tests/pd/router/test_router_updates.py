@@ -1,0 +1,220 @@
+"""Updates of a router's instances that are cancelled, given again, or meet another router's."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+import fdasync
+from fdasync import Instance, SamplingParams
+from fdasync.errors import BadInput, EngineClosed, UpdateUnderWay, WeightsRejected
+from fdasync.pd.messages import Command
+from fdasync.runner.synthetic import WEIGHTS_FILE
+from fdasync.testing import synthetic_config, until
+from tests.support.router_scene import NAMESPACE, done, in_scene, kv_batch, settle
+
+if TYPE_CHECKING:
+    from pathlib import Path
+from tests.pd.router.weights_scene import come_back, dropped, problems, serve
+
+PROMPT = tuple(range(12))
+
+
+NEW, OTHER = b"w" * 16, b"o" * 16
+
+
+# -- updates that are cancelled
+
+
+@in_scene("m0", "m1")
+async def test_an_update_whose_caller_is_cancelled_goes_on_and_can_be_waited_for(scene):
+    scene.m1.obeys = None
+    update = asyncio.ensure_future(scene.router.update_weights(1, "/w"))
+    await settle()
+    update.cancel()
+    await settle()
+    task = asyncio.ensure_future(scene.router.complete(PROMPT))
+    await settle()
+    assert scene.m0.submits == []
+    with pytest.raises(UpdateUnderWay):
+        await scene.router.update_weights(2, "/w")
+    again = asyncio.ensure_future(scene.router.update_weights(1, "/w"))
+    await settle()
+    assert not again.done()
+    serve(scene.m0, scene.m1)
+    scene.m1.router.send(done(scene.m1.commands[0].number, "", "", NEW, 1))
+    await again
+    await task
+    assert [len(script.commands) for script in (scene.m0, scene.m1)] == [1, 1]
+    assert {one.weight_version for one in scene.router.stats().instances} == {"1"}
+    await scene.router.update_weights(2, "/v")
+    with pytest.raises(BadInput, match="'1' was used before"):
+        await scene.router.update_weights(1, "/w")
+
+
+@in_scene("m0")
+async def test_its_end_is_told_to_whoever_gives_the_same_again(scene):
+    for obeys in (
+        lambda command: done(command.number, "WeightsRejected", "bad", NAMESPACE),
+        lambda command: done(command.number, "", "", NEW, 1),
+    ):
+        scene.m0.obeys = obeys
+        update = asyncio.ensure_future(scene.router.update_weights(1, "/w"))
+        await asyncio.sleep(0)
+        update.cancel()
+        await settle()
+        if obeys(scene.m0.commands[0]).error:
+            with pytest.raises(WeightsRejected):
+                await scene.router.update_weights(1, "/w")
+        else:
+            await scene.router.update_weights(1, "/w")
+    assert len(scene.m0.commands) == 2
+
+
+@in_scene("m0", "m1", command_s=5.0)
+async def test_a_version_that_nobody_answered_for_in_time_can_be_given_again(scene):
+    late = []
+    scene.m0.obeys = scene.m1.obeys = late.append
+    with pytest.raises(TimeoutError):
+        await scene.router.update_weights(1, "/w")
+    # both took it after all
+    for script in (scene.m0, scene.m1):
+        script.router.send(kv_batch(NEW, 1, True, (), ()))
+        # they compare the folder with what they have
+        script.obeys = lambda command: done(command.number, "", "", NEW, 1)
+    await settle()
+    serve(scene.m0, scene.m1)
+    await scene.router.complete(PROMPT)
+    await scene.router.update_weights(1, "/w")
+    assert {one.weight_version for one in scene.router.stats().instances} == {"1"}
+    assert not any(problems(scene).values())
+
+
+@in_scene("m0")
+async def test_closing_ends_an_update_and_whoever_waits_for_it(scene):
+    scene.m0.obeys = None
+    update = asyncio.ensure_future(scene.router.update_weights(1, "/w"))
+    await settle()
+    await scene.router.aclose()
+    with pytest.raises(EngineClosed):
+        await update
+
+
+# -- two routers
+
+
+@in_scene("m0", "m1", "m2")
+async def test_who_finds_another_routers_update_changes_nothing(scene):
+    scene.m1.claims = lambda command: done(command.number, "UpdateUnderWay", "of another router")
+    released = []
+    claims = scene.m0.claims
+    scene.m0.claims = lambda command: (released.append(command.verb), claims(command))[1]
+    with pytest.raises(UpdateUnderWay, match="m1"):
+        await scene.router.update_weights(1, "/w")
+    await settle()
+    # in the order of their addresses, and back what was claimed
+    assert released == ["claim", "release"]
+    assert not any(script.commands for script in scene.scripts.values())
+    assert dropped(scene) == {}
+    scene.m1.claims = claims
+    await scene.router.update_weights(1, "/w")
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> str:
+    """A folder with other weights."""
+    (tmp_path / WEIGHTS_FILE).write_text(json.dumps({"weights_id": 77}))
+    return str(tmp_path)
+
+
+def instance(tmp_path: Path, role: str, name: str) -> Instance:
+    return Instance(
+        synthetic_config({"load_s": 0.1}, role=role, host_blocks=64),
+        listen=f"ipc://{tmp_path}/{name}", name=name, transport="shm",
+    )  # fmt: skip
+
+
+async def test_of_two_routers_that_update_at_once_one_does(tmp_path: Path, weights: str) -> None:
+    addresses = [f"ipc://{tmp_path}/{name}" for name in ("p0", "d0", "d1")]
+    p0, d0, d1 = (
+        instance(tmp_path, role, name) for role, name in (("prefill", "p0"), ("decode", "d0"), ("decode", "d1"))
+    )
+    async with p0, d0, d1, fdasync.connect(addresses) as one, fdasync.connect(addresses) as two:
+        outcomes = await asyncio.gather(
+            one.update_weights(10, weights), two.update_weights(11, weights), return_exceptions=True
+        )
+        assert sorted(type(outcome).__name__ for outcome in outcomes) == ["NoneType", "UpdateUnderWay"]
+        version = "10" if outcomes[0] is None else "11"
+        assert {each.engine.stats().scheduler.weight_version for each in (p0, d0, d1)} == {version}
+        assert p0._context is not None
+        wanted = {p0._context.namespace()}
+        # it has served nothing: no block tells the other of it
+        await until(
+            lambda: all({each.namespace for each in router.table.up()} == wanted for router in (one, two)), every_s=0.01
+        )
+        for router in (one, two):
+            result = await router.complete(list(range(40)), SamplingParams(max_tokens=3), deadline_s=10)
+            assert [span.version for span in result.samples[0].weight_version] == [version]
+            assert router.stats().dropped == ()
+            assert not any(each.problem for each in router.stats().instances)
+
+
+async def test_an_instance_is_claimed_until_the_update_or_the_link_is_over(tmp_path: Path, weights: str) -> None:
+    address = f"ipc://{tmp_path}/m0"
+    async with instance(tmp_path, "mixed", "m0"), fdasync.connect([address]) as two:
+        (member,) = two.table.up()
+        words = Command(0, "update_weights", version="5", path=weights)
+        async with fdasync.connect([address]) as one:
+            await one.commands._claim_all()
+            with pytest.raises(UpdateUnderWay, match="m0"):
+                await two.update_weights(1, weights)
+            with pytest.raises(UpdateUnderWay):
+                await two.commands.one(member, words, 5.0)
+            await one.update_weights(1, weights)
+            await two.update_weights(2, weights)
+            await one.commands._claim_all()
+        async with asyncio.timeout(5):
+            while True:
+                # it knows in a moment that the other said goodbye
+                with contextlib.suppress(UpdateUnderWay):
+                    await two.update_weights(3, weights)
+                    break
+        assert two.stats().instances[0].weight_version == "3"
+
+
+async def test_a_decode_instance_that_is_started_anew_serves_the_new_weights(tmp_path: Path, weights: str) -> None:
+    addresses = [f"ipc://{tmp_path}/{name}" for name in ("p0", "d0")]
+    async with instance(tmp_path, "prefill", "p0"), fdasync.Router(addresses[:1]) as router:
+        async with instance(tmp_path, "decode", "d0"):
+            await router.add(addresses[1])
+            await router.update_weights(7, weights)
+        await until(lambda: not router.stats().instances[1].is_up, every_s=0.01)
+        async with instance(tmp_path, "decode", "d0") as again:
+            await router.add(addresses[1])
+            results = [
+                await router.complete([*range(20), number], SamplingParams(max_tokens=3), deadline_s=10)
+                for number in range(4)
+            ]
+            assert again.engine.stats().scheduler.weight_version == "7"
+        versions = {span.version for result in results for span in result.samples[0].weight_version}
+        assert versions == {"7"}
+        assert router.stats().dropped == ()
+
+
+@in_scene("m0", "m1", "m2")
+async def test_an_update_that_another_routers_came_after_is_not_told_any_more(scene):
+    await scene.router.update_weights(1, "/w", "keep")
+    again = await come_back(scene, "m2")
+    (command,) = again.commands
+    # another router holds it, and brings all to weights of its own
+    again.router.send(done(command.number, "UpdateUnderWay", "of another", NAMESPACE, 0))
+    for script in (scene.m0, scene.m1, again):
+        script.router.send(kv_batch(OTHER, 1, True, (), ()))
+    await settle(3.0)
+    assert [told.version for told in again.commands] == ["1"]
+    assert dropped(scene) == {}
+    assert problems(scene) == {"m0": "", "m1": "", "m2": ""}

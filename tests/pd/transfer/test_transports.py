@@ -1,0 +1,61 @@
+"""Every transport that ships keeps the contract."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from fdasync.pd.transfer.shm import ShmTransport
+from fdasync.pd.transfer.tcp import TcpTransport
+from fdasync.testing import SimLoop, TransportTests
+from fdasync.testing.sim.transport import SimFabric, SimTransport
+
+
+class TestShm(TransportTests):
+    keeps_offers = False
+    factory = "fdasync.pd.transfer.shm:ShmTransport"
+
+    def make(self):
+        return ShmTransport()
+
+
+@pytest.mark.slow
+class TestShmOnTheStdlibLoop(TestShm):
+    def new_loop(self):
+        return asyncio.SelectorEventLoop()
+
+
+class TestTcp(TransportTests):
+    factory = "fdasync.pd.transfer.tcp:TcpTransport"
+
+    def make(self):
+        return TcpTransport()
+
+    def silence(self, transport):
+        # who dials gets into the kernel's queue, and that is all
+        asyncio.get_running_loop().remove_reader(transport._server._sock.fileno())
+        return True
+
+
+@pytest.mark.slow
+class TestTcpOnTheStdlibLoop(TestTcp):
+    def new_loop(self):
+        return asyncio.SelectorEventLoop()
+
+
+class TestSim(TransportTests):
+    @pytest.fixture(autouse=True)
+    def fabric(self):
+        self.room = SimFabric(random.Random(7))
+
+    def make(self):
+        return SimTransport(self.room)
+
+    def silence(self, transport):
+        self.room.freeze(transport)
+        return True
+
+    def new_loop(self):
+        return SimLoop()

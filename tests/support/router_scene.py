@@ -1,0 +1,221 @@
+"""A router over a simulated network, in front of instances that a test scripts."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from array import array
+from collections.abc import Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from fdasync.pd.link.links import Links
+from fdasync.pd.messages import (
+    PROTOCOL,
+    Abort,
+    Command,
+    Done,
+    Ended,
+    Facts,
+    Failed,
+    Heartbeat,
+    Hello,
+    KvEventBatch,
+    Moved,
+    Outputs,
+    Piece,
+    Progress,
+    PromptTokens,
+    SampleEnd,
+    Shape,
+    Status,
+    Submit,
+)
+from fdasync.pd.router.config import RouterConfig
+from fdasync.pd.router.router import Router
+from fdasync.testing.sim.loop import run_sim
+from fdasync.testing.sim.network import SimNetwork
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+SHAPE = Shape(bytes(16), "l", "d", 4, 64, (), 300, (), False, b"")
+NAMESPACE = b"n" * 16
+ROLES = {"p": "prefill", "d": "decode", "m": "mixed"}
+
+
+def done(
+    number: int, error: str = "", problem: str = "", namespace: bytes = b"", version: int = 0, field: str = ""
+) -> Done:
+    """The label of weights is their order."""
+    return Done(number, error, problem, namespace, str(version), version, field)
+
+
+def kv_batch(
+    namespace: bytes, version: int, reset: bool, added: tuple[bytes, ...], removed: tuple[bytes, ...]
+) -> KvEventBatch:
+    """The label of weights is their order."""
+    return KvEventBatch(namespace, str(version), reset, added, removed, version)
+
+
+class Script:
+    """A scripted instance: p0 prefills, d0 decodes, m0 does both.
+
+    Attributes:
+        submits, aborts, commands: messages that it got; `claims` alone answers claims.
+        namespace, version: of its weights, in its hello; the version is label and order.
+        max_context_tokens: in its hello.
+        answers, obeys: called with each Submit, or Command; None: neither is answered.
+    """
+
+    def __init__(self, network: SimNetwork, name: str, number: int) -> None:
+        self.name, self.address = name, f"ipc:///run/{name}"
+        self.wire = network.wire(name)
+        self.network = network
+        self.shape = SHAPE
+        self.status = Status("running", 0, 0, 0, 0, 100, 100)
+        self.submits: list[Submit] = []
+        self.aborts: list[str] = []
+        self.commands: list[Command] = []
+        self.namespace, self.version = NAMESPACE, 0
+        self.max_context_tokens = 1000
+        self.claims: Callable[[Command], Done | None] = lambda command: Done(command.number)
+        self.answers: Callable[[Submit], None] | None = None
+        self.failures: list[Exception] = []
+        self.obeys: Callable[[Command], Done | None] | None = lambda command: Done(
+            command.number, "", "", b"w" * 16, command.version, command.order
+        )
+        self.router: Any = None
+        self.links = Links(self.wire, self, incarnation=bytes([number]) * 12)
+        self.links.listen(self.address)
+
+    # -- what links ask
+
+    def hello(self) -> Hello:
+        most, version = self.max_context_tokens, self.version
+        facts = Facts("m", 300, most, 100, (), 0, None, "", "", 64, str(version), 4096, version)
+        return Hello(PROTOCOL, self.name, ROLES[self.name[0]], self.address, self.shape, (), self.namespace, facts)  # type: ignore[arg-type]
+
+    def check(self, hello: Hello) -> None:
+        return None
+
+    def beat(self, peer: Any) -> Heartbeat:
+        return Heartbeat((), self.status)
+
+    def on_up(self, peer: Any) -> None:
+        self.router = peer
+
+    def on_message(self, peer: Any, message: Any, payload: Any) -> None:
+        if isinstance(message, Submit):
+            self.submits.append(message)
+            if self.answers is not None:
+                self.answers(message)
+        elif isinstance(message, Abort):
+            self.aborts.append(message.request)
+        elif isinstance(message, Command) and message.verb in ("claim", "release"):
+            reply = self.claims(message)
+            if reply is not None:
+                self.router.send(reply)
+        elif isinstance(message, Command):
+            self.commands.append(message)
+            reply = None if self.obeys is None else self.obeys(message)
+            if reply is not None:
+                self.router.send(reply)
+
+    def on_heartbeat(self, peer: Any, heartbeat: Any) -> None: ...
+
+    def on_lost(self, peer: Any, error: Any) -> None: ...
+
+    def on_failure(self, error: Exception) -> None:
+        self.failures.append(error)
+
+    # -- what it says
+
+    def tokens(self, name: str, *tokens: int, index: int = 0, finish: str | None = None) -> None:
+        self.router.send(Progress((Piece(name, index, tokens, "", None, None, None, finish),)))
+
+    def prompt(self, name: str, *tokens: int) -> None:
+        self.router.send(PromptTokens(name, array("i", tokens).tobytes()))
+
+    def end(self, name: str, *samples: tuple[int, ...], reason: str = "length") -> None:
+        for index, tokens in enumerate(samples):
+            self.router.send(Outputs(name, index, 0, array("i", tokens).tobytes(), "", None, None, None))
+        ends = [SampleEnd(len(tokens), reason, (0, 0, 0), (), None, None, ()) for tokens in samples]
+        self.router.send(Ended(name, array("i", [1, 2, 3]).tobytes(), tuple(ends)))
+
+    def moved(self, name: str, to: Script) -> None:
+        self.router.send(Moved(name, to.address))
+
+    def failed(self, name: str, error: str = "EngineBusy", *, retriable: bool = True, **fields: str) -> None:
+        self.router.send(Failed(name, error, "no", retriable=retriable, **fields))
+
+    def has(self, *keys: bytes) -> None:
+        self.router.send(kv_batch(NAMESPACE, 0, False, keys, ()))
+
+    def die(self) -> None:
+        self.network.kill(self.wire)
+
+
+class Scene:
+    """A router and its scripts, by name."""
+
+    def __init__(self, names: tuple[str, ...], config: dict[str, Any]) -> None:
+        self.network = SimNetwork(random.Random(1))
+        self.scripts: dict[str, Script] = {}
+        self.begun = 0
+        for name in names:
+            self.begin(name)
+        self.router = Router(
+            [script.address for script in self.scripts.values()], RouterConfig(**config),
+            wire=self.network.wire("router"), seed=1,
+        )  # fmt: skip
+
+    def begin(self, name: str, namespace: bytes = NAMESPACE) -> Script:
+        """Start an instance, or another process in the place of a dead one."""
+        self.begun += 1
+        script = self.scripts[name] = Script(self.network, name, self.begun)
+        script.namespace = namespace
+        return script
+
+    def __getattr__(self, name: str) -> Script:
+        return self.scripts[name]
+
+
+async def settle(seconds: float = 0.2) -> None:
+    await asyncio.sleep(seconds)
+
+
+@asynccontextmanager
+async def scene(*names: str, **config: Any) -> AsyncIterator[Scene]:
+    made = Scene(names, config)
+    try:
+        async with made.router:
+            yield made
+    finally:
+        for script in made.scripts.values():
+            await script.links.aclose(0.0)
+
+
+Test = Callable[["Scene"], Coroutine[Any, Any, None]]
+
+
+def in_scene(*names: str, **config: Any) -> Callable[[Test], Callable[[], None]]:
+    """A test that takes a scene, in virtual time; nothing of it may be live at its end."""
+
+    def wrap(test: Test) -> Callable[[], None]:
+        def run() -> None:
+            async def main() -> None:
+                async with scene(*names, **config) as made:
+                    await test(made)
+                    assert made.router.live == []
+                    assert not [script.failures for script in made.scripts.values() if script.failures]
+                    assert made.router.dispatch.num_held == 0
+                    for member in made.router.table.instances.values():
+                        assert (member.live, member.tokens) == (0, 0)
+
+            run_sim(main())
+
+        run.__name__ = test.__name__
+        return run
+
+    return wrap

@@ -1,0 +1,1 @@
+"""A simulated engine: one engine in virtual or real time, under random work, faults, updates and early ends."""

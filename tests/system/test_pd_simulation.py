@@ -1,0 +1,80 @@
+"""Whole fleets behind a router in virtual time, under random work, network conditions, faults and deaths."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.sim_engine.simulation import SimulationFailed
+from tests.support.sim_fleet import callers as pd_callers
+from tests.support.sim_fleet.simulation import simulate_pd
+from tests.support.sim_fleet.workload import PdWorkload
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from fdasync.testing.pytest_plugin import SimSeeds
+
+_SLOW_SEEDS = 5000
+# of them, for several processes to share
+_PARTS = 10
+
+
+def play(seeds: Iterable[int]) -> tuple[Counter[str], Counter[str]]:
+    outcomes: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for seed in seeds:
+        report = simulate_pd(seed)
+        outcomes.update(report.outcomes)
+        counts.update(report.counts)
+    return outcomes, counts
+
+
+def words(counter: Counter[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in sorted(counter.items()))
+
+
+def test_pd_simulation(pd_seeds: SimSeeds):
+    outcomes, counts = play(pd_seeds)
+    pd_seeds.notes += [words(outcomes), words(counts)]
+    if pd_seeds.tried >= 40:
+        # a simulation that no longer gets into trouble proves nothing
+        assert not {"stop", "length", "abort", "deadline", "cancelled", "InstanceLost", "TooLong"} - outcomes.keys()
+        incidents = ("kill", "freeze", "part", "drain", "join", "update", "pause", "die", "fail", "corrupt", "stall",
+                    "old_weights", "unequal", "left_out")  # fmt: skip
+        work = (
+            "handed_over",
+            "scored",
+            "leases_granted",
+            "leases_denied",
+            "leases_dropped",
+            "received_blocks",
+            "preemptions",
+        )
+        assert all(counts[name] for name in (*work, *incidents))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(_PARTS))
+def test_pd_simulation_of_many_seeds(part: int, request: pytest.FixtureRequest):
+    """`--pd-seeds` says how many in all."""
+    count = request.config.getoption("--pd-seeds")
+    play(range(part, _SLOW_SEEDS if count is None else count, _PARTS))
+
+
+def test_a_seed_gives_the_same_fleet_again():
+    assert PdWorkload.draw(3) == PdWorkload.draw(3)
+    assert simulate_pd(3) == simulate_pd(3)
+    assert simulate_pd(3) != simulate_pd(4)
+
+
+def test_a_failing_fleet_names_its_seed(monkeypatch):
+    def wrong(*args, **kwargs):
+        raise AssertionError("something is wrong")
+
+    monkeypatch.setattr(pd_callers, "check_served", wrong)
+    with pytest.raises(SimulationFailed, match=r"seed 5: AssertionError: something is wrong\n.*--pd-seed 5") as caught:
+        simulate_pd(5)
+    assert caught.value.seed == 5

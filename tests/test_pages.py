@@ -1,0 +1,217 @@
+"""The pages: their code runs, and what they name is there."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import sys
+import tokenize
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from fdasync.events.catalog import AnyEvent, Notice
+from tests.support.plugins import install_plugin
+
+ROOT = Path(__file__).parent.parent
+
+
+def blocks(name: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "docs" / name).read_text(), re.DOTALL)
+
+
+def run(folder: Path, script: str) -> str:
+    path = folder / "script.py"
+    path.write_text(script)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(path)], cwd=folder, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+# -- docs/events.md -----------------------------------------------------------------------------------
+
+
+def test_a_subscription_runs_as_written(tmp_path: Path) -> None:
+    watch, _, _ = blocks("events.md", "python")
+    assert re.fullmatch(r"hello 8 0\.\d{3} s\n", run(tmp_path, watch))
+
+
+def test_the_tap_plugin_runs_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, module, embed = blocks("events.md", "python")
+    (project,) = blocks("events.md", "toml")
+    points = tomllib.loads(project)["project"]["entry-points"]["fdasync.taps"]
+    install_plugin(tmp_path, monkeypatch, "", "fdasync.taps", points)
+    (tmp_path / "slow_requests.py").write_text(module)
+    run(tmp_path, embed)
+    assert re.fullmatch(r"hello took 0\.\d{3} s\n", (tmp_path / "slow.log").read_text())
+
+
+def test_the_catalogue_has_every_event() -> None:
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / "events.md").read_text(), re.MULTILINE)
+    listed = {name: cell.endswith(" N") for cell in rows for name in re.findall(r"`([A-Z]\w+)`", cell)}
+    listed = {name: notice for name, notice in listed.items() if not name.endswith("Tap")}
+    assert listed == {event.__name__: issubclass(event, Notice) for event in AnyEvent.__args__}
+
+
+# -- docs/completion.md -------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_a_cuda_event_is_awaited_as_written(tmp_path: Path) -> None:
+    assert run(tmp_path, blocks("completion.md", "python")[0]) == "done (4096, 4096)\n"
+
+
+def test_the_same_lines_run_on_a_device_without_streams(tmp_path: Path) -> None:
+    script = blocks("completion.md", "python")[0]
+    for old, new in (
+        ("4096", "8"),
+        ('device="cuda"', 'device="cpu"'),
+        ("torch.cuda.Event()", "AlreadyDone()"),
+        ("import torch\n", "import torch\nfrom fdasync.gpu.ports.fake import AlreadyDone\n"),
+    ):
+        assert old in script
+        script = script.replace(old, new)
+    assert run(tmp_path, script) == "done (8, 8)\n"
+
+
+def test_the_fake_port_runs_as_written(tmp_path: Path) -> None:
+    assert "an illegal memory access" in run(tmp_path, blocks("completion.md", "python")[1])
+
+
+def test_the_example_of_a_cuda_future_runs(tmp_path: Path) -> None:
+    out = run(tmp_path, (ROOT / "examples" / "cuda_future.py").read_text())
+    (ticks,) = re.findall(r"another task ran (\d+) times meanwhile$", out, re.MULTILINE)
+    assert int(ticks) > 0
+
+
+# -- what pages and docstrings name -------------------------------------------------------------------
+
+# written by others, and named here before they are merged
+COMING: set[str] = set()
+# repositories whose files `fdasync/routing` names as the source of a format
+TRAINERS = ("nemo_rl/", "src/prime_rl/", "slime/", "miles/", "skyrl/", "verl/")
+
+
+def of_ours(path: Path) -> bool:
+    parts = path.relative_to(ROOT).parts
+    return not any(part.startswith(".") or part.endswith(".egg-info") or part == "build" for part in parts)
+
+
+def files(pattern: str) -> list[Path]:
+    return sorted(path for path in ROOT.rglob(pattern) if of_ours(path))
+
+
+PAGES = files("*.md")
+FILES = [f"/{path.relative_to(ROOT)}" for path in ROOT.rglob("*") if of_ours(path)] + [f"/{path}" for path in COMING]
+
+
+def exists(path: str) -> bool:
+    """Whether a file or folder has this path, or one that ends with it; a trainer's own files are not looked for."""
+    return path.startswith(TRAINERS) or any(known.endswith(f"/{path.rstrip('/')}") for known in FILES)
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as they are made where the pages are shown."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_of_a_page_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        there = page if not path else (page.parent / path).resolve()
+        if str(there.relative_to(ROOT)) in COMING and not there.exists():
+            continue
+        assert there.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(there), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    named = re.findall(r"`([\w./-]+\.(?:py|md))`", text)
+    # with a folder that is ours, of any kind
+    named += re.findall(r"`((?:fdasync|tests|docs|benchmarks|examples|plugins)/[\w./-]+)`", text)
+    for path in named:
+        assert exists(path), f"{page.name} names {path}"
+
+
+def docstrings_and_comments(path: Path) -> str:
+    tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+    return "\n".join(token.string for token in tokens if token.type in (tokenize.COMMENT, tokenize.STRING))
+
+
+@pytest.mark.parametrize("folder", ["fdasync", "plugins", "tests", "benchmarks", "examples"])
+def test_files_that_docstrings_and_comments_name_exist(folder: str) -> None:
+    wrong = []
+    for path in files(f"{folder}/**/*.py"):
+        text = docstrings_and_comments(path)
+        named = re.findall(r"\bdocs/[\w-]+\.md\b", text)
+        named += re.findall(r"``?([\w./-]+\.(?:py|md))``?", text)
+        wrong += [f"{path.relative_to(ROOT)} names {name}" for name in named if not exists(name)]
+    assert not wrong, "\n".join(wrong)
+
+
+# -- ARCHITECTURE.md, README.md -----------------------------------------------------------------------
+
+TOUR = ROOT / "ARCHITECTURE.md"
+
+
+def test_pages_are_short() -> None:
+    tour = TOUR.read_text().splitlines()
+    assert len(tour) <= 220
+    assert [line for line in tour if len(line) > 100] == []
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 160
+
+
+def test_the_tour_names_every_room() -> None:
+    home = ROOT / "fdasync"
+    for path in home.rglob("__init__.py"):
+        room = path.parent.relative_to(home)
+        if room.parts and room.parts[:1] != ("testing",):
+            assert f"`{room}/`" in TOUR.read_text(), f"{room} is not in ARCHITECTURE.md"
+
+
+def test_the_functions_that_the_tour_names_are_in_the_files_it_names() -> None:
+    """ "Where do I change ...?" is of use only while it is right."""
+    (section,) = re.findall(r"^## Where do I change \.\.\.\?\n(.*?)^## ", TOUR.read_text(), re.DOTALL | re.MULTILINE)
+    wanted = ("Eviction", "Admission order", "Preemption", "A metric", "An event", "An aux datum", "A store",
+              "A transport", "A runner", "A policy")  # fmt: skip
+    entries = dict(re.findall(r"^\*\*([^*]+?)\.?\*\*(.*?)(?=^\*\*|\Z)", section, re.DOTALL | re.MULTILINE))
+    assert list(entries) == list(wanted)
+    for entry, text in entries.items():
+        sources = [ROOT / "fdasync" / path for path in re.findall(r"`([\w/]+\.py)`", text)]
+        functions = re.findall(r"`(?:\w+\.)?(\w+)\(\)`", text)
+        code = "\n".join(path.read_text() for path in sources)
+        for function in functions:
+            place = (ROOT / "fdasync" / "events" / "bus.py").read_text() if function == "publish" else code
+            assert re.search(rf"def {function}\(", place), f"{entry}: {function}"
+    assert sum(len(re.findall(r"\(\)`", text)) for text in entries.values()) >= 15
+
+
+# -- docs/design.md -----------------------------------------------------------------------------------
+
+
+def test_sections_and_rules_that_are_cited_exist() -> None:
+    page = (ROOT / "docs" / "design.md").read_text()
+    known = {("section", number) for number in re.findall(r"^## Section (\d+)\.", page, re.MULTILINE)}
+    known |= {("section", number) for number in re.findall(r"^- \*\*Section (\d+)\.", page, re.MULTILINE)}
+    known |= {("rule", number) for number in re.findall(r"^\*\*Rule (\d+)\.", page, re.MULTILINE)}
+    cited = set()
+    for path in [*files("*.py"), *PAGES]:
+        # a citation may go on in the next line of a comment
+        text = re.sub(r"\n\s*(?:# )?", " ", path.read_text())
+        for citation in re.findall(r"docs/design\.md,((?: (?:section|rule)s? \d+(?:(?:,| and) \d+)*,?)+)", text):
+            for word, numbers in re.findall(r"(section|rule)s? (\d+(?:(?:,| and) \d+)*)", citation):
+                cited |= {(word, number) for number in re.findall(r"\d+", numbers)}
+        # pages that stand nowhere are not cited
+        assert not re.search(r"\b(?:DESIG[N]|DECISION[S])(?: section)? \d", text), path
+    assert cited <= known
+    assert len(cited) > 20
