@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 import fdasync
-from fdasync import Instance, InstanceLost, SamplingParams
+from fdasync import Instance, InstanceLost, SamplingParams, WeightSpan
 from fdasync.pd.link.session import LinkConfig
 from fdasync.pd.router.config import RouterConfig
 from fdasync.runner.synthetic import WEIGHTS_FILE
@@ -255,8 +255,11 @@ class PdPlay:
             self._check_kept(prompt, params, start, sample)
             return
         gone = sample.finish_reason == "abort" and self.wants("dies", "decode") and sample.routing is None
-        check_sample(sample, prompt, params, self.oracle, start=start, seen=seen, names=() if gone else None)
-        if not sample.token_ids or gone:
+        if gone:
+            self._check_gone(prompt, params, start, sample)
+            return
+        check_sample(sample, prompt, params, self.oracle, start=start, seen=seen)
+        if not sample.token_ids:
             return
         stamps = sample.aux["stamp"][:, 0].tolist()
         owners = ["prefill" if stamp // _STAMPS * _STAMPS in self.bases["prefill"] else "decode" for stamp in stamps]
@@ -266,6 +269,28 @@ class PdPlay:
             assert set(made) <= {"decode"}
         if self.wants("dies", "nobody") and self.wants("update", "none") and self.wants("preempt", "none"):
             self._check_prefix(prompt, owners, start)
+
+    def _check_gone(self, prompt: tuple[int, ...], params: SamplingParams, start: int, sample: Sample) -> None:
+        """Its instance died before it could tell which tokens are of which weights: they are right for some switch
+        from the old to the new ones, with the KV of before it kept, or computed again after a preemption."""
+        candidates = [self._seen(prompt, sample)]
+        if self.wants("update", "keep"):
+            for stop in range(len(sample.token_ids)):
+                spans = (WeightSpan(0, stop, "0"), WeightSpan(stop, len(sample.token_ids), "1"))
+                seen = self._seen(prompt, msgspec.structs.replace(sample, weight_version=spans))
+                assert seen is not None
+                switch = len(prompt) - 1 + stop
+                again = [Read((NEW_WEIGHTS_ID,), NEW_WEIGHTS_ID)] * (len(seen) - switch)
+                candidates += [seen, seen[:switch] + again]
+        errors = []
+        for seen in candidates:
+            try:
+                check_sample(sample, prompt, params, self.oracle, start=start, seen=seen, names=())
+            except AssertionError as error:
+                errors.append(error)
+            else:
+                return
+        raise errors[0]
 
     def _check_kept(self, prompt: tuple[int, ...], params: SamplingParams, start: int, sample: Sample) -> None:
         """Of the first weights, up to there."""

@@ -77,7 +77,8 @@ def by_hand(logits: np.ndarray, own: SamplerSpec, position: int, history: list[i
     p /= p.sum()
     mass, kept = 0.0, []
     for token in order:
-        if mass >= own.top_p:
+        # 1 filters nothing, although the sum reaches it before the last of very unlikely tokens
+        if own.top_p < 1.0 and mass >= own.top_p:
             break
         kept.append(token)
         mass += p[token]

@@ -1,0 +1,53 @@
+"""Keys: every path asks for one where one is set, and paths that control the engine may ask for another.
+
+Plain ASGI, so that nothing of a request is read before its key was. Knows no paths: `application.py` wraps them.
+"""
+
+from __future__ import annotations
+
+from hmac import compare_digest
+from typing import TYPE_CHECKING
+
+from fdasync_http.failures import Refused, answer
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+
+class NeedsKey:
+    """Lets requests with one of `keys` through to `inner`, and answers others with 401, or 403 for a key of `known`.
+
+    Args:
+        keys: keys that open `inner`.
+        known: keys that open other paths.
+    """
+
+    def __init__(self, inner: ASGIApp, keys: tuple[str, ...], known: tuple[str, ...] = ()) -> None:
+        self._inner = inner
+        self._keys = tuple([key.encode() for key in keys])
+        self._known = tuple([key.encode() for key in known])
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._keys:
+            given = _bearer(scope)
+            if not _is_one_of(given, self._keys):
+                if _is_one_of(given, self._known):
+                    refused = Refused(403, "this path needs the admin key", code="needs_admin_key")
+                else:
+                    refused = Refused(401, "a key is needed: Authorization: Bearer KEY", code="needs_key")
+                await answer(refused)(scope, receive, send)
+                return
+        await self._inner(scope, receive, send)
+
+
+def _bearer(scope: Scope) -> bytes:
+    for name, value in scope["headers"]:
+        if name == b"authorization":
+            kind, _, key = value.partition(b" ")
+            return key.strip() if kind.lower() == b"bearer" else b""
+    return b""
+
+
+def _is_one_of(given: bytes, keys: tuple[bytes, ...]) -> bool:
+    # every key is compared, in a time that does not tell how much of it is right
+    return sum([compare_digest(given, key) for key in keys]) > 0

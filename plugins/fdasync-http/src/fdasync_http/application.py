@@ -1,0 +1,94 @@
+"""The app: every path of every dialect over one generator.
+
+    from fdasync_http import app
+    service = app(engine)                      # or a router; whoever starts it closes it
+    Starlette(routes=[Mount("/llm", service)])
+
+A path is a coroutine `(request, front) -> response`, listed in the table of its dialect. Paths that control the engine
+stand in tables of their own, because they may need another key. Called by embedders and `server.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from fdasync_http.access import NeedsKey
+from fdasync_http.config import HttpConfig
+from fdasync_http.failures import JSON, Refused, answer, on_error
+from fdasync_http.front import Front
+from fdasync_http.openapi import description
+from fdasync_http.paths import CONTROL, USE, Path
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from fdasync import Generator
+    from fdasync.engine.tokenizer import Tokenizer
+
+
+def app(generator: Generator, config: HttpConfig | None = None, *, tokenizer: Tokenizer | None = None) -> ASGIApp:
+    """An ASGI app over an engine or a router.
+
+    Args:
+        generator: has been started before the first request comes, and is closed by its owner.
+        config: settings.
+        tokenizer: for text as clients ask for it, and for chats; None: the generator's own, if it has one.
+
+    Raises ConfigError.
+    """
+    config = config or HttpConfig()
+    front = Front(generator, config, tokenizer or getattr(generator, "tokenizer", None))
+    use = (config.api_key,) if config.api_key else ()
+    control = (config.admin_key,) if config.admin_key else use
+    routes = [_route(path, front, use, ()) for path in USE]
+    routes += [_route(path, front, control, use) for path in CONTROL]
+    routes.append(_route(Path("/openapi.json", ("GET",), _openapi), front, use, ()))
+    inner = Starlette(
+        routes=routes,
+        exception_handlers={HTTPException: _on_http_error, Exception: on_error},
+    )
+    # paths that are not there ask for a key as well
+    return NeedsKey(inner, tuple(dict.fromkeys([*use, *control])))
+
+
+def _route(path: Path, front: Front, keys: tuple[str, ...], known: tuple[str, ...]) -> Route:
+    return Route(path.path, NeedsKey(_Endpoint(path, front), keys, known), methods=list(path.methods))
+
+
+async def _openapi(_request: Request, _front: Front) -> Response:
+    """`GET /openapi.json`."""
+    return Response(msgspec.json.encode(description([*USE, *CONTROL])), media_type=JSON)
+
+
+class _Endpoint:
+    """Calls a path's function, answers its errors, and counts the answers."""
+
+    def __init__(self, path: Path, front: Front) -> None:
+        self._path = path
+        self._front = front
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._front.answers[self._path.path, message["status"]] += 1
+            await send(message)
+
+        request = Request(scope, receive, counted)
+        try:
+            response = await self._path.serve(request, self._front)
+        except Exception as error:
+            response = await on_error(request, error)
+        await response(scope, receive, counted)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    words = {404: f"there is no path {request.url.path}", 405: f"{request.url.path} takes no {request.method}"}
+    return answer(Refused(error.status_code, words.get(error.status_code, error.detail)))

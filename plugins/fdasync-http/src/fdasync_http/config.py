@@ -1,0 +1,60 @@
+"""Settings of the app: names, keys, bounds. Pure data; `application.py` and every room of paths read it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from fdasync.errors import ConfigError
+
+Dialect = Literal["sglang", "vllm"]
+
+_MIN_KEY_CHARS = 16
+
+
+class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the app answers.
+
+    Attributes:
+        model: name of the model in answers; "": as the runner names it.
+        dialect: whose server `owned_by` names, and whose form fields have that both dialects share. All paths are
+            there in either.
+        api_key: every path asks for `Authorization: Bearer KEY`; "": none does.
+        admin_key: paths that control the engine ask for this key instead; "": they ask for `api_key`.
+        weights_root: folder, and those below it, from which weights may be loaded; "": none may.
+        rows: form of the rows of `/inference/v1/generate`, whose requests cannot ask for them: "npy" as vLLM answers,
+            "prime_rl" as prime-rl's server, "none".
+        max_body_nbytes: most bytes of a request's body.
+        max_json_depth: most levels of arrays and objects in a body.
+        max_live: most requests that generate at a time; the next one is answered with 429.
+        body_timeout_s: longest that a body may take to arrive, in seconds.
+        health_s: longest that the token of `/health_generate` may take, in seconds.
+    """
+
+    model: str = ""
+    dialect: Dialect = "sglang"
+    api_key: str = ""
+    admin_key: str = ""
+    weights_root: str = ""
+    rows: Literal["npy", "prime_rl", "none"] = "npy"
+    max_body_nbytes: int = 64 << 20
+    max_json_depth: int = 32
+    max_live: int = 4096
+    body_timeout_s: float = 60.0
+    health_s: float = 20.0
+
+    def __post_init__(self) -> None:
+        for name in ("api_key", "admin_key"):
+            key = getattr(self, name)
+            if key and (len(key) < _MIN_KEY_CHARS or not key.isascii() or not key.isprintable() or " " in key):
+                # not shown: it may be the secret with a slip
+                raise ConfigError(name, "is no key", limit=f"{_MIN_KEY_CHARS} or more printable ASCII characters")
+        if self.admin_key and not self.api_key:
+            raise ConfigError("admin_key", "needs an api_key", hint="without one the other paths are open")
+        for name, low in (("max_body_nbytes", 1), ("max_json_depth", 1), ("max_live", 1)):
+            if getattr(self, name) < low:
+                raise ConfigError(name, f"{getattr(self, name)} is too small", limit=f"at least {low}")
+        for name in ("body_timeout_s", "health_s"):
+            if not 0 < getattr(self, name) <= 1e6:
+                raise ConfigError(name, f"{getattr(self, name)!r} is out of range", limit="above 0, up to 1e6")

@@ -1,0 +1,132 @@
+"""Errors as answers: every error has a status, and one shape, which all three dialects' clients read.
+
+`{"error": {"message", "type", "param", "code"}}` is OpenAI's, which SGLang's `/generate` shares. Nothing here ever
+answers a request that ended: aborts, deadlines and pauses are results (contracts of slime and Miles: their clients send
+every failed call again, sixty times). Called by `application.py` for all paths.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import msgspec
+from starlette.responses import Response
+
+from fdasync.errors import (
+    BadInput,
+    DuplicateRequestId,
+    EngineBusy,
+    EngineClosed,
+    FdasyncError,
+    PeerBusy,
+    TooLong,
+    TransientError,
+    UpdateUnderWay,
+    WeightsRejected,
+)
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+log = logging.getLogger("fdasync.http")
+
+JSON = "application/json"
+# seconds after which a client that met a full server may try again
+RETRY_AFTER_S = 1
+
+
+class Refused(Exception):
+    """A request that is answered with an error before anything was started.
+
+    Attributes:
+        status: HTTP status.
+        message: what is wrong, the limit and the way out.
+        param: the field that is wrong; "": none.
+        code: a word for programs.
+        retry_after_s: when to try again, in seconds; 0: not at all.
+    """
+
+    def __init__(self, status: int, message: str, *, param: str = "", code: str = "", retry_after_s: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+
+class ErrorInfo(msgspec.Struct, frozen=True):
+    """See `Refused`.
+
+    Attributes:
+        message, type, param, code: OpenAI's fields.
+    """
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """The body of every answer that is an error.
+
+    Attributes:
+        error: what went wrong.
+    """
+
+    error: ErrorInfo
+
+
+_TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    405: "invalid_request_error", 408: "timeout_error", 409: "conflict_error", 411: "invalid_request_error",
+    413: "invalid_request_error", 415: "invalid_request_error", 429: "rate_limit_error", 501: "not_supported_error",
+    503: "service_unavailable",
+}  # fmt: skip
+
+
+def body_of(refused: Refused) -> bytes:
+    """The JSON of an error."""
+    kind = _TYPES.get(refused.status, "server_error")
+    return msgspec.json.encode(ErrorBody(ErrorInfo(refused.message, kind, refused.param or None, refused.code or None)))
+
+
+def answer(refused: Refused) -> Response:
+    """The whole answer."""
+    headers = {}
+    if refused.retry_after_s:
+        headers["retry-after"] = str(refused.retry_after_s)
+    if refused.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return Response(body_of(refused), refused.status, headers, JSON)
+
+
+def refused_of(error: Exception) -> Refused:
+    """What a client is told of an error of the engine."""
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, TooLong):
+        return Refused(400, str(error), param=error.field, code="context_length_exceeded")
+    if isinstance(error, DuplicateRequestId):
+        return Refused(409, str(error), code="duplicate_request_id")
+    if isinstance(error, UpdateUnderWay):
+        return Refused(409, str(error), code="update_under_way", retry_after_s=RETRY_AFTER_S)
+    if isinstance(error, BadInput):
+        return Refused(400, str(error), param=error.field, code="bad_input")
+    if isinstance(error, WeightsRejected):
+        return Refused(400, str(error), code="weights_rejected")
+    if isinstance(error, EngineBusy | PeerBusy):
+        return Refused(429, str(error), code="overloaded", retry_after_s=RETRY_AFTER_S)
+    if isinstance(error, TransientError | EngineClosed):
+        return Refused(503, str(error), code=type(error).__name__, retry_after_s=RETRY_AFTER_S)
+    if isinstance(error, FdasyncError):
+        return Refused(503, str(error), code=type(error).__name__)
+    log.error("a defect of the front", exc_info=error)
+    return Refused(500, f"a defect of the front: {type(error).__name__}", code="defect")
+
+
+async def on_error(_request: Request, error: Exception) -> Response:
+    """Starlette's handler for every error of an endpoint."""
+    return answer(refused_of(error))

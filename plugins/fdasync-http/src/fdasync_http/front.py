@@ -1,0 +1,66 @@
+"""What every endpoint works with: the generator, its facts, the tokenizer, the settings, and requests as they run.
+
+Knows no dialect. Made by `application.py`; held by every room of paths.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from fdasync_http.failures import RETRY_AFTER_S, Refused
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fdasync import Generator
+    from fdasync.engine.tokenizer import Tokenizer
+    from fdasync_http.config import HttpConfig
+
+
+class Front:
+    """See the module.
+
+    Attributes:
+        generator: an engine or a router, started by its owner.
+        config: the app's settings.
+        tokenizer: makes text of tokens, and tokens of chats; None: paths that need one refuse.
+        live: how many requests generate.
+        answers: how many answers were begun, by (path, status).
+    """
+
+    def __init__(self, generator: Generator, config: HttpConfig, tokenizer: Tokenizer | None) -> None:
+        self.generator = generator
+        self.config = config
+        self.tokenizer = tokenizer
+        self.live = 0
+        self.answers: Counter[tuple[str, int]] = Counter()
+
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """A place for a request that generates. Raises Refused (429) where `max_live` requests do."""
+        if self.live >= self.config.max_live:
+            raise Refused(
+                429,
+                f"{self.live} requests are live; the limit is {self.config.max_live}",
+                code="overloaded",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self.live += 1
+        try:
+            yield
+        finally:
+            self.live -= 1
+
+    @property
+    def model(self) -> str:
+        """Name of the model in answers."""
+        return self.config.model or self.generator.facts().model
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """Layers of expert rows in answers: all hidden ones; those up to the last MoE layer where the runner does
+        not say how many there are."""
+        facts = self.generator.facts()
+        return facts.num_hidden_layers or max(facts.moe_layer_ids, default=-1) + 1

@@ -1,0 +1,147 @@
+"""What a body of OpenAI's asks of the engine: parameters, options, form of the text and of the rows.
+
+Called by `completions.py` and `chat.py`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING, Literal
+
+from fdasync import SamplingParams
+from fdasync_http.failures import Refused
+from fdasync_http.text import TextForm
+
+if TYPE_CHECKING:
+    from fdasync.request import GenerateOptions, LogprobKind
+    from fdasync_http.front import Front
+    from fdasync_http.openai.types import CommonBody
+
+# SGLang's words for "all" of top_k
+_ALL = (-1, 0, 1 << 30)
+# engines take seeds below it; OpenAI's may be any integer
+_SEEDS = 1 << 63
+
+
+class Asked:
+    """A body and a prompt of it, checked.
+
+    Args:
+        prompt: text or token ids.
+        number: of the prompt in its body; None: it is the only one.
+        specials: the text shows special tokens whatever the body says.
+
+    Attributes:
+        body: as it came.
+        prompt: see above.
+        request_id: name of the request; the answer's `id`, by which it can be aborted.
+        params, options: of the engine.
+        form: how its text is made.
+        rows: whose form the rows of its answer have.
+    """
+
+    def __init__(
+        self,
+        front: Front,
+        body: CommonBody,
+        prompt: str | list[int],
+        *,
+        prefix: str,
+        max_tokens: int,
+        with_logprobs: bool,
+        top_logprobs: int,
+        number: int | None = None,
+        specials: bool = False,
+    ) -> None:
+        self.body = body
+        self.prompt = prompt
+        name = body.request_id or body.rid
+        if name is None:
+            name = f"{prefix}-{secrets.token_hex(12)}"
+        self.request_id = name if number is None else f"{name}-{number}"
+        told = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        stop = stops_of(body)
+        self.params = SamplingParams(
+            max_tokens=max_tokens if told is None else told,
+            min_tokens=body.min_tokens,
+            temperature=body.temperature,
+            top_k=0 if body.top_k in _ALL else body.top_k,
+            top_p=body.top_p,
+            min_p=body.min_p,
+            seed=None if body.seed is None else body.seed % _SEEDS,
+            repetition_penalty=body.repetition_penalty,
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            logit_bias=body.logit_bias,
+            n=body.n,
+            stop=stop,
+            stop_token_ids=tuple(body.stop_token_ids),
+            ignore_eos=body.ignore_eos,
+            logprobs=_kind(front, body) if with_logprobs else "none",
+            top_logprobs=top_logprobs,
+        )
+        self.rows = _rows(front, body)
+        start = body.routed_experts_prompt_start if self.rows == "vllm" else body.routed_experts_start_len
+        self.options: GenerateOptions = {
+            "request_id": self.request_id,
+            # SGLang serves high numbers first, vLLM low ones
+            "priority": body.priority if front.config.dialect == "sglang" else -body.priority,
+            "routing": self.rows != "none",
+            "aux": False,
+            "start": (start or 0) if self.rows != "none" else 0,
+            "cache_salt": body.cache_salt or body.extra_key,
+        }
+        self.form = TextForm(
+            front,
+            specials=specials or not body.skip_special_tokens,
+            keeps_stop=asks_for_stops(body),
+            stop=stop,
+        )
+
+
+def stops_of(body: CommonBody) -> tuple[str, ...]:
+    """The stop strings of a request."""
+    return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
+
+
+def asks_for_stops(body: CommonBody) -> bool:
+    """Whether text goes on over what stopped it."""
+    return body.no_stop_trim or body.include_stop_str_in_output
+
+
+def check_common(front: Front, body: CommonBody) -> None:
+    """Raise Refused for a model that is not served, and for fields that contradict each other."""
+    facts = front.generator.facts()
+    names = ("", front.model, facts.model, facts.model_path)
+    # SGLang's server takes any name
+    if front.config.dialect == "vllm" and body.model not in names:
+        raise no_model(front, body.model)
+    if body.best_of not in (None, body.n):
+        raise Refused(400, "best_of is not served; ask for n", param="best_of", code="not_served")
+    if body.stream_options.continuous_usage_stats:
+        field = "stream_options.continuous_usage_stats"
+        raise Refused(400, f"{field} is not served; include_usage is", param=field, code="not_served")
+
+
+def no_model(front: Front, name: str) -> Refused:
+    """The answer to a name that no model has."""
+    words = f"there is no model {name!r}; this is {front.model!r}"
+    return Refused(404, words, param="model", code="model_not_found")
+
+
+def _kind(front: Front, body: CommonBody) -> LogprobKind:
+    """vLLM's log-probs are the model's own; SGLang's are of the distribution that was sampled from, and the model's own
+    where nothing is random."""
+    return "raw" if front.config.dialect == "vllm" or body.temperature == 0 else "processed"
+
+
+def _rows(front: Front, body: CommonBody) -> Literal["none", "sglang", "vllm"]:
+    is_vllm = body.routed_experts_prompt_start is not None
+    if not (is_vllm or body.return_routed_experts):
+        return "none"
+    field = "routed_experts_prompt_start" if is_vllm else "return_routed_experts"
+    if is_vllm and body.return_routed_experts:
+        raise Refused(400, f"{field} and return_routed_experts ask for rows in two forms; give one", param=field)
+    if not front.generator.facts().captures_routing:
+        raise Refused(400, "this engine captures no expert routing", param=field, code="not_served")
+    return "vllm" if is_vllm else "sglang"

@@ -1,0 +1,173 @@
+"""`POST /v1/chat/completions`: what a body asks for, and whole answers; `chat_stream.py` makes the streams.
+
+Also as Miles' sessions send it: `input_ids` beside `messages`, and `choices[0].meta_info` in the answer. Called by
+`application.py`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from fdasync.engine.tokenizer import ChatTokenizer, WithSpecials
+from fdasync.errors import TokenizerFailed
+from fdasync_http.failures import Refused
+from fdasync_http.openai.answers import finish_of, head_of, put_extras, usage_of, version_of
+from fdasync_http.openai.asked import Asked, asks_for_stops, check_common, stops_of
+from fdasync_http.openai.chat_stream import streamed, tool_call
+from fdasync_http.openai.declared import DeclaredReader
+from fdasync_http.openai.logprobs import TokenNames, of_chat
+from fdasync_http.openai.messages import tokens_of
+from fdasync_http.openai.tools import OPEN, PlainReader, TagReader, shows_tags
+from fdasync_http.openai.types import ChatBody, Tool, converted, read_known
+from fdasync_http.parts import assembled
+from fdasync_http.replies import Events, Part, Parts, whole
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from fdasync.engine.tokenizer import Tokenizer
+    from fdasync_http.front import Front
+    from fdasync_http.openai.tools import Reader, Said
+
+_KIND = "chat.completion"
+# what a template puts before an answer is shorter
+_BEGINNING_TOKENS = 512
+
+
+async def chat_completions(request: Request, front: Front) -> Response:
+    """`POST /v1/chat/completions`."""
+    body = await read_known(request, ChatBody, front.config)
+    check_common(front, body)
+    if body.top_logprobs and not body.logprobs:
+        raise Refused(400, "top_logprobs needs logprobs: true", param="top_logprobs", code="bad_input")
+    tools = _tools_of(body)
+    prompt = _prompt_of(front, body, tools)
+    new_reader, specials = _reader_of(front, body, tools, prompt)
+    asked = Asked(
+        front,
+        body,
+        prompt,
+        prefix="chatcmpl",
+        # what the context leaves; a prompt that leaves nothing is refused by the engine
+        max_tokens=max(front.generator.facts().max_context_tokens - len(prompt), 1),
+        with_logprobs=body.logprobs,
+        top_logprobs=body.top_logprobs,
+        specials=specials,
+    )
+    if body.stream:
+        return Events(streamed(front, asked, new_reader))
+    return await whole(request, _answer(front, asked, new_reader))
+
+
+def _tools_of(body: ChatBody) -> list[dict[str, Any]]:
+    """The tools that the model may call. Raises Refused."""
+    choice = body.tool_choice
+    for at, tool in enumerate(converted(msgspec.json.encode(body.tools), list[Tool], "tools")):
+        if tool.type != "function":
+            field = f"tools[{at}].type"
+            raise Refused(400, f"{field}: {tool.type!r:.100} is not served; give functions", param=field)
+    if choice not in (None, "auto", "none"):
+        words = "the model cannot be made to call a tool; tool_choice may be auto or none"
+        raise Refused(400, words, param="tool_choice", code="not_served")
+    return [] if choice == "none" else body.tools
+
+
+def _prompt_of(front: Front, body: ChatBody, tools: list[dict[str, Any]]) -> list[int]:
+    if body.input_ids is not None:
+        return body.input_ids
+    variables = dict(body.chat_template_kwargs)
+    if body.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", body.reasoning_effort)
+    return tokens_of(
+        front,
+        body.messages,
+        tools=tools,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        template_kwargs=variables,
+    )
+
+
+def _reader_of(
+    front: Front, body: ChatBody, tools: list[dict[str, Any]], prompt: list[int]
+) -> tuple[Callable[[], Reader], bool]:
+    """Makes what reads a sample; and whether it must see special tokens. Raises Refused where tools are given, and
+    nobody knows how the model calls them."""
+    tokenizer = front.tokenizer
+    if tokenizer is not None and isinstance(tokenizer, ChatTokenizer):
+        is_begun_here = body.input_ids is None and not body.continue_final_message
+        beginning = prompt[-_BEGINNING_TOKENS:] if is_begun_here else prompt
+        if _declares(tokenizer, beginning) and (body.separate_reasoning or tools):
+            if not body.separate_reasoning:
+                field = "separate_reasoning"
+                words = f"{field}: this model's tool calls are read together with its reasoning"
+                raise Refused(400, words, param=field, code="not_served")
+            stop = () if asks_for_stops(body) else stops_of(body)
+            return partial(DeclaredReader, tokenizer, beginning, tools, stop), False
+        if tools and shows_tags(tokenizer.chat_template(with_tools=True)):
+            hidden = _hides_tags(tokenizer)
+            if not hidden or isinstance(tokenizer, WithSpecials):
+                return TagReader, hidden
+    if not tools:
+        return PlainReader, False
+    words = (
+        "it is not known how this model calls tools: its checkpoint declares no response template, and its chat "
+        f"template does not show {OPEN}{{json}}</tool_call>"
+    )
+    raise Refused(400, words, param="tools", code="not_served")
+
+
+def _declares(chat: ChatTokenizer, beginning: list[int]) -> bool:
+    """Whether the checkpoint says how to read answers."""
+    try:
+        return chat.parse_response((), beginning) is not None
+    except TokenizerFailed:
+        # it does, and an answer without any text is none
+        return True
+
+
+def _hides_tags(tokenizer: Tokenizer) -> bool:
+    """Whether the tag is a special token, which is left out of text."""
+    return OPEN not in tokenizer.decode(tokenizer.encode(OPEN))
+
+
+async def _answer(front: Front, asked: Asked, new_reader: Callable[[], Reader]) -> Response:
+    with front.place():
+        result = await front.generator.complete(asked.prompt, asked.params, **asked.options)
+    names = TokenNames(front, as_ids=asked.body.return_tokens_as_token_ids)
+    choices: list[dict[str, Any]] = []
+    parts: list[Part] = []
+    for sample in result.samples:
+        text = asked.form.of_sample().end(sample.text, sample.token_ids, sample.stop_token_id)
+        said = new_reader().end(text, sample.token_ids)
+        choice: dict[str, Any] = {
+            "index": sample.index,
+            "message": _message(said),
+            "logprobs": of_chat(sample, names),
+            "finish_reason": finish_of(sample, calls_tools=bool(said.calls)),
+        }
+        if asked.body.return_token_ids:
+            choice["token_ids"] = sample.token_ids
+        put_extras(front, asked, result, sample, choice, parts)
+        choices.append(choice)
+    answer = head_of(front, result.request_id, _KIND)
+    answer |= {"choices": choices, "usage": usage_of([result]), "weight_version": version_of(front, result)}
+    if asked.body.return_token_ids:
+        answer["prompt_token_ids"] = result.prompt_token_ids
+    return Parts(assembled(answer, parts))
+
+
+def _message(said: Said) -> dict[str, Any]:
+    # Miles' sessions read content as text, whatever else the answer has
+    message: dict[str, Any] = {"role": "assistant", "content": said.content}
+    if said.reasoning:
+        message["reasoning_content"] = said.reasoning
+    if said.calls:
+        message["tool_calls"] = [tool_call(call) for call in said.calls]
+    return message

@@ -1,0 +1,129 @@
+"""Streams of chats: a chunk with the role, then what is new, then how each sample ended, then the usage.
+
+The first chunks wait for the first delta, so that a request that fails before it has a status of its own. Rows come
+with a sample's last chunk alone. Called by `chat.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from fdasync_http.openai.answers import event_with, finish_of, head_of, put_extras, usage_of
+from fdasync_http.openai.logprobs import TokenNames, of_chat
+from fdasync_http.replies import event_of
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from fdasync import Delta, Result, Sample
+    from fdasync_http.front import Front
+    from fdasync_http.openai.asked import Asked
+    from fdasync_http.openai.tools import Call, Reader, Said
+    from fdasync_http.replies import Part
+    from fdasync_http.text import SampleText
+
+_KIND = "chat.completion.chunk"
+
+
+def tool_call(call: Call) -> dict[str, Any]:
+    """A tool call of a message."""
+    return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _choice(
+    index: int, delta: dict[str, Any], finish_reason: str | None = None, logprobs: Any = None
+) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+class _Growing:
+    """A sample of a stream."""
+
+    def __init__(self, text: SampleText, reader: Reader) -> None:
+        self._text = text
+        self._reader = reader
+        self._given = 0
+        self._calls = 0
+
+    def choice(self, asked: Asked, delta: Delta, names: TokenNames) -> dict[str, Any] | None:
+        """What is new of it; None: nothing that is sent."""
+        # a token that stops it is no text: which one it was, the result tells
+        self._text.add(delta.text, () if delta.finish_reason else delta.token_ids)
+        text = self._text.settled()[self._given :]
+        self._given += len(text)
+        made = self._delta_of(self._reader.add(text, delta.token_ids))
+        logprobs = of_chat(delta, names)
+        if not made and logprobs is None and not asked.body.return_token_ids:
+            return None
+        choice = _choice(delta.index, made, None, logprobs)
+        if asked.body.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+        return choice
+
+    def last(self, sample: Sample) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+        """What is left of it, if anything, and how it ended."""
+        text = self._text.end(sample.text, sample.token_ids, sample.stop_token_id)
+        rest = self._delta_of(self._reader.end(text[self._given :], ()))
+        ended = _choice(sample.index, {}, finish_of(sample, calls_tools=self._calls > 0))
+        return _choice(sample.index, rest) if rest else None, ended
+
+    def _delta_of(self, said: Said) -> dict[str, Any]:
+        delta: dict[str, Any] = {}
+        if said.reasoning:
+            delta["reasoning_content"] = said.reasoning
+        if said.content:
+            delta["content"] = said.content
+        if said.calls:
+            delta["tool_calls"] = [
+                {"index": number, **tool_call(call)} for number, call in enumerate(said.calls, self._calls)
+            ]
+            self._calls += len(said.calls)
+        return delta
+
+
+async def streamed(front: Front, asked: Asked, new_reader: Callable[[], Reader]) -> AsyncIterator[bytes]:
+    """The events of a stream."""
+    with_usage = asked.body.stream_options.include_usage
+    head = head_of(front, asked.request_id, _KIND)
+    if with_usage:
+        head["usage"] = None
+    names = TokenNames(front, as_ids=asked.body.return_tokens_as_token_ids)
+    samples = [_Growing(asked.form.of_sample(), new_reader()) for _ in range(asked.params.n)]
+    is_begun = False
+    with front.place():
+        async with front.generator.generate(asked.prompt, asked.params, **asked.options) as stream:
+            async for delta in stream:
+                if not is_begun:
+                    is_begun = True
+                    yield _beginning(head, asked)
+                choice = samples[delta.index].choice(asked, delta, names)
+                if choice is not None:
+                    yield event_of(msgspec.json.encode({**head, "choices": [choice]}))
+            result: Result = stream.result
+    if not is_begun:
+        yield _beginning(head, asked)
+    for sample, state in zip(result.samples, samples, strict=True):
+        rest, ended = state.last(sample)
+        if rest is not None:
+            yield event_of(msgspec.json.encode({**head, "choices": [rest]}))
+        parts: list[Part] = []
+        put_extras(front, asked, result, sample, ended, parts)
+        async for event in event_with({**head, "choices": [ended]}, parts):
+            yield event
+    if with_usage:
+        yield event_of(msgspec.json.encode({**head, "choices": [], "usage": usage_of([result])}))
+
+
+def _beginning(head: dict[str, Any], asked: Asked) -> bytes:
+    """The chunks with the role, one for each sample."""
+    first = dict(head)
+    if asked.body.return_token_ids:
+        first["prompt_token_ids"] = asked.prompt
+    events = []
+    for index in range(asked.params.n):
+        choice = _choice(index, {"role": "assistant", "content": ""})
+        events.append(event_of(msgspec.json.encode({**first, "choices": [choice]})))
+        first = head
+    return b"".join(events)

@@ -1,0 +1,109 @@
+"""Messages as OpenAI's clients send them, and as chat templates read them. Pure, but for the template itself.
+
+Templates read content as one text, and arguments of earlier tool calls as an object; clients send parts of text, and
+arguments as JSON text. Called by `chat.py` and `tokenize.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from fdasync.engine.tokenizer import chat_of
+from fdasync_http.bodies import check_text_size
+from fdasync_http.failures import Refused
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from fdasync.engine.tokenizer import ChatTokenizer
+    from fdasync_http.front import Front
+
+
+def chat_tokenizer(front: Front) -> ChatTokenizer:
+    """The tokenizer, for chats. Raises Refused, or ChatUnsupported (400)."""
+    if front.tokenizer is None:
+        raise Refused(400, "this server has no tokenizer: give input_ids", param="messages", code="not_served")
+    return chat_of(front.tokenizer)
+
+
+def tokens_of(
+    front: Front,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool | None,
+    continue_final_message: bool,
+    template_kwargs: Mapping[str, Any],
+) -> list[int]:
+    """Tokens of a conversation, by the template of the checkpoint.
+
+    Args:
+        add_generation_prompt: None: unless the last message is continued.
+
+    Raises Refused or BadInput (400), with the template's own words for messages that it refuses.
+    """
+    chat = chat_tokenizer(front)
+    if not messages:
+        raise Refused(400, "messages are empty; give at least one", param="messages", code="bad_input")
+    check_text_size("messages", msgspec.json.encode([messages, tools]).decode(), front)
+    return chat.apply_chat_template(
+        [message_of(number, message) for number, message in enumerate(messages)],
+        tools=list(tools) or None,
+        add_generation_prompt=not continue_final_message if add_generation_prompt is None else add_generation_prompt,
+        continue_final_message=continue_final_message,
+        template_kwargs=template_kwargs,
+    )
+
+
+def message_of(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as templates read it. Raises Refused, which names the field."""
+    field = f"messages[{number}]"
+    if not isinstance(message.get("role"), str):
+        raise Refused(400, f"{field}.role is missing, or no text", param=f"{field}.role", code="bad_input")
+    made = dict(message)
+    content = message.get("content")
+    if isinstance(content, list):
+        made["content"] = "\n".join([_text_of(f"{field}.content[{at}]", part) for at, part in enumerate(content)])
+    elif content is not None and not isinstance(content, str):
+        raise Refused(400, f"{field}.content is neither text nor a list", param=f"{field}.content", code="bad_input")
+    elif content is None:
+        made["content"] = ""
+    if message.get("tool_calls"):
+        made["tool_calls"] = _calls_of(f"{field}.tool_calls", message["tool_calls"])
+    return made
+
+
+def _text_of(field: str, part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, dict):
+        kind, text = part.get("type"), part.get("text")
+        if kind == "text" and isinstance(text, str):
+            return text
+        if kind != "text":
+            raise Refused(400, f"{field}: {kind!r:.100} is not served; give text", param=field, code="not_served")
+    raise Refused(400, f"{field} is no part with a text", param=field, code="bad_input")
+
+
+def _calls_of(field: str, calls: Any) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise Refused(400, f"{field} is no list", param=field, code="bad_input")
+    return [_call_of(f"{field}[{at}]", call) for at, call in enumerate(calls)]
+
+
+def _call_of(field: str, call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise Refused(400, f"{field}.function has no name", param=field, code="bad_input")
+    arguments: Any = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = msgspec.json.decode(arguments)
+        except (msgspec.DecodeError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, dict):
+        field = f"{field}.function.arguments"
+        raise Refused(400, f"{field} is no JSON object", param=field, code="bad_input")
+    return {**call, "function": {**function, "arguments": arguments}}

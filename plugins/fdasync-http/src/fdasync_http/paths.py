@@ -1,0 +1,94 @@
+"""The table of all paths. Called by `application.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fdasync_http import refused
+from fdasync_http.metrics import metrics
+from fdasync_http.openai.chat import chat_completions
+from fdasync_http.openai.completions import completions
+from fdasync_http.openai.models import model, models
+from fdasync_http.openai.tokenize import DetokenizeBody, TokenizeBody, detokenize, tokenize
+from fdasync_http.openai.types import ChatBody, CompletionBody
+from fdasync_http.rollout.generate import RolloutBody, rollout
+from fdasync_http.sglang import control, generate, info
+from fdasync_http.vllm import control as vllm_control
+from fdasync_http.vllm import generate as vllm_generate
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from fdasync_http.front import Front
+
+Serve = Callable[["Request", "Front"], Awaitable["Response"]]
+
+
+class Path(NamedTuple):
+    """One path.
+
+    Attributes:
+        path: as clients name it.
+        methods: of HTTP.
+        serve: makes the answer.
+        body: the type of its JSON; None: it takes none.
+    """
+
+    path: str
+    methods: tuple[str, ...]
+    serve: Serve
+    body: type[Any] | None = None
+
+
+_GET, _POST = ("GET",), ("POST",)
+
+#: paths that a client of the model calls
+USE: tuple[Path, ...] = (
+    Path("/generate", ("POST", "PUT"), generate.generate, generate.GenerateBody),
+    Path("/model_info", _GET, info.model_info),
+    Path("/get_model_info", _GET, info.model_info),
+    Path("/server_info", _GET, info.server_info),
+    Path("/get_server_info", _GET, info.server_info),
+    Path("/get_weight_version", _GET, info.get_weight_version),
+    Path("/health", _GET, info.health),
+    Path("/health_generate", ("GET", "POST"), info.health_generate),
+    Path("/v1/loads", _GET, control.v1_loads),
+    Path("/get_load", _GET, control.get_load),
+    Path("/v1/rollout", _POST, rollout, RolloutBody),
+    Path("/v1/completions", _POST, completions, CompletionBody),
+    Path("/v1/chat/completions", _POST, chat_completions, ChatBody),
+    Path("/v1/models", _GET, models),
+    Path("/v1/models/{model:path}", _GET, model),
+    Path("/tokenize", _POST, tokenize, TokenizeBody),
+    Path("/detokenize", _POST, detokenize, DetokenizeBody),
+    Path("/inference/v1/generate", _POST, vllm_generate.generate, vllm_generate.GenerateBody),
+    Path("/skyrl/v1/generate", _POST, vllm_generate.skyrl_generate, vllm_generate.GenerateBody),
+    Path("/is_paused", _GET, vllm_control.is_paused),
+    Path("/get_world_size", _GET, vllm_control.get_world_size),
+    Path("/weight_info", _GET, vllm_control.weight_info),
+    Path("/version", _GET, vllm_control.server_version),
+    Path("/metrics", _GET, metrics),
+    Path("/ping", ("GET", "POST"), vllm_control.ping),
+    Path("/liveness", _GET, vllm_control.ping),
+    Path("/workers", _GET, vllm_control.workers),
+)
+
+#: paths that control the engine
+CONTROL: tuple[Path, ...] = (
+    Path("/pause_generation", _POST, control.pause_generation, control.PauseBody),
+    Path("/continue_generation", _POST, control.continue_generation, control.ContinueBody),
+    Path("/flush_cache", ("GET", "POST"), control.flush_cache),
+    Path("/abort_request", _POST, control.abort_request, control.AbortBody),
+    Path("/update_weights_from_disk", _POST, control.update_weights_from_disk, control.UpdateBody),
+    Path("/update_weight_version", _POST, control.update_weight_version, control.VersionBody),
+    Path("/start_profile", _POST, control.profile),
+    Path("/stop_profile", _POST, control.profile),
+    Path("/pause", _POST, vllm_control.pause),
+    Path("/resume", _POST, vllm_control.resume),
+    Path("/abort_requests", _POST, vllm_control.abort_requests, vllm_control.AbortBody),
+    Path("/reset_prefix_cache", _POST, vllm_control.reset_prefix_cache, vllm_control.ResetBody),
+    Path("/update_weights", _POST, vllm_control.update_weights, vllm_control.UpdateBody),
+    *[Path(path, _POST, refused.not_served) for path in refused.REASONS],
+)

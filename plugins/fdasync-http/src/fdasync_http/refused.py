@@ -1,0 +1,53 @@
+"""Paths of other servers that are refused here: the answer names the reason and the safe path.
+
+Pickled tensors run code of whoever sends them (CVE-2025-10164 and its bypass), and an arbitrary call into a worker is
+no interface. Called by `application.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fdasync_http.failures import Refused
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from fdasync_http.front import Front
+
+_DISK = "send a checkpoint folder to /update_weights_from_disk (SGLang) or /update_weights with weight_dir (vLLM)"
+_PICKLE = f"tensors in a pickle run their sender's code and are never read here; {_DISK}"
+_GROUP = f"weights over a process group are not served yet; {_DISK}"
+_SLEEP = "memory is not released over HTTP yet; pause and update from disk work without it"
+_LORA = "LoRA adapters are not served; merge the adapter into a checkpoint and update from disk"
+
+#: why a path is not served, and what is
+REASONS = {
+    "/update_weights_from_tensor": _PICKLE,
+    "/update_weights_from_ipc": _PICKLE,
+    "/load_lora_adapter_from_tensors": _PICKLE,
+    "/collective_rpc": "calls into workers are not served: each control path has a name of its own",
+    "/update_weights_from_distributed": _GROUP,
+    "/init_weights_update_group": _GROUP,
+    "/destroy_weights_update_group": _GROUP,
+    "/init_weight_transfer_engine": _GROUP,
+    "/start_weight_update": _GROUP,
+    "/finish_weight_update": _GROUP,
+    "/init_broadcaster": _GROUP,
+    "/release_memory_occupation": _SLEEP,
+    "/resume_memory_occupation": _SLEEP,
+    "/sleep": _SLEEP,
+    "/wake_up": _SLEEP,
+    "/load_lora_adapter": _LORA,
+    "/unload_lora_adapter": _LORA,
+    "/v1/load_lora_adapter": _LORA,
+    "/v1/unload_lora_adapter": _LORA,
+}
+
+
+async def not_served(request: Request, _front: Front) -> Response:
+    """The answer of every such path: 501, which no client repeats for its status alone."""
+    # mounted apps see the path behind their mount point
+    path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
+    raise Refused(501, REASONS[path], code="not_served")

@@ -1,0 +1,93 @@
+"""Rows of a result as parts of an answer: base64, made in pieces while it is sent.
+
+A 32,000-token sample has 65 MB of SGLang's base64. Made at once it would take as much memory again and hold the loop up
+for 100 ms. So each piece covers a few hundred rows, and other requests run in between. The bytes are those of
+`fdasync.routing`, which tests compare. Called by the rooms of paths.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from binascii import b2a_base64
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fdasync_http.parts import MARK
+from fdasync_http.replies import Part
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from numpy.typing import NDArray
+
+    from fdasync import Routing
+
+# bytes of rows that become base64 at a time: under a millisecond
+_PIECE_NBYTES = 3 << 18
+
+
+def sglang(routing: Routing, num_hidden_layers: int) -> Part:
+    """SGLang's form: base64 of int32 [rows, hidden layers, top_k], dense layers zero, little endian. Columns past a
+    layer's own k repeat its first pick."""
+    return _base64(routing, num_hidden_layers, "<i4")
+
+
+def npy(routing: Routing, num_hidden_layers: int) -> Part:
+    """vLLM's form: base64 of a `.npy`, [rows, hidden layers, top_k], uint8 up to 256 experts, else uint16."""
+    dtype = routing.array.dtype.newbyteorder("<")
+    file = BytesIO()
+    # blocking: memory, a few hundred bytes
+    np.lib.format.write_array_header_1_0(
+        file,
+        {
+            "descr": np.lib.format.dtype_to_descr(dtype),
+            "fortran_order": False,
+            "shape": (len(routing.array), num_hidden_layers, routing.array.shape[2]),
+        },
+    )
+    return _base64(routing, num_hidden_layers, dtype.str, file.getvalue())
+
+
+def packed(routing: Routing, num_hidden_layers: int, dtypes: tuple[str, ...]) -> tuple[dict[str, Any], Part]:
+    """The form of prime-rl and SkyRL, `{data, shape, dtype}` with a mark for the data, which is the first key; the
+    dtype is the first of `dtypes` that holds the highest id."""
+    highest = int(_filled(routing.array, routing.top_k_by_layer).max(initial=0))
+    dtype = next(name for name in dtypes if highest <= np.iinfo(name).max)
+    shape = [len(routing.array), num_hidden_layers, routing.array.shape[2]]
+    part = _base64(routing, num_hidden_layers, np.dtype(dtype).newbyteorder("<").str)
+    return {"data": MARK, "shape": shape, "dtype": dtype}, part
+
+
+def _filled(rows: NDArray[np.generic], top_k_by_layer: tuple[int, ...] | None) -> NDArray[np.generic]:
+    if top_k_by_layer is None:
+        return rows
+    counted = np.arange(rows.shape[2]) < np.array(top_k_by_layer)[:, None]
+    return np.where(counted, rows, rows[:, :, :1])
+
+
+def _base64(routing: Routing, num_hidden_layers: int, dtype: str, head: bytes = b"") -> Part:
+    """base64 of `head` and of the rows over all hidden layers, in pieces."""
+    rows, layers = routing.array, np.array(routing.layer_ids)
+    row_nbytes = num_hidden_layers * rows.shape[2] * np.dtype(dtype).itemsize
+    nbytes = len(head) + len(rows) * row_nbytes
+    step = max(_PIECE_NBYTES // row_nbytes, 1)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        rest = head
+        for first in range(0, len(rows), step):
+            some = _filled(rows[first : first + step], routing.top_k_by_layer)
+            wide = np.zeros((len(some), num_hidden_layers, some.shape[2]), dtype)
+            wide[:, layers] = some
+            data = rest + wide.tobytes()
+            # base64 has groups of three bytes
+            whole = len(data) - len(data) % 3
+            rest = data[whole:]
+            if whole:
+                yield b2a_base64(data[:whole], newline=False)
+            await asyncio.sleep(0)
+        if rest:
+            yield b2a_base64(rest, newline=False)
+
+    return Part(-(-nbytes // 3) * 4, pieces)

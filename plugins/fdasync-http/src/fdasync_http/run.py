@@ -1,0 +1,220 @@
+"""`fdasync http`: starts instances, connects a router to them, and serves the app, until a signal.
+
+The front is this process; engines are others, so that neither JSON nor slow readers cost an engine's loop. An instance
+that ends by itself is started again as `fdasync up` does. Called by `command.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
+
+import click
+import msgspec
+import uvloop
+
+from fdasync.cli.common.signals import Signals
+from fdasync.cli.local.child import Child, ChildEnded, Role, in_words
+from fdasync.cli.local.fleet import LocalFleet, plans_for
+from fdasync.cli.local.restarts import RestartRules, Restarts
+from fdasync.engine.tokenizer import ChatTokenizer
+from fdasync.errors import BadInput, ConfigError
+from fdasync.ipc.child import allow_files
+from fdasync.pd.router.config import RouterConfig
+from fdasync.pd.router.router import Router, connect
+from fdasync.registry.registry import TOKENIZERS, Registry
+from fdasync_http.application import app
+from fdasync_http.server import Listen, check_exposure, serving
+
+if TYPE_CHECKING:
+    from fdasync.engine.config import EngineConfig
+    from fdasync.engine.tokenizer import Tokenizer
+    from fdasync_http.config import HttpConfig
+
+_EXIT_FAILED = 1
+_EXIT_ERROR = 2
+_EXIT_INTERRUPTED = 130
+_LOOK_S = 0.5
+_SHOWN_LINES = 8
+_CONNECT_S = 30.0
+_FILES, _CHILD_FILES = 64, 8
+
+
+class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What to serve; see `fdasync http --help`.
+
+    Attributes:
+        addresses: instances that run already; (): `counts` says which to start.
+        counts: how many instances of each role to start.
+        tokenizer_folder: checkpoint folder of the tokenizer; "": the model's.
+        ready_fd: descriptor for the ready line; None: none.
+    """
+
+    addresses: tuple[str, ...] = ()
+    counts: dict[Role, int] = {}
+    tokenizer_folder: str = ""
+    ready_fd: int | None = None
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True):
+    """The JSON line for `--ready-fd`.
+
+    Attributes:
+        url, port: where clients find it.
+        pid: of this process.
+        model: as answers name it.
+    """
+
+    url: str
+    port: int
+    pid: int
+    model: str
+
+
+def run_http(engine: EngineConfig | None, options: HttpOptions, config: HttpConfig, listen: Listen) -> int:
+    """Serve until a signal; returns the exit code. Raises FdasyncError where it cannot start."""
+    check_exposure(listen, has_key=bool(config.api_key))
+    if options.ready_fd is not None:
+        try:
+            os.fstat(options.ready_fd)
+        except OSError as error:
+            raise BadInput("--ready-fd", f"{options.ready_fd} is no open descriptor: {error.strerror}") from None
+    allow_files(_FILES + listen.limits.max_connections + _CHILD_FILES * sum(options.counts.values()))
+    return uvloop.run(_Service(engine, options, config, listen).run())
+
+
+class _Service:
+    """See the module."""
+
+    def __init__(self, engine: EngineConfig | None, options: HttpOptions, config: HttpConfig, listen: Listen) -> None:
+        self._engine = engine
+        self._options = options
+        self._config = config
+        self._listen = listen
+        plans = [] if engine is None else plans_for(engine, options.counts, drain_s=listen.drain_s)
+        self._fleet = LocalFleet(plans, None, self._on_end)
+        self._restarts = {plan.name: Restarts(RestartRules()) for plan in plans}
+        self._running = self._ending = False
+
+    async def run(self) -> int:
+        with Signals() as signals:
+            async with AsyncExitStack() as stack:
+                addresses = list(self._options.addresses)
+                if not addresses:
+                    stack.push_async_callback(self._fleet.aclose)
+                    self._fleet.open()
+                    code = await self._load(signals)
+                    if code is not None:
+                        return code
+                    addresses = self._fleet.addresses
+                return await self._serve(connect(addresses, RouterConfig(connect_s=_CONNECT_S)), signals)
+
+    async def _load(self, signals: Signals) -> int | None:
+        """Wait until all instances are ready; returns an exit code where that failed."""
+        _say(f"loading {', '.join(child.name for child in self._fleet.children)}")
+        loading = asyncio.ensure_future(self._fleet.ready())
+        try:
+            while not loading.done() and not signals.count:
+                await signals.wait(loading, count=1, timeout_s=_CONNECT_S)
+            if not loading.done():
+                _say("interrupted while it loaded")
+                return _EXIT_INTERRUPTED
+            loading.result()  # of a task that is done
+        except ChildEnded as error:
+            _say(f"{error.name} did not start: it {in_words(error.status)}")
+            _show(error.lines)
+            return _EXIT_ERROR
+        finally:
+            loading.cancel()
+            await asyncio.wait([loading])
+        self._running = True
+        return None
+
+    async def _serve(self, router: Router, signals: Signals) -> int:
+        try:
+            connecting = asyncio.ensure_future(router.start())
+            await signals.wait(connecting, count=1, timeout_s=2 * _CONNECT_S)
+            if not connecting.done():
+                connecting.cancel()
+                await asyncio.wait([connecting])
+                _say("interrupted while it connected")
+                return _EXIT_INTERRUPTED
+            connecting.result()  # of a task that is done
+            service = app(router, self._config, tokenizer=self._tokenizer(router))
+            async with serving(service, self._listen) as served:
+                model = self._config.model or router.facts().model
+                self._tell_ready(Ready(url=served.url, port=served.port, pid=os.getpid(), model=model))
+                while not signals.count and not self._is_over():
+                    self._start_again()
+                    alive = [child.exited for child in self._fleet.alive()]
+                    await signals.wait(*alive, count=1, timeout_s=_LOOK_S)
+                failed = self._is_over()
+                self._ending = True
+                if not failed:
+                    _say("draining; another signal ends at once")
+                    await self._drain(router, signals)
+            return _EXIT_FAILED if failed or signals.count > 1 else 0
+        finally:
+            await router.aclose()
+
+    async def _drain(self, router: Router, signals: Signals) -> None:
+        """Wait until no request is live, at most `drain_s`."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._listen.drain_s
+        while router.live and signals.count < 2 and loop.time() < until:
+            await signals.wait(count=2, timeout_s=_LOOK_S)
+        for request in router.live:
+            router.abort(request.request_id)
+
+    def _tokenizer(self, router: Router) -> Tokenizer | None:
+        """The tokenizer of this process: chats are rendered and text is decoded here, not on an engine's loop."""
+        facts = router.facts()
+        folder = self._options.tokenizer_folder or facts.model_path
+        if not folder or not facts.tokenizer:
+            return None
+        tokenizer: Tokenizer = Registry().load_function(TOKENIZERS, facts.tokenizer)(folder)
+        if isinstance(tokenizer, ChatTokenizer):
+            # loads what chats need before the first one waits for it
+            tokenizer.chat_template()
+        return tokenizer
+
+    def _is_over(self) -> bool:
+        """Every instance that this process started was given up."""
+        return bool(self._restarts) and all(one.given_up for one in self._restarts.values())
+
+    def _start_again(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for child in list(self._fleet.children):
+            if self._restarts[child.name].take(now):
+                try:
+                    self._fleet.start_again(child)
+                except ConfigError as error:
+                    _say(str(error))
+                    self._restarts[child.name].ended(now, None)
+
+    def _on_end(self, child: Child) -> None:
+        if not self._running or self._ending:
+            return
+        status = child.exited.result()  # of one that was reaped
+        wait_s = self._restarts[child.name].ended(asyncio.get_running_loop().time(), child.ready_at)
+        then = "it is given up" if wait_s is None else f"it is started again in {wait_s:g} s"
+        _say(f"{child.name} {in_words(status)}; {then}")
+        _show(tuple(child.lines))
+
+    def _tell_ready(self, ready: Ready) -> None:
+        key = "" if self._config.api_key else "; no key is asked for"
+        _say(f"ready at {ready.url}: {ready.model}, {self._config.dialect}'s and OpenAI's paths{key}", err=False)
+        if self._options.ready_fd is not None:
+            # blocking: one short line, once, to a pipe of the parent's
+            os.write(self._options.ready_fd, msgspec.json.encode(ready) + b"\n")
+
+
+def _say(text: str, *, err: bool = True) -> None:
+    click.echo(f"fdasync http: {text}", err=err)
+
+
+def _show(lines: tuple[str, ...]) -> None:
+    for line in lines[-_SHOWN_LINES:]:
+        click.echo(f"    {line}", err=True)

@@ -1,0 +1,139 @@
+"""Serves the app with uvicorn, on a socket and a loop of its caller's.
+
+    async with serving(app, address) as served:
+        print(served.url)
+
+uvicorn's own handling of signals, logging and processes is off: its owner decides when it ends. Knows no engine. Called
+by `run.py` and by tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import socket
+from typing import TYPE_CHECKING
+
+import msgspec
+import uvicorn
+
+from fdasync.errors import BadInput
+from fdasync_http.protocol import ConnectionLimits, protocol_with
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+    from starlette.types import ASGIApp
+
+_BACKLOG = 4096
+_KEEP_ALIVE_S = 75
+_START_S = 30.0
+
+
+class Listen(msgspec.Struct, frozen=True, kw_only=True):
+    """Where and how to listen.
+
+    Attributes:
+        host: name or address; only loopback ones without a key or client certificates.
+        port: 0: any free one.
+        certificate, key: PEM files of TLS; "": plain HTTP.
+        client_authority: PEM file of the authority whose certificates clients must show; "": they show none.
+        drain_s: longest that the end waits for answers under way.
+        limits: of connections.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 30000
+    certificate: str = ""
+    key: str = ""
+    client_authority: str = ""
+    drain_s: float = 30.0
+    limits: ConnectionLimits = ConnectionLimits()
+
+
+def check_exposure(listen: Listen, *, has_key: bool) -> None:
+    """Raise BadInput where other machines could reach a server that asks for nothing."""
+    if has_key or listen.client_authority or is_loopback(listen.host):
+        return
+    raise BadInput(
+        "host",
+        f"{listen.host} can be reached from other machines, and every path would be open",
+        hint="give an API key, or an authority of client certificates; or listen on 127.0.0.1",
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens there."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class Served(msgspec.Struct, frozen=True):
+    """A server that runs.
+
+    Attributes:
+        url: where clients find it.
+        port: as bound.
+    """
+
+    url: str
+    port: int
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        # signals are the owner's
+        yield
+
+
+@contextlib.asynccontextmanager
+async def serving(app: ASGIApp, listen: Listen) -> AsyncIterator[Served]:
+    """Serve until the block is left; answers under way then have `drain_s` to end. Raises BadInput for an address that
+    cannot be bound."""
+    try:
+        bound = socket.create_server(
+            (listen.host, listen.port),
+            family=socket.AF_INET6 if ":" in listen.host else socket.AF_INET,
+            backlog=_BACKLOG,
+        )
+    except OSError as error:
+        raise BadInput("host", f"{listen.host}:{listen.port} cannot be bound: {error.strerror}") from None
+    bound.setblocking(False)
+    config = uvicorn.Config(
+        app,
+        http=protocol_with(listen.limits),
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=max(int(listen.drain_s), 1),
+        ssl_certfile=listen.certificate or None,
+        ssl_keyfile=listen.key or None,
+        ssl_ca_certs=listen.client_authority or None,
+        ssl_cert_reqs=2 if listen.client_authority else 0,
+    )
+    server = _Server(config)
+    task = asyncio.ensure_future(server.serve(sockets=[bound]))
+    try:
+        # bare deadline: binding is done; what is left are a few turns of the loop
+        async with asyncio.timeout(_START_S):
+            while not server.started and not task.done():  # noqa: ASYNC110 - uvicorn tells in no other way
+                await asyncio.sleep(0.005)
+        port = bound.getsockname()[1]
+        host = f"[{listen.host}]" if ":" in listen.host else listen.host
+        yield Served(f"{'https' if listen.certificate else 'http'}://{host}:{port}", port)
+    finally:
+        server.should_exit = True
+        await asyncio.wait([task])
+        bound.close()
+        if not task.cancelled():
+            task.result()  # of a task that is done

@@ -1,0 +1,1 @@
+"""SGLang's dialect: `/generate`, and the paths by which slime, Miles and AReaL control a server."""

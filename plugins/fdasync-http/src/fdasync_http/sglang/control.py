@@ -1,0 +1,204 @@
+"""SGLang's paths that control a server: pause, abort, flush, weights from disk, versions, load.
+
+Trainers repeat these calls until they answer 200, and add the body of any other answer to their own error. So each is
+idempotent, and says what it did. Called by `application.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+from starlette.responses import Response
+
+from fdasync.errors import FdasyncError
+from fdasync_http.bodies import read_json
+from fdasync_http.failures import JSON, Refused, refused_of
+from fdasync_http.weights import folder_within
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+    from fdasync import PauseMode
+    from fdasync_http.front import Front
+
+
+def reply(value: Any, status: int = 200) -> Response:
+    """A JSON answer."""
+    return Response(msgspec.json.encode(value), status, media_type=JSON)
+
+
+class PauseBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Of `/pause_generation`.
+
+    Attributes:
+        mode: what becomes of requests that run.
+    """
+
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
+async def pause_generation(request: Request, front: Front) -> Response:
+    """`POST /pause_generation`: no step runs when it answers; requests that come meanwhile wait."""
+    mode: PauseMode = (await read_json(request, PauseBody, front.config)).mode
+    await front.generator.pause(mode)
+    return reply({"message": f"paused ({mode})", "status": "ok"})
+
+
+class ContinueBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Of `/continue_generation`.
+
+    Attributes:
+        torch_empty_cache: ignored.
+    """
+
+    torch_empty_cache: bool = False
+
+
+async def continue_generation(request: Request, front: Front) -> Response:
+    """`POST /continue_generation`."""
+    await read_json(request, ContinueBody, front.config)
+    await front.generator.resume()
+    return reply({"message": "goes on", "status": "ok"})
+
+
+async def flush_cache(_request: Request, front: Front) -> Response:
+    """`GET` or `POST /flush_cache`: 200 once nothing runs and every cached block is forgotten, else 400."""
+    load = front.generator.load()
+    if load.live:
+        raise Refused(
+            400, f"the cache was not flushed: {load.live} requests are live; abort them, or ask again", code="busy"
+        )
+    await front.generator.reset_cache()
+    return Response("Cache flushed.\n")
+
+
+class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Of `/abort_request`.
+
+    Attributes:
+        rid: name of a request; "": none.
+        abort_all: every request.
+        prefix: `rid` is the beginning of the names.
+        abort_message: ignored.
+    """
+
+    rid: str | None = ""
+    abort_all: bool = False
+    prefix: bool = False
+    abort_message: str | None = None
+
+
+async def abort_request(request: Request, front: Front) -> Response:
+    """`POST /abort_request`: 200 at once, whether there was such a request or not."""
+    body = await read_json(request, AbortBody, front.config)
+    if body.abort_all:
+        front.generator.abort_all()
+    elif body.rid and body.prefix:
+        front.generator.abort_all(body.rid)
+    elif body.rid:
+        front.generator.abort(body.rid)
+        # the requests of a list have names made of its own
+        front.generator.abort_all(f"{body.rid}_")
+    else:
+        raise Refused(400, "rid or abort_all is needed", param="rid")
+    return Response()
+
+
+class UpdateBody(msgspec.Struct):
+    """Of `/update_weights_from_disk`; fields that are not named here change nothing.
+
+    Attributes:
+        model_path: a checkpoint folder within `weights_root`.
+        load_format: only None and "auto" are served.
+        weight_version: label of these weights; None: the last one, counted up.
+        abort_all_requests: requests that run end; else they go on, on the KV that they have.
+    """
+
+    model_path: str
+    load_format: str | None = None
+    weight_version: str | int | None = None
+    abort_all_requests: bool = False
+
+
+class Updated(msgspec.Struct, frozen=True):
+    """The answer to every update.
+
+    Attributes:
+        success: the new weights are in use.
+        message: why not, or which they are.
+        num_paused_requests: always 0: no request is held back for an update.
+    """
+
+    success: bool
+    message: str
+    num_paused_requests: int = 0
+
+
+async def update_weights_from_disk(request: Request, front: Front) -> Response:
+    """`POST /update_weights_from_disk`: 400 with `success` false where the weights are not taken; then the old ones are
+    in use, under their version."""
+    body = await read_json(request, UpdateBody, front.config)
+    try:
+        if body.load_format not in (None, "auto"):
+            raise Refused(400, f"load_format {body.load_format!r} is not served; send none", param="load_format")
+        folder = folder_within(front.config, body.model_path, "model_path")
+        mode: Literal["abort", "keep"] = "abort" if body.abort_all_requests else "keep"
+        await front.generator.update_weights(body.weight_version, folder, mode)
+    except (Refused, FdasyncError) as error:
+        refused = refused_of(error)
+        return reply(Updated(False, refused.message), refused.status)
+    return reply(Updated(True, f"version {front.generator.facts().weight_version}"))
+
+
+class VersionBody(msgspec.Struct):
+    """Of `/update_weight_version`.
+
+    Attributes:
+        new_version: label of the weights in use from now on.
+        abort_all_requests: requests that run end first.
+    """
+
+    new_version: str | int
+    abort_all_requests: bool = True
+
+
+async def update_weight_version(request: Request, front: Front) -> Response:
+    """`POST /update_weight_version`: names the weights in use."""
+    body = await read_json(request, VersionBody, front.config)
+    if body.abort_all_requests:
+        front.generator.abort_all()
+    await front.generator.set_weight_version(body.new_version)
+    version = front.generator.facts().weight_version
+    return reply({"success": True, "message": f"version {version}", "new_version": version})
+
+
+def _loads(front: Front) -> list[dict[str, Any]]:
+    load = front.generator.load()
+    # instances tell a router what runs once a heartbeat; what is live here is known at once
+    running = min(load.running, load.live)
+    return [
+        {
+            "dp_rank": 0,
+            "num_reqs": load.live,
+            "num_running_reqs": running,
+            "num_waiting_reqs": load.live - running,
+            "num_used_tokens": load.used_tokens,
+            "max_total_num_tokens": load.capacity_tokens,
+        }
+    ]
+
+
+async def v1_loads(_request: Request, front: Front) -> Response:
+    """`GET /v1/loads`: requests that run and wait."""
+    return reply({"loads": _loads(front)})
+
+
+async def get_load(_request: Request, front: Front) -> Response:
+    """`GET /get_load`: the same as a bare list."""
+    return reply(_loads(front))
+
+
+async def profile(_request: Request, _front: Front) -> Response:
+    """`POST /start_profile`, `/stop_profile`: accepted; this engine's own profilers are not run over HTTP."""
+    return reply({"message": "accepted; nothing is profiled over HTTP", "status": "ok"})

@@ -1,0 +1,99 @@
+"""SGLang's paths that tell what a server is and whether it works. Called by `application.py`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fdasync import SamplingParams
+from fdasync_http.failures import Refused
+from fdasync_http.replies import whole
+from fdasync_http.sglang.control import reply
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from fdasync_http.front import Front
+
+
+async def model_info(_request: Request, front: Front) -> Response:
+    """`GET /model_info`, `/get_model_info`."""
+    facts = front.generator.facts()
+    return reply(
+        {
+            "model_path": facts.model_path or front.model,
+            "tokenizer_path": facts.model_path if facts.tokenizer else "",
+            "is_generation": True,
+            "weight_version": facts.weight_version,
+            "max_context_length": facts.max_context_tokens,
+            "vocab_size": facts.vocab_size,
+        }
+    )
+
+
+async def server_info(_request: Request, front: Front) -> Response:
+    """`GET /server_info`, `/get_server_info`: SGLang's names for what this server knows of itself."""
+    facts, load = front.generator.facts(), front.generator.load()
+    return reply(
+        {
+            "model_path": facts.model_path or front.model,
+            "tokenizer_path": facts.model_path if facts.tokenizer else "",
+            "served_model_name": front.model,
+            "context_length": facts.max_context_tokens,
+            "weight_version": facts.weight_version,
+            "dtype": facts.dtype or "auto",
+            "tp_size": 1,
+            "dp_size": 1,
+            "pp_size": 1,
+            "ep_size": 1,
+            "moe_dp_size": 1,
+            "nnodes": 1,
+            "node_rank": 0,
+            "base_gpu_id": 0,
+            "gpu_id_step": 1,
+            "num_gpus": facts.num_instances,
+            "disaggregation_mode": "null",
+            "disaggregation_bootstrap_port": None,
+            "encoder_only": False,
+            "load_balance_method": "round_robin",
+            "prefill_round_robin_balance": False,
+            "enable_memory_saver": False,
+            "enable_return_routed_experts": facts.captures_routing,
+            "internal_states": [{"num_running_reqs": load.running, "num_waiting_reqs": load.waiting}],
+        }
+    )
+
+
+async def get_weight_version(_request: Request, front: Front) -> Response:
+    """`GET /get_weight_version`."""
+    return reply({"weight_version": front.generator.facts().weight_version})
+
+
+def _check_health(front: Front) -> None:
+    """Raise what makes requests fail."""
+    load = front.generator.load()
+    if load.instances and not any(one.is_up for one in load.instances):
+        raise Refused(503, "no instance is up", code="unhealthy")
+
+
+async def health(_request: Request, front: Front) -> Response:
+    """`GET /health`: 200 while requests can be made."""
+    _check_health(front)
+    return reply({"status": "ok"})
+
+
+async def health_generate(request: Request, front: Front) -> Response:
+    """`GET /health_generate`: 200 once a token was generated within `health_s`. A paused engine is healthy."""
+    _check_health(front)
+    if front.generator.load().paused:
+        return reply({"status": "paused"})
+
+    async def work() -> Response:
+        params = SamplingParams(max_tokens=1, temperature=0.0)
+        limit_s = front.config.health_s
+        result = await front.generator.complete([0], params, deadline_s=limit_s, routing=False, aux=False)
+        if result.finish_reason == "deadline":
+            raise Refused(503, f"no token was generated within {limit_s:g} s", code="unhealthy")
+        return reply({"status": "ok"})
+
+    return await whole(request, work())

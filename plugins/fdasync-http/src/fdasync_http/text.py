@@ -1,0 +1,94 @@
+"""Text of a sample as a client asked for it, where that is not the engine's: special tokens shown, stops kept.
+
+The engine's text leaves out special tokens and ends before a stop. Both are wishes of SGLang's and vLLM's clients, so
+this module decodes a sample's tokens once more, in the front's process. Called by the rooms of paths.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fdasync.engine.tokenizer import IncrementalDecoder, TokenKinds, WithSpecials
+from fdasync_http.failures import Refused
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fdasync.engine.tokenizer import Tokenizer
+    from fdasync_http.front import Front
+
+
+class TextForm:
+    """How the text of one request is made.
+
+    Args:
+        specials: special tokens have text.
+        keeps_stop: the text goes on to the end of the sample's tokens, whatever stopped it.
+        stop: the request's stop strings.
+    """
+
+    def __init__(self, front: Front, *, specials: bool, keeps_stop: bool, stop: Sequence[str]) -> None:
+        self._tokenizer: Tokenizer | None = None
+        self._keeps_stop = keeps_stop
+        self._stop = tuple(stop)
+        tokenizer = front.tokenizer
+        if tokenizer is None or not (specials or keeps_stop):
+            return
+        if specials and not isinstance(tokenizer, WithSpecials):
+            raise Refused(
+                400, "skip_special_tokens=false: this tokenizer has no text of them", param="skip_special_tokens"
+            )
+        self._tokenizer = tokenizer.with_specials() if specials and isinstance(tokenizer, WithSpecials) else tokenizer
+
+    def of_sample(self) -> SampleText:
+        """Makes the text of one sample."""
+        decoder = None
+        if self._tokenizer is not None:
+            decoder = IncrementalDecoder(self._tokenizer, TokenKinds(self._tokenizer))
+        return SampleText(decoder, () if self._keeps_stop else self._stop, keeps_stop=self._keeps_stop)
+
+
+class SampleText:
+    """The text of one sample so far.
+
+    Attributes:
+        text: what was decoded so far.
+    """
+
+    def __init__(self, decoder: IncrementalDecoder | None, stop: tuple[str, ...], *, keeps_stop: bool) -> None:
+        self.text = ""
+        self._decoder = decoder
+        self._stop = stop
+        self._keeps_stop = keeps_stop
+        self._fed = 0
+
+    def add(self, text: str, token_ids: Sequence[int]) -> None:
+        """New text of the engine, and the tokens that came with it."""
+        if self._decoder is None:
+            self.text += text
+        else:
+            self.text += self._decoder.feed(token_ids)
+            self._fed += len(token_ids)
+
+    def settled(self) -> str:
+        """The text so far without what a stop string may still take away."""
+        if self._decoder is None or not self._stop:
+            return self.text
+        return self.text[: max(len(self.text) - max(map(len, self._stop)) + 1, 0)]
+
+    def end(self, text: str, token_ids: Sequence[int], stop_token_id: int | None) -> str:
+        """The whole text of a sample that has ended.
+
+        Args:
+            text: the engine's.
+            token_ids: all tokens of the sample.
+            stop_token_id: the token that ended it, if one did.
+        """
+        if self._decoder is None:
+            return text
+        last = len(token_ids)
+        if stop_token_id is not None and not self._keeps_stop and self._fed < last:
+            last -= 1
+        self.text += self._decoder.feed(token_ids[self._fed : last]) + self._decoder.flush()
+        found = [at for stop in self._stop if (at := self.text.find(stop)) >= 0]
+        return self.text[: min(found)] if found else self.text

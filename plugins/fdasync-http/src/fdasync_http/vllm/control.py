@@ -1,0 +1,168 @@
+"""vLLM's paths that control a server, as SkyRL, prime-rl, vime and TRL call them. Called by `application.py`."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+from starlette.responses import Response
+
+from fdasync_http.bodies import read_json
+from fdasync_http.failures import Refused
+from fdasync_http.sglang.control import reply
+from fdasync_http.weights import folder_within
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+    from fdasync import PauseMode
+    from fdasync_http.front import Front
+
+# vLLM's words for what becomes of requests that run
+_MODES: dict[str, PauseMode] = {"abort": "abort", "wait": "wait", "keep": "in_place"}
+_TRUE, _FALSE = ("true", "1", ""), ("false", "0")
+
+
+def _flag(request: Request, name: str, default: bool) -> bool:
+    value = request.query_params.get(name)
+    if value is None:
+        return default
+    if value.lower() not in (*_TRUE, *_FALSE):
+        raise Refused(400, f"{name}={value!r} is neither true nor false", param=name)
+    return value.lower() in _TRUE
+
+
+async def pause(request: Request, front: Front) -> Response:
+    """`POST /pause?mode=abort|wait|keep&clear_cache=true`."""
+    mode = request.query_params.get("mode", "abort")
+    if mode not in _MODES:
+        raise Refused(400, f"mode {mode!r} is none of {', '.join(_MODES)}", param="mode")
+    clear = _flag(request, "clear_cache", True)
+    await front.generator.pause(_MODES[mode])
+    if clear:
+        await front.generator.reset_cache()
+    return reply({"status": "paused"})
+
+
+async def resume(_request: Request, front: Front) -> Response:
+    """`POST /resume`."""
+    await front.generator.resume()
+    return reply({"status": "resumed"})
+
+
+async def is_paused(_request: Request, front: Front) -> Response:
+    """`GET /is_paused`."""
+    return reply({"is_paused": front.generator.load().paused})
+
+
+class AbortBody(msgspec.Struct):
+    """Of `/abort_requests`.
+
+    Attributes:
+        request_ids: names of requests; (): all.
+    """
+
+    request_ids: list[str] = []
+
+
+async def abort_requests(request: Request, front: Front) -> Response:
+    """`POST /abort_requests`."""
+    body = await read_json(request, AbortBody, front.config)
+    if body.request_ids:
+        aborted = sum([front.generator.abort(name) for name in body.request_ids])
+    else:
+        aborted = front.generator.abort_all()
+    return reply({"status": "aborted", "aborted": aborted})
+
+
+class ResetBody(msgspec.Struct):
+    """Of `/reset_prefix_cache`.
+
+    Attributes:
+        reset_running_requests: requests that run go back to the queue first, so that their blocks are forgotten too.
+    """
+
+    reset_running_requests: bool = False
+
+
+async def reset_prefix_cache(request: Request, front: Front) -> Response:
+    """`POST /reset_prefix_cache`."""
+    body = await read_json(request, ResetBody, front.config)
+    running = body.reset_running_requests or _flag(request, "reset_running_requests", False)
+    if running and not front.generator.load().paused:
+        await front.generator.pause("retract")
+        try:
+            await front.generator.reset_cache()
+        finally:
+            await front.generator.resume()
+    else:
+        await front.generator.reset_cache()
+    return reply({"status": "reset"})
+
+
+class UpdateInfo(msgspec.Struct):
+    """Of `/update_weights`.
+
+    Attributes:
+        weight_dir, weights_path: a checkpoint folder within `weights_root`.
+        weight_version: label of these weights; None: the last one, counted up.
+    """
+
+    weight_dir: str | None = None
+    weights_path: str | None = None
+    weight_version: str | int | None = None
+
+
+class UpdateBody(UpdateInfo):
+    """Of `/update_weights`: prime-rl sends the fields themselves, others in `update_info`.
+
+    Attributes:
+        update_info: the fields.
+    """
+
+    update_info: UpdateInfo | None = None
+
+
+async def update_weights(request: Request, front: Front) -> Response:
+    """`POST /update_weights`: requests that run go on, on the KV that they have."""
+    body = await read_json(request, UpdateBody, front.config)
+    info = body.update_info or body
+    named = info.weight_dir or info.weights_path
+    if not named:
+        raise Refused(
+            400,
+            "weights are taken from disk only: name a checkpoint folder in weight_dir",
+            param="weight_dir",
+            code="not_served",
+        )
+    folder = folder_within(front.config, named, "weight_dir")
+    mode: Literal["abort", "keep"] = "keep"
+    await front.generator.update_weights(info.weight_version, folder, mode)
+    return reply({"status": "ok", "weight_version": front.generator.facts().weight_version})
+
+
+async def get_world_size(_request: Request, front: Front) -> Response:
+    """`GET /get_world_size`: how many instances hold the weights."""
+    return reply({"world_size": front.generator.facts().num_instances})
+
+
+async def weight_info(_request: Request, front: Front) -> Response:
+    """`GET /weight_info`."""
+    return reply({"weight_version": front.generator.facts().weight_version})
+
+
+async def server_version(_request: Request, _front: Front) -> Response:
+    """`GET /version`. A gateway takes a server that answers for vLLM's, unless `owned_by` says otherwise."""
+    return reply({"version": f"fdasync {version('fdasync')}"})
+
+
+async def ping(_request: Request, _front: Front) -> Response:
+    """`GET` or `POST /ping`, `/liveness`: the front works, whatever the engine does."""
+    return Response()
+
+
+async def workers(_request: Request, front: Front) -> Response:
+    """`GET /workers`: this front, as a router with one worker would tell."""
+    entry: dict[str, Any] = {"id": "0", "model_id": front.model, "worker_type": "regular", "is_healthy": True}
+    return reply({"workers": [entry]})

@@ -1,0 +1,297 @@
+"""vLLM's `POST /inference/v1/generate`, and SkyRL's `/skyrl/v1/generate`: tokens in, tokens, log-probs and rows out.
+
+Fields are those of vLLM's token-in-token-out protocol, as verifiers (prime-rl), SkyRL and vime send and read them. The
+two paths differ in the form of the rows alone. Called by `application.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from fdasync_http import rows
+from fdasync_http.bodies import read_json
+from fdasync_http.failures import Refused
+from fdasync_http.parts import MARK, assembled
+from fdasync_http.replies import Events, Part, Parts, event_of, whole
+from fdasync_http.text import TextForm
+from fdasync_http.vllm.sampling import params_of, sampling_of
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from fdasync import Delta, Result, Sample
+    from fdasync.request import GenerateOptions
+    from fdasync_http.front import Front
+
+RowForm = Literal["npy", "prime_rl", "skyrl", "none"]
+
+# vLLM's word for a log-prob that was lost; JSON has no -inf
+_LOST = -9999.0
+_UNSERVED = ("features", "content_parts", "kv_transfer_params", "lora_request", "mm_processor_kwargs")
+
+
+class GenerateBody(msgspec.Struct):
+    """The fields on the wire; see vLLM's documentation. Fields that are not named here or in `_UNSERVED` change
+    nothing.
+
+    Attributes:
+        features, content_parts, kv_transfer_params, lora_request, mm_processor_kwargs: not served.
+    """
+
+    token_ids: list[int]
+    sampling_params: dict[str, Any] = {}
+    model: str | None = None
+    request_id: str | None = None
+    stream: bool = False
+    stream_options: dict[str, Any] | None = None
+    output_mode: Literal["tokens", "text"] = "tokens"
+    return_token_ids: bool | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+    features: Any = None
+    content_parts: Any = None
+    kv_transfer_params: Any = None
+    lora_request: Any = None
+    mm_processor_kwargs: Any = None
+
+
+class _Asked:
+    """A body, checked.
+
+    Attributes:
+        body: as it came.
+        params, options: of the engine.
+        form: how its text is made.
+        rows: how its rows are written.
+    """
+
+    def __init__(self, front: Front, body: GenerateBody, form: RowForm) -> None:
+        for name in _UNSERVED:
+            if getattr(body, name):
+                raise Refused(400, f"{name} is not served", param=name, code="not_served")
+        facts = front.generator.facts()
+        if body.model not in (None, "", front.model, facts.model, facts.model_path):
+            raise Refused(404, f"there is no model {body.model!r}; this is {front.model!r}", param="model")
+        sampling = sampling_of(body.sampling_params)
+        self.body = body
+        self.params = params_of(sampling, room_tokens=facts.max_context_tokens - len(body.token_ids))
+        self.rows: RowForm = form if facts.captures_routing else "none"
+        if form == "skyrl" and not facts.captures_routing:
+            raise Refused(400, "this engine captures no expert routing; use /inference/v1/generate", code="not_served")
+        self.options: GenerateOptions = {
+            "request_id": body.request_id,
+            # vLLM serves low numbers first
+            "priority": -body.priority,
+            "routing": self.rows != "none",
+            "aux": False,
+            "start": sampling.routed_experts_prompt_start or 0,
+            "cache_salt": body.cache_salt or "",
+        }
+        self.form = TextForm(
+            front,
+            specials=not sampling.skip_special_tokens,
+            keeps_stop=sampling.include_stop_str_in_output,
+            stop=self.params.stop,
+        )
+
+
+async def generate(request: Request, front: Front) -> Response:
+    """`POST /inference/v1/generate`."""
+    return await _generate(request, front, front.config.rows)
+
+
+async def skyrl_generate(request: Request, front: Front) -> Response:
+    """`POST /skyrl/v1/generate`."""
+    return await _generate(request, front, "skyrl")
+
+
+async def _generate(request: Request, front: Front, form: RowForm) -> Response:
+    body = await read_json(request, GenerateBody, front.config)
+    asked = _Asked(front, body, form)
+    if body.stream:
+        return Events(_streamed(front, asked))
+    return await whole(request, _answer(front, asked))
+
+
+async def _answer(front: Front, asked: _Asked) -> Response:
+    with front.place():
+        result = await front.generator.complete(asked.body.token_ids, asked.params, **asked.options)
+    parts: list[Part] = []
+    choices = [_choice(front, asked, sample, parts) for sample in result.samples]
+    usage = result.usage
+    answer: dict[str, Any] = {
+        "request_id": result.request_id,
+        "model": front.model,
+        "created": int(time.time()),
+        "output_mode": asked.body.output_mode,
+        "choices": choices,
+        "usage": _usage(len(result.prompt_token_ids), usage.completion_tokens, usage.cached_tokens),
+        "weight_version": _version(front, result),
+    }
+    if result.prompt_logprobs is not None:
+        answer["prompt_logprobs"] = _prompt_logprobs(result)
+    if asked.body.return_token_ids:
+        answer["prompt_token_ids"] = result.prompt_token_ids
+    return Parts(assembled(answer, parts))
+
+
+def _usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+def _version(front: Front, result: Result) -> str:
+    spans = [span for sample in result.samples for span in sample.weight_version]
+    return spans[-1].version if spans else front.generator.facts().weight_version
+
+
+def _choice(front: Front, asked: _Asked, sample: Sample, parts: list[Part]) -> dict[str, Any]:
+    choice: dict[str, Any] = {
+        "index": sample.index,
+        "token_ids": sample.token_ids,
+        # vLLM's clients know no deadline
+        "finish_reason": "abort" if sample.finish_reason == "deadline" else sample.finish_reason,
+        "stop_reason": sample.stop_token_id,
+        "weight_versions": [
+            {"version": span.version, "start": span.start, "end": span.stop} for span in sample.weight_version
+        ],
+    }
+    if asked.body.output_mode == "text":
+        choice["text"] = asked.form.of_sample().end(sample.text, sample.token_ids, sample.stop_token_id)
+    values = sample.raw_logprobs
+    choice["logprobs"] = None
+    if values is not None:
+        tops = sample.top_logprobs or (None,) * len(sample.token_ids)
+        choice["logprobs"] = {
+            "content": [
+                _logprob(token, value, top)
+                for token, value, top in zip(sample.token_ids, values.tolist(), tops, strict=True)
+            ]
+        }
+    if asked.rows != "none":
+        choice["routed_experts"] = _rows(front, asked.rows, sample, parts)
+    return choice
+
+
+def _logprob(token: int, value: float, top: Any) -> dict[str, Any]:
+    tops: list[dict[str, Any]] = []
+    if top is not None:
+        tops = [
+            {"token": f"token_id:{other}", "token_id": other, "logprob": _finite(one), "rank": rank}
+            for rank, (other, one) in enumerate(zip(top.token_ids, top.logprobs, strict=True), 1)
+        ]
+    rank = next((entry["rank"] for entry in tops if entry["token_id"] == token), None)
+    return {
+        "token": f"token_id:{token}", "token_id": token, "logprob": _finite(value), "rank": rank, "bytes": None,
+        "top_logprobs": tops,
+    }  # fmt: skip
+
+
+def _finite(value: float) -> float:
+    return value if value > _LOST else _LOST
+
+
+def _prompt_logprobs(result: Result) -> list[dict[str, Any] | None]:
+    """Of each token of the prompt, by token id; the first one has none."""
+    assert result.prompt_logprobs is not None
+    tops = result.prompt_top_logprobs or (None,) * len(result.prompt_logprobs)
+    told: list[dict[str, Any] | None] = []
+    for token, value, top in zip(result.prompt_token_ids, result.prompt_logprobs.tolist(), tops, strict=True):
+        if value != value:
+            told.append(None)
+            continue
+        entry = _logprob(token, value, top)
+        entries = [entry, *entry["top_logprobs"]]
+        told.append(
+            {str(one["token_id"]): {"logprob": one["logprob"], "rank": one["rank"], "decoded_token": None}
+             for one in reversed(entries)}
+        )  # fmt: skip
+    return told
+
+
+def _rows(front: Front, form: RowForm, sample: Sample, parts: list[Part]) -> Any:
+    """The rows of a sample; None where it has none."""
+    routing = sample.routing
+    if routing is None or not len(routing.array):
+        return None
+    layers = front.num_hidden_layers
+    if form == "npy":
+        parts.append(rows.npy(routing, layers))
+        return MARK
+    if form == "skyrl":
+        payload, part = rows.packed(routing, layers, ("uint8", "int16", "int32"))
+    else:
+        payload, part = rows.packed(routing, layers, ("uint8", "uint16"))
+        payload["start"] = routing.start
+    parts.append(part)
+    return payload
+
+
+async def _streamed(front: Front, asked: _Asked) -> AsyncIterator[bytes]:
+    """Deltas as events; the last event of each sample has its finish reason and its rows."""
+    created = int(time.time())
+    with front.place():
+        async with front.generator.generate(asked.body.token_ids, asked.params, **asked.options) as stream:
+            texts = [asked.form.of_sample() for _ in range(asked.params.n)]
+
+            def event(choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+                return {
+                    "request_id": stream.request_id, "model": front.model, "created": created, "choices": choices,
+                    **more,
+                }  # fmt: skip
+
+            given = [0] * asked.params.n
+            async for delta in stream:
+                text, said = texts[delta.index], ""
+                if delta.finish_reason is None:
+                    # the last text comes with the result, which knows what stopped it
+                    text.add(delta.text, delta.token_ids)
+                    said = text.settled()[given[delta.index] :]
+                    given[delta.index] += len(said)
+                yield event_of(msgspec.json.encode(event([_delta(asked, delta, said)])))
+            result = stream.result
+    for sample in result.samples:
+        parts: list[Part] = []
+        choice = _choice(front, asked, sample, parts)
+        # tokens and log-probs were given
+        choice["token_ids"], choice["logprobs"] = [], None
+        if asked.body.output_mode == "text":
+            whole_text = texts[sample.index].end(sample.text, sample.token_ids, sample.stop_token_id)
+            choice["text"] = whole_text[given[sample.index] :]
+        yield b"data: "
+        for piece in assembled(event([choice]), parts):
+            if isinstance(piece, Part):
+                async for some in piece.pieces():
+                    yield some
+            else:
+                yield piece
+        yield b"\n\n"
+    if (asked.body.stream_options or {}).get("include_usage"):
+        usage = result.usage
+        told = _usage(len(result.prompt_token_ids), usage.completion_tokens, usage.cached_tokens)
+        yield event_of(msgspec.json.encode(event([], usage=told)))
+
+
+def _delta(asked: _Asked, delta: Delta, text: str) -> dict[str, Any]:
+    choice: dict[str, Any] = {"index": delta.index, "token_ids": delta.token_ids, "finish_reason": None}
+    if asked.body.output_mode == "text":
+        choice["text"] = text
+    if delta.raw_logprobs is not None:
+        tops = delta.top_logprobs or (None,) * len(delta.token_ids)
+        choice["logprobs"] = {
+            "content": [
+                _logprob(token, value, top)
+                for token, value, top in zip(delta.token_ids, delta.raw_logprobs, tops, strict=True)
+            ]
+        }
+    return choice

@@ -1,0 +1,164 @@
+"""SGLang's control paths, in the order in which slime, Miles and AReaL call them in a training step."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from fdasync import SamplingParams
+from fdasync.testing import until
+
+PROMPT = [5, 6, 7, 8, 9]
+
+
+async def post(scene, path, body=None):
+    return await scene.client.post(path, json={} if body is None else body)
+
+
+async def versions_of(scene):
+    """Every place that tells the version."""
+    answer = await post(scene, "/generate", {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}})
+    told = [(await scene.client.get(path)).json()["weight_version"] for path in ("/get_weight_version", "/model_info")]
+    told.append((await scene.client.get("/weight_info")).json()["weight_version"])
+    return {answer.json()["meta_info"]["weight_version"], *told}
+
+
+async def test_a_training_step_pauses_updates_flushes_and_goes_on(scene):
+    new = scene.new_weights("step-1", 77)
+    for _ in range(2):
+        response = await post(scene, "/pause_generation")
+        assert (response.status_code, response.json()["status"]) == (200, "ok")
+    waiting = asyncio.ensure_future(
+        post(scene, "/generate", {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 4}})
+    )
+    await until(lambda: scene.generator.load().live == 1)
+    response = await post(scene, "/update_weights_from_disk", {"model_path": str(new), "weight_version": "step-1"})
+    assert response.status_code == 200
+    assert response.json()["success"] is True
+    assert not waiting.done()
+    for _ in range(2):
+        assert (await post(scene, "/continue_generation")).status_code == 200
+    assert (await waiting).json()["meta_info"]["weight_version"] == "step-1"
+    assert await versions_of(scene) == {"step-1"}
+    assert (await scene.client.get("/flush_cache")).status_code == 200
+    assert (await scene.client.post("/flush_cache?timeout=5")).status_code == 200
+
+
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+async def test_what_runs_at_a_pause_ends_or_goes_on(scene, mode):
+    body = {"input_ids": PROMPT, "return_logprob": True, "sampling_params": {"max_new_tokens": 200, "ignore_eos": True}}
+    call = asyncio.ensure_future(post(scene, "/generate", body))
+    await until(lambda: scene.generator.load().live == 1)
+    assert (await post(scene, "/pause_generation", {"mode": mode})).status_code == 200
+    assert (await scene.client.get("/is_paused")).json() == {"is_paused": True}
+    assert (await scene.client.get("/health_generate")).status_code == 200
+    assert (await post(scene, "/continue_generation")).status_code == 200
+    answer = (await call).json()
+    assert answer["meta_info"]["finish_reason"]["type"] == ("abort" if mode == "abort" else "length")
+
+
+async def test_a_flush_is_refused_while_a_request_is_live(scene):
+    body = {"input_ids": PROMPT, "rid": "mine-1", "sampling_params": {"max_new_tokens": 200, "ignore_eos": True}}
+    call = asyncio.ensure_future(post(scene, "/generate", body))
+    await until(lambda: scene.generator.load().live == 1)
+    response = await scene.client.get("/flush_cache")
+    assert response.status_code == 400
+    assert "1 requests are live" in response.json()["error"]["message"]
+    assert (await post(scene, "/abort_request", {"rid": "mi", "prefix": True})).status_code == 200
+    assert (await call).json()["meta_info"]["finish_reason"]["type"] == "abort"
+    assert (await post(scene, "/abort_request", {"rid": "nobody's"})).status_code == 200
+    assert (await post(scene, "/abort_request")).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ({"model_path": "/nowhere"}, "outside of the folder"),
+        ({"model_path": "{weights}/../other"}, "outside of the folder"),
+        ({"model_path": "{weights}/link"}, "outside of the folder"),
+        ({"model_path": "{weights}/missing"}, "no folder"),
+        ({"model_path": "{weights}/empty"}, ""),
+        ({"model_path": "{weights}/a", "load_format": "dummy"}, "load_format"),
+        ({"model_path": ""}, "no folder"),
+        ({}, "model_path"),
+    ],
+)
+async def test_weights_that_are_not_taken_leave_the_old_ones_and_their_version(scene, body, told):
+    (scene.weights / "link").symlink_to("/")
+    (scene.weights / "empty").mkdir()
+    (scene.weights.parent / "other").mkdir()
+    before = await scene.generator.complete(PROMPT, SamplingParams(max_tokens=4, temperature=0.0))
+    sent = {name: value.replace("{weights}", str(scene.weights)) for name, value in body.items()}
+    response = await post(scene, "/update_weights_from_disk", sent)
+    assert response.status_code == 400, response.text
+    if "model_path" in body:
+        assert response.json()["success"] is False
+    assert told in response.text
+    assert await versions_of(scene) == {"0"}
+    after = await scene.generator.complete(PROMPT, SamplingParams(max_tokens=4, temperature=0.0))
+    assert after.token_ids == before.token_ids
+
+
+async def test_a_version_is_counted_up_and_given_without_a_load(scene):
+    new = scene.new_weights("a", 5)
+    assert (await post(scene, "/update_weights_from_disk", {"model_path": str(new)})).status_code == 200
+    assert await versions_of(scene) == {"1"}
+    response = await post(scene, "/update_weight_version", {"new_version": "best", "abort_all_requests": False})
+    assert response.json()["new_version"] == "best"
+    await until(lambda: scene.generator.facts().weight_version == "best")
+    assert await versions_of(scene) == {"best"}
+    # the same weights under the same name: nothing to do
+    again = {"model_path": str(new), "weight_version": "best"}
+    assert (await post(scene, "/update_weights_from_disk", again)).status_code == 200
+
+
+async def test_without_a_folder_of_weights_none_are_taken(scene_of):
+    async with scene_of(weights_root="") as scene:
+        response = await post(scene, "/update_weights_from_disk", {"model_path": "/tmp"})
+        assert response.status_code == 400
+        assert "--weights-root" in response.json()["message"]
+
+
+async def test_a_server_tells_what_it_is(scene):
+    for twin in ("", "get_"):
+        info = (await scene.client.get(f"/{twin}server_info")).json()
+        assert (info["tp_size"], info["disaggregation_mode"], info["enable_return_routed_experts"]) == (1, "null", True)
+        assert (await scene.client.get(f"/{twin}model_info")).json()["is_generation"] is True
+    assert (await scene.client.get("/health")).status_code == 200
+    assert (await scene.client.get("/health_generate")).status_code == 200
+    for path in ("/start_profile", "/stop_profile"):
+        assert (await post(scene, path)).status_code == 200
+    loads = (await scene.client.get("/get_load")).json()
+    assert loads[0]["num_reqs"] == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("/update_weights_from_tensor", "pickle"),
+        ("/update_weights_from_ipc", "pickle"),
+        ("/collective_rpc", "not served"),
+        ("/load_lora_adapter", "LoRA"),
+        ("/init_weights_update_group", "process group"),
+        ("/release_memory_occupation", "memory"),
+    ],
+)
+async def test_what_is_not_served_names_the_safe_path(scene_of, path, told):
+    async with scene_of() as scene:
+        # the body is never read
+        response = await scene.client.post(path, content=b"\x80\x04pickle")
+        assert response.status_code == 501
+        error = response.json()["error"]
+        assert told in error["message"]
+        assert error["code"] == "not_served"
+
+
+async def test_the_engine_that_failed_is_503(scene_of):
+    async with scene_of() as scene:
+        scene.generator.fail(RuntimeError("the disk is on fire"))
+        for path in ("/health", "/health_generate"):
+            assert (await scene.client.get(path)).status_code == 503
+        response = await post(scene, "/generate", {"input_ids": PROMPT})
+        assert response.status_code == 503
+        assert "on fire" in response.json()["error"]["message"]

@@ -1,0 +1,86 @@
+"""`fdasync http`, as a process of its own: one command to a serving endpoint, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from contextlib import asynccontextmanager
+
+import httpx2
+import pytest
+
+ROW = {"input_ids": [1, 2, 3], "return_logprob": True, "return_routed_experts": True,
+       "sampling_params": {"max_new_tokens": 4, "temperature": 0}}  # fmt: skip
+
+
+@asynccontextmanager
+async def front(*options):
+    """A process of `fdasync http`, and its ready line."""
+    read, write = os.pipe()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "fdasync", "http", "--port", "0", "--ready-fd", str(write), *options,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, pass_fds=(write,),
+    )  # fmt: skip
+    os.close(write)
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader()
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read, "rb"))
+    try:
+        async with asyncio.timeout(60):
+            line = await reader.readline()
+        yield process, json.loads(line) if line else None
+    finally:
+        transport.close()
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+@pytest.mark.parametrize("roles", [(), ("--prefill", "1", "--decode", "1")])
+async def test_one_command_serves_and_a_signal_drains(roles, tmp_path):
+    config = tmp_path / "engine.toml"
+    config.write_text("[runner_config]\nstep_s = 0.002\n")
+    async with front("--runner", "synthetic", "--config", str(config), *roles) as (process, ready):
+        assert ready["pid"] == process.pid
+        async with httpx2.AsyncClient(base_url=ready["url"], timeout=20) as client:
+            assert (await client.get("/health_generate")).status_code == 200
+            answer = (await client.post("/generate", json=ROW)).json()
+            assert len(answer["output_ids"]) == 4
+            assert "routed_experts" in answer["meta_info"]
+            long = {**ROW, "sampling_params": {"max_new_tokens": 60, "ignore_eos": True}}
+            call = asyncio.ensure_future(client.post("/generate", json=long))
+            while not (await client.get("/v1/loads")).json()["loads"][0]["num_reqs"]:
+                pass
+            process.send_signal(signal.SIGTERM)
+            assert len((await call).json()["output_ids"]) == 60
+        async with asyncio.timeout(20):
+            out, err = await process.communicate()
+        assert process.returncode == 0, err.decode()
+        assert f"ready at {ready['url']}" in out.decode()
+        assert "draining" in err.decode()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--host", "0.0.0.0"), "every path would be open"),
+        (("--prefill", "1"), "add --decode 1"),
+        (("--connect", "ipc:///nowhere", "--mixed", "1"), "leave out"),
+        (("--api-key-file", "{open}"), "chmod 600"),
+        (("--port", "70000"), "--port"),
+    ],
+)
+async def test_what_cannot_start_says_why(options, told, tmp_path):
+    opened = tmp_path / "open"
+    opened.write_text("sk-0123456789abcdef")
+    opened.chmod(0o644)
+    sent = [option.replace("{open}", str(opened)) for option in options]
+    async with front("--runner", "synthetic", *sent) as (process, ready):
+        assert ready is None
+        async with asyncio.timeout(30):
+            _, err = await process.communicate()
+        assert process.returncode == 2
+        assert told in err.decode()

@@ -1,0 +1,178 @@
+"""The server against clients that are slow, greedy or broken: bounded, answered, and no cost to others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from fdasync_http import HttpConfig
+from fdasync_http.protocol import ConnectionLimits
+from fdasync_http.server import Listen, check_exposure, is_loopback
+
+from fdasync.errors import BadInput, ConfigError
+from fdasync.testing import until
+
+KEY = "sk-0123456789abcdef"
+ADMIN = "sk-admin-0123456789"
+BODY = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 2}}
+
+
+def listen(**limits):
+    return Listen(port=0, drain_s=1.0, limits=ConnectionLimits(**limits))
+
+
+async def connected(scene):
+    return await asyncio.open_connection("127.0.0.1", scene.port)
+
+
+async def rest_of(reader):
+    async with asyncio.timeout(5):
+        return await reader.read()
+
+
+# -- keys
+
+
+async def test_every_path_asks_for_the_key_and_control_for_its_own(scene_of):
+    async with scene_of(api_key=KEY, admin_key=ADMIN) as scene:
+        use, control = ("/health", "/model_info", "/nowhere", "/v1/loads"), ("/flush_cache",)
+        for path in (*use, *control):
+            for key in ("x", "wrong-0123456789abcd", KEY[:-1]):
+                response = await scene.client.get(path, headers={"authorization": f"Bearer {key}"})
+                assert response.status_code == 401, path
+                assert response.json()["error"]["type"] == "authentication_error"
+        for path in use:
+            response = await scene.client.get(path, headers={"authorization": f"Bearer {KEY}"})
+            assert response.status_code == (404 if path == "/nowhere" else 200)
+        for path in control:
+            assert (await scene.client.get(path, headers={"authorization": f"Bearer {KEY}"})).status_code == 403
+            assert (await scene.client.get(path, headers={"authorization": f"bearer {ADMIN}"})).status_code == 200
+        # the body of a request without a key is never read
+        response = await scene.client.post("/generate", content=b"x" * 100_000)
+        assert response.status_code == 401
+
+
+def test_keys_are_checked_before_anything_starts():
+    for values in ({"api_key": "short"}, {"api_key": "with a space in it"}, {"admin_key": ADMIN}):
+        with pytest.raises(ConfigError) as refused:
+            HttpConfig(**values)
+        assert not any(value in str(refused.value) for value in values.values()), "a key was shown"
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [
+        ("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("10.0.0.1", False),
+        ("example.com", False),
+    ],
+)  # fmt: skip
+def test_other_addresses_need_a_key(host, loopback):
+    assert is_loopback(host) == loopback
+    check_exposure(Listen(host=host), has_key=True)
+    check_exposure(Listen(host=host, client_authority="ca.pem"), has_key=False)
+    if not loopback:
+        with pytest.raises(BadInput, match="every path would be open"):
+            check_exposure(Listen(host=host), has_key=False)
+
+
+# -- connections
+
+
+async def test_headers_without_end_are_refused(scene_of):
+    async with scene_of(listen=listen(max_header_nbytes=1000)) as scene:
+        reader, writer = await connected(scene)
+        writer.write(b"GET / HTTP/1.1\r\n" + b"x: " + b"y" * 5000)
+        answer = await rest_of(reader)
+        assert answer.startswith(b"HTTP/1.1 431")
+        assert b"headers are longer than 1000 bytes" in answer
+        writer.close()
+        response = await scene.client.post("/generate", json=BODY)
+        assert response.status_code == 200
+
+
+async def test_a_connection_that_sends_nothing_or_half_a_request_is_closed(scene_of):
+    async with scene_of(listen=listen(header_s=0.1), body_timeout_s=0.1) as scene:
+        for sent, status in (
+            (b"", b"408"),
+            (b"POST /generate HTTP/1.1\r\nhost: x\r\n", b"408"),
+            (b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{", b"408"),
+        ):
+            reader, writer = await connected(scene)
+            writer.write(sent)
+            answer = await asyncio.wait_for(reader.read(12), 5)
+            assert answer == b"HTTP/1.1 " + status
+            writer.close()
+
+
+async def test_the_connection_too_many_is_told_so(scene_of):
+    async with scene_of(listen=listen(max_connections=3)) as scene:
+        held = [await connected(scene) for _ in range(3)]
+        reader, writer = await connected(scene)
+        answer = await rest_of(reader)
+        assert answer.startswith(b"HTTP/1.1 429")
+        assert b"retry-after: 1" in answer
+        for _, one in [*held, (reader, writer)]:
+            one.close()
+        response = await scene.client.post("/generate", json=BODY)
+        assert response.status_code == 200
+
+
+async def test_too_many_requests_are_429_with_a_time_to_try_again(scene_of):
+    async with scene_of(max_live=1) as scene:
+        long = {**BODY, "sampling_params": {"max_new_tokens": 200, "ignore_eos": True}}
+        call = asyncio.ensure_future(scene.client.post("/generate", json=long))
+        await until(lambda: scene.generator.load().live == 1)
+        response = await scene.client.post("/generate", json=BODY)
+        assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+        assert "the limit is 1" in response.json()["error"]["message"]
+        await scene.client.post("/abort_request", json={"abort_all": True})
+        assert (await call).status_code == 200
+        assert (await scene.client.post("/generate", json=BODY)).status_code == 200
+
+
+async def test_bodies_that_are_too_large_or_too_deep_are_refused(scene_of):
+    async with scene_of(max_body_nbytes=1 << 20) as scene:
+        response = await scene.client.post("/generate", content=b"x" * (2 << 20))
+        assert response.status_code == 413
+        for depth in (100, 10_000):
+            deep = b'{"input_ids": ' + b"[" * depth + b"]" * depth + b"}"
+            response = await scene.client.post("/generate", content=deep)
+            assert response.status_code == 400
+            assert "deeper" in response.json()["error"]["message"]
+
+
+async def test_a_reader_that_stops_costs_its_own_stream_alone(scene_of):
+    runner = {"max_context_tokens": 4096, "num_blocks": 1100}
+    async with scene_of(listen=listen(write_s=0.3), runner=runner) as scene:
+        body = json.dumps(
+            {
+                "input_ids": [1], "stream": True, "return_logprob": True,
+                "sampling_params": {"max_new_tokens": 3000, "ignore_eos": True},
+            }
+        ).encode()  # fmt: skip
+        _reader, writer = await connected(scene)
+        # cumulative events: megabytes, which nobody reads
+        writer.write(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        await until(lambda: scene.generator.load().live == 1)
+        response = await scene.client.post("/generate", json=BODY)
+        assert response.status_code == 200
+        await until(lambda: scene.generator.load().live == 0, deadline_s=20.0, every_s=0.01)
+        writer.close()
+
+
+async def test_paths_that_are_not_there(scene_of):
+    async with scene_of() as scene:
+        response = await scene.client.get("/nowhere")
+        assert (response.status_code, response.json()["error"]["type"]) == (404, "not_found_error")
+        response = await scene.client.delete("/generate")
+        assert response.status_code == 405
+        assert "/generate takes no DELETE" in response.json()["error"]["message"]
+
+
+async def test_a_stream_that_is_refused_is_refused_by_its_status(scene_of):
+    async with scene_of() as scene:
+        body = {"input_ids": [1], "stream": True, "sampling_params": {"max_new_tokens": 100_000}}
+        response = await scene.client.post("/generate", json=body)
+        assert response.status_code == 400
+        assert response.json()["error"]["code"] == "context_length_exceeded"

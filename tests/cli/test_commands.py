@@ -1,0 +1,59 @@
+"""Commands that plugins add to `fdasync` (`fdasync.commands`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from click.testing import CliRunner
+
+from fdasync.cli.main import cli
+from fdasync.errors import PluginError
+from tests.support.plugins import install_plugin
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SOURCE = """
+import click
+
+@click.command()
+@click.option("--times", default=1)
+def greet(times):
+    '''Say hello.'''
+    click.echo("hello " * times)
+
+def plain():
+    pass
+"""
+POINTS = {
+    "greet": "fdasync_bad:greet", "plain": "fdasync_bad:plain", "absent": "fdasync_bad:nothing",
+    "serve": "fdasync_bad:greet",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_plugin(tmp_path, monkeypatch, SOURCE, "fdasync.commands", POINTS)
+
+
+def test_a_plugins_command_is_listed_and_runs() -> None:
+    listed = CliRunner().invoke(cli, ["--help"])
+    assert listed.exit_code == 0
+    assert "Say hello." in listed.output
+    ran = CliRunner().invoke(cli, ["greet", "--times", "2"])
+    assert (ran.exit_code, ran.output.split()) == (0, ["hello", "hello"])
+
+
+@pytest.mark.parametrize(("name", "told"), [("plain", "no click command"), ("absent", "importing .* failed")])
+def test_a_broken_command_is_listed_as_such_and_says_why_when_it_is_run(name: str, told: str) -> None:
+    listed = CliRunner().invoke(cli, ["--help"])
+    assert [line for line in listed.output.splitlines() if line.split()[:2] == [name, "(broken:"]]
+    ran = CliRunner().invoke(cli, [name, "--any", "thing"])
+    assert isinstance(ran.exception, PluginError)
+    with pytest.raises(PluginError, match=told):
+        raise ran.exception
+
+
+def test_a_plugin_replaces_no_command_of_ours() -> None:
+    assert "Run one instance" in CliRunner().invoke(cli, ["serve", "--help"]).output
