@@ -66,11 +66,19 @@ async def test_writers_on_several_machines_leave_one_whole_object(pool, blocks):
     other.region.close()
 
 
+async def takes_blocks(store, blocks):
+    """Wait until the pool's memory is mounted: until then a pool is full, whatever its master says."""
+    async with asyncio.timeout(10):
+        while (await store.put([blocks.filled("first", 0)]))[0].status != "done":  # noqa: ASYNC110 - nothing tells it
+            await asyncio.sleep(0.05)
+
+
 async def test_a_full_pool_forgets_and_stays_right(network, blocks):
     with MasterProcess(port=50151, metrics_port=9103, protect_ms=100) as master, MemoryProcess(master, 32 << 20, 50152):
         async with store_process(master, blocks, metrics=master.metrics) as store:
             assert store.capabilities.capacity_nbytes == 32 << 20
-            answers = {}
+            await takes_blocks(store, blocks)
+            answers = {"first": "done"}
             for turn in range(40):
                 keys = [f"b-{turn}-{number}" for number in range(4)]
                 outcomes = await store.put([blocks.filled(key, place) for place, key in enumerate(keys)])
