@@ -12,7 +12,7 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING
 
-from fdasync.errors import InvariantBroken
+from fdasync.errors import GrammarFailed, InvariantBroken
 from fdasync.events.actions import (
     ELSEWHERE,
     CopyRows,
@@ -262,8 +262,9 @@ class Driver:
             if output.step_id != step_id:
                 raise InvariantBroken(f"the runner completed step {output.step_id} before step {step_id}")
             if output.scores:
-                assert self._output is not None
                 self._output.take_scores(output.scores)
+            for key, problem in output.problems:
+                self._output.spoil(key, GrammarFailed(problem))
         except BaseException as error:
             # also where the future was cancelled: the engine cannot go on without the step
             self._bus.publish(StepFailed(step_id=step_id, problem=str(error)))

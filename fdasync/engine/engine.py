@@ -234,7 +234,9 @@ class Engine(Generator):
         rng = Random(self.config.seed)
         runtime = self._runtime
         await runtime.open(self._fail, lambda request: self._inside().ended(request))
-        preparer = Preparer(self.config, runtime.capacity, runtime.tokenizer, runtime.long_texts, rng)
+        preparer = Preparer(
+            self.config, runtime.capacity, runtime.tokenizer, runtime.long_texts, rng, runtime.runner.check_grammar
+        )
         self._weights = Weights(self.config, runtime, preparer, self._fail, lambda: self._check_open(True))
         self._frontend = Frontend(self.config, runtime, preparer, rng, self._check_admission)
 

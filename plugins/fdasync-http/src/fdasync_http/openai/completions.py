@@ -12,6 +12,7 @@ import msgspec
 
 from fdasync_http.bodies import check_text_size
 from fdasync_http.failures import Refused
+from fdasync_http.grammars import grammar_of
 from fdasync_http.openai.answers import event_with, finish_of, head_of, put_extras, usage_of, version_of
 from fdasync_http.openai.asked import Asked, check_common
 from fdasync_http.openai.logprobs import TokenNames, of_completion
@@ -64,6 +65,7 @@ def _asked_of(front: Front, body: CompletionBody) -> list[Asked]:
                 with_logprobs=body.logprobs is not None,
                 top_logprobs=body.logprobs or 0,
                 number=number if len(prompts) > 1 else None,
+                grammar=grammar_of(body),
             )
         )
     return asked
