@@ -48,7 +48,7 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         jitter: relative spread of a step's time, drawn from `seed`.
         free: steady decode steps cost next to nothing and compute nothing (benchmarks): a token is
             the last one plus 1, never among the topmost 16 ids; rows are constant, there are no log-probs of
-            samples, no bias, no grammars and no runs.
+            samples, no bias, no grammars, no runs and no stamps.
         fail_step: this step fails; -1: none. hang_step: this step never completes; -1: none.
     """
 

@@ -79,6 +79,8 @@ class SyntheticRunner(Runner):
             raise BadInput("routing", "was asked for, but the model has no MoE layers", hint="set routing=False")
         if config.max_run_tokens < 1 or (config.free and config.max_run_tokens > 1):
             raise BadInput("max_run_tokens", f"is {config.max_run_tokens}", limit="1 or more; 1 with free=True")
+        if config.free and config.pass_stamp:
+            raise BadInput("pass_stamp", "free steps stamp no KV", hint="leave one of free and pass_stamp out")
         self._block_tokens = limits.block_tokens or config.block_tokens
         context = min(config.max_context_tokens, limits.max_context_tokens or config.max_context_tokens)
         self._context = context
