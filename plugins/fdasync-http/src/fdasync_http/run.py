@@ -21,7 +21,7 @@ from fdasync.cli.local.fleet import LocalFleet, plans_for
 from fdasync.cli.local.restarts import RestartRules, Restarts
 from fdasync.engine.tokenizer import ChatTokenizer
 from fdasync.errors import BadInput, ConfigError
-from fdasync.ipc.child import allow_files
+from fdasync.ipc.child import allow_files, settle
 from fdasync.pd.router.config import RouterConfig
 from fdasync.pd.router.router import Router, connect
 from fdasync.registry.registry import TOKENIZERS, Registry
@@ -145,6 +145,7 @@ class _Service:
             service = app(router, self._config, tokenizer=self._tokenizer(router))
             async with serving(service, self._listen) as served:
                 model = self._config.model or router.facts().model
+                settle()
                 self._tell_ready(Ready(url=served.url, port=served.port, pid=os.getpid(), model=model))
                 while not signals.count and not self._is_over():
                     self._start_again()
