@@ -26,9 +26,10 @@ from fdasync.scheduler.replay import replay
 from fdasync.scheduler.state.policy import (
     OWN_POLICIES,
     Arrival,
-    ArrivalConfig,
+    NoSettings,
     ShortestPrompt,
     ShortestPromptConfig,
+    check_policy,
     own_policy,
 )
 from fdasync.testing import PolicyTests, run_sim, synthetic_config
@@ -58,7 +59,7 @@ def candidate(arrival=0, **values):
 
 class TestArrival(PolicyTests):
     def make(self):
-        return Arrival(ArrivalConfig())
+        return Arrival(NoSettings())
 
 
 @pytest.mark.parametrize("rate", [0.0, 1e-9, 1e-3, 1e3])
@@ -73,8 +74,6 @@ class TestShortestPrompt(PolicyTests):
 
 class _Odd(Policy):
     """Breaks one promise each: see `test_the_suite_finds`."""
-
-    config_type = ArrivalConfig
 
     def key(self, candidate: Candidate) -> Order:
         return (-candidate.priority,)
@@ -136,7 +135,7 @@ class _NoBound(_Odd):
 )
 def test_the_suite_finds(policy, test):
     suite = PolicyTests()
-    suite.make = lambda: policy(ArrivalConfig())  # type: ignore[method-assign]
+    suite.make = lambda: policy(NoSettings())  # type: ignore[method-assign]
     with pytest.raises(AssertionError):
         getattr(suite, test)()
 
@@ -297,7 +296,45 @@ class _Breaks(Arrival):
 @pytest.mark.parametrize(("length", "words"), [(1, "raised KeyError"), (2, "5.0"), (3, "nan"), (4, "'a'")])
 def test_a_policy_that_gives_no_key_is_named(length, words):
     with pytest.raises(PluginError, match=f"_Breaks.*{words}"):
-        _Breaks(ArrivalConfig()).order(candidate(prompt_tokens=length))
+        _Breaks(NoSettings()).order(candidate(prompt_tokens=length))
+
+
+class _BoundOf(_Odd):
+    """`bound`: what `passed_for_s` returns, or raises."""
+
+    def __init__(self, bound):
+        super().__init__(NoSettings())
+        self.bound = bound
+
+    def passed_for_s(self, candidate):
+        if isinstance(self.bound, Exception):
+            raise self.bound
+        return self.bound
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        (_BoundOf(-1.0), "returned -1.0, which is no time"),
+        (_BoundOf(float("inf")), "returned inf"),
+        (_BoundOf(float("nan")), "returned nan"),
+        (_BoundOf("1"), "returned '1'"),
+        (_BoundOf(None), "returned None"),
+        (_BoundOf(KeyError("boom")), "raised KeyError"),
+        (_Lifo(NoSettings()), "goes before it"),
+        (_ShortestWithoutAgeing(NoSettings()), "goes before it"),
+        (_Ragged(NoSettings()), "different lengths"),
+        (_NoNumber(NoSettings()), "no tuple of numbers"),
+    ],
+)
+def test_a_broken_promise_that_a_few_candidates_show_is_a_plugin_error(policy, words):
+    with pytest.raises(PluginError, match=words):
+        check_policy(policy)
+
+
+@pytest.mark.parametrize("name", OWN_POLICIES)
+def test_the_packages_own_policies_pass_the_check(name):
+    check_policy(own_policy(name, {}))
 
 
 def test_a_policy_that_is_not_there_is_told_with_those_that_are():
@@ -323,12 +360,20 @@ def test_settings_that_a_policy_does_not_have_are_refused(config, field):
 
 
 _PLUGIN = """
-from fdasync.scheduler.state.policy import Arrival
+from fdasync.scheduler import Policy
 
 
-class Last(Arrival):
+class Last(Policy):
     def key(self, candidate):
-        return (-candidate.priority, -candidate.prompt_tokens)
+        return (-candidate.priority, candidate.arrived_at - min(candidate.prompt_tokens, 100))
+
+    def passed_for_s(self, candidate):
+        return 100.0
+
+
+class Unbounded(Last):
+    def passed_for_s(self, candidate):
+        return 0.0
 
 
 def odd(config):
@@ -338,11 +383,14 @@ def odd(config):
 
 @pytest.fixture
 def plugin(tmp_path, monkeypatch):
-    """A distribution that has the policies `last`, which takes the longest prompt first, and `odd`, which is none."""
+    """A distribution that has the policies `last`, which takes the longest prompt first, `unbounded`, which says that
+    no later request passes another one, and `odd`, which is none. None has settings."""
     info = tmp_path / "fdasync_plug-1.2.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fdasync-plug\nVersion: 1.2\n")
-    (info / "entry_points.txt").write_text(f"[{POLICIES}]\nlast = policyplug:Last\nodd = policyplug:odd\n")
+    (info / "entry_points.txt").write_text(
+        f"[{POLICIES}]\nlast = policyplug:Last\nodd = policyplug:odd\nunbounded = policyplug:Unbounded\n"
+    )
     (tmp_path / "policyplug.py").write_text(_PLUGIN)
     monkeypatch.syspath_prepend(tmp_path)
     yield
@@ -354,6 +402,20 @@ def test_a_plugins_policy_is_found_by_its_name():
     assert type(make_policy("last", {})).__name__ == "Last"
     with pytest.raises(PluginError, match=r"'odd' of fdasync\.policies.*is not a Policy class"):
         make_policy("odd", {})
+
+
+@pytest.mark.usefixtures("plugin")
+def test_a_policy_without_settings_needs_no_config_type_and_takes_no_keys():
+    assert make_policy("last", {}).config == NoSettings()
+    with pytest.raises(ConfigError) as caught:
+        make_policy("last", {"seconds": 1.0})
+    assert caught.value.field == "policy_config.seconds"
+
+
+@pytest.mark.usefixtures("plugin")
+def test_a_policy_whose_bound_does_not_hold_is_refused_before_an_engine_starts():
+    with pytest.raises(PluginError, match=r"Unbounded.*passed_for_s\(\) is 0.0 s .* goes before it"):
+        Engine(synthetic_config(policy="unbounded"))
 
 
 def recorded(made=None, **config):
