@@ -107,7 +107,7 @@ def test_the_other_side_sees_the_same_rows_through_the_fd(arena):
 
 
 @pytest.mark.parametrize("change", [-1, 1])
-def test_nobody_can_shrink_or_grow_the_shared_file(arena, change):
+def test_the_shared_file_can_neither_shrink_nor_grow(arena, change):
     size = os.fstat(arena.region.fd).st_size
     with pytest.raises(PermissionError):
         os.ftruncate(arena.region.fd, size + change * mmap.PAGESIZE)

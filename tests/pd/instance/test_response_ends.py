@@ -53,7 +53,7 @@ class Ending:
 
 
 @pytest.mark.parametrize("reasons", [["handed_over"], ["abort"], ["handed_over", "abort"], ["deadline", "deadline"]])
-async def test_whoever_took_all_of_it_answers_alone(reasons: list[str]) -> None:
+async def test_the_instance_that_took_all_of_it_answers_alone(reasons: list[str]) -> None:
     ending = Ending(reasons, went_to=D0)
     await ending.end()
     assert ending.told == [Moved("r", D0)]
@@ -68,7 +68,7 @@ async def test_of_an_abort_before_the_hand_over_the_end_is_told() -> None:
     assert ending.begun == ["end of r"]
 
 
-async def test_who_finds_no_room_is_told_so() -> None:
+async def test_a_request_that_finds_no_room_is_told_so() -> None:
     ending = Ending(["no_lease", "handed_over"], went_to="")
     await ending.end()
     (words,) = ending.told
