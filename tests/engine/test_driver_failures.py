@@ -194,8 +194,7 @@ def test_every_action_has_a_sample():
 @pytest.mark.parametrize("kind", SAMPLES)
 async def test_every_action_has_a_performer(kind):
     action, word = SAMPLES[kind]
-    stage = Stage(Script([action]), has_store=True)
-    stage.driver.attendant = lambda action: stage.log.append(("elsewhere", action))
+    stage = Stage(Script([action]), has_store=True, has_attendant=True)
     if kind is EmitTokens:
         stage.driver._outputs[0] = StepOutput(0, (7,))
     stage.bus.publish(TimerFired())
