@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class SampleOutput:
+class RoutedOutput:
     """See the module.
 
     Args:

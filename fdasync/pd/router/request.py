@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from fdasync.pd.router.limits import need_of
-from fdasync.pd.router.output import SampleOutput
+from fdasync.pd.router.output import RoutedOutput
 from fdasync.result import CachedTokens, Result, Sample
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class RoutedRequest:
         self.aborted = False
         self.whole = False
         self.first_token_at: float | None = None
-        self.outputs = [SampleOutput(index) for index in range(submit.params.n)]
+        self.outputs = [RoutedOutput(index) for index in range(submit.params.n)]
         self.result: Result | None = None
         self.error: Exception | None = None
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from fdasync.pd.router.output import SampleOutput, merged
+from fdasync.pd.router.output import RoutedOutput, merged
 from fdasync.result import Delta, TopLogprobs
 
 
@@ -22,7 +22,7 @@ def delta(number: int, *, scored: bool = False, text: str = "", tokens: int = 1)
 def test_deltas_are_read_once_and_in_order_and_the_whole_has_them_all(seed: int):
     rng = Random(seed)
     scored = rng.random() < 0.5
-    output, read, sent = SampleOutput(3), [], []
+    output, read, sent = RoutedOutput(3), [], []
     for number in range(0, 90, 3):
         one = delta(number, scored=scored, text=rng.choice(["", "ab"]), tokens=rng.choice([0, 1, 3]))
         output.add(one)
@@ -43,7 +43,7 @@ def test_deltas_are_read_once_and_in_order_and_the_whole_has_them_all(seed: int)
 
 
 def test_output_without_any_delta_is_empty():
-    output = SampleOutput(2)
+    output = RoutedOutput(2)
     assert not output
     assert output.take() is None
     assert output.whole() == Delta(index=2, token_ids=())
@@ -55,7 +55,7 @@ def test_output_without_any_delta_is_empty():
 
 
 def test_no_object_of_a_delta_stays_when_it_was_read():
-    output = SampleOutput(0)
+    output = RoutedOutput(0)
     deltas = [delta(number, scored=True, text="x") for number in range(100)]
     for one in deltas:
         output.add(one)
