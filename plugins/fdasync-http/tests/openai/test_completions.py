@@ -79,6 +79,24 @@ async def test_a_stream_is_the_whole_in_pieces(chat):
             assert joined == (pytest.approx(told[name]) if name == "token_logprobs" else told[name])
 
 
+@pytest.mark.parametrize("ask", ["chat", "text", "ids"])
+async def test_every_event_tells_the_usage_so_far(chat, ask):
+    """As `guidellm` asks for it."""
+    _, openai = chat
+    sent = {"model": "any", "stream": True, "max_tokens": 6, "n": 2,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True}}  # fmt: skip
+    if ask == "chat":
+        stream = await openai.chat.completions.create(messages=[{"role": "user", "content": "hi"}], **sent)
+    else:
+        stream = await openai.completions.create(prompt=PROMPT if ask == "ids" else "abc", **sent)
+    told = [chunk.usage async for chunk in stream]
+    counts = [usage.completion_tokens for usage in told]
+    assert counts == sorted(counts)
+    assert (counts[0] <= 2, counts[-1], len(set(counts)) > 4) == (True, 12, True)
+    assert len({usage.prompt_tokens for usage in told}) == 1
+    assert all(usage.total_tokens == usage.prompt_tokens + usage.completion_tokens for usage in told)
+
+
 async def test_a_stream_ends_with_done_and_is_compact(chat_of):
     async with chat_of() as (scene, _):
         async with scene.client.stream(

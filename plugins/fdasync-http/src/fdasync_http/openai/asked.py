@@ -122,9 +122,6 @@ def check_common(front: Front, body: CommonBody) -> None:
         raise no_model(front, body.model)
     if body.best_of not in (None, body.n):
         raise Refused(400, "best_of is not served; ask for n", param="best_of", code="not_served")
-    if body.stream_options.continuous_usage_stats:
-        field = "stream_options.continuous_usage_stats"
-        raise Refused(400, f"{field} is not served; include_usage is", param=field, code="not_served")
 
 
 def no_model(front: Front, name: str) -> Refused:

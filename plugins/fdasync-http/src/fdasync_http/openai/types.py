@@ -57,7 +57,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
     Attributes:
         include_usage: one more event, behind the last choice, has the usage.
-        continuous_usage_stats: not served.
+        continuous_usage_stats: with `include_usage`: every other event has the usage so far.
     """
 
     include_usage: bool = False
