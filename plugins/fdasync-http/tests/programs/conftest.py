@@ -59,7 +59,7 @@ def program() -> Callable[[str], str]:
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tokenizer of 272 tokens and a chat template; the synthetic runner reads no weights of it."""
     made = pytest.importorskip("fdasync_transformers").make_random_checkpoint
-    folder = tmp_path_factory.mktemp("programs") / "model"
+    folder = tmp_path_factory.mktemp("programs") / "tiny-moe"
     made(folder, "qwen3_moe", size="tiny")
     config = folder / "tokenizer_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": TEMPLATE}))

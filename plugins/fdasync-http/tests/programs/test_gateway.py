@@ -70,7 +70,7 @@ async def test_requests_are_balanced_and_answers_unchanged(front_of, gateway_of)
         for worker in (await gateway.get("/workers")).json()["workers"]:
             # from /v1/models, /server_info and /model_info
             assert (worker["runtime_type"], worker["model_id"], worker["connection_mode"]) == (
-                "sglang", "synthetic", "http",
+                "sglang", "tiny-moe", "http",
             )  # fmt: skip
             assert worker["models"][0]["context_length"] == 4096
             assert (worker["labels"]["tp_size"], worker["labels"]["weight_version"]) == ("1", "0")
@@ -90,8 +90,8 @@ async def test_requests_are_balanced_and_answers_unchanged(front_of, gateway_of)
             *events, last = answer.text.strip().split("\n\n")
             assert last == "data: [DONE]"
             assert [len(re.findall('routed_experts"', event)) for event in events][-2:] == [0, 1]
-        chat = {"model": "synthetic", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
-        texts = {(await gateway.post("/v1/completions", json={"model": "synthetic", "prompt": "ab", "max_tokens": 4,
+        chat = {"model": "tiny-moe", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+        texts = {(await gateway.post("/v1/completions", json={"model": "tiny-moe", "prompt": "ab", "max_tokens": 4,
                                                               "temperature": 0})).json()["choices"][0]["text"]
                  for _ in range(2)}  # fmt: skip
         assert len(texts) == 1

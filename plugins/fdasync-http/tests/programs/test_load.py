@@ -17,7 +17,7 @@ async def test_256_streams_end_well(front_of, program, run_program, checkpoint, 
     async with front_of("--max-running", str(STREAMS), step_s=0.02, num_blocks=8192) as front:
         command = [
             program("guidellm"), "run", "--disable-console",
-            "--backend", f"kind=openai_http,target={front.url},model=synthetic,request_format={path}",
+            "--backend", f"kind=openai_http,target={front.url},model=tiny-moe,request_format={path}",
             "--profile", f"kind=concurrent,streams={STREAMS}",
             "--constraint", f"kind=max_requests,count={REQUESTS}",
             "--tokenizer", f"kind=hf_auto,model={checkpoint}",
