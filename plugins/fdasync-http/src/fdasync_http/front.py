@@ -15,9 +15,8 @@ from fdasync_http.failures import RETRY_AFTER_S, Refused
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from fdasync import Generator
+    from fdasync import Generator, ModelFacts
     from fdasync.engine.tokenizer import Tokenizer
-    from fdasync.generator import ModelFacts
     from fdasync_http.config import HttpConfig
 
 
