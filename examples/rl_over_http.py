@@ -303,7 +303,10 @@ def main() -> int:
     torch.set_num_threads(1)
     console = Console(width=120, soft_wrap=True)
     try:
-        small_moe.pretrain(chosen.folder, chosen.seed, chosen.pretrain_steps, say=console.print)
+        try:
+            small_moe.pretrain(chosen.folder, chosen.seed, chosen.pretrain_steps, say=console.print)
+        except OSError as error:  # a file, a folder of something else, one that cannot be written
+            sys.exit(f"rl_over_http.py: --folder {chosen.folder}: {error}")
         with tempfile.TemporaryDirectory(prefix="rl_over_http-") as made:
             config, weights = Path(made, "engine.json"), Path(made, "weights")
             config.write_bytes(msgspec.json.encode({**SETTINGS, "seed": chosen.seed}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 import httpx2
 import pytest
@@ -55,6 +56,19 @@ async def ready_urls(client):
     except httpx2.TransportError:
         return []
     return sorted(worker["url"] for worker in workers if worker["status"] == "ready")
+
+
+def children_of(pid):
+    """Processes that it started."""
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_running(pid):
+    """Whether there is such a process that is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 async def counted(front, path, status=200):
@@ -149,6 +163,7 @@ async def test_a_killed_server_costs_no_request(front_of, gateway_of):
                 return (await client.get("/v1/loads")).json()["loads"][0]["num_reqs"] == 4
 
             await until(runs)
+        engines = children_of(lost.process.pid)
         lost.process.kill()
         await lost.process.wait()
         # those that it had are sent again, and new ones go to the other
@@ -161,6 +176,12 @@ async def test_a_killed_server_costs_no_request(front_of, gateway_of):
             return await ready_urls(gateway) == [kept.url]
 
         await until(found_out)
+
+        async def engine_ended():
+            return not any(is_running(pid) for pid in engines)
+
+        assert len(engines) == 1
+        await until(engine_ended)
         async with front_of(port=lost.port):
 
             async def is_back():
