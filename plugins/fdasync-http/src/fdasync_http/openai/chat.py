@@ -97,8 +97,8 @@ def _prompt_of(front: Front, body: ChatBody, tools: list[dict[str, Any]]) -> lis
 def _reader_of(
     front: Front, body: ChatBody, tools: list[dict[str, Any]], prompt: list[int]
 ) -> tuple[Callable[[], Reader], bool]:
-    """Makes what reads a sample; and whether it must see special tokens. Raises Refused where tools are given, and
-    nobody knows how the model calls them."""
+    """Makes what reads a sample; and whether it must see special tokens. Raises Refused where tools are given
+    whose calls could not be read: the checkpoint declares no form of them, and its template shows none."""
     tokenizer = front.tokenizer
     if tokenizer is not None and isinstance(tokenizer, ChatTokenizer):
         is_begun_here = body.input_ids is None and not body.continue_final_message

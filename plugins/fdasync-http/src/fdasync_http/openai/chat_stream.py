@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fdasync_http.openai.answers import event_with, finish_of, head_of, put_extras, usage_of
+from fdasync_http.openai.answers import finish_of, head_of, put_extras, usage_of
 from fdasync_http.openai.logprobs import TokenNames, of_chat
+from fdasync_http.parts import event_with
 from fdasync_http.replies import event_of
 
 if TYPE_CHECKING:

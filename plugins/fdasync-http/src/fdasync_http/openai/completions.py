@@ -12,11 +12,11 @@ import msgspec
 
 from fdasync_http.bodies import check_text_size
 from fdasync_http.failures import Refused
-from fdasync_http.openai.answers import event_with, finish_of, head_of, put_extras, usage_of, version_of
+from fdasync_http.openai.answers import finish_of, head_of, put_extras, usage_of, version_of
 from fdasync_http.openai.asked import Asked, check_common
 from fdasync_http.openai.logprobs import TokenNames, of_completion
 from fdasync_http.openai.types import CompletionBody, read_known
-from fdasync_http.parts import assembled
+from fdasync_http.parts import assembled, event_with
 from fdasync_http.replies import Events, Part, Parts, all_of, event_of, whole
 
 if TYPE_CHECKING:

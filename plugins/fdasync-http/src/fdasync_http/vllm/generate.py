@@ -14,7 +14,7 @@ import msgspec
 from fdasync_http import rows
 from fdasync_http.bodies import read_json
 from fdasync_http.failures import Refused
-from fdasync_http.parts import MARK, assembled
+from fdasync_http.parts import MARK, assembled, event_with
 from fdasync_http.replies import Events, Part, Parts, event_of, whole
 from fdasync_http.text import TextForm
 from fdasync_http.vllm.sampling import params_of, sampling_of
@@ -268,18 +268,12 @@ async def _streamed(front: Front, asked: _Asked) -> AsyncIterator[bytes]:
         if asked.body.output_mode == "text":
             whole_text = texts[sample.index].end(sample.text, sample.token_ids, sample.stop_token_id)
             choice["text"] = whole_text[given[sample.index] :]
-        yield b"data: "
-        for piece in assembled(event([choice]), parts):
-            if isinstance(piece, Part):
-                async for some in piece.pieces():
-                    yield some
-            else:
-                yield piece
-        yield b"\n\n"
+        async for told in event_with(event([choice]), parts):
+            yield told
     if (asked.body.stream_options or {}).get("include_usage"):
         usage = result.usage
-        told = _usage(len(result.prompt_token_ids), usage.completion_tokens, usage.cached_tokens)
-        yield event_of(msgspec.json.encode(event([], usage=told)))
+        counted = _usage(len(result.prompt_token_ids), usage.completion_tokens, usage.cached_tokens)
+        yield event_of(msgspec.json.encode(event([], usage=counted)))
 
 
 def _delta(asked: _Asked, delta: Delta, text: str) -> dict[str, Any]:
