@@ -47,6 +47,7 @@ class RoutedRequest:
         whole: one instance must serve it whole, since no decode instance takes it over.
         first_token_at: time of the first token; None before.
         pending, taken: deltas of each sample that the caller has not read yet, and that it has read.
+        samples: samples that are whole, by index; of the current try.
         result, error: the end; one of the two is set when `done` is.
         done: set at the end.
         waiter: the reader that waits for output.
@@ -78,6 +79,7 @@ class RoutedRequest:
         self.first_token_at: float | None = None
         self.pending: list[list[Delta]] = [[] for _ in range(submit.params.n)]
         self.taken: list[list[Delta]] = [[] for _ in range(submit.params.n)]
+        self.samples: list[Sample | None] = [None] * submit.params.n
         self.result: Result | None = None
         self.error: Exception | None = None
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -88,6 +90,17 @@ class RoutedRequest:
     def delivered(self) -> bool:
         """Whether output has arrived, so that the request cannot be tried again."""
         return any(self.pending) or any(self.taken)
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """Token ids of the prompt; (): it is text, and no instance has sent them yet."""
+        submit = self.submit
+        return self.prompt_of_text if submit.text is not None else tuple(memoryview(submit.tokens).cast("i"))
+
+    def add_sample(self, sample: Sample) -> None:
+        """All of a sample has arrived, but for its last delta perhaps."""
+        self.samples[sample.index] = sample
+        self.wake()
 
     def add(self, delta: Delta, now: float) -> None:
         """Add output of one sample."""
@@ -119,20 +132,27 @@ class RoutedRequest:
         return self.result
 
     def take(self, index: int) -> Delta | None:
-        """All unread output of a sample as one delta; None: there is none."""
-        deltas = self.pending[index]
+        """All unread output of a sample as one delta; None: there is none. The last delta waits for the whole sample,
+        whose rows are on their way."""
+        deltas, rest = self.pending[index], []
+        if deltas and deltas[-1].finish_reason is not None and self.samples[index] is None and not self.done.done():
+            deltas, rest = deltas[:-1], deltas[-1:]
         if not deltas:
             return None
         self.taken[index] += deltas
-        self.pending[index] = []
+        self.pending[index] = rest
         return _merged(deltas)
 
     def so_far(self, reason: FinishReason) -> Result:
-        """The output so far as a result without rows. A sample of which all tokens arrived gets the finish reason
-        `reason` too, since it lacks its rows; it keeps its own where the caller wants no rows."""
+        """The output so far as a result: samples that are whole, and the others without rows. One of these of which all
+        tokens arrived gets the finish reason `reason` too, since it lacks its rows; it keeps its own where the caller
+        wants no rows."""
         rowless = self.specs == ()
         samples = []
         for index in range(self.submit.params.n):
+            if (ended := self.samples[index]) is not None:
+                samples.append(ended)
+                continue
             known = self.taken[index] + self.pending[index]
             whole = _merged(known) if known else Delta(index=index, token_ids=())
             raw, processed = whole.raw_logprobs, whole.processed_logprobs
@@ -152,9 +172,7 @@ class RoutedRequest:
                     start=self.submit.start,
                 )
             )
-        given = self.submit.text is None
-        tokens = tuple(memoryview(self.submit.tokens).cast("i")) if given else self.prompt_of_text
-        return Result(request_id=self.request_id, prompt_token_ids=tokens, samples=tuple(samples))
+        return Result(request_id=self.request_id, prompt_token_ids=self.prompt, samples=tuple(samples))
 
 
 def _merged(deltas: list[Delta]) -> Delta:

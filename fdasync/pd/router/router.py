@@ -44,6 +44,7 @@ from fdasync.pd.messages import (
     PromptTokens,
     Refused,
     Rows,
+    SampleEnd,
     ScoredPrompt,
 )
 from fdasync.pd.router.config import RouterConfig
@@ -337,7 +338,7 @@ class Router(Generator):
         elif isinstance(message, Progress):
             for piece in message.pieces:
                 self.dispatch.take(instance, piece, None)
-        elif isinstance(message, PromptTokens | Rows | Outputs | ScoredPrompt | Moved | Ended | Failed):
+        elif isinstance(message, PromptTokens | Rows | Outputs | SampleEnd | ScoredPrompt | Moved | Ended | Failed):
             self.dispatch.take(instance, message, payload)
 
     def hello(self) -> Hello:
