@@ -7,7 +7,7 @@ of their own. Knows no dialects. Called by every endpoint that generates.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -60,6 +60,40 @@ async def all_of(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]  # of tasks that are done
+
+
+async def interleaved(streams: Iterable[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    """The items of all streams as they come, at most one of each waiting to be taken. The first error ends the others,
+    and is raised as it is; so does closing this."""
+    streams = list(streams)
+    waiting: dict[asyncio.Task[T | None], AsyncGenerator[T, None]] = {}
+
+    def wait_for(stream: AsyncGenerator[T, None]) -> None:
+        waiting[asyncio.ensure_future(_next_of(stream))] = stream
+
+    try:
+        for stream in streams:
+            wait_for(stream)
+        while waiting:
+            # bounded by the requests' own deadlines, which end their streams
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                stream = waiting.pop(task)
+                item = task.result()  # of a task that is done
+                if item is not None:
+                    yield item
+                    wait_for(stream)
+    finally:
+        for task in waiting:
+            task.cancel()
+        # an error that came beside the one that is raised is dropped
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for stream in streams:
+            await stream.aclose()
+
+
+async def _next_of(stream: AsyncGenerator[T, None]) -> T | None:
+    return await anext(stream, None)
 
 
 async def whole(request: Request, work: Awaitable[Response]) -> Response:

@@ -6,10 +6,11 @@ Called by `completions.py`, `chat.py` and `chat_stream.py`.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fdasync_http import rows
 from fdasync_http.parts import MARK
+from fdasync_http.prompt_scores import prompt_logprobs_of
 from fdasync_http.sglang.meta import meta_of, put_rows
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from fdasync import Result, Sample
     from fdasync_http.front import Front
     from fdasync_http.openai.asked import Asked
+    from fdasync_http.openai.logprobs import TokenNames
     from fdasync_http.replies import Part
 
 
@@ -51,8 +53,30 @@ def version_of(front: Front, result: Result) -> str:
     return spans[-1].version if spans else front.generator.facts().weight_version
 
 
+class Spent(NamedTuple):
+    """What a request took up to the end of a sample.
+
+    Attributes:
+        prompt_tokens: of its prompt.
+        total_s: seconds since the call.
+    """
+
+    prompt_tokens: int
+    total_s: float
+
+    @classmethod
+    def of(cls, result: Result) -> Spent:
+        """What a whole request took."""
+        return cls(len(result.prompt_token_ids), result.total_s)
+
+
 def put_extras(
-    front: Front, asked: Asked, result: Result, sample: Sample, choice: dict[str, Any], parts: list[Part]
+    front: Front,
+    asked: Asked,
+    sample: Sample,
+    choice: dict[str, Any],
+    parts: list[Part],
+    spent: Spent,
 ) -> None:
     """Add what SGLang's and vLLM's clients ask for beside OpenAI's fields; only a finished choice has it."""
     # SGLang's clients read rows in `meta_info`
@@ -60,11 +84,11 @@ def put_extras(
     if asked.body.return_meta_info:
         place = choice["meta_info"] = meta_of(
             sample,
-            request_id=result.request_id,
-            prompt_tokens=len(result.prompt_token_ids),
+            request_id=asked.request_id,
+            prompt_tokens=spent.prompt_tokens,
             version=front.generator.facts().weight_version,
-            max_tokens=asked.params.max_tokens,
-            total_s=result.total_s,
+            max_tokens=0 if asked.scores_only else asked.params.max_tokens,
+            total_s=spent.total_s,
         )
     routing = sample.routing
     if asked.rows == "sglang":
@@ -79,3 +103,11 @@ def put_extras(
     else:
         place["routed_experts"] = MARK
         parts.append(rows.npy(routing, front.num_hidden_layers))
+
+
+async def prompt_scores_of(asked: Asked, result: Result, names: TokenNames) -> dict[str, Any]:
+    """vLLM's `prompt_logprobs`, if the body asks for them."""
+    top = asked.body.prompt_logprobs
+    if top is None:
+        return {}
+    return {"prompt_logprobs": await prompt_logprobs_of(result, top=top, name_of=names.of)}

@@ -6,11 +6,12 @@ with a sample's last chunk alone. Called by `chat.py`.
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fdasync_http.openai.answers import finish_of, head_of, put_extras, usage_of
+from fdasync_http.openai.answers import Spent, finish_of, head_of, prompt_scores_of, put_extras, usage_of
 from fdasync_http.openai.logprobs import TokenNames, of_chat
 from fdasync_http.parts import event_with
 from fdasync_http.replies import event_of
@@ -92,6 +93,10 @@ async def streamed(front: Front, asked: Asked, new_reader: Callable[[], Reader])
         head["usage"] = None
     names = TokenNames(front, as_ids=asked.body.return_tokens_as_token_ids)
     samples = [_Growing(asked.form.of_sample(), new_reader()) for _ in range(asked.params.n)]
+    # the prompt's log-probs have a chunk of their own behind the choices: they come at the end of the request
+    is_scored = asked.body.prompt_logprobs is not None
+    open_ = dict.fromkeys(range(asked.params.n))
+    began = asyncio.get_running_loop().time()
     is_begun = False
     with front.place():
         async with front.generator.generate(asked.prompt, asked.params, **asked.options) as stream:
@@ -102,19 +107,36 @@ async def streamed(front: Front, asked: Asked, new_reader: Callable[[], Reader])
                 choice = samples[delta.index].choice(asked, delta, names)
                 if choice is not None:
                     yield event_of(msgspec.json.encode({**head, "choices": [choice]}))
+                if delta.finish_reason is not None:
+                    del open_[delta.index]
+                    sample = stream.sample(delta.index)
+                    spent = Spent(len(stream.prompt_token_ids), asyncio.get_running_loop().time() - began)
+                    async for event in _end(front, asked, head, samples[delta.index], sample, spent):
+                        yield event
             result: Result = stream.result
     if not is_begun:
         yield _beginning(head, asked)
-    for sample, state in zip(result.samples, samples, strict=True):
-        rest, ended = state.last(sample)
-        if rest is not None:
-            yield event_of(msgspec.json.encode({**head, "choices": [rest]}))
-        parts: list[Part] = []
-        put_extras(front, asked, result, sample, ended, parts)
-        async for event in event_with({**head, "choices": [ended]}, parts):
+    for index in open_:
+        async for event in _end(front, asked, head, samples[index], result.samples[index], Spent.of(result)):
             yield event
+    if is_scored:
+        told = await prompt_scores_of(asked, result, names)
+        yield event_of(msgspec.json.encode({**head, "choices": [], **told}))
     if with_usage:
         yield event_of(msgspec.json.encode({**head, "choices": [], "usage": usage_of([result])}))
+
+
+async def _end(
+    front: Front, asked: Asked, head: dict[str, Any], state: _Growing, sample: Sample, spent: Spent
+) -> AsyncIterator[bytes]:
+    """What is left of a sample, and how it ended."""
+    rest, ended = state.last(sample)
+    if rest is not None:
+        yield event_of(msgspec.json.encode({**head, "choices": [rest]}))
+    parts: list[Part] = []
+    put_extras(front, asked, sample, ended, parts, spent)
+    async for event in event_with({**head, "choices": [ended]}, parts):
+        yield event
 
 
 def _beginning(head: dict[str, Any], asked: Asked) -> bytes:

@@ -13,6 +13,7 @@ import msgspec
 
 from fdasync_http.failures import Refused
 from fdasync_http.parts import assembled, event_with
+from fdasync_http.prompt_scores import without_output
 from fdasync_http.replies import Events, Part, Parts, all_of, event_of, whole
 from fdasync_http.sglang.asked import Asked, asked_of, read_generate
 from fdasync_http.sglang.meta import logprobs_of, meta_of, prompt_meta_of, put_rows, top_of
@@ -45,6 +46,7 @@ async def _answer(front: Front, asked: list[Asked], many: bool) -> Response:
     answers: list[dict[str, Any]] = []
     parts: list[Part] = []
     for one, result in zip(asked, results, strict=True):
+        result = without_output(result) if one.scores_only else result
         for sample in result.samples:
             payload, more = _payload(front, one, result, sample, one.form.of_sample())
             answers.append(payload)
@@ -104,7 +106,7 @@ async def _streamed(front: Front, asked: Asked) -> AsyncIterator[bytes]:
                 sample.add(delta)
                 if not sample.ended:
                     yield event_of(msgspec.json.encode(_so_far(asked, sample, delta.index, stream.request_id, version)))
-            result = stream.result
+            result = without_output(stream.result) if asked.scores_only else stream.result
     for ended, state in zip(result.samples, growing, strict=True):
         payload, parts = _payload(front, asked, result, ended, state.text)
         if len(growing) > 1:
@@ -140,8 +142,6 @@ def _payload(
     front: Front, asked: Asked, result: Result, sample: Sample, text: SampleText
 ) -> tuple[dict[str, Any], list[Part]]:
     """The answer of a sample that has ended, with marks for its parts."""
-    if asked.scores_only:
-        sample = _without_output(result, sample)
     meta = meta_of(
         sample,
         request_id=result.request_id,
@@ -165,19 +165,3 @@ def _payload(
     if asked.body.return_prompt_token_ids:
         meta["prompt_token_ids"] = result.prompt_token_ids
     return payload, parts
-
-
-def _without_output(result: Result, sample: Sample) -> Sample:
-    """A sample whose one token was asked of the engine, and not by the client."""
-    routing = sample.routing
-    if routing is not None:
-        rows = max(len(result.prompt_token_ids) - 1 - sample.start, 0)
-        routing = msgspec.structs.replace(routing, array=routing.array[:rows])
-    empty = {
-        name: None if values is None else values[:0]
-        for name, values in (("raw_logprobs", sample.raw_logprobs), ("processed_logprobs", sample.processed_logprobs))
-    }
-    return msgspec.structs.replace(
-        sample, token_ids=(), text="", top_logprobs=(), routing=routing, weight_version=(), stop_token_id=None,
-        finish_reason="length" if sample.finish_reason == "stop" else sample.finish_reason, **empty,
-    )  # fmt: skip

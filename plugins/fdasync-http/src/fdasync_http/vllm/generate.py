@@ -15,6 +15,7 @@ from fdasync_http import rows
 from fdasync_http.bodies import read_json
 from fdasync_http.failures import Refused
 from fdasync_http.parts import MARK, assembled, event_with
+from fdasync_http.prompt_scores import finite, prompt_logprobs_of
 from fdasync_http.replies import Events, Part, Parts, event_of, whole
 from fdasync_http.text import TextForm
 from fdasync_http.vllm.sampling import params_of, sampling_of
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 
 RowForm = Literal["npy", "prime_rl", "skyrl", "none"]
 
-# vLLM's word for a log-prob that was lost; JSON has no -inf
-_LOST = -9999.0
 _UNSERVED = ("features", "content_parts", "kv_transfer_params", "lora_request", "mm_processor_kwargs")
 
 
@@ -134,8 +133,9 @@ async def _answer(front: Front, asked: _Asked) -> Response:
         "usage": _usage(len(result.prompt_token_ids), usage.completion_tokens, usage.cached_tokens),
         "weight_version": _version(front, result),
     }
-    if result.prompt_logprobs is not None:
-        answer["prompt_logprobs"] = _prompt_logprobs(result)
+    told = await prompt_logprobs_of(result, top=asked.params.prompt_top_logprobs)
+    if told is not None:
+        answer["prompt_logprobs"] = told
     if asked.body.return_token_ids:
         answer["prompt_token_ids"] = result.prompt_token_ids
     return Parts(assembled(answer, parts))
@@ -187,36 +187,14 @@ def _logprob(token: int, value: float, top: Any) -> dict[str, Any]:
     tops: list[dict[str, Any]] = []
     if top is not None:
         tops = [
-            {"token": f"token_id:{other}", "token_id": other, "logprob": _finite(one), "rank": rank}
+            {"token": f"token_id:{other}", "token_id": other, "logprob": finite(one), "rank": rank}
             for rank, (other, one) in enumerate(zip(top.token_ids, top.logprobs, strict=True), 1)
         ]
     rank = next((entry["rank"] for entry in tops if entry["token_id"] == token), None)
     return {
-        "token": f"token_id:{token}", "token_id": token, "logprob": _finite(value), "rank": rank, "bytes": None,
+        "token": f"token_id:{token}", "token_id": token, "logprob": finite(value), "rank": rank, "bytes": None,
         "top_logprobs": tops,
     }  # fmt: skip
-
-
-def _finite(value: float) -> float:
-    return value if value > _LOST else _LOST
-
-
-def _prompt_logprobs(result: Result) -> list[dict[str, Any] | None]:
-    """Of each token of the prompt, by token id; the first one has none."""
-    assert result.prompt_logprobs is not None
-    tops = result.prompt_top_logprobs or (None,) * len(result.prompt_logprobs)
-    told: list[dict[str, Any] | None] = []
-    for token, value, top in zip(result.prompt_token_ids, result.prompt_logprobs.tolist(), tops, strict=True):
-        if value != value:
-            told.append(None)
-            continue
-        entry = _logprob(token, value, top)
-        entries = [entry, *entry["top_logprobs"]]
-        told.append(
-            {str(one["token_id"]): {"logprob": one["logprob"], "rank": one["rank"], "decoded_token": None}
-             for one in reversed(entries)}
-        )  # fmt: skip
-    return told
 
 
 def _rows(front: Front, form: RowForm, sample: Sample, parts: list[Part]) -> Any:
