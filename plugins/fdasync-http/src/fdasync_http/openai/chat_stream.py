@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from fdasync import Sample
 from fdasync_http.openai.answers import Spent, finish_of, head_of, prompt_scores_of, put_extras, usage_of
 from fdasync_http.openai.logprobs import TokenNames, of_chat
 from fdasync_http.parts import event_with
 from fdasync_http.replies import event_of
+from fdasync_http.streams import read
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from fdasync import Delta, Result, Sample
+    from fdasync import Delta, Result
     from fdasync_http.front import Front
     from fdasync_http.openai.asked import Asked
     from fdasync_http.openai.tools import Call, Reader, Said
@@ -95,30 +97,21 @@ async def streamed(front: Front, asked: Asked, new_reader: Callable[[], Reader])
     samples = [_Growing(asked.form.of_sample(), new_reader()) for _ in range(asked.params.n)]
     # the prompt's log-probs have a chunk of their own behind the choices: they come at the end of the request
     is_scored = asked.body.prompt_logprobs is not None
-    open_ = dict.fromkeys(range(asked.params.n))
     began = asyncio.get_running_loop().time()
     is_begun = False
     with front.place():
         async with front.generator.generate(asked.prompt, asked.params, **asked.options) as stream:
-            async for delta in stream:
+            async for item in read(stream):
                 if not is_begun:
                     is_begun = True
                     yield _beginning(head, asked)
-                choice = samples[delta.index].choice(asked, delta, names)
-                if choice is not None:
-                    yield event_of(msgspec.json.encode({**head, "choices": [choice]}))
-                if delta.finish_reason is not None:
-                    del open_[delta.index]
-                    sample = stream.sample(delta.index)
+                if isinstance(item, Sample):
                     spent = Spent(len(stream.prompt_token_ids), asyncio.get_running_loop().time() - began)
-                    async for event in _end(front, asked, head, samples[delta.index], sample, spent):
+                    async for event in _end(front, asked, head, samples[item.index], item, spent):
                         yield event
+                elif (choice := samples[item.index].choice(asked, item, names)) is not None:
+                    yield event_of(msgspec.json.encode({**head, "choices": [choice]}))
             result: Result = stream.result
-    if not is_begun:
-        yield _beginning(head, asked)
-    for index in open_:
-        async for event in _end(front, asked, head, samples[index], result.samples[index], Spent.of(result)):
-            yield event
     if is_scored:
         told = await prompt_scores_of(asked, result, names)
         yield event_of(msgspec.json.encode({**head, "choices": [], **told}))

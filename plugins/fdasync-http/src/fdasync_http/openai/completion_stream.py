@@ -13,16 +13,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from fdasync import Delta
 from fdasync_http.openai.answers import Spent, finish_of, head_of, prompt_scores_of, put_extras, usage_of
 from fdasync_http.openai.logprobs import TokenNames, join, of_completion, of_echo
 from fdasync_http.parts import event_with
 from fdasync_http.prompt_scores import without_output
 from fdasync_http.replies import Part, event_of, interleaved
+from fdasync_http.streams import read
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator
 
-    from fdasync import Delta, Result, Sample
+    from fdasync import Result, Sample
     from fdasync_http.front import Front
     from fdasync_http.openai.asked import Asked
     from fdasync_http.text import SampleText
@@ -162,25 +164,23 @@ class _Prompt:
         front, asked = self._front, self._asked
         began = asyncio.get_running_loop().time()
         echo = _prompt_text(front, asked) if asked.echo else ""
-        count = asked.params.n
-        samples = [_Growing(self._first + index, asked.form.of_sample(), echo) for index in range(count)]
+        samples = [_Growing(self._first + index, asked.form.of_sample(), echo) for index in range(asked.params.n)]
         # the prompt's log-probs go with the ends of its samples, and come at the end of the request
-        waits = asked.body.prompt_logprobs is not None
-        open_ = dict.fromkeys(range(count))
+        is_scored = asked.body.prompt_logprobs is not None
+        scores: dict[str, Any] = {}
         async with front.generator.generate(asked.prompt, asked.params, **asked.options) as stream:
-            async for delta in stream:
-                yield samples[delta.index].choice(asked, delta, self._names), []
-                if delta.finish_reason is not None and not waits:
-                    del open_[delta.index]
-                    sample = stream.sample(delta.index)
-                    total_s = asyncio.get_running_loop().time() - began
-                    spent = Spent(len(stream.prompt_token_ids), total_s)
-                    yield self._end(samples[delta.index].last(sample), sample, spent)
-            result = self.result = stream.result
-        scores = await prompt_scores_of(asked, result, self._names)
-        for index in open_:
-            sample = result.samples[index]
-            yield self._end(samples[index].last(sample) | scores, sample, Spent.of(result))
+            async for item in read(stream, at_end=is_scored):
+                growing = samples[item.index]
+                if isinstance(item, Delta):
+                    yield growing.choice(asked, item, self._names), []
+                    continue
+                choice = growing.last(item)
+                if is_scored:
+                    scores = scores or await prompt_scores_of(asked, stream.result, self._names)
+                    choice |= scores
+                spent = Spent(len(stream.prompt_token_ids), asyncio.get_running_loop().time() - began)
+                yield self._end(choice, item, spent)
+            self.result = stream.result
 
     async def _at_once(self) -> AsyncGenerator[_Choice, None]:
         front, asked = self._front, self._asked

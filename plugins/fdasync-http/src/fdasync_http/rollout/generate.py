@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fdasync import SamplingParams
+from fdasync import Sample, SamplingParams
 from fdasync_http.bodies import read_json
 from fdasync_http.failures import Refused
 from fdasync_http.replies import Part, Parts, Streamed, whole
 from fdasync_http.rollout.tensors import sample_file
+from fdasync_http.streams import read
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from fdasync import Sample
     from fdasync.request import GenerateOptions
     from fdasync_http.front import Front
 
@@ -95,16 +95,9 @@ async def _files(front: Front, body: RolloutBody, params: SamplingParams) -> Asy
                 told = {"request_id": stream.request_id, "model": front.model}
                 return _pieces_of(sample_file(sample, stream.prompt_token_ids, **told))
 
-            given = set()
-            async for delta in stream:
-                if delta.finish_reason is not None:
-                    given.add(delta.index)
-                    async for piece in pieces_of(stream.sample(delta.index)):
-                        yield piece
-            # a router ends samples itself where their instance is silent
-            for sample in stream.result.samples:
-                if sample.index not in given:
-                    async for piece in pieces_of(sample):
+            async for item in read(stream):
+                if isinstance(item, Sample):
+                    async for piece in pieces_of(item):
                         yield piece
 
 

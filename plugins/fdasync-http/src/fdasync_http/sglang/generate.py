@@ -7,16 +7,19 @@ failed call again. Called by `application.py`.
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from fdasync import Result, Sample
 from fdasync_http.failures import Refused
 from fdasync_http.parts import assembled, event_with
 from fdasync_http.prompt_scores import without_output
 from fdasync_http.replies import Events, Part, Parts, all_of, event_of, whole
 from fdasync_http.sglang.asked import Asked, asked_of, read_generate
 from fdasync_http.sglang.meta import logprobs_of, meta_of, prompt_meta_of, put_rows, top_of
+from fdasync_http.streams import read
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from fdasync import Delta, Result, Sample
+    from fdasync import Delta, DeltaStream
     from fdasync_http.front import Front
     from fdasync_http.text import SampleText
 
@@ -62,7 +65,6 @@ class _Growing:
         text: makes its text.
         ids, logprobs, tops: elements of JSON lists.
         count: how many tokens came.
-        ended: its last delta came.
     """
 
     def __init__(self, text: SampleText) -> None:
@@ -71,11 +73,10 @@ class _Growing:
         self.logprobs = bytearray()
         self.tops = bytearray()
         self.count = 0
-        self.ended = False
 
     def add(self, delta: Delta) -> None:
         if delta.finish_reason is None:
-            # the last text comes with the result, which knows what stopped it
+            # the last text comes with the sample, which knows what stopped it
             self.text.add(delta.text, delta.token_ids)
         self.count += len(delta.token_ids)
         _extend(self.ids, delta.token_ids)
@@ -84,7 +85,6 @@ class _Growing:
             _extend(self.logprobs, logprobs_of(values, delta.token_ids))
         if delta.top_logprobs is not None:
             _extend(self.tops, [top_of(top) for top in delta.top_logprobs])
-        self.ended = delta.finish_reason is not None
 
 
 def _extend(encoded: bytearray, values: Any) -> None:
@@ -97,22 +97,37 @@ def _extend(encoded: bytearray, values: Any) -> None:
 
 async def _streamed(front: Front, asked: Asked) -> AsyncIterator[bytes]:
     growing = [_Growing(asked.form.of_sample()) for _ in range(asked.params.n)]
-    # the last event of a sample waits for the result: it has rows and versions
+    # the prompt's log-probs stand in the last events, and come at the end of the request
+    is_scored = asked.params.prompt_logprobs_start is not None
+    began = asyncio.get_running_loop().time()
     with front.place():
         async with front.generator.generate(asked.prompt, asked.params, **asked.options) as stream:
             version = front.generator.facts().weight_version
-            async for delta in stream:
-                sample = growing[delta.index]
-                sample.add(delta)
-                if not sample.ended:
-                    yield event_of(msgspec.json.encode(_so_far(asked, sample, delta.index, stream.request_id, version)))
-            result = without_output(stream.result) if asked.scores_only else stream.result
-    for ended, state in zip(result.samples, growing, strict=True):
-        payload, parts = _payload(front, asked, result, ended, state.text)
-        if len(growing) > 1:
-            payload["index"] = ended.index
-        async for event in event_with(payload, parts):
-            yield event
+            async for item in read(stream, at_end=is_scored):
+                state = growing[item.index]
+                if isinstance(item, Sample):
+                    told = (
+                        msgspec.structs.replace(stream.result, samples=(item,))
+                        if is_scored
+                        else _result_of(stream, item, asyncio.get_running_loop().time() - began)
+                    )
+                    told = without_output(told) if asked.scores_only else told
+                    payload, parts = _payload(front, asked, told, told.samples[0], state.text)
+                    if len(growing) > 1:
+                        payload["index"] = item.index
+                    async for event in event_with(payload, parts):
+                        yield event
+                    continue
+                state.add(item)
+                if item.finish_reason is None:
+                    yield event_of(msgspec.json.encode(_so_far(asked, state, item.index, stream.request_id, version)))
+
+
+def _result_of(stream: DeltaStream, sample: Sample, total_s: float) -> Result:
+    """The result of one sample that has ended; others may go on."""
+    return Result(
+        request_id=stream.request_id, prompt_token_ids=stream.prompt_token_ids, samples=(sample,), total_s=total_s
+    )
 
 
 def _so_far(asked: Asked, state: _Growing, index: int, request_id: str, version: str) -> dict[str, Any]:

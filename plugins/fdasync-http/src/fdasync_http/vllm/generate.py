@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from fdasync import Sample
 from fdasync_http import rows
 from fdasync_http.bodies import read_json
 from fdasync_http.failures import Refused
 from fdasync_http.parts import MARK, assembled, event_with
 from fdasync_http.prompt_scores import finite, prompt_logprobs_of
 from fdasync_http.replies import Events, Part, Parts, event_of, whole
+from fdasync_http.streams import read
 from fdasync_http.text import TextForm
 from fdasync_http.vllm.sampling import params_of, sampling_of
 
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from fdasync import Delta, Result, Sample
+    from fdasync import Delta, Result
     from fdasync.request import GenerateOptions
     from fdasync_http.front import Front
 
@@ -229,25 +231,26 @@ async def _streamed(front: Front, asked: _Asked) -> AsyncIterator[bytes]:
                 }  # fmt: skip
 
             given = [0] * asked.params.n
-            async for delta in stream:
-                text, said = texts[delta.index], ""
-                if delta.finish_reason is None:
-                    # the last text comes with the result, which knows what stopped it
-                    text.add(delta.text, delta.token_ids)
-                    said = text.settled()[given[delta.index] :]
-                    given[delta.index] += len(said)
-                yield event_of(msgspec.json.encode(event([_delta(asked, delta, said)])))
+            async for item in read(stream):
+                text, before = texts[item.index], given[item.index]
+                if isinstance(item, Sample):
+                    parts: list[Part] = []
+                    choice = _choice(front, asked, item, parts)
+                    # tokens and log-probs were given
+                    choice["token_ids"], choice["logprobs"] = [], None
+                    if asked.body.output_mode == "text":
+                        choice["text"] = text.end(item.text, item.token_ids, item.stop_token_id)[before:]
+                    async for told in event_with(event([choice]), parts):
+                        yield told
+                    continue
+                said = ""
+                if item.finish_reason is None:
+                    # the last text comes with the sample, which knows what stopped it
+                    text.add(item.text, item.token_ids)
+                    said = text.settled()[before:]
+                    given[item.index] += len(said)
+                yield event_of(msgspec.json.encode(event([_delta(asked, item, said)])))
             result = stream.result
-    for sample in result.samples:
-        parts: list[Part] = []
-        choice = _choice(front, asked, sample, parts)
-        # tokens and log-probs were given
-        choice["token_ids"], choice["logprobs"] = [], None
-        if asked.body.output_mode == "text":
-            whole_text = texts[sample.index].end(sample.text, sample.token_ids, sample.stop_token_id)
-            choice["text"] = whole_text[given[sample.index] :]
-        async for told in event_with(event([choice]), parts):
-            yield told
     if (asked.body.stream_options or {}).get("include_usage"):
         usage = result.usage
         counted = _usage(len(result.prompt_token_ids), usage.completion_tokens, usage.cached_tokens)
