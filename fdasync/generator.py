@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from typing import Literal, Self, Unpack
 
     from fdasync.request import GenerateOptions, PauseMode, Prompt, SamplingParams, WeightSource
-    from fdasync.result import Delta, Result
+    from fdasync.result import Delta, Result, Sample
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,7 +138,8 @@ class StreamedRequest(Protocol):
 class DeltaStream(ABC):
     """An async iterator of `Delta`s of all samples of one request; ends when every sample ended.
 
-    One reader at a time. A slow reader gets fewer, longer deltas; the request never waits for it.
+    One reader at a time. A slow reader gets fewer, longer deltas; the request never waits for it. A sample that has
+    ended is whole from its last delta on (`sample`), while others go on.
     """
 
     def __init__(self, request: StreamedRequest, num_samples: int) -> None:
@@ -146,11 +147,35 @@ class DeltaStream(ABC):
         self._num_samples = num_samples
         # the sample that is looked at first: each has its turn
         self._next = 0
+        # samples whose last delta was read
+        self._ended: set[int] = set()
 
     @property
     def request_id(self) -> str:
         """The caller's name for the request, or the one that was drawn."""
         return self._request.request_id
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        """Token ids of the prompt: known from the first sample's end on; before, () is possible for text."""
+        return self._prompt()
+
+    def sample(self, index: int) -> Sample:
+        """A sample that has ended, whole: with all its log-probs and rows. It is there from its last delta on (the one
+        with a `finish_reason`), and without deltas at the request's end. It equals that of the result, which may share
+        its arrays. It stays there when the request fails later, or is aborted.
+
+        Raises IndexError for a number that no sample has, RuntimeError before its last delta was read, and the error
+        that the request ended with where that error has cut it short.
+        """
+        if not 0 <= index < self._num_samples:
+            raise IndexError(f"sample {index} of {self._num_samples}")
+        whole = self._sample(index) if index in self._ended else None
+        if whole is not None:
+            return whole
+        if not self._request.done.done():
+            raise RuntimeError(f"sample {index} is still running, or its last delta was not read yet")
+        return self._whole().samples[index]
 
     @property
     def result(self) -> Result:
@@ -173,6 +198,14 @@ class DeltaStream(ABC):
         """All that is new of a sample."""
 
     @abstractmethod
+    def _sample(self, index: int) -> Sample | None:
+        """A sample whose last delta was taken; None: the request failed before all of the sample was there."""
+
+    @abstractmethod
+    def _prompt(self) -> tuple[int, ...]:
+        """Token ids of the prompt, as far as known."""
+
+    @abstractmethod
     def _failed(self) -> bool:
         """Whether the request, which has ended, ended with an error."""
 
@@ -190,6 +223,8 @@ class DeltaStream(ABC):
                 index, self._next = self._next, (self._next + 1) % self._num_samples
                 delta = self._take(index)
                 if delta is not None:
+                    if delta.finish_reason is not None:
+                        self._ended.add(index)
                     return delta
             if request.done.done():
                 if self._failed():

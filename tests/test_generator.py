@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
 PARAMS = SamplingParams(max_tokens=12, seed=7, n=2)
 LONG = SamplingParams(max_tokens=200, seed=7)
+# its samples end after 55, 12, 200 and 112 tokens
+GROUP = SamplingParams(max_tokens=200, seed=7, n=4, stop_token_ids=(41,))
 STEP = {"step_s": 0.002}
 RELOADED = 77
 METHODS = [name for name, value in vars(Generator).items() if getattr(value, "__isabstractmethod__", False)]
@@ -99,6 +101,45 @@ async def test_a_stream_and_a_completion_are_the_same_tokens_and_rows(face: Gene
         async with face.generate("letters", PARAMS, routing=False, aux=False) as stream:
             text = await stream.finished()
         assert [(sample.routing, sample.aux, len(sample.text)) for sample in text.samples] == [(None, {}, 12)] * 2
+
+
+async def test_a_sample_is_whole_from_its_last_delta_on(face: Generator) -> None:
+    params = msgspec.structs.replace(GROUP, logprobs="raw")
+    async with face:
+        ended: dict[int, fdasync.Sample] = {}
+        async with face.generate(PROMPT, params, start=2) as stream:
+            with pytest.raises(IndexError):
+                stream.sample(4)
+            async for delta in stream:
+                if delta.finish_reason is None:
+                    with pytest.raises(RuntimeError, match="still running"):
+                        stream.sample(delta.index)
+                    continue
+                ended[delta.index] = stream.sample(delta.index)
+                assert stream.prompt_token_ids == tuple(PROMPT)
+        assert list(ended) == [1, 0, 3, 2]
+        for sample in stream.result.samples:
+            early = ended[sample.index]
+            for one in (early, sample):
+                check_sample(one, PROMPT, params, oracle_of(synthetic_config(STEP)), start=2)
+            assert early.routing is not None
+            assert sample.routing is not None
+            assert early.routing.array.tolist() == sample.routing.array.tolist()
+            assert (early.start, early.cached, early.weight_version) == (2, sample.cached, sample.weight_version)
+
+
+async def test_the_first_samples_are_kept_when_the_others_are_left(face: Generator) -> None:
+    """The early stop of a trainer that has enough of a group."""
+    async with face:
+        async with face.generate(PROMPT, GROUP) as stream:
+            async for delta in stream:
+                if delta.finish_reason is not None:
+                    break
+        assert (delta.index, stream.sample(1).finish_reason) == (1, "stop")
+        samples = stream.result.samples
+        assert [sample.finish_reason for sample in samples] == ["abort", "stop", "abort", "abort"]
+        for sample in (stream.sample(1), *samples):
+            check_sample(sample, PROMPT, GROUP, oracle_of(synthetic_config(STEP)))
 
 
 async def test_a_block_is_entered_once_and_its_stream_has_one_reader(face: Generator) -> None:

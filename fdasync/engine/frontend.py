@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from fdasync.engine.runtime import Runtime
     from fdasync.events.catalog import RequestPrepared
     from fdasync.request import GenerateRequest
-    from fdasync.result import Result
+    from fdasync.result import Result, Sample
     from fdasync.scheduler import Order, Policy
 
 
@@ -302,6 +302,10 @@ class Frontend:
         if request.spoiled is not None:
             raise DecodeFailed(request.spoiled, result)
         return result
+
+    def sample(self, request: RequestState, index: int) -> Sample:
+        """A sample that has ended, of a request that may go on."""
+        return request.samples[index].sample(self._runtime.capacity)
 
     def _forget(self, request: RequestState, entered: bool) -> None:
         self._live.pop(request.request_id, None)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fdasync.engine.frontend import Frontend
     from fdasync.engine.request_state import RequestState
     from fdasync.request import GenerateRequest
-    from fdasync.result import Delta, Result
+    from fdasync.result import Delta, Result, Sample
 
 
 class TokenStream(DeltaStream):
@@ -48,6 +48,12 @@ class TokenStream(DeltaStream):
             self._frontend.abort(self._request)
             return None
         return delta
+
+    def _sample(self, index: int) -> Sample:
+        return self._frontend.sample(self._request, index)
+
+    def _prompt(self) -> tuple[int, ...]:
+        return self._request.prompt
 
     def _failed(self) -> bool:
         return self._request.failure is not None or self._request.spoiled is not None

@@ -484,8 +484,8 @@ class Submit(Message, frozen=True, array_like=True, tag="submit"):
 
 
 class PromptTokens(Message, frozen=True, array_like=True, tag="prompt"):
-    """The tokens of a prompt that was sent as text, from the instance that tokenised it. It comes before that
-    instance's other messages, for a caller whose request ends without an `Ended`."""
+    """The tokens of a prompt. The instance that tokenised a text sends them before its other messages, for a caller
+    whose request ends without an `Ended`; the instance that answers sends them before the first `SampleEnd`."""
 
     request: Name
     tokens: Tokens
@@ -560,10 +560,12 @@ class Outputs(Message, frozen=True, array_like=True, tag="outputs"):
     top: tuple[TopLogprobs | None, ...] | None
 
 
-class SampleEnd(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The end of one sample of a result. `Rows` and `Outputs` of the sample were sent before.
+class SampleEnd(Message, frozen=True, array_like=True, tag="sample_end"):
+    """A sample is whole: its `Rows` and `Outputs` were sent before. A caller that reads deltas gets it when the sample
+    ends, beside the last `Piece` of the sample and in any order with it; another one when the request ends.
 
     Attributes:
+        index: number of the sample.
         num_tokens: number of tokens sent.
         finish_reason, versions, stop_token_id: as in `fdasync.Sample`; `versions` is its `weight_version`.
         cached: prompt tokens that were not computed, by tier: device, host, store.
@@ -571,6 +573,8 @@ class SampleEnd(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
         aux: specs of the rows sent.
     """
 
+    request: Name
+    index: Small
     num_tokens: Count
     finish_reason: FinishReason
     cached: tuple[Count, Count, Count]
@@ -592,16 +596,9 @@ class Moved(Message, frozen=True, array_like=True, tag="moved"):
 
 
 class Ended(Message, frozen=True, array_like=True, tag="ended"):
-    """A request ended with a result.
-
-    Attributes:
-        prompt: token ids of the prompt.
-        samples: the ends of all samples, in order.
-    """
+    """A request ended with a result. The ends of all its samples were sent before."""
 
     request: Name
-    prompt: Tokens
-    samples: Annotated[tuple[SampleEnd, ...], Meta(max_length=1024)]
 
 
 class Failed(Message, frozen=True, array_like=True, tag="failed"):
@@ -714,6 +711,7 @@ AnyMessage = (
     | Progress
     | Rows
     | Outputs
+    | SampleEnd
     | Moved
     | Ended
     | Failed

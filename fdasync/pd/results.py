@@ -1,8 +1,8 @@
-"""Turns a `Result` into messages, and such messages back into an equal `Result`.
+"""Turns the samples of a `Result` into messages, and such messages back into equal samples and an equal `Result`.
 
-Rows and tokens travel in runs no longer than a link takes (`Rows`, `Outputs`), before the `Ended` that counts them, so
-a result may have any size. Pure: knows no link and no caller. `instance/responses.py` and `instance/token_streams.py`
-make messages with it, `router/dispatch.py` reads them.
+Rows and tokens travel in runs no longer than a link takes (`Rows`, `Outputs`), before the `SampleEnd` that counts them,
+so a sample may have any size. Pure: knows no link and no caller. `instance/result_sender.py` and
+`instance/token_streams.py` make messages with it, `router/dispatch.py` reads them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from fdasync.cache.aux import ROUTING, AuxSpec
 from fdasync.errors import InvariantBroken, ProtocolError
-from fdasync.pd.messages import MAX_PAYLOAD_NBYTES, Ended, Outputs, Rows, SampleEnd, ScoredPrompt
+from fdasync.pd.messages import MAX_PAYLOAD_NBYTES, Outputs, PromptTokens, Rows, SampleEnd, ScoredPrompt
 from fdasync.result import CachedTokens, Delta, Result, Routing, Sample
 from fdasync.runner.base import PromptScores
 from fdasync.runner.prompt_scores import PromptLogprobs
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fdasync.pd.messages import Facts, Piece
+    from fdasync.pd.messages import Facts, Message, Piece
     from fdasync.request import SamplingParams
 
 #: tokens of a run; with 20 alternatives for each, a run takes some 2 MB
@@ -37,36 +37,54 @@ _MAX_TOKEN_CHARS = 256
 _KINDS = ("raw", "processed", "top")
 
 
-def row_messages(name: str, result: Result) -> Iterator[tuple[Rows, memoryview]]:
-    """All rows of a result, in order, each run with its bytes (views of the result's arrays)."""
-    for sample in result.samples:
-        for spec, rows in _arrays(sample):
-            row_nbytes = rows[:1].nbytes or 1
-            most = max(MAX_PAYLOAD_NBYTES // row_nbytes, 1)
-            for first in range(0, len(rows), most):
-                run = np.ascontiguousarray(rows[first : first + most])
-                words = Rows(name, sample.index, spec.name, sample.start + first, len(run))
-                yield words, run.view(np.uint8).reshape(-1).data
+def sample_messages(name: str, sample: Sample) -> Iterator[tuple[Message, memoryview | None]]:
+    """A sample that has ended: its rows with their bytes (views of the sample's arrays), its output, its end."""
+    arrays = _arrays(sample)
+    for spec, rows in arrays:
+        row_nbytes = rows[:1].nbytes or 1
+        most = max(MAX_PAYLOAD_NBYTES // row_nbytes, 1)
+        for first in range(0, len(rows), most):
+            run = np.ascontiguousarray(rows[first : first + most])
+            words = Rows(name, sample.index, spec.name, sample.start + first, len(run))
+            yield words, run.view(np.uint8).reshape(-1).data
+    for outputs in _outputs(name, sample):
+        yield outputs, None
+    end = SampleEnd(
+        name,
+        sample.index,
+        num_tokens=len(sample.token_ids),
+        finish_reason=sample.finish_reason,
+        cached=(sample.cached.device, sample.cached.host, sample.cached.store),
+        versions=sample.weight_version,
+        stop_token_id=sample.stop_token_id,
+        num_rows=len(arrays[0][1]) if arrays else None,
+        aux=tuple([spec for spec, _ in arrays]),
+    )
+    yield end, None
 
 
-def output_messages(name: str, result: Result) -> Iterator[Outputs]:
-    """Tokens, text and log-probs of all samples, in runs."""
-    for sample in result.samples:
-        count, chars = len(sample.token_ids), len(sample.text)
-        for number in range(max(-(-count // RUN_TOKENS), -(-chars // RUN_CHARS), 1)):
-            first, start = number * RUN_TOKENS, number * RUN_CHARS
-            run = slice(first, first + RUN_TOKENS)
-            raw, processed, top = sample.raw_logprobs, sample.processed_logprobs, sample.top_logprobs
-            yield Outputs(
-                name,
-                sample.index,
-                min(first, count),
-                array("i", sample.token_ids[run]).tobytes(),
-                sample.text[start : start + RUN_CHARS],
-                None if raw is None else raw[run].astype("<f4").tobytes(),
-                None if processed is None else processed[run].astype("<f4").tobytes(),
-                None if top is None else top[run],
-            )
+def _outputs(name: str, sample: Sample) -> Iterator[Outputs]:
+    """Tokens, text and log-probs of a sample, in runs."""
+    count, chars = len(sample.token_ids), len(sample.text)
+    for number in range(max(-(-count // RUN_TOKENS), -(-chars // RUN_CHARS), 1)):
+        first, start = number * RUN_TOKENS, number * RUN_CHARS
+        run = slice(first, first + RUN_TOKENS)
+        raw, processed, top = sample.raw_logprobs, sample.processed_logprobs, sample.top_logprobs
+        yield Outputs(
+            name,
+            sample.index,
+            min(first, count),
+            array("i", sample.token_ids[run]).tobytes(),
+            sample.text[start : start + RUN_CHARS],
+            None if raw is None else raw[run].astype("<f4").tobytes(),
+            None if processed is None else processed[run].astype("<f4").tobytes(),
+            None if top is None else top[run],
+        )
+
+
+def prompt_message(name: str, token_ids: Sequence[int]) -> PromptTokens:
+    """The tokens of a prompt."""
+    return PromptTokens(name, array("i", token_ids).tobytes())
 
 
 def prompt_logprobs_of(params: SamplingParams) -> PromptLogprobs | None:
@@ -96,25 +114,6 @@ def add_scores(scores: PromptLogprobs | None, message: ScoredPrompt, most: int, 
         raise ProtocolError(str(error)) from None
 
 
-def ended_message(name: str, result: Result) -> Ended:
-    """The message that follows all rows and outputs."""
-    samples = []
-    for sample in result.samples:
-        arrays = _arrays(sample)
-        samples.append(
-            SampleEnd(
-                num_tokens=len(sample.token_ids),
-                finish_reason=sample.finish_reason,
-                cached=(sample.cached.device, sample.cached.host, sample.cached.store),
-                versions=sample.weight_version,
-                stop_token_id=sample.stop_token_id,
-                num_rows=len(arrays[0][1]) if arrays else None,
-                aux=tuple([spec for spec, _ in arrays]),
-            )
-        )
-    return Ended(name, array("i", result.prompt_token_ids).tobytes(), tuple(samples))
-
-
 def _arrays(sample: Sample) -> list[tuple[AuxSpec, NDArray[Any]]]:
     arrays: dict[str, NDArray[Any]] = {}
     if sample.routing is not None:
@@ -124,7 +123,7 @@ def _arrays(sample: Sample) -> list[tuple[AuxSpec, NDArray[Any]]]:
 
 
 class Incoming:
-    """Collects the rows and outputs of one request, and makes a `Result` of them.
+    """Collects the rows and outputs of one request, and makes samples and a `Result` of them.
 
     Args:
         specs: the aux specs whose rows were asked for; rows of other specs are refused.
@@ -152,13 +151,15 @@ class Incoming:
         self._outputs: dict[int, list[Outputs]] = {}
         self._tokens: dict[int, int] = {}
         self._chars: dict[int, int] = {}
+        self._whole: dict[int, Sample] = {}
 
     def add_outputs(self, message: Outputs) -> None:
         """Raises ProtocolError for a run that is not the next one, or has more tokens or text than a sample can."""
         index, count = message.index, len(message.token_ids) // 4
         have = self._tokens.get(index, 0)
         chars = self._chars.get(index, 0) + len(message.text)
-        if index >= self._samples or message.first != have or len(message.token_ids) % 4:
+        is_over = index >= self._samples or index in self._whole
+        if is_over or message.first != have or len(message.token_ids) % 4:
             raise ProtocolError(f"tokens {message.first} of sample {index} were not expected")
         if have + count > self._most_rows or chars > self._most_rows * _MAX_TOKEN_CHARS:
             raise ProtocolError(f"{have + count} tokens and {chars} characters of sample {index} cannot be")
@@ -178,7 +179,8 @@ class Incoming:
         place = message.index, message.name
         spec = self._specs.get(message.name)
         have = self._counts.get(place, 0)
-        if spec is None or message.index >= self._samples or payload is None:
+        is_over = message.index >= self._samples or message.index in self._whole
+        if spec is None or is_over or payload is None:
             raise ProtocolError(f"rows of {message.name!r} of sample {message.index} were not expected")
         if message.start != self._start + have:
             raise ProtocolError(
@@ -195,12 +197,11 @@ class Incoming:
         """Raises ProtocolError for log-probs that are not the next ones, or make no sense."""
         add_scores(self._scores, message, self._most_rows, vocab_size)
 
-    def result(self, message: Ended, request_id: str, facts: Facts) -> Result:
-        """The result of the collected runs and this message. Raises ProtocolError where they do not fit together."""
-        if len(message.samples) != self._samples:
-            raise ProtocolError(f"{len(message.samples)} samples came, {self._samples} were asked for")
-        samples = tuple([self._sample(index, end, facts) for index, end in enumerate(message.samples)])
-        prompt, scores = tokens_of(message.prompt), self._scores
+    def result(self, request_id: str, prompt: tuple[int, ...]) -> Result:
+        """The result of all samples. Raises ProtocolError where some are missing, or do not fit the prompt."""
+        if len(self._whole) != self._samples:
+            raise ProtocolError(f"{len(self._whole)} samples came, {self._samples} were asked for")
+        samples, scores = tuple([self._whole[index] for index in range(self._samples)]), self._scores
         if scores is not None and samples[0].token_ids and scores.stop != len(prompt):
             raise ProtocolError(f"log-probs of the prompt's tokens up to {scores.stop} came, it has {len(prompt)}")
         return Result(
@@ -210,6 +211,14 @@ class Incoming:
             prompt_logprobs=None if scores is None else scores.values(),
             prompt_top_logprobs=None if scores is None else scores.alternatives(),
         )
+
+    def add_end(self, end: SampleEnd, facts: Facts) -> Sample:
+        """A sample, of its runs and this message. Raises ProtocolError where they do not fit together."""
+        index = end.index
+        if index >= self._samples or index in self._whole:
+            raise ProtocolError(f"the end of sample {index} of {self._samples} was not expected")
+        sample = self._whole[index] = self._sample(index, end, facts)
+        return sample
 
     def _sample(self, index: int, end: SampleEnd, facts: Facts) -> Sample:
         if {spec.name for spec in end.aux} != self._specs.keys():

@@ -18,13 +18,14 @@ from fdasync.pd.messages import (
     Outputs,
     Progress,
     Rows,
+    SampleEnd,
     ScoredPrompt,
     WeightSpan,
     brief,
     decode,
     encode,
 )
-from fdasync.pd.results import Incoming, delta_of, ended_message, output_messages, row_messages, score_messages
+from fdasync.pd.results import Incoming, delta_of, sample_messages, score_messages
 from fdasync.result import CachedTokens, Delta, Result, Routing, Sample, TopLogprobs
 from fdasync.runner.base import PromptScores
 from fdasync.runner.prompt_scores import PromptLogprobs
@@ -96,18 +97,29 @@ def results_of(draw):
 
 
 def arrive(result, start, most_rows=100, scores=None):
-    """Over the wire: every message is encoded and decoded."""
     first = result.samples[0]
     specs = [spec for spec in SPECS if spec.name in first.aux or (spec.name == "routing" and first.routing is not None)]
     wanted = None if scores is None else PromptLogprobs(scores.start, scores.top)
     incoming = Incoming(specs, len(result.samples), most_rows, start, wanted)
-    for words, payload in row_messages("r", result):
-        incoming.add(decode(encode(words)), bytes(payload))
-    for outputs in output_messages("r", result):
-        incoming.add_outputs(decode(encode(outputs)))
+    # each sample when it has ended
+    for sample in reversed(result.samples):
+        take_sample(incoming, sample)
     for scored in score_messages("r", 0, scores) if scores is not None else ():
         incoming.add_scores(decode(encode(scored)), 300)
-    return incoming.result(decode(encode(ended_message("r", result))), "mine", FACTS)
+    return incoming.result("mine", result.prompt_token_ids)
+
+
+def take_sample(incoming, sample, **changes):
+    """Over the wire: every message is encoded and decoded; `changes` are of the last one."""
+    for words, payload in sample_messages("r", sample):
+        message = decode(encode(words))
+        if isinstance(message, Rows):
+            incoming.add(message, bytes(payload))
+        elif isinstance(message, Outputs):
+            incoming.add_outputs(message)
+        else:
+            whole = incoming.add_end(msgspec.structs.replace(message, **changes), FACTS)
+    return whole
 
 
 def arrays(sample):
@@ -155,7 +167,8 @@ def sample_with(rows, index=0):
 def test_rows_travel_in_runs_that_a_link_takes(monkeypatch):
     monkeypatch.setattr(results, "MAX_PAYLOAD_NBYTES", 20)
     result = Result(request_id="mine", prompt_token_ids=(1,), samples=(sample_with(8), sample_with(2, 1)))
-    runs = [(words.index, words.start, words.count, len(payload)) for words, payload in row_messages("r", result)]
+    sent = [pair for sample in result.samples for pair in sample_messages("r", sample)]
+    runs = [(words.index, words.start, words.count, len(data)) for words, data in sent if isinstance(words, Rows)]
     assert runs == [(0, 0, 3, 18), (0, 3, 3, 18), (0, 6, 2, 12), (1, 0, 2, 12)]
     back = arrive(result, 0)
     assert (back.samples[0].routing.array == result.samples[0].routing.array).all()
@@ -241,28 +254,22 @@ def test_a_result_lacks_no_log_prob_of_its_prompt():
     whole = Result(request_id="mine", prompt_token_ids=(1, 2, 3, 4, 5), samples=(sample,))
     for message in (None, scored(), scored(values=(-1.0,), ids=(1,), best=(-1.0,))):
         incoming = Incoming((), 1, 10, 0, PromptLogprobs(3, 1))
-        for outputs in output_messages("r", whole):
-            incoming.add_outputs(outputs)
+        take_sample(incoming, sample)
         if message is not None:
             incoming.add_scores(message, 300)
         if message is not None and len(message.logprobs) == 8:
-            assert incoming.result(ended_message("r", whole), "mine", FACTS).prompt_logprobs.tolist() == [-1.0, -2.0]
+            assert incoming.result("mine", whole.prompt_token_ids).prompt_logprobs.tolist() == [-1.0, -2.0]
             continue
         with pytest.raises(ProtocolError, match="it has 5"):
-            incoming.result(ended_message("r", whole), "mine", FACTS)
+            incoming.result("mine", whole.prompt_token_ids)
 
 
 def test_an_end_that_does_not_fit_its_rows_is_refused():
-    whole = Result(request_id="mine", prompt_token_ids=(1,), samples=(sample_with(3),))
-    good = ended_message("r", whole)
+    sample = sample_with(3)
+    specs = SPECS[:1]
 
     def end(**changes):
-        sample = msgspec.structs.replace(good.samples[0], **changes)
-        incoming = Incoming(SPECS[:1], 1, 10, 0)
-        incoming.add(Rows("r", 0, "routing", 0, 3), bytes(18))
-        for outputs in output_messages("r", whole):
-            incoming.add_outputs(outputs)
-        return incoming.result(msgspec.structs.replace(good, samples=(sample,)), "mine", FACTS)
+        return take_sample(Incoming(specs, 1, 10, 0), sample, **changes)
 
     assert len(end().routing.array) == 3
     other = AuxSpec("routing", (3, 3), "uint8")
@@ -273,26 +280,34 @@ def test_an_end_that_does_not_fit_its_rows_is_refused():
         {"aux": (other,)},
         {"aux": ()},
         {"aux": (), "num_rows": None},
-        {"aux": (*good.samples[0].aux, SPECS[1])},
+        {"aux": (*specs, SPECS[1])},
         {"num_tokens": 0},
         {"num_tokens": 2},
+        {"index": 1},
     ):
         with pytest.raises(ProtocolError):
             end(**changes)
-    with pytest.raises(ProtocolError):
-        Incoming(SPECS, 2, 10, 0).result(good, "mine", FACTS)
     incoming = Incoming(SPECS, 1, 10, 0)
-    incoming.add(Rows("r", 0, "routing", 0, 3), bytes(18))
     with pytest.raises(ProtocolError, match=r"rows of \['routing'\] .* of \['routing', 'values'\] were asked for"):
-        incoming.result(good, "mine", FACTS)
-    incoming = Incoming(SPECS[:1], 1, 10, 0)
+        take_sample(incoming, sample)
+    incoming = Incoming(specs, 1, 10, 0)
     incoming.add(Rows("r", 0, "routing", 0, 3), bytes(18))
     with pytest.raises(ProtocolError, match="0 tokens"):
-        incoming.result(good, "mine", FACTS)
-    for outputs in output_messages("r", whole):
-        incoming.add_outputs(outputs)
-    with pytest.raises(ProtocolError):
-        incoming.result(msgspec.structs.replace(good, prompt=b"12345"), "mine", FACTS)
+        incoming.add_end(SampleEnd("r", 0, 1, "length", (0, 0, 0), (), None, 3, specs), FACTS)
+
+
+def test_a_sample_ends_once_and_a_result_has_every_one():
+    incoming = Incoming(SPECS[:1], 2, 10, 0)
+    take_sample(incoming, sample_with(3, 1))
+    with pytest.raises(ProtocolError, match="1 samples came, 2 were asked for"):
+        incoming.result("mine", (1,))
+    for late in (Rows("r", 1, "routing", 3, 1), outputs(first=1, index=1)):
+        with pytest.raises(ProtocolError, match="not expected"):
+            incoming.add(late, bytes(6)) if isinstance(late, Rows) else incoming.add_outputs(late)
+    with pytest.raises(ProtocolError, match="sample 1 of 2"):
+        incoming.add_end(SampleEnd("r", 1, 1, "length", (0, 0, 0), (), None, 3, SPECS[:1]), FACTS)
+    first = take_sample(incoming, sample_with(2))
+    assert incoming.result("mine", (1,)).samples[0] is first
 
 
 def outputs(first=0, tokens=4, text="", raw=None, processed=None, top=None, index=0):
@@ -334,11 +349,10 @@ def test_a_result_may_be_larger_than_a_message():
         )
         for index in range(2)
     )  # fmt: skip
-    result = Result(request_id="mine", prompt_token_ids=(1,), samples=samples)
     incoming = Incoming((), 2, count, 0)
-    for words in output_messages("r", result):
-        incoming.add_outputs(decode(encode(words)))
-    back = incoming.result(decode(encode(ended_message("r", result))), "mine", FACTS)
+    for sample in samples:
+        take_sample(incoming, sample)
+    back = incoming.result("mine", (1,))
     assert [plain(one) for one in back.samples] == [plain(one) for one in samples]
 
 

@@ -6,6 +6,8 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
@@ -16,7 +18,11 @@ from fdasync.request import SamplerSpec
 from fdasync.runner.base import Capacity
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
+
+    from numpy.typing import NDArray
+
+    from fdasync.result import Result, Sample
 
 
 ROOT = root_key(b"tests")
@@ -77,3 +83,22 @@ def make_capacity(**changes: Any) -> Capacity:
         "kv_dtype": "d", "aux_specs": SPECS, "moe_layer_ids": (1, 3, 5), "num_experts": 16, "top_k": 2,
     }  # fmt: skip
     return Capacity(**{**values, **changes})
+
+
+def check_early_samples(early: Sequence[Sample], result: Result) -> None:
+    """Samples that a stream gave at their last deltas are those of its result, whole."""
+    for sample in early:
+        end = result.samples[sample.index]
+        assert _plain(sample) == _plain(end), f"sample {sample.index} was another one when it ended"
+        for one, other in zip(_arrays(sample), _arrays(end), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def _plain(sample: Sample) -> Sample:
+    return msgspec.structs.replace(sample, routing=None, aux={}, raw_logprobs=None, processed_logprobs=None)
+
+
+def _arrays(sample: Sample) -> list[NDArray[Any]]:
+    routing = None if sample.routing is None else sample.routing.array
+    arrays = (routing, sample.raw_logprobs, sample.processed_logprobs, *sample.aux.values())
+    return [array for array in arrays if array is not None]

@@ -137,11 +137,16 @@ class Script:
     def prompt(self, name: str, *tokens: int) -> None:
         self.router.send(PromptTokens(name, array("i", tokens).tobytes()))
 
+    def sample(self, name: str, *tokens: int, index: int = 0, reason: str = "length") -> None:
+        """All of a sample, but its pieces."""
+        self.router.send(Outputs(name, index, 0, array("i", tokens).tobytes(), "", None, None, None))
+        self.router.send(SampleEnd(name, index, len(tokens), reason, (0, 0, 0), (), None, None, ()))
+
     def end(self, name: str, *samples: tuple[int, ...], reason: str = "length") -> None:
+        """The end, behind these samples: all that were not sent before."""
         for index, tokens in enumerate(samples):
-            self.router.send(Outputs(name, index, 0, array("i", tokens).tobytes(), "", None, None, None))
-        ends = [SampleEnd(len(tokens), reason, (0, 0, 0), (), None, None, ()) for tokens in samples]
-        self.router.send(Ended(name, array("i", [1, 2, 3]).tobytes(), tuple(ends)))
+            self.sample(name, *tokens, index=index, reason=reason)
+        self.router.send(Ended(name))
 
     def moved(self, name: str, to: Script) -> None:
         self.router.send(Moved(name, to.address))

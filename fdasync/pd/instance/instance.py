@@ -32,7 +32,8 @@ from fdasync.pd.instance.context import InstanceContext
 from fdasync.pd.instance.decode_service import DecodeService
 from fdasync.pd.instance.kv_events import KvEvents
 from fdasync.pd.instance.prefill_service import PrefillService
-from fdasync.pd.instance.responses import Responses, failed
+from fdasync.pd.instance.responses import Responses
+from fdasync.pd.instance.result_sender import failed
 from fdasync.pd.instance.text_digest import text_digest
 from fdasync.pd.link.address import check_address, check_free
 from fdasync.pd.link.links import Links

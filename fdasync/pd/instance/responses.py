@@ -1,34 +1,25 @@
 """Serves a router's requests on an instance, and sends their tokens, results and errors to the router (the caller).
 
 It serves requests that stay here, requests that this instance took over, and requests that it hands over (their caller
-gets `Moved`). `token_streams.py` sends new tokens. When a caller is gone, its requests are aborted. Knows the frontend
-and results, and no schedule. Called by `instance.py`.
+gets `Moved`). `token_streams.py` sends new tokens, `result_sender.py` samples and ends. When a caller is gone, its
+requests are aborted. Knows the frontend, and no schedule. Called by `instance.py`.
 """
 
 from __future__ import annotations
 
-from array import array
 from typing import TYPE_CHECKING
 
-from fdasync.errors import (
-    BadInput,
-    FdasyncError,
-    PeerRefused,
-    PeerUnreachable,
-    PermanentError,
-    ProtocolError,
-    TooLong,
-)
-from fdasync.pd.instance.token_streams import ELSEWHERE, TokenStreams, groups
-from fdasync.pd.messages import Abort, Failed, Moved, Progress, PromptTokens, brief
-from fdasync.pd.results import ended_message, output_messages, row_messages, score_messages
+from fdasync.errors import FdasyncError
+from fdasync.pd.instance.result_sender import ResultSender, failed
+from fdasync.pd.instance.token_streams import ELSEWHERE, TokenStreams
+from fdasync.pd.messages import Abort, Failed, Moved, brief
+from fdasync.pd.results import prompt_message
 
 if TYPE_CHECKING:
     from fdasync.engine.request_state import RequestState
     from fdasync.pd.instance.context import InstanceContext
     from fdasync.pd.instance.prefill_service import PrefillService
     from fdasync.pd.link.peer import Peer
-    from fdasync.pd.messages import Piece
     from fdasync.request import GenerateRequest
     from fdasync.result import FinishReason
 
@@ -104,22 +95,24 @@ class Responses:
             self._context.tell(caller, failed(name, error))
             return
         if isinstance(asked.prompt, str) and request.prompt:
-            self._context.tell(caller, PromptTokens(name, array("i", request.prompt).tobytes()))
+            self._context.tell(caller, prompt_message(name, request.prompt))
         self._watch(caller, name, request)
         if place in self._aborted:
             self._context.frontend.abort(request)
 
     def _watch(self, caller: Peer, name: str, request: RequestState) -> None:
-        """Send a request's tokens as they come, and its end. Callbacks do this, so that a request needs no task."""
+        """Send a request's tokens and samples as they come, and its end. Callbacks do this, so that a request needs a
+        task only while something of its result is sent."""
         self._live[caller.incarnation, name] = request
         asked = request.asked
         streams = asked is not None and asked[0].streams and asked[0].hand_off is None
+        sender = ResultSender(self._context, caller, name, request, self._result_sent)
         if streams:
-            self._token_streams.add(caller, name, request)
-        ended = self._context.guarded(lambda: self._ended(caller, name, request, streams))
+            self._token_streams.add(caller, name, request, sender.send_sample)
+        ended = self._context.guarded(lambda: self._ended(sender, caller, name, request, streams))
         request.done.add_done_callback(ended)
 
-    def _ended(self, caller: Peer, name: str, request: RequestState, streams: bool) -> None:
+    def _ended(self, sender: ResultSender, caller: Peer, name: str, request: RequestState, streams: bool) -> None:
         place = caller.incarnation, name
         self._live.pop(place, None)
         self._aborted.discard(place)
@@ -141,33 +134,10 @@ class Responses:
             self._nowhere(caller, name, request, reasons)
         elif caller.is_up and not request.done.cancelled():
             self._num_ending += 1
-            self._context.start(self._tell_end(caller, name, request, last), f"end of {name}")
+            sender.send_end(last)
 
-    async def _tell_end(self, caller: Peer, name: str, request: RequestState, last: tuple[Piece, ...]) -> None:
-        context = self._context
-        try:
-            for pieces in groups(last):
-                await context.say(caller, Progress(pieces))
-            await request.decode()
-            try:
-                result = context.frontend.result(request)
-            except FdasyncError as error:
-                await context.say(caller, failed(name, error))
-                return
-            for message, payload in row_messages(name, result):
-                await context.say(caller, message, payload)
-            for outputs in output_messages(name, result):
-                await context.say(caller, outputs)
-            for scored in score_messages(name, 0, request.scores) if request.scores is not None else ():
-                await context.say(caller, scored)
-            await context.say(caller, ended_message(name, result))
-        except ProtocolError as error:
-            # the result is longer than a link takes: only its caller must know
-            context.tell(caller, failed(name, error))
-        except (PeerUnreachable, PeerRefused):
-            return
-        finally:
-            self._num_ending -= 1
+    def _result_sent(self) -> None:
+        self._num_ending -= 1
 
     def _nowhere(self, caller: Peer, name: str, request: RequestState, reasons: set[FinishReason]) -> None:
         """No decode instance took the request."""
@@ -184,18 +154,3 @@ class Responses:
                 prompt_tokens=len(request.prompt),
             )
             self._context.tell(caller, message)
-
-
-def failed(name: str, error: FdasyncError) -> Failed:
-    """An error as a message."""
-    kind = type(error).__name__
-    if isinstance(error, BadInput):
-        limit = "" if error.limit is None else str(error.limit)
-        count = 0
-        if isinstance(error, TooLong):
-            kind, count = BadInput.__name__, error.prompt_tokens
-        problem, field, limit, hint = map(brief, (error.problem, error.field, limit, error.hint))
-        return Failed(name, kind, problem, field, limit, hint, prompt_tokens=count)
-    # another engine can serve the request of an engine that failed or closes
-    retriable = not isinstance(error, PermanentError) or kind in ("EngineFailed", "EngineClosed")
-    return Failed(name, kind, brief(str(error)), retriable=retriable)

@@ -1,7 +1,8 @@
 """Sends new tokens to callers: one message for all requests of a caller, once a turn of the loop.
 
 A step of 256 sequences is then one message instead of 256. While a caller's link is full, new tokens stay in their
-requests and merge. Knows of a request only its deltas. Called by `responses.py`.
+requests and merge. Tells its caller which samples have ended. Knows of a request only its deltas. Called by
+`responses.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from fdasync.pd.messages import Piece, Progress
 from fdasync.pd.results import RUN_CHARS, RUN_TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from fdasync.engine.request_state import RequestState
     from fdasync.pd.instance.context import InstanceContext
@@ -54,16 +55,17 @@ class TokenStreams:
     def __init__(self, context: InstanceContext) -> None:
         self._context = context
         self._readers: dict[Peer, _Reader] = {}
-        self._names: dict[RequestState, tuple[_Reader, str]] = {}
+        self._names: dict[RequestState, tuple[_Reader, str, Callable[[int], None]]] = {}
         self._due = False
 
-    def add(self, caller: Peer, name: str, request: RequestState) -> None:
-        """Send a request's tokens to this caller as they come."""
+    def add(self, caller: Peer, name: str, request: RequestState, on_last: Callable[[int], None]) -> None:
+        """Send a request's tokens to this caller as they come. `on_last` is called with the index of each sample that
+        ends before the request does."""
         reader = self._readers.get(caller)
         if reader is None:
             reader = self._readers[caller] = _Reader(caller)
         reader.num_requests += 1
-        self._names[request] = reader, name
+        self._names[request] = reader, name, on_last
         request.on_change = self._on_change
         self._on_change(request)
 
@@ -71,7 +73,7 @@ class TokenStreams:
         """A request has ended: returns its pieces that are not sent yet, once; the caller sends them before the end."""
         if request not in self._names:
             return ()
-        reader, name = self._names.pop(request)
+        reader, name, _ = self._names.pop(request)
         request.on_change = None
         reader.changed.pop(request, None)
         reader.num_requests -= 1
@@ -81,7 +83,7 @@ class TokenStreams:
         reader.unsent = deque(
             left for group in reader.unsent if (left := tuple([piece for piece in group if piece.request != name]))
         )
-        return (*before, *self._pieces(name, request))
+        return (*before, *self._pieces(name, request, lambda _index: None))
 
     def _on_change(self, request: RequestState) -> None:
         entry = self._names.get(request)
@@ -126,7 +128,8 @@ class TokenStreams:
         while reader.changed and len(pieces) < _MAX_PIECES and tokens < RUN_TOKENS:
             request = next(iter(reader.changed))
             del reader.changed[request]
-            new = self._pieces(self._names[request][1], request)
+            _, name, on_last = self._names[request]
+            new = self._pieces(name, request, on_last)
             tokens += sum(len(piece.token_ids) for piece in new)
             pieces += new
         reader.unsent.extend(groups(pieces))
@@ -143,7 +146,7 @@ class TokenStreams:
             reader.waits = False
         self._tell(reader)
 
-    def _pieces(self, name: str, request: RequestState) -> list[Piece]:
+    def _pieces(self, name: str, request: RequestState, on_last: Callable[[int], None]) -> list[Piece]:
         """The new output of a request's samples."""
         pieces = []
         for sample in request.samples:
@@ -154,6 +157,8 @@ class TokenStreams:
                 break
             if delta is not None and delta.finish_reason not in ELSEWHERE:
                 pieces += _runs(name, delta)
+                if delta.finish_reason is not None:
+                    on_last(delta.index)
         return pieces
 
 

@@ -32,7 +32,7 @@ from fdasync.errors import (
     RemoteError,
 )
 from fdasync.ipc.deadlines import DeadlineTimer, wait_within
-from fdasync.pd.messages import Abort, Ended, Failed, Moved, Outputs, PromptTokens, Rows, ScoredPrompt
+from fdasync.pd.messages import Abort, Ended, Failed, Moved, Outputs, PromptTokens, Rows, SampleEnd, ScoredPrompt
 from fdasync.pd.results import Incoming, delta_of, prompt_logprobs_of, tokens_of
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from fdasync.result import Result
 
 #: a message of an instance about one request, but for new output
-RequestMessage = PromptTokens | Rows | Outputs | ScoredPrompt | Moved | Ended | Failed
+RequestMessage = PromptTokens | Rows | Outputs | SampleEnd | ScoredPrompt | Moved | Ended | Failed
 
 _HASH_SLICE_BLOCKS = 256
 _RETRY_S = 0.05
@@ -233,6 +233,7 @@ class Dispatch:
         most = max(room.facts.max_context_tokens for room in rooms)
         scores = prompt_logprobs_of(submit.params)
         request.incoming = Incoming(request.specs, submit.params.n, most, submit.start, scores)
+        request.samples = [None] * submit.params.n
         self._by_name[name] = request
         first.live += 1
         first.tokens += request.num_tokens
@@ -286,8 +287,9 @@ class Dispatch:
         payload: Frame | None,
     ) -> None:
         if isinstance(message, PromptTokens):
-            # the instance that tokenised the text may be another than the one that answers, and come later
-            request.prompt_of_text = tokens_of(message.tokens)
+            # the instance that tokenised the text may be another than the one that answers, and come later; one where
+            # the request ended before that has none
+            request.prompt_of_text = tokens_of(message.tokens) or request.prompt_of_text
             return
         if isinstance(message, Moved):
             if instance is request.first:
@@ -308,9 +310,10 @@ class Dispatch:
             request.incoming.add_outputs(message)
         elif isinstance(message, ScoredPrompt):
             request.incoming.add_scores(message, instance.facts.vocab_size)
+        elif isinstance(message, SampleEnd):
+            request.add_sample(request.incoming.add_end(message, instance.facts))
         else:
-            result = request.incoming.result(message, request.request_id, instance.facts)
-            self.finish(request, result, None)
+            self.finish(request, request.incoming.result(request.request_id, request.prompt), None)
 
     def _serves(self, request: RoutedRequest, instance: InstanceHandle) -> bool:
         """Whether output of this instance is the request's; the first instance that sends some serves it."""

@@ -47,12 +47,19 @@ class RoutedOutput:
     def add(self, delta: Delta) -> None:
         self._unread.append(delta)
 
-    def take(self) -> Delta | None:
-        """All unread output as one delta; None: there is none."""
+    def take(self, *, is_whole: bool) -> Delta | None:
+        """All unread output as one delta; None: there is none.
+
+        Args:
+            is_whole: the sample's rows are there too; until they are, its last delta waits.
+        """
         unread = self._unread
+        rest: list[Delta] = []
+        if unread and unread[-1].finish_reason is not None and not is_whole:
+            unread, rest = unread[:-1], unread[-1:]
         if not unread:
             return None
-        self._unread = []
+        self._unread = rest
         delta = unread[0] if len(unread) == 1 else merged(unread)
         self._token_ids += delta.token_ids
         if delta.text:

@@ -49,6 +49,7 @@ class RoutedRequest:
         whole: one instance must serve it whole, since no decode instance takes it over.
         first_token_at: time of the first token; None before.
         outputs: of each sample.
+        samples: samples that are whole, by index; of the current try.
         result, error: the end; one of the two is set when `done` is.
         done: set at the end.
         waiter: the reader that waits for output.
@@ -79,6 +80,7 @@ class RoutedRequest:
         self.whole = False
         self.first_token_at: float | None = None
         self.outputs = [RoutedOutput(index) for index in range(submit.params.n)]
+        self.samples: list[Sample | None] = [None] * submit.params.n
         self.result: Result | None = None
         self.error: Exception | None = None
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -89,6 +91,17 @@ class RoutedRequest:
     def delivered(self) -> bool:
         """Whether output has arrived, so that the request cannot be tried again."""
         return any(self.outputs)
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """Token ids of the prompt; (): it is text, and no instance has sent them yet."""
+        submit = self.submit
+        return self.prompt_of_text if submit.text is not None else tuple(memoryview(submit.tokens).cast("i"))
+
+    def add_sample(self, sample: Sample) -> None:
+        """All of a sample has arrived, but for its last delta perhaps."""
+        self.samples[sample.index] = sample
+        self.wake()
 
     def add(self, delta: Delta, now: float) -> None:
         """Add output of one sample."""
@@ -120,15 +133,20 @@ class RoutedRequest:
         return self.result
 
     def take(self, index: int) -> Delta | None:
-        """All unread output of a sample as one delta; None: there is none."""
-        return self.outputs[index].take()
+        """All unread output of a sample as one delta; None: there is none. The last delta waits for the whole sample,
+        whose rows are on their way."""
+        return self.outputs[index].take(is_whole=self.samples[index] is not None or self.done.done())
 
     def so_far(self, reason: FinishReason) -> Result:
-        """The output so far as a result without rows. A sample of which all tokens arrived gets the finish reason
-        `reason` too, since it lacks its rows; it keeps its own where the caller wants no rows."""
+        """The output so far as a result: samples that are whole, and the others without rows. One of these of which all
+        tokens arrived gets the finish reason `reason` too, since it lacks its rows; it keeps its own where the caller
+        wants no rows."""
         rowless = self.specs == ()
         samples = []
         for index, output in enumerate(self.outputs):
+            if (ended := self.samples[index]) is not None:
+                samples.append(ended)
+                continue
             whole = output.whole()
             raw, processed = whole.raw_logprobs, whole.processed_logprobs
             samples.append(
@@ -147,6 +165,4 @@ class RoutedRequest:
                     start=self.submit.start,
                 )
             )
-        given = self.submit.text is None
-        tokens = tuple(memoryview(self.submit.tokens).cast("i")) if given else self.prompt_of_text
-        return Result(request_id=self.request_id, prompt_token_ids=tokens, samples=tuple(samples))
+        return Result(request_id=self.request_id, prompt_token_ids=self.prompt, samples=tuple(samples))

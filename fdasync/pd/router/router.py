@@ -44,6 +44,7 @@ from fdasync.pd.messages import (
     PromptTokens,
     Refused,
     Rows,
+    SampleEnd,
     ScoredPrompt,
 )
 from fdasync.pd.router.config import RouterConfig
@@ -336,7 +337,7 @@ class Router(Generator):
             self.commands.on_done(instance, message)
         elif isinstance(message, Progress):
             self.dispatch.take_pieces(instance, message.pieces)
-        elif isinstance(message, PromptTokens | Rows | Outputs | ScoredPrompt | Moved | Ended | Failed):
+        elif isinstance(message, PromptTokens | Rows | Outputs | SampleEnd | ScoredPrompt | Moved | Ended | Failed):
             self.dispatch.take(instance, message, payload)
 
     def hello(self) -> Hello:

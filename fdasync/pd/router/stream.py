@@ -13,7 +13,7 @@ from fdasync.generator import DeltaStream
 if TYPE_CHECKING:
     from fdasync.pd.router.dispatch import Dispatch
     from fdasync.pd.router.request import RoutedRequest
-    from fdasync.result import Delta, Result
+    from fdasync.result import Delta, Result, Sample
 
 
 class RoutedStream(DeltaStream):
@@ -39,6 +39,12 @@ class RoutedStream(DeltaStream):
 
     def _take(self, index: int) -> Delta | None:
         return self._request.take(index)
+
+    def _sample(self, index: int) -> Sample | None:
+        return self._request.samples[index]
+
+    def _prompt(self) -> tuple[int, ...]:
+        return self._request.prompt
 
     def _failed(self) -> bool:
         return self._request.error is not None

@@ -65,7 +65,7 @@ async def test_of_an_abort_before_the_hand_over_the_end_is_told() -> None:
     ending = Ending(["abort"], went_to="")
     await ending.end()
     assert not ending.told
-    assert ending.begun == ["end of r"]
+    assert ending.begun == ["result of r"]
 
 
 async def test_a_request_that_finds_no_room_is_told_so() -> None:

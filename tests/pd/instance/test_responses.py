@@ -9,7 +9,17 @@ from fdasync.errors import BadInput, EngineBusy
 from fdasync.events.actions import FinishRequest, TellBlocks
 from fdasync.pd.instance.kv_events import KvEvents
 from fdasync.pd.instance.responses import Responses
-from fdasync.pd.messages import Abort, Ended, Failed, KvEventBatch, Moved, Outputs, Progress
+from fdasync.pd.messages import (
+    Abort,
+    Ended,
+    Failed,
+    KvEventBatch,
+    Moved,
+    Outputs,
+    Progress,
+    PromptTokens,
+    SampleEnd,
+)
 from fdasync.request import GenerateRequest, HandOffTarget, SamplingParams
 from fdasync.testing.sim.loop import run_sim
 from tests.engine.output_stage import OutputStage
@@ -88,9 +98,62 @@ async def test_tokens_come_as_they_are_made_and_then_the_end(desk):
     assert desk.tokens() == [(0, (5,)), (0, (6,))]
     stage.finish((5, 6))
     await desk.settle()
-    (end,) = desk.caller.take(Ended)
-    assert (end.request, end.samples[0].finish_reason) == ("r", "length")
+    (sample,), (end,) = desk.caller.take(SampleEnd), desk.caller.take(Ended)
+    assert (end.request, sample.request, sample.finish_reason) == ("r", "r", "length")
     assert desk.responses.num_live == 0
+
+
+@played
+async def test_a_sample_is_sent_once_and_when_it_has_ended(desk):
+    stage = desk.begin(n=3)
+    await desk.settle()
+    for count, index in enumerate((2, 0), 1):
+        stage.emit(5, keys=[index])
+        stage.finish((5,), "length", index)
+        await desk.settle()
+        ends = desk.caller.take(SampleEnd)
+        assert (len(ends), ends[-1].index, ends[-1].num_tokens) == (count, index, 1)
+        assert desk.caller.take(Ended) == []
+    stage.finish((), "abort", 1)
+    await desk.settle()
+    for kind in (SampleEnd, Outputs):
+        assert [message.index for message in desk.caller.take(kind)] == [2, 0, 1]
+    # the prompt comes with the first sample alone
+    assert len(desk.caller.take(PromptTokens)) == len(desk.caller.take(Ended)) == 1
+
+
+@played
+async def test_samples_wait_for_a_busy_caller_and_none_is_lost(desk):
+    stage = desk.begin(n=3)
+    await desk.settle()
+    desk.caller.busy = True
+    for index in range(3):
+        stage.finish((5,), "length", index)
+        await desk.settle()
+    assert desk.caller.sent == []
+    desk.caller.busy = False
+    await desk.settle()
+    assert sorted(sample.index for sample in desk.caller.take(SampleEnd)) == [0, 1, 2]
+    assert isinstance(desk.caller.sent[-1], Ended)
+
+
+@played
+async def test_a_caller_that_goes_away_while_samples_are_sent_gets_no_end(desk):
+    stage = desk.begin(n=2)
+    await desk.settle()
+    send = desk.caller.send
+
+    def gone(message, payload=None):
+        desk.caller.is_up = desk.caller.is_up and not isinstance(message, PromptTokens)
+        send(message, payload)
+
+    desk.caller.send = gone
+    stage.finish((5,), "length", 0)
+    await desk.settle()
+    assert not desk.caller.is_up, "no sample was sent"
+    stage.finish((5,), "length", 1)
+    await desk.settle()
+    assert desk.caller.take(Ended) == []
 
 
 @played
@@ -99,8 +162,8 @@ async def test_one_that_wants_only_the_end_gets_only_that(desk):
     await desk.settle()
     stage.finish((5, 6))
     await desk.settle()
-    assert [type(message) for message in desk.caller.sent] == [Outputs, Ended]
-    assert desk.caller.sent[0].token_ids == array("i", [5, 6]).tobytes()
+    assert [type(message) for message in desk.caller.sent] == [PromptTokens, Outputs, SampleEnd, Ended]
+    assert desk.caller.sent[1].token_ids == array("i", [5, 6]).tobytes()
 
 
 @played

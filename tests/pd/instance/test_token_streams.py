@@ -123,7 +123,7 @@ async def test_tokens_for_a_caller_without_room_merge_however_long_it_takes(stag
     request = Request(delta)
     streams = TokenStreams(stage.context)
     stage.p0.busy = True
-    streams.add(stage.p0, "r", request)
+    streams.add(stage.p0, "r", request, lambda _index: None)
     for token in range(100):
         fresh.append(token)
         request.on_change(request)

@@ -41,6 +41,7 @@ from fdasync.testing.harness.pass_model import PassModel
 from fdasync.testing.harness.recording_store import RecordingStore
 from fdasync.testing.sim.loop import run_sim
 from fdasync.testing.stores.faults import FaultyStore
+from tests.support.helpers import check_early_samples
 from tests.support.sim_engine.workload import RequestPlan, UpdatePlan, Workload, arguments
 
 if TYPE_CHECKING:
@@ -349,15 +350,19 @@ class _Simulation:
 
     async def _read(self, name: str, plan: RequestPlan) -> Result:
         deltas: list[Delta] = []
+        early: list[Sample] = []
         generation = self.engine.generate(plan.prompt, plan.params, request_id=name, **arguments(plan))
         async with generation as stream:
             async for delta in stream:
                 deltas.append(delta)
+                if delta.finish_reason is not None:
+                    early.append(stream.sample(delta.index))
                 if plan.way == "slow":
                     await asyncio.sleep(plan.after_s)
                 if plan.way == "leave" and len(deltas) > 2:
                     break
         result = stream.result
+        check_early_samples(early, result)
         check_deltas(deltas, result, whole=plan.way != "leave")
         return result
 

@@ -12,13 +12,14 @@ from fdasync.cache.aux import wanted_specs
 from fdasync.errors import DeadlineExceeded, FdasyncError, InstanceLost, PeerUnreachable, TooLong
 from fdasync.runner.oracle import Oracle
 from fdasync.testing.harness.engines import check_deltas, check_prompt_logprobs, expected
+from tests.support.helpers import check_early_samples
 from tests.support.sim_engine.workload import RequestPlan, arguments
 from tests.support.sim_fleet.checks import Served, check_served
 from tests.support.sim_fleet.workload import PATIENT_S
 
 if TYPE_CHECKING:
     from fdasync.pd.router.router import Router
-    from fdasync.result import Delta, Result
+    from fdasync.result import Delta, Result, Sample
     from tests.support.sim_fleet.fleet import Fleet
 
 # the router's own, and some time for the loop
@@ -89,14 +90,18 @@ class Callers:
 
     async def _read(self, name: str, plan: RequestPlan) -> Result:
         deltas: list[Delta] = []
+        early: list[Sample] = []
         async with self._router.generate(plan.prompt, plan.params, request_id=name, **arguments(plan)) as stream:
             async for delta in stream:
                 deltas.append(delta)
+                if delta.finish_reason is not None:
+                    early.append(stream.sample(delta.index))
                 if plan.way == "slow":
                     await asyncio.sleep(plan.after_s)
                 if plan.way == "leave" and len(deltas) > 2:
                     break
         result = stream.result
+        check_early_samples(early, result)
         check_deltas(deltas, result, whole=plan.way != "leave", ends=False)
         return result
 
@@ -129,6 +134,16 @@ class Callers:
             want = expected(plan.prompt, plan.params, sample.index, Oracle(self._fleet.work.shape)).token_ids
             assert sample.token_ids == want[: len(sample.token_ids)]
 
+    def _served(self, place: tuple[str, str], plan: RequestPlan, index: int) -> Served:
+        """The way of a sample of a request that an instance answered under a name."""
+        last = next(machine for machine in self._fleet.machines if machine.name == place[0])
+        first = next(
+            (other for other in self._fleet.machines if other is not last and place[1] in other.hand_offs), None
+        )
+        own = last.keys.get(place[1], [-1] * plan.params.n)[index]
+        theirs = -1 if first is None else first.hand_offs[place[1]][index]
+        return Served(last, own, first, theirs, index)
+
     def _check_result(self, name: str, plan: RequestPlan, result: Result) -> None:
         assert result.request_id == name
         assert [sample.index for sample in result.samples] == list(range(plan.params.n))
@@ -143,30 +158,27 @@ class Callers:
             }
             assert caused.get(sample.finish_reason), f"{sample.finish_reason}, and the plan has no cause for it"
         if answered is None:
-            # no instance answered: the router ended the request
-            reasons = {sample.finish_reason for sample in result.samples}
+            # the router ended the request: it has the samples that had ended before, and tokens alone of the others
+            whole = [sample for sample in result.samples if sample.weight_version]
+            reasons = {sample.finish_reason for sample in result.samples if not sample.weight_version}
             specs = self._fleet.machines[0].engine.capacity.aux_specs
             assert reasons <= {"abort", "deadline"} or not wanted_specs(specs, plan.routing, plan.aux)
             if len(self._fleet.versions) == 1:
                 self._check_tokens(plan, result)
+            for sample in whole:
+                served = self._served(self._fleet.began[name], plan, sample.index)
+                check_served(plan, sample, served, self._fleet.versions)
+            self._fleet.counts["kept_samples"] += len(whole)
             return
         # a request that ended before it was prepared has no prompt
         assert result.prompt_token_ids in (plan.prompt, ())
-        last = next(machine for machine in self._fleet.machines if machine.name == answered[0])
-        first = next(
-            (other for other in self._fleet.machines if other is not last and answered[1] in other.hand_offs), None
-        )
         for sample in result.samples:
-            own = last.keys.get(answered[1], [-1] * plan.params.n)[sample.index]
-            theirs = -1 if first is None else first.hand_offs[answered[1]][sample.index]
-            check_served(plan, sample, Served(last, own, first, theirs, sample.index), self._fleet.versions)
-        own = last.keys.get(answered[1], [-1])[0]
-        theirs = -1 if first is None else first.hand_offs[answered[1]][0]
-        served = Served(last, own, first, theirs, 0)
+            check_served(plan, sample, self._served(answered, plan, sample.index), self._fleet.versions)
+        served = self._served(answered, plan, 0)
         seen = served.seen(len(plan.prompt)) if len(self._fleet.versions) > 1 else None
-        check_prompt_logprobs(result, plan.prompt, plan.params, last.oracle, seen)
+        check_prompt_logprobs(result, plan.prompt, plan.params, served.last.oracle, seen)
         self._fleet.counts["scored"] += plan.params.prompt_logprobs_start is not None
         needs = len(plan.prompt) + plan.params.max_tokens
         self._fleet.counts["left_out"] += any(machine.plan.most_tokens < needs for machine in self._fleet.machines)
-        self._fleet.counts["handed_over"] += first is not None
+        self._fleet.counts["handed_over"] += served.first is not None
         self._fleet.counts["results"] += 1

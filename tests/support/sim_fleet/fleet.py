@@ -7,7 +7,7 @@ from collections import Counter
 from random import Random
 from typing import TYPE_CHECKING
 
-from fdasync.pd.messages import Ended
+from fdasync.pd.messages import Ended, SampleEnd
 from fdasync.pd.router.router import Router
 from fdasync.testing.sim.network import SimNetwork
 from fdasync.testing.sim.process import ProcessWire, SimProcess
@@ -25,11 +25,14 @@ _QUIET_S = 400.0
 
 
 class _Router(Router):
-    """Remembers the instance that answered each request, and the request's name there."""
+    """Remembers the instance that answered each request, or sent whole samples of it, and the request's name there."""
 
     answered: dict[str, tuple[str, str]]
+    began: dict[str, tuple[str, str]]
 
     def on_message(self, peer: Peer, message: Message, payload: Frame | None) -> None:
+        if isinstance(message, SampleEnd) and (request := self.dispatch._by_name.get(message.request)) is not None:
+            self.began[request.request_id] = (peer.name, message.request)
         if isinstance(message, Ended) and (request := self.dispatch._by_name.get(message.request)) is not None:
             super().on_message(peer, message, payload)
             if request.done.done() and request.error is None:
@@ -45,6 +48,7 @@ class Fleet:
         machines: present and past ones.
         versions: weights id of each version.
         answered: the instance that answered each request, and the request's name there.
+        began: the instance that last sent a whole sample of each request, and the request's name there.
         aborting: an update may have aborted requests.
         updates: number of updates that began.
         current: the version that all answers must be of; None while an update is under way, and after a failed one.
@@ -61,6 +65,7 @@ class Fleet:
         self.outcomes: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
         self.answered: dict[str, tuple[str, str]] = {}
+        self.began: dict[str, tuple[str, str]] = {}
         self.aborting = False
         self.updates = 0
         self.current: int | None = 0
@@ -70,6 +75,7 @@ class Fleet:
         addresses = [plan.address for plan in work.instances]
         self.router = _Router(addresses, work.router, links=work.links, wire=self.wire, seed=work.seed)
         self.router.answered = self.answered
+        self.router.began = self.began
 
     def machine(self, plan: InstancePlan) -> Machine:
         """Add a machine, with the latest weights or with older ones."""

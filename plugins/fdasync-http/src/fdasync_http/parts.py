@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fdasync_http.lines import one_line
+from fdasync_http.replies import Part, event_of
 
 if TYPE_CHECKING:
-    from fdasync_http.replies import Part
+    from collections.abc import AsyncIterator
 
 #: stands for the text of the next part in an answer that is built
 MARK = secrets.token_hex(16)
@@ -32,3 +33,18 @@ def assembled(answer: Any, parts: list[Part]) -> list[bytes | Part]:
     for part, text in zip(parts, texts[1:], strict=True):
         body += [part, text]
     return body
+
+
+async def event_with(payload: Any, parts: list[Part]) -> AsyncIterator[bytes]:
+    """One event, whose parts are made while it is sent."""
+    if not parts:
+        yield event_of(msgspec.json.encode(payload))
+        return
+    yield b"data: "
+    for piece in assembled(payload, parts):
+        if isinstance(piece, Part):
+            async for some in piece.pieces():
+                yield some
+        else:
+            yield piece
+    yield b"\n\n"

@@ -13,7 +13,7 @@ from fdasync_http.openai.models import model, models
 from fdasync_http.openai.tokenize import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from fdasync_http.openai.types import ChatBody, CompletionBody
 from fdasync_http.rollout.generate import RolloutBody, rollout
-from fdasync_http.sglang import control, generate, info
+from fdasync_http.sglang import asked, control, generate, info
 from fdasync_http.vllm import control as vllm_control
 from fdasync_http.vllm import generate as vllm_generate
 
@@ -46,7 +46,7 @@ _GET, _POST = ("GET",), ("POST",)
 
 #: paths that a client of the model calls
 USE: tuple[Path, ...] = (
-    Path("/generate", ("POST", "PUT"), generate.generate, generate.GenerateBody),
+    Path("/generate", ("POST", "PUT"), generate.generate, asked.GenerateBody),
     Path("/model_info", _GET, info.model_info),
     Path("/get_model_info", _GET, info.model_info),
     Path("/server_info", _GET, info.server_info),

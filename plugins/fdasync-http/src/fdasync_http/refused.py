@@ -1,7 +1,7 @@
 """Paths of other servers that are refused here: the answer names the reason and the safe path.
 
-Pickled tensors run code of whoever sends them (CVE-2025-10164 and its bypass), and an arbitrary call into a worker is
-no interface. Called by `application.py`.
+Pickled tensors run code of their sender (CVE-2025-10164 and its bypass), and an arbitrary call into a worker is no
+interface. Called by `application.py`.
 """
 
 from __future__ import annotations

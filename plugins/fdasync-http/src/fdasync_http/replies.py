@@ -7,7 +7,7 @@ of their own. Knows no dialects. Called by every endpoint that generates.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -63,51 +63,106 @@ async def all_of(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     return [task.result() for task in tasks]  # of tasks that are done
 
 
+async def interleaved(streams: Iterable[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    """The items of all streams as they come, at most one of each waiting to be taken. The first error ends the others,
+    and is raised as it is; so does closing this."""
+    streams = list(streams)
+    waiting: dict[asyncio.Task[T | None], AsyncGenerator[T, None]] = {}
+
+    def wait_for(stream: AsyncGenerator[T, None]) -> None:
+        waiting[asyncio.ensure_future(_next_of(stream))] = stream
+
+    try:
+        for stream in streams:
+            wait_for(stream)
+        while waiting:
+            # bounded by the requests' own deadlines, which end their streams
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                stream = waiting.pop(task)
+                item = task.result()  # of a task that is done
+                if item is not None:
+                    yield item
+                    wait_for(stream)
+    finally:
+        for task in waiting:
+            task.cancel()
+        # an error that came beside the one that is raised is dropped
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for stream in streams:
+            await stream.aclose()
+
+
+async def _next_of(stream: AsyncGenerator[T, None]) -> T | None:
+    return await anext(stream, None)
+
+
 async def whole(request: Request, work: Awaitable[Response]) -> Response:
     """The answer that `work` makes; the work is cancelled where the client goes away."""
     reply = await while_there(request.receive, work)
     return Response(status_code=CLIENT_GONE) if reply is None else reply
 
 
-class Events(Response):
-    """Server-sent events.
+class Streamed(Response):
+    """A body that is sent while it is made.
 
     Args:
-        events: whole events, as bytes; closed when the client goes away. An error before the first event is an answer
-            with its status. A later one becomes an event of its own, and the stream ends without `[DONE]`.
-        closing: sent at the end.
+        pieces: bytes of the body; closed when the client goes away. An error before the first one is an answer with its
+            status. A later one breaks the connection off, so that the client does not take the body for whole.
+        media_type: of the body.
     """
 
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncIterator[bytes], closing: bytes = DONE) -> None:
+    def __init__(self, pieces: AsyncIterator[bytes], media_type: str) -> None:
         self.status_code = 200
         self.background = None
-        self._events = events
-        self._closing = closing
-        # nginx and its like must not collect events
+        self.media_type = media_type
+        self._pieces = pieces
+        # nginx and its like must not collect pieces
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    def _last(self, error: Exception | None) -> bytes:
+        """The end of the body, after an error too. Raises where an error breaks the connection off."""
+        if error is not None:
+            raise error
+        return b""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await while_there(receive, self._send(scope, receive, send))
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._events) as events:  # type: ignore[type-var]
+        failure = None
+        async with aclosing(self._pieces) as pieces:  # type: ignore[type-var]
             try:
                 # a request that is refused is refused by its status
-                event = await anext(events, b"")
+                piece = await anext(pieces, b"")
             except Exception as error:
                 await answer(refused_of(error))(scope, receive, send)
                 return
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            last = self._closing
             try:
-                while event:
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
-                    event = await anext(events, b"")
+                while piece:
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                    piece = await anext(pieces, b"")
             except Exception as error:
-                last = event_of(body_of(refused_of(error)))
-        await send({"type": "http.response.body", "body": last, "more_body": False})
+                failure = error
+        await send({"type": "http.response.body", "body": self._last(failure), "more_body": False})
+
+
+class Events(Streamed):
+    """Server-sent events.
+
+    Args:
+        events: whole events, as bytes; see `Streamed`. An error after the first one becomes an event of its own, and
+            the stream ends without `[DONE]`.
+        closing: sent at the end.
+    """
+
+    def __init__(self, events: AsyncIterator[bytes], closing: bytes = DONE) -> None:
+        super().__init__(events, "text/event-stream")
+        self._closing = closing
+
+    def _last(self, error: Exception | None) -> bytes:
+        return self._closing if error is None else event_of(body_of(refused_of(error)))
 
 
 def event_of(data: bytes) -> bytes:

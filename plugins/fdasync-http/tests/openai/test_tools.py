@@ -99,7 +99,7 @@ async def test_calls_and_reasoning_as_the_checkpoint_declares(chat_of, scripted)
             )
     model = scripted(pieces, template="", declares=True)
     async with chat_of(tokenizer=model.tokenizer) as (_, openai):
-        # calls that nobody asked for are text
+        # without tools in the body, calls are text
         extra = model.sampling["extra_body"]
         for body in ({}, {"extra_body": {**extra, "separate_reasoning": False}}):
             for content, _, calls, reason in await both(openai, model, **body):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import httpx2
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -11,9 +12,12 @@ from fdasync_http.rollout.generate import MANY, ONE
 from safetensors import safe_open
 
 from fdasync import SamplingParams
+from fdasync.testing import check_sample, until
 
 PROMPT = [5, 6, 7, 8, 9, 10]
 SAMPLING = {"max_tokens": 9, "seed": 3, "logprobs": "both"}
+# its samples end after 200, 6, 65 and 114 tokens
+GROUP = {"max_tokens": 200, "seed": 3, "n": 4, "stop_token_ids": [36], "logprobs": "raw"}
 
 
 def read(tmp_path, content):
@@ -43,16 +47,69 @@ async def test_a_sample_is_a_file_that_says_everything(scene, tmp_path):
     assert json.loads(meta["weight_versions"]) == [{"start": 0, "stop": len(result.token_ids), "version": "0"}]
 
 
-async def test_several_samples_come_one_behind_the_other(scene):
-    response = await scene.client.post("/v1/rollout", json={"token_ids": PROMPT, "sampling": {**SAMPLING, "n": 3}})
-    assert response.headers["content-type"] == MANY
-    content, found = response.content, []
-    while content:
-        nbytes = int.from_bytes(content[:8], "little")
-        found.append(safetensors.numpy.load(content[8 : 8 + nbytes])["token_ids"].tolist())
-        content = content[8 + nbytes :]
-    result = await scene.generator.complete(PROMPT, SamplingParams(**SAMPLING, n=3))
-    assert found == [list(sample.token_ids) for sample in result.samples]
+async def files_of(response):
+    """The files of a body as they come."""
+    content = b""
+    async for some in response.aiter_bytes():
+        content += some
+        while len(content) >= 8 and len(content) >= (end := 8 + int.from_bytes(content[:8], "little")):
+            yield content[8:end]
+            content = content[end:]
+    assert not content
+
+
+async def test_samples_come_in_the_order_in_which_they_end(scene, tmp_path):
+    body = {"token_ids": PROMPT, "sampling": GROUP, "start": 1, "request_id": "mine"}
+    found = {}
+    async with scene.client.stream("POST", "/v1/rollout", json=body) as response:
+        assert (response.status_code, response.headers["content-type"]) == (200, MANY)
+        async for file in files_of(response):
+            arrays, meta = read(tmp_path, file)
+            found[int(meta["index"])] = arrays
+            assert (meta["request_id"], meta["start"], meta["routing.complete"]) == ("mine", "1", "true")
+            assert arrays["prompt_token_ids"].tolist() == PROMPT
+            # the longest one still runs when the others are here
+            assert scene.generator.load().live == (meta["index"] != "0")
+    assert list(found) == [1, 2, 3, 0]
+    result = await scene.generator.complete(PROMPT, SamplingParams.from_mapping(GROUP), start=1)
+    for sample in result.samples:
+        check_sample(sample, PROMPT, SamplingParams.from_mapping(GROUP), scene.oracle, start=1)
+        arrays = found[sample.index]
+        assert arrays["token_ids"].tolist() == list(sample.token_ids)
+        np.testing.assert_array_equal(arrays["raw_logprobs"], sample.raw_logprobs)
+        np.testing.assert_array_equal(arrays["routing"], sample.routing.array)
+
+
+async def test_a_prompt_that_is_text_comes_as_tokens_with_every_sample(scene):
+    response = await scene.client.post("/v1/rollout", json={"text": "letters", "sampling": {**SAMPLING, "n": 3}})
+    result = await scene.generator.complete("letters", SamplingParams(**SAMPLING, n=3))
+    found = {}
+    async for file in files_of(response):
+        arrays = safetensors.numpy.load(file)
+        assert arrays["prompt_token_ids"].tolist() == list(result.prompt_token_ids)
+        found[len(found)] = arrays["token_ids"].tolist()
+    assert sorted(found.values()) == sorted(list(sample.token_ids) for sample in result.samples)
+
+
+async def test_a_client_that_has_enough_aborts_the_rest(scene):
+    async with scene.client.stream("POST", "/v1/rollout", json={"token_ids": PROMPT, "sampling": GROUP}) as response:
+        files = files_of(response)
+        await anext(files)
+        assert scene.generator.load().live == 1
+        await files.aclose()
+    await until(lambda: not scene.generator.load().live)
+
+
+async def test_a_failure_between_samples_breaks_the_body_off(scene_of):
+    """No client may take what came for all of it."""
+    async with scene_of() as scene:
+        body = {"token_ids": PROMPT, "sampling": GROUP}
+        async with scene.client.stream("POST", "/v1/rollout", json=body) as response:
+            files = files_of(response)
+            await anext(files)
+            scene.generator._runtime.driver._fail(RuntimeError("made up"))
+            with pytest.raises(httpx2.RemoteProtocolError, match="incomplete"):
+                await anext(files)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +120,7 @@ async def test_several_samples_come_one_behind_the_other(scene):
         ({"token_ids": [1], "start": 1, "sampling": {"max_tokens": 1}}, "start"),
         ({"token_ids": [1], "aux": ["nonsense"], "sampling": {"max_tokens": 1}}, "nonsense"),
         ({"token_ids": [1], "stream": True}, "stream"),
+        ({"token_ids": [1], "start": 1, "sampling": {"max_tokens": 1, "n": 2}}, "start"),
     ],
 )
 async def test_bad_input_is_400(scene_of, body, told):

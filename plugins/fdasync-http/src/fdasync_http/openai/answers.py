@@ -1,4 +1,4 @@
-"""Parts of answers that completions and chats share: usage, finish reasons, rows, and SGLang's `meta_info`.
+"""Parts of answers that completions and chats share: usage, finish reasons, rows.
 
 Called by `completions.py`, `chat.py` and `chat_stream.py`.
 """
@@ -6,21 +6,21 @@ Called by `completions.py`, `chat.py` and `chat_stream.py`.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
-
-import msgspec
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fdasync_http import rows
-from fdasync_http.openai.logprobs import values_of
-from fdasync_http.parts import MARK, assembled
-from fdasync_http.replies import Part, event_of
+from fdasync_http.parts import MARK
+from fdasync_http.prompt_scores import prompt_logprobs_of
+from fdasync_http.sglang.meta import meta_of, put_rows
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import Sequence
 
     from fdasync import Result, Sample
     from fdasync_http.front import Front
     from fdasync_http.openai.asked import Asked
+    from fdasync_http.openai.logprobs import TokenNames
+    from fdasync_http.replies import Part
 
 
 def head_of(front: Front, request_id: str, kind: str) -> dict[str, Any]:
@@ -53,27 +53,49 @@ def version_of(front: Front, result: Result) -> str:
     return spans[-1].version if spans else front.generator.facts().weight_version
 
 
+class Spent(NamedTuple):
+    """What a request took up to the end of a sample.
+
+    Attributes:
+        prompt_tokens: of its prompt.
+        total_s: seconds since the call.
+    """
+
+    prompt_tokens: int
+    total_s: float
+
+    @classmethod
+    def of(cls, result: Result) -> Spent:
+        """What a whole request took."""
+        return cls(len(result.prompt_token_ids), result.total_s)
+
+
 def put_extras(
-    front: Front, asked: Asked, result: Result, sample: Sample, choice: dict[str, Any], parts: list[Part]
+    front: Front,
+    asked: Asked,
+    sample: Sample,
+    choice: dict[str, Any],
+    parts: list[Part],
+    spent: Spent,
 ) -> None:
     """Add what SGLang's and vLLM's clients ask for beside OpenAI's fields; only a finished choice has it."""
-    meta = _meta(front, asked, result, sample) if asked.body.return_meta_info else None
-    if meta is not None:
-        choice["meta_info"] = meta
-    if asked.rows == "none":
-        return
     # SGLang's clients read rows in `meta_info`
-    place = choice if meta is None else meta
+    place = choice
+    if asked.body.return_meta_info:
+        place = choice["meta_info"] = meta_of(
+            sample,
+            request_id=asked.request_id,
+            prompt_tokens=spent.prompt_tokens,
+            version=front.generator.facts().weight_version,
+            max_tokens=0 if asked.scores_only else asked.params.max_tokens,
+            total_s=spent.total_s,
+        )
     routing = sample.routing
     if asked.rows == "sglang":
-        place["routed_experts_start_len"] = sample.start
-    if routing is None or not len(routing.array):
-        # no rows, no key; a client that names a start itself reads an empty text (Miles' session merge)
-        if asked.rows == "sglang" and asked.body.routed_experts_start_len is not None:
-            place["routed_experts"] = ""
-    elif asked.rows == "sglang":
-        place["routed_experts"] = MARK
-        parts.append(rows.sglang(routing, front.num_hidden_layers))
+        put_rows(sample, asked.body.routed_experts_start_len, place, parts, front.num_hidden_layers)
+    elif asked.rows == "none" or routing is None or not len(routing.array):
+        # no rows, no key
+        return
     elif front.config.rows == "prime_rl":
         payload, part = rows.packed(routing, front.num_hidden_layers, ("uint8", "uint16"))
         place["routed_experts"] = {**payload, "start": routing.start}
@@ -83,51 +105,9 @@ def put_extras(
         parts.append(rows.npy(routing, front.num_hidden_layers))
 
 
-def _meta(front: Front, asked: Asked, result: Result, sample: Sample) -> dict[str, Any]:
-    """SGLang's `meta_info`, as `/generate` has it."""
-    spans = sample.weight_version
-    meta: dict[str, Any] = {
-        "id": result.request_id,
-        "finish_reason": _finish(asked, sample),
-        "prompt_tokens": len(result.prompt_token_ids),
-        "completion_tokens": len(sample.token_ids),
-        "cached_tokens": sample.cached_tokens,
-        "weight_version": spans[-1].version if spans else front.generator.facts().weight_version,
-        "weight_versions": [{"version": span.version, "start": span.start, "end": span.stop} for span in spans],
-        "e2e_latency": result.total_s,
-    }
-    values = values_of(sample)
-    if values is not None:
-        meta["output_token_logprobs"] = [
-            (value, token, None) for value, token in zip(values, sample.token_ids, strict=True)
-        ]
-    if sample.top_logprobs is not None and asked.params.top_logprobs:
-        meta["output_top_logprobs"] = [
-            top and [(value, token, None) for token, value in zip(top.token_ids, top.logprobs, strict=True)]
-            for top in sample.top_logprobs
-        ]
-    return meta
-
-
-def _finish(asked: Asked, sample: Sample) -> dict[str, Any]:
-    if sample.finish_reason == "stop":
-        return {"type": "stop", "matched": sample.stop_token_id}
-    if sample.finish_reason == "length":
-        return {"type": "length", "length": asked.params.max_tokens}
-    words = "the deadline passed" if sample.finish_reason == "deadline" else "aborted"
-    return {"type": "abort", "message": words if sample.token_ids else f"Abort before prefill: {words}"}
-
-
-async def event_with(payload: dict[str, Any], parts: list[Part]) -> AsyncIterator[bytes]:
-    """One event, whose parts are made while it is sent."""
-    if not parts:
-        yield event_of(msgspec.json.encode(payload))
-        return
-    yield b"data: "
-    for piece in assembled(payload, parts):
-        if isinstance(piece, Part):
-            async for some in piece.pieces():
-                yield some
-        else:
-            yield piece
-    yield b"\n\n"
+async def prompt_scores_of(asked: Asked, result: Result, names: TokenNames) -> dict[str, Any]:
+    """vLLM's `prompt_logprobs`, if the body asks for them."""
+    top = asked.body.prompt_logprobs
+    if top is None:
+        return {}
+    return {"prompt_logprobs": await prompt_logprobs_of(result, top=top, name_of=names.of)}

@@ -32,6 +32,7 @@ class Asked:
         number: of the prompt in its body; None: it is the only one.
         specials: the text shows special tokens whatever the body says.
         grammar: of the answer.
+        echo: the answer repeats the prompt, with log-probs if it has some, and may have no new tokens.
 
     Attributes:
         body: as it came.
@@ -40,6 +41,8 @@ class Asked:
         params, options: of the engine.
         form: how its text is made.
         rows: whose form the rows of its answer have.
+        echo: see above.
+        scores_only: it asks for no new tokens; the engine makes one, which is not given out.
     """
 
     def __init__(
@@ -55,8 +58,10 @@ class Asked:
         number: int | None = None,
         specials: bool = False,
         grammar: Grammar | None = None,
+        echo: bool = False,
     ) -> None:
         self.body = body
+        self.echo = echo
         self.prompt = prompt
         name = body.request_id or body.rid
         if name is None:
@@ -64,6 +69,14 @@ class Asked:
         self.request_id = name if number is None else f"{name}-{number}"
         told = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         stop = stops_of(body)
+        self.scores_only = echo and told == 0
+        told = 1 if self.scores_only else told
+        scored = body.prompt_logprobs
+        if scored is not None and scored < 0:
+            words = "prompt_logprobs: the whole vocabulary is not served; give a number of alternatives"
+            raise Refused(400, words, param="prompt_logprobs", code="not_served")
+        if echo and with_logprobs:
+            scored = max(scored or 0, top_logprobs)
         self.params = SamplingParams(
             max_tokens=max_tokens if told is None else told,
             min_tokens=body.min_tokens,
@@ -83,6 +96,8 @@ class Asked:
             ignore_eos=body.ignore_eos,
             logprobs=_kind(front, body) if with_logprobs else "none",
             top_logprobs=top_logprobs,
+            prompt_logprobs_start=None if scored is None else 0,
+            prompt_top_logprobs=scored or 0,
         )
         self.rows = _rows(front, body)
         start = body.routed_experts_prompt_start if self.rows == "vllm" else body.routed_experts_start_len

@@ -15,7 +15,7 @@ from fdasync.engine.tokenizer import ChatTokenizer, WithSpecials
 from fdasync.errors import TokenizerFailed
 from fdasync_http.failures import Refused
 from fdasync_http.grammars import grammar_of
-from fdasync_http.openai.answers import finish_of, head_of, put_extras, usage_of, version_of
+from fdasync_http.openai.answers import Spent, finish_of, head_of, prompt_scores_of, put_extras, usage_of, version_of
 from fdasync_http.openai.asked import Asked, asks_for_stops, check_common, stops_of
 from fdasync_http.openai.chat_stream import streamed, tool_call
 from fdasync_http.openai.declared import DeclaredReader
@@ -100,8 +100,8 @@ def _prompt_of(front: Front, body: ChatBody, tools: list[dict[str, Any]]) -> lis
 def _reader_of(
     front: Front, body: ChatBody, tools: list[dict[str, Any]], prompt: list[int]
 ) -> tuple[Callable[[], Reader], bool]:
-    """Makes what reads a sample; and whether it must see special tokens. Raises Refused where tools are given, and
-    nobody knows how the model calls them."""
+    """Makes what reads a sample; and whether it must see special tokens. Raises Refused where tools are given
+    whose calls could not be read: the checkpoint declares no form of them, and its template shows none."""
     tokenizer = front.tokenizer
     if tokenizer is not None and isinstance(tokenizer, ChatTokenizer):
         is_begun_here = body.input_ids is None and not body.continue_final_message
@@ -152,10 +152,11 @@ async def _answer(front: Front, asked: Asked, new_reader: Callable[[], Reader]) 
         }
         if asked.body.return_token_ids:
             choice["token_ids"] = sample.token_ids
-        put_extras(front, asked, result, sample, choice, parts)
+        put_extras(front, asked, sample, choice, parts, Spent.of(result))
         choices.append(choice)
     answer = head_of(front, result.request_id, _KIND)
     answer |= {"choices": choices, "usage": usage_of([result]), "weight_version": version_of(front, result)}
+    answer |= await prompt_scores_of(asked, result, names)
     if asked.body.return_token_ids:
         answer["prompt_token_ids"] = result.prompt_token_ids
     return Parts(assembled(answer, parts))

@@ -6,19 +6,23 @@ with a sample's last chunk alone. Called by `chat.py`.
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fdasync_http.openai.answers import event_with, finish_of, put_extras
+from fdasync import Sample
+from fdasync_http.openai.answers import Spent, finish_of, prompt_scores_of, put_extras
 from fdasync_http.openai.heads import Heads
 from fdasync_http.openai.logprobs import TokenNames, of_chat
+from fdasync_http.parts import event_with
 from fdasync_http.replies import event_of
+from fdasync_http.streams import read
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from fdasync import Delta, Result, Sample
+    from fdasync import Delta, Result
     from fdasync_http.front import Front
     from fdasync_http.openai.asked import Asked
     from fdasync_http.openai.tools import Call, Reader, Said
@@ -86,33 +90,46 @@ class _Growing:
 
 async def streamed(front: Front, asked: Asked, new_reader: Callable[[], Reader]) -> AsyncIterator[bytes]:
     """The events of a stream."""
-    heads = Heads(front, asked, _KIND)
+    heads = Heads(front, [asked], _KIND)
     names = TokenNames(front, as_ids=asked.body.return_tokens_as_token_ids)
     samples = [_Growing(asked.form.of_sample(), new_reader()) for _ in range(asked.params.n)]
+    # the prompt's log-probs have a chunk of their own behind the choices: they come at the end of the request
+    is_scored = asked.body.prompt_logprobs is not None
+    began = asyncio.get_running_loop().time()
     is_begun = False
     with front.place():
         async with front.generator.generate(asked.prompt, asked.params, **asked.options) as stream:
-            async for delta in stream:
+            async for item in read(stream):
                 if not is_begun:
                     is_begun = True
                     yield _beginning(heads, asked)
-                heads.add(delta)
-                choice = samples[delta.index].choice(asked, delta, names)
-                if choice is not None:
+                if isinstance(item, Sample):
+                    spent = Spent(len(stream.prompt_token_ids), asyncio.get_running_loop().time() - began)
+                    async for event in _end(front, asked, heads, samples[item.index], item, spent):
+                        yield event
+                    continue
+                heads.add(item)
+                if (choice := samples[item.index].choice(asked, item, names)) is not None:
                     yield event_of(msgspec.json.encode(heads.event(choice)))
             result: Result = stream.result
-    if not is_begun:
-        yield _beginning(heads, asked)
-    for sample, state in zip(result.samples, samples, strict=True):
-        rest, ended = state.last(sample)
-        if rest is not None:
-            yield event_of(msgspec.json.encode(heads.event(rest)))
-        parts: list[Part] = []
-        put_extras(front, asked, result, sample, ended, parts)
-        async for event in event_with(heads.event(ended), parts):
-            yield event
-    if (last := heads.last(result)) is not None:
+    if is_scored:
+        told = await prompt_scores_of(asked, result, names)
+        yield event_of(msgspec.json.encode(heads.event(None, **told)))
+    if (last := heads.last([result])) is not None:
         yield event_of(msgspec.json.encode(last))
+
+
+async def _end(
+    front: Front, asked: Asked, heads: Heads, state: _Growing, sample: Sample, spent: Spent
+) -> AsyncIterator[bytes]:
+    """What is left of a sample, and how it ended."""
+    rest, ended = state.last(sample)
+    if rest is not None:
+        yield event_of(msgspec.json.encode(heads.event(rest)))
+    parts: list[Part] = []
+    put_extras(front, asked, sample, ended, parts, spent)
+    async for event in event_with(heads.event(ended), parts):
+        yield event
 
 
 def _beginning(heads: Heads, asked: Asked) -> bytes:

@@ -1,4 +1,4 @@
-"""`POST /v1/completions`, whole and streamed.
+"""`POST /v1/completions`: what a body asks for, and whole answers; `completion_stream.py` makes the streams.
 
 A body with several prompts is answered with the choices of each in a row: choice `i * n + k` is sample k of prompt i.
 Called by `application.py`.
@@ -8,30 +8,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from fdasync_http.bodies import check_text_size
 from fdasync_http.failures import Refused
 from fdasync_http.grammars import grammar_of
-from fdasync_http.openai.answers import event_with, finish_of, head_of, put_extras, usage_of, version_of
+from fdasync_http.openai.answers import Spent, finish_of, head_of, prompt_scores_of, put_extras, usage_of, version_of
 from fdasync_http.openai.asked import Asked, check_common
-from fdasync_http.openai.heads import Heads
-from fdasync_http.openai.logprobs import TokenNames, of_completion
+from fdasync_http.openai.completion_stream import KIND, choice_of, echo_of, result_of, streamed, with_echo
+from fdasync_http.openai.heads import common_name
+from fdasync_http.openai.logprobs import TokenNames
 from fdasync_http.openai.types import CompletionBody, read_known
 from fdasync_http.parts import assembled
-from fdasync_http.replies import Events, Part, Parts, all_of, event_of, whole
+from fdasync_http.replies import Events, Part, Parts, all_of, whole
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from fdasync import Delta, Result, Sample
     from fdasync_http.front import Front
-    from fdasync_http.text import SampleText
 
-_KIND = "text_completion"
 # OpenAI's default, which SGLang and vLLM keep
 _MAX_TOKENS = 16
 
@@ -43,9 +37,7 @@ async def completions(request: Request, front: Front) -> Response:
     asked = _asked_of(front, body)
     if not body.stream:
         return await whole(request, _answer(front, asked))
-    if len(asked) > 1:
-        raise Refused(400, "a list of prompts cannot be streamed; send a request for each", param="stream")
-    return Events(_streamed(front, asked[0]))
+    return Events(streamed(front, asked))
 
 
 def _asked_of(front: Front, body: CompletionBody) -> list[Asked]:
@@ -68,6 +60,7 @@ def _asked_of(front: Front, body: CompletionBody) -> list[Asked]:
                 top_logprobs=body.logprobs or 0,
                 number=number if len(prompts) > 1 else None,
                 grammar=grammar_of(body),
+                echo=body.echo,
             )
         )
     return asked
@@ -94,86 +87,22 @@ def _prompts_of(body: CompletionBody) -> list[str | list[int]]:
 
 async def _answer(front: Front, asked: list[Asked]) -> Response:
     with front.place():
-        results = await all_of([front.generator.complete(one.prompt, one.params, **one.options) for one in asked])
+        results = await all_of([result_of(front, one) for one in asked])
     names = TokenNames(front, as_ids=asked[0].body.return_tokens_as_token_ids)
     choices: list[dict[str, Any]] = []
     parts: list[Part] = []
     for one, result in zip(asked, results, strict=True):
+        echo = await echo_of(front, one, result, names)
+        scores = await prompt_scores_of(one, result, names)
         for sample in result.samples:
-            text = one.form.of_sample().end(sample.text, sample.token_ids, sample.stop_token_id)
-            choice = _choice(len(choices), text, of_completion(sample, names), finish_of(sample))
+            text, logprobs = with_echo(echo, one.form.of_sample(), sample, names)
+            choice = choice_of(len(choices), text, logprobs, finish_of(sample))
             if one.body.return_token_ids:
                 choice["token_ids"] = sample.token_ids
                 choice["prompt_token_ids"] = result.prompt_token_ids
-            put_extras(front, one, result, sample, choice, parts)
+            choice |= scores
+            put_extras(front, one, sample, choice, parts, Spent.of(result))
             choices.append(choice)
-    # of one prompt, the name by which it can be aborted; of several, the common beginning of theirs
-    name = asked[0].request_id if len(asked) == 1 else asked[0].request_id.removesuffix("-0")
-    answer = head_of(front, name, _KIND)
+    answer = head_of(front, common_name(asked), KIND)
     answer |= {"choices": choices, "usage": usage_of(results), "weight_version": version_of(front, results[-1])}
     return Parts(assembled(answer, parts))
-
-
-def _choice(index: int, text: str, logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
-
-
-class _Growing:
-    """A sample of a stream.
-
-    Attributes:
-        text: what it has.
-        given: how many characters of it were sent.
-        offset: characters of the names of its tokens.
-        begun: an event was sent.
-    """
-
-    def __init__(self, text: SampleText) -> None:
-        self.text = text
-        self.given = 0
-        self.offset = 0
-        self.begun = False
-
-    def choice(self, asked: Asked, delta: Delta, names: TokenNames) -> dict[str, Any]:
-        """What is new of it."""
-        # a token that stops it is no text: which one it was, the result tells
-        self.text.add(delta.text, () if delta.finish_reason else delta.token_ids)
-        text = self.text.settled()[self.given :]
-        self.given += len(text)
-        logprobs = of_completion(delta, names, self.offset)
-        if logprobs is not None:
-            self.offset += sum(map(len, logprobs["tokens"]))
-        choice = _choice(delta.index, text, logprobs, None)
-        if asked.body.return_token_ids:
-            choice["token_ids"] = delta.token_ids
-            if not self.begun:
-                choice["prompt_token_ids"] = asked.prompt
-        self.begun = True
-        return choice
-
-    def last(self, sample: Sample) -> dict[str, Any]:
-        """What is left of it, and how it ended."""
-        text = self.text.end(sample.text, sample.token_ids, sample.stop_token_id)
-        return _choice(sample.index, text[self.given :], None, finish_of(sample))
-
-
-async def _streamed(front: Front, asked: Asked) -> AsyncIterator[bytes]:
-    """What is new of each sample; then an event for the end of each; then the usage."""
-    heads = Heads(front, asked, _KIND)
-    names = TokenNames(front, as_ids=asked.body.return_tokens_as_token_ids)
-    samples = [_Growing(asked.form.of_sample()) for _ in range(asked.params.n)]
-    with front.place():
-        async with front.generator.generate(asked.prompt, asked.params, **asked.options) as stream:
-            async for delta in stream:
-                heads.add(delta)
-                choice = samples[delta.index].choice(asked, delta, names)
-                yield event_of(msgspec.json.encode(heads.event(choice)))
-            result: Result = stream.result
-    for sample, state in zip(result.samples, samples, strict=True):
-        parts: list[Part] = []
-        choice = state.last(sample)
-        put_extras(front, asked, result, sample, choice, parts)
-        async for event in event_with(heads.event(choice), parts):
-            yield event
-    if (last := heads.last(result)) is not None:
-        yield event_of(msgspec.json.encode(last))

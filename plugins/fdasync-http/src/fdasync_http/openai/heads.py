@@ -1,6 +1,6 @@
 """What the events of a stream begin with, and the usage that they tell: at the end, or so far in each of them.
 
-Called by `completions.py` and `chat_stream.py`.
+Called by `completions.py`, `completion_stream.py` and `chat_stream.py`.
 """
 
 from __future__ import annotations
@@ -10,36 +10,43 @@ from typing import TYPE_CHECKING, Any
 from fdasync_http.openai.answers import head_of, usage_of
 
 if TYPE_CHECKING:
-    from fdasync import Delta, Result
+    from collections.abc import Sequence
+
+    from fdasync import Delta, Result, Sample
     from fdasync_http.front import Front
     from fdasync_http.openai.asked import Asked
+
+
+def common_name(asked: Sequence[Asked]) -> str:
+    """Of one prompt, the name by which it can be aborted; of several, the common beginning of theirs."""
+    return asked[0].request_id if len(asked) == 1 else asked[0].request_id.removesuffix("-0")
 
 
 class Heads:
     """The heads of one stream's events.
 
     Args:
-        asked: its prompt is token ids where usage is asked for in each event.
+        asked: the prompts of a body; they are token ids where usage is asked for in each event.
         kind: `object` of the events.
     """
 
-    def __init__(self, front: Front, asked: Asked, kind: str) -> None:
-        options = asked.body.stream_options
-        self._fields = head_of(front, asked.request_id, kind)
+    def __init__(self, front: Front, asked: Sequence[Asked], kind: str) -> None:
+        options = asked[0].body.stream_options
+        self._fields = head_of(front, common_name(asked), kind)
         self._tells = options.include_usage
         if self._tells:
             self._fields["usage"] = None
         self._counts = options.include_usage and options.continuous_usage_stats
-        self._prompt_tokens = len(asked.prompt)
+        self._prompt_tokens = sum(len(one.prompt) for one in asked)
         self._tokens = 0
 
-    def add(self, delta: Delta) -> None:
+    def add(self, new: Delta | Sample) -> None:
         """Count its tokens."""
-        self._tokens += len(delta.token_ids)
+        self._tokens += len(new.token_ids)
 
-    def event(self, choice: dict[str, Any], **more: Any) -> dict[str, Any]:
-        """An event with a choice."""
-        event = {**self._fields, **more, "choices": [choice]}
+    def event(self, choice: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
+        """An event with a choice, or without one."""
+        event = {**self._fields, **more, "choices": [] if choice is None else [choice]}
         if self._counts:
             event["usage"] = {
                 "prompt_tokens": self._prompt_tokens,
@@ -48,6 +55,6 @@ class Heads:
             }
         return event
 
-    def last(self, result: Result) -> dict[str, Any] | None:
+    def last(self, results: Sequence[Result]) -> dict[str, Any] | None:
         """The event behind all choices; None: it was not asked for."""
-        return {**self._fields, "choices": [], "usage": usage_of([result])} if self._tells else None
+        return {**self._fields, "choices": [], "usage": usage_of(results)} if self._tells else None

@@ -27,8 +27,7 @@ _IGNORED = frozenset((
 ))  # fmt: skip
 # fields for which a value other than these asks for something that is not served
 _UNSERVED: dict[str, tuple[Any, ...]] = {
-    "structural_tag": (),
-    "echo": (False,), "suffix": ("",), "prompt_logprobs": (), "use_beam_search": (False,), "length_penalty": (1.0,),
+    "structural_tag": (), "echo": (False,), "suffix": ("",), "use_beam_search": (False,), "length_penalty": (1.0,),
     "functions": ([],), "function_call": ("none",), "audio": (), "modalities": (["text"],), "prediction": (),
     "web_search_options": (), "documents": ([],), "chat_template": (), "verbosity": ("medium",), "lora_path": ("",),
     "prompt_embeds": (), "mm_processor_kwargs": ({},), "kv_transfer_params": ({},), "vllm_xargs": ({},),
@@ -40,8 +39,7 @@ _UNSERVED: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 _REASONS = {
     "structural_tag": "give response_format, structured_outputs, regex, ebnf or json_schema",
-    "echo": "the prompt is not repeated; its log-probs come from /generate with logprob_start_len",
-    "prompt_logprobs": "log-probs of prompts come from /generate with logprob_start_len",
+    "echo": "a conversation is not repeated; prompt_logprobs scores it",
     "functions": "functions are not served; give tools",
     "function_call": "functions are not served; give tools",
     "chat_template": "the checkpoint's own template is used; chat_template_kwargs sets its variables",
@@ -71,6 +69,7 @@ class CommonBody(msgspec.Struct, frozen=True, kw_only=True):
         model: any name in SGLang's dialect, as its server takes them; in vLLM's one of this server's.
         return_routed_experts, routed_experts_start_len, return_meta_info, no_stop_trim, extra_key, rid: SGLang's.
         routed_experts_prompt_start, include_stop_str_in_output, request_id: vLLM's.
+        prompt_logprobs: vLLM's: how many alternatives beside each token of the prompt; None: no log-probs of it.
     """
 
     model: str = ""
@@ -116,6 +115,7 @@ class CommonBody(msgspec.Struct, frozen=True, kw_only=True):
     return_routed_experts: bool = False
     routed_experts_start_len: int | None = None
     routed_experts_prompt_start: int | None = None
+    prompt_logprobs: int | None = None
 
 
 class CompletionBody(CommonBody, frozen=True, kw_only=True):
@@ -124,10 +124,13 @@ class CompletionBody(CommonBody, frozen=True, kw_only=True):
     Attributes:
         prompt: text, token ids, or a list of either.
         logprobs: how many alternatives beside each token; None: no log-probs.
+        echo: the answer begins with the prompt, and with its log-probs where `logprobs` asks for some. It may then ask
+            for no new tokens.
     """
 
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
+    echo: bool = False
 
 
 class ToolFunction(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,7 +1,7 @@
 """`POST /v1/rollout`: a prompt in; token ids, log-probs and rows of each sample out, in their own dtypes.
 
 One sample is one safetensors file. Several are files one behind the other, each with its length before it as a
-little-endian u64. No base64, no JSON of numbers. Called by `application.py`.
+little-endian u64, and each is sent when its sample ends. No base64, no JSON of numbers. Called by `application.py`.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fdasync import SamplingParams
+from fdasync import Sample, SamplingParams
 from fdasync_http.bodies import read_json
 from fdasync_http.failures import Refused
-from fdasync_http.replies import Part, Parts, whole
+from fdasync_http.replies import Part, Parts, Streamed, whole
 from fdasync_http.rollout.tensors import sample_file
+from fdasync_http.streams import read
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from starlette.requests import Request
     from starlette.responses import Response
 
@@ -54,10 +57,12 @@ async def rollout(request: Request, front: Front) -> Response:
     if (body.token_ids is None) == (body.text is None):
         raise Refused(400, "one of token_ids and text is needed", param="token_ids")
     params = SamplingParams.from_mapping({"logprobs": "raw", **body.sampling})
+    if params.n > 1:
+        return Streamed(_files(front, body, params), MANY)
     return await whole(request, _answer(front, body, params))
 
 
-async def _answer(front: Front, body: RolloutBody, params: SamplingParams) -> Response:
+def _asked_of(body: RolloutBody) -> tuple[str | list[int], GenerateOptions]:
     options: GenerateOptions = {
         "request_id": body.request_id,
         "priority": body.priority,
@@ -69,13 +74,40 @@ async def _answer(front: Front, body: RolloutBody, params: SamplingParams) -> Re
     }
     prompt = body.token_ids if body.text is None else body.text
     assert prompt is not None
+    return prompt, options
+
+
+async def _answer(front: Front, body: RolloutBody, params: SamplingParams) -> Response:
+    prompt, options = _asked_of(body)
     with front.place():
         result = await front.generator.complete(prompt, params, **options)
-    files = [sample_file(result, sample, front.model) for sample in result.samples]
-    if params.n == 1:
-        return Parts(files[0], ONE)
-    body_parts: list[bytes | Part] = []
-    for file in files:
-        nbytes = sum(part.nbytes if isinstance(part, Part) else len(part) for part in file)
-        body_parts += [nbytes.to_bytes(8, "little"), *file]
-    return Parts(body_parts, MANY)
+    told = {"request_id": result.request_id, "model": front.model}
+    return Parts(sample_file(result.samples[0], result.prompt_token_ids, **told), ONE)
+
+
+async def _files(front: Front, body: RolloutBody, params: SamplingParams) -> AsyncIterator[bytes]:
+    """The files of all samples, in the order in which they end."""
+    prompt, options = _asked_of(body)
+    with front.place():
+        async with front.generator.generate(prompt, params, **options) as stream:
+
+            def pieces_of(sample: Sample) -> AsyncIterator[bytes]:
+                told = {"request_id": stream.request_id, "model": front.model}
+                return _pieces_of(sample_file(sample, stream.prompt_token_ids, **told))
+
+            async for item in read(stream):
+                if isinstance(item, Sample):
+                    async for piece in pieces_of(item):
+                        yield piece
+
+
+async def _pieces_of(file: list[bytes | Part]) -> AsyncIterator[bytes]:
+    """A file behind its length."""
+    nbytes = sum(part.nbytes if isinstance(part, Part) else len(part) for part in file)
+    yield nbytes.to_bytes(8, "little")
+    for part in file:
+        if isinstance(part, Part):
+            async for piece in part.pieces():
+                yield piece
+        else:
+            yield part

@@ -15,11 +15,11 @@ import numpy as np
 from fdasync_http.replies import Part
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
 
     from numpy.typing import NDArray
 
-    from fdasync import Result, Sample
+    from fdasync import Sample
 
 _NAMES = {
     "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32", "int32": "I32", "uint64": "U64",
@@ -31,20 +31,20 @@ _PIECE_NBYTES = 1 << 20
 _ALIGN = 8
 
 
-def sample_file(result: Result, sample: Sample, model: str) -> list[bytes | Part]:
+def sample_file(sample: Sample, prompt_token_ids: Sequence[int], *, request_id: str, model: str) -> list[bytes | Part]:
     """The file of one sample; docs of the arrays and of the metadata are in the README of this plugin."""
     arrays: dict[str, NDArray[Any]] = {
-        "prompt_token_ids": np.array(result.prompt_token_ids, np.int32),
+        "prompt_token_ids": np.array(prompt_token_ids, np.int32),
         "token_ids": np.array(sample.token_ids, np.int32),
     }
     if sample.raw_logprobs is not None:
         arrays["raw_logprobs"] = sample.raw_logprobs
     if sample.processed_logprobs is not None:
         arrays["processed_logprobs"] = sample.processed_logprobs
-    rows = max(len(result.prompt_token_ids) + len(sample.token_ids) - 1 - sample.start, 0)
+    rows = max(len(prompt_token_ids) + len(sample.token_ids) - 1 - sample.start, 0)
     meta = {
         "format": "fdasync-rollout-1",
-        "request_id": result.request_id,
+        "request_id": request_id,
         "index": str(sample.index),
         "model": model,
         "finish_reason": sample.finish_reason,

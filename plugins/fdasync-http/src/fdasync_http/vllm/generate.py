@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from fdasync import Sample
 from fdasync_http import rows
 from fdasync_http.bodies import read_json
 from fdasync_http.failures import Refused
-from fdasync_http.parts import MARK, assembled
+from fdasync_http.parts import MARK, assembled, event_with
+from fdasync_http.prompt_scores import finite, prompt_logprobs_of
 from fdasync_http.replies import Events, Part, Parts, event_of, whole
+from fdasync_http.streams import read
 from fdasync_http.text import TextForm
 from fdasync_http.vllm.sampling import params_of, sampling_of
 
@@ -25,14 +28,12 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from fdasync import Delta, Result, Sample
+    from fdasync import Delta, Result
     from fdasync.request import GenerateOptions
     from fdasync_http.front import Front
 
 RowForm = Literal["npy", "prime_rl", "skyrl", "none"]
 
-# vLLM's word for a log-prob that was lost; JSON has no -inf
-_LOST = -9999.0
 _UNSERVED = ("features", "content_parts", "kv_transfer_params", "lora_request", "mm_processor_kwargs")
 
 
@@ -134,8 +135,9 @@ async def _answer(front: Front, asked: _Asked) -> Response:
         "usage": _usage(len(result.prompt_token_ids), usage.completion_tokens, usage.cached_tokens),
         "weight_version": _version(front, result),
     }
-    if result.prompt_logprobs is not None:
-        answer["prompt_logprobs"] = _prompt_logprobs(result)
+    told = await prompt_logprobs_of(result, top=asked.params.prompt_top_logprobs)
+    if told is not None:
+        answer["prompt_logprobs"] = told
     if asked.body.return_token_ids:
         answer["prompt_token_ids"] = result.prompt_token_ids
     return Parts(assembled(answer, parts))
@@ -187,36 +189,14 @@ def _logprob(token: int, value: float, top: Any) -> dict[str, Any]:
     tops: list[dict[str, Any]] = []
     if top is not None:
         tops = [
-            {"token": f"token_id:{other}", "token_id": other, "logprob": _finite(one), "rank": rank}
+            {"token": f"token_id:{other}", "token_id": other, "logprob": finite(one), "rank": rank}
             for rank, (other, one) in enumerate(zip(top.token_ids, top.logprobs, strict=True), 1)
         ]
     rank = next((entry["rank"] for entry in tops if entry["token_id"] == token), None)
     return {
-        "token": f"token_id:{token}", "token_id": token, "logprob": _finite(value), "rank": rank, "bytes": None,
+        "token": f"token_id:{token}", "token_id": token, "logprob": finite(value), "rank": rank, "bytes": None,
         "top_logprobs": tops,
     }  # fmt: skip
-
-
-def _finite(value: float) -> float:
-    return value if value > _LOST else _LOST
-
-
-def _prompt_logprobs(result: Result) -> list[dict[str, Any] | None]:
-    """Of each token of the prompt, by token id; the first one has none."""
-    assert result.prompt_logprobs is not None
-    tops = result.prompt_top_logprobs or (None,) * len(result.prompt_logprobs)
-    told: list[dict[str, Any] | None] = []
-    for token, value, top in zip(result.prompt_token_ids, result.prompt_logprobs.tolist(), tops, strict=True):
-        if value != value:
-            told.append(None)
-            continue
-        entry = _logprob(token, value, top)
-        entries = [entry, *entry["top_logprobs"]]
-        told.append(
-            {str(one["token_id"]): {"logprob": one["logprob"], "rank": one["rank"], "decoded_token": None}
-             for one in reversed(entries)}
-        )  # fmt: skip
-    return told
 
 
 def _rows(front: Front, form: RowForm, sample: Sample, parts: list[Part]) -> Any:
@@ -245,35 +225,30 @@ async def _streamed(front: Front, asked: _Asked) -> AsyncIterator[bytes]:
             # once, not for every event
             head = {"request_id": stream.request_id, "model": front.model, "created": int(time.time())}
             given = [0] * asked.params.n
-            async for delta in stream:
-                text, said = texts[delta.index], ""
-                if delta.finish_reason is None:
-                    # the last text comes with the result, which knows what stopped it
-                    text.add(delta.text, delta.token_ids)
-                    said = text.settled()[given[delta.index] :]
-                    given[delta.index] += len(said)
-                yield event_of(msgspec.json.encode({**head, "choices": [_delta(asked, delta, said)]}))
+            async for item in read(stream):
+                text, before = texts[item.index], given[item.index]
+                if isinstance(item, Sample):
+                    parts: list[Part] = []
+                    choice = _choice(front, asked, item, parts)
+                    # tokens and log-probs were given
+                    choice["token_ids"], choice["logprobs"] = [], None
+                    if asked.body.output_mode == "text":
+                        choice["text"] = text.end(item.text, item.token_ids, item.stop_token_id)[before:]
+                    async for told in event_with({**head, "choices": [choice]}, parts):
+                        yield told
+                    continue
+                said = ""
+                if item.finish_reason is None:
+                    # the last text comes with the sample, which knows what stopped it
+                    text.add(item.text, item.token_ids)
+                    said = text.settled()[before:]
+                    given[item.index] += len(said)
+                yield event_of(msgspec.json.encode({**head, "choices": [_delta(asked, item, said)]}))
             result = stream.result
-    for sample in result.samples:
-        parts: list[Part] = []
-        choice = _choice(front, asked, sample, parts)
-        # tokens and log-probs were given
-        choice["token_ids"], choice["logprobs"] = [], None
-        if asked.body.output_mode == "text":
-            whole_text = texts[sample.index].end(sample.text, sample.token_ids, sample.stop_token_id)
-            choice["text"] = whole_text[given[sample.index] :]
-        yield b"data: "
-        for piece in assembled({**head, "choices": [choice]}, parts):
-            if isinstance(piece, Part):
-                async for some in piece.pieces():
-                    yield some
-            else:
-                yield piece
-        yield b"\n\n"
     if (asked.body.stream_options or {}).get("include_usage"):
         usage = result.usage
-        told = _usage(len(result.prompt_token_ids), usage.completion_tokens, usage.cached_tokens)
-        yield event_of(msgspec.json.encode({**head, "choices": [], "usage": told}))
+        counted = _usage(len(result.prompt_token_ids), usage.completion_tokens, usage.cached_tokens)
+        yield event_of(msgspec.json.encode({**head, "choices": [], "usage": counted}))
 
 
 def _delta(asked: _Asked, delta: Delta, text: str) -> dict[str, Any]:

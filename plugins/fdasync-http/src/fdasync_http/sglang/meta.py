@@ -1,0 +1,107 @@
+"""SGLang's `meta_info`: what its clients read of a sample beside text and ids.
+
+`/generate` puts it into every answer, OpenAI's paths where a body asks for it. Knows no request and no stream. Called
+by `generate.py` and `openai/answers.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from fdasync_http import rows
+from fdasync_http.parts import MARK
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from fdasync import Result, Sample, TopLogprobs
+    from fdasync_http.replies import Part
+
+#: log-prob, token id, and the token's text, which these clients do not ask for
+Entry = tuple[float | None, int, None]
+
+
+def meta_of(
+    sample: Sample, *, request_id: str, prompt_tokens: int, version: str, max_tokens: int, total_s: float
+) -> dict[str, Any]:
+    """The fields of a sample that has ended, with its log-probs if it has some.
+
+    Args:
+        version: label of the weights in use, for a sample without tokens.
+        max_tokens: most tokens that the client asked for.
+        total_s: seconds that the request took.
+    """
+    spans = sample.weight_version
+    meta: dict[str, Any] = {
+        "id": request_id,
+        "finish_reason": finish_of(sample, max_tokens),
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": len(sample.token_ids),
+        "cached_tokens": sample.cached_tokens,
+        "weight_version": spans[-1].version if spans else version,
+        "weight_versions": [{"version": span.version, "start": span.start, "end": span.stop} for span in spans],
+        "e2e_latency": total_s,
+    }
+    if sample.logprobs is not None:
+        meta["output_token_logprobs"] = logprobs_of(sample.logprobs.tolist(), sample.token_ids)
+    if sample.top_logprobs is not None:
+        meta["output_top_logprobs"] = [top_of(top) for top in sample.top_logprobs]
+    return meta
+
+
+def finish_of(sample: Sample, max_tokens: int) -> dict[str, Any]:
+    """How a sample ended. A deadline is an abort: SGLang's clients know no deadline."""
+    reason = sample.finish_reason
+    if reason == "stop":
+        return {"type": "stop", "matched": sample.stop_token_id}
+    if reason == "length":
+        return {"type": "length", "length": max_tokens}
+    words = "the deadline passed" if reason == "deadline" else "aborted"
+    # AReaL reads the longer words: a sample that has no log-probs
+    return {"type": "abort", "message": words if sample.token_ids else f"Abort before prefill: {words}"}
+
+
+def logprobs_of(values: Iterable[float | None], token_ids: Iterable[int]) -> list[Entry]:
+    """Log-probs beside their tokens."""
+    return [(value, token, None) for value, token in zip(values, token_ids, strict=True)]
+
+
+def top_of(top: TopLogprobs | None) -> list[Entry] | None:
+    """The alternatives at one position."""
+    return None if top is None else logprobs_of(top.logprobs, top.token_ids)
+
+
+def prompt_meta_of(result: Result) -> dict[str, Any]:
+    """Log-probs of the prompt's tokens, if they were asked for; the first token of all has none."""
+    if result.prompt_logprobs is None:
+        return {}
+    values = [None if value != value else value for value in result.prompt_logprobs.tolist()]
+    tokens = result.prompt_token_ids[len(result.prompt_token_ids) - len(values) :]
+    meta: dict[str, Any] = {"input_token_logprobs": logprobs_of(values, tokens)}
+    if result.prompt_top_logprobs is not None:
+        meta["input_top_logprobs"] = [top_of(top) for top in result.prompt_top_logprobs]
+    return meta
+
+
+def put_rows(
+    sample: Sample, start: int | None, place: dict[str, Any], parts: list[Part], num_hidden_layers: int
+) -> None:
+    """Put a sample's rows, and where they begin, into `place`.
+
+    No rows, no key: slime cannot read an empty text. A client that names a start itself reads one (Miles' session merge
+    needs it).
+
+    Args:
+        start: position that the client named for the first row; None: it named none.
+    """
+    routing = sample.routing
+    place["routed_experts_start_len"] = sample.start if start is None else start
+    if routing is not None and start is not None and start > sample.start:
+        routing = msgspec.structs.replace(routing, array=routing.array[start - sample.start :], start=start)
+    if routing is not None and len(routing.array):
+        place["routed_experts"] = MARK
+        parts.append(rows.sglang(routing, num_hidden_layers))
+    elif start is not None:
+        place["routed_experts"] = ""
