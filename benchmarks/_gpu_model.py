@@ -19,6 +19,7 @@ from fdasync_transformers.model.aux_data import AuxData
 from fdasync_transformers.model.capture import RoutingCapture
 from fdasync_transformers.model.fused_router import fuse_routers
 from fdasync_transformers.model.kv import KVPool
+from fdasync_transformers.sampling.grammars import LaneMatchers
 
 from fdasync.cache.aux_arena import AuxArena
 from fdasync.events.actions import BlockAppend, Chunk, RunStep, SeqStart
@@ -66,6 +67,7 @@ class Arm:
             arena=arena,
             host=None,
             aux=self.aux,
+            matchers=LaneMatchers(None, self.table),
             vocab_size=scale.config["vocab_size"],
             logits_dtype="float32",
         )

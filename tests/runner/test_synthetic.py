@@ -14,6 +14,7 @@ import pytest
 from fdasync import SamplingParams
 from fdasync.errors import BadInput, InvariantBroken
 from fdasync.events.actions import SwapIn
+from fdasync.request import Grammar
 from fdasync.runner.base import CopyOutput, RunnerLimits, StepOutput, TensorMeta
 from fdasync.runner.oracle import U64, Oracle, SyntheticConfig
 from fdasync.runner.synthetic import SyntheticRunner
@@ -27,6 +28,7 @@ WEIGHTS = (SyntheticConfig().weights_id, 5)
 class TestSynthetic(RunnerTests):
     config: dict[str, Any] = {"pass_stamp": True, "values_spec": True}  # noqa: RUF012
     loads = True
+    grammar = Grammar("regex", "%7")
 
     def make(self, limits):
         return SyntheticRunner(SyntheticConfig(**self.config), limits)

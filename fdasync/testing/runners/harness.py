@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from fdasync.request import Grammar
     from fdasync.testing.runners.bench import Answer
 
 # at most so many values of a row stand in a message
@@ -34,6 +35,7 @@ class RunnerSuite(LoopHooks):
         limits: given to `make`; must have room for 4 sequences, 12 blocks and steps of 4 blocks.
         logprobs: the runner computes log-probs.
         overlaps: the runner takes a step while one is in flight.
+        grammar: one that has an effect on samples, and allows four tokens and more; None: the runner has no grammars.
         loads: the runner takes new weights; then `make_of`, `write_folder` and `tensors_of` are defined.
         batch_safe: a batch changes no token of a sequence: always so in exact arithmetic, nearly always in float32, not
             in bfloat16. False: sequences that another instance began go on alone.
@@ -44,6 +46,7 @@ class RunnerSuite(LoopHooks):
     limits = RunnerLimits(max_running=4, max_step_tokens=256, block_tokens=16, num_blocks=24, pipeline_depth=2)
     logprobs = True
     overlaps = True
+    grammar: Grammar | None = None
     loads = False
     batch_safe = True
     logprob_error = 0.0

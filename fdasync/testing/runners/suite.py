@@ -8,8 +8,8 @@ Adopt it with a class of a few lines in a test module of your own:
 
 The tests are plain functions that run a loop of their own, so they need no plugin and no settings. Numeric runners may
 loosen `assert_same`. This file tests steps; copies of blocks, sequences that another instance began, new weights, logit
-bias and log-probs of prompts are in `copies.py`, `open_blocks.py`, `weights.py` and `scores.py`. Knows the contract
-only.
+bias and log-probs of prompts, and grammars are in `copies.py`, `open_blocks.py`, `weights.py`, `scores.py` and
+`grammars.py`. Knows the contract only.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from fdasync.testing.harness.bounded import on_loop
 from fdasync.testing.harness.verdicts import check, equal
 from fdasync.testing.runners.bench import GREEDY, Answer, noisy, on_bench
 from fdasync.testing.runners.copies import CopyTests
+from fdasync.testing.runners.grammars import GrammarTests
 from fdasync.testing.runners.harness import is_runner_error
 from fdasync.testing.runners.open_blocks import TailTests
 from fdasync.testing.runners.scores import ScoreTests
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from fdasync.runner.base import StepOutput
 
 
-class RunnerTests(CopyTests, ScoreTests, TailTests, WeightsTests):
+class RunnerTests(CopyTests, GrammarTests, ScoreTests, TailTests, WeightsTests):
     """Subclass it, name the subclass Test..., define `make`; more in `RunnerSuite`."""
 
     # -- what it is -----------------------------------------------------------------------------------

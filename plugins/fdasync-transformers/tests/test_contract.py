@@ -13,6 +13,7 @@ from families_zoo import make_checkpoint
 from fdasync_transformers import TransformersConfig, TransformersRunner, make_random_checkpoint, named_tensors
 from safetensors.torch import load_file
 
+from fdasync import Grammar
 from fdasync.runner.worker.proxy import WorkerRunner
 from fdasync.testing import RunnerTests
 from fdasync.testing.runners.harness import RunnerSuite
@@ -36,6 +37,7 @@ class _OnACheckpoint(RunnerSuite):
     overlaps = False
 
     loads = True
+    grammar = Grammar("regex", "[a-f]{2}[0-9]{4}x*")
     dtype = "float32"
     device = "cpu"
     logprob_error = 1e-4
