@@ -1,7 +1,7 @@
 """The app: every path of every dialect over one generator.
 
     from fdasync_http import app
-    service = app(engine)                      # or a router; whoever starts it closes it
+    service = app(engine)                      # or a router; the embedder starts and closes it
     Starlette(routes=[Mount("/llm", service)])
 
 A path is a coroutine `(request, front) -> response`, listed in the table of its dialect. Paths that control the engine
