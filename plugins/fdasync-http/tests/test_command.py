@@ -42,7 +42,7 @@ async def front(*options):
 async def until_live(client):
     """Returns when the server tells that a request is live; it tells no other process by itself, so it is asked."""
     async with asyncio.timeout(20):
-        while not (await client.get("/v1/loads")).json()["loads"][0]["num_reqs"]:
+        while not (await client.get("/v1/loads")).json()["loads"][0]["num_reqs"]:  # noqa: ASYNC110 - another process
             await asyncio.sleep(0.005)
 
 
