@@ -21,6 +21,8 @@ from starlette.routing import Route
 
 from fdasync_http.access import NeedsKey
 from fdasync_http.config import HttpConfig
+from fdasync_http.contract import HTML
+from fdasync_http.docs_page import HEADERS, page
 from fdasync_http.failures import JSON, Refused, answer, on_error
 from fdasync_http.front import Front
 from fdasync_http.openapi import description
@@ -47,9 +49,8 @@ def app(generator: Generator, config: HttpConfig | None = None, *, tokenizer: To
     front = Front(generator, config, tokenizer or getattr(generator, "tokenizer", None))
     use = (config.api_key,) if config.api_key else ()
     control = (config.admin_key,) if config.admin_key else use
-    routes = [_route(path, front, use, ()) for path in USE]
+    routes = [_route(path, front, use, ()) for path in (*USE, *_own_paths())]
     routes += [_route(path, front, control, use) for path in CONTROL]
-    routes.append(_route(Path("/openapi.json", ("GET",), _openapi), front, use, ()))
     inner = Starlette(
         routes=routes,
         exception_handlers={HTTPException: _on_http_error, Exception: on_error},
@@ -62,9 +63,21 @@ def _route(path: Path, front: Front, keys: tuple[str, ...], known: tuple[str, ..
     return Route(path.path, NeedsKey(_Endpoint(path, front), keys, known), methods=list(path.methods))
 
 
-async def _openapi(_request: Request, _front: Front) -> Response:
-    """`GET /openapi.json`."""
-    return Response(msgspec.json.encode(description([*USE, *CONTROL])), media_type=JSON)
+def _own_paths() -> tuple[Path, ...]:
+    """Paths that tell what the app is; both are made once, since any client may ask for them often."""
+
+    async def openapi(_request: Request, _front: Front) -> Response:
+        """`GET /openapi.json`: this description."""
+        return Response(described, media_type=JSON)
+
+    async def docs(_request: Request, _front: Front) -> Response:
+        """`GET /docs`: this description as a page that loads nothing from other hosts."""
+        return Response(shown, headers=HEADERS, media_type=HTML)
+
+    own = (Path("/openapi.json", ("GET",), openapi), Path("/docs", ("GET",), docs))
+    told = description([*USE, *own], CONTROL)
+    described, shown = msgspec.json.encode(told), page(told)
+    return own
 
 
 class _Endpoint:
@@ -91,4 +104,7 @@ class _Endpoint:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     words = {404: f"there is no path {request.url.path}", 405: f"{request.url.path} takes no {request.method}"}
-    return answer(Refused(error.status_code, words.get(error.status_code, error.detail)))
+    response = answer(Refused(error.status_code, words.get(error.status_code, error.detail)))
+    # 405 names the methods that there are
+    response.headers.update(error.headers or {})
+    return response
