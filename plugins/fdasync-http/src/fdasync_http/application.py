@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from fdasync_http.access import NeedsKey
+from fdasync_http.bodies import BUDGET
 from fdasync_http.config import HttpConfig
 from fdasync_http.contract import HTML
 from fdasync_http.docs_page import HEADERS, page
@@ -93,7 +94,7 @@ class _Endpoint:
                 self._front.answers[self._path.path, message["status"]] += 1
             await send(message)
 
-        request = Request(scope, receive, counted)
+        request = Request({**scope, BUDGET: self._front.bodies}, receive, counted)
         try:
             response = await self._path.serve(request, self._front)
         except Exception as error:

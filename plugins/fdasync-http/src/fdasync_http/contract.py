@@ -134,7 +134,7 @@ _EXAMPLES: dict[str, dict[str, Any]] = {
     "/pause_generation": {"mode": "retract"},
     "/continue_generation": {},
     "/abort_request": {"abort_all": True},
-    "/update_weights_from_disk": {"model_path": "/weights/step_1", "weight_version": "1"},
+    "/update_weights_from_disk": {"model_path": "/weights/step_1"},
     "/update_weight_version": {"new_version": "1"},
     "/abort_requests": {"request_ids": ["a"]},
     "/reset_prefix_cache": {},

@@ -58,11 +58,11 @@ def _section(name: str, method: str, operation: dict[str, Any], schemas: dict[st
     parts = [f'<section id="{escape(method + name)}"><h2>{head}</h2><p>{escape(operation["description"])}</p>']
     parameters = operation.get("parameters", ())
     if parameters:
-        rows = [
+        given = [
             (f"<code>{escape(one['name'])}</code>", one["in"], _type(one["schema"]), escape(one.get("description", "")))
             for one in parameters
         ]
-        parts.append(_table(("parameter", "in", "type", ""), rows))
+        parts.append(_table(("parameter", "in", "type", ""), given))
     for media, content in operation.get("requestBody", {}).get("content", {}).items():
         parts.append(f"<p>Body ({escape(media)}): {_type(content['schema'])}</p>")
         if "example" in content:

@@ -62,7 +62,11 @@ def description(use: Iterable[Path], control: Iterable[Path] = ()) -> dict[str, 
 
 def _schemas(kinds: set[type[Any]]) -> tuple[dict[type[Any], Any], dict[str, Any]]:
     """Schemas of types, and the components that they refer to; with the words of the types' docstrings."""
-    ordered = [*sorted(kinds, key=lambda kind: f"{kind.__module__}.{kind.__qualname__}"), ErrorBody, Updated]
+    ordered: list[type[Any]] = [
+        *sorted(kinds, key=lambda kind: f"{kind.__module__}.{kind.__qualname__}"),
+        ErrorBody,
+        Updated,
+    ]
     made, components = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")
     for component in components.values():
         about, fields = _words_of(component.get("description", ""))
@@ -143,6 +147,9 @@ def _body_of(media: str, path: Path) -> dict[str, Any]:
         # SGLang's older path for loads is a list, and so is the answer to a list of prompts
         kinds = {"/get_load": "array", "/generate": ["object", "array"]}
         return {"type": kinds.get(path.path, "object")}
-    if media in (EVENTS, HTML, TEXT):
+    if media == EVENTS:
+        # each is JSON, but for the last one, "[DONE]"
+        return {}
+    if media in (HTML, TEXT):
         return {"type": "string"}
     return {"type": "string", "contentMediaType": media}

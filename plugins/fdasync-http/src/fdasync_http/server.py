@@ -112,6 +112,8 @@ async def serving(app: ASGIApp, listen: Listen) -> AsyncIterator[Served]:
         lifespan="off",
         access_log=False,
         log_config=None,
+        # clients can cause warnings as often as they like
+        log_level="error",
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=_KEEP_ALIVE_S,
