@@ -202,3 +202,24 @@ async def test_bodies_have_a_limit_together(scene_of):
             while response.status_code == 429:
                 response = await scene.client.post("/generate", content=b"{" + b" " * 4000)
         await still_serves(scene)
+
+
+@pytest.mark.parametrize("sent", [1 << 10, 8 << 20])
+async def test_a_refused_client_reads_why_also_while_it_sends(scene_of, sent):
+    async with scene_of(listen=listen(max_connections=1)) as scene:
+        kept = await line_to(scene)
+        kept.send(PING)
+        await kept.answer()
+        # a connection too many, with a request under way
+        line = await line_to(scene)
+        line.send(post({"input_ids": [1]}) + b"x" * sent)
+        head, body = await line.answer()
+        assert head.startswith(b"HTTP/1.1 429")
+        assert json.loads(body)["error"]["code"] == "overloaded"
+        assert b"retry-after: 1" in head
+        line.close()
+        # headers that are too long
+        kept.send(b"GET /ping HTTP/1.1\r\nx: " + b"y" * max(sent, 1 << 17))
+        head, _ = await kept.answer()
+        assert head.startswith(b"HTTP/1.1 431")
+        kept.close()

@@ -119,7 +119,7 @@ def decode(body: bytes, kind: type[T], config: HttpConfig) -> T:
 
 
 def _shape_of(body: bytes, levels: int) -> tuple[int, int]:
-    """How deep arrays and objects nest, and how many there are; exact where there are more than `levels`.
+    """How deep arrays and objects nest, and how many there are; at least as many where one of them is too large.
 
     Of a body that is no JSON: as far as it is.
     """
@@ -142,7 +142,7 @@ def _shape_of(body: bytes, levels: int) -> tuple[int, int]:
         depth, quotes = int(depths[-1]), int(before[-1])
         deepest = max(deepest, int(depths.max()))
         parts += int(np.count_nonzero(steps == _OPENS))
-        if deepest > levels:
+        if deepest > levels or parts > _MAX_PARTS:
             break
     return deepest, parts
 

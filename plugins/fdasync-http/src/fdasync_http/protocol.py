@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 _OF_UPGRADE = (b"connection", b"upgrade", b"http2-settings")
 # chunks of one byte have six bytes for each
 _FRAME_NBYTES = 8
+# how long bytes of a refused client are dropped, and of how many clients above the limit: a connection that is closed
+# over unread bytes is reset, and the answer is lost
+_LINGER_S = 1.0
+_MAX_LINGERING = 1024
 
 
 class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +74,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         # of the request that arrives: bytes behind its headers, and those of them that are body
         self._behind_nbytes = self._body_nbytes = 0
         self._running: RequestResponseCycle | None = None
+        self._is_refused = False
         self._rest_timer: asyncio.TimerHandle | None = None
         self._header_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
@@ -94,7 +99,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
+        if self._is_over():
             return
         if self._in_headers:
             # counted before they are parsed, with all that follows them in this piece: the bound is no exact one
@@ -104,7 +109,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         else:
             self._behind_nbytes += len(data)
         self._feed(data)
-        if self.transport.is_closing():
+        if self._is_over():
             return
         limit = self.limits.max_header_nbytes
         if self._in_headers and self._header_nbytes > limit:
@@ -113,6 +118,9 @@ class _LimitedProtocol(HttpToolsProtocol):
         elif self._behind_nbytes > limit + (1 + _FRAME_NBYTES) * self._body_nbytes:
             told = f"the body has more than {limit} bytes of trailers and chunk extensions"
             self._refuse(Refused(400, told, code="headers_too_long"), "431 Request Header Fields Too Large")
+
+    def _is_over(self) -> bool:
+        return self._is_refused or self.transport.is_closing()
 
     def _feed(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
@@ -198,7 +206,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         if self._is_answering():
             # a stray byte behind a request does not end its answer; another request waits for that anyway
             self._await_headers()
-        elif self._in_headers and not self.transport.is_closing():
+        elif self._in_headers and not self._is_over():
             self._refuse(Refused(408, "the headers did not arrive in time"), "408 Request Timeout")
 
     def _end_header_timer(self) -> None:
@@ -229,4 +237,12 @@ class _LimitedProtocol(HttpToolsProtocol):
         retry = f"retry-after: {refused.retry_after_s}\r\n" if refused.retry_after_s else ""
         head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n{retry}"
         self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
-        self.transport.close()
+        self._is_refused = True
+        self._end_header_timer()
+        self._unset_keepalive_if_required()
+        if len(self.connections) > self.limits.max_connections + _MAX_LINGERING:
+            self.transport.close()
+            return
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._rest_timer = self._after(_LINGER_S, self.transport.close)
