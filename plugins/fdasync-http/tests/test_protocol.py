@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import random
 
 import pytest
 from fdasync_http.protocol import ConnectionLimits
@@ -13,6 +15,7 @@ from fdasync.testing import until
 
 KEY = "sk-0123456789abcdef"
 PING = b"GET /ping HTTP/1.1\r\nhost: x\r\n\r\n"
+LAST = b"GET /ping HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 LONG = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 200, "ignore_eos": True}}
 
 
@@ -223,3 +226,45 @@ async def test_a_refused_client_reads_why_also_while_it_sends(scene_of, sent):
         head, _ = await kept.answer()
         assert head.startswith(b"HTTP/1.1 431")
         kept.close()
+
+
+def broken(rng, request):
+    """A request with some of its bytes changed, left out, or there twice."""
+    data = bytearray(request)
+    for _ in range(rng.randint(1, 4)):
+        at, length = rng.randrange(len(data)), rng.randint(1, 12)
+        change = rng.randrange(4)
+        if change == 0:
+            data[at] = rng.randrange(256)
+        elif change == 1 and len(data) > 20:
+            del data[at : at + length]
+        elif change == 2:
+            data[at:at] = data[at : at + length]
+        else:
+            data[at:at] = rng.choice([b"\r\n", b"\r\n\r\n", b"\0", b": ", b" HTTP/1.1", b"chunked", b"-1", b"\xff"])
+    return bytes(data)
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_broken_bytes_raise_nothing_and_keep_nothing(scene_of, seed, caplog):
+    rng = random.Random(seed)
+    body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 1}}
+    chunked = (
+        b"POST /generate HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1a;x=y\r\n%s\r\n0\r\nt: u\r\n\r\n"
+    )
+    offer = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AA\r\n"
+    requests = [post(body), post(body, offer), chunked % b'{"input_ids": [1, 2, 3 ] }', PING * 3, post(body) + PING]
+    answered = 0
+    async with scene_of(listen=listen(header_s=0.1), body_timeout_s=0.1) as scene:
+        for _ in range(60):
+            line = await line_to(scene)
+            # whatever the first bytes were, the last ones end the connection, or the time for them does
+            line.send(broken(rng, rng.choice(requests)) + LAST)
+            got = await line.rest()
+            assert not got or got.startswith(b"HTTP/1.1 "), got[:80]
+            answered += bool(got)
+            line.close()
+        await still_serves(scene)
+        await until(lambda: scene.generator.load().live == 0)
+    assert answered > 30
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []

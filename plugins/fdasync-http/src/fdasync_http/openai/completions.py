@@ -18,6 +18,7 @@ from fdasync_http.openai.logprobs import TokenNames, of_completion
 from fdasync_http.openai.types import CompletionBody, read_known
 from fdasync_http.parts import assembled
 from fdasync_http.replies import Events, Part, Parts, all_of, event_of, whole
+from fdasync_http.text import encoded
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -53,7 +54,7 @@ def _asked_of(front: Front, body: CompletionBody) -> list[Asked]:
         if isinstance(prompt, str) and body.return_token_ids and front.tokenizer is not None:
             check_text_size("prompt", prompt, front)
             # the first event has them, before the engine tells
-            prompt = front.tokenizer.encode(prompt)
+            prompt = encoded(front.tokenizer, prompt)
         asked.append(
             Asked(
                 front,
