@@ -115,7 +115,8 @@ async def test_trailers_without_end_are_refused_and_small_chunks_are_not(scene_o
             line.send(b"1\r\n%c\r\n" % byte)
         line.send(b"0\r\n\r\n")
         head, _ = await line.answer()
-        assert head.startswith(b"HTTP/1.1 ")
+        # 900 tokens are more than the context holds
+        assert head.startswith(b"HTTP/1.1 400")
         line.close()
 
         for more in (b"x-trailer: yyyyyyyyyyyyyyyyyyyyyyyyyyyy\r\n", b"x-trailer: " + b"y" * 5000):
@@ -126,6 +127,7 @@ async def test_trailers_without_end_are_refused_and_small_chunks_are_not(scene_o
                 while not ends.done():
                     line.send(more)
                     await asyncio.wait([ends], timeout=0.002)
+            assert b"bytes of trailers and chunk extensions" in ends.result()
             line.close()
         await still_serves(scene)
 
@@ -142,7 +144,7 @@ async def test_requests_in_a_row_are_answered_in_order_and_thousands_are_not_kep
         line.close()
         line = await line_to(scene)
         line.send(post(LONG) + PING * 5000)
-        await line.rest()
+        assert b"more than 16 requests wait behind another" in await line.rest()
         await until(lambda: scene.generator.load().live == 0)
         line.close()
         await still_serves(scene)

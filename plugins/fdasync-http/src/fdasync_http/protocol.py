@@ -53,6 +53,10 @@ class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True):
     write_s: float = 120.0
 
 
+class _Unwanted(ValueError):
+    """Ends the parsing of a piece; its words are for the client."""
+
+
 def protocol_with(limits: ConnectionLimits) -> type[HttpToolsProtocol]:
     """The protocol class for uvicorn's configuration."""
     return type("LimitedProtocol", (_LimitedProtocol,), {"limits": limits})
@@ -92,10 +96,8 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._end_write_timer()
         self._end_rest_timer()
         self.pipeline.clear()
-        if self._is_answering() and self._running is not None:
-            # uvicorn tells the latest request alone, and another one may be under way
-            self._running.disconnected = True
-            self._running.message_event.set()
+        # uvicorn tells the latest request alone, and another one may be under way
+        self._end_running()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -130,9 +132,12 @@ class _LimitedProtocol(HttpToolsProtocol):
             # no upgrade is taken: the same request once more, without the offer
             head = self._head_without_upgrade()
             self.parser = httptools.HttpRequestParser(self)
+            # as uvicorn sets it: bytes behind a last request are no error
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
             self._feed(head + data[upgrade.args[0] :])
-        except httptools.HttpParserError:
-            self.send_400_response("this is no HTTP request")
+        except httptools.HttpParserError as error:
+            why = error.__context__
+            self.send_400_response(str(why) if isinstance(why, _Unwanted) else "this is no HTTP request")
 
     def _head_without_upgrade(self) -> bytes:
         lines = [self.parser.get_method() + b" " + self.url + b" HTTP/1.1"]
@@ -147,7 +152,7 @@ class _LimitedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         if len(self.pipeline) >= self.limits.max_pipelined:
             # ends the parsing of this piece, which may hold thousands more
-            raise ValueError(f"more than {self.limits.max_pipelined} requests wait behind another")
+            raise _Unwanted(f"more than {self.limits.max_pipelined} requests wait behind another")
         super().on_message_begin()
         self._in_headers = True
 
@@ -158,7 +163,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         if not self.parser.should_upgrade():
             super().on_headers_complete()
         elif self.parser.get_method() == b"CONNECT":
-            raise ValueError("this is no proxy")
+            raise _Unwanted("this is no proxy")
 
     def on_body(self, body: bytes) -> None:
         self._body_nbytes += len(body)
@@ -189,6 +194,12 @@ class _LimitedProtocol(HttpToolsProtocol):
 
     def _is_answering(self) -> bool:
         return self._running is not None and not self._running.response_complete
+
+    def _end_running(self) -> None:
+        """The request under way finds its client gone."""
+        if self._is_answering() and self._running is not None:
+            self._running.disconnected = True
+            self._running.message_event.set()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -229,10 +240,11 @@ class _LimitedProtocol(HttpToolsProtocol):
         return self.loop.call_later(delay_s, call)
 
     def _refuse(self, refused: Refused, status: str) -> None:
-        if self._is_answering():
+        if self._is_answering() and self._running is not None and self._running.response_started:
             # no answer within another
             self.transport.close()
             return
+        self._end_running()
         body = body_of(refused)
         retry = f"retry-after: {refused.retry_after_s}\r\n" if refused.retry_after_s else ""
         head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n{retry}"
