@@ -7,7 +7,8 @@ import contextlib
 
 import msgspec
 import pytest
-from fdasync_http.bodies import BUDGET, Budget, decode, read_body
+from fdasync_http.bodies import decode, read_body
+from fdasync_http.budget import BUDGET, Budget
 from fdasync_http.config import HttpConfig
 from fdasync_http.failures import Refused
 from hypothesis import given

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from fdasync_http.access import NeedsKey
-from fdasync_http.bodies import BUDGET
+from fdasync_http.budget import BUDGET
 from fdasync_http.config import HttpConfig
 from fdasync_http.contract import HTML
 from fdasync_http.docs_page import HEADERS, page

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 import numpy as np
 
-from fdasync_http.failures import RETRY_AFTER_S, Refused
+from fdasync_http.budget import BUDGET, Budget
+from fdasync_http.failures import Refused
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
     from fdasync_http.front import Front
 
 T = TypeVar("T")
-
-#: name in an ASGI scope of the app's `Budget`
-BUDGET = "fdasync_http.bodies"
 
 # longer tokens are rare; text of them alone is refused, and can be sent as token ids
 _MAX_TOKEN_CHARS = 64
@@ -41,29 +39,6 @@ def _kinds_of_bytes() -> NDArray[np.int8]:
 
 
 _KINDS = _kinds_of_bytes()
-
-
-class Budget:
-    """Bytes of bodies that are being read, of all requests together.
-
-    Args:
-        most: how many there may be.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self.held = 0
-
-    def take(self, nbytes: int) -> None:
-        """Raises Refused (429), and takes nothing then."""
-        if self.held + nbytes > self._most:
-            told = f"the bodies that arrive have {self._most} bytes together, the most that they may"
-            raise Refused(429, told, code="overloaded", retry_after_s=RETRY_AFTER_S)
-        self.held += nbytes
-
-    def give(self, nbytes: int) -> None:
-        """Return what was taken."""
-        self.held -= nbytes
 
 
 async def read_body(request: Request, config: HttpConfig) -> bytes:

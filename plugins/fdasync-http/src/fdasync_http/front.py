@@ -9,7 +9,7 @@ from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from fdasync_http.bodies import Budget
+from fdasync_http.budget import Budget
 from fdasync_http.failures import RETRY_AFTER_S, Refused
 
 if TYPE_CHECKING:
