@@ -2,8 +2,8 @@
 
 One synthetic instance with steps of 20 ms and `fdasync http` are processes of their own; so is the attacker
 (`_http_attacker.py`), at a bounded rate and the lowest priority. Eight readers of a router and eight streams over HTTP
-run all the time. For each attack, windows without and with it alternate. "nothing" is an attack that does nothing: its
-ratios are the machine's noise.
+run all the time. For each attack, windows without and with it alternate; figures are medians of the pairs. "nothing" is
+an attack that does nothing: its ratios are the machine's noise.
 
     engine_tpot_p99_ATTACK   time per output token of the router's readers, p99 of requests: with over without it
     http_tpot_p99_ATTACK     the same of the streams over HTTP, which share the front with the attack
@@ -20,7 +20,6 @@ import json
 import sys
 import tempfile
 import time
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -140,34 +139,30 @@ async def window(seconds: float) -> tuple[float, float]:
     return begin, time.monotonic()
 
 
-async def one_attack(name: str, server: Front, streams: Streams, pairs: int, seconds: float) -> dict[str, Any]:
-    """Windows without and with one attack, in turn."""
-    quiet: dict[str, list[float]] = {"engine": [], "http": []}
-    loud: dict[str, list[float]] = {"engine": [], "http": []}
-    grown, slowest, held = 0, 0.0, 0
-    statuses: Counter[str] = Counter()
+async def one_attack(name: str, server: Front, streams: Streams, pairs: int, seconds: float) -> dict[str, list[Any]]:
+    """Windows without and with one attack, in turn; a value of each pair."""
+    told: dict[str, list[Any]] = {}
+    # of the first window: later ones begin with what allocators kept
+    before = memory_of([server.pid]).rss
     for _ in range(pairs):
         span = await window(seconds)
-        before = memory_of([server.pid]).rss
         most = [before]
         watching = asyncio.ensure_future(watch(server.pid, most))
-        async with attacker(name, server.port) as told:
+        async with attacker(name, server.port) as seen:
             await asyncio.sleep(WARM_S)
             loud_span = await window(seconds)
         watching.cancel()
         await asyncio.wait([watching])
-        grown, slowest = max(grown, most[0] - before), max(slowest, told["slowest_s"])
-        statuses.update(told["statuses"])
-        held = max(held, told["held"])
+        values: dict[str, Any] = {"front_mib": (most[0] - before) / _MIB, "answer_s": seen["slowest_s"]}
         for kind in ("engine", "http"):
-            quiet[kind] += within(getattr(streams, kind), *span)
-            loud[kind] += within(getattr(streams, kind), *loud_span)
+            quiet, loud = (within(getattr(streams, kind), *one) for one in (span, loud_span))
+            values[f"{kind}_tpot_p99"] = p99(loud) / p99(quiet)
+            values[f"{kind}_requests"] = [len(quiet), len(loud)]
+        for key, value in {**values, "statuses": seen["statuses"], "held": seen["held"]}.items():
+            told.setdefault(key, []).append(value)
         # connections of the attack end
         await asyncio.sleep(WARM_S)
-    moved = {f"{kind}_tpot_p99": p99(loud[kind]) / p99(quiet[kind]) for kind in quiet}
-    return {**moved, "front_mib": grown / _MIB, "answer_s": slowest, "statuses": statuses, "held": held,
-            "requests": [len(quiet["engine"]), len(loud["engine"]), len(quiet["http"]), len(loud["http"])],
-            "engine_p99_ms": [p99(quiet["engine"]) * 1e3, p99(loud["engine"]) * 1e3]}  # fmt: skip
+    return told
 
 
 async def play(report: Report, names: list[str], pairs: int, seconds: float) -> None:
@@ -183,12 +178,12 @@ async def play(report: Report, names: list[str], pairs: int, seconds: float) -> 
                         told = await beside(name, server, router, pairs, seconds)
                     for figure, aim in (("engine_tpot_p99", AIM), ("http_tpot_p99", None), ("front_mib", None),
                                         ("answer_s", None)):  # fmt: skip
-                        report.add(f"{figure}_{name}", [told.pop(figure)], aim=aim)
+                        report.add(f"{figure}_{name}", told.pop(figure), aim=aim)
                     report.conditions[name] = told
                     print(f"    {told}", file=sys.stderr, flush=True)
 
 
-async def beside(name: str, server: Front, router: Router, pairs: int, seconds: float) -> dict[str, Any]:
+async def beside(name: str, server: Front, router: Router, pairs: int, seconds: float) -> dict[str, list[Any]]:
     """One attack beside streams that run all the time."""
     streams = Streams(router, server.port)
     running = asyncio.ensure_future(streams.run())
