@@ -76,7 +76,7 @@ class Run:
     def send(self, label: str, case: Any, noise: dict[str, Any]) -> None:
         begin = time.monotonic()
         try:
-            response = case.call(session=self.session, timeout=DEADLINE_S, **noise)
+            response = case.call(base_url=self.url, session=self.session, timeout=DEADLINE_S, **noise)
         except requests.exceptions.InvalidHeader:
             return
         except requests.RequestException as error:
@@ -203,7 +203,8 @@ class Beside:
 
 def play(run: Run, group: str, cases: int, seed: int, weights: str) -> dict[str, Any]:
     load_all_checks()
-    schema = schemathesis.openapi.from_url(run.url + "/openapi.json")
+    # from a URL, the library would leave out the path of the description itself
+    schema = schemathesis.openapi.from_dict(run.session.get(f"{run.url}/openapi.json", timeout=DEADLINE_S).json())
     operations = {}
     for result in schema.get_all_operations():
         operation = result.ok()
