@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import uvloop
 
 from benchmarks._http_attacker import ATTACKS
-from benchmarks._http_front import Front, front, memory_of
+from benchmarks._http_process import Front, front, memory_of
 from benchmarks._report import Report, calibrate_us
 from fdasync import SamplingParams, connect
 from fdasync.cli.local.fleet import LocalFleet, plans_for

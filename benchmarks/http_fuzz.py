@@ -23,7 +23,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks._http_front import Memory, children_of, front, memory_of
+from benchmarks._http_process import Memory, children_of, front, memory_of
 from fdasync.runner.synthetic import WEIGHTS_FILE
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import httpx2
 import pytest
 
 from benchmarks._http_attacker import IDLE
-from benchmarks._http_front import front, memory_of
+from benchmarks._http_process import front, memory_of
 
 BODY = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 4}}
 _MIB = 1 << 20
