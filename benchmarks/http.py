@@ -6,8 +6,11 @@ a third, which count events and parse no JSON.
 
     http_over_direct_256   tokens per second through the front, over those of the readers
     tokens_per_event_256   tokens that an event carries
-    gap_p99_ms_256         between two reads of one stream
+    gap_p99_ms_256         between two events of one stream; `gap_p99_ms_direct` is the readers'
     front_us_per_chunk     CPU of the front's process for one event
+    engine_step_moved      the engine's CPU for a step, through the front over directly
+    ttft_added_ms_p50      median time to the first token through the front less a router's, in pairs sent at the same
+                           moment; the connection is open, and 32 streams run through the front meanwhile
     rollout_mb_s           rows of one long sample at `/v1/rollout`, MB of body per second
     base64_mb_s            the same rows at `/generate`, in MB of the same rows per second
 """
@@ -18,136 +21,138 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
-import subprocess
+import statistics
 import sys
-import tempfile
 import time
 import urllib.request
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvloop
 
+from benchmarks import _http_front
+from benchmarks._http_front import Meter, front
+from benchmarks._http_load import Load
 from benchmarks._report import Report, calibrate_us
-from fdasync import SamplingParams, connect
+from fdasync import RouterConfig, connect
 from fdasync.cli.local.fleet import LocalFleet, plans_for
+from fdasync.ipc.deadlines import Within
 from fdasync.testing import synthetic_config
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator
 
-STREAMS = 256
+    from benchmarks._http_front import Cpu, Front
+
+PROBED_STREAMS = 32
 STEP_S = 0.02
-WARM_S, COUNT_S = 3.0, 6.0
+VOCAB_SIZE = 150_000
 TOKENS = 2000
+PROBES_S = 60.0
 ROW_TOKENS = 16_000
 AIMS = {"http_over_direct_256": 0.97, "tokens_per_event_256": 1.2, "gap_p99_ms_256": 30.0, "front_us_per_chunk": 40.0,
-        "rollout_mb_s": 500.0}  # fmt: skip
+        "engine_step_moved": 1.05, "ttft_added_ms_p50": 3.0, "rollout_mb_s": 500.0}  # fmt: skip
 
 
 def runner_values(context: int, num_blocks: int) -> dict[str, Any]:
     return {
-        "num_moe_layers": 48, "top_k": 8, "num_experts": 128, "vocab_size": 150_000, "eos_id": -1, "block_tokens": 16,
-        "max_context_tokens": context, "num_blocks": num_blocks, "step_s": STEP_S, "free": True,
+        "num_moe_layers": 48, "top_k": 8, "num_experts": 128, "vocab_size": VOCAB_SIZE, "eos_id": -1,
+        "block_tokens": 16, "max_context_tokens": context, "num_blocks": num_blocks, "step_s": STEP_S, "free": True,
+        "values_spec": False, "pass_stamp": False,
     }  # fmt: skip
 
 
-async def direct(address: str) -> float:
-    """Tokens per second of the readers; run in a process of its own."""
-    async with connect([address]) as router:
-        begin = time.monotonic() + WARM_S
-        counted = 0
+class Figures:
+    """Values by name, in the order in which they came."""
 
-        async def read(number: int) -> None:
-            nonlocal counted
-            params = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
-            async with router.generate([number + 1] * 32, params) as stream:
-                async for delta in stream:
-                    now = time.monotonic()
-                    if now >= begin + COUNT_S:
-                        return
-                    if now >= begin:
-                        counted += len(delta.token_ids)
+    def __init__(self) -> None:
+        self.values: dict[str, list[float]] = {}
 
-        async with asyncio.TaskGroup() as group:
-            for number in range(STREAMS):
-                group.create_task(read(number))
-    return counted / COUNT_S
+    def add(self, name: str, value: float) -> None:
+        self.values.setdefault(name, []).append(value)
+
+    def report(self, report: Report) -> None:
+        for name, values in self.values.items():
+            report.add(name, values, aim=AIMS.get(name))
 
 
-def run_direct(address: str) -> float:
-    """The same, in a process."""
-    out = subprocess.run(
-        [sys.executable, "-m", "benchmarks.http", "--direct", address], check=True, capture_output=True, text=True
-    )
-    return float(out.stdout)
+def load_of(streams: int, count_s: float) -> Load:
+    """Streams that do not end while they are counted."""
+    return Load(
+        streams=streams, prompt_tokens=32, vocab_size=VOCAB_SIZE, least_tokens=TOKENS, most_tokens=TOKENS, rows=False,
+        warm_s=3.0, count_s=count_s,
+    )  # fmt: skip
 
 
-@contextlib.contextmanager
-def front(address: str) -> Iterator[tuple[int, int]]:
-    """`fdasync http` over an instance; gives its port and process id."""
-    read, write = os.pipe()
-    command = [sys.executable, "-m", "fdasync", "http", "--connect", address, "--port", "0", "--rows", "none"]
-    process = subprocess.Popen(
-        [*command, "--ready-fd", str(write)], pass_fds=(write,), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    os.close(write)
+async def pair(address: str, served: Front, meter: Meter, load: Load, found: Figures, *, turned: bool) -> None:
+    """Both arms, one after the other; `turned`: the front's first."""
+    if turned:
+        clients, cpu = await _http_front.through_front(served, load, meter)
+    readers, readers_cpu = await _http_front.direct(address, load, meter)
+    if not turned:
+        clients, cpu = await _http_front.through_front(served, load, meter)
+    found.add(f"direct_tokens_s_{load.streams}", readers.tokens / load.count_s)
+    found.add(f"http_over_direct_{load.streams}", clients.tokens / readers.tokens)
+    found.add(f"tokens_per_event_{load.streams}", clients.tokens / clients.events)
+    found.add(f"gap_p99_ms_{load.streams}", clients.gap_p99_s * 1e3)
+    found.add("gap_p99_ms_direct", readers.gap_p99_s * 1e3)
+    found.add("front_us_per_chunk", cpu.front_s / cpu.wall_s / (clients.events / load.count_s) * 1e6)
+    found.add("engine_us_a_step_direct", _step_us(readers_cpu))
+    found.add("engine_step_moved", _step_us(cpu) / _step_us(readers_cpu))
+
+
+def _step_us(cpu: Cpu) -> float:
+    return cpu.engine_s / cpu.steps * 1e6
+
+
+async def first_tokens(address: str, served: Front, meter: Meter, probes: int, found: Figures) -> None:
+    """How much later first tokens come, while other streams run."""
+    words = [address, str(served.port), str(probes), str(VOCAB_SIZE)]
+    # as long as the probes take
+    beside = load_of(PROBED_STREAMS, PROBES_S)
+    others = asyncio.ensure_future(_http_front.through_front(served, beside, meter))
+    process = None
     try:
-        with os.fdopen(read) as lines:
-            yield json.loads(lines.readline())["port"], process.pid
+        await asyncio.sleep(beside.warm_s)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "benchmarks._http_probes", *words, stdout=asyncio.subprocess.PIPE
+        )
+        async with Within(PROBES_S):
+            out, _ = await process.communicate()
+        if others.done():
+            raise RuntimeError("the streams beside the probes ended first")
     finally:
-        process.terminate()
-        process.terminate()
-        process.wait(60)
+        others.cancel()
+        await asyncio.wait([others])
+        if process is not None and process.returncode is None:
+            process.kill()
+            await process.wait()
+    took = json.loads(out)
+    direct, through = statistics.median(took["direct"]), statistics.median(took["front"])
+    found.add("ttft_ms_p50_direct", direct * 1e3)
+    found.add("ttft_added_ms_p50", (through - direct) * 1e3)
 
 
-def cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def run_http(port: int, pid: int) -> tuple[dict[str, float], float]:
-    """What the clients counted, and the front's CPU seconds for each second while they ran."""
-    words = [str(port), str(STREAMS), str(TOKENS), str(WARM_S), str(COUNT_S)]
-    clients = subprocess.Popen([sys.executable, "-m", "benchmarks._http_client", *words], stdout=subprocess.PIPE)
-    time.sleep(WARM_S + 1.0)
-    begin, before = time.monotonic(), cpu_s(pid)
-    time.sleep(COUNT_S - 2.0)
-    used = (cpu_s(pid) - before) / (time.monotonic() - begin)
-    out, _ = clients.communicate(timeout=60)
-    return json.loads(out), used
-
-
-async def fleet(report: Report, runs: int) -> None:
+async def streams(report: Report, load: Load, probes: int, runs: int) -> None:
+    most = max(load.streams, PROBED_STREAMS + 2)
     config = synthetic_config(
-        runner_values(TOKENS + 64, STREAMS * 140),
-        max_running=STREAMS,
-        max_requests=STREAMS + 8,
+        runner_values(TOKENS + 64, most * 140),
+        max_running=most,
+        max_requests=most + 8,
         host_blocks=64,
         max_step_tokens=8192,
     )
-    with tempfile.TemporaryDirectory() as folder:
-        async with LocalFleet(plans_for(config, {"mixed": 1}), Path(folder) / "s") as instances:
-            (address,) = instances.addresses
-            readers, ratios, per_event, gaps, costs = [], [], [], [], []
-            for _ in range(runs):
-                readers.append(await asyncio.to_thread(run_direct, address))
-                with front(address) as (port, pid):
-                    got, used = await asyncio.to_thread(run_http, port, pid)
-                per_second = got["events"] / COUNT_S
-                # a step gives each stream one token
-                tokens = min(per_second, STREAMS / STEP_S)
-                ratios.append(tokens / readers[-1])
-                per_event.append(max(readers[-1] / per_second, 1.0))
-                gaps.append(got["gap_p99_s"] * 1e3)
-                costs.append(used / per_second * 1e6)
-            report.add("direct_tokens_s_256", readers)
-            for name, values in (
-                ("http_over_direct_256", ratios), ("tokens_per_event_256", per_event), ("gap_p99_ms_256", gaps),
-                ("front_us_per_chunk", costs),
-            ):  # fmt: skip
-                report.add(name, values, aim=AIMS[name])
+    found = Figures()
+    async with (
+        LocalFleet(plans_for(config, {"mixed": 1})) as instances,
+        connect(instances.addresses, RouterConfig(require="all")) as router,
+    ):
+        (address,) = instances.addresses
+        meter = Meter(router, instances.children[0].pid)
+        async with front(address) as served:
+            for run in range(runs):
+                await instances.while_alive(pair(address, served, meter, load, found, turned=run % 2 == 1))
+                await instances.while_alive(first_tokens(address, served, meter, probes, found))
+    found.report(report)
 
 
 @contextlib.asynccontextmanager
@@ -195,17 +200,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", help="write the figures here")
     parser.add_argument("--runs", type=int, default=3, help="runs of each arm; medians are reported (default 3)")
+    parser.add_argument("--streams", type=int, default=256, help="of each arm (default 256)")
+    parser.add_argument("--seconds", type=float, default=8.0, help="that are counted in each run (default 8)")
+    parser.add_argument("--probes", type=int, default=120, help="pairs of first tokens in each run (default 120)")
     parser.add_argument("--rows-only", action="store_true", help="only how fast rows are sent")
-    parser.add_argument("--direct", metavar="ADDRESS", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.direct:
-        print(uvloop.run(direct(args.direct)))
-        return
     report = Report("The HTTP front")
-    report.conditions |= {"calibration_us": calibrate_us(), "streams": STREAMS, "step_s": STEP_S}
+    report.conditions |= {"calibration_us": calibrate_us(), "streams": args.streams, "step_s": STEP_S}
     uvloop.run(rows(report, args.runs))
     if not args.rows_only:
-        uvloop.run(fleet(report, args.runs))
+        uvloop.run(streams(report, load_of(args.streams, args.seconds), args.probes, args.runs))
     report.finish(args.json)
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         EngineClosed,
         EngineFailed,
         FdasyncError,
+        GrammarFailed,
         InstanceLost,
         InvariantBroken,
         PeerBusy,
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from fdasync.pd.router.config import RouterConfig
     from fdasync.pd.router.router import Router, connect
     from fdasync.pd.router.stats import InstanceStats, RouterStats
-    from fdasync.request import GenerateOptions, PauseMode, SamplingParams
+    from fdasync.request import GenerateOptions, Grammar, PauseMode, SamplingParams
     from fdasync.result import CachedTokens, Delta, Result, Routing, Sample, Usage, WeightSpan
 
 # the modules of the names that are no errors
@@ -66,6 +67,7 @@ _HOMES = {
     "GenerateOptions": "request",
     "Generation": "generator",
     "Generator": "generator",
+    "Grammar": "request",
     "Instance": "pd.instance.instance",
     "InstanceLoad": "generator",
     "InstanceStats": "pd.router.stats",
@@ -106,6 +108,8 @@ __all__ = [
     "GenerateOptions",
     "Generation",
     "Generator",
+    "Grammar",
+    "GrammarFailed",
     "Instance",
     "InstanceLoad",
     "InstanceLost",

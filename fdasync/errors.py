@@ -304,6 +304,20 @@ class DecodeFailed(PermanentError):
         self.__cause__ = cause
 
 
+class GrammarFailed(PermanentError):
+    """A request's grammar could not be kept any further; the request was ended, others go on.
+
+    Attributes:
+        problem: the limit that it met, in the words of the grammar's library.
+        partial: the `Result` so far.
+    """
+
+    def __init__(self, problem: str, partial: Any = None) -> None:
+        self.problem = problem
+        self.partial = partial
+        super().__init__(f"the grammar could not be kept: {problem}")
+
+
 class InvariantBroken(PermanentError):
     """A rule that fdasync itself must keep did not hold: a defect here or in a plugin.
 

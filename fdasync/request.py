@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 LogprobKind = Literal["none", "raw", "processed", "both"]
 #: what a pause does to the requests that are inside (`Generator.pause`)
 PauseMode = Literal["in_place", "retract", "abort", "wait"]
+GrammarKind = Literal["json_schema", "regex", "lark", "gbnf"]
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
@@ -38,6 +39,7 @@ MAX_TOP_LOGPROBS = 64
 #: tokens of one request with a bias, and the largest bias either way
 MAX_LOGIT_BIAS_TOKENS = 1024
 MAX_LOGIT_BIAS = 100.0
+MAX_GRAMMAR_CHARS = 1 << 16
 #: as much as a message between instances has room for
 MAX_SALT_CHARS = 4096
 #: for checks without a model: token ids are int32
@@ -51,6 +53,29 @@ FIRST_VERSION = "0"
 _MAX_NUMBER_DIGITS = 14
 _LAST_DIGITS = re.compile(r"[0-9]+(?=[^0-9]*\Z)")
 _NUMBER = re.compile(r"[0-9]+")
+
+
+class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the text of an answer must be, from its first token to its end.
+
+    Attributes:
+        kind: "json_schema"; "regex", which the whole text matches; "lark" or "gbnf", a context-free grammar. A runner
+            says which dialects of these it reads.
+        text: the schema, the expression or the grammar, of 1 to 65,536 characters.
+    """
+
+    kind: GrammarKind
+    text: str
+
+    def packed(self) -> bytes:
+        """As `SamplerSpec.grammar` carries it."""
+        return f"{self.kind}\n{self.text}".encode()
+
+    @classmethod
+    def unpacked(cls, packed: bytes) -> Grammar:
+        """The grammar that `packed` was made of."""
+        kind, _, text = packed.decode().partition("\n")
+        return msgspec.convert({"kind": kind, "text": text}, cls)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,6 +96,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         logit_bias: by token id, what is added to the token's logit, in [-100, 100], for 1024 ids at most. It is added
             after the penalties, which do not scale it, and before the temperature: 100 forces a token and -100 bars
             one, for logits as models have them. Ids may be strings of digits, as in JSON.
+        grammar: tokens that it does not allow cannot be sampled, whatever their bias. EOS can be sampled where the text
+            may end, and nothing else where it must; so it goes with neither `ignore_eos` nor `min_tokens`. An answer
+            that ends otherwise (length, a stop string) is the beginning of a text that it allows.
         n: samples of the one prompt, up to 1024 and the engine's `max_requests`.
         stop: strings that end the request, or a single one, which becomes a tuple. Text from the match on is not
             returned; the tokens that complete the match are, as an EOS is (they were sampled and count for a trainer);
@@ -79,7 +107,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         stop_token_ids: token ids that end the request; the id is kept in the result, as EOS is.
         ignore_eos: EOS ids of the model do not end the request.
         logprobs: "raw" = log-softmax of the model's logits (float32); "processed" = the same after
-            penalties, bias, temperature and filters, the distribution that was sampled from; "both"; "none".
+            penalties, bias, grammar, temperature and filters, the distribution that was sampled from; "both"; "none".
         top_logprobs: this many best alternatives beside each sampled token, of the kind that `logprobs` names
             (raw with "both").
         prompt_logprobs_start: position in the prompt from which raw log-probs of the prompt's own tokens are wanted
@@ -100,6 +128,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
+    grammar: Grammar | None = None
     n: int = 1
     stop: str | tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -154,6 +183,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for token, bias in self.logit_bias.items():
             _in_vocabulary("logit_bias", token, vocab_size)
             _within(f"logit_bias[{token}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+        if self.grammar is not None:
+            self._check_grammar(self.grammar)
         _within("n", self.n, 1, 1024)
         _within("top_logprobs", self.top_logprobs, 0, min(MAX_TOP_LOGPROBS, vocab_size))
         if self.seed is not None:
@@ -173,6 +204,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             check_text("stop", text)
         for token in self.stop_token_ids:
             _in_vocabulary("stop_token_ids", token, vocab_size)
+
+    def _check_grammar(self, grammar: Grammar) -> None:
+        try:
+            # an object that its caller made is not checked yet
+            msgspec.convert(msgspec.structs.asdict(grammar), Grammar)
+        except msgspec.ValidationError as wrong:
+            raise BadInput("grammar", str(wrong), limit=", ".join(get_args(GrammarKind))) from None
+        if not 0 < len(grammar.text) <= MAX_GRAMMAR_CHARS:
+            raise BadInput("grammar", f"{len(grammar.text)} characters", limit=f"1 to {MAX_GRAMMAR_CHARS}")
+        check_text("grammar", grammar.text)
+        if self.ignore_eos:
+            raise BadInput("grammar", "cannot be kept with ignore_eos", hint="its text ends with EOS")
+        if self.min_tokens:
+            raise BadInput("grammar", "cannot be kept with min_tokens", hint="let the grammar say how long a text is")
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -362,6 +407,7 @@ class SamplerSpec(msgspec.Struct, frozen=True, array_like=True):
         top: how many alternatives beside them.
         bias_ids, bias_values: token ids, int32 little-endian, each once, and what is added to the logit of each after
             the penalties, float32 little-endian; both empty without a bias.
+        grammar: a `Grammar`, packed; empty: none. The scheduler passes it on and does not read it.
         score_from: position of the first token of the prompt whose log-prob is wanted; -1: none is. At position 0
             there is none to compute.
         score_top: how many alternatives beside each of those.
@@ -384,6 +430,7 @@ class SamplerSpec(msgspec.Struct, frozen=True, array_like=True):
     top: int
     bias_ids: bytes = b""
     bias_values: bytes = b""
+    grammar: bytes = b""
     score_from: int = -1
     score_top: int = 0
 

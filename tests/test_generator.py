@@ -251,7 +251,7 @@ async def test_a_version_is_counted_up_given_again_and_given_without_new_weights
         await face.set_weight_version("step-10")
 
 
-async def test_a_reset_forgets_what_was_computed_and_disturbs_nobody(face: Generator) -> None:
+async def test_a_reset_forgets_computed_blocks_and_disturbs_no_request(face: Generator) -> None:
     prompt = PROMPT * 4
     brief = SamplingParams(max_tokens=4, seed=7)
 

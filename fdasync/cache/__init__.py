@@ -1,1 +1,1 @@
-"""KV blocks and what is bound to them: identities, places in two tiers, slots; the bytes of the host tier."""
+"""KV blocks and what is bound to them: identities, places on device and host, slots of rows, and the memory of both."""

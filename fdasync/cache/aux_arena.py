@@ -146,7 +146,13 @@ class AuxArena:
 
     def _check_slots(self, slots: Sequence[int], generations: Sequence[int], offset: int, count: int) -> None:
         size, stop = self.block_tokens, offset + count
-        if not (slots and len(slots) == len(generations) and 0 <= offset < size and 0 < stop <= len(slots) * size):
+        # they end in the last slot: of one behind it nothing would be copied, and no row of it be looked at
+        if not (
+            slots
+            and len(slots) == len(generations)
+            and 0 <= offset < size
+            and (len(slots) - 1) * size < stop <= len(slots) * size
+        ):
             raise InvariantBroken(
                 f"aux rows {offset} to {stop - 1} of {len(slots)} slots of {size} rows and {len(generations)} uses"
             )

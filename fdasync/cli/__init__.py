@@ -1,1 +1,1 @@
-"""The command line."""
+"""The `fdasync` command: options, exit codes and words for people. It starts engines, instances and demos."""

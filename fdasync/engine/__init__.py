@@ -1,4 +1,4 @@
-"""One engine: front, preparation, driver, output, weights, life; knows no other instance."""
+"""One engine, from call to result: frontend, preparation, driver, output, weights, life. It knows no other instance."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from fdasync.registry.registry import POLICIES, Registry
 from fdasync.request import FIRST_VERSION, checked_version
 from fdasync.runner.base import RunnerLimits
 from fdasync.scheduler import LeaseRules, Policy, SchedulerConfig
-from fdasync.scheduler.state.policy import OWN_POLICIES
+from fdasync.scheduler.state.policy import OWN_POLICIES, check_policy
 
 if TYPE_CHECKING:
     from fdasync.runner.base import Capacity
@@ -315,13 +315,16 @@ def policy_class(name: str) -> type[Policy]:
 
 
 def make_policy(name: str, config: Mapping[str, Any]) -> Policy:
-    """The policy of this name with its own configuration decoded. Raises PluginError; ConfigError naming the key."""
-    policy = policy_class(name)
-    own = struct_of(policy.config_type, config, error=ConfigError, root="policy_config")
+    """The policy of this name with its own configuration decoded. Raises PluginError, also where a few candidates show
+    that it breaks its contract; ConfigError naming the key."""
+    kind = policy_class(name)
+    own = struct_of(kind.config_type, config, error=ConfigError, root="policy_config")
     try:
-        return policy(own)
+        policy = kind(own)
     except Exception as error:
         raise PluginError(POLICIES, name, "", f"it cannot be made: {type(error).__name__}: {error}") from error
+    check_policy(policy)
+    return policy
 
 
 def _check_runs(config: EngineConfig, run: int) -> None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from fdasync.errors import InvariantBroken
+from fdasync.errors import GrammarFailed, InvariantBroken
 from fdasync.events.actions import (
     ELSEWHERE,
     CopyRows,
@@ -45,6 +45,22 @@ if TYPE_CHECKING:
     from fdasync.scheduler import Scheduler
 
 
+class Attendant(Protocol):
+    """What joins an engine to other instances (`pd/instance/instance.py`); an engine is given it when it is made."""
+
+    def perform(self, action: Action) -> None:
+        """Perform an action of the scheduler that concerns other instances."""
+
+    def weights_changed(self) -> None:
+        """The weights in use, or their label, have changed."""
+
+    def engine_failed(self) -> None:
+        """The engine has failed, once; requests get its error."""
+
+    async def close_transports(self) -> None:
+        """End all copies from and to the engine's arenas, which are freed next. Idempotent."""
+
+
 class Driver:
     """One engine's turns.
 
@@ -53,13 +69,13 @@ class Driver:
         output: performs actions about tokens, rows and ends.
         rehasher: computes identities again.
         store_io: performs actions about the store; None: there is no store.
+        attendant: performs actions that concern other instances; None: there are none.
         step_deadline_s: of each step and of each copy, in seconds.
         trace: records the turns; None: nothing does.
         on_failure: called once, with the error that ends the engine; no turn follows.
 
     Attributes:
         scheduler: decides.
-        attendant: performs actions that concern other instances, and registers after the start; None: there are none.
         broken: a turn ended half done, so the scheduler's state and the results may disagree.
     """
 
@@ -72,19 +88,20 @@ class Driver:
         output: OutputProcessor,
         rehasher: Rehasher,
         store_io: StoreIO | None,
+        attendant: Attendant | None,
         *,
         step_deadline_s: float,
         trace: TraceRing | None,
         on_failure: Callable[[BaseException], None],
     ) -> None:
         self.scheduler = scheduler
-        self.attendant: Callable[[Action], None] | None = None
         self._loop = loop
         self._bus = bus
         self._runner = runner
         self._output = output
         self._rehasher = rehasher
         self._store_io = store_io
+        self._attendant = attendant
         self._step_deadline_s = step_deadline_s
         self._trace = trace
         self._on_failure = on_failure
@@ -193,8 +210,8 @@ class Driver:
         elif type(action) is StoreBlocks:
             self._kept(action).write(action)
         elif type(action) in ELSEWHERE:
-            if self.attendant is not None:
-                self.attendant(action)
+            if self._attendant is not None:
+                self._attendant.perform(action)
             elif type(action) is not TellBlocks:
                 raise InvariantBroken(f"{type(action).__name__} without other instances")
         else:
@@ -262,8 +279,9 @@ class Driver:
             if output.step_id != step_id:
                 raise InvariantBroken(f"the runner completed step {output.step_id} before step {step_id}")
             if output.scores:
-                assert self._output is not None
                 self._output.take_scores(output.scores)
+            for key, problem in output.problems:
+                self._output.spoil(key, GrammarFailed(problem))
         except BaseException as error:
             # also where the future was cancelled: the engine cannot go on without the step
             self._bus.publish(StepFailed(step_id=step_id, problem=str(error)))

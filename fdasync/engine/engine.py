@@ -31,15 +31,15 @@ from fdasync.request import ask_of, check_name, check_pause_mode, check_prefix
 from fdasync.scheduler import SchedulerStats
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Callable
     from typing import Unpack
 
     from fdasync.cache.aux_arena import AuxArena
     from fdasync.cache.host_arena import HostArena
     from fdasync.cache.store.base import Store
+    from fdasync.engine.driver import Attendant
     from fdasync.engine.output import OutputProcessor
     from fdasync.engine.tokenizer import Tokenizer
-    from fdasync.events.actions import Action
     from fdasync.events.bus import EventBus
     from fdasync.events.trace import TraceRing
     from fdasync.request import GenerateOptions, PauseMode, Prompt, SamplingParams, WeightSource
@@ -118,6 +118,7 @@ class Engine(Generator):
         runner: a runner object instead of the one that the config names, used in this process (tests).
         tokenizer: a tokenizer object instead of the one that the config names.
         store: a store object instead of the one that the config names (which must name some), used in this process.
+        attendant: joins the engine to other instances; None: it has none.
 
     `async with` starts it; it may be entered and left from different tasks through `start` and `aclose`.
     """
@@ -129,6 +130,7 @@ class Engine(Generator):
         runner: Runner | None = None,
         tokenizer: Tokenizer | None = None,
         store: Store | None = None,
+        attendant: Attendant | None = None,
     ) -> None:
         if not isinstance(config, EngineConfig):
             if not isinstance(config, Mapping):
@@ -137,11 +139,11 @@ class Engine(Generator):
         config.validate()
         self.config = config
         self.state: EngineState = "new"
-        self._runtime = Runtime(config, runner, tokenizer, store)
+        self._runtime = Runtime(config, runner, tokenizer, store, attendant)
         self._frontend: Frontend | None = None
         self._weights: Weights | None = None
         self._failure: BaseException | None = None
-        self._on_failed: Callable[[], None] | None = None
+        self._attendant = attendant
         self._supervisor: asyncio.Task[None] | None = None
         self._close_told = False
         self._late_max_s = 0.0
@@ -234,8 +236,11 @@ class Engine(Generator):
         rng = Random(self.config.seed)
         runtime = self._runtime
         await runtime.open(self._fail, lambda request: self._inside().ended(request))
-        preparer = Preparer(self.config, runtime.capacity, runtime.tokenizer, runtime.long_texts, rng)
-        self._weights = Weights(self.config, runtime, preparer, self._fail, lambda: self._check_open(True))
+        preparer = Preparer(
+            self.config, runtime.capacity, runtime.tokenizer, runtime.long_texts, rng, runtime.runner.check_grammar
+        )
+        changed = None if self._attendant is None else self._attendant.weights_changed
+        self._weights = Weights(self.config, runtime, preparer, self._fail, lambda: self._check_open(True), changed)
         self._frontend = Frontend(self.config, runtime, preparer, rng, self._check_admission)
 
     async def drain(self, timeout_s: float | None = None) -> None:
@@ -297,8 +302,8 @@ class Engine(Generator):
         frontend = self._frontend
         frontend.failure_seen = bool(frontend.requests())
         self._runtime.fail(cause)
-        if self._on_failed is not None:
-            self._on_failed()
+        if self._attendant is not None:
+            self._attendant.engine_failed()
         # no later turn of the driver feeds the taps
         bus = self._runtime.bus
         bus.publish(EngineDied(problem=f"{type(cause).__name__}: {cause}"))
@@ -433,16 +438,14 @@ class Engine(Generator):
 
     # -- other instances ------------------------------------------------------------------------------
 
-    def share(self, close_transports: Callable[[], Awaitable[None]]) -> Shared:
-        """The parts that services for other instances work with (`fdasync.Instance`).
-
-        Args:
-            close_transports: ends all copies from and to the arenas; called before these are freed.
+    def share(self) -> Shared:
+        """The parts that services for other instances work with (`fdasync.Instance`). The engine's attendant ends all
+        copies from and to the arenas before these are freed.
 
         Raises EngineClosed before the start, ConfigError without a host tier.
         """
         frontend, runtime = self._inside(), self._runtime
-        host, arena = runtime.share(close_transports)
+        host, arena = runtime.share()
         return Shared(
             runtime.bus,
             frontend,
@@ -461,13 +464,6 @@ class Engine(Generator):
         self._inside()
         assert self._weights is not None
         return self._weights
-
-    def attend(self, perform: Callable[[Action], None], failed: Callable[[], None]) -> None:
-        """Register `perform` for the scheduler's actions that concern other instances, and `failed` for a failure."""
-        self._inside()
-        assert self._runtime.driver is not None
-        self._runtime.driver.attendant = perform
-        self._on_failed = failed
 
     def fail(self, cause: BaseException) -> None:
         """Fail the engine because a service that belongs to it failed. Idempotent."""

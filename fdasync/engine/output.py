@@ -102,14 +102,26 @@ class OutputProcessor:
             if sample.stops:
                 found = sample.find_stop(token)
                 if sample.spoiled is not None:
-                    self._bus.publish(AbortRequested(keys=tuple([other.key for other in request.samples])))
-                    sample.matched = True
+                    self._abort(request, sample)
                 elif found:
                     self._bus.publish(StopMatched(key=key, keep_tokens=len(sample.tokens)))
                     sample.matched = True
                 else:
                     self._bus.publish(StopChecked(key=key, num_tokens=len(sample.tokens)))
             request.wake()
+
+    def spoil(self, key: int, error: Exception) -> None:
+        """A sample cannot go on: end its request with this error, and with the tokens so far."""
+        found = self._live.get(key)
+        if found is not None and found[1].spoiled is None:
+            request, sample = found
+            sample.spoiled = error
+            self._abort(request, sample)
+            request.wake()
+
+    def _abort(self, request: RequestState, sample: SampleOutput) -> None:
+        self._bus.publish(AbortRequested(keys=tuple([other.key for other in request.samples])))
+        sample.matched = True
 
     def take_scores(self, scores: tuple[PromptScores, ...]) -> None:
         """Keep the log-probs of prompts that a step computed; those of requests that have ended are dropped."""

@@ -11,6 +11,7 @@ import asyncio
 from array import array
 from collections import deque
 from collections.abc import Sequence, Sized
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,12 +21,13 @@ from msgspec.structs import replace
 from fdasync.cache.aux import ROUTING
 from fdasync.cache.identity import PromptHashes, block_keys, root_key
 from fdasync.engine.tokenizer_process import token_ids
-from fdasync.errors import BadInput, TaskCancelled, TooLong
+from fdasync.errors import BadInput, DeadlineExceeded, TaskCancelled, TooLong
 from fdasync.events.catalog import Hashed, RequestPrepared
+from fdasync.ipc.deadlines import Within
 from fdasync.request import MAX_SALT_CHARS, SamplerSpec, SamplingParams, check_text, checked_aux
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
     from random import Random
 
     from fdasync.engine.config import EngineConfig
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from fdasync.engine.tokenizer_process import TokenizerProcess
     from fdasync.events.actions import HashAgain
     from fdasync.events.bus import EventBus
-    from fdasync.request import GenerateRequest
+    from fdasync.request import GenerateRequest, Grammar
     from fdasync.runner.base import Capacity
 
 _HASH_SLICE_BLOCKS = 256
@@ -42,6 +44,7 @@ _MAX_TOKEN_CHARS = 256
 # and text and tokens must fit in a frame of the tokenizer's process
 _MAX_PROMPT_CHARS = 1 << 25
 _MAX_ID_CHARS = 256
+_MAX_KNOWN_GRAMMARS = 1024
 
 
 def namespace_of(capacity: Capacity) -> bytes:
@@ -69,6 +72,7 @@ class Preparer:
         tokenizer: None means tokens in, tokens out.
         long_texts: tokenises texts beyond the config's inline_tokenise_chars.
         rng: draws seeds for requests that name none.
+        check_grammar: the runner's check.
 
     Attributes:
         capacity, namespace: of the weights in use; `Weights` sets both at an update.
@@ -81,6 +85,7 @@ class Preparer:
         tokenizer: Tokenizer | None,
         long_texts: TokenizerProcess | None,
         rng: Random,
+        check_grammar: Callable[[Grammar], Awaitable[None]],
     ) -> None:
         self.capacity = capacity
         self.namespace = namespace_of(capacity)
@@ -88,6 +93,7 @@ class Preparer:
         self._tokenizer = tokenizer
         self._long_texts = long_texts
         self._rng = rng
+        self._grammars = GrammarChecks(check_grammar, config.prepare_deadline_s)
 
     # -- validation, before anything is waited for --------------------------------------------------
 
@@ -107,6 +113,8 @@ class Preparer:
             raise BadInput("stop", "stop strings need a tokenizer", hint="use stop_token_ids")
         if params.prompt_logprobs_start is not None and not self.capacity.scores_prompts:
             raise BadInput("prompt_logprobs_start", "was asked for, but this engine's runner scores no prompts")
+        if params.grammar is not None and not self.capacity.grammars:
+            raise BadInput("grammar", "was asked for, but this engine's runner samples under none")
         self._check_options(ask, deadline_s)
         ask = replace(ask, aux=self._check_aux(ask.aux))
         if isinstance(ask.prompt, str):
@@ -246,6 +254,8 @@ class Preparer:
             deadline: engine time at which the request ends.
         """
         params = ask.params
+        if params.grammar is not None:
+            await self._grammars.check(params.grammar)
         tokens = ask.prompt
         if isinstance(tokens, str):
             tokens = self._check_tokens(await self._tokenise(tokens))
@@ -292,7 +302,9 @@ class Preparer:
                 stop_ids=stop_ids if hand_off is None else frozenset(),
                 priority=ask.priority,
                 deadline=deadline,
-                emits=params.logprobs != "none" or (hand_off is None and (ask.streams or bool(params.stop))),
+                # of a grammar that breaks, the tokens so far are told
+                emits=params.logprobs != "none"
+                or (hand_off is None and (ask.streams or bool(params.stop) or params.grammar is not None)),
                 checks_stops=hand_off is None and bool(params.stop),
                 start=ask.start if rows and hand_off is None else -1,
                 decoders=() if hand_off is None else hand_off.decoders,
@@ -319,6 +331,7 @@ class Preparer:
                     top=params.top_logprobs,
                     bias_ids=bias_ids,
                     bias_values=bias_values,
+                    grammar=b"" if params.grammar is None else params.grammar.packed(),
                     # for the request, by its first sample
                     score_from=score_from if index == 0 else -1,
                     score_top=params.prompt_top_logprobs,
@@ -332,6 +345,35 @@ class Preparer:
         if len(text) > self._config.inline_tokenise_chars and self._long_texts is not None:
             return await self._long_texts.encode(text, self._config.prepare_deadline_s)
         return token_ids(self._tokenizer, text)
+
+
+class GrammarChecks:
+    """Has the runner check each grammar once.
+
+    Args:
+        check: the runner's check; raises BadInput.
+        deadline_s: of each check, in seconds.
+    """
+
+    def __init__(self, check: Callable[[Grammar], Awaitable[None]], deadline_s: float) -> None:
+        self._check = check
+        self._deadline_s = deadline_s
+        # digests, the latest last: many requests share a grammar
+        self._fine: dict[bytes, None] = {}
+
+    async def check(self, grammar: Grammar) -> None:
+        """Raises BadInput for a grammar that cannot be kept, DeadlineExceeded for one that takes too long to check."""
+        digest = blake2b(grammar.packed(), digest_size=16).digest()
+        if digest not in self._fine:
+            try:
+                async with Within(self._deadline_s):
+                    await self._check(grammar)
+            except TimeoutError:
+                raise DeadlineExceeded("checking a grammar", self._deadline_s) from None
+            if len(self._fine) >= _MAX_KNOWN_GRAMMARS:
+                del self._fine[next(iter(self._fine))]
+        self._fine.pop(digest, None)
+        self._fine[digest] = None
 
 
 class Rehasher:

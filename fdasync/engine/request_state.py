@@ -56,7 +56,7 @@ class SampleOutput:
         sent_tokens, sent_chars: how many are in deltas already.
         sent_last: the last delta was given out.
         finish: the action that ended it; None: it has not ended.
-        spoiled: the tokenizer's error over its tokens.
+        spoiled: the tokenizer's error over its tokens, or its grammar's.
     """
 
     __slots__ = (
@@ -303,7 +303,7 @@ class RequestState:
 
     @property
     def spoiled(self) -> Exception | None:
-        """The tokenizer's error over its tokens."""
+        """The tokenizer's error over its tokens, or its grammar's."""
         for sample in self.samples:
             if sample.spoiled is not None:
                 return sample.spoiled

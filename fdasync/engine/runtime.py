@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from fdasync.engine.config import EngineConfig
+    from fdasync.engine.driver import Attendant
     from fdasync.engine.request_state import RequestState
     from fdasync.engine.tokenizer import Tokenizer
     from fdasync.events.actions import Action
@@ -87,7 +88,12 @@ class Runtime:
     trace: TraceRing | None = None
 
     def __init__(
-        self, config: EngineConfig, runner: Runner | None, tokenizer: Tokenizer | None, store: Store | None = None
+        self,
+        config: EngineConfig,
+        runner: Runner | None,
+        tokenizer: Tokenizer | None,
+        store: Store | None = None,
+        attendant: Attendant | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.tokenizer_name = ""
@@ -98,7 +104,7 @@ class Runtime:
         self.policy = make_policy(config.policy, config.policy_config)
         self.taps = TapTasks({name: self._make_tap(name, keys) for name, keys in config.taps.items()})
         self.runner = runner or self._make_runner()
-        self._transports: Callable[[], Awaitable[None]] | None = None
+        self._attendant = attendant
         self._stack: StoreStack | None = None
         self._store_io: StoreIO | None = None
         self._rehasher: Rehasher | None = None
@@ -199,6 +205,7 @@ class Runtime:
             self.processor,
             self._rehasher,
             self._store_io,
+            self._attendant,
             step_deadline_s=config.step_deadline_s,
             trace=self.trace,
             on_failure=on_failure,
@@ -224,12 +231,11 @@ class Runtime:
         """How many blocks the store refused, and why it refused the latest."""
         return (0, "") if self._store_io is None else (self._store_io.refusals.blocks, self._store_io.refusals.problem)
 
-    def share(self, close_transports: Callable[[], Awaitable[None]]) -> tuple[HostArena, AuxArena | None]:
-        """The arenas that transports copy blocks from and to, until `close_transports` has returned. Raises ConfigError
+    def share(self) -> tuple[HostArena, AuxArena | None]:
+        """The arenas that transports copy blocks from and to, until the attendant has closed these. Raises ConfigError
         where there is no host tier."""
         if self._host is None:
             raise ConfigError("config.host_blocks", "there is no host tier", hint="other instances read host blocks")
-        self._transports = close_transports
         return self._host, self._arena
 
     async def _open_store(self) -> None:
@@ -325,8 +331,9 @@ class Runtime:
         reaping_s = limit_s + _REAP_S
         # these read and write the arenas: one after the other, before the arenas are freed
         store: list[_Stage] = []
-        if self._transports is not None:
-            store.append(_Stage("closing the transports", self._transports, self._closing.left_s / 2))
+        if self._attendant is not None:
+            close = self._attendant.close_transports
+            store.append(_Stage("closing the transports", close, self._closing.left_s / 2))
         if self._store_io is not None:
             store.append(_Stage("letting go of blocks", self._store_io.aclose, reaping_s))
         if self._stack is not None:

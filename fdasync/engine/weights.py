@@ -53,11 +53,11 @@ class Weights:
     Args:
         fail: ends the engine.
         check: raises unless the engine is running.
+        changed: called when the weights or their label have changed; None: nothing is.
 
     Attributes:
         version: the caller's label of the weights in use.
         order: of that label among all weights and labels that were in use (`request.next_order`).
-        on_change: called when the weights or their label have changed.
         broken: why the weights cannot be used; None while they can.
     """
 
@@ -68,16 +68,17 @@ class Weights:
         preparer: Preparer,
         fail: Callable[[BaseException], None],
         check: Callable[[], None],
+        changed: Callable[[], None] | None = None,
     ) -> None:
         self.version = str(config.weight_version)
         self.order = next_order(-1, self.version)
-        self.on_change: Callable[[], None] | None = None
         self.broken: WeightsBroken | None = None
         self._config = config
         self._runtime = runtime
         self._preparer = preparer
         self._fail = fail
         self._check = check
+        self._changed = changed
         self._resumes = 0
         # a pause has returned, and no resume came since
         self._held = False
@@ -213,8 +214,8 @@ class Weights:
     def _take_label(self, label: str, order: int, weights_id: str) -> None:
         self.version, self.order = label, order or self.order
         self._used[label] = weights_id
-        if self.on_change is not None:
-            self.on_change()
+        if self._changed is not None:
+            self._changed()
 
     async def aclose(self) -> bool:
         """Stop an update that is under way; True: the runner may lack whole weights, and takes no more work."""

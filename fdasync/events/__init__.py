@@ -1,1 +1,1 @@
-"""Events and actions, the bus that carries events, taps that read them, and their trace."""
+"""The facts and commands of an engine (events and actions), the bus for events, taps that read them, and traces."""

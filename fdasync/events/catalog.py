@@ -18,6 +18,7 @@ import msgspec
 from fdasync.request import PauseMode, SamplerSpec
 from fdasync.result import FinishReason
 
+#: a verb of the contract of stores
 StoreVerb = Literal["exists_prefix", "get_into", "put", "delete", "usage"]
 LinkRole = Literal["mixed", "prefill", "decode", "router", "listener", ""]
 

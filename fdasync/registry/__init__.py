@@ -1,4 +1,4 @@
-"""Plugins by name, and plain values into the structs that configure them."""
+"""Finds plugins by name, and decodes plain values into the structs that configure them. It knows no kind of plugin."""
 
 from fdasync.registry.registry import GROUPS, RUNNERS, STORES, TOKENIZERS, TRANSPORTS, PluginInfo, Registry
 

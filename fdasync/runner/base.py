@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fdasync.cache.aux_arena import AuxArena
     from fdasync.cache.host_arena import HostArena
     from fdasync.events.actions import RunStep, SwapIn, SwapOut
+    from fdasync.request import Grammar
 
 
 class RunnerLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +71,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
         top_k_by_layer: where layers differ (docs/design.md, rule 3), else None.
         tokenizer: entry-point name in `fdasync.tokenizers` that fits, or "".
         max_run_tokens: most tokens that one step yields of one decoding sequence, its *run*; 1: no step yields more.
+        grammars: samples are drawn under the `Grammar` that a sequence asks for (`SamplerSpec.grammar`).
         scores_prompts: steps return the log-probs of prompts' tokens that sequences ask for (`StepOutput.scores`).
         prefill_tokens_per_s: as measured at start; 0: not measured. The scheduler takes it for the speed of computing
             blocks, against fetching them from a store, until steps give a better figure.
@@ -97,6 +99,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     top_k_by_layer: tuple[int, ...] | None = None
     tokenizer: str = ""
     max_run_tokens: int = 1
+    grammars: bool = False
     scores_prompts: bool = False
     prefill_tokens_per_s: float = 0.0
     routing_debug: bool = False
@@ -146,6 +149,8 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="output"):
         counts: how many entries each sampled sequence has (`Capacity.max_run_tokens`); None: one each.
         scores: a run for each chunk with tokens of a prompt in it that `SamplerSpec.score_from` asks for: a chunk of
             the positions [a, b) scores the tokens at [a + 1, b + 1) that are wanted and belong to the prompt.
+        problems: sequences whose grammar cannot be kept any further, and why; each is told once. Their tokens from this
+            step on have no meaning.
     """
 
     step_id: int
@@ -155,6 +160,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="output"):
     top: tuple[TopLogprobs | None, ...] | None = None
     counts: tuple[int, ...] | None = None
     scores: tuple[PromptScores, ...] = ()
+    problems: tuple[tuple[int, str], ...] = ()
 
 
 class CopyOutput(msgspec.Struct, frozen=True, array_like=True, tag="copied"):
@@ -237,6 +243,13 @@ class Runner(ABC):
         steps may complete in any order: until this copy has, no step in flight or to come writes a block that the copy
         reads, or touches a block that it writes. Rows stay in their slots. Cancelling stops the waiting only.
         """
+
+    async def check_grammar(self, grammar: Grammar) -> None:
+        """Check a grammar before a sequence asks for it; steps may be in flight.
+
+        Raises BadInput naming what is wrong with it, as this default does for every grammar.
+        """
+        raise BadInput("grammar", f"a grammar ({grammar.kind}) was asked for, but this engine's runner samples freely")
 
     # -- new weights: no step is in flight, none is launched before the end ---------------------------
 

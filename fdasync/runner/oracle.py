@@ -14,11 +14,14 @@ import msgspec
 import numpy as np
 
 from fdasync.result import TopLogprobs
+from fdasync.runner.synthetic_grammar import Matcher, rule_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
+
+    from fdasync.request import Grammar
 
 U64 = np.uint64
 #: pretended logit of the token that a step would sample; all others have 0
@@ -45,7 +48,7 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         jitter: relative spread of a step's time, drawn from `seed`.
         free: steady decode steps cost next to nothing and compute nothing (benchmarks): a token is
             the last one plus 1, never among the topmost 16 ids; rows are constant, there are no log-probs of
-            samples, no bias and no runs.
+            samples, no bias, no grammars, no runs and no stamps.
         fail_step: this step fails; -1: none. hang_step: this step never completes; -1: none.
     """
 
@@ -128,6 +131,15 @@ class Oracle:
         logits[list(bias)] += list(bias.values())
         return int(logits.argmax())
 
+    def matcher(self, grammar: Grammar | None, answer: Sequence[int] = (), *, key: int = -1) -> Matcher | None:
+        """Of an answer of sequence `key` that begins with these tokens; None without a grammar. Raises BadInput."""
+        if grammar is None:
+            return None
+        config = self.config
+        return Matcher(
+            key, rule_of(grammar, config.vocab_size, config.eos_id), config.vocab_size, config.eos_id, answer
+        )
+
     def logprobs(self, digests: NDArray[np.uint64], tokens: NDArray[np.int64], weights_id: int) -> NDArray[np.float64]:
         """Pretended raw log-probs [N] of these tokens; the greedy one's is above -1, all others' are below.
 
@@ -187,14 +199,17 @@ class Oracle:
     def generate(
         self, prompt: Sequence[int], max_tokens: int, *, temperature: float = 0.0, seed: int = 0, index: int = 0,
         stop_ids: frozenset[int] = frozenset(), logit_bias: Mapping[int, float] | None = None,
+        grammar: Grammar | None = None,
     ) -> list[int]:  # fmt: skip
         """Output tokens of a request that nothing interrupts."""
         tokens = list(prompt)
+        matcher = self.matcher(grammar)
         digest = self.digests(tokens)[-1:]
         for _ in range(max_tokens):
             noise = self.noise(seed, index, len(tokens)) if temperature > 0 else 0
             token = int(self.sample(digest, np.array([noise], U64), self.config.weights_id)[0])
             token = self.biased(token, logit_bias or {})
+            token = token if matcher is None else matcher.take(token)
             tokens.append(token)
             if token in stop_ids:
                 break

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from array import array
 from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -27,6 +28,7 @@ from fdasync.cache.aux import AuxSpec
 from fdasync.cache.debug_rows import debug_rows
 from fdasync.errors import BadInput, InvariantBroken, RunnerError, WeightsRejected
 from fdasync.events.actions import SwapOut
+from fdasync.request import Grammar
 from fdasync.runner.base import Capacity, CopyOutput, PromptScores, Runner, RunnerLimits, StepOutput, TensorMeta
 from fdasync.runner.input_batch import Batch, InputBatch
 from fdasync.runner.oracle import U64, Oracle, SyntheticConfig, place
@@ -39,7 +41,8 @@ if TYPE_CHECKING:
 
     from fdasync.cache.aux_arena import AuxArena
     from fdasync.cache.host_arena import HostArena
-    from fdasync.events.actions import RunStep, SwapIn
+    from fdasync.events.actions import RunStep, SeqStart, SwapIn
+    from fdasync.runner.synthetic_grammar import Matcher
 
 WEIGHTS_FILE = "weights.json"
 _WORD_NBYTES = 8
@@ -76,6 +79,8 @@ class SyntheticRunner(Runner):
             raise BadInput("routing", "was asked for, but the model has no MoE layers", hint="set routing=False")
         if config.max_run_tokens < 1 or (config.free and config.max_run_tokens > 1):
             raise BadInput("max_run_tokens", f"is {config.max_run_tokens}", limit="1 or more; 1 with free=True")
+        if config.free and config.pass_stamp:
+            raise BadInput("pass_stamp", "free steps stamp no KV", hint="leave one of free and pass_stamp out")
         self._block_tokens = limits.block_tokens or config.block_tokens
         context = min(config.max_context_tokens, limits.max_context_tokens or config.max_context_tokens)
         self._context = context
@@ -108,9 +113,16 @@ class SyntheticRunner(Runner):
             num_experts=config.num_experts if capture else 0,
             top_k=config.top_k if capture else 0,
             max_run_tokens=config.max_run_tokens,
+            grammars=not config.free,
             scores_prompts=True,
             routing_debug=limits.routing_debug and capture,
         )
+
+    async def check_grammar(self, grammar: Grammar) -> None:
+        """See `synthetic_grammar.py`."""
+        if self.config.free:
+            await super().check_grammar(grammar)
+        self.oracle.matcher(grammar)
 
     async def bind(self, num_blocks: int, arena: AuxArena | None, host: HostArena | None = None) -> None:
         size = self._block_tokens
@@ -120,6 +132,9 @@ class SyntheticRunner(Runner):
         self._kv = np.zeros(num_blocks * size, U64)
         self._kv_stamps = np.zeros(num_blocks * size, np.uint32)
         self._last_token = np.zeros(self.limits.max_running, np.int64)
+        # by lane; and what this step found
+        self._matchers: list[Matcher | None] = [None] * self.limits.max_running
+        self._problems: list[tuple[int, str]] = []
         self._arena = arena
         self._constant: dict[str, NDArray[np.generic]] = {}
 
@@ -133,6 +148,8 @@ class SyntheticRunner(Runner):
         try:
             self._check_writers(step)
             batch = self.lanes.plan(step)
+            for start in step.starts:
+                self._matchers[self.lanes.lane_of(start.key)] = self._matcher_of(start)
             output, rows = self._free_step(batch) if self._is_free(batch) else self._compute(batch)
             flight = _Flight(batch, output, rows, done)
         except (InvariantBroken, IndexError, KeyError, ValueError) as error:
@@ -150,6 +167,14 @@ class SyntheticRunner(Runner):
             # bare timer: how long its device computes
             loop.call_at(self._busy_until, self._complete, flight)
         return done
+
+    def _matcher_of(self, start: SeqStart) -> Matcher | None:
+        """Begun anew from the tokens of the answer so far, whatever interrupted it."""
+        packed = start.sampler.grammar
+        if not packed:
+            return None
+        answer = array("i", start.tokens)[start.sampler.prompt_len :]
+        return self.oracle.matcher(Grammar.unpacked(packed), answer, key=start.key)
 
     def _refuse(self, done: asyncio.Future[StepOutput], error: RunnerError) -> asyncio.Future[StepOutput]:
         """Fail a step once the steps that were launched before it have ended."""
@@ -372,6 +397,7 @@ class SyntheticRunner(Runner):
         if self.config.max_run_tokens == 1:
             last = ends[batch.sampled] - 1
             tokens = self._sample(batch, digests[last], last)
+            self._advance(batch, last, tokens)
             self._last_token[batch.lanes[batch.sampled]] = tokens
             return self._logprobs(batch, tokens, digests, last), rows
         return self._verify(batch, inputs, digests, rows)
@@ -386,8 +412,11 @@ class SyntheticRunner(Runner):
         """Cut the drafts to runs: of each decode, the samples up to the first that differs from the next draft, and
         their rows."""
         firsts = np.cumsum(batch.counts) - batch.counts
-        every = np.arange(len(drafts))
-        sampled = self._sample(batch, digests, every)
+        # of a chunk the last position alone is sampled
+        decoded = int(batch.counts[: batch.num_decodes].sum())
+        places = np.concatenate([np.arange(decoded), (firsts + batch.counts - 1)[batch.num_decodes :]])
+        sampled = np.zeros(len(drafts), np.int64)
+        sampled[places] = self._sample(batch, digests[places], places)
         stands = np.ones(len(drafts), bool)
         last, counts = [], []
         for number in batch.sampled.tolist():
@@ -404,6 +433,7 @@ class SyntheticRunner(Runner):
             counts.append(run)
         self.lanes.take_runs(batch, np.array(counts[: batch.num_decodes], np.int64))
         tokens = sampled[last]
+        self._advance(batch, np.array(last, np.int64), tokens)
         self._last_token[batch.lanes[batch.sampled]] = tokens[np.cumsum(counts, dtype=np.int64) - 1]
         batch.aux_index, batch.generations = batch.aux_index[stands], batch.generations[stands]
         output = self._logprobs(batch, tokens, digests, np.array(last, np.int64))
@@ -419,12 +449,13 @@ class SyntheticRunner(Runner):
         digest = oracle.running_sums(self._kv[index])[-1:]
         right = oracle.run_length(start)
         tokens = [int(self._last_token[lane])]
+        forks: dict[int, Matcher] = {}
         for ahead in range(count - 1):
             position = np.array([start + ahead])
             with np.errstate(over="ignore"):
                 word = oracle.kv(np.array(tokens[-1:]), position, self.weights_id)
                 digest = digest + word * place(position.astype(U64))
-            token = int(self._sample(batch, digest, np.array([first + ahead]))[0])
+            token = int(self._sample(batch, digest, np.array([first + ahead]), forks)[0])
             is_right = len(tokens) < right
             tokens.append(token if is_right else (token + 1) % self.config.vocab_size)
         return tokens
@@ -447,7 +478,8 @@ class SyntheticRunner(Runner):
         prefilled = [self.lanes.samplers[int(lane)] for lane in batch.lanes[batch.num_decodes :]]
         wanted = any(sampler is not None and sampler.score_from >= 0 for sampler in prefilled)
         scores = self._scores(batch, every) if wanted else ()
-        return StepOutput(batch.step_id, tuple(tokens.tolist()), raw, processed, top, scores=scores)
+        problems, self._problems = tuple(self._problems), []
+        return StepOutput(batch.step_id, tuple(tokens.tolist()), raw, processed, top, scores=scores, problems=problems)
 
     def _scores(self, batch: Batch, digests: NDArray[np.uint64]) -> tuple[PromptScores, ...]:
         scores = []
@@ -478,14 +510,38 @@ class SyntheticRunner(Runner):
             at += count
         return inputs
 
-    def _sample(self, batch: Batch, digests: NDArray[np.uint64], places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The tokens that these digests give, at the places of the step's tokens."""
+    def _sample(
+        self,
+        batch: Batch,
+        digests: NDArray[np.uint64],
+        places: NDArray[np.int64],
+        forks: dict[int, Matcher] | None = None,
+    ) -> NDArray[np.int64]:
+        """The tokens that these digests give, at the places of the step's tokens.
+
+        `forks`: matchers by lane that took the samples at earlier places; they take these too.
+        """
+        forks = {} if forks is None else forks
         tokens = self.oracle.sample(digests, self._noise(batch, places), self.weights_id)
         for number, lane in enumerate(self._lanes_of(batch, places).tolist()):
             sampler = self.lanes.samplers[lane]
             if sampler is not None and sampler.bias_ids:
                 tokens[number] = self.oracle.biased(int(tokens[number]), sampler.logit_bias())
+            matcher = self._matchers[lane]
+            if matcher is not None:
+                if lane not in forks:
+                    forks[lane] = matcher.fork()
+                tokens[number] = forks[lane].take(int(tokens[number]))
         return tokens
+
+    def _advance(self, batch: Batch, places: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
+        """The matchers take the tokens that the step yields."""
+        for lane, token in zip(self._lanes_of(batch, places).tolist(), tokens.tolist(), strict=True):
+            matcher = self._matchers[lane]
+            if matcher is not None:
+                if matcher.is_broken:
+                    self._problems.append((matcher.key, "it was told to break"))
+                matcher.take(token)
 
     def _noise(self, batch: Batch, last: NDArray[np.int64]) -> NDArray[np.uint64]:
         noise = np.zeros(len(last), U64)

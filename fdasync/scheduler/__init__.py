@@ -1,4 +1,4 @@
-"""The pure core: it takes events and returns actions. `engine/driver.py` calls it once per turn."""
+"""The pure core, which takes events and returns actions; `engine/driver.py` calls it once in each turn of the loop."""
 
 from fdasync.scheduler.core import Scheduler
 from fdasync.scheduler.state.config import LeaseRules, SchedulerConfig, SchedulerStats

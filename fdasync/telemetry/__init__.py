@@ -1,1 +1,1 @@
-"""Metrics and JSON lines from events."""
+"""Prometheus metrics and JSON lines, made of an engine's events and statistics; no step waits for them."""

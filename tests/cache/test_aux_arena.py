@@ -107,7 +107,7 @@ def test_the_other_side_sees_the_same_rows_through_the_fd(arena):
 
 
 @pytest.mark.parametrize("change", [-1, 1])
-def test_nobody_can_shrink_or_grow_the_shared_file(arena, change):
+def test_the_shared_file_can_neither_shrink_nor_grow(arena, change):
     size = os.fstat(arena.region.fd).st_size
     with pytest.raises(PermissionError):
         os.ftruncate(arena.region.fd, size + change * mmap.PAGESIZE)
@@ -309,6 +309,9 @@ def test_rows_of_several_slots_come_in_the_order_asked_for_or_not_at_all(slots, 
         ((0, 1), (1,), 0, 9),
         ((0, 1), (1, 1), 0, 17),
         ((0, 1), (1, 1), 8, 1),
+        # a slot behind the last row
+        ((0, 1), (1, 1), 0, 8),
+        ((0, 1), (1, 1), 3, 2),
         ((0, 1), (1, 1), -1, 9),
         ((), (), 0, 1),
         ((0,), (1,), 0, 0),

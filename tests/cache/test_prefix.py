@@ -169,7 +169,7 @@ def test_a_pinned_block_is_never_evicted():
     index.check()
 
 
-def test_a_pin_counts_once_for_each_who_uses_it():
+def test_a_pin_counts_once_for_each_user():
     index = make_index(2)
     (block,) = fill(index, KEYS[:1])
     index.pin([block])

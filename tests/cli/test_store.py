@@ -227,7 +227,7 @@ def test_gc_keeps_nothing_by_a_slip_of_the_pen(folder, name):
     assert store("stat", "--json", folder)["objects"] == 13
 
 
-def test_a_pipe_with_a_segments_name_holds_nobody_up(folder):
+def test_a_pipe_with_a_segments_name_holds_up_no_command(folder):
     (segment, *_) = folder.glob("*.seg")
     stride, slots, _number = segment.stem.split("-")
     os.mkfifo(folder / f"{stride}-{slots}-000000ff.seg")

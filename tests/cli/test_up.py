@@ -347,7 +347,7 @@ def test_its_folder_keeps_what_others_put_there(tmp_path: Path) -> None:
     assert (run / "m0.json").read_text() == "mine too"
 
 
-def test_a_second_one_in_its_folder_is_refused_and_harms_nobody(tmp_path: Path) -> None:
+def test_a_second_one_in_its_folder_is_refused_and_harms_no_instance(tmp_path: Path) -> None:
     config, run = config_file(tmp_path), tmp_path / "run"
     arguments = ("--mixed", "1", "--folder", str(run))
 

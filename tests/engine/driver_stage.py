@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import ClassVar
 
 import msgspec
@@ -101,8 +102,9 @@ class Stage:
         failures: the errors that ended the engine.
     """
 
-    def __init__(self, scheduler=None, *, has_store=False, **options):
+    def __init__(self, scheduler=None, *, has_store=False, has_attendant=False, **options):
         self.log = []
+        attendant = SimpleNamespace(perform=lambda action: self.log.append(("elsewhere", action)))
         self.failures = []
         self.loop = asyncio.get_running_loop()
         self.runner = HandRunner(self.log)
@@ -119,6 +121,7 @@ class Stage:
             self.output,
             told,
             told if has_store else None,
+            attendant if has_attendant else None,
             **{**values, **options},
         )
 

@@ -105,7 +105,7 @@ async def test_a_block_longer_than_the_age_of_a_late_write_kills_no_process(slow
 
 
 @pytest.mark.both_loops
-async def test_who_waits_in_line_while_the_loop_is_blocked_has_its_turn(slow):
+async def test_a_call_that_waits_in_line_while_the_loop_is_blocked_has_its_turn(slow):
     process_store, store, _ = make(max_calls=1)
     async with opened(store):
         first = asyncio.ensure_future(store.put([item("20/a")]))

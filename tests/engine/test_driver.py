@@ -230,7 +230,7 @@ async def test_a_condition_is_looked_at_after_each_turn():
     stage.driver.stop()
 
 
-async def test_who_waits_no_longer_is_forgotten_and_the_end_of_turns_wakes_the_rest():
+async def test_a_waiter_that_left_is_forgotten_and_the_end_of_turns_wakes_the_rest():
     stage = Stage(Script())
     first, second = (asyncio.ensure_future(stage.driver.wait_until(lambda: False)) for _ in range(2))
     await stage.turns()

@@ -145,7 +145,7 @@ async def test_stop_takes_the_timers_with_it():
     assert len(stage.scheduler.seen) == 1
 
 
-async def test_a_failure_wakes_who_waits_for_idle():
+async def test_a_failure_wakes_callers_that_wait_for_idle():
     stage = Stage()
     stage.bus.publish(make_request(1, range(5), 3, 4))
     await stage.turns()
@@ -194,8 +194,7 @@ def test_every_action_has_a_sample():
 @pytest.mark.parametrize("kind", SAMPLES)
 async def test_every_action_has_a_performer(kind):
     action, word = SAMPLES[kind]
-    stage = Stage(Script([action]), has_store=True)
-    stage.driver.attendant = lambda action: stage.log.append(("elsewhere", action))
+    stage = Stage(Script([action]), has_store=True, has_attendant=True)
     if kind is EmitTokens:
         stage.driver._outputs[0] = StepOutput(0, (7,))
     stage.bus.publish(TimerFired())
@@ -217,7 +216,7 @@ async def test_asking_for_a_store_where_there_is_none_is_a_defect(kind):
 
 
 @pytest.mark.parametrize("kind", ELSEWHERE)
-async def test_what_concerns_other_instances_needs_somebody_who_talks_to_them(kind):
+async def test_actions_for_other_instances_need_an_attendant(kind):
     stage = Stage(Script([SAMPLES[kind][0]]))
     stage.bus.publish(TimerFired())
     await stage.turns()

@@ -90,7 +90,7 @@ async def test_an_aborted_request_returns_the_rows_of_completed_passes():
         assert (await ask(engine, prompt)).cached_tokens == 24
 
 
-async def test_abort_knows_who_lives():
+async def test_abort_knows_live_requests():
     async with synthetic_engine() as engine:
         assert engine.abort("nobody") is False
         async with engine.generate(PROMPT, GREEDY, request_id="mine") as stream:
@@ -222,7 +222,7 @@ async def test_drain_lets_the_live_ones_end_and_aclose_does_not():
 
 
 @pytest.mark.parametrize("when", ["closing", "closed"])
-async def test_who_is_being_prepared_when_the_engine_closes_is_told_and_not_published(monkeypatch, when):
+async def test_a_request_in_preparation_when_the_engine_closes_is_told_and_not_published(monkeypatch, when):
     honest, gate, reached = Preparer.prepare, asyncio.Event(), asyncio.Event()
 
     async def held(self, *arguments, **options):
@@ -359,7 +359,7 @@ async def test_a_failed_step_fails_the_engine_and_everyone_gets_what_there_is(ki
     assert [delta.finish_reason for delta in deltas] == [None] * len(deltas)
 
 
-async def test_a_failure_that_nobody_saw_is_raised_at_the_end():
+async def test_a_failure_that_no_caller_saw_is_raised_at_the_end():
     engine, faults = held_engine(fault=StepFault("fail", 1))
     with pytest.raises(EngineFailed):  # noqa: PT012
         async with engine:

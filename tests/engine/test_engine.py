@@ -124,7 +124,7 @@ async def test_bad_input_names_its_field_and_starts_nothing(prompt, options, fie
 
 
 @pytest.mark.both_loops
-async def test_deltas_of_a_slow_reader_merge_and_hold_nobody_up():
+async def test_deltas_of_a_slow_reader_merge_and_hold_up_no_other():
     params = SamplingParams(max_tokens=40, temperature=0.0)
     async with synthetic_engine() as engine, engine.generate(PROMPT, params) as stream:
         first = await anext(stream)

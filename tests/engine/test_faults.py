@@ -293,7 +293,7 @@ async def test_a_steps_deadline_does_not_count_the_step_before_it(depth):
         (lambda engine: engine.complete("x" * 70_000, GREEDY), "prompt"),
     ],
 )
-async def test_arguments_that_make_no_sense_are_named_and_cost_nobody_anything(call, field):
+async def test_arguments_that_make_no_sense_are_named_and_cost_other_requests_nothing(call, field):
     async with synthetic_engine(tokenizer=LetterTokenizer()) as engine:
         with pytest.raises(BadInput) as caught:
             await call(engine)

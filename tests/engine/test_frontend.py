@@ -35,7 +35,7 @@ async def settle():
         await asyncio.sleep(0)
 
 
-async def test_who_finds_no_place_waits_in_order_of_arrival():
+async def test_requests_without_a_place_wait_in_order_of_arrival():
     limiter = Line(2)
     order = []
 
@@ -81,7 +81,7 @@ async def test_the_policy_says_which_request_is_next(policy, order):
     await asyncio.wait(tasks)
 
 
-async def test_nobody_slips_past_the_queue():
+async def test_no_request_slips_past_the_queue():
     limiter = Line(2)
     await limiter.come(1)
     large = asyncio.ensure_future(limiter.come(2))
@@ -108,7 +108,7 @@ async def test_the_head_that_gives_up_lets_the_next_one_in():
     assert (limiter.used, limiter.num_waiting) == (2, 0)
 
 
-async def test_a_place_given_to_who_was_cancelled_meanwhile_comes_back():
+async def test_a_place_given_to_a_request_that_was_cancelled_meanwhile_comes_back():
     limiter = Line(1)
     await limiter.come(1)
     first, second = asyncio.ensure_future(limiter.come(1)), asyncio.ensure_future(limiter.come(1))

@@ -210,7 +210,7 @@ async def test_a_start_that_is_cancelled_in_any_turn_leaves_an_engine_that_runs_
 
 
 @pytest.mark.parametrize("gives_up", [0, 1])
-async def test_who_gives_up_waiting_for_a_pause_does_not_end_another_s(gives_up):
+async def test_a_caller_that_gives_up_waiting_for_a_pause_does_not_end_another_s(gives_up):
     engine, faults = held_engine()
     async with engine:
         faults.hold()
@@ -247,7 +247,7 @@ async def test_when_all_give_up_waiting_for_a_pause_the_engine_goes_on():
         assert (await running).finish_reason == "length"
 
 
-async def test_who_was_resumed_while_he_waited_holds_no_pause():
+async def test_a_caller_that_was_resumed_while_it_waited_holds_no_pause():
     engine, faults = held_engine()
     async with engine:
         faults.hold()

@@ -29,11 +29,18 @@ class LongTexts:
         return ByteTokenizer().encode(text)
 
 
+async def refuse(grammar):
+    """A runner's check."""
+    raise BadInput("grammar", f"no {grammar.kind}")
+
+
 def make_preparer(tokenizer=None, **options):
     capacity = options.pop("capacity", None) or make_capacity()
     long_texts = options.pop("long_texts", None)
     values = {"inline_tokenise_chars": 50, "prepare_deadline_s": 9.0, "max_requests": 8, "max_running": 8}
-    return Preparer(EngineConfig(**{**values, **options}), capacity, tokenizer, long_texts, Random(5))
+    check_grammar = options.pop("check_grammar", refuse)
+    config = EngineConfig(**{**values, **options})
+    return Preparer(config, capacity, tokenizer, long_texts, Random(5), check_grammar)
 
 
 def make_ask(prompt, params, **options):

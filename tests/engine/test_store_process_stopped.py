@@ -62,7 +62,7 @@ async def test_a_store_that_is_stopped_costs_a_deadline_at_the_close_and_nothing
         os.kill(pid, 0)
 
 
-async def test_a_store_that_is_killed_is_started_again_and_nobody_notices(tmp_path):
+async def test_a_store_that_is_killed_is_started_again_and_no_request_notices(tmp_path):
     config = file_config(tmp_path, store_retry_s=0.05)
     async with Engine(config) as engine:
         await ask(engine, 0)

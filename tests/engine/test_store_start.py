@@ -171,7 +171,7 @@ def test_a_store_that_is_configured_wrongly_is_an_error_of_the_start(error, requ
     play(work)
 
 
-def test_a_store_that_turns_out_to_be_configured_wrongly_later_ends_nobody():
+def test_a_store_that_turns_out_to_be_configured_wrongly_later_ends_no_request():
     async def work():
         store = Opens(GONE, StoreRejected("memory", "no such pool"))
         async with Engine(store_config(), store=store) as engine, engine.bus.subscribe(BreakerChanged) as told:

@@ -39,7 +39,7 @@ def test_what_leaves_the_device_comes_back_from_the_host_with_its_rows():
     play(work)
 
 
-def test_a_copy_holds_up_who_needs_it_and_nobody_else():
+def test_a_copy_holds_up_the_request_that_needs_it_and_no_other():
     async def work():
         # an empty device, and the prompt in the store: it comes by way of the host, and that copy is slow
         store = kept_memory()

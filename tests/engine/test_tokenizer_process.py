@@ -83,7 +83,7 @@ async def test_a_text_that_cannot_be_tokenised_is_an_error_of_its_own(tokens):
     ("name", "model", "problem"),
     [("bytetok", "broken", "OSError: no such folder"), ("nobody", "folder", "PluginError: plugin 'nobody'")],
 )
-async def test_a_tokenizer_that_cannot_be_loaded_is_told_to_who_asks(name, model, problem):
+async def test_callers_are_told_of_a_tokenizer_that_cannot_be_loaded(name, model, problem):
     process = TokenizerProcess(name, model)
     for _ in range(2):
         with pytest.raises(TokenizerFailed, match=f"it cannot be loaded for {model}: {problem}") as caught:
@@ -93,7 +93,7 @@ async def test_a_tokenizer_that_cannot_be_loaded_is_told_to_who_asks(name, model
 
 
 @pytest.mark.parametrize(("text", "status"), [("die", -signal.SIGKILL), ("exit", 3)])
-async def test_a_death_fails_who_waits_and_the_next_text_gets_a_new_child(tokens, text, status):
+async def test_a_death_fails_waiting_texts_and_the_next_text_gets_a_new_child(tokens, text, status):
     (before,) = await tokens.encode("pid", 30.0)
     results = await asyncio.gather(tokens.encode(text, 30.0), tokens.encode("after", 30.0), return_exceptions=True)
     assert [type(result) for result in results] == [WorkerDied, WorkerDied]
@@ -164,7 +164,7 @@ async def test_a_child_that_breaks_the_protocol_is_killed_and_its_waiters_are_to
     assert await tokens.encode("ok", 30.0) == [111, 107]
 
 
-async def test_closing_fails_who_waits_and_kills_the_child(tokens):
+async def test_closing_fails_waiting_texts_and_kills_the_child(tokens):
     (pid,) = await tokens.encode("pid", 30.0)
     waiting = asyncio.ensure_future(tokens.encode("hang", 30.0))
     await asyncio.sleep(0)

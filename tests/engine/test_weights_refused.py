@@ -243,7 +243,7 @@ def test_an_update_that_begins_as_another_ends_is_ended_by_the_close(monkeypatch
     play(work)
 
 
-async def test_who_is_cancelled_leaves_the_update_to_go_on():
+async def test_a_cancelled_call_leaves_the_update_to_go_on():
     async with Engine(synthetic_config(process="worker")) as engine:
         first = asyncio.create_task(engine.update_weights(1, weights(5)))
         await asyncio.sleep(0)
@@ -314,7 +314,7 @@ def test_nothing_runs_while_weights_load_whoever_resumes():
     play(work)
 
 
-async def test_who_gives_up_waiting_for_a_pause_takes_it_back():
+async def test_a_caller_that_gives_up_waiting_for_a_pause_takes_it_back():
     engine, faults = held_engine()
     async with engine:
         faults.hold()

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from fdasync import SamplingParams
-from fdasync.errors import InvariantBroken
+from fdasync.errors import BadInput, InvariantBroken
 from fdasync.events.actions import SwapIn
-from fdasync.runner.base import CopyOutput, StepOutput, TensorMeta
+from fdasync.runner.base import CopyOutput, RunnerLimits, StepOutput, TensorMeta
 from fdasync.runner.oracle import U64, Oracle, SyntheticConfig
 from fdasync.runner.synthetic import SyntheticRunner
 from fdasync.runner.worker.proxy import WorkerRunner
@@ -361,3 +361,11 @@ async def test_every_64_bits_are_weights(weights_id):
         result = await engine.complete([1, 2, 3], SamplingParams(max_tokens=3, temperature=0.0))
         oracle = Oracle(msgspec.structs.replace(oracle_of(engine.config).config, weights_id=weights_id))
         check_sample(result.samples[0], [1, 2, 3], SamplingParams(max_tokens=3, temperature=0.0), oracle)
+
+
+async def test_free_steps_stamp_no_kv_so_stamps_are_refused_with_them():
+    limits = RunnerLimits(max_running=1, max_step_tokens=8)
+    for values in ({"free": True}, {"pass_stamp": True}):
+        await SyntheticRunner(SyntheticConfig(**values), limits).open()
+    with pytest.raises(BadInput, match="pass_stamp"):
+        await SyntheticRunner(SyntheticConfig(free=True, pass_stamp=True), limits).open()

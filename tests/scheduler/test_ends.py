@@ -163,7 +163,7 @@ def test_an_abort_while_an_answer_is_awaited_drops_the_overrun_too(how):
     assert table.is_empty()
 
 
-def test_answers_for_who_has_ended_are_late_and_harmless():
+def test_answers_for_ended_sequences_are_late_and_harmless():
     table = Table()
     table.turn(table.request(1, range(3), 9, **CHECKS))
     table.turn(table.done(50))
@@ -258,7 +258,7 @@ def test_rows_start_where_they_are_wanted_when_it_is_aborted_before_that():
     assert table.rows == {}
 
 
-def test_the_runner_forgets_who_was_aborted_with_the_next_step():
+def test_the_runner_forgets_aborted_sequences_with_the_next_step():
     table = Table()
     table.turn(table.request(1, [1], 9), table.request(2, [2], 9))
     table.turn(table.abort(1))
@@ -318,7 +318,7 @@ def test_a_timer_that_rings_a_little_early_is_set_again():
     assert [wake.time for wake in turned.wakes] == [5.0]
 
 
-def test_deadlines_of_who_has_ended_do_not_pile_up():
+def test_deadlines_of_ended_sequences_do_not_pile_up():
     table = Table()
     # the earliest deadline is that of somebody who stays
     table.turn(table.request(0, [1], 100, deadline=10.0))

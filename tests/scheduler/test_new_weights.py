@@ -18,7 +18,7 @@ A, B = range(9), range(100, 109)
 # -- everyone else starts under the new weights
 
 
-def test_nothing_old_is_matched_and_what_nobody_uses_is_free_at_once():
+def test_no_old_block_is_matched_and_those_without_a_user_are_free_at_once():
     table = make_table(num_blocks=16, write_through="all", prefill_tokens_per_s=1e9)
     leave_on_host(table, A)
     table.run(table.request(1, B, 1))
@@ -143,7 +143,7 @@ def test_without_prefix_cache_nothing_is_hashed():
 
 @pytest.mark.parametrize("arrived", [True, False])
 @pytest.mark.parametrize("resume", [True, False])
-def test_who_was_loading_starts_again_under_the_new_weights(arrived, resume):
+def test_a_sequence_that_was_loading_starts_again_under_the_new_weights(arrived, resume):
     """The engine publishes the new weights and the end of the pause in one go."""
     table = Table(num_blocks=8, num_host_blocks=8)
     leave_on_host(table, A)
@@ -170,7 +170,7 @@ def test_who_was_loading_starts_again_under_the_new_weights(arrived, resume):
 
 
 @pytest.mark.parametrize("what", ["lookup", "fetch", "late fetch"])
-def test_who_waits_for_the_store_asks_again_under_the_new_weights(what):
+def test_a_sequence_that_waits_for_the_store_asks_again_under_the_new_weights(what):
     table = make_table(A)
     table.turn(table.request(1, A, 2))
     if what != "lookup":

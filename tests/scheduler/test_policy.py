@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import pytest
@@ -21,12 +21,12 @@ from fdasync.events.trace import TraceHeader, TraceRing, Turn
 from fdasync.pd.router.request import RoutedRequest
 from fdasync.pd.router.router import Router
 from fdasync.registry.registry import POLICIES, Registry
-from fdasync.scheduler import Candidate, Policy, Scheduler
+from fdasync.scheduler import Candidate, Scheduler
 from fdasync.scheduler.replay import replay
 from fdasync.scheduler.state.policy import (
     OWN_POLICIES,
     Arrival,
-    ArrivalConfig,
+    NoSettings,
     ShortestPrompt,
     ShortestPromptConfig,
     own_policy,
@@ -37,9 +37,6 @@ from fdasync.testing.sim.transport import SimFabric, SimFaults, SimTransport
 from tests.scheduler.table import Table
 from tests.support.helpers import case_settings, make_capacity
 from tests.support.pd_table import PdTable, of
-
-if TYPE_CHECKING:
-    from fdasync.scheduler.state.policy import Order
 
 SHORTEST: dict[str, Any] = {"policy": "shortest-prompt-first", "policy_config": {"ageing_s_per_token": 0.1}}
 RATES = st.sampled_from([0.0, 1e-9, 1e-3, 0.1, 1e3])
@@ -58,7 +55,7 @@ def candidate(arrival=0, **values):
 
 class TestArrival(PolicyTests):
     def make(self):
-        return Arrival(ArrivalConfig())
+        return Arrival(NoSettings())
 
 
 @pytest.mark.parametrize("rate", [0.0, 1e-9, 1e-3, 1e3])
@@ -69,76 +66,6 @@ class TestShortestPrompt(PolicyTests):
 
     def make(self):
         return ShortestPrompt(ShortestPromptConfig(self.rate))
-
-
-class _Odd(Policy):
-    """Breaks one promise each: see `test_the_suite_finds`."""
-
-    config_type = ArrivalConfig
-
-    def key(self, candidate: Candidate) -> Order:
-        return (-candidate.priority,)
-
-    def passed_for_s(self, candidate: Candidate) -> float:
-        return 0.0
-
-
-class _Lifo(_Odd):
-    def key(self, candidate: Candidate) -> Order:
-        return (-candidate.priority, -candidate.arrived_at)
-
-
-class _ShortestWithoutAgeing(_Odd):
-    def key(self, candidate: Candidate) -> Order:
-        return (-candidate.priority, candidate.prompt_tokens)
-
-
-class _Drawn(_Odd):
-    def __init__(self, config):
-        super().__init__(config)
-        self.random = Random(1)
-
-    def key(self, candidate: Candidate) -> Order:
-        return (self.random.random(),)
-
-
-class _Ragged(_Odd):
-    def key(self, candidate: Candidate) -> Order:
-        return (-candidate.priority, 0.0)[: 1 + candidate.prompt_tokens % 2]
-
-
-class _NoNumber(_Odd):
-    def key(self, candidate: Candidate) -> Order:
-        return (float("nan") if candidate.prompt_tokens == 2 else 0.0,)
-
-
-class _Scattered(_Odd):
-    def key(self, candidate: Candidate) -> Order:
-        return (-candidate.priority, candidate.arrival % 2)
-
-
-class _NoBound(_Odd):
-    def passed_for_s(self, candidate: Candidate) -> float:
-        return float("inf")
-
-
-@pytest.mark.parametrize(
-    ("policy", "test"),
-    [
-        (_Lifo, "test_newcomers_pass_for_a_bounded_time"),
-        (_ShortestWithoutAgeing, "test_newcomers_pass_for_a_bounded_time"),
-        (_NoBound, "test_newcomers_pass_for_a_bounded_time"),
-        (_Drawn, "test_a_key_never_changes"),
-        (_Ragged, "test_keys_are_numbers_and_equally_many"),
-        (_NoNumber, "test_keys_are_numbers_and_equally_many"),
-        (_Scattered, "test_samples_of_a_group_stand_together"),
-    ],
-)
-def test_the_suite_finds(policy, test):
-    suite = PolicyTests()
-    suite.make = lambda: policy(ArrivalConfig())  # type: ignore[method-assign]
-    with pytest.raises(AssertionError):
-        getattr(suite, test)()
 
 
 def test_the_order_of_arrival_asks_for_priority_and_then_for_the_number_in_the_line():
@@ -287,19 +214,6 @@ def test_the_packages_own_are_installed_under_their_names():
     assert own.items() <= installed.items()
 
 
-class _Breaks(Arrival):
-    def key(self, candidate):
-        if candidate.prompt_tokens == 1:
-            raise KeyError("boom")
-        return {2: 5.0, 3: (float("nan"),), 4: ("a",)}[candidate.prompt_tokens]
-
-
-@pytest.mark.parametrize(("length", "words"), [(1, "raised KeyError"), (2, "5.0"), (3, "nan"), (4, "'a'")])
-def test_a_policy_that_gives_no_key_is_named(length, words):
-    with pytest.raises(PluginError, match=f"_Breaks.*{words}"):
-        _Breaks(ArrivalConfig()).order(candidate(prompt_tokens=length))
-
-
 def test_a_policy_that_is_not_there_is_told_with_those_that_are():
     with pytest.raises(PluginError, match=r"'longest' of fdasync\.policies: not installed.*arrival, shortest-prompt"):
         make_policy("longest", {})
@@ -323,12 +237,20 @@ def test_settings_that_a_policy_does_not_have_are_refused(config, field):
 
 
 _PLUGIN = """
-from fdasync.scheduler.state.policy import Arrival
+from fdasync.scheduler import Policy
 
 
-class Last(Arrival):
+class Last(Policy):
     def key(self, candidate):
-        return (-candidate.priority, -candidate.prompt_tokens)
+        return (-candidate.priority, candidate.arrived_at - min(candidate.prompt_tokens, 100))
+
+    def passed_for_s(self, candidate):
+        return 100.0
+
+
+class Unbounded(Last):
+    def passed_for_s(self, candidate):
+        return 0.0
 
 
 def odd(config):
@@ -338,11 +260,14 @@ def odd(config):
 
 @pytest.fixture
 def plugin(tmp_path, monkeypatch):
-    """A distribution that has the policies `last`, which takes the longest prompt first, and `odd`, which is none."""
+    """A distribution that has the policies `last`, which takes the longest prompt first, `unbounded`, which says that
+    no later request passes another one, and `odd`, which is none. None has settings."""
     info = tmp_path / "fdasync_plug-1.2.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fdasync-plug\nVersion: 1.2\n")
-    (info / "entry_points.txt").write_text(f"[{POLICIES}]\nlast = policyplug:Last\nodd = policyplug:odd\n")
+    (info / "entry_points.txt").write_text(
+        f"[{POLICIES}]\nlast = policyplug:Last\nodd = policyplug:odd\nunbounded = policyplug:Unbounded\n"
+    )
     (tmp_path / "policyplug.py").write_text(_PLUGIN)
     monkeypatch.syspath_prepend(tmp_path)
     yield
@@ -354,6 +279,20 @@ def test_a_plugins_policy_is_found_by_its_name():
     assert type(make_policy("last", {})).__name__ == "Last"
     with pytest.raises(PluginError, match=r"'odd' of fdasync\.policies.*is not a Policy class"):
         make_policy("odd", {})
+
+
+@pytest.mark.usefixtures("plugin")
+def test_a_policy_without_settings_needs_no_config_type_and_takes_no_keys():
+    assert make_policy("last", {}).config == NoSettings()
+    with pytest.raises(ConfigError) as caught:
+        make_policy("last", {"seconds": 1.0})
+    assert caught.value.field == "policy_config.seconds"
+
+
+@pytest.mark.usefixtures("plugin")
+def test_a_policy_whose_bound_does_not_hold_is_refused_before_an_engine_starts():
+    with pytest.raises(PluginError, match=r"Unbounded.*passed_for_s\(\) is 0.0 s .* goes before it"):
+        Engine(synthetic_config(policy="unbounded"))
 
 
 def recorded(made=None, **config):

@@ -12,7 +12,7 @@ from tests.support.pd_table import PdTable, of, only
 A, B = range(9), range(100, 109)
 
 
-def test_what_nobody_uses_is_gone_from_device_and_host():
+def test_blocks_without_a_user_are_gone_from_device_and_host():
     table = Table(num_host_blocks=8)
     leave_on_host(table, A)
     table.run(table.request(1, B, 1))
@@ -48,7 +48,7 @@ def test_one_that_runs_goes_on_and_shares_nothing_before_or_after(depth, steps):
     assert table.places([*A, *table.finished[1].token_ids])[3:] == ["", ""]
 
 
-def test_one_that_ended_fills_its_last_blocks_for_nobody():
+def test_a_block_that_an_aborted_sequence_fills_after_a_reset_is_free():
     table = Table(pipeline_depth=2)
     table.turn(table.request(1, range(11), 20))
     table.turn(table.done())

@@ -178,7 +178,7 @@ def test_rows_of_the_output_name_each_token():
 # -- shortage
 
 
-def test_nobody_is_preempted_for_room_that_a_run_may_not_need():
+def test_no_sequence_is_preempted_for_room_that_a_run_may_not_need():
     table = runs_table(num_blocks=4, decode_reserve_blocks=0)
     table.turn(table.request(1, range(7), 8), table.request(2, range(10, 17), 8))
     # each has room for one position: all blocks are in use

@@ -176,7 +176,7 @@ def test_a_request_without_room_is_not_overtaken():
     assert list(table.finished) == [1, 2, 3]
 
 
-def test_admission_leaves_a_reserve_for_those_who_decode():
+def test_admission_leaves_a_reserve_for_sequences_that_decode():
     def admitted(num_blocks, reserve):
         table = Table(num_blocks=num_blocks, decode_reserve_blocks=reserve)
         table.turn(table.request(1, range(8), 9), table.request(2, range(50, 58), 9))
@@ -239,7 +239,7 @@ def test_rows_of_an_output_come_every_eighth_block_apart_by_key():
     assert len(begins) == 8
 
 
-def test_no_rows_for_who_wants_none():
+def test_a_request_that_wants_no_rows_gets_none():
     table = Table()
     table.run(table.request(1, range(7), 5, start=-1))
     assert table.rows == {}
@@ -266,7 +266,7 @@ def test_only_tokens_that_are_wanted_as_they_come_are_emitted_with_their_rows():
     assert (emit.keys, emit.tokens, emit.rows) == ((2, 3, 4), (22, 32, 42), (1, 2, 3))
 
 
-def test_nothing_is_emitted_when_nobody_listens():
+def test_nothing_is_emitted_without_a_reader():
     table = Table()
     table.turn(table.request(1, [1], 4))
     assert table.turn(table.done()).emits == []

@@ -97,7 +97,7 @@ def test_a_victim_asks_for_nothing_any_more():
     assert [table.finished[key].num_rows for key in (1, 2)] == [8, 8]
 
 
-def test_nobody_is_preempted_twice_for_one_need():
+def test_no_sequence_is_preempted_twice_for_one_need():
     table = Table(num_blocks=6, pipeline_depth=2, decode_reserve_blocks=0)
     # 1 will need a block at position 4, when all six are taken
     steps = table.turn(
@@ -135,7 +135,7 @@ def test_blocks_that_others_share_do_not_come_free_with_a_victim():
     assert [len(table.finished[key].token_ids) for key in tails] == [9] * 4
 
 
-def test_who_was_preempted_by_its_own_need_has_none_any_more():
+def test_a_sequence_that_its_own_need_preempted_needs_nothing_any_more():
     table = Table(num_blocks=3, pipeline_depth=2, decode_reserve_blocks=0)
     table.turn(table.request(1, [1, 2], 9))
     newer = [table.request(2, [10], 9, priority=1), table.request(3, range(20, 24), 9, priority=2)]
@@ -149,7 +149,7 @@ def test_who_was_preempted_by_its_own_need_has_none_any_more():
     assert [len(table.finished[key].token_ids) for key in (1, 2, 3)] == [9, 9, 9]
 
 
-def test_who_sits_out_neither_computes_nor_samples_and_misses_no_token():
+def test_a_sequence_that_sits_out_neither_computes_nor_samples_and_misses_no_token():
     table = Table(num_blocks=6, pipeline_depth=2, decode_reserve_blocks=0)
     table.turn(table.request(1, range(3), 9), table.request(2, range(20, 26), 12), table.request(3, range(30, 40), 12))
     table.turn(table.done())

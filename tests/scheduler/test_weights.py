@@ -84,7 +84,7 @@ def test_what_arrives_while_paused_starts_after_it():
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_who_runs_goes_on_with_what_it_has_and_shares_none_of_it(depth):
+def test_a_running_sequence_goes_on_with_its_blocks_and_shares_none_of_them(depth):
     table = Table(pipeline_depth=depth, max_step_tokens=64)
     (start,) = table.turn(table.request(1, A, 20)).steps[0].starts
     table.turn(table.done())

@@ -137,11 +137,7 @@ class Stage:
             find=self.samples.get, emit=lambda action, output: self.emitted.append((action, output))
         )
         frontend = SimpleNamespace(take_over=self._take_over)
-        self.context = InstanceContext(
-            self.loop, self.bus, frontend, processor, self.host, None, make_capacity, lambda: NAMESPACE,
-            self.failures.append,  # type: ignore[arg-type]
-        )  # fmt: skip
-        self.transports = self.context.transports = FakeTransports()  # type: ignore[assignment]
+        self.transports = FakeTransports()
         self.hung_up: list[Any] = []
         self.given_up: list[Any] = []
         links = SimpleNamespace(
@@ -151,7 +147,10 @@ class Stage:
             give_up=self._give_up,
             config=LinkConfig(),
         )
-        self.context.links = links  # type: ignore[assignment]
+        self.context = InstanceContext(
+            self.loop, self.bus, frontend, processor, self.host, None, make_capacity, lambda: NAMESPACE,
+            self.failures.append, self.transports, links,  # type: ignore[arg-type]
+        )  # fmt: skip
 
     def peer(self, name: str) -> FakePeer:
         if name not in self.peers:

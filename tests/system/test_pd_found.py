@@ -75,7 +75,7 @@ def test_a_lease_that_is_lost_again_and_again_is_asked_for_after_longer_and_long
     assert 0.9 < pauses[-1] < 1.2
 
 
-def test_who_loses_a_lease_asks_the_others_at_once():
+def test_a_request_that_loses_a_lease_asks_the_others_at_once():
     table = PdTable()
     table.turn(*table.hand_off(1, A, ("d0", "d1")))
     table.turn(table.granted(1))
@@ -221,7 +221,7 @@ async def test_blocks_that_were_taken_back_do_not_make_their_sender_unreadable()
     assert (await transports.receive((("tcp", source()),), COPY_SPECS, 1.0))[0].status == "done"
 
 
-async def test_who_cannot_be_mapped_is_read_over_the_socket_from_then_on():
+async def test_a_sender_that_cannot_be_mapped_is_read_over_the_socket_from_then_on():
     shm, tcp = Way("shm", refused("no permission")), Way("tcp", DONE, broken("later"), DONE)
     transports = Transports([shm, tcp])
     sources = (("shm", source()), ("tcp", source()))

@@ -97,7 +97,7 @@ def test_a_prefiller_of_a_short_context_hands_over_what_goes_beyond_it():
 
 
 @pytest.mark.parametrize("text", [False, True], ids=["tokens", "text"])
-def test_what_nobody_can_hold_is_refused_with_the_largest_limit(text):
+def test_a_request_that_no_instance_can_hold_is_refused_with_the_largest_limit(text):
     async def main():
         async with Fleet({"p0": (SMALL, 400), "d0": (LARGE, 400), "m0": (LARGE, 100)}) as fleet:
             for count, max_tokens in ((200, 42), (300, 1)):

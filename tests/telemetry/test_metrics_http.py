@@ -132,7 +132,7 @@ async def test_a_client_that_does_not_take_its_answer_is_left():
 
 
 @pytest.mark.both_loops
-async def test_a_client_that_leaves_is_nobodys_error():
+async def test_a_client_that_leaves_causes_no_error():
     errors = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
     server = ScrapeServer(lambda: bytes(16 << 20))

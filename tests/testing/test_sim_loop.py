@@ -66,7 +66,7 @@ def test_a_timer_never_fires_before_its_time():
     assert run_sim(main()) == []
 
 
-def test_a_deadlock_is_an_error_that_names_who_waits():
+def test_a_deadlock_is_an_error_that_names_the_waiting_tasks():
     async def main():
         async def stuck():
             await asyncio.get_running_loop().create_future()

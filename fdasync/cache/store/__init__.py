@@ -1,4 +1,4 @@
-"""The contract of stores, the object format, the checks, and the store in memory that is the model of a store."""
+"""The contract of stores, the format of stored blocks with its checks, and the store in memory, their model."""
 
 from fdasync.cache.store.base import (
     DONE,

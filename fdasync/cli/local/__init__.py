@@ -1,1 +1,1 @@
-"""Instances as child processes of this one."""
+"""Runs instances as child processes of this one: starts, watches, restarts and ends them, and keeps their sockets."""

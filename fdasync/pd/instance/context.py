@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from fdasync.errors import DeadlineExceeded, PeerBusy, PeerRefused, PeerUnreachable
 from fdasync.ipc.shared_memory import AUX_REGION, HOST_REGION
 from fdasync.pd.messages import encode
-from fdasync.pd.transfer.transports import Transports
 
 if TYPE_CHECKING:
     import asyncio
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from fdasync.pd.link.links import Links
     from fdasync.pd.link.peer import Peer
     from fdasync.pd.messages import Message
+    from fdasync.pd.transfer.transports import Transports
     from fdasync.request import GenerateRequest
     from fdasync.result import Result
     from fdasync.runner.base import Capacity, StepOutput
@@ -97,12 +97,9 @@ class InstanceContext:
         host: the host arena.
         arena: the arena of aux rows; None without aux data.
         capacity, namespace: functions that return those of the weights in use.
-        links: the links; set before any service sends.
-        transports: the transports.
+        transports, links: of the instance.
         draining: the instance takes no more work.
     """
-
-    links: Links
 
     def __init__(
         self,
@@ -115,6 +112,8 @@ class InstanceContext:
         capacity: Callable[[], Capacity],
         namespace: Callable[[], bytes],
         fail: Callable[[BaseException], None],
+        transports: Transports,
+        links: Links,
     ) -> None:
         self.loop = loop
         self.bus = bus
@@ -124,7 +123,8 @@ class InstanceContext:
         self.arena = arena
         self.capacity = capacity
         self.namespace = namespace
-        self.transports = Transports(())
+        self.transports = transports
+        self.links = links
         self.draining = False
         self._fail = fail
         self._tasks: dict[asyncio.Task[None], None] = {}

@@ -152,7 +152,7 @@ class Instance:
         check_address(listen, listens=True)
         for peer in peers:
             check_address(peer)
-        self.engine = Engine(config, runner=runner, tokenizer=tokenizer, store=store)
+        self.engine = Engine(config, runner=runner, tokenizer=tokenizer, store=store, attendant=self)
         if self.engine.config.role == "alone":
             raise ConfigError("config.role", "is 'alone'", hint="an instance is mixed, prefill or decode")
         self.address = listen
@@ -189,27 +189,28 @@ class Instance:
             check_free(self._listen)
         await self.engine.start()
         try:
-            self._context = context = InstanceContext(
-                asyncio.get_running_loop(), *self.engine.share(self._transports.aclose)
-            )
             self._weights = self.engine.weights
+            shared, capacity = self.engine.share(), self.engine.capacity
+            self._shape = shape_of(capacity, text_digest(self.engine.tokenizer, capacity.vocab_size))
+            links = Links(self._wire or ZmqWire(on_guard=self._on_guard), self, self._link_config)
+            # from here to the services nothing waits: a close finds either none of them or all
+            self._links = links
+            self._context = context = InstanceContext(
+                asyncio.get_running_loop(), *shared, transports=self._transports, links=links
+            )
             self._prefill_service = PrefillService(context, self._names)
             self._responses = Responses(context, self._prefill_service)
-            capacity = self.engine.capacity
-            self._shape = shape_of(capacity, text_digest(self.engine.tokenizer, capacity.vocab_size))
             self._decode_service = DecodeService(
                 context, capacity.block_tokens, self._responses.follow, self._responses.lose
             )
-            self._dispatch()
-            context.transports = self._transports
-            await self._transports.open(context.regions)
-            context.links = self._links = Links(self._wire or ZmqWire(on_guard=self._on_guard), self, self._link_config)
             self._kv_events = KvEvents(context, lambda: (self._weights.version, self._weights.order))
-            self._weights.on_change = self._kv_events.announce
-            self.address = self._links.listen(self._listen)
-            self.engine.attend(self.perform, self._failed)
+            self._dispatch()
+            await self._transports.open(context.regions)
+            # raises what ended the engine meanwhile
+            self.engine.load()
+            self.address = links.listen(self._listen)
             for address in self._names:
-                self._links.dial(address)
+                links.dial(address)
         except BaseException:
             await self.aclose()
             raise
@@ -241,15 +242,30 @@ class Instance:
             TellBlocks: lambda action: self._kv_events.tell(action),
         }
 
+    # -- what the engine calls (`Attendant` in engine/driver.py) ------------------------------------
+
     def perform(self, action: Action) -> None:
         """Perform an action of the scheduler that concerns other instances; called by the driver."""
+        if self._context is None and type(action) is TellBlocks:
+            # there is no router yet
+            return
         self._does[type(action)](action)
 
-    def _failed(self) -> None:
+    def weights_changed(self) -> None:
+        """Tell routers of the weights in use."""
+        if self._context is not None:
+            self._kv_events.announce()
+
+    async def close_transports(self) -> None:
+        """End all copies of blocks from and to the engine's arenas."""
+        await self._transports.aclose()
+
+    def engine_failed(self) -> None:
         """The engine has failed: end all leases and hang up, so that other instances and routers use others. Callers
         get the engine's error as their requests end."""
-        assert self._context is not None
-        assert self._links is not None
+        if self._context is None or self._links is None:
+            # the start is about to raise
+            return
         self._context.draining = True
         self._prefill_service.give_up_all("the engine failed")
         self._decode_service.drop_all("the engine failed")

@@ -1,1 +1,1 @@
-"""Links to other processes: handshakes, heartbeats, and every message once and in order."""
+"""Links between processes: handshakes, heartbeats, and every message once and in order, over any wire."""

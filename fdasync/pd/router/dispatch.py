@@ -32,20 +32,21 @@ from fdasync.errors import (
     RemoteError,
 )
 from fdasync.ipc.deadlines import DeadlineTimer, wait_within
-from fdasync.pd.messages import Abort, Ended, Failed, Moved, Outputs, Piece, PromptTokens, Rows, ScoredPrompt
+from fdasync.pd.messages import Abort, Ended, Failed, Moved, Outputs, PromptTokens, Rows, ScoredPrompt
 from fdasync.pd.results import Incoming, delta_of, prompt_logprobs_of, tokens_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Sequence
 
     from fdasync.pd.link.wire import Frame
+    from fdasync.pd.messages import Piece
     from fdasync.pd.router.config import RouterConfig
     from fdasync.pd.router.instances import InstanceHandle, InstanceTable
     from fdasync.pd.router.request import RoutedRequest
     from fdasync.result import Result
 
-#: a message of an instance about one request
-RequestMessage = PromptTokens | Piece | Rows | Outputs | ScoredPrompt | Moved | Ended | Failed
+#: a message of an instance about one request, but for new output
+RequestMessage = PromptTokens | Rows | Outputs | ScoredPrompt | Moved | Ended | Failed
 
 _HASH_SLICE_BLOCKS = 256
 _RETRY_S = 0.05
@@ -257,6 +258,18 @@ class Dispatch:
 
     # -- messages of instances ------------------------------------------------------------------------
 
+    def take_pieces(self, instance: InstanceHandle, pieces: Sequence[Piece]) -> None:
+        """New output of some requests; a router that serves many streams spends most of its time here."""
+        now = self._loop.time()
+        for piece in pieces:
+            request = self._by_name.get(piece.request)
+            if request is None or not self._serves(request, instance):
+                continue
+            if piece.index < len(request.outputs):
+                request.add(delta_of(piece), now)
+            else:
+                self._fail_try(request, instance, f"output of sample {piece.index} of {len(request.outputs)}")
+
     def take(self, instance: InstanceHandle, message: RequestMessage, payload: Frame | None) -> None:
         request = self._by_name.get(message.request)
         if request is not None:
@@ -282,22 +295,14 @@ class Dispatch:
                 if request.server is None:
                     self._follow(request, instance, message.address)
             return
-        if request.server is not None and request.server is not instance:
-            # from the first token on the decode instance alone answers (docs/design.md, rule 17)
-            return
         if isinstance(message, Failed):
-            self._on_failed(request, instance, message)
+            if request.server is None or request.server is instance:
+                self._on_failed(request, instance, message)
             return
-        if request.server is None and request.first is not instance:
-            self._settle(request)
-            self._count_on(request, instance)
-        request.server = instance
+        if not self._serves(request, instance):
+            return
         assert request.incoming is not None
-        if isinstance(message, Piece):
-            if message.index >= len(request.pending):
-                raise ProtocolError(f"output of sample {message.index} of {len(request.pending)}")
-            request.add(delta_of(message), self._loop.time())
-        elif isinstance(message, Rows):
+        if isinstance(message, Rows):
             request.incoming.add(message, payload)
         elif isinstance(message, Outputs):
             request.incoming.add_outputs(message)
@@ -306,6 +311,16 @@ class Dispatch:
         else:
             result = request.incoming.result(message, request.request_id, instance.facts)
             self.finish(request, result, None)
+
+    def _serves(self, request: RoutedRequest, instance: InstanceHandle) -> bool:
+        """Whether output of this instance is the request's; the first instance that sends some serves it."""
+        if request.server is None:
+            if request.first is not instance:
+                self._settle(request)
+                self._count_on(request, instance)
+            request.server = instance
+        # from the first token on the decode instance alone answers (docs/design.md, rule 17)
+        return request.server is instance
 
     def _follow(self, request: RoutedRequest, instance: InstanceHandle, address: str) -> None:
         """The request was handed to the instance at this address. If another process is there by now, which does not

@@ -12,7 +12,8 @@ import msgspec
 import numpy as np
 
 from fdasync.pd.router.limits import need_of
-from fdasync.result import CachedTokens, Delta, FinishReason, Result, Sample
+from fdasync.pd.router.output import RoutedOutput
+from fdasync.result import CachedTokens, Result, Sample
 
 if TYPE_CHECKING:
     from fdasync.cache.aux import AuxSpec
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from fdasync.pd.messages import Submit
     from fdasync.pd.results import Incoming
     from fdasync.pd.router.instances import InstanceHandle
+    from fdasync.result import Delta, FinishReason
 
 
 class RoutedRequest:
@@ -46,7 +48,7 @@ class RoutedRequest:
         aborted: the caller has aborted it.
         whole: one instance must serve it whole, since no decode instance takes it over.
         first_token_at: time of the first token; None before.
-        pending, taken: deltas of each sample that the caller has not read yet, and that it has read.
+        outputs: of each sample.
         result, error: the end; one of the two is set when `done` is.
         done: set at the end.
         waiter: the reader that waits for output.
@@ -76,8 +78,7 @@ class RoutedRequest:
         self.aborted = False
         self.whole = False
         self.first_token_at: float | None = None
-        self.pending: list[list[Delta]] = [[] for _ in range(submit.params.n)]
-        self.taken: list[list[Delta]] = [[] for _ in range(submit.params.n)]
+        self.outputs = [RoutedOutput(index) for index in range(submit.params.n)]
         self.result: Result | None = None
         self.error: Exception | None = None
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -87,13 +88,13 @@ class RoutedRequest:
     @property
     def delivered(self) -> bool:
         """Whether output has arrived, so that the request cannot be tried again."""
-        return any(self.pending) or any(self.taken)
+        return any(self.outputs)
 
     def add(self, delta: Delta, now: float) -> None:
         """Add output of one sample."""
         if self.first_token_at is None and delta.token_ids:
             self.first_token_at = now
-        self.pending[delta.index].append(delta)
+        self.outputs[delta.index].add(delta)
         self.wake()
 
     def wake(self) -> None:
@@ -120,21 +121,15 @@ class RoutedRequest:
 
     def take(self, index: int) -> Delta | None:
         """All unread output of a sample as one delta; None: there is none."""
-        deltas = self.pending[index]
-        if not deltas:
-            return None
-        self.taken[index] += deltas
-        self.pending[index] = []
-        return _merged(deltas)
+        return self.outputs[index].take()
 
     def so_far(self, reason: FinishReason) -> Result:
         """The output so far as a result without rows. A sample of which all tokens arrived gets the finish reason
         `reason` too, since it lacks its rows; it keeps its own where the caller wants no rows."""
         rowless = self.specs == ()
         samples = []
-        for index in range(self.submit.params.n):
-            known = self.taken[index] + self.pending[index]
-            whole = _merged(known) if known else Delta(index=index, token_ids=())
+        for index, output in enumerate(self.outputs):
+            whole = output.whole()
             raw, processed = whole.raw_logprobs, whole.processed_logprobs
             samples.append(
                 Sample(
@@ -155,24 +150,3 @@ class RoutedRequest:
         given = self.submit.text is None
         tokens = tuple(memoryview(self.submit.tokens).cast("i")) if given else self.prompt_of_text
         return Result(request_id=self.request_id, prompt_token_ids=tokens, samples=tuple(samples))
-
-
-def _merged(deltas: list[Delta]) -> Delta:
-    """One delta for several deltas of the same sample."""
-    if len(deltas) == 1:
-        return deltas[0]
-
-    def joined(name: str) -> tuple[object, ...] | None:
-        if getattr(deltas[0], name) is None:
-            return None
-        return tuple([value for delta in deltas for value in getattr(delta, name) or ()])
-
-    return Delta(
-        index=deltas[0].index,
-        token_ids=tuple([token for delta in deltas for token in delta.token_ids]),
-        text="".join([delta.text for delta in deltas]),
-        raw_logprobs=joined("raw_logprobs"),  # type: ignore[arg-type]
-        processed_logprobs=joined("processed_logprobs"),  # type: ignore[arg-type]
-        top_logprobs=joined("top_logprobs"),  # type: ignore[arg-type]
-        finish_reason=deltas[-1].finish_reason,
-    )

@@ -335,8 +335,7 @@ class Router(Generator):
         elif isinstance(message, Done):
             self.commands.on_done(instance, message)
         elif isinstance(message, Progress):
-            for piece in message.pieces:
-                self.dispatch.take(instance, piece, None)
+            self.dispatch.take_pieces(instance, message.pieces)
         elif isinstance(message, PromptTokens | Rows | Outputs | ScoredPrompt | Moved | Ended | Failed):
             self.dispatch.take(instance, message, payload)
 

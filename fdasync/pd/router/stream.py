@@ -22,7 +22,7 @@ class RoutedStream(DeltaStream):
     _request: RoutedRequest
 
     def __init__(self, dispatch: Dispatch, request: RoutedRequest) -> None:
-        super().__init__(request, len(request.pending))
+        super().__init__(request, len(request.outputs))
         self._dispatch = dispatch
 
     @classmethod

@@ -1,1 +1,1 @@
-"""Any runner in a process of its own."""
+"""Runs any runner in a process of its own: the engine's proxy, the process, their messages and weights."""

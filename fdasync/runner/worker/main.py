@@ -20,6 +20,7 @@ from fdasync.runner.worker.messages import (
     ERRORS,
     BeginTensors,
     Bind,
+    CheckGrammar,
     LoadFolder,
     Open,
     ReadWeightsId,
@@ -91,6 +92,8 @@ class _RunnerService(Service):
                 host = HostArena.attach(fds.pop(0), message.num_host_blocks, message.block_nbytes)
             await runner.bind(message.num_blocks, arena, host)
             settle()
+        elif isinstance(message, CheckGrammar):
+            await runner.check_grammar(message.grammar)
         elif isinstance(message, LoadFolder):
             return await runner.load_folder(message.path)
         elif isinstance(message, ReadWeightsId):

@@ -15,6 +15,7 @@ import msgspec
 from fdasync import errors
 from fdasync.cache.aux import AuxSpec
 from fdasync.ipc.rpc import ErrorTable
+from fdasync.request import Grammar
 from fdasync.runner.base import RunnerLimits, TensorMeta
 
 
@@ -64,6 +65,12 @@ class ReadWeightsId(msgspec.Struct, frozen=True, array_like=True, tag="read_weig
     path: str
 
 
+class CheckGrammar(msgspec.Struct, frozen=True, array_like=True, tag="check_grammar"):
+    """Check a grammar that a request asks for."""
+
+    grammar: Grammar
+
+
 class BeginTensors(msgspec.Struct, frozen=True, array_like=True, tag="begin_tensors"):
     """Tensors will come, through chunks of shared memory whose fds come with the message.
 
@@ -103,7 +110,7 @@ class EndTensors(msgspec.Struct, frozen=True, array_like=True, tag="end_tensors"
     """Every byte was written."""
 
 
-Request = Open | Bind | LoadFolder | ReadWeightsId | BeginTensors | WriteChunk | EndTensors
+Request = Open | Bind | CheckGrammar | LoadFolder | ReadWeightsId | BeginTensors | WriteChunk | EndTensors
 
 ERRORS = ErrorTable(
     errors.BadInput, errors.ConfigError, errors.CheckpointError, errors.UnsupportedModel, errors.PluginError,

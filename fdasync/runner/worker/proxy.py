@@ -16,7 +16,16 @@ import msgspec
 from fdasync.errors import ConfigError, FdasyncError, InvariantBroken, RunnerError, WorkerStuck
 from fdasync.ipc.rpc import RpcClient
 from fdasync.runner.base import Capacity, CopyOutput, Runner, RunnerLimits, StepOutput, TensorMeta
-from fdasync.runner.worker.messages import ERRORS, Bind, EndTensors, LoadFolder, Open, ReadWeightsId, Request
+from fdasync.runner.worker.messages import (
+    ERRORS,
+    Bind,
+    CheckGrammar,
+    EndTensors,
+    LoadFolder,
+    Open,
+    ReadWeightsId,
+    Request,
+)
 from fdasync.runner.worker.weight_transfer import CHUNK_NBYTES, TensorSender
 
 if TYPE_CHECKING:
@@ -26,6 +35,7 @@ if TYPE_CHECKING:
     from fdasync.cache.aux_arena import AuxArena
     from fdasync.cache.host_arena import HostArena
     from fdasync.events.actions import RunStep, SwapIn, SwapOut
+    from fdasync.request import Grammar
 
 _CHILD = "fdasync.runner.worker.main"
 _CAPACITY = msgspec.msgpack.Decoder(Capacity)
@@ -97,6 +107,9 @@ class WorkerRunner(Runner):
     def copy(self, copy: SwapOut | SwapIn) -> asyncio.Future[CopyOutput]:
         assert self._child is not None
         return self._child.send(copy, _COPY)
+
+    async def check_grammar(self, grammar: Grammar) -> None:
+        await self._ask(CheckGrammar(grammar), _NOTHING)
 
     async def load_folder(self, path: str) -> str:
         """See `Runner`. The engine's deadline for updates bounds the wait here and in the four that follow."""

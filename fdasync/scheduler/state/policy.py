@@ -10,7 +10,7 @@ Called by `engine/frontend.py` and `core.py`; `engine/config.py` makes the polic
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from math import isnan
+from math import inf, isnan, nextafter
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import msgspec
@@ -43,19 +43,24 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     group: int
 
 
+class NoSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The settings of a policy that has none."""
+
+
 class Policy(ABC):
     """Says which request goes first.
 
     A policy is pure: equal candidates have equal keys, at any time and in any process, and nothing is written or drawn.
     All keys of a policy have the same length, and hold numbers that are not NaN. The samples of a group have the same
-    key if they arrived at the same time. `config_type` is a frozen msgspec Struct that holds the policy's settings.
+    key if they arrived at the same time. `config_type` is a frozen msgspec Struct that holds the policy's settings; a
+    policy without settings leaves it out.
 
     The first of all live requests is admitted first and never preempted, so it gets through under any policy.
     `passed_for_s` promises that every request becomes the first of the requests of its priority or lower.
-    `fdasync.testing.PolicyTests` holds a policy to all of this.
+    `fdasync.testing.PolicyTests` holds a policy to all of this; `check_policy` looks at a few candidates.
     """
 
-    config_type: ClassVar[type[msgspec.Struct]]
+    config_type: ClassVar[type[msgspec.Struct]] = NoSettings
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -80,18 +85,46 @@ class Policy(ABC):
             raise self._broken(f"key() returned {key!r:.200}, which is no tuple of numbers")
         return (*key, candidate.arrival)
 
+    def bound_s(self, candidate: Candidate) -> float:
+        """`passed_for_s`, checked. Raises PluginError where it raises or returns no finite number from 0 on."""
+        try:
+            bound_s: object = self.passed_for_s(candidate)
+        except Exception as error:
+            raise self._broken(f"passed_for_s() raised {type(error).__name__}: {error}") from error
+        if not isinstance(bound_s, int | float) or not 0 <= bound_s < inf:
+            raise self._broken(f"passed_for_s() returned {bound_s!r:.200}, which is no time in seconds")
+        return bound_s
+
     def _broken(self, problem: str) -> PluginError:
         return PluginError("fdasync.policies", type(self).__name__, "", problem)
 
 
-class ArrivalConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """There is nothing to set."""
+# far apart and close together; numbers and times rise
+_SEEN = tuple(
+    Candidate(priority=0, arrival=number, arrived_at=100.0 + number * 0.25, prompt_tokens=length, group=number)
+    for number, length in enumerate((64, 1, 1 << 17, 2))
+)
+
+
+def check_policy(policy: Policy) -> None:
+    """Look at what a policy says of a few candidates, before an engine trusts it. It is no proof: `PolicyTests` is.
+
+    Raises PluginError where a key is none, keys differ in length, or `passed_for_s` is no bound.
+    """
+    orders = [policy.order(candidate) for candidate in _SEEN]
+    if len({len(order) for order in orders}) > 1:
+        raise policy._broken("key() returned keys of different lengths")
+    for candidate, order in zip(_SEEN, orders, strict=True):
+        bound_s = policy.bound_s(candidate)
+        late_at = nextafter(candidate.arrived_at + bound_s, inf)
+        for other in _SEEN[candidate.arrival + 1 :]:
+            late = msgspec.structs.replace(other, arrived_at=max(late_at, other.arrived_at))
+            if policy.order(late) < order:
+                raise policy._broken(f"passed_for_s() is {bound_s} s for {candidate}, and later {late} goes before it")
 
 
 class Arrival(Policy):
     """Higher priority first, then in order of arrival in the line."""
-
-    config_type = ArrivalConfig
 
     def key(self, candidate: Candidate) -> Order:
         return (-candidate.priority,)

@@ -1,1 +1,1 @@
-"""Engines on the synthetic runner, leak checks, fault injection, the model of passes, and what all suites share."""
+"""What tests start and check with: engines on the synthetic runner, faults, leak checks, the model of passes."""

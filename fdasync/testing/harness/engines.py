@@ -156,7 +156,7 @@ def expected(
     if seen is None:
         tokens = oracle.generate(
             prompt, params.max_tokens, temperature=params.temperature, seed=seed, index=index,
-            logit_bias=params.logit_bias,
+            logit_bias=params.logit_bias, grammar=params.grammar,
         )  # fmt: skip
     else:
         tokens = _generate_seen(prompt, params, index, oracle, seen)
@@ -181,11 +181,13 @@ def _generate_seen(
 ) -> list[int]:
     """Tokens of a request whose passes read KV of several weights."""
     tokens = list(prompt)
+    matcher = oracle.matcher(params.grammar)
     for position in range(len(prompt) - 1, min(len(seen), len(prompt) + params.max_tokens - 1)):
         noise = oracle.noise(params.seed or 0, index, position + 1) if params.temperature > 0 else 0
         digest = _digest(tokens, position, oracle, seen)
         token = int(oracle.sample(digest, np.array([noise], np.uint64), seen[position].weights_id)[0])
-        tokens.append(oracle.biased(token, params.logit_bias))
+        token = oracle.biased(token, params.logit_bias)
+        tokens.append(token if matcher is None else matcher.take(token))
     return tokens[len(prompt) :]
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fdasync.cache.aux_arena import AuxArena
     from fdasync.cache.host_arena import HostArena
     from fdasync.events.actions import RunStep, SwapIn, SwapOut
+    from fdasync.request import Grammar
     from fdasync.runner.base import CopyOutput, TensorMeta
 
 StepFaultKind = Literal["fail", "hang", "die"]
@@ -164,6 +165,9 @@ class FaultRunner(Runner):
         weights_id = await self.inner.load_folder(path)
         self._loaded()
         return weights_id
+
+    async def check_grammar(self, grammar: Grammar) -> None:
+        await self.inner.check_grammar(grammar)
 
     async def read_weights_id(self, path: str) -> str:
         return await self.inner.read_weights_id(path)

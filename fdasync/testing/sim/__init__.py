@@ -1,1 +1,1 @@
-"""Virtual time, and the network, transports and processes that exist in it."""
+"""Virtual time for a whole loop, and the network, the transports and the processes that exist in it."""

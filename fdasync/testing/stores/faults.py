@@ -14,7 +14,7 @@ import msgspec
 import xxhash
 
 from fdasync.cache.store.base import DONE, Item, Outcome, finish
-from fdasync.cache.store.wrappers.base import Verb, Wrapper
+from fdasync.cache.store.wrappers.base import Wrapper
 from fdasync.errors import BadInput, StoreUnavailable
 from fdasync.ipc.shared_memory import page_aligned
 from fdasync.testing.stores.latency import Naps
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fdasync.cache.store.base import Store
+    from fdasync.events.catalog import StoreVerb
     from fdasync.ipc.shared_memory import Part, SharedRegion
 
 
@@ -85,7 +86,7 @@ class FaultyStore(Wrapper):
     def __init__(self, inner: Store, plan: StoreFaults) -> None:
         super().__init__(inner)
         self.counts: dict[StoreFaultKind, int] = {}
-        self.calls: Counter[Verb] = Counter()
+        self.calls: Counter[StoreVerb] = Counter()
         self.hanging = 0
         self._naps = Naps()
         self._regions: Sequence[SharedRegion] = ()
@@ -124,7 +125,7 @@ class FaultyStore(Wrapper):
         self._regions = tuple(regions)
         await super().open(regions)
 
-    async def around(self, verb: Verb, argument: Sequence[Any]) -> Any:
+    async def around(self, verb: StoreVerb, argument: Sequence[Any]) -> Any:
         era = self.era
         self.calls[verb] += 1
         items: Sequence[Item] = argument if verb in ("get_into", "put") else ()
@@ -154,7 +155,7 @@ class FaultyStore(Wrapper):
         finally:
             self.hanging -= 1
 
-    async def _items(self, verb: Verb, items: Sequence[Item], era: int) -> list[Outcome]:
+    async def _items(self, verb: StoreVerb, items: Sequence[Item], era: int) -> list[Outcome]:
         outcomes: dict[int, Outcome] = {}
         for place, item in enumerate(items):
             if self._strikes("fail_item", item.key):

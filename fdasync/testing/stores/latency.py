@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from fdasync.cache.store.wrappers.base import GIB, Verb, Wrapper, nbytes_of
+from fdasync.cache.store.wrappers.base import GIB, Wrapper, nbytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from random import Random
 
     from fdasync.cache.store.base import Store
+    from fdasync.events.catalog import StoreVerb
 
 
 class Naps:
@@ -71,7 +72,7 @@ class Latency(Wrapper):
         self._jitter = jitter
         self._random = random
 
-    async def around(self, verb: Verb, argument: Sequence[Any]) -> Any:
+    async def around(self, verb: StoreVerb, argument: Sequence[Any]) -> Any:
         era = self.era
         delay_s = self._call_s + self._gib_s * nbytes_of(verb, argument) / GIB
         if self._random is not None:

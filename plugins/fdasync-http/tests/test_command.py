@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import sys
 from contextlib import asynccontextmanager
 
@@ -80,6 +81,18 @@ async def test_one_command_serves_and_a_signal_drains(roles, tmp_path):
     ],
 )
 async def test_what_cannot_start_says_why(options, told, tmp_path):
+    await refused(options, told, tmp_path)
+
+
+async def test_a_port_that_is_in_use_shows_before_anything_is_loaded(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        err = await refused(("--port", port), f"127.0.0.1:{port} cannot be bound: Address already in use\n", tmp_path)
+    assert "loading" not in err
+
+
+async def refused(options, told, tmp_path):
+    """What the command says on stderr, which ends with 2."""
     opened = tmp_path / "open"
     opened.write_text("sk-0123456789abcdef")
     opened.chmod(0o644)
@@ -90,3 +103,4 @@ async def test_what_cannot_start_says_why(options, told, tmp_path):
             _, err = await process.communicate()
         assert process.returncode == 2
         assert told in err.decode()
+        return err.decode()

@@ -8,7 +8,7 @@ import json
 import pytest
 from fdasync_http import HttpConfig
 from fdasync_http.protocol import ConnectionLimits
-from fdasync_http.server import Listen, check_exposure, is_loopback
+from fdasync_http.server import Listen, bind, check_exposure, is_loopback, serving
 
 from fdasync.errors import BadInput, ConfigError
 from fdasync.testing import until
@@ -74,6 +74,17 @@ def test_other_addresses_need_a_key(host, loopback):
     if not loopback:
         with pytest.raises(BadInput, match="every path would be open"):
             check_exposure(Listen(host=host), has_key=False)
+
+
+async def test_of_two_that_bind_one_port_the_later_to_listen_is_told():
+    slow = bind(Listen(port=0))
+    fast = bind(Listen(port=slow.getsockname()[1]))
+    with fast:
+        fast.listen()
+        with pytest.raises(BadInput, match="cannot be bound: Address already in use"):
+            async with serving(None, Listen(port=slow.getsockname()[1]), slow):
+                pass
+    assert slow.fileno() == -1, "it is closed"
 
 
 # -- connections

@@ -44,7 +44,7 @@ def play(run_sim, *calls):
         (("write", ""), ("write", "a"), True),
     ],
 )
-def test_who_may_run_at_a_time(run_sim, one, other, at_a_time):
+def test_which_calls_may_run_at_a_time(run_sim, one, other, at_a_time):
     assert play(run_sim, one, other) == ({(0, 1)} if at_a_time else set())
 
 

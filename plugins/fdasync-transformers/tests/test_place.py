@@ -58,7 +58,7 @@ def test_without_a_gpu_all_share_the_memory_of_the_host() -> None:
 
 
 @pytest.mark.parametrize(("instance", "instances"), [(1, 1), (-1, 2), (0, 0)])
-async def test_numbers_that_are_nobodys_are_refused(tmp_path: Path, instance: int, instances: int) -> None:
+async def test_numbers_of_no_instance_are_refused(tmp_path: Path, instance: int, instances: int) -> None:
     make_checkpoint(tmp_path, "qwen3_moe")
     with pytest.raises(ConfigError) as caught:
         await Driver.open(tmp_path, config={"instance": instance, "instances": instances})

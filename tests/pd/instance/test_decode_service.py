@@ -138,7 +138,7 @@ async def test_without_a_link_to_the_router_it_is_asked_again_soon(stage):
 
 
 @played
-async def test_who_drains_takes_nothing(stage):
+async def test_an_instance_that_drains_takes_nothing(stage):
     stage.context.draining = True
     assert stage.ask() is None
     assert stage.responses() == [("denied", -1.0)]
@@ -153,7 +153,7 @@ async def test_a_cancel_that_overtakes_its_question_is_remembered(stage):
 
 
 @played
-async def test_names_belong_to_who_used_them(stage):
+async def test_names_belong_to_the_sender_that_used_them(stage):
     first = stage.grant()
     second = stage.ask(peer=stage.p1)
     assert first != second

@@ -12,7 +12,7 @@ import pytest
 
 from fdasync import Instance, SamplingParams
 from fdasync.cache.aux import AuxSpec
-from fdasync.errors import ConfigError, InstanceLost, PeerRefused
+from fdasync.errors import ConfigError, EngineFailed, InstanceLost, PeerRefused
 from fdasync.pd.instance.instance import shape_of
 from fdasync.pd.instance.text_digest import text_digest
 from fdasync.pd.messages import Shape
@@ -324,5 +324,43 @@ def test_peers_of_an_instance_that_failed_know_at_once():
             await asyncio.sleep(0.7)
             assert not peer.is_up
             await decode.aclose()
+
+    run_sim(main())
+
+
+def test_an_instance_whose_engine_fails_while_it_starts_says_so_and_leaves_nothing():
+    class Fails(SimTransport):
+        async def open(self, regions):
+            await super().open(regions)
+            one.engine.fail(RuntimeError("told to"))
+
+    one = make(SimNetwork(Random(1)), transports=[Fails(SimFabric(Random(1), SimFaults()))])
+
+    async def main():
+        with pytest.raises(EngineFailed, match="told to"):
+            await one.start()
+        assert one.engine.state == "failed"
+        assert not one._context.tasks()
+
+    run_sim(main())
+
+
+def test_transports_are_closed_before_the_memory_that_they_copy_is_freed():
+    blocks_left = []
+
+    class Watches(SimTransport):
+        async def aclose(self):
+            blocks_left.append(len(one._context.host.kv))
+            await super().aclose()
+
+    one = make(SimNetwork(Random(1)), transports=[Watches(SimFabric(Random(1), SimFaults()))])
+
+    async def main():
+        await one.start()
+        # the engine alone: its attendant ends the copies
+        await one.engine.aclose()
+        assert blocks_left == [16]
+        assert len(one._context.host.kv) == 0
+        await one.aclose()
 
     run_sim(main())

@@ -33,7 +33,9 @@ class Lines:
     ("ipc:///run/d0", False, True, False),
     ("ipc:///run/kept", False, False, False),
 ])  # fmt: skip
-def test_who_is_gone_and_not_wanted_is_forgotten(address: str, is_up: bool, wanted: bool, forgotten: bool) -> None:
+def test_a_peer_that_is_gone_and_not_wanted_is_forgotten(
+    address: str, is_up: bool, wanted: bool, forgotten: bool
+) -> None:
     context: Any = SimpleNamespace(links=Lines())
     prefill_service = PrefillService(context, ["ipc:///run/kept"])
     peer: Any = Dialed(address, is_up=is_up)

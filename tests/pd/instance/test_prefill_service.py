@@ -130,7 +130,7 @@ async def test_silence_is_told_apart_from_standing_in_line(stage):
 
 
 @played
-async def test_who_is_not_there_busy_or_refuses_answers_at_once_or_in_time(stage):
+async def test_an_instance_that_is_away_busy_or_refuses_is_answered_for_at_once_or_in_time(stage):
     stage.d0.is_up = False
     stage.ask(1)
     event = only(await stage.settle(1.1))
@@ -149,7 +149,7 @@ async def test_who_is_not_there_busy_or_refuses_answers_at_once_or_in_time(stage
 
 
 @played
-async def test_who_comes_up_in_time_is_asked(stage):
+async def test_an_instance_that_comes_up_in_time_is_asked(stage):
     stage.d0.is_up, stage.d0.up_after = False, 0.5
     stage.ask()
     await stage.settle(0.6)
@@ -357,6 +357,6 @@ async def test_closing_ends_everything(stage):
 
 
 @played
-async def test_a_question_for_nobody_is_a_defect(stage):
+async def test_a_question_for_an_unknown_request_is_a_defect(stage):
     with pytest.raises(InvariantBroken):
         stage.prefill_service.ask(AskLease(77, 0, "d0", NAMESPACE, (), 1.0, 5.0, 60.0, 3.0))

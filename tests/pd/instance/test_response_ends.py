@@ -53,7 +53,7 @@ class Ending:
 
 
 @pytest.mark.parametrize("reasons", [["handed_over"], ["abort"], ["handed_over", "abort"], ["deadline", "deadline"]])
-async def test_whoever_took_all_of_it_answers_alone(reasons: list[str]) -> None:
+async def test_the_instance_that_took_all_of_it_answers_alone(reasons: list[str]) -> None:
     ending = Ending(reasons, went_to=D0)
     await ending.end()
     assert ending.told == [Moved("r", D0)]
@@ -68,7 +68,7 @@ async def test_of_an_abort_before_the_hand_over_the_end_is_told() -> None:
     assert ending.begun == ["end of r"]
 
 
-async def test_who_finds_no_room_is_told_so() -> None:
+async def test_a_request_that_finds_no_room_is_told_so() -> None:
     ending = Ending(["no_lease", "handed_over"], went_to="")
     await ending.end()
     (words,) = ending.told
@@ -82,7 +82,7 @@ async def test_what_a_callback_raises_ends_the_engine_and_is_not_only_logged() -
     failures: list[BaseException] = []
     unused: Any = None
     loop = asyncio.get_running_loop()
-    context = InstanceContext(loop, unused, unused, unused, unused, unused, unused, unused, failures.append)
+    context = InstanceContext(loop, *[unused] * 7, failures.append, unused, unused)
     loop.call_soon(context.guarded(lambda: next(iter(()))))
     loop.call_soon(context.guarded(lambda: None))
     await asyncio.sleep(0)

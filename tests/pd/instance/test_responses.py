@@ -161,7 +161,7 @@ async def test_one_that_went_elsewhere_is_told_of_where(desk):
 
 
 @played
-async def test_one_that_nobody_took_may_be_sent_again(desk):
+async def test_a_request_that_no_instance_took_may_be_sent_again(desk):
     stage = desk.begin(hand_off=True)
     await desk.settle()
     stage.processor.finish(FinishRequest(0, "no_lease", (), 0, (0, 0, 0), (), note="d0: full"))

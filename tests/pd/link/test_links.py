@@ -70,7 +70,7 @@ def test_payloads_come_with_their_message_and_are_the_callers_again_at_once():
     run_sim(main())
 
 
-def test_who_is_there():
+def test_peers_are_known_by_name_address_and_incarnation():
     async def main():
         world = World()
         peer = await world.connect()
@@ -224,7 +224,7 @@ def test_a_full_window_refuses_and_says_when_there_is_room(limits):
     run_sim(main())
 
 
-def test_those_who_wait_for_room_of_a_lost_peer_are_told():
+def test_callers_that_wait_for_room_of_a_lost_peer_are_told():
     async def main():
         world = World(window_messages=2)
         peer = await world.connect()

@@ -106,7 +106,7 @@ def test_a_hello_of_a_protocol_with_other_fields_is_refused_for_its_protocol():
     run_sim(main())
 
 
-def test_who_said_hello_and_was_never_heard_again_is_forgotten():
+def test_a_process_that_said_hello_and_was_never_heard_again_is_forgotten():
     async def main():
         world = World()
         world.links_b.listen(ADDRESS)

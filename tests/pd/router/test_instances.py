@@ -58,7 +58,7 @@ def test_where_one_half_is_missing_whoever_is_there_serves_it_whole():
     assert stage.choose() == ("p0", [])
 
 
-def test_who_is_not_there_drains_or_leaves_gets_nothing():
+def test_an_instance_that_is_away_drains_or_leaves_gets_nothing():
     stage = Stage("m0", "m1", "m2", "m3")
     stage["m0"].peer.is_up = False
     stage["m1"].leaving = True
@@ -114,7 +114,7 @@ def test_no_more_than_eight_decoders_are_named():
     assert len(stage.choose()[1]) == 8
 
 
-def test_who_failed_it_before_is_asked_last_not_never():
+def test_an_instance_that_failed_the_request_before_is_asked_last_not_never():
     stage = Stage("p0", "p1", "d0", "d1")
     assert stage.choose(without=["p0", "d0"]) == ("p1", ["d1"])
     assert stage.choose(without=["p0", "p1", "d0", "d1"]) == ("p0", ["d0", "d1"])
@@ -136,7 +136,7 @@ def test_what_lacks_little_on_a_decoder_goes_there_at_once():
     assert stage.choose(num_tokens=15, keys=()) == ("d0", [])
 
 
-def test_whom_the_caller_names_serves_it():
+def test_the_instances_that_the_caller_names_serve_it():
     stage = Stage("p0", "p1", "d0", "d1", "m0")
     stage.status("p1", queued=1000)
     assert stage.choose(prefill="p1", decoders=["d1", "d0"]) == ("p1", ["d1", "d0"])
@@ -148,7 +148,7 @@ def test_whom_the_caller_names_serves_it():
     assert stage.choose(prefill="m0") == ("m0", ["d0", "d1"])
 
 
-def test_who_is_named_and_cannot_take_it_now_is_passed_over():
+def test_a_named_instance_that_cannot_take_it_now_is_passed_over():
     stage = Stage("p0", "p1", "d0", "d1", "d2", "m0")
     stage["d1"].behind = True
     stage["d2"].peer.is_up = False
@@ -166,7 +166,7 @@ def test_who_is_named_and_cannot_take_it_now_is_passed_over():
     assert stage.fleet.may_serve("", [])
 
 
-def test_who_is_named_as_both_serves_it_whole():
+def test_an_instance_that_is_named_as_both_serves_it_whole():
     stage = Stage("p0", "d0", "m0")
     assert stage.choose(prefill="d0") == ("d0", [])
     assert stage.choose(prefill="m0", decoders=["m0"]) == ("m0", [])
@@ -176,7 +176,7 @@ def test_a_named_decoder_without_anybody_to_prefill_gets_it_whole():
     assert Stage("d0", "m0").choose(decoders=["d0"]) == ("d0", [])
 
 
-def test_whom_the_caller_names_and_is_not_there_is_waited_for():
+def test_an_instance_that_the_caller_names_and_that_is_away_is_waited_for():
     stage = Stage("p0", "p1", "d0")
     stage["p1"].peer.is_up = False
     assert stage.choose(prefill="p1") is None
@@ -209,7 +209,7 @@ def with_limits(stage, name, *, blocks=100, context=100, requests=64):
     peer.hello = msgspec.structs.replace(peer.hello, facts=facts)
 
 
-def test_who_cannot_hold_a_request_is_left_out():
+def test_an_instance_that_cannot_hold_a_request_is_left_out():
     stage = Stage("m0", "m1")
     with_limits(stage, "m0", blocks=10)
     stage.status("m1", queued=1000)
@@ -250,13 +250,13 @@ def test_a_decode_instance_needs_room_for_all_of_it_and_for_a_group_at_once():
     assert stage.choose(need=Need(30, 12)) == ("p0", [])
 
 
-def test_who_failed_a_request_is_asked_again_where_nobody_else_can_hold_it():
+def test_an_instance_that_failed_a_request_is_asked_again_where_no_other_can_hold_it():
     stage = Stage("m0", "m1")
     with_limits(stage, "m0", blocks=10)
     assert stage.choose(need=Need(30, 30), without=["m1"]) == ("m1", [])
 
 
-def test_whom_the_caller_names_has_to_hold_it():
+def test_an_instance_that_the_caller_names_has_to_hold_it():
     stage = Stage("p0", "d0", "d1", "m0")
     with_limits(stage, "d0", blocks=10)
     with_limits(stage, "p0", blocks=10)
@@ -271,7 +271,7 @@ def test_whom_the_caller_names_has_to_hold_it():
     assert stage.fleet.refusal(Need(50, 30), "p0", ["d0"]).limit == 41
 
 
-def test_what_nobody_can_hold_is_refused_with_the_largest_limit_among_them():
+def test_a_request_that_no_instance_can_hold_is_refused_with_the_largest_limit_among_them():
     stage = Stage("p0", "d0", "m0")
     for name, blocks, context in (("p0", 20, 1000), ("d0", 30, 90), ("m0", 10, 1000)):
         with_limits(stage, name, blocks=blocks, context=context)
@@ -287,7 +287,7 @@ def test_what_nobody_can_hold_is_refused_with_the_largest_limit_among_them():
     assert (error.field, error.limit) == ("n", 64)
 
 
-def test_nothing_is_refused_for_good_while_somebody_who_may_hold_it_is_away():
+def test_no_request_is_refused_for_good_while_an_instance_that_may_hold_it_is_away():
     stage = Stage("m0", "m1")
     with_limits(stage, "m0", blocks=10)
     stage["m1"].peer.is_up = False

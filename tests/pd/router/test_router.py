@@ -249,7 +249,7 @@ async def test_answers_of_a_try_that_is_over_count_for_nothing(scene):
 
 
 @in_scene("p0", "d0")
-async def test_an_abort_goes_to_all_who_may_have_it(scene):
+async def test_an_abort_goes_to_all_instances_that_may_have_the_request(scene):
     task = ask(scene, request_id="mine")
     await settle()
     scene.router.abort("mine")
@@ -263,7 +263,7 @@ async def test_an_abort_goes_to_all_who_may_have_it(scene):
 
 
 @in_scene("m0")
-async def test_an_abort_that_nobody_answers_ends_all_the_same(scene):
+async def test_an_abort_without_an_answer_ends_the_request_all_the_same(scene):
     task = ask(scene, request_id="mine")
     await settle()
     scene.router.abort("mine")
@@ -284,7 +284,7 @@ async def test_an_abort_between_two_tries_ends_it(scene):
 
 
 @in_scene("m0")
-async def test_a_deadline_that_nobody_tells_of_ends_it_with_what_came(scene):
+async def test_a_deadline_without_a_word_of_the_instance_ends_the_request_with_its_output_so_far(scene):
     async with scene.router.generate(PROMPT, deadline_s=2.0) as stream:
         await settle()
         assert scene.m0.submits[0].deadline_s == pytest.approx(2.0, abs=0.1)
@@ -313,7 +313,7 @@ async def test_what_fails_for_want_of_time_is_a_deadline_and_no_loss(scene):
 
 
 @in_scene("m0")
-async def test_nobody_to_send_it_to_within_its_deadline_ends_it_as_every_deadline_does(scene):
+async def test_a_request_without_an_instance_within_its_deadline_ends_as_by_every_deadline(scene):
     scene.m0.die()
     await settle(4.0)
     loop = asyncio.get_running_loop()
@@ -359,7 +359,7 @@ async def test_where_no_instance_is_left_a_request_ends_long_before_its_deadline
 
 
 @in_scene("p0", "d0", "d1", absent_s=10.0)
-async def test_nobody_waits_to_the_deadline_for_instances_that_drain(scene):
+async def test_no_request_waits_to_its_deadline_for_instances_that_drain(scene):
     """Heartbeats say so, and that they are there."""
     loop = asyncio.get_running_loop()
 
@@ -392,7 +392,7 @@ async def test_one_that_is_being_brought_up_to_date_is_waited_for(scene):
 
 
 @in_scene("p0", "d0")
-async def test_a_prefill_instance_decodes_for_nobody(scene):
+async def test_a_prefill_instance_decodes_no_request(scene):
     for decoders in ([scene.p0.address], [scene.d0.address, scene.p0.address]):
         with pytest.raises(BadInput, match="is a prefill instance") as caught:
             await scene.router.complete(PROMPT, decoders=decoders)

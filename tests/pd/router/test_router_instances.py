@@ -98,7 +98,7 @@ async def test_load_repels_them(scene):
 
 
 @in_scene("p0", "p1", "d0", "d1")
-async def test_the_caller_may_say_who_serves_it(scene):
+async def test_the_caller_may_name_the_instances_that_serve_it(scene):
     task = ask(scene, prefill=scene.p1.address, decoders=[scene.d1.address])
     await settle()
     (submit,) = scene.p1.submits
@@ -219,7 +219,7 @@ async def test_one_that_is_down_stops_no_router_and_is_named(scene):
 
 
 @without_all("m0", "m1")
-async def test_who_is_there_is_not_left_out_and_nobody_is_waited_for_longer(scene):
+async def test_an_instance_that_is_there_is_not_left_out_and_none_is_waited_for_longer(scene):
     loop = asyncio.get_running_loop()
     began = loop.time()
     await scene.router.start()
@@ -284,7 +284,7 @@ def test_one_half_is_not_kept_waiting_for_the_other_or_for_its_like(names):
     ({}, ["m0", "m1"], "m0, ipc:///run/m1"),
     ({"require": "all"}, ["m1"], "connecting to ipc:///run/m1 "),
 ])  # fmt: skip
-def test_a_router_says_who_does_not_answer(config, dead, named):
+def test_a_router_names_the_instances_that_do_not_answer(config, dead, named):
     @without_all("m0", "m1", dead=dead, connect_s=2.0, **config)
     async def test(scene):
         with pytest.raises(DeadlineExceeded, match=named):
@@ -426,7 +426,7 @@ async def test_those_that_do_not_finish_begin_again_after_it(scene):
 
 
 @in_scene("m0", "m1", "m2")
-async def test_who_fails_an_update_is_dropped_by_name(scene):
+async def test_an_instance_that_fails_an_update_is_dropped_by_name(scene):
     scene.m1.obeys = lambda command: done(command.number, "WeightsRejected", "no such folder")
     await scene.router.update_weights(1, "/w")
     (dropped,) = scene.router.commands.dropped
@@ -436,7 +436,7 @@ async def test_who_fails_an_update_is_dropped_by_name(scene):
 
 
 @in_scene("m0", "m1", "m2")
-async def test_who_disagrees_with_most_is_dropped(scene):
+async def test_an_instance_that_disagrees_with_most_is_dropped(scene):
     scene.m2.obeys = lambda command: done(command.number, "", "", b"x" * 16, 1)
     await scene.router.update_weights(1, "/w")
     assert [dropped.address for dropped in scene.router.commands.dropped] == [scene.m2.address]

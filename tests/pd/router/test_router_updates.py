@@ -108,7 +108,7 @@ async def test_closing_ends_an_update_and_whoever_waits_for_it(scene):
 
 
 @in_scene("m0", "m1", "m2")
-async def test_who_finds_another_routers_update_changes_nothing(scene):
+async def test_a_router_that_finds_another_routers_update_changes_nothing(scene):
     scene.m1.claims = lambda command: done(command.number, "UpdateUnderWay", "of another router")
     released = []
     claims = scene.m0.claims

@@ -148,7 +148,7 @@ async def test_without_an_update_one_with_other_weights_is_dropped_by_name(scene
 
 
 @in_scene("m0")
-async def test_one_that_has_nobody_to_differ_from_may_have_any(scene):
+async def test_an_instance_alone_may_have_any_weights(scene):
     again = await come_back(scene, "m0", OTHER)
     serve(again)
     await scene.router.complete(PROMPT)
@@ -261,7 +261,7 @@ async def test_after_following_others_its_own_older_update_counts_no_more_and_it
 
 
 @pytest.mark.parametrize("knows", ["it served them", "it followed", "its own update, which another's replaced"])
-def test_nobody_is_followed_to_an_earlier_version_than_the_fleet_had(knows):
+def test_no_instance_is_followed_to_an_earlier_version_than_the_fleet_had(knows):
     """All that had version 5 are started again, one after the other, with the weights of their checkpoint."""
 
     @in_scene("m0", "m1", absent_s=5.0)
@@ -314,7 +314,7 @@ def test_nobody_is_followed_to_an_earlier_version_than_the_fleet_had(knows):
 
 
 @in_scene("m0", "m1", "m2")
-async def test_one_that_came_with_what_the_others_get_later_waits_for_nobody(scene):
+async def test_an_instance_that_came_with_the_weights_that_the_others_get_later_waits_for_none(scene):
     await settle()
     for script in scene.scripts.values():
         script.router.send(kv_batch(OTHER, 5, True, (), ()))

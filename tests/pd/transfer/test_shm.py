@@ -181,7 +181,7 @@ async def test_mappings_are_kept_until_forgotten():
         assert Resources.now().left_since(before) == []
 
 
-def test_who_is_stopped_or_dead_can_still_be_read_if_mapped():
+def test_a_sender_that_is_stopped_or_dead_can_still_be_read_if_mapped():
     with SenderProcess("fdasync.pd.transfer.shm:ShmTransport", 4, (300_000, 100)) as told:
 
         async def main():

@@ -148,7 +148,7 @@ async def test_what_is_not_on_offer_is_not_read():
         writer.close()
 
 
-async def test_who_does_not_read_is_dropped_and_holds_nobody_up():
+async def test_a_receiver_that_does_not_read_is_dropped_and_holds_up_no_other():
     async with Hooks().sides() as (sender, receiver):
         parts, _ = sender.block("a", 30 << 20)
         run = pack_request(Request(0, parts[0], 0, MAX_RUN_NBYTES))
@@ -184,7 +184,7 @@ async def test_so_many_connections_and_no_more(monkeypatch):
             writer.close()
 
 
-async def test_strangers_take_no_place_from_who_has_the_token(monkeypatch):
+async def test_strangers_take_no_place_from_a_receiver_with_the_token(monkeypatch):
     # dialing so many may take longer than a stranger has, on a busy machine
     monkeypatch.setattr(tcp_server, "_GREET_S", 60.0)
     async with Hooks().sides() as (sender, receiver):
@@ -205,7 +205,7 @@ async def test_strangers_take_no_place_from_who_has_the_token(monkeypatch):
             writer.close()
 
 
-async def test_who_does_not_greet_in_time_goes_however_busy_it_is(monkeypatch):
+async def test_a_connection_without_a_greeting_in_time_goes_however_busy_it_is(monkeypatch):
     monkeypatch.setattr(tcp_server, "_GREET_S", 0.6)
     hooks = Hooks()
     hooks.make = lambda: TcpTransport(stuck_s=30.0)
@@ -305,7 +305,7 @@ async def test_a_sender_that_owes_bytes_is_dropped():
         assert loop.time() - began < 2.0
 
 
-async def test_nobody_listens():
+async def test_a_source_without_a_listener():
     async with Hooks().sides() as (sender, receiver):
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]

@@ -98,7 +98,7 @@ def test_what_is_too_big_is_denied_for_good():
     assert table.is_empty()
 
 
-def test_more_samples_than_there_are_lanes_get_a_lease_when_nobody_else_has_one():
+def test_more_samples_than_there_are_lanes_get_a_lease_when_no_other_request_has_one():
     table = PdTable({"beyond_running": 1}, max_running=2)
     assert verdicts(table.turn(table.lease(10, range(6), n=3))) == [(10, "granted")]
     assert verdicts(table.turn(table.lease(20, range(6), n=4))) == [(20, "queued")]
@@ -134,7 +134,7 @@ def test_what_does_not_fit_waits_in_line_and_is_told_once():
     assert verdicts(turned) == [(1, "granted")]
 
 
-def test_who_fits_passes_who_does_not_until_that_one_has_aged():
+def test_a_request_that_fits_passes_one_that_does_not_until_that_one_has_aged():
     table = PdTable({"age_s": 2.0}, num_blocks=8, max_step_tokens=64)
     fill(table, 4)
     assert verdicts(table.turn(table.lease(1, range(18)))) == [(1, "queued")]
@@ -224,7 +224,7 @@ def test_renewals_do_not_help_against_the_total_deadline():
     assert table.is_empty()
 
 
-def test_no_lease_lasts_longer_than_the_rules_of_who_gives_it():
+def test_no_lease_lasts_longer_than_the_rules_of_its_giver():
     table = PdTable({"max_ttl_s": 6.0, "max_total_s": 9.0})
     table.turn(table.lease(1, range(9), ttl_s=1e9, total_s=1e9), table.lease(2, far(2), ttl_s=1e9, total_s=1e9))
     table.now = 6.9

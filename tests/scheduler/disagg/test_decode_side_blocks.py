@@ -293,7 +293,7 @@ def test_no_copy_is_longer_than_sixteen_blocks():
     assert [len(receive.indices) for receive in table.receives.values()] == [16, 4]
 
 
-def test_who_waits_for_the_ring_gives_it_up_with_its_lease():
+def test_a_request_that_waits_for_the_ring_gives_it_up_with_its_lease():
     table = PdTable({"staging_blocks": 2})
     table.turn(table.lease(1, range(9), peer="p0"), table.lease(2, far(2, 9), peer="p0"))
     table.turn(table.offered(1, 5, 0, 1), table.offered(2, 6, 0, 1))
@@ -372,7 +372,7 @@ def test_the_open_block_of_a_sample_that_ended_is_not_fetched_when_the_ring_has_
     assert table.is_empty()
 
 
-def test_what_a_copy_brings_after_new_weights_serves_nobody():
+def test_blocks_that_a_copy_brings_after_new_weights_serve_no_request():
     table = PdTable(namespace=b"weights 0")
     table.turn(table.lease(1, range(10)))
     table.turn(table.offered(1, 5, 0, 1))

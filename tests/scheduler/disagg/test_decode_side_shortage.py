@@ -14,7 +14,7 @@ from tests.support.helpers import case_settings
 from tests.support.pd_table import PdTable, of
 
 
-def test_who_starts_midway_and_is_preempted_is_computed_again_here():
+def test_a_request_that_starts_midway_and_is_preempted_is_computed_again_here():
     table = PdTable(num_blocks=6, num_host_blocks=16, decode_reserve_blocks=0, max_step_tokens=32)
     table.turn(table.request(9, range(900, 907), 12))
     table.turn(table.lease(1, range(10), 8))
@@ -90,7 +90,7 @@ def pressed(name: str, reserve: int, ends: int = 300) -> Pressure:
 @pytest.mark.parametrize(
     "name", ["outputs beyond prompts", pytest.param("outputs of any length", marks=pytest.mark.slow)]
 )
-def test_the_reserve_prevents_storms_of_preemptions_and_blocks_nobody(name):
+def test_the_reserve_prevents_storms_of_preemptions_and_blocks_no_request(name):
     storm, calm = pressed(name, 0), pressed(name, 2)
     assert storm.preempted_each > 0.9
     assert calm.preempted_each < 0.5
@@ -111,7 +111,7 @@ def test_the_reserve_is_never_more_than_a_request_can_still_need():
     assert [answer.verdict for answer in of(turned, AnswerLease)] == ["granted"]
 
 
-def test_the_reserve_counts_what_those_who_decode_will_need_next():
+def test_the_reserve_counts_what_decoding_sequences_will_need_next():
     table = PdTable(num_blocks=8, num_host_blocks=16, decode_reserve_blocks=2, max_step_tokens=32)
     table.turn(table.lease(1, range(9), 20))
     table.arrive(1, range(9))
@@ -172,7 +172,7 @@ def test_a_big_one_gets_room_soon_however_many_small_ones_come(big, stream, dept
 @pytest.mark.parametrize("stream", STREAMS)
 @pytest.mark.parametrize("output", [24, pytest.param(40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("seed", [0, *[pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3)]])
-def test_who_is_preempted_comes_back_soon_however_many_small_ones_come(stream, output, seed):
+def test_a_preempted_request_comes_back_soon_however_many_small_ones_come(stream, output, seed):
     context = crowded(seed=seed, reserve=0)
     flood(context, STREAMS[stream], 1.0)
     key = context.lease(18, output)
@@ -218,7 +218,7 @@ def test_lanes_are_given_in_the_same_order(big):
 
 @given(st.integers(0, 1 << 20), st.sampled_from([1, 2]), st.integers(0, 2), st.integers(2, 8))
 @case_settings(15)
-def test_nobody_waits_longer_than_all_that_is_older_takes(seed, depth, reserve, lanes):
+def test_no_request_waits_longer_than_all_older_ones_take(seed, depth, reserve, lanes):
     context = crowded(depth, reserve, lanes, seed, beyond=seed % 9)
     random = context.random
     keys = []
@@ -247,7 +247,7 @@ def test_a_higher_priority_goes_before_one_that_has_aged():
     ]  # fmt: skip
 
 
-def test_who_waits_for_something_else_than_room_holds_nobody_up():
+def test_a_request_that_waits_for_something_else_than_room_holds_up_no_other():
     table = PdTable({"age_s": 2.0}, num_blocks=8, max_step_tokens=64)
     table.turn(*table.hand_off(1, range(9), ("d0",)), table.request(2, range(100, 112), 8))
     table.turn(table.request(3, range(200, 220), 2))

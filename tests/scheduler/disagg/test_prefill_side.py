@@ -169,7 +169,7 @@ def test_a_silent_instance_is_probed_one_question_at_a_time():
 # -- failing over
 
 
-def test_who_is_denied_asks_the_next_one_at_once():
+def test_a_denied_request_asks_the_next_instance_at_once():
     table = PdTable()
     table.turn(*table.hand_off(1, A, ("d0", "d1", "d2")))
     assert asked(table.turn(table.denied(1, 0.2))) == [(1, "d1")]
@@ -177,7 +177,7 @@ def test_who_is_denied_asks_the_next_one_at_once():
     assert list(table.asks) == [(1, 2)]
 
 
-def test_who_was_denied_by_all_waits_before_the_next_round():
+def test_a_request_that_all_denied_waits_before_the_next_round():
     table = PdTable()
     table.turn(*table.hand_off(1, A, ("d0", "d1")))
     table.turn(table.denied(1))
@@ -232,7 +232,7 @@ def test_an_instance_that_will_never_have_room_is_not_asked_again():
     assert table.is_empty()
 
 
-def test_nobody_is_looked_for_longer_than_that():
+def test_no_instance_is_looked_for_longer_than_that():
     table = PdTable({"find_s": 2.0})
     table.turn(*table.hand_off(1, A, n=2))
     table.turn(table.denied(1))
@@ -273,7 +273,7 @@ def test_an_answer_at_the_end_of_the_search_is_told_too(late):
     assert turned.finish.note == "no instance had room for it within 2 s; d0: " + "w" * 300
 
 
-def test_the_end_of_the_search_and_of_a_pause_in_one_turn_ask_nobody():
+def test_the_end_of_the_search_and_of_a_pause_in_one_turn_ask_no_instance():
     table = PdTable({"find_s": 2.0})
     table.turn(*table.hand_off(1, A))
     table.now = 2.9
@@ -287,7 +287,7 @@ def test_the_end_of_the_search_and_of_a_pause_in_one_turn_ask_nobody():
     assert table.is_empty()
 
 
-def test_who_waits_for_others_questions_is_not_looked_for_longer_either():
+def test_a_request_that_waits_for_others_questions_is_not_looked_for_longer_either():
     table = PdTable({"find_s": 2.0, "asks_per_peer": 1, "ahead_tokens": 1000})
     ask_all(table, 2)
     table.now = 3.0
@@ -298,7 +298,7 @@ def test_who_waits_for_others_questions_is_not_looked_for_longer_either():
     assert table.is_empty()
 
 
-def test_with_others_to_ask_nobody_stands_in_line_for_long():
+def test_with_other_instances_to_ask_no_request_stands_in_line_for_long():
     table = PdTable({"queue_s": 5.0, "find_s": 60.0})
     table.turn(*table.hand_off(1, A, ("d0", "d1")), *table.hand_off(2, far(2), ("d0",)))
     assert table.asks[1, 0].answer_by == 6.0
@@ -308,7 +308,7 @@ def test_with_others_to_ask_nobody_stands_in_line_for_long():
     assert table.asks[1, 1].answer_by == 61.0
 
 
-def test_who_asked_all_stays_in_the_line_where_it_stands():
+def test_a_request_that_asked_all_stays_in_the_line_where_it_stands():
     """Else a large request would begin anew at every instance in turn, and be passed for ever."""
     table = PdTable({"queue_s": 5.0, "find_s": 60.0})
     table.turn(*table.hand_off(1, A, ("d0", "d1")))
@@ -419,7 +419,7 @@ def test_new_weights_while_it_asks():
     assert table.is_empty()
 
 
-def test_who_is_hashed_again_holds_nobody_up():
+def test_a_request_that_is_hashed_again_holds_up_no_other():
     table = PdTable(namespace=b"weights 0")
     table.turn(*table.hand_off(1, A))
     table.turn(table.weights(1))

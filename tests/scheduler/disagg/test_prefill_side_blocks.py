@@ -130,7 +130,7 @@ def test_the_staging_ring_is_bounded_overall_and_for_each_instance():
     assert table.is_empty()
 
 
-def test_who_takes_nothing_does_not_hold_up_who_does():
+def test_a_decode_instance_that_takes_nothing_does_not_hold_up_one_that_does():
     table = PdTable({"staging_blocks": 4, "ahead_tokens": 10_000}, max_step_tokens=128)
     begin(table, 0, range(24), ("slow",))
     begin(table, 1, range(1000, 1012), ("quick",))

@@ -196,7 +196,7 @@ def test_new_weights_start_it_anew_unless_its_hand_over_was_sent():
     assert table.is_empty()
 
 
-def test_who_is_preempted_while_its_blocks_wait_for_the_host_sends_them_all_the_same():
+def test_a_request_that_is_preempted_while_its_blocks_wait_for_the_host_sends_them_all_the_same():
     table = PdTable(num_blocks=7, num_host_blocks=1, max_step_tokens=8, decode_reserve_blocks=0)
     # the only host block is read by another instance for long
     begin(table, 8, range(800, 804))

@@ -97,7 +97,7 @@ def test_a_host_that_is_full_of_copies_lets_blocks_through_to_the_store(num_host
     assert table.is_empty()
 
 
-def test_nobody_waits_for_the_question():
+def test_no_sequence_waits_for_the_question():
     table = make_table()
     use(table, BOUND)
     turned = table.turn(table.request(1, A, 1))

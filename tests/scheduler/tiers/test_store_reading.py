@@ -90,7 +90,7 @@ def test_a_hundred_requests_for_one_prefix_read_it_once():
     assert table.is_empty()
 
 
-def test_who_wants_more_than_the_fetch_brings_asks_for_the_rest():
+def test_a_sequence_that_wants_more_than_the_fetch_brings_asks_for_the_rest():
     table = make_table(range(25))
     table.turn(table.request(1, A, 1))
     turned = table.turn(table.request(2, range(25), 1))
@@ -105,7 +105,7 @@ def test_who_wants_more_than_the_fetch_brings_asks_for_the_rest():
     assert table.finished[2].cached_tokens == (0, 0, 24)
 
 
-def test_who_shares_only_the_beginning_of_a_fetch_is_matched_when_it_ends():
+def test_a_sequence_that_shares_only_the_beginning_of_a_fetch_is_matched_when_it_ends():
     table = make_table(range(25))
     table.turn(table.request(1, range(25), 1))
     table.turn(table.request(2, [*range(8), *range(70, 75)], 1))
@@ -141,7 +141,7 @@ def test_a_miss_is_computed_and_not_asked_for_again():
     assert table.is_empty()
 
 
-def test_who_waits_for_room_does_not_ask_again_and_again():
+def test_a_sequence_that_waits_for_room_does_not_ask_again_and_again():
     table = make_table(num_blocks=4)
     table.turn(table.request(1, [1], 8))
     asked = [len(table.turn(table.request(2, A, 2)).lookups), len(table.turn(table.looked_up()).lookups)]
@@ -200,7 +200,7 @@ def test_a_deadline_while_the_store_hangs():
     assert table.is_empty()
 
 
-def test_when_the_first_who_waited_ends_the_others_get_what_comes():
+def test_when_the_first_waiting_sequence_ends_the_others_get_the_fetched_blocks():
     table = make_table(A)
     table.turn(table.request(1, A, 2), table.request(2, A, 2))
     table.turn(table.abort(1))
@@ -285,7 +285,7 @@ def test_lookups_are_not_sent_ahead_of_what_half_of_the_host_holds():
     assert table.is_empty()
 
 
-def test_a_request_that_needs_more_than_half_of_the_host_may_ask_if_nobody_else_does():
+def test_a_request_that_needs_more_than_half_of_the_host_may_ask_if_no_other_does():
     table = make_table(range(41), num_host_blocks=6)
     table.turn(table.request(1, range(41), 1))
     assert len(table.lookups) == 1

@@ -54,7 +54,7 @@ def test_hits_of_both_tiers_are_told_apart():
     assert table.is_empty()
 
 
-def test_who_has_no_room_for_what_would_come_in_waits_and_holds_nothing():
+def test_a_sequence_without_room_for_its_host_blocks_waits_and_holds_nothing():
     table = Table(num_blocks=4, num_host_blocks=8)
     leave_on_host(table, A)
     table.turn(table.request(1, range(50, 54), 5))
@@ -103,7 +103,7 @@ def test_two_requests_share_one_copy():
     assert table.is_empty()
 
 
-def test_who_waits_for_two_copies_starts_with_the_last():
+def test_a_sequence_that_waits_for_two_copies_starts_with_the_last():
     table = Table(num_blocks=12, num_host_blocks=12)
     leave_on_host(table, range(17))
     table.turn(table.request(1, range(9), 1))
@@ -166,7 +166,7 @@ def test_one_of_two_is_aborted_and_the_other_gets_what_arrives():
     assert table.is_empty()
 
 
-def test_who_is_preempted_while_blocks_arrive_is_matched_again():
+def test_a_sequence_that_is_preempted_while_blocks_arrive_is_matched_again():
     table = Table(num_blocks=6, num_host_blocks=16, decode_reserve_blocks=0)
     leave_on_host(table, A)
     table.turn(table.request(1, range(50, 60), 12))
@@ -185,7 +185,7 @@ def test_who_is_preempted_while_blocks_arrive_is_matched_again():
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_who_was_loading_takes_over_what_a_leader_computed_meanwhile(depth):
+def test_a_sequence_that_was_loading_takes_over_what_a_leader_computed_meanwhile(depth):
     table = Table(num_blocks=24, num_host_blocks=16, pipeline_depth=depth, max_step_tokens=64)
     leave_on_host(table, A)
     prompt = range(25)
@@ -206,7 +206,7 @@ def test_who_was_loading_takes_over_what_a_leader_computed_meanwhile(depth):
     assert table.is_empty()
 
 
-def test_who_was_loading_waits_for_the_leader_of_its_next_block():
+def test_a_sequence_that_was_loading_waits_for_the_leader_of_its_next_block():
     table = Table(num_blocks=24, num_host_blocks=16, max_step_tokens=8)
     leave_on_host(table, A)
     table.turn(table.request(1, range(25), 1), table.request(2, range(25), 1))

@@ -73,7 +73,7 @@ def test_a_device_block_comes_back_with_its_copy_and_waits_for_no_write_to_the_s
     assert table.is_empty()
 
 
-def test_who_needs_less_does_not_wait_for_a_copy_that_others_need():
+def test_a_sequence_that_needs_less_does_not_wait_for_a_copy_that_others_need():
     table = Table(num_blocks=6, num_host_blocks=8)
     table.run(table.request(1, A, 1))
     assert len(table.turn(table.request(2, range(50, 70), 1, priority=-1)).outs) == 1
@@ -136,7 +136,7 @@ def test_a_decode_that_needs_a_block_waits_for_a_copy_rather_than_preempt():
     assert [len(table.finished[key].token_ids) for key in (2, 3)] == [5, 5]
 
 
-def test_nobody_waits_for_copies_when_all_that_runs_is_short():
+def test_no_sequence_waits_for_copies_when_all_that_run_are_short():
     table = Table(num_blocks=4, num_host_blocks=8, decode_reserve_blocks=0)
     table.run(table.request(1, A, 1))
     table.turn(table.request(2, range(50, 58), 4))
@@ -150,7 +150,7 @@ def test_nobody_waits_for_copies_when_all_that_runs_is_short():
     assert table.finished[2].num_rows == 11
 
 
-def test_who_sits_out_takes_what_a_later_victim_of_the_same_plan_gave():
+def test_a_sequence_that_sits_out_takes_what_a_later_victim_of_the_same_plan_gave():
     """Three want a second block at once: the first waits for a copy of what the last one gave, and then the second,
     preempted by its own need, gives a block that was its own: nothing else happens that would wake the first."""
     table = Table(num_blocks=3, num_host_blocks=4, decode_reserve_blocks=0, write_back=False)

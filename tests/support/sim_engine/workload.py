@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from fdasync.engine.config import EngineConfig
-from fdasync.request import LogprobKind, PauseMode, SamplingParams
+from fdasync.request import Grammar, LogprobKind, PauseMode, SamplingParams
 from fdasync.runner.oracle import SyntheticConfig
 from fdasync.testing.harness.fault_runner import StepFault, StepFaultKind
 from fdasync.testing.stores.faults import StoreFaults
@@ -375,17 +375,18 @@ class RequestDraw:
             prompt=prompt,
             params=SamplingParams(
                 max_tokens=max_tokens,
-                min_tokens=random.randint(0, max_tokens) if random.random() < 0.2 and not stops else 0,
+                min_tokens=(least := random.randint(0, max_tokens) if random.random() < 0.2 and not stops else 0),
                 temperature=random.choice((0.0, 1.0)),
                 # unique: `PassModel` names requests by it
                 seed=number,
                 n=min(random.choice((1, 1, 1, 2, 4)), self._most_samples),
                 stop=stops,
                 stop_token_ids=self._tokens(random.randint(0, 2)),
-                ignore_eos=random.random() < 0.2,
+                ignore_eos=(endless := random.random() < 0.2),
                 logprobs=(logprobs := random.choice(_LOGPROBS)),
                 top_logprobs=self._top(logprobs),
                 logit_bias=self._bias(),
+                grammar=None if least or endless else self._grammar(),
                 prompt_logprobs_start=(scored := self._scored(len(prompt))),
                 prompt_top_logprobs=0 if scored is None else self._rows.choice((0, 0, 2)),
             ),
@@ -414,6 +415,13 @@ class RequestDraw:
             return {}
         tokens = [self._rows.randrange(self._runner.vocab_size) for _ in range(self._rows.randint(1, 4))]
         return {token: self._rows.choice((-100.0, -5.0, 5.0, 30.0, 100.0)) for token in tokens}
+
+    def _grammar(self) -> Grammar | None:
+        """Mostly none; else one that depends on every token of the answer."""
+        if self._rows.random() < 0.8:
+            return None
+        end = f"{{{self._rows.randint(1, 9)}}}" if self._runner.eos_id >= 0 and self._rows.random() < 0.5 else ""
+        return Grammar("regex", f"%{self._rows.choice((2, 3, 7))}{end}")
 
     def _aux(self) -> bool | tuple[str, ...] | None:
         """Which rows a request wants besides routing."""

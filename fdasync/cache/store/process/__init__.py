@@ -1,1 +1,1 @@
-"""Any store in a process of its own: the engine's side, the process, the messages between them."""
+"""Runs any store that may block in a process of its own: the engine's proxy, the process, and their messages."""

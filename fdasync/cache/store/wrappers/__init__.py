@@ -7,7 +7,7 @@ inside. They use the running loop's time, so virtual time works; no threads, and
 
 from __future__ import annotations
 
-from fdasync.cache.store.wrappers.base import Verb, Wrapper
+from fdasync.cache.store.wrappers.base import Wrapper
 from fdasync.cache.store.wrappers.breaker import Breaker, BreakerState
 from fdasync.cache.store.wrappers.limits import Limits
 from fdasync.cache.store.wrappers.timeout import Timeout
@@ -20,6 +20,5 @@ __all__ = [
     "StoreCall",
     "Timeout",
     "Trace",
-    "Verb",
     "Wrapper",
 ]

@@ -7,7 +7,7 @@ the contract only.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import msgspec
 
@@ -17,9 +17,8 @@ from fdasync.errors import FdasyncError, StoreRejected, StoreUnavailable
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from fdasync.events.catalog import StoreVerb
     from fdasync.ipc.shared_memory import SharedRegion
-
-Verb = Literal["exists_prefix", "get_into", "put", "delete", "usage"]
 
 GIB = 1 << 30
 
@@ -95,11 +94,11 @@ class Wrapper(Store):
 
     # -- for wrappers ---------------------------------------------------------------------------------
 
-    async def around(self, verb: Verb, argument: Sequence[Any]) -> Any:
+    async def around(self, verb: StoreVerb, argument: Sequence[Any]) -> Any:
         """Perform a verb of this store, by `ask`. `argument`: its keys or items; () for `usage`."""
         return await self.ask(verb, argument, self.era)
 
-    async def ask(self, verb: Verb, argument: Sequence[Any], era: int) -> Any:
+    async def ask(self, verb: StoreVerb, argument: Sequence[Any], era: int) -> Any:
         """Call the same verb of the store inside, for a call that began in this era.
 
         Raises StoreRejected, StoreUnavailable; the latter also if the era is over, and for an answer or an error that
@@ -127,18 +126,18 @@ class Wrapper(Store):
         """End the calls that wait in this wrapper: their era is over. `kill` and `aclose` call it."""
         self.era += 1
 
-    async def _begin(self, verb: Verb, argument: Sequence[Any]) -> Any:
+    async def _begin(self, verb: StoreVerb, argument: Sequence[Any]) -> Any:
         if self._closed:
             raise StoreUnavailable(self.name, "it is closed")
         return await self.around(verb, argument)
 
 
-def nbytes_of(verb: Verb, argument: Sequence[Any]) -> int:
+def nbytes_of(verb: StoreVerb, argument: Sequence[Any]) -> int:
     """Bytes of all parts of a call."""
     return sum(item.nbytes for item in argument) if verb in ("get_into", "put") else 0
 
 
-def _fits(verb: Verb, argument: Sequence[Any], answer: Any) -> bool:
+def _fits(verb: StoreVerb, argument: Sequence[Any], answer: Any) -> bool:
     if verb == "usage":
         return isinstance(answer, StoreUsage)
     if verb in ("get_into", "put"):

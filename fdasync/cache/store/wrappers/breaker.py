@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from fdasync.cache.store.base import Capabilities
-from fdasync.cache.store.wrappers.base import Verb, Wrapper
+from fdasync.cache.store.wrappers.base import Wrapper
 from fdasync.errors import StoreBusy, StoreTimeout, StoreUnavailable
 from fdasync.ipc.deadlines import wait_within
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
     from fdasync.cache.store.base import Store
+    from fdasync.events.catalog import StoreVerb
     from fdasync.ipc.shared_memory import SharedRegion
 
 BreakerState = Literal["closed", "open", "half_open"]
@@ -104,7 +105,7 @@ class Breaker(Wrapper):
         await super().open(self._regions)
         self._unopened = False
 
-    async def around(self, verb: Verb, argument: Sequence[Any]) -> Any:
+    async def around(self, verb: StoreVerb, argument: Sequence[Any]) -> Any:
         if self.state != "closed":
             self.refused += 1
             raise StoreUnavailable(self.name, f"it gets no calls for now: {self.why}")
@@ -217,7 +218,7 @@ class Breaker(Wrapper):
         return ("" if error is None else str(error)), None
 
 
-def _failed_wholly(verb: Verb, answer: Any) -> str:
+def _failed_wholly(verb: StoreVerb, answer: Any) -> str:
     """The first problem, if every item of a call failed for now; else ""."""
     if verb in ("get_into", "put") and answer and all(one.status == "failed" and one.transient for one in answer):
         return str(answer[0].problem)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fdasync.cache.store.base import Capabilities, Item, Outcome
-from fdasync.cache.store.wrappers.base import Verb, Wrapper, nbytes_of
+from fdasync.cache.store.wrappers.base import Wrapper, nbytes_of
 from fdasync.errors import StoreBusy, StoreRejected, StoreTimeout, StoreUnavailable
 from fdasync.ipc.deadlines import DeadlineTimer
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fdasync.cache.store.base import Store
+    from fdasync.events.catalog import StoreVerb
 
 _MAX_BATCH = 1 << 16
 
@@ -58,7 +59,7 @@ class Limits(Wrapper):
         """Calls in line."""
         return len(self._line)
 
-    async def around(self, verb: Verb, argument: Sequence[Any]) -> Any:
+    async def around(self, verb: StoreVerb, argument: Sequence[Any]) -> Any:
         if len(argument) > _MAX_BATCH:
             hint = f"at most {_MAX_BATCH} are taken"
             raise StoreRejected(self.name, f"{len(argument)} items in one call", hint)
@@ -77,7 +78,7 @@ class Limits(Wrapper):
                 break
         return found
 
-    async def _items(self, verb: Verb, items: Sequence[Item], era: int) -> list[Outcome]:
+    async def _items(self, verb: StoreVerb, items: Sequence[Item], era: int) -> list[Outcome]:
         outcomes: list[Outcome] = []
         for run in self._cut(items):
             try:
@@ -104,7 +105,7 @@ class Limits(Wrapper):
             nbytes += item.nbytes
         return list(runs)
 
-    async def _run(self, verb: Verb, argument: Sequence[Any], era: int) -> Any:
+    async def _run(self, verb: StoreVerb, argument: Sequence[Any], era: int) -> Any:
         nbytes = nbytes_of(verb, argument)
         await self._enter(nbytes)
         ended: asyncio.Future[Any] | None = None

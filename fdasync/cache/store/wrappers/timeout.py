@@ -10,7 +10,7 @@ import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fdasync.cache.store.wrappers.base import GIB, Verb, Wrapper, nbytes_of
+from fdasync.cache.store.wrappers.base import GIB, Wrapper, nbytes_of
 from fdasync.errors import StoreTimeout, StoreUnavailable
 from fdasync.ipc.deadlines import Closing, DeadlineTimer, wait_within
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
 
     from fdasync.cache.store.base import Store
+    from fdasync.events.catalog import StoreVerb
     from fdasync.ipc.shared_memory import SharedRegion
 
 T = TypeVar("T")
@@ -75,7 +76,7 @@ class Timeout(Wrapper):
     async def open(self, regions: Sequence[SharedRegion]) -> None:
         await self._within(super().open(regions), "open", self._open_s, self._kill_s)
 
-    async def around(self, verb: Verb, argument: Sequence[Any]) -> Any:
+    async def around(self, verb: StoreVerb, argument: Sequence[Any]) -> Any:
         limit_s = self._call_s + self._gib_s * nbytes_of(verb, argument) / GIB
         return await self._within(self.ask(verb, argument, self.era), verb, limit_s, self._kill_s)
 

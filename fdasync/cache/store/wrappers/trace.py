@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fdasync.cache.store.wrappers.base import Verb, Wrapper, nbytes_of
+from fdasync.cache.store.wrappers.base import Wrapper, nbytes_of
+from fdasync.events.catalog import StoreVerb
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,7 +33,7 @@ class StoreCall(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     store: str
-    verb: Verb
+    verb: StoreVerb
     items: int
     nbytes: int
     done_nbytes: int
@@ -48,7 +49,7 @@ class Trace(Wrapper):
         super().__init__(inner)
         self._on_call = on_call
 
-    async def around(self, verb: Verb, argument: Sequence[Any]) -> Any:
+    async def around(self, verb: StoreVerb, argument: Sequence[Any]) -> Any:
         loop = asyncio.get_running_loop()
         begun_at = loop.time()
         answer: Any = None
@@ -75,7 +76,7 @@ class Trace(Wrapper):
         return answer
 
 
-def _count(verb: Verb, argument: Sequence[Any], answer: Any) -> tuple[dict[str, int], int]:
+def _count(verb: StoreVerb, argument: Sequence[Any], answer: Any) -> tuple[dict[str, int], int]:
     if answer is None or verb == "usage":
         return {}, 0
     if verb in ("get_into", "put"):

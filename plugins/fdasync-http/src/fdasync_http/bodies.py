@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from fdasync_http.budget import BUDGET, Budget
-from fdasync_http.failures import Refused
+from fdasync_http.failures import TOO_LONG, Refused
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -126,7 +126,7 @@ def check_text_size(field: str, text: str, front: Front) -> None:
     """Raise Refused (400) for text that the front would have to tokenise itself, and that no context can hold."""
     most = _MAX_TOKEN_CHARS * front.generator.facts().max_context_tokens
     if len(text) > most:
-        words = f"{field} has {len(text)} characters, which cannot fit in the context; the limit is {most}"
+        words = f"{TOO_LONG}: {field} has {len(text)} characters; no more than {most} can fit"
         raise Refused(400, words, param=field, code="context_length_exceeded")
 
 

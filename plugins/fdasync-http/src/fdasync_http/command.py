@@ -38,7 +38,9 @@ _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
     type=click.Choice(["sglang", "vllm"]),
     help="Whose server clients are told that this is. All paths are there in either.",
 )
-@click.option("--served-model-name", default="", metavar="NAME", help="Name of the model in answers.")
+@click.option(
+    "--served-model-name", default="", metavar="NAME", help="Name of the model in answers.  [default: the folder's]"
+)
 @click.option("--api-key-file", type=_FILE, help="File with the key that every path asks for.")
 @click.option("--admin-key-file", type=_FILE, help="File with the key that paths which control the engine ask for.")
 @click.option(

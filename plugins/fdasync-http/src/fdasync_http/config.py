@@ -17,7 +17,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """How the app answers.
 
     Attributes:
-        model: name of the model in answers; "": as the runner names it.
+        model: name of the model in answers; "": that of the checkpoint's folder, or as the runner names it.
         dialect: whose server `owned_by` names, and whose form fields have that both dialects share. All paths are
             there in either.
         api_key: every path asks for `Authorization: Bearer KEY`; "": none does.

@@ -34,6 +34,8 @@ log = logging.getLogger("fdasync.http")
 JSON = "application/json"
 # seconds after which a client that met a full server may try again
 RETRY_AFTER_S = 1
+# SGLang's words, by which litellm and agents on top of it know that a conversation must be cut
+TOO_LONG = "The request is longer than the model's context length"
 
 
 class Refused(Exception):
@@ -108,7 +110,7 @@ def refused_of(error: Exception) -> Refused:
     if isinstance(error, Refused):
         return error
     if isinstance(error, TooLong):
-        return Refused(400, str(error), param=error.field, code="context_length_exceeded")
+        return Refused(400, f"{TOO_LONG}: {error}", param=error.field, code="context_length_exceeded")
     if isinstance(error, DuplicateRequestId):
         return Refused(409, str(error), code="duplicate_request_id")
     if isinstance(error, UpdateUnderWay):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import contextmanager
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from fdasync_http.budget import Budget
@@ -15,9 +16,17 @@ from fdasync_http.failures import RETRY_AFTER_S, Refused
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from fdasync import Generator
+    from fdasync import Generator, ModelFacts
     from fdasync.engine.tokenizer import Tokenizer
     from fdasync_http.config import HttpConfig
+
+
+def model_name(config: HttpConfig, facts: ModelFacts) -> str:
+    """Name of the model in answers: as configured, else that of the checkpoint's folder, else as the runner names it.
+
+    Clients send it back, so it has no spaces of ours in it.
+    """
+    return config.model or PurePath(facts.model_path).name or facts.model
 
 
 class Front:
@@ -59,7 +68,7 @@ class Front:
     @property
     def model(self) -> str:
         """Name of the model in answers."""
-        return self.config.model or self.generator.facts().model
+        return model_name(self.config, self.generator.facts())
 
     @property
     def num_hidden_layers(self) -> int:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from fdasync_http.lines import one_line
+
 if TYPE_CHECKING:
     from fdasync_http.replies import Part
 
@@ -21,7 +23,7 @@ _MARK = MARK.encode()
 
 def assembled(answer: Any, parts: list[Part]) -> list[bytes | Part]:
     """The compact JSON of `answer`, with `parts` in place of its marks, in order."""
-    encoded = msgspec.json.encode(answer)
+    encoded = one_line(msgspec.json.encode(answer))
     if not parts:
         return [encoded]
     texts = encoded.split(_MARK)

@@ -15,6 +15,7 @@ import msgspec
 from starlette.responses import Response
 
 from fdasync_http.failures import JSON, answer, body_of, refused_of
+from fdasync_http.lines import one_line
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -111,7 +112,7 @@ class Events(Response):
 
 def event_of(data: bytes) -> bytes:
     """One event that carries this JSON."""
-    return b"data: " + data + b"\n\n"
+    return b"data: " + one_line(data) + b"\n\n"
 
 
 #: makes the bytes of a part, which are `nbytes` long, piece by piece

@@ -21,14 +21,17 @@ from fdasync.cli.local.fleet import LocalFleet, plans_for
 from fdasync.cli.local.restarts import RestartRules, Restarts
 from fdasync.engine.tokenizer import ChatTokenizer
 from fdasync.errors import BadInput, ConfigError
-from fdasync.ipc.child import allow_files
+from fdasync.ipc.child import allow_files, settle
 from fdasync.pd.router.config import RouterConfig
 from fdasync.pd.router.router import Router, connect
 from fdasync.registry.registry import TOKENIZERS, Registry
 from fdasync_http.application import app
-from fdasync_http.server import Listen, check_exposure, serving
+from fdasync_http.front import model_name
+from fdasync_http.server import Listen, bind, check_exposure, serving
 
 if TYPE_CHECKING:
+    import socket
+
     from fdasync.engine.config import EngineConfig
     from fdasync.engine.tokenizer import Tokenizer
     from fdasync_http.config import HttpConfig
@@ -96,11 +99,15 @@ class _Service:
         plans = [] if engine is None else plans_for(engine, options.counts, drain_s=listen.drain_s)
         self._fleet = LocalFleet(plans, None, self._on_end)
         self._restarts = {plan.name: Restarts(RestartRules()) for plan in plans}
+        self._bound: socket.socket | None = None
         self._running = self._ending = False
 
     async def run(self) -> int:
         with Signals() as signals:
             async with AsyncExitStack() as stack:
+                # loading takes a while: an address that is in use must show before it
+                self._bound = bind(self._listen)
+                stack.callback(self._bound.close)
                 addresses = list(self._options.addresses)
                 if not addresses:
                     stack.push_async_callback(self._fleet.aclose)
@@ -143,8 +150,9 @@ class _Service:
                 return _EXIT_INTERRUPTED
             connecting.result()  # of a task that is done
             service = app(router, self._config, tokenizer=self._tokenizer(router))
-            async with serving(service, self._listen) as served:
-                model = self._config.model or router.facts().model
+            async with serving(service, self._listen, self._bound) as served:
+                model = model_name(self._config, router.facts())
+                settle()
                 self._tell_ready(Ready(url=served.url, port=served.port, pid=os.getpid(), model=model))
                 while not signals.count and not self._is_over():
                     self._start_again()

@@ -92,19 +92,43 @@ class _Server(uvicorn.Server):
         yield
 
 
-@contextlib.asynccontextmanager
-async def serving(app: ASGIApp, listen: Listen) -> AsyncIterator[Served]:
-    """Serve until the block is left; answers under way then have `drain_s` to end. Raises BadInput for an address that
-    cannot be bound."""
+def bind(listen: Listen) -> socket.socket:
+    """A socket at the address. Until it is given to `serving` it listens to nobody: clients are refused. Raises
+    BadInput."""
+    is_v6 = ":" in listen.host
+    bound = socket.socket(socket.AF_INET6 if is_v6 else socket.AF_INET)
     try:
-        bound = socket.create_server(
-            (listen.host, listen.port),
-            family=socket.AF_INET6 if ":" in listen.host else socket.AF_INET,
-            backlog=_BACKLOG,
-        )
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if is_v6:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        bound.bind((listen.host, listen.port))
     except OSError as error:
-        raise BadInput("host", f"{listen.host}:{listen.port} cannot be bound: {error.strerror}") from None
+        bound.close()
+        raise _unbound(listen, error) from None
     bound.setblocking(False)
+    return bound
+
+
+def _unbound(listen: Listen, error: OSError) -> BadInput:
+    return BadInput("host", f"{listen.host}:{listen.port} cannot be bound: {error.strerror}")
+
+
+@contextlib.asynccontextmanager
+async def serving(app: ASGIApp, listen: Listen, bound: socket.socket | None = None) -> AsyncIterator[Served]:
+    """Serve until the block is left; answers under way then have `drain_s` to end.
+
+    Args:
+        bound: of `bind`, closed at the end; None: made here.
+
+    Raises BadInput for an address that cannot be bound.
+    """
+    bound = bind(listen) if bound is None else bound
+    try:
+        bound.listen(_BACKLOG)
+    except OSError as error:
+        # another program bound it at the same time, and was faster to listen
+        bound.close()
+        raise _unbound(listen, error) from None
     config = uvicorn.Config(
         app,
         http=protocol_with(listen.limits),
@@ -116,6 +140,7 @@ async def serving(app: ASGIApp, listen: Listen) -> AsyncIterator[Served]:
         log_level="error",
         server_header=False,
         proxy_headers=False,
+        backlog=_BACKLOG,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=max(int(listen.drain_s), 1),
         ssl_certfile=listen.certificate or None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 
 import numpy as np
 import pytest
@@ -77,6 +78,59 @@ async def test_a_stream_is_the_whole_in_pieces(chat):
             assert [pytest.approx(top) for top in joined] == told[name]
         else:
             assert joined == (pytest.approx(told[name]) if name == "token_logprobs" else told[name])
+
+
+@pytest.mark.parametrize("ask", ["chat", "text", "ids"])
+async def test_every_event_tells_the_usage_so_far(chat, ask):
+    """As `guidellm` asks for it."""
+    _, openai = chat
+    sent = {"model": "any", "stream": True, "max_tokens": 6, "n": 2,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True}}  # fmt: skip
+    if ask == "chat":
+        stream = await openai.chat.completions.create(messages=[{"role": "user", "content": "hi"}], **sent)
+    else:
+        stream = await openai.completions.create(prompt=PROMPT if ask == "ids" else "abc", **sent)
+    told = [chunk.usage async for chunk in stream]
+    counts = [usage.completion_tokens for usage in told]
+    assert counts == sorted(counts)
+    assert (counts[0] <= 2, counts[-1], len(set(counts)) > 4) == (True, 12, True)
+    assert len({usage.prompt_tokens for usage in told}) == 1
+    assert all(usage.total_tokens == usage.prompt_tokens + usage.completion_tokens for usage in told)
+
+
+LINE_ENDS = "\x85\u2028\u2029\x0b\x1c\r\n"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate", "/inference/v1/generate"])
+async def test_an_event_is_one_line_for_clients_that_cut_at_every_line_end(chat_of, scripted, path):
+    """`httpx` cuts as `str.splitlines` does; `guidellm` and others read streams through it."""
+    model = scripted(["a" + LINE_ENDS, LINE_ENDS + "z"])
+    prompt = model.tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
+    sampling = {"stop_token_ids": [model.stop_token_id], "max_tokens": 9}
+    body = {"stream": True, "seed": model.seed, **sampling}
+    if path == "/generate":
+        told = {"sampling_seed": model.seed, "stop_token_ids": [model.stop_token_id], "max_new_tokens": 9}
+        body = {"input_ids": prompt, "stream": True, "sampling_params": told}
+    elif path.startswith("/inference"):
+        body = {"token_ids": prompt, "stream": True, "output_mode": "text",
+                "sampling_params": {**sampling, "seed": model.seed}}  # fmt: skip
+    elif path == "/v1/completions":
+        body["prompt"] = prompt
+    else:
+        body["messages"] = [{"role": "user", "content": "hi"}]
+    async with chat_of(tokenizer=model.tokenizer) as (scene, _):
+        said = ""
+        async with scene.client.stream("POST", path, json=body) as response:
+            async for line in response.aiter_lines():
+                if line in ("", "data: [DONE]"):
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                if path == "/generate":
+                    said = event["text"]
+                else:
+                    choice = event["choices"][0]
+                    said += choice.get("text") or choice.get("delta", {}).get("content") or ""
+        assert said.strip("\r\n") == ("a" + LINE_ENDS + LINE_ENDS + "z").strip("\r\n")
 
 
 async def test_a_stream_ends_with_done_and_is_compact(chat_of):

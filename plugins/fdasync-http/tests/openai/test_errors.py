@@ -164,8 +164,6 @@ CHAT = {"messages": [USER], "max_tokens": 1}
          "arguments": "{"}}]}]}, "messages[0].tool_calls[0].function.arguments"),
         ("chat/completions", {"tools": [{"type": "function", "function": {}}]}, "tools[0].function"),
         ("chat/completions", {"tools": [{"type": "web", "function": {"name": "x"}}]}, "tools[0].type"),
-        ("chat/completions", {"stream": True, "stream_options": {"continuous_usage_stats": True}},
-         "stream_options.continuous_usage_stats"),
         ("chat/completions", {"routed_experts_prompt_start": 0, "return_routed_experts": True},
          "routed_experts_prompt_start"),
         ("completions", {"prompt": "a", "echo": True}, "echo"),

@@ -256,3 +256,16 @@ async def test_fields_of_other_engines_that_ask_for_nothing_are_taken(scene):
         bootstrap_host="x", return_indexer_topk=False, extra_key="salt", priority=1, session_id="s",
     )  # fmt: skip
     assert answer["output_ids"] == list(want(scene).token_ids)
+
+
+async def test_what_the_gateway_makes_of_a_request_is_taken(scene):
+    """SGLang's gateway (smg 1.13) reads bodies into types of its own and sends all that these have."""
+    added = {
+        "model": "unknown", "return_text_in_logprobs": False, "stream": False, "log_metrics": True,
+        "background": False, "no_logs": False, "return_bytes": False, "return_entropy": False,
+    }  # fmt: skip
+    body = {"input_ids": PROMPT, "sampling_params": SLIME, "return_logprob": True}
+    answer = await generate(scene, **body, **added)
+    assert answer["output_ids"] == list(want(scene).token_ids)
+    refused = await scene.client.post("/generate", json={**body, **added, "return_bytes": True})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "return_bytes")

@@ -40,6 +40,7 @@ from fdasync_transformers.runner_config import (
     memory_share,
     set_experts,
 )
+from fdasync_transformers.sampling.grammars import Grammars, LaneMatchers
 from fdasync_transformers.weights import loading
 from fdasync_transformers.weights.update import LiveWeights
 
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from fdasync.cache.aux_arena import AuxArena
     from fdasync.cache.host_arena import HostArena
     from fdasync.events.actions import RunStep, SwapIn, SwapOut
+    from fdasync.request import Grammar
     from fdasync.runner.base import CopyOutput, StepOutput, TensorMeta
     from fdasync_transformers.execution.gpu_services import GpuServices
 
@@ -71,6 +73,7 @@ class TransformersRunner(Runner):
         self._aux: AuxData | None = None
         self._executor: Executor | None = None
         self._weights: LiveWeights | None = None
+        self._grammars: Grammars | None = None
 
     async def open(self) -> Capacity:
         """Load, mend, probe, check, size. Blocks its loop meanwhile.
@@ -133,6 +136,7 @@ class TransformersRunner(Runner):
             graphs=len(graph_tokens(config, limits, model)) if config.cuda_graphs else 0,
         )
         self._weights = LiveWeights(model, facts)
+        self._grammars = _grammars_of(checkpoint, model, notes)
         self._capacity = self._describe(checkpoint, max_context, block_tokens, num_blocks, specs, tuple(notes))
         return self._capacity
 
@@ -207,12 +211,14 @@ class TransformersRunner(Runner):
             debug=limits.routing_debug,
             fuse=step_model.fuses,
         )
+        table = InputBatch(limits.max_running, capacity.max_context_tokens, capacity.block_tokens, num_blocks)
         bound = Bound(
             pool=pool,
-            table=InputBatch(limits.max_running, capacity.max_context_tokens, capacity.block_tokens, num_blocks),
+            table=table,
             arena=arena,
             host=host,
             aux=self._aux,
+            matchers=LaneMatchers(self._grammars, table),
             vocab_size=capacity.vocab_size,
             logits_dtype=self.config.logits_dtype,
         )
@@ -233,6 +239,13 @@ class TransformersRunner(Runner):
         if self._executor is None:
             return _failed(RunnerError("the runner is closed, or not bound yet"))
         return self._executor.copy(copy)
+
+    async def check_grammar(self, grammar: Grammar) -> None:
+        """Compiles it, within the bounds of `Grammars`: the worker's loop waits so long."""
+        if self._grammars is None:
+            await super().check_grammar(grammar)
+        else:
+            self._grammars.check(grammar)
 
     # -- new weights; all of it blocks the loop of the worker process -------------------------------
 
@@ -334,11 +347,25 @@ class TransformersRunner(Runner):
             top_k=0 if moe is None else max(moe.top_k),
             top_k_by_layer=moe.top_k if moe is not None and uneven else None,
             tokenizer="transformers" if (checkpoint.folder / "tokenizer.json").exists() else "",
+            grammars=self._grammars is not None,
             scores_prompts=decoder_of(model) is not None,
             routing_debug=self.limits.routing_debug and moe is not None,
             prefill_tokens_per_s=prefill_tokens_per_s(self._step_model, self.limits, max_context, block_tokens),
             notes=notes,
         )
+
+
+def _grammars_of(checkpoint: loading.Checkpoint, model: PreTrainedModel, notes: list[str]) -> Grammars | None:
+    """None, and a note, where the checkpoint has no tokenizer to read grammars by."""
+    tokenizer, eos_ids = checkpoint.folder / "tokenizer.json", loading.eos_ids(checkpoint)
+    if not tokenizer.exists() or not eos_ids:
+        notes.append("no grammars: there is no tokenizer.json, or no EOS")
+        return None
+    try:
+        return Grammars(tokenizer, int(model.config.vocab_size), eos_ids)
+    except CheckpointError as error:
+        notes.append(f"no grammars: {error.problem}")
+        return None
 
 
 def _failed(error: RunnerError) -> asyncio.Future[Any]:

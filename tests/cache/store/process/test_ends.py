@@ -171,7 +171,7 @@ async def test_answers_that_do_not_fit_their_call_break_the_protocol():
 # -- starting again ---------------------------------------------------------------------------------
 
 
-async def test_a_start_is_shared_by_those_who_need_it():
+async def test_callers_that_need_it_share_one_start():
     async with opened() as bench:
         await bench.store.kill("a test")
         calls = [asyncio.ensure_future(bench.store.exists_prefix(["a"])) for _ in range(20)]

@@ -93,7 +93,7 @@ def test_what_says_nothing_against_the_store_does_not_count():
     run_sim(play())
 
 
-def test_who_waits_too_long_in_line_says_nothing_against_the_store():
+def test_a_call_that_waits_too_long_in_line_is_no_failure_of_the_store():
     async def play():
         # one long call at a time, all within their own deadline, and more of them than get their turn
         scripted = Scripted(*[8.0] * 50)

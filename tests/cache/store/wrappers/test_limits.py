@@ -44,7 +44,7 @@ def test_calls_wait_in_line_first_come_first_served():
     run_sim(play())
 
 
-def test_bytes_in_flight_are_limited_and_nobody_overtakes():
+def test_bytes_in_flight_are_limited_and_calls_keep_their_order():
     async def play():
         scripted = Scripted(*[1.0] * 4)
         store = limits(scripted, max_calls=9, max_nbytes=100)
@@ -159,7 +159,7 @@ def test_waiting_in_line_has_a_deadline():
 
 
 @pytest.mark.parametrize("how", ["cancelled", "too late"])
-def test_whoever_leaves_the_line_makes_way_for_those_behind(how):
+def test_a_call_that_leaves_the_line_makes_way_for_those_behind(how):
     async def play():
         scripted = Scripted(10.0, 1.0)
         store = limits(scripted, max_calls=9, max_nbytes=100, max_wait_s=3.0)
@@ -181,7 +181,7 @@ def test_whoever_leaves_the_line_makes_way_for_those_behind(how):
     run_sim(play())
 
 
-def test_whoever_is_cancelled_as_its_turn_comes_gives_it_back():
+def test_a_call_that_is_cancelled_as_its_turn_comes_gives_the_turn_back():
     class Cancels(Scripted):
         async def put(self, asked):
             answer = await super().put(asked)

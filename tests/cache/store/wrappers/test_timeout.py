@@ -258,7 +258,7 @@ def test_no_verb_is_killed_before_its_deadline():
     run_sim(play())
 
 
-def test_what_ends_in_time_has_nobody_killed():
+def test_a_call_that_ends_in_time_kills_no_store():
     async def play():
         scripted = Killable(3.9, 3.0, StoreUnavailable("scripted", "later"), 2.0)
         store = Timeout(scripted, call_s=1.0, kill_s=4.0)

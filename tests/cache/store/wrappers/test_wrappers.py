@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from random import Random
+from typing import get_args
 
 import msgspec
 import pytest
 
-from fdasync.cache.store.base import DONE, StoreUsage
+from fdasync.cache.store.base import DONE, Store, StoreUsage
 from fdasync.cache.store.wrappers import Breaker, Limits, Timeout, Trace, Wrapper
 from fdasync.errors import StoreRejected, StoreUnavailable
+from fdasync.events.catalog import StoreVerb
 from fdasync.testing import SimLoop, StoreTests, run_sim
 from fdasync.testing.stores.faults import FaultyStore, StoreFaults
 from fdasync.testing.stores.latency import Latency
@@ -165,3 +167,8 @@ def test_refusals_go_through(wrap):
                 await store.exists_prefix(["a"])
 
     run_sim(play())
+
+
+def test_the_verbs_that_events_name_are_those_of_the_contract():
+    # `usage` has a default
+    assert set(get_args(StoreVerb)) == {*Store.__abstractmethods__ - {"open", "aclose"}, "usage"}

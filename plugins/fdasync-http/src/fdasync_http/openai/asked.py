@@ -13,6 +13,7 @@ from fdasync_http.failures import Refused
 from fdasync_http.text import TextForm
 
 if TYPE_CHECKING:
+    from fdasync import Grammar
     from fdasync.request import GenerateOptions, LogprobKind
     from fdasync_http.front import Front
     from fdasync_http.openai.types import CommonBody
@@ -30,6 +31,7 @@ class Asked:
         prompt: text or token ids.
         number: of the prompt in its body; None: it is the only one.
         specials: the text shows special tokens whatever the body says.
+        grammar: of the answer.
 
     Attributes:
         body: as it came.
@@ -52,6 +54,7 @@ class Asked:
         top_logprobs: int,
         number: int | None = None,
         specials: bool = False,
+        grammar: Grammar | None = None,
     ) -> None:
         self.body = body
         self.prompt = prompt
@@ -73,6 +76,7 @@ class Asked:
             presence_penalty=body.presence_penalty,
             frequency_penalty=body.frequency_penalty,
             logit_bias=body.logit_bias,
+            grammar=grammar,
             n=body.n,
             stop=stop,
             stop_token_ids=tuple(body.stop_token_ids),
@@ -118,9 +122,6 @@ def check_common(front: Front, body: CommonBody) -> None:
         raise no_model(front, body.model)
     if body.best_of not in (None, body.n):
         raise Refused(400, "best_of is not served; ask for n", param="best_of", code="not_served")
-    if body.stream_options.continuous_usage_stats:
-        field = "stream_options.continuous_usage_stats"
-        raise Refused(400, f"{field} is not served; include_usage is", param=field, code="not_served")
 
 
 def no_model(front: Front, name: str) -> Refused:

@@ -14,13 +14,15 @@ import msgspec
 from fdasync.engine.tokenizer import ChatTokenizer, WithSpecials
 from fdasync.errors import TokenizerFailed
 from fdasync_http.failures import Refused
+from fdasync_http.grammars import grammar_of
 from fdasync_http.openai.answers import finish_of, head_of, put_extras, usage_of, version_of
 from fdasync_http.openai.asked import Asked, asks_for_stops, check_common, stops_of
 from fdasync_http.openai.chat_stream import streamed, tool_call
 from fdasync_http.openai.declared import DeclaredReader
+from fdasync_http.openai.forced import forced_of
 from fdasync_http.openai.logprobs import TokenNames, of_chat
 from fdasync_http.openai.messages import tokens_of
-from fdasync_http.openai.tools import OPEN, PlainReader, TagReader, shows_tags
+from fdasync_http.openai.tools import OPEN, PlainReader, TagReader, hides_tags, shows_tags
 from fdasync_http.openai.types import ChatBody, Tool, converted, read_known
 from fdasync_http.parts import assembled
 from fdasync_http.replies import Events, Part, Parts, whole
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-    from fdasync.engine.tokenizer import Tokenizer
     from fdasync_http.front import Front
     from fdasync_http.openai.tools import Reader, Said
 
@@ -49,6 +50,11 @@ async def chat_completions(request: Request, front: Front) -> Response:
     tools = _tools_of(body)
     prompt = _prompt_of(front, body, tools)
     new_reader, specials = _reader_of(front, body, tools, prompt)
+    forced = forced_of(front, body, tools)
+    grammar = grammar_of(body)
+    if forced is not None and grammar is not None:
+        words = "tool_choice forces calls, which leaves no other format"
+        raise Refused(400, words, param="tool_choice", code="bad_input")
     asked = Asked(
         front,
         body,
@@ -59,6 +65,7 @@ async def chat_completions(request: Request, front: Front) -> Response:
         with_logprobs=body.logprobs,
         top_logprobs=body.top_logprobs,
         specials=specials,
+        grammar=forced or grammar,
     )
     if body.stream:
         return Events(streamed(front, asked, new_reader))
@@ -67,15 +74,11 @@ async def chat_completions(request: Request, front: Front) -> Response:
 
 def _tools_of(body: ChatBody) -> list[dict[str, Any]]:
     """The tools that the model may call. Raises Refused."""
-    choice = body.tool_choice
     for at, tool in enumerate(converted(msgspec.json.encode(body.tools), list[Tool], "tools")):
         if tool.type != "function":
             field = f"tools[{at}].type"
             raise Refused(400, f"{field}: {tool.type!r:.100} is not served; give functions", param=field)
-    if choice not in (None, "auto", "none"):
-        words = "the model cannot be made to call a tool; tool_choice may be auto or none"
-        raise Refused(400, words, param="tool_choice", code="not_served")
-    return [] if choice == "none" else body.tools
+    return [] if body.tool_choice == "none" else body.tools
 
 
 def _prompt_of(front: Front, body: ChatBody, tools: list[dict[str, Any]]) -> list[int]:
@@ -111,7 +114,7 @@ def _reader_of(
             stop = () if asks_for_stops(body) else stops_of(body)
             return partial(DeclaredReader, tokenizer, beginning, tools, stop), False
         if tools and shows_tags(tokenizer.chat_template(with_tools=True)):
-            hidden = _hides_tags(tokenizer)
+            hidden = hides_tags(tokenizer)
             if not hidden or isinstance(tokenizer, WithSpecials):
                 return TagReader, hidden
     if not tools:
@@ -130,11 +133,6 @@ def _declares(chat: ChatTokenizer, beginning: list[int]) -> bool:
     except TokenizerFailed:
         # it does, and an answer without any text is none
         return True
-
-
-def _hides_tags(tokenizer: Tokenizer) -> bool:
-    """Whether the tag is a special token, which is left out of text."""
-    return OPEN not in tokenizer.decode(tokenizer.encode(OPEN))
 
 
 async def _answer(front: Front, asked: Asked, new_reader: Callable[[], Reader]) -> Response:

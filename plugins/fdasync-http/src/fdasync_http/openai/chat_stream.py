@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fdasync_http.openai.answers import event_with, finish_of, head_of, put_extras, usage_of
+from fdasync_http.openai.answers import event_with, finish_of, put_extras
+from fdasync_http.openai.heads import Heads
 from fdasync_http.openai.logprobs import TokenNames, of_chat
 from fdasync_http.replies import event_of
 
@@ -85,10 +86,7 @@ class _Growing:
 
 async def streamed(front: Front, asked: Asked, new_reader: Callable[[], Reader]) -> AsyncIterator[bytes]:
     """The events of a stream."""
-    with_usage = asked.body.stream_options.include_usage
-    head = head_of(front, asked.request_id, _KIND)
-    if with_usage:
-        head["usage"] = None
+    heads = Heads(front, asked, _KIND)
     names = TokenNames(front, as_ids=asked.body.return_tokens_as_token_ids)
     samples = [_Growing(asked.form.of_sample(), new_reader()) for _ in range(asked.params.n)]
     is_begun = False
@@ -97,33 +95,32 @@ async def streamed(front: Front, asked: Asked, new_reader: Callable[[], Reader])
             async for delta in stream:
                 if not is_begun:
                     is_begun = True
-                    yield _beginning(head, asked)
+                    yield _beginning(heads, asked)
+                heads.add(delta)
                 choice = samples[delta.index].choice(asked, delta, names)
                 if choice is not None:
-                    yield event_of(msgspec.json.encode({**head, "choices": [choice]}))
+                    yield event_of(msgspec.json.encode(heads.event(choice)))
             result: Result = stream.result
     if not is_begun:
-        yield _beginning(head, asked)
+        yield _beginning(heads, asked)
     for sample, state in zip(result.samples, samples, strict=True):
         rest, ended = state.last(sample)
         if rest is not None:
-            yield event_of(msgspec.json.encode({**head, "choices": [rest]}))
+            yield event_of(msgspec.json.encode(heads.event(rest)))
         parts: list[Part] = []
         put_extras(front, asked, result, sample, ended, parts)
-        async for event in event_with({**head, "choices": [ended]}, parts):
+        async for event in event_with(heads.event(ended), parts):
             yield event
-    if with_usage:
-        yield event_of(msgspec.json.encode({**head, "choices": [], "usage": usage_of([result])}))
+    if (last := heads.last(result)) is not None:
+        yield event_of(msgspec.json.encode(last))
 
 
-def _beginning(head: dict[str, Any], asked: Asked) -> bytes:
+def _beginning(heads: Heads, asked: Asked) -> bytes:
     """The chunks with the role, one for each sample."""
-    first = dict(head)
-    if asked.body.return_token_ids:
-        first["prompt_token_ids"] = asked.prompt
+    more = {"prompt_token_ids": asked.prompt} if asked.body.return_token_ids else {}
     events = []
     for index in range(asked.params.n):
         choice = _choice(index, {"role": "assistant", "content": ""})
-        events.append(event_of(msgspec.json.encode({**first, "choices": [choice]})))
-        first = head
+        events.append(event_of(msgspec.json.encode(heads.event(choice, **more))))
+        more = {}
     return b"".join(events)

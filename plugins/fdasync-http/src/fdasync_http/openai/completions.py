@@ -12,8 +12,10 @@ import msgspec
 
 from fdasync_http.bodies import check_text_size
 from fdasync_http.failures import Refused
+from fdasync_http.grammars import grammar_of
 from fdasync_http.openai.answers import event_with, finish_of, head_of, put_extras, usage_of, version_of
 from fdasync_http.openai.asked import Asked, check_common
+from fdasync_http.openai.heads import Heads
 from fdasync_http.openai.logprobs import TokenNames, of_completion
 from fdasync_http.openai.types import CompletionBody, read_known
 from fdasync_http.parts import assembled
@@ -51,9 +53,10 @@ def _asked_of(front: Front, body: CompletionBody) -> list[Asked]:
     prompts = _prompts_of(body)
     asked = []
     for number, prompt in enumerate(prompts):
-        if isinstance(prompt, str) and body.return_token_ids and front.tokenizer is not None:
+        if isinstance(prompt, str) and _early(body):
+            if front.tokenizer is None:
+                raise Refused(400, "prompt: this server has no tokenizer; give token ids", param="prompt")
             check_text_size("prompt", prompt, front)
-            # the first event has them, before the engine tells
             prompt = encoded(front.tokenizer, prompt)
         asked.append(
             Asked(
@@ -65,9 +68,15 @@ def _asked_of(front: Front, body: CompletionBody) -> list[Asked]:
                 with_logprobs=body.logprobs is not None,
                 top_logprobs=body.logprobs or 0,
                 number=number if len(prompts) > 1 else None,
+                grammar=grammar_of(body),
             )
         )
     return asked
+
+
+def _early(body: CompletionBody) -> bool:
+    """Whether the first event tells of the prompt's tokens, before the engine does."""
+    return body.return_token_ids or (body.stream and body.stream_options.continuous_usage_stats)
 
 
 def _prompts_of(body: CompletionBody) -> list[str | list[int]]:
@@ -151,23 +160,21 @@ class _Growing:
 
 async def _streamed(front: Front, asked: Asked) -> AsyncIterator[bytes]:
     """What is new of each sample; then an event for the end of each; then the usage."""
-    with_usage = asked.body.stream_options.include_usage
-    head = head_of(front, asked.request_id, _KIND)
-    if with_usage:
-        head["usage"] = None
+    heads = Heads(front, asked, _KIND)
     names = TokenNames(front, as_ids=asked.body.return_tokens_as_token_ids)
     samples = [_Growing(asked.form.of_sample()) for _ in range(asked.params.n)]
     with front.place():
         async with front.generator.generate(asked.prompt, asked.params, **asked.options) as stream:
             async for delta in stream:
+                heads.add(delta)
                 choice = samples[delta.index].choice(asked, delta, names)
-                yield event_of(msgspec.json.encode({**head, "choices": [choice]}))
+                yield event_of(msgspec.json.encode(heads.event(choice)))
             result: Result = stream.result
     for sample, state in zip(result.samples, samples, strict=True):
         parts: list[Part] = []
         choice = state.last(sample)
         put_extras(front, asked, result, sample, choice, parts)
-        async for event in event_with({**head, "choices": [choice]}, parts):
+        async for event in event_with(heads.event(choice), parts):
             yield event
-    if with_usage:
-        yield event_of(msgspec.json.encode({**head, "choices": [], "usage": usage_of([result])}))
+    if (last := heads.last(result)) is not None:
+        yield event_of(msgspec.json.encode(last))

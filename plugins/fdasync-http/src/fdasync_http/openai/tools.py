@@ -17,6 +17,8 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from fdasync.engine.tokenizer import Tokenizer
+
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _JSON_FORM = re.compile(r'name\\?"\s*:.*?\\?"arguments\\?"\s*:', re.DOTALL)
 # the same tags around forms that are no JSON
@@ -74,6 +76,11 @@ def shows_tags(template: str) -> bool:
     if OPEN not in template or CLOSE not in template or any(form in template for form in _OTHER_FORMS):
         return False
     return bool(_JSON_FORM.search(template)) or "tool_call.arguments" in template
+
+
+def hides_tags(tokenizer: Tokenizer) -> bool:
+    """Whether the tag is a special token, which is left out of text."""
+    return OPEN not in tokenizer.decode(tokenizer.encode(OPEN))
 
 
 class PlainReader:

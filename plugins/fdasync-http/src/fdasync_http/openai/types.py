@@ -20,15 +20,14 @@ if TYPE_CHECKING:
 
 # fields that change nothing in an answer here: bookkeeping of OpenAI's, and of engines that this one is not
 _IGNORED = frozenset((
-    "user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key",
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention", "session_id", "stream_interval", "spaces_between_special_tokens", "stream_reasoning",
     "log_metrics", "routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank", "bootstrap_host", "bootstrap_port",
     "bootstrap_room", "conversation_id", "skip_reading_prefix_cache",
 ))  # fmt: skip
 # fields for which a value other than these asks for something that is not served
 _UNSERVED: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},), "structured_outputs": ({},), "guided_json": (), "guided_regex": (),
-    "guided_choice": (), "guided_grammar": (), "regex": (), "ebnf": (), "json_schema": (), "structural_tag": (),
+    "structural_tag": (),
     "echo": (False,), "suffix": ("",), "prompt_logprobs": (), "use_beam_search": (False,), "length_penalty": (1.0,),
     "functions": ([],), "function_call": ("none",), "audio": (), "modalities": (["text"],), "prediction": (),
     "web_search_options": (), "documents": ([],), "chat_template": (), "verbosity": ("medium",), "lora_path": ("",),
@@ -39,12 +38,8 @@ _UNSERVED: dict[str, tuple[Any, ...]] = {
     "return_cached_tokens_details": (False,), "include_reasoning": (True,), "logprob_start_len": (-1,),
     "add_special_tokens": (),
 }  # fmt: skip
-_CONSTRAINED = (
-    "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "regex",
-    "ebnf", "json_schema", "structural_tag",
-)  # fmt: skip
 _REASONS = {
-    **dict.fromkeys(_CONSTRAINED, "output that is held to a format is not served; ask for it in the prompt"),
+    "structural_tag": "give response_format, structured_outputs, regex, ebnf or json_schema",
     "echo": "the prompt is not repeated; its log-probs come from /generate with logprob_start_len",
     "prompt_logprobs": "log-probs of prompts come from /generate with logprob_start_len",
     "functions": "functions are not served; give tools",
@@ -62,7 +57,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
     Attributes:
         include_usage: one more event, behind the last choice, has the usage.
-        continuous_usage_stats: not served.
+        continuous_usage_stats: with `include_usage`: every other event has the usage so far.
     """
 
     include_usage: bool = False
@@ -98,6 +93,15 @@ class CommonBody(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: Any = None
+    regex: str | None = None
+    ebnf: str | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     no_stop_trim: bool = False
@@ -156,7 +160,8 @@ class ChatBody(CommonBody, frozen=True, kw_only=True):
         input_ids: the tokens of the conversation; the template is not used then.
         logprobs, top_logprobs: whether tokens have log-probs, and how many alternatives.
         tools: JSON schemas of functions, for the template.
-        tool_choice: "auto" or "none".
+        tool_choice: "auto", "none", "required", or a function of `tools`.
+        parallel_tool_calls: with a tool choice that forces calls: more than one may follow another.
         chat_template_kwargs, reasoning_effort: variables of the template.
         separate_reasoning: False: reasoning stays in the text.
     """
@@ -167,6 +172,7 @@ class ChatBody(CommonBody, frozen=True, kw_only=True):
     top_logprobs: int = 0
     tools: list[dict[str, Any]] = []
     tool_choice: Any = None
+    parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = {}
     reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None

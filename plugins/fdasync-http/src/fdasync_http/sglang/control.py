@@ -181,10 +181,12 @@ def _loads(front: Front) -> list[dict[str, Any]]:
         {
             "dp_rank": 0,
             "num_reqs": load.live,
+            "num_total_reqs": load.live,
             "num_running_reqs": running,
             "num_waiting_reqs": load.live - running,
             "num_used_tokens": load.used_tokens,
             "max_total_num_tokens": load.capacity_tokens,
+            "token_usage": load.used_tokens / max(load.capacity_tokens, 1),
         }
     ]
 

@@ -35,13 +35,20 @@ _EMPTY: tuple[Any, ...] = (None, False, "", [], {}, -1)
 _IGNORED = (
     "log_metrics", "session_id", "routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank", "bootstrap_host",
     "bootstrap_port", "bootstrap_room", "http_worker_ipc", "routing_key", "external_trace_header", "validation_time",
-    "received_time", "background", "conversation_id", "no_logs", "modalities",
+    "received_time", "background", "conversation_id", "no_logs", "modalities", "bootstrap_pair_key", "decode_tp_size",
+    "kv_router_hint", "custom_labels", "num_items_assigned", "encoder_urls",
+    # SGLang's gateway adds it to every body
+    "model",
 )  # fmt: skip
 # fields that ask for something that is not served
 _UNSERVED = (
     "input_embeds", "image_data", "video_data", "audio_data", "lora_path", "lora_id", "return_hidden_states",
     "return_indexer_topk", "token_ids_logprob", "return_sampling_mask", "custom_logit_processor", "session_params",
-    "positional_embed_overrides", "need_wait_for_mm_inputs", "multi_item_delimiter", "return_entropy",
+    "positional_embed_overrides", "need_wait_for_mm_inputs", "multi_item_delimiter", "return_entropy", "return_bytes",
+    "multi_item_delimiter_indices", "return_flat_raw_top_logprobs", "return_flat_raw_top_logprobs_b64", "mm_hashes",
+    "mm_content_hashes", "use_audio_in_video", "video_config", "images_config", "require_reasoning",
+    "max_thinking_tokens", "max_dynamic_patch", "min_dynamic_patch", "image_max_dynamic_patch",
+    "video_max_dynamic_patch",
 )  # fmt: skip
 
 

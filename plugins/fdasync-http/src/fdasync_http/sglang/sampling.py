@@ -12,6 +12,7 @@ import msgspec
 
 from fdasync import SamplingParams
 from fdasync_http.failures import Refused
+from fdasync_http.grammars import grammar_of
 
 if TYPE_CHECKING:
     from fdasync.request import LogprobKind
@@ -20,8 +21,7 @@ if TYPE_CHECKING:
 _ALL = (-1, 0, 1 << 30)
 # fields for which a value other than these asks for something that is not served
 _UNSERVED: dict[str, tuple[Any, ...]] = {
-    "json_schema": (None,), "regex": (None,), "ebnf": (None,), "structural_tag": (None,), "stop_regex": (None, "", []),
-    "custom_params": (None, {}), "beam_width": (None, 0, 1),
+    "structural_tag": (None,), "stop_regex": (None, "", []), "custom_params": (None, {}), "beam_width": (None, 0, 1),
 }  # fmt: skip
 
 
@@ -85,6 +85,7 @@ def params_of(
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
         logit_bias=sampling.logit_bias or {},
+        grammar=grammar_of(sampling, "sampling_params."),
         n=sampling.n,
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         stop_token_ids=tuple(sampling.stop_token_ids or ()),

@@ -239,17 +239,11 @@ def _rows(front: Front, form: RowForm, sample: Sample, parts: list[Part]) -> Any
 
 async def _streamed(front: Front, asked: _Asked) -> AsyncIterator[bytes]:
     """Deltas as events; the last event of each sample has its finish reason and its rows."""
-    created = int(time.time())
     with front.place():
         async with front.generator.generate(asked.body.token_ids, asked.params, **asked.options) as stream:
             texts = [asked.form.of_sample() for _ in range(asked.params.n)]
-
-            def event(choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-                return {
-                    "request_id": stream.request_id, "model": front.model, "created": created, "choices": choices,
-                    **more,
-                }  # fmt: skip
-
+            # once, not for every event
+            head = {"request_id": stream.request_id, "model": front.model, "created": int(time.time())}
             given = [0] * asked.params.n
             async for delta in stream:
                 text, said = texts[delta.index], ""
@@ -258,7 +252,7 @@ async def _streamed(front: Front, asked: _Asked) -> AsyncIterator[bytes]:
                     text.add(delta.text, delta.token_ids)
                     said = text.settled()[given[delta.index] :]
                     given[delta.index] += len(said)
-                yield event_of(msgspec.json.encode(event([_delta(asked, delta, said)])))
+                yield event_of(msgspec.json.encode({**head, "choices": [_delta(asked, delta, said)]}))
             result = stream.result
     for sample in result.samples:
         parts: list[Part] = []
@@ -269,7 +263,7 @@ async def _streamed(front: Front, asked: _Asked) -> AsyncIterator[bytes]:
             whole_text = texts[sample.index].end(sample.text, sample.token_ids, sample.stop_token_id)
             choice["text"] = whole_text[given[sample.index] :]
         yield b"data: "
-        for piece in assembled(event([choice]), parts):
+        for piece in assembled({**head, "choices": [choice]}, parts):
             if isinstance(piece, Part):
                 async for some in piece.pieces():
                     yield some
@@ -279,7 +273,7 @@ async def _streamed(front: Front, asked: _Asked) -> AsyncIterator[bytes]:
     if (asked.body.stream_options or {}).get("include_usage"):
         usage = result.usage
         told = _usage(len(result.prompt_token_ids), usage.completion_tokens, usage.cached_tokens)
-        yield event_of(msgspec.json.encode(event([], usage=told)))
+        yield event_of(msgspec.json.encode({**head, "choices": [], "usage": told}))
 
 
 def _delta(asked: _Asked, delta: Delta, text: str) -> dict[str, Any]:

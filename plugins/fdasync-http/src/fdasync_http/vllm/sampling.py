@@ -12,11 +12,12 @@ import msgspec
 
 from fdasync import SamplingParams
 from fdasync_http.failures import Refused
+from fdasync_http.grammars import grammar_of
 
 # fields for which a value other than these asks for something that is not served
 _UNSERVED: dict[str, tuple[Any, ...]] = {
-    "bad_words": (None, []), "structured_outputs": (None,), "guided_decoding": (None,),
-    "allowed_token_ids": (None,), "logits_processors": (None,), "truncate_prompt_tokens": (None,),
+    "bad_words": (None, []), "guided_decoding": (None,), "allowed_token_ids": (None,), "logits_processors": (None,),
+    "truncate_prompt_tokens": (None,),
     "extra_args": (None, {}), "thinking_token_budget": (None,), "repetition_detection": (None,),
     "flat_logprobs": (None, False), "best_of": (None, 1), "use_beam_search": (None, False),
 }  # fmt: skip
@@ -49,6 +50,7 @@ class Sampling(msgspec.Struct, frozen=True):
     skip_special_tokens: bool = True
     logit_bias: dict[int, float] | None = None
     routed_experts_prompt_start: int | None = None
+    structured_outputs: dict[str, Any] | None = None
 
 
 _KNOWN = set(Sampling.__struct_fields__)
@@ -92,6 +94,7 @@ def params_of(sampling: Sampling, *, room_tokens: int) -> SamplingParams:
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
         logit_bias=sampling.logit_bias or {},
+        grammar=grammar_of(sampling, "sampling_params."),
         n=sampling.n,
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         stop_token_ids=tuple(sampling.stop_token_ids or ()),

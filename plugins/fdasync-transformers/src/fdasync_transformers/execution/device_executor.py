@@ -6,14 +6,19 @@ step reads them. On the stream `results`: staged rows and sampled tokens go to h
 the completion port makes a future of it, whose callback scatters the rows into the arena and reads the tokens. So a
 step may be launched while the step before it runs, and nothing here waits for the device.
 
+A sequence under a grammar needs a mask that depends on its last token. If that token is still on the device, the step
+is queued in two parts: the model at once, and sampling when the step before has ended and the masks are made, which
+takes the host less time than the model takes the device. Launches behind it wait for the second part in their order.
+
 Knows no requests. Made by `runner.py` once the model is loaded; one for each runner, used from its loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -31,6 +36,7 @@ from fdasync_transformers.execution.device_step import batch_arrays, device_batc
 from fdasync_transformers.execution.executor import Executor
 from fdasync_transformers.execution.graphs import GraphLadder
 from fdasync_transformers.execution.mixed_graphs import MixedLadder
+from fdasync_transformers.sampling.plan import MASKS
 from fdasync_transformers.sampling.sampler import compute_samples, plan_samples, read_samples
 from fdasync_transformers.sampling.scoring import compute_scores, plan_scores, read_scores
 
@@ -44,6 +50,7 @@ if TYPE_CHECKING:
     from fdasync_transformers.execution.device_step import DeviceStepModel, Way
     from fdasync_transformers.execution.executor import Bound
     from fdasync_transformers.execution.gpu_services import GpuServices
+    from fdasync_transformers.sampling.grammars import StepMatchers
     from fdasync_transformers.sampling.sampler import SamplePlan
     from fdasync_transformers.sampling.scoring import ScorePlan
 
@@ -56,6 +63,31 @@ _MOST_READ_NBYTES = 32 << 30
 _MOST_TILED_TOKENS = 8192
 # prefixes of names among the arrays of a step: the sampler's arrays, those of scores of prompts, and rows
 _SAMPLER, _SCORES, _AUX = "sampler.", "scores.", "aux."
+
+
+class _Begun(NamedTuple):
+    """A step whose logits are queued.
+
+    Attributes:
+        batch, way: the step, and how its tokens attend.
+        plan: of its samples; None: it samples nothing.
+        scores: of prompts; None: there are none.
+        matchers: of its samples under a grammar; None: there are none.
+        sent: its arrays, on the device.
+        logits: of the rows that are sampled; None: nothing is forwarded.
+        results: tensors that go to the host.
+        holds: buffers that the queued work uses.
+    """
+
+    batch: Batch
+    way: Way
+    plan: SamplePlan | None
+    scores: ScorePlan | None
+    matchers: StepMatchers | None
+    sent: dict[str, torch.Tensor]
+    logits: torch.Tensor | None
+    results: dict[str, torch.Tensor]
+    holds: list[Hold]
 
 
 class DeviceExecutor(Executor):
@@ -80,6 +112,9 @@ class DeviceExecutor(Executor):
         # the port's own future of the step launched last, which no caller can cancel: a step that cannot be launched
         # fails behind it
         self._last: asyncio.Future[Any] | None = None
+        # a step whose second part waits for the step before it, and the launches behind it, in order
+        self._unsampled: tuple[_Begun, asyncio.Future[StepOutput]] | None = None
+        self._waiting: deque[Callable[[], None]] = deque()
         # weights, tables and buffers were written on the current stream
         services.streams.follow()
         # last, since nothing may fail behind it: it pins pages until it is closed
@@ -116,10 +151,18 @@ class DeviceExecutor(Executor):
             self.mixed = mixed
 
     def launch(self, step: RunStep) -> asyncio.Future[StepOutput]:
-        return self._queue(lambda: self._start(step), step.step_id)
+        future: asyncio.Future[StepOutput] = asyncio.get_running_loop().create_future()
+        start = partial(self._queue, future, lambda: self._start(step), step.step_id)
+        if self._unsampled is not None:
+            self._waiting.append(start)
+        else:
+            start()
+        return future
 
     def copy(self, copy: SwapOut | SwapIn) -> asyncio.Future[CopyOutput]:
-        return self._queue(lambda: self._move(copy))
+        future: asyncio.Future[CopyOutput] = asyncio.get_running_loop().create_future()
+        self._queue(future, lambda: self._move(copy))
+        return future
 
     async def aclose(self) -> None:
         """Wait for launched work, bounded: the futures of work that takes longer fail with an error that names it."""
@@ -158,18 +201,19 @@ class DeviceExecutor(Executor):
 
     # -- futures --------------------------------------------------------------------------------------
 
-    def _queue(self, start: Callable[[], asyncio.Future[T]], step_id: int = -1) -> asyncio.Future[T]:
-        """The future of the work that `start` queues. It fails with RunnerError, and the runner with it.
+    def _queue(self, future: asyncio.Future[T], start: Callable[[], asyncio.Future[T]], step_id: int = -1) -> None:
+        """Call `start`, which queues the work of `future`. That fails with RunnerError, and the runner with it.
 
         Steps end in the order of launch, also steps that could not be started.
         """
-        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         try:
             if self._failure:
                 raise RunnerError(f"nothing more after a failure: {self._failure}")
             inner = start()
         except Exception as error:  # a model may raise anything, and a step must still end
             failed = self._failed(error, step_id)
+            if future.done():
+                return
             if step_id < 0 or self._last is None or self._last.done():
                 future.set_exception(failed)
             else:
@@ -178,7 +222,6 @@ class DeviceExecutor(Executor):
             if step_id >= 0:
                 self._last = inner
             inner.add_done_callback(partial(self._ended, future, step_id))
-        return future
 
     def _ended(self, future: asyncio.Future[T], step_id: int, inner: asyncio.Future[T]) -> None:
         error = asyncio.CancelledError() if inner.cancelled() else inner.exception()
@@ -202,8 +245,37 @@ class DeviceExecutor(Executor):
     # -- steps ----------------------------------------------------------------------------------------
 
     def _start(self, step: RunStep) -> asyncio.Future[StepOutput]:
+        """Queue a step, or what can be queued of it."""
+        begun = self._begin(step)
+        if begun.matchers is None or begun.matchers.is_ready:
+            return self._sample(begun, self._kind(begun))
+        # the buffers come back with what is queued; the second part has its own
+        self._pass_on(begun.holds)
+        self._completion(begun.holds, ("forward", len(begun.batch.positions)), lambda: None).add_done_callback(_seen)
+        later: asyncio.Future[StepOutput] = asyncio.get_running_loop().create_future()
+        self._unsampled = (begun._replace(holds=[]), later)
+        assert self._last is not None
+        self._last.add_done_callback(self._resume)
+        return later
+
+    def _resume(self, before: asyncio.Future[Any]) -> None:
+        """The step before has ended: queue the second part of the step behind it, then the launches that waited."""
+        assert self._unsampled is not None
+        (begun, later), self._unsampled = self._unsampled, None
+        try:
+            if before.cancelled() or before.exception() is not None or self._failure:
+                raise RunnerError(f"nothing more after a failure: {self._failure or 'the step before it failed'}")
+            self._sample(begun, ("sampled", len(begun.batch.sampled))).add_done_callback(partial(_pass, later))
+        except Exception as error:
+            later.set_exception(error)
+        while self._waiting and self._unsampled is None:
+            self._waiting.popleft()()
+
+    def _begin(self, step: RunStep) -> _Begun:
+        """Queue a step up to its logits."""
         bound, services, lanes = self._bound, self._services, self._lanes
         batch = bound.table.plan(step)
+        bound.matchers.follow(step)
         total = len(batch.positions)
         index, values = lanes.deltas(step, bound.table)
         rows = (np.cumsum(batch.counts) - 1)[batch.sampled] if total else np.zeros(0, np.int64)
@@ -223,8 +295,9 @@ class DeviceExecutor(Executor):
         if scores is not None:
             arrays.update({_SCORES + name: array for name, array in scores.arrays.items()})
         holds: list[Hold] = []
+        sent: dict[str, torch.Tensor] = {}
         results: dict[str, torch.Tensor] = {}
-        fetched: dict[str, NDArray[np.generic]] = {}
+        logits = None
         try:
             with services.streams.on("compute"):
                 if arrays:
@@ -233,21 +306,53 @@ class DeviceExecutor(Executor):
                     if len(index):
                         scatter_updates(lanes.flat, sent["delta_index"], sent["delta_values"])
                     if total:
-                        results = self._compute(batch, plan, scores, sent, way)
+                        logits, results = self._compute(batch, scores, sent, way)
+        except Exception:
+            self._abandon(holds, results)
+            raise
+        matchers = None if plan is None else bound.matchers.of(batch.lanes[batch.sampled])
+        return _Begun(batch, way, plan, scores, matchers, sent, logits, results, holds)
+
+    @staticmethod
+    def _kind(begun: _Begun) -> Hashable:
+        """Steps of one kind take alike."""
+        total = len(begun.batch.positions)
+        if begun.scores is not None:
+            return ("scored", total // 256)
+        return ("decode", total) if begun.way == "decodes" else ("mixed", total // 256)
+
+    def _sample(self, begun: _Begun, kind: Hashable) -> asyncio.Future[StepOutput]:
+        """Queue sampling and the way of the results to the host."""
+        services, plan, results, holds = self._services, begun.plan, begun.results, begun.holds
+        fetched: dict[str, NDArray[np.generic]] = {}
+        try:
+            with services.streams.on("compute"):
+                if plan is not None and begun.logits is not None:
+                    numbers = _own(begun.sent, _SAMPLER)
+                    if begun.matchers is not None:
+                        masks, hold = packed.send(
+                            {MASKS: begun.matchers.masks()}, services.pinned, services.streams.device
+                        )
+                        holds.append(hold)
+                        numbers.update(masks)
+                    sampled = compute_samples(self._bound.trim(begun.logits), plan, numbers, self._lanes.tokens)
+                    scatter_updates(self._lanes.flat, begun.sent["next_index"], sampled["tokens"].to(torch.int32))
+                    results.update({_SAMPLER + name: tensor for name, tensor in sampled.items()})
             self._pass_on(holds)
             with services.streams.on("results"):
                 if results:
                     fetched, buffer = packed.fetch(results, services.pinned)
                     holds.append(buffer)
         except Exception:
-            # the queued part runs on: its buffers and tensors come back with a completion, for which a close waits
-            self._completion(holds, ("broken",), results.clear).add_done_callback(_seen)
+            self._abandon(holds, results)
             raise
-        kind: Hashable = ("decode", total) if way == "decodes" else ("mixed", total // 256)
-        if scores is not None:
-            kind = ("scored", total // 256)
         # the callback keeps the device's tensors until the copies on the other stream have read them
-        return self._completion(holds, kind, lambda: self._finish(batch, plan, scores, fetched, results))
+        return self._completion(holds, kind, lambda: self._finish(begun, fetched))
+
+    def _abandon(self, holds: list[Hold], results: dict[str, torch.Tensor]) -> None:
+        """A step broke: the queued part runs on, and its buffers and tensors come back with a completion, for which a
+        close waits."""
+        self._completion(holds, ("broken",), results.clear).add_done_callback(_seen)
 
     def _way(self, batch: Batch) -> Way:
         """How the tokens of a step attend: in a way that a graph replays, where possible."""
@@ -281,14 +386,9 @@ class DeviceExecutor(Executor):
         return services.port.completion(copied.event, lane="compute", kind=kind, holds=holds, on_done=on_done)
 
     def _compute(
-        self,
-        batch: Batch,
-        plan: SamplePlan | None,
-        scores: ScorePlan | None,
-        sent: dict[str, torch.Tensor],
-        way: Way,
-    ) -> dict[str, torch.Tensor]:
-        """Queue forward pass, scores of prompts and sampling; returns the tensors that go to the host."""
+        self, batch: Batch, scores: ScorePlan | None, sent: dict[str, torch.Tensor], way: Way
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Queue forward pass and scores of prompts; returns the logits, and the tensors that go to the host."""
         bound, lanes = self._bound, self._lanes
         total = len(batch.positions)
         logits = None
@@ -309,11 +409,7 @@ class DeviceExecutor(Executor):
         results = {_SCORES + name: tensor for name, tensor in scored.items()}
         if bound.aux is not None:
             results.update({_AUX + name: tensor for name, tensor in bound.aux.stage(total).items()})
-        if plan is not None:
-            sampled = compute_samples(bound.trim(logits), plan, _own(sent, _SAMPLER), lanes.tokens)
-            scatter_updates(lanes.flat, sent["next_index"], sampled["tokens"].to(torch.int32))
-            results.update({_SAMPLER + name: tensor for name, tensor in sampled.items()})
-        return results
+        return logits, results
 
     def _plan_samples(self, batch: Batch) -> SamplePlan | None:
         if not len(batch.sampled):
@@ -323,24 +419,20 @@ class DeviceExecutor(Executor):
         specs = [spec for lane in lanes.tolist() if (spec := table.samplers[lane]) is not None]
         return plan_samples(specs, table.length[lanes], lanes)
 
-    def _finish(
-        self,
-        batch: Batch,
-        plan: SamplePlan | None,
-        scores: ScorePlan | None,
-        fetched: dict[str, NDArray[np.generic]],
-        results: dict[str, torch.Tensor],
-    ) -> StepOutput:
+    def _finish(self, begun: _Begun, fetched: dict[str, NDArray[np.generic]]) -> StepOutput:
         """After the device is done: scatter the rows into their slots, and make the step's output of the tokens."""
-        results.clear()
+        batch = begun.batch
+        begun.results.clear()
         aux, arena = self._bound.aux, self._bound.arena
         if aux is not None and arena is not None and len(batch.positions):
             arena.scatter(batch.aux_index, batch.generations, aux.read(_own(fetched, _AUX), batch.positions))
         output = StepOutput(batch.step_id, ())
-        if plan is not None:
-            output = read_samples(plan, _own(fetched, _SAMPLER)).step_output(batch.step_id)
-        if scores is not None:
-            output = msgspec.structs.replace(output, scores=read_scores(scores, _own(fetched, _SCORES)))
+        if begun.plan is not None:
+            output = read_samples(begun.plan, _own(fetched, _SAMPLER)).step_output(batch.step_id)
+        if begun.matchers is not None:
+            output = msgspec.structs.replace(output, problems=begun.matchers.accept(output.tokens))
+        if begun.scores is not None:
+            output = msgspec.structs.replace(output, scores=read_scores(begun.scores, _own(fetched, _SCORES)))
         return output
 
     # -- copies ---------------------------------------------------------------------------------------
@@ -370,6 +462,17 @@ class DeviceExecutor(Executor):
 def _own(arrays: Mapping[str, T], owner: str) -> dict[str, T]:
     """The arrays of one prefix (`_SAMPLER`, `_AUX`), by their names without it."""
     return {name.removeprefix(owner): array for name, array in arrays.items() if name.startswith(owner)}
+
+
+def _pass(to: asyncio.Future[T], done: asyncio.Future[T]) -> None:
+    """Pass on how `done` ended."""
+    if to.done():
+        return
+    error = asyncio.CancelledError() if done.cancelled() else done.exception()
+    if error is not None:
+        to.set_exception(error)
+    else:
+        to.set_result(done.result())  # of a future that is done
 
 
 def _seen(future: asyncio.Future[Any]) -> None:

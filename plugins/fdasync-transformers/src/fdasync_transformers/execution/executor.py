@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fdasync.runner.input_batch import InputBatch
     from fdasync_transformers.model.aux_data import AuxData
     from fdasync_transformers.model.kv import KVPool
+    from fdasync_transformers.sampling.grammars import LaneMatchers
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Bound:
         arena: of the rows; None: there are no aux data.
         host: the host tier, or None.
         aux: the producers of the rows, or None.
+        matchers: of the grammars of its sequences.
         vocab_size: logits past it belong to no token.
         logits_dtype: torch's name of the dtype that sampling works in.
     """
@@ -43,6 +45,7 @@ class Bound:
     arena: AuxArena | None
     host: HostArena | None
     aux: AuxData | None
+    matchers: LaneMatchers
     vocab_size: int
     logits_dtype: str
 

@@ -69,6 +69,7 @@ class HostExecutor(Executor):
     def _perform(self, step: RunStep) -> StepOutput:
         bound = self._bound
         batch = bound.table.plan(step)
+        bound.matchers.follow(step)
         for start in step.starts:
             column, offset = divmod(start.num_cached, bound.pool.block_tokens)
             if offset:
@@ -105,11 +106,16 @@ class HostExecutor(Executor):
         specs = [spec for lane in chosen if (spec := table.samplers[lane]) is not None]
         ends = positions.tolist()
         histories = [table.tokens[lane, :end] for lane, end in zip(chosen, ends, strict=True)]
-        out = sample(self._bound.trim(logits), specs, ends, histories)
+        matchers = self._bound.matchers.of(lanes)
+        masks = None if matchers is None else matchers.masks()
+        out = sample(self._bound.trim(logits), specs, ends, histories, masks)
         # a sequence at the end of its context samples a token that no step will read
         kept = positions < table.tokens.shape[1]
         table.tokens[lanes[kept], positions[kept]] = np.array(out.tokens, np.int32)[kept]
-        return out.step_output(batch.step_id)
+        output = out.step_output(batch.step_id)
+        if matchers is not None:
+            output = msgspec.structs.replace(output, problems=matchers.accept(out.tokens))
+        return output
 
     def _move(self, copy: SwapOut | SwapIn) -> CopyOutput:
         blocks, table, arena = self._blocks, self._bound.table, self._bound.arena

@@ -1,1 +1,1 @@
-"""Replays recorded routing in a trainer's passes."""
+"""Makes a trainer's forward passes choose the experts that a rollout recorded, instead of those of its own router."""

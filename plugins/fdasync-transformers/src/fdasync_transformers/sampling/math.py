@@ -5,7 +5,7 @@ the plan has all numbers of the host. So a step can be launched while the device
 nothing of models, sequences or requests. Called by the executors, once per step, between `plan_samples` and
 `read_samples`; pure, no state.
 
-The order is: penalties, bias, stop mask, temperature, top-k, top-p over what top-k left, min-p.
+The order is: penalties, bias, stop mask, grammars, temperature, top-k, top-p over what top-k left, min-p.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch.nn.functional import pad
 
 from fdasync.errors import InvariantBroken
+from fdasync_transformers.sampling.plan import MASKS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from fdasync_transformers.sampling.plan import Pick, Report, SamplePlan
 
 _NEG_INF = float("-inf")
+_WORD_BITS = 32
 
 
 def compute_samples(
@@ -35,7 +37,8 @@ def compute_samples(
 
     Args:
         logits: [N, V] of any float dtype; read only.
-        sent: `plan.arrays` as tensors on the device of `logits`; read only.
+        sent: `plan.arrays`, and the masks of grammars where the plan has rows under one, as tensors on the device of
+            `logits`; read only.
         plan: of the same rows.
         tokens: int [lanes, max_tokens] on that device, the known tokens by lane, prompt first; those of row i are
             `tokens[lanes[i], :positions[i]]`. Read only, and only where `plan.needs_history`; else may be None.
@@ -58,6 +61,7 @@ def compute_samples(
         return {"tokens": picks, "finite": torch.isfinite(best)}
     logits = logits.float()
     adjusted = _mask_stops(_bias(_penalise(logits, plan, sent, tokens), plan, sent), plan, sent)
+    adjusted = _mask_grammars(adjusted, plan, sent)
     best, picks = adjusted.max(dim=-1)
     # NaN wins a maximum, so the largest logit shows any bad one
     finite = torch.isfinite(best if adjusted is logits else logits.amax(dim=-1))
@@ -164,6 +168,17 @@ def _mask_stops(logits: torch.Tensor, plan: SamplePlan, sent: Mapping[str, torch
     after = pad(before, (0, 1)).view(-1).index_fill_(0, cells, _NEG_INF).view(-1, width + 1)[:, :width]
     nothing_left = after.amax(dim=-1, keepdim=True) == _NEG_INF
     return _put(logits, plan.stopped, sent, torch.where(nothing_left, before, after))
+
+
+def _mask_grammars(logits: torch.Tensor, plan: SamplePlan, sent: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    if not plan.masked.count:
+        return logits
+    words = sent[MASKS]
+    bits = torch.arange(_WORD_BITS, dtype=torch.int32, device=words.device)
+    # an arithmetic shift: the lowest bit is the token's whatever the sign
+    allowed = ((words.unsqueeze(-1) >> bits) & 1).bool().flatten(1)[:, : logits.shape[-1]]
+    part = _take(logits, plan.masked, sent).masked_fill(~allowed, _NEG_INF)
+    return _put(logits, plan.masked, sent, part)
 
 
 # -- the distribution and the draw --------------------------------------------------------------

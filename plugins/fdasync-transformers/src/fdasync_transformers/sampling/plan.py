@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
     from fdasync.request import SamplerSpec
 
+#: name of the masks of grammars among the arrays: int32 [rows under a grammar, words]; they follow the plan, since they
+#: depend on the tokens of the step before
+MASKS = "masks"
 _NOISE_KEY = Layout("<QQQ")
 
 
@@ -61,8 +64,8 @@ class SamplePlan(msgspec.Struct, frozen=True, kw_only=True):
         arrays: the numbers for the device; the caller sends them, and gives them to `compute_samples` as tensors of
             the same names, shapes and dtypes (int64, float32 or float64; none is empty). Empty dict: nothing to send.
         longest: known tokens of the longest row with a penalty; 0 where no row has one.
-        penalised, biased, stopped, random: rows of the batch with a penalty; with a logit bias; under a stop mask; with
-            a temperature above 0.
+        penalised, biased, stopped, masked, random: rows of the batch with a penalty; with a logit bias; under a stop
+            mask; under a grammar, whose masks the caller adds to the arrays (`MASKS`); with a temperature above 0.
         raw: rows of the batch that ask for raw log-probs.
         greedy: rows of the batch without temperature that ask for processed log-probs.
         top_k, top_p: rows of `random` with that filter.
@@ -80,6 +83,7 @@ class SamplePlan(msgspec.Struct, frozen=True, kw_only=True):
     penalised: Pick
     biased: Pick
     stopped: Pick
+    masked: Pick
     random: Pick
     raw: Pick
     greedy: Pick
@@ -104,7 +108,7 @@ class SamplePlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def plain(self) -> bool:
         """Whether every row only needs its largest logit."""
-        picks = (self.penalised, self.biased, self.stopped, self.random, self.raw, self.greedy)
+        picks = (self.penalised, self.biased, self.stopped, self.masked, self.random, self.raw, self.greedy)
         return not any(pick.count for pick in picks)
 
 
@@ -140,6 +144,7 @@ def plan_samples(
     penalised: list[int] = []
     biased: list[int] = []
     stopped: list[int] = []
+    masked: list[int] = []
     random: list[int] = []
     raw: list[int] = []
     greedy: list[int] = []
@@ -150,6 +155,8 @@ def plan_samples(
             biased.append(row)
         if spec.stop_ids and at[row] - spec.prompt_len < spec.min_tokens:
             stopped.append(row)
+        if spec.grammar:
+            masked.append(row)
         if spec.temperature > 0.0:
             random.append(row)
         elif spec.processed:
@@ -185,6 +192,7 @@ def plan_samples(
         penalised=arrays.pick("penalised_rows", penalised, count),
         biased=_plan_bias(arrays, specs, biased),
         stopped=_plan_stops(arrays, specs, stopped),
+        masked=arrays.pick("masked_rows", masked, count),
         random=arrays.pick("random_rows", random, count),
         raw=arrays.pick("raw_rows", raw, count),
         greedy=arrays.pick("greedy_rows", greedy, count),

@@ -9,9 +9,9 @@ and (for penalties) its history, never on the rows beside it. Noise is a functio
 position) alone, so recomputing a position gives the same token. Knows nothing of models, sequences or
 steps. Called by the executors, once per step; pure, no state.
 
-The order is: penalties, logit bias, mask of stop ids, temperature, top-k, top-p over what top-k left, min-p. That is
-the order of transformers' own logits processors, but for the bias: behind the penalties it is added in full, whatever
-the repetition penalty is.
+The order is: penalties, logit bias, mask of stop ids, grammars, temperature, top-k, top-p over what top-k left, min-p.
+That is the order of transformers' own logits processors, but for the bias: behind the penalties it is added in full,
+whatever the repetition penalty is.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fdasync.errors import InvariantBroken, RunnerError
 from fdasync.result import TopLogprobs
 from fdasync.runner.base import StepOutput
 from fdasync_transformers.sampling.math import compute_samples
-from fdasync_transformers.sampling.plan import SamplePlan, plan_samples, uniform
+from fdasync_transformers.sampling.plan import MASKS, SamplePlan, plan_samples, uniform
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -69,6 +69,7 @@ def sample(
     specs: Sequence[SamplerSpec],
     positions: Sequence[int],
     histories: Sequence[np.ndarray[Any, Any]],
+    masks: np.ndarray[Any, Any] | None = None,
 ) -> SampleOutput:
     """Sample one token per row, and wait for the results.
 
@@ -79,14 +80,15 @@ def sample(
             sampled before it.
         histories: int [n_i], all known tokens of each row, prompt first; read only where a penalty is in
             force. Ids outside the vocabulary are passed over.
+        masks: of the rows under a grammar, in their order (`StepMatchers.masks`); None: there are none.
 
     Log-probs, natural logarithm: `raw` is the float32 log-softmax of the logits as given. `processed` is the
     log-softmax, in float64, of the distribution that was sampled from. A greedy row has no such
     distribution (its token has probability 1); `processed` then is the log-softmax of the logits after
-    penalties, bias and stop mask, at temperature 1 and without filters: a trainer that recomputes log-probs of a greedy
-    rollout gets the same.
+    penalties, bias, stop mask and grammar, at temperature 1 and without filters: a trainer that recomputes log-probs of
+    a greedy rollout gets the same.
 
-    A greedy row takes the largest logit after penalties, bias and stop mask, the lowest id where several are
+    A greedy row takes the largest logit after penalties, bias, stop mask and grammar, the lowest id where several are
     equal; top-k, top-p and min-p cannot change that and are passed over. If a stop mask would leave no token
     at all, the row is not masked.
 
@@ -100,6 +102,8 @@ def sample(
         raise InvariantBroken(f"sample: logits {tuple(logits.shape)}, {lengths}")
     plan = plan_samples(specs, positions, range(count), [len(history) for history in histories])
     sent = {name: torch.from_numpy(values).to(logits.device) for name, values in plan.arrays.items()}
+    if masks is not None:
+        sent[MASKS] = torch.from_numpy(masks).to(logits.device)
     known = torch.from_numpy(_side_by_side(histories)).to(logits.device) if plan.needs_history else None
     results = compute_samples(logits, plan, sent, known)
     return read_samples(plan, {name: values.cpu().numpy() for name, values in results.items()})

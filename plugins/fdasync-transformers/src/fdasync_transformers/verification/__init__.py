@@ -1,1 +1,1 @@
-"""Checks served tokens and rows against the library."""
+"""Compares served tokens and expert rows with those of the library's own forward pass, for demos and tests."""

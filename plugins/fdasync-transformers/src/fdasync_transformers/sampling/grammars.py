@@ -1,0 +1,229 @@
+"""Grammars as bit masks over the vocabulary: what may be sampled next, given the tokens of an answer so far.
+
+llguidance reads the grammars and makes the masks: it compiles a schema in about a millisecond where xgrammar takes half
+a second, its masks take as long on average, and it needs no torch. `Grammars` compiles, `Matcher` follows one answer,
+`LaneMatchers` has the matchers of the sequences in the runner. All of it is the host's; `math.py` applies the masks.
+Knows no model and no logits. Called by the executors and by `runner.py`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import llguidance
+import numpy as np
+from llguidance.gbnf_to_lark import any_to_lark
+
+from fdasync.errors import BadInput, CheckpointError, InvariantBroken
+from fdasync.request import Grammar
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from fdasync.events.actions import RunStep
+    from fdasync.runner.input_batch import InputBatch
+
+# compiled grammars that are kept: many requests share one
+_MAX_COMPILED = 64
+# bounds on what a caller's grammar may cost: a mask takes some milliseconds at most, and 64 KiB of the worst grammars a
+# quarter of a second to compile
+_INITIAL_FUEL, _STEP_FUEL, _STEP_ITEMS = 200_000, 150_000, 50_000
+_LEXER_STATES, _GRAMMAR_SIZE = 50_000, 20_000
+_WORD_BITS = 32
+
+
+class Grammars:
+    """The grammars of one model's tokenizer.
+
+    Args:
+        tokenizer: the checkpoint's tokenizer.json.
+        vocab_size: of the model; ids past the tokenizer's are never allowed.
+        eos_ids: allowed where a text may end; not empty.
+
+    Attributes:
+        words: int32 words of a mask.
+
+    Raises CheckpointError for a tokenizer that llguidance cannot read.
+    """
+
+    def __init__(self, tokenizer: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        self.words = -(-vocab_size // _WORD_BITS)
+        self._limits = llguidance.LLParserLimits(
+            initial_lexer_fuel=_INITIAL_FUEL,
+            step_lexer_fuel=_STEP_FUEL,
+            step_max_items=_STEP_ITEMS,
+            max_lexer_states=_LEXER_STATES,
+            max_grammar_size=_GRAMMAR_SIZE,
+            verbose_errors=False,
+        )
+        try:
+            text = tokenizer.read_text()
+            self._tokenizer = llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_ids))
+        except Exception as error:  # the library raises bare errors for every kind of bad file
+            raise CheckpointError(str(tokenizer), f"llguidance cannot read it: {error}") from error
+        self.ends = np.zeros(self.words, np.int32)
+        for token in eos_ids:
+            self.ends[token // _WORD_BITS] |= np.int32(np.uint32(1 << token % _WORD_BITS).view(np.int32))
+        self._compiled: OrderedDict[bytes, Any] = OrderedDict()
+
+    def check(self, grammar: Grammar) -> None:
+        """Compile it, and make its first mask. Raises BadInput in the library's words."""
+        matcher = self.matcher(-1, grammar.packed(), array("i"))
+        matcher.fill(np.empty(self.words, np.int32))
+        if matcher.problem:
+            raise BadInput("grammar", f"cannot be kept: {_first_line(matcher.problem)}")
+
+    def matcher(self, key: int, packed: bytes, answer: array[int]) -> Matcher:
+        """Of a sequence whose answer begins with these tokens. A grammar that does not compile makes a matcher with a
+        problem."""
+        matcher = Matcher(key, self._compile(packed).deep_copy(), self.ends)
+        for token in answer:
+            matcher.accept(token)
+        return matcher
+
+    def _compile(self, packed: bytes) -> Any:
+        inner = self._compiled.get(packed)
+        if inner is None:
+            source = _source(Grammar.unpacked(packed))
+            inner = llguidance.LLMatcher(self._tokenizer, source, limits=self._limits, log_level=0)
+            self._compiled[packed] = inner
+            if len(self._compiled) > _MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(packed)
+        return inner
+
+
+def _source(grammar: Grammar) -> str:
+    """The grammar as the library wants it. Raises BadInput for one that cannot be written so."""
+    make = llguidance.LLMatcher
+    try:
+        if grammar.kind == "json_schema":
+            return make.grammar_from_json_schema(grammar.text)
+        if grammar.kind == "regex":
+            return make.grammar_from_regex(grammar.text)
+        return make.grammar_from_lark(grammar.text if grammar.kind == "lark" else any_to_lark(grammar.text))
+    except Exception as error:  # the library's parsers raise errors of many types
+        raise BadInput("grammar", f"cannot be read as {grammar.kind}: {_first_line(str(error))}") from error
+
+
+def _first_line(problem: str) -> str:
+    return problem.strip().partition("\n")[0][:500]
+
+
+class Matcher:
+    """One answer and its grammar.
+
+    Attributes:
+        key: the sequence.
+        problem: why the grammar cannot be kept any further; then EOS alone is allowed. "" while it can.
+        told: a step's output has named the problem.
+        count: tokens of the answer that it took.
+    """
+
+    def __init__(self, key: int, inner: Any, ends: NDArray[np.int32]) -> None:
+        self.key = key
+        self.problem = inner.get_error() if inner.is_error() else ""
+        self.told = False
+        self.count = 0
+        self._inner = inner
+        self._ends = ends
+
+    def accept(self, token: int) -> None:
+        """The answer goes on with this token. Tokens behind its end are overrun, and passed over."""
+        self.count += 1
+        if not self._inner.is_stopped() and not self._inner.consume_token(token):
+            self.problem = _first_line(self._inner.get_error())
+
+    def fill(self, mask: NDArray[np.int32]) -> None:
+        """Write the mask of the next token: bit `i % 32` of word `i // 32` says whether token i is allowed.
+
+        `mask`: int32 [words], contiguous.
+        """
+        if self._inner.is_stopped():
+            mask[:] = self._ends
+            return
+        self._inner.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if self._inner.is_error():
+            self.problem = _first_line(self._inner.get_error())
+            mask[:] = self._ends
+
+
+class StepMatchers:
+    """The matchers of one step's sampled rows; they stay the step's when lanes change hands.
+
+    Attributes:
+        rows: which of the step's samples have one, ascending.
+    """
+
+    def __init__(self, rows: list[int], matchers: list[Matcher], counts: list[int], words: int) -> None:
+        """`counts`: tokens of each answer before the one to sample."""
+        self.rows = rows
+        self._matchers = matchers
+        self._counts = counts
+        self._words = words
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every matcher has taken all tokens before the one to sample."""
+        return all(matcher.count >= count for matcher, count in zip(self._matchers, self._counts, strict=True))
+
+    def masks(self) -> NDArray[np.int32]:
+        """The masks, int32 [rows, words]."""
+        masks = np.empty((len(self.rows), self._words), np.int32)
+        for mask, matcher in zip(masks, self._matchers, strict=True):
+            matcher.fill(mask)
+        return masks
+
+    def accept(self, tokens: Sequence[int]) -> tuple[tuple[int, str], ...]:
+        """The step sampled these tokens, one for each of its rows. Returns `StepOutput.problems`."""
+        problems = []
+        for row, matcher in zip(self.rows, self._matchers, strict=True):
+            matcher.accept(tokens[row])
+            if matcher.problem and not matcher.told:
+                matcher.told = True
+                problems.append((matcher.key, matcher.problem))
+        return tuple(problems)
+
+
+class LaneMatchers:
+    """The matchers of the sequences in the runner, by lane.
+
+    Args:
+        grammars: None where the model has none: then no sequence may ask for one.
+    """
+
+    def __init__(self, grammars: Grammars | None, table: InputBatch) -> None:
+        self._grammars = grammars
+        self._table = table
+        self._matchers: list[Matcher | None] = [None] * len(table.samplers)
+
+    def follow(self, step: RunStep) -> None:
+        """Take on the sequences that enter, after the table planned the step. A resumed one's matcher is built anew of
+        the tokens so far."""
+        for start in step.starts:
+            matcher = None
+            if start.sampler.grammar:
+                if self._grammars is None:
+                    raise InvariantBroken(f"sequence {start.key} asks for a grammar, and the model has none")
+                answer = array("i", start.tokens)[start.sampler.prompt_len :]
+                matcher = self._grammars.matcher(start.key, start.sampler.grammar, answer)
+            self._matchers[self._table.lane_of(start.key)] = matcher
+
+    def of(self, lanes: NDArray[np.int64]) -> StepMatchers | None:
+        """Of the sequences that a step samples, by their lanes; None: none of them has a grammar."""
+        found = [(row, lane, matcher) for row, lane in enumerate(lanes.tolist()) if (matcher := self._matchers[lane])]
+        if not found or self._grammars is None:
+            return None
+        table = self._table
+        counts = [
+            int(table.length[lane]) - sampler.prompt_len
+            for _, lane, _ in found
+            if (sampler := table.samplers[lane]) is not None
+        ]
+        rows, matchers = [row for row, _, _ in found], [matcher for _, _, matcher in found]
+        return StepMatchers(rows, matchers, counts, self._grammars.words)

@@ -1,0 +1,115 @@
+"""Grammars through whole engines over a checkpoint: valid texts at every depth, on both paths, after every move."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from device_path import DEVICE, ON_GPU
+from fdasync_transformers.weights.random_checkpoints import make_random_checkpoint
+
+import fdasync
+from fdasync import BadInput, Engine, EngineConfig, Grammar, Instance, SamplingParams
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 6}, "kinds": {"enum": [["a"], ["b", "c"]]}},
+    "required": ["name", "kinds"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+JSON = Grammar("json_schema", json.dumps(SCHEMA))
+CPU = {"dtype": "float32", "device": "cpu", "num_threads": 1, "self_check": False}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoint")
+    make_random_checkpoint(path, "qwen3_moe")
+    return path
+
+
+def config(folder: Path, runner: dict[str, Any] = CPU, **values: Any) -> EngineConfig:
+    sizes = {"block_tokens": 4, "num_blocks": 128, "max_context_tokens": 128, "max_running": 8, "max_step_tokens": 64}
+    return EngineConfig(model=str(folder), runner_config=runner, process="inline", **{**sizes, **values})
+
+
+def under(grammar: Grammar | None = JSON, **fields: Any) -> SamplingParams:
+    values = {"max_tokens": 100, "temperature": 1.0, "seed": 3, "logprobs": "both", "top_logprobs": 2, **fields}
+    return SamplingParams(grammar=grammar, **values)
+
+
+def check(sample: Any) -> tuple[int, ...]:
+    assert sample.finish_reason == "stop"
+    value = json.loads(sample.text)
+    assert set(value) == {"name", "kinds"}
+    assert value["kinds"] in (["a"], ["b", "c"])
+    # forced tokens have all of the probability that was sampled from, and little of the model's own
+    assert max(sample.processed_logprobs) == 0.0
+    assert min(sample.raw_logprobs) < -2.0
+    return tuple(sample.token_ids)
+
+
+async def tokens_of(folder: Path, runner: dict[str, Any], **values: Any) -> list[tuple[int, ...]]:
+    """Of samples under a grammar, beside free ones."""
+    async with Engine(config(folder, runner, **values)) as engine:
+        beside = engine.complete("free", under(None, n=2, max_tokens=20))
+        result, free = await asyncio.gather(engine.complete("say", under(n=3)), beside)
+        engine.check()
+        return [*[check(sample) for sample in result.samples], *[tuple(one.token_ids) for one in free.samples]]
+
+
+async def test_depth_preemption_and_swaps_change_no_token(folder: Path) -> None:
+    plain = await tokens_of(folder, CPU, pipeline_depth=1)
+    assert len(set(plain)) == 5
+    assert await tokens_of(folder, CPU, pipeline_depth=2) == plain
+    assert await tokens_of(folder, CPU, pipeline_depth=2, num_blocks=36, host_blocks=40, max_running=5) == plain
+
+
+@pytest.mark.parametrize("depth", [2, pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.gpu)])
+async def test_the_path_of_gpus_samples_under_them_alike(folder: Path, depth: int) -> None:
+    # the interpreter takes seconds for a step
+    grammar = JSON if ON_GPU else Grammar("regex", "[a-d]{2}")
+    runner = {**CPU, **DEVICE}
+    params = {"n": 4 if ON_GPU else 1}
+    texts = {}
+    for name, own in (("kernels", runner), ("plain", CPU)):
+        async with Engine(config(folder, own, pipeline_depth=depth)) as engine:
+            free = engine.complete("free", under(None, n=1, max_tokens=2))
+            result, _ = await asyncio.gather(engine.complete("say", under(grammar, **params)), free)
+            engine.check()
+            texts[name] = [sample.text for sample in result.samples]
+            assert {sample.finish_reason for sample in result.samples} == {"stop"}
+    assert texts["kernels"] == texts["plain"]
+    if not ON_GPU:
+        assert all(len(text) == 2 and set(text) <= set("abcd") for text in texts["plain"])
+
+
+async def test_a_hand_over_rebuilds_the_matcher(folder: Path, tmp_path: Path) -> None:
+    plain = await tokens_of(folder, CPU, pipeline_depth=1)
+    async with AsyncExitStack() as stack:
+        addresses = []
+        for role in ("prefill", "decode"):
+            own = config(folder, role=role, host_blocks=64)
+            instance = Instance(own, listen=f"ipc://{tmp_path}/{role}", name=role)
+            addresses.append((await stack.enter_async_context(instance)).address)
+        router = await stack.enter_async_context(fdasync.connect(addresses))
+        result = await router.complete("say", under(n=3))
+        assert [check(sample) for sample in result.samples] == plain[:3]
+        with pytest.raises(BadInput, match="grammar"):
+            await router.complete("say", under(Grammar("regex", "(a")))
+
+
+async def test_a_checkpoint_without_a_tokenizer_has_none(folder: Path, tmp_path: Path) -> None:
+    for path in list(folder.iterdir()):  # noqa: ASYNC240 - some names, in a test
+        if "tokenizer" not in path.name:
+            (tmp_path / path.name).symlink_to(path)
+    async with Engine(config(tmp_path)) as engine:
+        with pytest.raises(BadInput, match="samples under none"):
+            await engine.complete([1, 2], under())
