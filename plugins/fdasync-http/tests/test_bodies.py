@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import msgspec
 import pytest
 from fdasync_http.bodies import decode, read_body
+from fdasync_http.budget import BUDGET, Budget
 from fdasync_http.config import HttpConfig
 from fdasync_http.failures import Refused
 from hypothesis import given
@@ -93,6 +95,34 @@ def test_a_deep_body_is_refused_before_it_is_decoded():
         with pytest.raises(Refused, match="deeper than 32 levels"):
             decode(b"[" * depth + b"]" * depth, list, HttpConfig())
     assert decode(b"[" * 32 + b"]" * 32, list, HttpConfig())
+
+
+def test_a_body_of_millions_of_empty_parts_is_refused_before_it_is_decoded():
+    with pytest.raises(Refused, match="more than 200000 arrays and objects"):
+        decode(b"[" + b"[]," * 3_000_000 + b"[]]", list, HttpConfig())
+    # brackets of a text are no parts
+    text = "[" * 300_000
+    assert decode(msgspec.json.encode([text]), list, HttpConfig()) == [text]
+
+
+def test_a_budget_is_given_back_whatever_becomes_of_a_body():
+    budget = Budget(10)
+    budget.take(8)
+    with pytest.raises(Refused) as refused:
+        budget.take(3)
+    assert (refused.value.status, budget.held) == (429, 8)
+    budget.give(8)
+    budget.take(10)
+
+
+@pytest.mark.parametrize("last", [part(b"cd"), part(b"x" * 20), {"type": "http.disconnect"}, None])
+async def test_a_body_holds_its_bytes_only_while_it_is_read(last):
+    budget = Budget(15)
+    request = request_of(part(b"ab", True), *([] if last is None else [last]))
+    request.scope[BUDGET] = budget
+    with contextlib.suppress(Refused):
+        await read_body(request, HttpConfig(body_timeout_s=0.01))
+    assert budget.held == 0
 
 
 json_values = st.recursive(

@@ -40,6 +40,13 @@ async def front(*options):
         await process.communicate()
 
 
+async def until_live(client):
+    """Returns when the server tells that a request is live; it tells no other process by itself, so it is asked."""
+    async with asyncio.timeout(20):
+        while not (await client.get("/v1/loads")).json()["loads"][0]["num_reqs"]:  # noqa: ASYNC110 - another process
+            await asyncio.sleep(0.005)
+
+
 @pytest.mark.parametrize("roles", [(), ("--prefill", "1", "--decode", "1")])
 async def test_one_command_serves_and_a_signal_drains(roles, tmp_path):
     config = tmp_path / "engine.toml"
@@ -53,8 +60,7 @@ async def test_one_command_serves_and_a_signal_drains(roles, tmp_path):
             assert "routed_experts" in answer["meta_info"]
             long = {**ROW, "sampling_params": {"max_new_tokens": 60, "ignore_eos": True}}
             call = asyncio.ensure_future(client.post("/generate", json=long))
-            while not (await client.get("/v1/loads")).json()["loads"][0]["num_reqs"]:
-                pass
+            await until_live(client)
             process.send_signal(signal.SIGTERM)
             assert len((await call).json()["output_ids"]) == 60
         async with asyncio.timeout(20):

@@ -163,7 +163,7 @@ async def test_a_reader_that_stops_costs_its_own_stream_alone(scene_of):
             }
         ).encode()  # fmt: skip
         _reader, writer = await connected(scene)
-        # cumulative events: megabytes, which nobody reads
+        # cumulative events: megabytes, which the client leaves unread
         writer.write(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
         await until(lambda: scene.generator.load().live == 1)
         response = await scene.client.post("/generate", json=BODY)

@@ -1,7 +1,7 @@
 """The app: every path of every dialect over one generator.
 
     from fdasync_http import app
-    service = app(engine)                      # or a router; whoever starts it closes it
+    service = app(engine)                      # or a router; the embedder starts and closes it
     Starlette(routes=[Mount("/llm", service)])
 
 A path is a coroutine `(request, front) -> response`, listed in the table of its dialect. Paths that control the engine
@@ -20,7 +20,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from fdasync_http.access import NeedsKey
+from fdasync_http.budget import BUDGET
 from fdasync_http.config import HttpConfig
+from fdasync_http.contract import HTML
+from fdasync_http.docs_page import HEADERS, page
 from fdasync_http.failures import JSON, Refused, answer, on_error
 from fdasync_http.front import Front
 from fdasync_http.openapi import description
@@ -47,9 +50,8 @@ def app(generator: Generator, config: HttpConfig | None = None, *, tokenizer: To
     front = Front(generator, config, tokenizer or getattr(generator, "tokenizer", None))
     use = (config.api_key,) if config.api_key else ()
     control = (config.admin_key,) if config.admin_key else use
-    routes = [_route(path, front, use, ()) for path in USE]
+    routes = [_route(path, front, use, ()) for path in (*USE, *_own_paths())]
     routes += [_route(path, front, control, use) for path in CONTROL]
-    routes.append(_route(Path("/openapi.json", ("GET",), _openapi), front, use, ()))
     inner = Starlette(
         routes=routes,
         exception_handlers={HTTPException: _on_http_error, Exception: on_error},
@@ -62,9 +64,21 @@ def _route(path: Path, front: Front, keys: tuple[str, ...], known: tuple[str, ..
     return Route(path.path, NeedsKey(_Endpoint(path, front), keys, known), methods=list(path.methods))
 
 
-async def _openapi(_request: Request, _front: Front) -> Response:
-    """`GET /openapi.json`."""
-    return Response(msgspec.json.encode(description([*USE, *CONTROL])), media_type=JSON)
+def _own_paths() -> tuple[Path, ...]:
+    """Paths that tell what the app is; both are made once, since any client may ask for them often."""
+
+    async def openapi(_request: Request, _front: Front) -> Response:
+        """`GET /openapi.json`: this description."""
+        return Response(described, media_type=JSON)
+
+    async def docs(_request: Request, _front: Front) -> Response:
+        """`GET /docs`: this description as a page that loads nothing from other hosts."""
+        return Response(shown, headers=HEADERS, media_type=HTML)
+
+    own = (Path("/openapi.json", ("GET",), openapi), Path("/docs", ("GET",), docs))
+    told = description([*USE, *own], CONTROL)
+    described, shown = msgspec.json.encode(told), page(told)
+    return own
 
 
 class _Endpoint:
@@ -80,7 +94,7 @@ class _Endpoint:
                 self._front.answers[self._path.path, message["status"]] += 1
             await send(message)
 
-        request = Request(scope, receive, counted)
+        request = Request({**scope, BUDGET: self._front.bodies}, receive, counted)
         try:
             response = await self._path.serve(request, self._front)
         except Exception as error:
@@ -91,4 +105,7 @@ class _Endpoint:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     words = {404: f"there is no path {request.url.path}", 405: f"{request.url.path} takes no {request.method}"}
-    return answer(Refused(error.status_code, words.get(error.status_code, error.detail)))
+    response = answer(Refused(error.status_code, words.get(error.status_code, error.detail)))
+    # 405 names the methods that there are
+    response.headers.update(error.headers or {})
+    return response

@@ -1,4 +1,5 @@
-"""Reads bodies within bounds, and decodes them: size, time and depth are checked before memory is taken.
+"""Reads bodies within bounds, and decodes them: size, time, depth and number of parts are checked before memory is
+taken.
 
 Knows no paths. Called by every endpoint that takes a body.
 """
@@ -6,14 +7,16 @@ Knows no paths. Called by every endpoint that takes a body.
 from __future__ import annotations
 
 import asyncio
-import re
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
+import numpy as np
 
+from fdasync_http.budget import BUDGET, Budget
 from fdasync_http.failures import TOO_LONG, Refused
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from starlette.requests import Request
 
     from fdasync_http.config import HttpConfig
@@ -21,20 +24,32 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 # longer tokens are rare; text of them alone is refused, and can be sent as token ids
 _MAX_TOKEN_CHARS = 64
-_LEVELS = re.compile(rb"[\[\]{}]")
+# arrays and objects of a body; millions of empty ones would keep the loop for seconds
+_MAX_PARTS = 200_000
+_PIECE_NBYTES = 1 << 20
+_OPENS, _CLOSES, _QUOTE = 1, -1, 2
+
+
+def _kinds_of_bytes() -> NDArray[np.int8]:
+    kinds = np.zeros(256, np.int8)
+    kinds[list(b"[{")], kinds[list(b"]}")], kinds[list(b'"')] = _OPENS, _CLOSES, _QUOTE
+    return kinds
+
+
+_KINDS = _kinds_of_bytes()
 
 
 async def read_body(request: Request, config: HttpConfig) -> bytes:
-    """The whole body. Raises Refused: 413 above `max_body_nbytes`, 408 after `body_timeout_s`, 400 for a body that ends
-    early."""
+    """The whole body. Raises Refused: 413 above `max_body_nbytes`, 408 after `body_timeout_s`, 429 where the bodies of
+    all requests together are too large, 400 for a body that ends early."""
     told = request.headers.get("content-length", "")
     if told.isdecimal() and len(told) < 20 and int(told) > config.max_body_nbytes:
         raise _too_large(config)
+    budget: Budget = request.scope.get(BUDGET) or Budget(config.max_body_nbytes)
     parts: list[bytes] = []
-    nbytes = 0
+    nbytes = held = 0
     try:
         # bare deadline: a client is no process of ours, and answers with nothing but its body
         async with asyncio.timeout(config.body_timeout_s):
@@ -46,11 +61,15 @@ async def read_body(request: Request, config: HttpConfig) -> bytes:
                 nbytes += len(part)
                 if nbytes > config.max_body_nbytes:
                     raise _too_large(config)
+                budget.take(len(part))
+                held += len(part)
                 parts.append(part)
                 if not message.get("more_body", False):
                     return b"".join(parts)
     except TimeoutError:
         raise Refused(408, f"the body did not arrive within {config.body_timeout_s:g} s") from None
+    finally:
+        budget.give(held)
 
 
 def _too_large(config: HttpConfig) -> Refused:
@@ -59,8 +78,11 @@ def _too_large(config: HttpConfig) -> Refused:
 
 def decode(body: bytes, kind: type[T], config: HttpConfig) -> T:
     """The body as a `kind`. Raises Refused (400), which names the field, for anything else."""
-    if _is_deeper(body, config.max_json_depth):
+    depth, parts = _shape_of(body, config.max_json_depth)
+    if depth > config.max_json_depth:
         raise Refused(400, f"the JSON is deeper than {config.max_json_depth} levels", code="bad_json")
+    if parts > _MAX_PARTS:
+        raise Refused(400, f"the JSON has more than {_MAX_PARTS} arrays and objects", code="bad_json")
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
@@ -71,17 +93,33 @@ def decode(body: bytes, kind: type[T], config: HttpConfig) -> T:
         raise Refused(400, f"the body is no JSON: {error}", code="bad_json") from None
 
 
-def _is_deeper(body: bytes, levels: int) -> bool:
-    """Whether arrays and objects nest deeper than `levels`."""
-    # most bodies have fewer brackets than that; counting is as fast as memory
-    if body.count(b"[") + body.count(b"{") <= levels:
-        return False
-    depth = 0
-    for match in _LEVELS.finditer(_STRINGS.sub(b'""', body)):
-        depth += 1 if match.group() in b"[{" else -1
-        if depth > levels:
-            return True
-    return False
+def _shape_of(body: bytes, levels: int) -> tuple[int, int]:
+    """How deep arrays and objects nest, and how many there are; at least as many where one of them is too large.
+
+    Of a body that is no JSON: as far as it is.
+    """
+    count = body.count(b"[") + body.count(b"{")
+    if count <= levels:
+        # most bodies have fewer brackets than that; counting is as fast as memory
+        return count, count
+    if b"\\" in body:
+        # outside of strings there are none, and within them no escaped letter ends one
+        body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    depth = deepest = parts = quotes = 0
+    for first in range(0, len(body), _PIECE_NBYTES):
+        kinds = _KINDS[np.frombuffer(body, np.uint8, min(_PIECE_NBYTES, len(body) - first), first)]
+        kinds = kinds[kinds != 0]
+        if not len(kinds):
+            continue
+        before = quotes + np.cumsum(kinds == _QUOTE)
+        steps = np.where((kinds == _QUOTE) | (before % 2 == 1), 0, kinds)
+        depths = depth + np.cumsum(steps, dtype=np.int64)
+        depth, quotes = int(depths[-1]), int(before[-1])
+        deepest = max(deepest, int(depths.max()))
+        parts += int(np.count_nonzero(steps == _OPENS))
+        if deepest > levels or parts > _MAX_PARTS:
+            break
+    return deepest, parts
 
 
 def check_text_size(field: str, text: str, front: Front) -> None:

@@ -26,6 +26,8 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         rows: form of the rows of `/inference/v1/generate`, whose requests cannot ask for them: "npy" as vLLM answers,
             "prime_rl" as prime-rl's server, "none".
         max_body_nbytes: most bytes of a request's body.
+        max_bodies_nbytes: most bytes of bodies that are being read at a time; a request that has more is answered with
+            429.
         max_json_depth: most levels of arrays and objects in a body.
         max_live: most requests that generate at a time; the next one is answered with 429.
         body_timeout_s: longest that a body may take to arrive, in seconds.
@@ -39,6 +41,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     weights_root: str = ""
     rows: Literal["npy", "prime_rl", "none"] = "npy"
     max_body_nbytes: int = 64 << 20
+    max_bodies_nbytes: int = 512 << 20
     max_json_depth: int = 32
     max_live: int = 4096
     body_timeout_s: float = 60.0
@@ -52,7 +55,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 raise ConfigError(name, "is no key", limit=f"{_MIN_KEY_CHARS} or more printable ASCII characters")
         if self.admin_key and not self.api_key:
             raise ConfigError("admin_key", "needs an api_key", hint="without one the other paths are open")
-        for name, low in (("max_body_nbytes", 1), ("max_json_depth", 1), ("max_live", 1)):
+        for name, low in (("max_body_nbytes", 1), ("max_bodies_nbytes", 1), ("max_json_depth", 1), ("max_live", 1)):
             if getattr(self, name) < low:
                 raise ConfigError(name, f"{getattr(self, name)} is too small", limit=f"at least {low}")
         for name in ("body_timeout_s", "health_s"):

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
+from fdasync_http.budget import Budget
 from fdasync_http.failures import RETRY_AFTER_S, Refused
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Front:
         config: the app's settings.
         tokenizer: makes text of tokens, and tokens of chats; None: paths that need one refuse.
         live: how many requests generate.
+        bodies: bytes of bodies that are being read.
         answers: how many answers were begun, by (path, status).
     """
 
@@ -44,6 +46,7 @@ class Front:
         self.config = config
         self.tokenizer = tokenizer
         self.live = 0
+        self.bodies = Budget(config.max_bodies_nbytes)
         self.answers: Counter[tuple[str, int]] = Counter()
 
     @contextmanager

@@ -1,65 +1,56 @@
 """The description of the app (OpenAPI): what it serves, from its own table of paths and the types of its bodies.
 
-The description says which statuses a path answers with; clients of fuzzers hold the app to it. Called by
-`application.py`.
+The description says which statuses and media types a path answers with; fuzzers hold the app to it. Called by
+`application.py`; `docs_page.py` shows it.
 """
 
 from __future__ import annotations
 
+import inspect
+import re
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from fdasync_http.contract import EVENTS, HTML, MEANINGS, SUMMARIES, TEXT, Contract, contract_of
 from fdasync_http.failures import JSON, ErrorBody
+from fdasync_http.refused import REASONS
+from fdasync_http.sglang.control import Updated
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from fdasync_http.paths import Path
 
-# statuses of every path, beside 200
-_STATUSES = {
-    "400": "bad input, named", "401": "a key is needed", "403": "the admin key is needed", "404": "not there",
-    "408": "the request did not arrive in time", "409": "another request or update is in the way",
-    "413": "the body is too large", "429": "too many requests are live", "501": "not served here",
-    "503": "the engine cannot serve now",
-}  # fmt: skip
+# trainers read these fields where an update is refused
+_UPDATED = "/update_weights_from_disk"
+_RETRY = {"retry-after": {"description": "seconds until the next try", "schema": {"type": "string"}}}
+_FIELD = re.compile(r"    (\w[\w, ]*): (.*)")
 
 
-def description(paths: Iterable[Path]) -> dict[str, Any]:
-    """The OpenAPI 3.1 object of these paths."""
-    paths = list(paths)
-    kinds = {path.body for path in paths if path.body is not None}
-    ordered = sorted(kinds, key=lambda kind: f"{kind.__module__}.{kind.__qualname__}")
-    schemas, components = msgspec.json.schema_components(
-        [*ordered, ErrorBody], ref_template="#/components/schemas/{name}"
-    )
-    of = dict(zip([*ordered, ErrorBody], schemas, strict=True))
-    error = {"content": {JSON: {"schema": of[ErrorBody]}}}
+def description(use: Iterable[Path], control: Iterable[Path] = ()) -> dict[str, Any]:
+    """The OpenAPI 3.1 object of these paths.
+
+    Args:
+        use: paths of clients.
+        control: paths that may ask for the admin key.
+    """
+    listed = [*((path, False) for path in use), *((path, True) for path in control)]
+    schemas, components = _schemas({path.body for path, _ in listed if path.body is not None})
     described: dict[str, dict[str, Any]] = {}
-    for path in paths:
+    for path, controls in listed:
+        contract = contract_of(path, controls=controls)
+        operation = _operation(path, contract, schemas)
         for method in path.methods:
-            words = (path.serve.__doc__ or "").strip().partition("\n")[0]
-            operation: dict[str, Any] = {
-                "summary": words,
-                "responses": {
-                    "200": {"description": "served"},
-                    **{status: {"description": told, **error} for status, told in _STATUSES.items()},
-                },
-            }
-            if path.body is not None:
-                operation["requestBody"] = {"content": {JSON: {"schema": of[path.body]}}}
-            name = path.path.replace(":path}", "}")
-            if "{" in name:
-                inner = name.partition("{")[2].partition("}")[0]
-                operation["parameters"] = [
-                    {"name": inner, "in": "path", "required": True, "schema": {"type": "string"}}
-                ]
-            described.setdefault(name, {})[method.lower()] = operation
+            described.setdefault(path.path.replace(":path}", "}"), {})[method.lower()] = operation
     return {
         "openapi": "3.1.0",
-        "info": {"title": "fdasync", "version": version("fdasync-http")},
+        "info": {
+            "title": "fdasync",
+            "version": version("fdasync-http"),
+            "description": "Paths of SGLang, vLLM, SkyRL and OpenAI, and /v1/rollout, over one engine or a router.",
+        },
         "paths": described,
         "components": {
             "schemas": components,
@@ -67,3 +58,98 @@ def description(paths: Iterable[Path]) -> dict[str, Any]:
         },
         "security": [{}, {"key": []}],
     }
+
+
+def _schemas(kinds: set[type[Any]]) -> tuple[dict[type[Any], Any], dict[str, Any]]:
+    """Schemas of types, and the components that they refer to; with the words of the types' docstrings."""
+    ordered: list[type[Any]] = [
+        *sorted(kinds, key=lambda kind: f"{kind.__module__}.{kind.__qualname__}"),
+        ErrorBody,
+        Updated,
+    ]
+    made, components = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")
+    for component in components.values():
+        about, fields = _words_of(component.get("description", ""))
+        component["description"] = about
+        for name, words in fields.items():
+            if name in component.get("properties", {}):
+                # beside a reference too, which OpenAPI 3.1 allows
+                component["properties"][name]["description"] = words
+    return dict(zip(ordered, made, strict=True)), components
+
+
+def _words_of(docstring: str) -> tuple[str, dict[str, str]]:
+    """The words of a struct's docstring, and those of its fields."""
+    about, _, attributes = inspect.cleandoc(docstring).partition("\nAttributes:\n")
+    fields: dict[str, str] = {}
+    names: list[str] = []
+    for line in attributes.splitlines():
+        match = _FIELD.fullmatch(line)
+        if match is not None:
+            names = match[1].split(", ")
+            fields |= dict.fromkeys(names, match[2])
+        elif line.strip():
+            fields |= {name: f"{fields[name]} {line.strip()}" for name in names}
+    return about.strip(), fields
+
+
+def _operation(path: Path, contract: Contract, schemas: dict[type[Any], Any]) -> dict[str, Any]:
+    words = inspect.cleandoc(path.serve.__doc__ or "")
+    operation: dict[str, Any] = {
+        "summary": _summary(path, words),
+        "description": REASONS.get(path.path, words),
+        "responses": {str(status): _response(path, status, contract, schemas) for status in contract.statuses},
+    }
+    if path.body is not None:
+        schema = schemas[path.body]
+        content = {"schema": schema} if contract.example is None else {"schema": schema, "example": contract.example}
+        # an empty body counts as {}
+        needed = any(field.required for field in msgspec.structs.fields(path.body))
+        operation["requestBody"] = {"required": needed, "content": {JSON: content}}
+    parameters: list[dict[str, Any]] = [
+        {"name": one.name, "in": "query", "description": one.about, "schema": one.schema} for one in contract.queries
+    ]
+    if "{" in path.path:
+        name = path.path.partition("{")[2].partition(":")[0]
+        parameters.append({"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}})
+    if parameters:
+        operation["parameters"] = parameters
+    return operation
+
+
+def _summary(path: Path, words: str) -> str:
+    """The first sentence, without the path that it begins with."""
+    if path.path in REASONS:
+        return "Refused, with the path to use instead."
+    if path.path in SUMMARIES:
+        return SUMMARIES[path.path]
+    line = " ".join(words.partition("\n\n")[0].split())
+    told = line.partition(": ")[2] if line.startswith("`") and ": " in line else line
+    return told[:1].upper() + told[1:]
+
+
+def _response(path: Path, status: int, contract: Contract, schemas: dict[type[Any], Any]) -> dict[str, Any]:
+    if status == 200:
+        content = {media: {"schema": _body_of(media, path)} for media in contract.media}
+        return {"description": MEANINGS[status], **({"content": content} if content else {})}
+    schema = schemas[ErrorBody]
+    if path.path == _UPDATED:
+        schema = {"anyOf": [schema, schemas[Updated]]}
+    answer: dict[str, Any] = {"description": MEANINGS[status], "content": {JSON: {"schema": schema}}}
+    if status == 429:
+        answer["headers"] = _RETRY
+    return answer
+
+
+def _body_of(media: str, path: Path) -> dict[str, Any]:
+    """The schema of a body that is served."""
+    if media == JSON:
+        # SGLang's older path for loads is a list, and so is the answer to a list of prompts
+        kinds = {"/get_load": "array", "/generate": ["object", "array"]}
+        return {"type": kinds.get(path.path, "object")}
+    if media == EVENTS:
+        # each is JSON, but for the last one, "[DONE]"
+        return {}
+    if media in (HTML, TEXT):
+        return {"type": "string"}
+    return {"type": "string", "contentMediaType": media}

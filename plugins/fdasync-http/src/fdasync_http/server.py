@@ -136,6 +136,8 @@ async def serving(app: ASGIApp, listen: Listen, bound: socket.socket | None = No
         lifespan="off",
         access_log=False,
         log_config=None,
+        # clients can cause warnings as often as they like
+        log_level="error",
         server_header=False,
         proxy_headers=False,
         backlog=_BACKLOG,

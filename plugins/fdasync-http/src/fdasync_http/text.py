@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fdasync.engine.tokenizer import IncrementalDecoder, TokenKinds, WithSpecials
+from fdasync.errors import FdasyncError, TokenizerFailed
 from fdasync_http.failures import Refused
 
 if TYPE_CHECKING:
@@ -16,6 +17,17 @@ if TYPE_CHECKING:
 
     from fdasync.engine.tokenizer import Tokenizer
     from fdasync_http.front import Front
+
+
+def encoded(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Tokens of a text. Raises TokenizerFailed for every error of the tokenizer, as engines do."""
+    try:
+        return list(tokenizer.encode(text))
+    except FdasyncError:
+        raise
+    except Exception as error:
+        problem = f"encode raised {type(error).__name__}: {error}"
+        raise TokenizerFailed(type(tokenizer).__name__, problem) from error
 
 
 class TextForm:

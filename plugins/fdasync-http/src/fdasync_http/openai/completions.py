@@ -19,6 +19,7 @@ from fdasync_http.openai.logprobs import TokenNames
 from fdasync_http.openai.types import CompletionBody, read_known
 from fdasync_http.parts import assembled
 from fdasync_http.replies import Events, Part, Parts, all_of, whole
+from fdasync_http.text import encoded
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -48,7 +49,7 @@ def _asked_of(front: Front, body: CompletionBody) -> list[Asked]:
             if front.tokenizer is None:
                 raise Refused(400, "prompt: this server has no tokenizer; give token ids", param="prompt")
             check_text_size("prompt", prompt, front)
-            prompt = front.tokenizer.encode(prompt)
+            prompt = encoded(front.tokenizer, prompt)
         asked.append(
             Asked(
                 front,

@@ -12,6 +12,7 @@ from fdasync_http.failures import Refused
 from fdasync_http.openai.messages import tokens_of
 from fdasync_http.openai.types import read_known
 from fdasync_http.sglang.control import reply
+from fdasync_http.text import encoded
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -80,7 +81,7 @@ async def tokenize(request: Request, front: Front) -> Response:
         if not body.add_special_tokens and tokenizer.encode(""):
             field = "add_special_tokens"
             raise Refused(400, f"{field}: this tokenizer always adds its own", param=field, code="not_served")
-        told = [tokenizer.encode(prompt) for prompt in prompts]
+        told = [encoded(tokenizer, prompt) for prompt in prompts]
     names = [tokenizer.decode([token]) for token in told[0]] if body.return_token_strs and told else None
     many = isinstance(body.prompt, list)
     return reply(

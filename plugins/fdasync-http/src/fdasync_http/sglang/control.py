@@ -70,7 +70,7 @@ async def flush_cache(_request: Request, front: Front) -> Response:
             400, f"the cache was not flushed: {load.live} requests are live; abort them, or ask again", code="busy"
         )
     await front.generator.reset_cache()
-    return Response("Cache flushed.\n")
+    return Response("Cache flushed.\n", media_type="text/plain")
 
 
 class AbortBody(msgspec.Struct, forbid_unknown_fields=True):

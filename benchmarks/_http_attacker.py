@@ -1,0 +1,172 @@
+"""Attacks a front over raw sockets, in a process of its own and at a bounded rate.
+
+    python -m benchmarks._http_attacker NAME PORT
+
+Prints "ready" when the attack is under way, goes on until its standard input ends, and prints one JSON object: answers
+by status, the slowest answer, connections held. It runs at the lowest priority, so that the cores that it shares are no
+part of what it costs. Run by `http_attack.py` and by tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import sys
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+HOST = "127.0.0.1"
+IDLE = 10_000
+LARGE_NBYTES = 200 << 20
+_PIECE = b" " * (1 << 20)
+_ANSWER_S = 60.0
+_POST = b"POST /generate HTTP/1.1\r\nhost: x\r\n"
+
+
+class Attack:
+    """What came back.
+
+    Attributes:
+        port: of the front.
+        statuses: answers by status; "closed": the server closed without one.
+        slowest_s: longest wait for an answer, from the last byte that was sent.
+        held: connections that are open.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.statuses: Counter[str] = Counter()
+        self.slowest_s = 0.0
+        self.held = 0
+
+    async def once(self, *pieces: bytes, close: bool = True) -> None:
+        """One connection: send, and wait for an answer."""
+        reader, writer = await asyncio.open_connection(HOST, self.port)
+        try:
+            with contextlib.suppress(ConnectionError):
+                for piece in pieces:
+                    writer.write(piece)
+                    await writer.drain()
+                    if reader.at_eof():
+                        break
+            begin = time.monotonic()
+            line = b""
+            with contextlib.suppress(ConnectionError):
+                line = await asyncio.wait_for(reader.readline(), _ANSWER_S)
+            self.slowest_s = max(self.slowest_s, time.monotonic() - begin)
+            self.statuses[line[9:12].decode() or "closed"] += 1
+        finally:
+            if close:
+                writer.transport.abort()
+
+    async def hold(self, head: bytes, drip: bytes, every_s: float) -> None:
+        """A connection that is never done; opened again when the server ends it."""
+        while True:
+            try:
+                reader, writer = await asyncio.open_connection(HOST, self.port)
+            except OSError:
+                self.statuses["not connected"] += 1
+                await asyncio.sleep(1.0)
+                continue
+            self.held += 1
+            try:
+                writer.write(head)
+                answer = asyncio.ensure_future(reader.readline())
+                while not answer.done():
+                    await asyncio.wait([answer], timeout=every_s)
+                    if drip:
+                        writer.write(drip)
+                line = b"" if answer.exception() else answer.result()  # of a task that is done
+                self.statuses[line[9:12].decode() or "closed"] += 1
+            finally:
+                self.held -= 1
+                writer.transport.abort()
+
+    async def hold_many(self, count: int, head: bytes, drip: bytes, every_s: float) -> None:
+        """So many of them, opened a few at a time."""
+        async with asyncio.TaskGroup() as group:
+            for number in range(count):
+                group.create_task(self.hold(head, drip, every_s))
+                if number % 100 == 99:
+                    await asyncio.sleep(0.02)
+
+    async def again(self, every_s: float, *pieces: bytes) -> None:
+        """The same request again and again."""
+        while True:
+            await self.once(*pieces)
+            await asyncio.sleep(every_s)
+
+
+def _body(data: bytes) -> bytes:
+    return _POST + b"content-length: %d\r\n\r\n" % len(data) + data
+
+
+def _chunked(nbytes: int) -> list[bytes]:
+    piece = b"%x\r\n" % len(_PIECE) + _PIECE + b"\r\n"
+    return [_POST + b"transfer-encoding: chunked\r\n\r\n", *[piece] * (nbytes // len(_PIECE)), b"0\r\n\r\n"]
+
+
+def _told(nbytes: int) -> list[bytes]:
+    return [_POST + b"content-length: %d\r\n\r\n" % nbytes, *[_PIECE] * (nbytes // len(_PIECE))]
+
+
+def _headers(count: int, nbytes: int) -> bytes:
+    lines = b"".join([b"x-%d: %s\r\n" % (number, b"y" * nbytes) for number in range(count)])
+    return b"GET /ping HTTP/1.1\r\nhost: x\r\n" + lines + b"\r\n"
+
+
+_DEEP = _body(b'{"input_ids": ' + b"[" * 10_000 + b"]" * 10_000 + b"}")
+_WIDE = _body(b'{"sampling_params": [' + b"[]," * 3_000_000 + b"[]]}")
+
+ATTACKS: dict[str, Callable[[Attack], Awaitable[Any]]] = {
+    "nothing": lambda _: asyncio.get_running_loop().create_future(),
+    "slow_headers": lambda one: one.hold_many(500, b"GET /ping HTTP/1.1\r\n", b"x", 0.5),
+    "half_bodies": lambda one: one.hold_many(200, _POST + b"content-length: 1000000\r\n\r\n{", b" " * 1000, 0.5),
+    "idle_10000": lambda one: one.hold_many(IDLE, b"", b"", 60.0),
+    "body_200_mb": lambda one: one.again(1.0, *_told(LARGE_NBYTES)),
+    "chunked_200_mb": lambda one: one.again(1.0, *_chunked(LARGE_NBYTES)),
+    "json_10000_deep": lambda one: one.again(0.05, _DEEP),
+    "json_3000000_parts": lambda one: one.again(1.0, _WIDE),
+    "headers_10_mb": lambda one: one.again(0.2, _headers(10_000, 1000)),
+    "headers_60_kb": lambda one: one.again(0.05, _headers(800, 64)),
+    "pipelined_5000": lambda one: one.again(0.2, b"GET /ping HTTP/1.1\r\nhost: x\r\n\r\n" * 5000),
+}
+
+
+async def run(name: str, port: int) -> dict[str, Any]:
+    attack = Attack(port)
+    loop = asyncio.get_running_loop()
+    ended = loop.create_future()
+    loop.add_reader(sys.stdin.fileno(), lambda: ended.done() or ended.set_result(None))
+    task = asyncio.ensure_future(ATTACKS[name](attack))
+    wanted = IDLE if name == "idle_10000" else 0
+    try:
+        while attack.held < wanted and not ended.done() and not task.done():
+            await asyncio.wait([ended, task], timeout=0.05, return_when=asyncio.FIRST_COMPLETED)
+        print("ready", flush=True)
+        await asyncio.wait([ended, task], return_when=asyncio.FIRST_COMPLETED)
+        held = attack.held
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+    if not task.cancelled():
+        task.result()  # of a task that is done
+    return {"statuses": attack.statuses, "slowest_s": attack.slowest_s, "held": held}
+
+
+def main() -> None:
+    os.nice(9)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    print(json.dumps(asyncio.run(run(sys.argv[1], int(sys.argv[2])))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""What each path answers with: statuses, media types, parameters of the query, and a body that is right.
+
+`paths.py` says which paths there are, the types of bodies say which fields they have; this module has the rest of the
+description. A path that is not named here has what its group has. Pure. Called by `openapi.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fdasync_http.failures import JSON
+from fdasync_http.refused import REASONS
+from fdasync_http.replies import Events
+from fdasync_http.rollout.generate import MANY, ONE
+
+if TYPE_CHECKING:
+    from fdasync_http.paths import Path
+
+HTML, TEXT = "text/html", "text/plain"
+EVENTS = Events.media_type
+
+#: what a status means
+MEANINGS = {
+    200: "served", 400: "bad input, named", 401: "a key is needed", 403: "the admin key is needed",
+    404: "there is no such model", 408: "the request did not arrive in time",
+    409: "another request has this name, or another update is under way", 413: "the body is too large",
+    429: "too many connections or requests; retry-after says when to try again", 431: "the headers are too long",
+    501: "not served here; the message names the path to use instead", 503: "the engine cannot serve now",
+}  # fmt: skip
+
+# from the connection and the keys, before any path is looked at
+_EVERY = (400, 401, 408, 429, 431)
+_CONTROL = (403,)
+_BODY = (413,)
+_ENGINE = (503,)
+
+_UPDATES = ("/update_weights_from_disk", "/update_weight_version", "/update_weights")
+_GENERATES = (
+    "/generate", "/v1/rollout", "/v1/completions", "/v1/chat/completions", "/inference/v1/generate",
+    "/skyrl/v1/generate",
+)  # fmt: skip
+_NAMES_A_MODEL = (
+    "/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/skyrl/v1/generate",
+    "/v1/models/{model:path}",
+)  # fmt: skip
+_NEEDS_NO_ENGINE = (
+    "/ping", "/liveness", "/version", "/metrics", "/start_profile", "/stop_profile", "/openapi.json", "/docs",
+)  # fmt: skip
+
+# of the answer 200; (): it has no body
+_MEDIA: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(_GENERATES, (JSON, EVENTS)),
+    "/v1/rollout": (ONE, MANY),
+    "/flush_cache": (TEXT,),
+    "/metrics": (TEXT,),
+    "/docs": (HTML,),
+    "/ping": (),
+    "/liveness": (),
+    "/abort_request": (),
+}
+
+
+class Query(NamedTuple):
+    """A parameter of a query; each may be left out.
+
+    Attributes:
+        name: of it.
+        about: what it does.
+        schema: of its values.
+    """
+
+    name: str
+    about: str
+    schema: dict[str, Any]
+
+
+# values of a flag, in any case
+_FLAG = {"type": "string", "pattern": "^([Tt][Rr][Uu][Ee]|[Ff][Aa][Ll][Ss][Ee]|0|1|)$"}
+_QUERIES = {
+    "/pause": (
+        Query(
+            "mode", "what becomes of requests that run",
+            {"type": "string", "enum": ["abort", "wait", "keep"], "default": "abort"},
+        ),
+        Query("clear_cache", "cached blocks are forgotten", {**_FLAG, "default": "true"}),
+    ),
+    "/flush_cache": (
+        Query("timeout", "not looked at: it never waits, and is asked again", {"type": "string"}),
+    ),
+    "/reset_prefix_cache": (
+        Query(
+            "reset_running_requests", "requests that run go back to the queue first, so that theirs are forgotten too",
+            {**_FLAG, "default": "false"},
+        ),
+    ),
+}  # fmt: skip
+
+#: one line for paths whose docstrings have none
+SUMMARIES = {
+    "/generate": "SGLang's: tokens or text in; text, ids, log-probs and expert rows out, whole or as events.",
+    "/inference/v1/generate": "vLLM's: tokens in; tokens, log-probs and expert rows out, whole or as events.",
+    "/skyrl/v1/generate": "SkyRL's: as /inference/v1/generate, with rows in the form that SkyRL reads.",
+    "/v1/rollout": "A prompt in; a safetensors file of token ids, log-probs and expert rows out for each sample.",
+    "/v1/completions": "OpenAI's completions, whole or as events.",
+    "/v1/chat/completions": "OpenAI's chats, whole or as events.",
+    "/v1/models": "The model that is served.",
+    "/v1/models/{model:path}": "The same, by its name.",
+    "/tokenize": "Tokens of a text or of a chat.",
+    "/detokenize": "Text of tokens.",
+    "/model_info": "What the model is.",
+    "/get_model_info": "What the model is.",
+    "/get_weight_version": "The version of the weights in use.",
+    "/weight_info": "The version of the weights in use.",
+    "/is_paused": "Whether the engine is paused.",
+    "/version": "The version of this server.",
+    "/metrics": "Figures for Prometheus.",
+    "/continue_generation": "The engine goes on after a pause; also where it was not paused.",
+    "/pause": "The engine pauses.",
+    "/resume": "The engine goes on after a pause; also where it was not paused.",
+    "/abort_requests": "Requests end with what they have; without names all do.",
+    "/reset_prefix_cache": "Cached blocks are forgotten.",
+}
+
+_CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
+_EXAMPLES: dict[str, dict[str, Any]] = {
+    "/generate": {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 4}, "return_logprob": True},
+    "/inference/v1/generate": {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 4, "logprobs": 0}},
+    "/skyrl/v1/generate": {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 4}},
+    "/v1/rollout": {"token_ids": [1, 2, 3], "sampling": {"max_tokens": 4, "logprobs": "raw"}, "start": 0},
+    "/v1/completions": {"prompt": "Hello", "max_tokens": 4},
+    "/v1/chat/completions": {**_CHAT, "max_tokens": 4},
+    "/tokenize": {"prompt": "Hello"},
+    "/detokenize": {"tokens": [1, 2, 3]},
+    "/pause_generation": {"mode": "retract"},
+    "/continue_generation": {},
+    "/abort_request": {"abort_all": True},
+    "/update_weights_from_disk": {"model_path": "/weights/step_1"},
+    "/update_weight_version": {"new_version": "1"},
+    "/abort_requests": {"request_ids": ["a"]},
+    "/reset_prefix_cache": {},
+    "/update_weights": {"weight_dir": "/weights/step_1"},
+}
+
+
+class Contract(NamedTuple):
+    """Of one path.
+
+    Attributes:
+        statuses: with which it answers.
+        media: types of the body of status 200; (): it has none.
+        queries: parameters of the query.
+        example: a body that is right; None: it takes none, or none is known.
+    """
+
+    statuses: tuple[int, ...]
+    media: tuple[str, ...]
+    queries: tuple[Query, ...]
+    example: dict[str, Any] | None
+
+
+def contract_of(path: Path, *, controls: bool) -> Contract:
+    """What a path answers with.
+
+    Args:
+        controls: it may ask for the admin key.
+    """
+    name = path.path
+    refused = name in REASONS
+    statuses = {*_EVERY, *((501,) if refused else (200,)), *(_CONTROL if controls else ())}
+    if path.body is not None:
+        statuses.update(_BODY)
+    if not refused and name not in _NEEDS_NO_ENGINE:
+        statuses.update(_ENGINE)
+    if name in (*_UPDATES, *_GENERATES):
+        statuses.add(409)
+    if name in _NAMES_A_MODEL:
+        statuses.add(404)
+    media, queries = _MEDIA.get(name, (JSON,)), _QUERIES.get(name, ())
+    return Contract(tuple(sorted(statuses)), media, queries, _EXAMPLES.get(name))

@@ -1,0 +1,69 @@
+"""The attacks of the benchmark on a front of its own: bounded memory, the answers that are meant, and others served."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+
+import httpx2
+import pytest
+
+from benchmarks._http_attacker import IDLE
+from benchmarks._http_process import front, memory_of
+
+BODY = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 4}}
+_MIB = 1 << 20
+# most memory of the front, in MiB, and the only answers that the attacker may see
+BOUNDS = {
+    "slow_headers": (24, set()),
+    "half_bodies": (48, set()),
+    "idle_10000": (128, set()),
+    # as long as the limit of bodies at most, and what is joined of it
+    "body_200_mb": (16, {"413"}),
+    "chunked_200_mb": (160, {"413"}),
+    "json_10000_deep": (16, {"400"}),
+    "json_3000000_parts": (64, {"400"}),
+    "headers_10_mb": (16, {"431"}),
+    "headers_60_kb": (16, {"200"}),
+    "pipelined_5000": (48, {"closed", "400", "200"}),
+}
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", list(BOUNDS))
+async def test_an_attack_is_bounded_and_others_are_served(name, tmp_path):
+    most_mib, statuses = BOUNDS[name]
+    config = tmp_path / "engine.toml"
+    config.write_text("[runner_config]\nstep_s = 0.002\n")
+    with front("--runner", "synthetic", "--config", str(config)) as server:
+        async with httpx2.AsyncClient(base_url=server.url, timeout=20) as client:
+            assert (await client.post("/generate", json=BODY)).status_code == 200
+            before = memory_of([server.pid]).rss
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "benchmarks._http_attacker", name, str(server.port),
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+            )  # fmt: skip
+            slowest_s, most, served = 0.0, before, 0
+            async with asyncio.timeout(120):
+                assert await process.stdout.readline() == b"ready\n"
+                until = time.monotonic() + 4.0
+                while time.monotonic() < until:
+                    begin = time.monotonic()
+                    assert (await client.post("/generate", json=BODY)).status_code == 200
+                    slowest_s = max(slowest_s, time.monotonic() - begin)
+                    most = max(most, memory_of([server.pid]).rss)
+                    served += 1
+                process.stdin.close()
+                out, _ = await process.communicate()
+            told = json.loads(out)
+            assert set(told["statuses"]) <= statuses
+            assert told["statuses"] or not statuses, "the attack sent nothing"
+            assert (most - before) / _MIB <= most_mib
+            # a loop that an attack blocks would keep others waiting
+            assert slowest_s < 2.0
+            assert served > 5
+            if name == "idle_10000":
+                assert told["held"] == IDLE
+            assert (await client.get("/health_generate")).status_code == 200
