@@ -15,11 +15,11 @@ from fdasync_transformers import TransformersConfig, TransformersRunner
 from fdasync_transformers.execution.device_executor import DeviceExecutor
 from fdasync_transformers.execution.executor import Bound
 from fdasync_transformers.execution.gpu_services import make_services
+from fdasync_transformers.execution.lane_matchers import LaneMatchers
 from fdasync_transformers.model.aux_data import AuxData
 from fdasync_transformers.model.capture import RoutingCapture
 from fdasync_transformers.model.fused_router import fuse_routers
 from fdasync_transformers.model.kv import KVPool
-from fdasync_transformers.sampling.grammars import LaneMatchers
 
 from fdasync.cache.aux_arena import AuxArena
 from fdasync.events.actions import BlockAppend, Chunk, RunStep, SeqStart

@@ -54,7 +54,8 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     {
         "fdasync.gpu": ("fdasync.cache.aux", "fdasync.cache.host_arena", "fdasync.gpu.kernels.*", "fdasync.ipc.*"),
         "fdasync.runner.worker": (
-            *_ARENAS, "fdasync.events.actions", "fdasync.ipc.*", "fdasync.runner.base", "fdasync.runner.plugins",
+            *_ARENAS, "fdasync.events.actions", "fdasync.ipc.*", "fdasync.request", "fdasync.runner.base",
+            "fdasync.runner.plugins",
         ),
         "fdasync.scheduler.tiers": (*_PURE_CACHE, "fdasync.events.*", "fdasync.scheduler.state.*"),
     },
@@ -138,7 +139,11 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         "fdasync_transformers.replay": ("fdasync.result", "fdasync_transformers.model.*"),
     },
     {"fdasync_transformers.verification": ("fdasync_transformers.replay.*", "fdasync_transformers.weights.*")},
-    {"fdasync_transformers": (*_ARENAS, *_RUNNER, "fdasync.engine.tokenizer", "fdasync_transformers.*")},
+    {
+        "fdasync_transformers": (
+            *_ARENAS, *_RUNNER, "fdasync.engine.tokenizer", "fdasync.request", "fdasync_transformers.*",
+        ),
+    },
     {
         "fdasync.cli": (
             "fdasync.cache.store.*", "fdasync.engine.*", "fdasync.events.*", "fdasync.generator", "fdasync.ipc.*",

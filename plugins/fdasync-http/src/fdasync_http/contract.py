@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fdasync_http.failures import JSON
 from fdasync_http.refused import REASONS
-from fdasync_http.replies import Events
 from fdasync_http.rollout.generate import MANY, ONE
 
 if TYPE_CHECKING:
     from fdasync_http.paths import Path
 
 HTML, TEXT = "text/html", "text/plain"
-EVENTS = Events.media_type
+EVENTS = "text/event-stream"
 
 #: what a status means
 MEANINGS = {

@@ -121,10 +121,11 @@ async def test_an_answer_that_cannot_be_read_is_its_text(chat_of, scripted):
             assert (content, calls, reason) == ('So: {"name": "lo', [], "stop")
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look"}}, "king"])
-async def test_a_call_cannot_be_forced(chat_of, choice):
-    async with chat_of() as (_, openai):
-        with pytest.raises(BadRequestError, match="cannot be made to call a tool") as refused:
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look"}}])
+async def test_a_call_in_another_form_cannot_be_forced(chat_of, scripted, choice):
+    model = scripted(["x"], template="", declares=True)
+    async with chat_of(tokenizer=model.tokenizer) as (_, openai):
+        with pytest.raises(BadRequestError, match="calls are forced in the form <tool_call>") as refused:
             await openai.chat.completions.create(model="x", messages=[USER], tools=[LOOK], tool_choice=choice)
         assert refused.value.param == "tool_choice"
 

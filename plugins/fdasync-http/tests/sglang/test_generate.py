@@ -234,7 +234,7 @@ async def test_text_is_cut_before_a_stop_string_unless_it_is_kept(scene):
         ({"input_ids": ["a"]}, "input_ids[0]"),
         ({"input_ids": [1], "sampling_params": {"temprature": 1}}, "temprature"),
         ({"input_ids": [1], "sampling_params": {"temperature": -1}}, "temperature"),
-        ({"input_ids": [1], "sampling_params": {"json_schema": "{}"}}, "json_schema is not served"),
+        ({"input_ids": [1], "sampling_params": {"structural_tag": "{}"}}, "structural_tag is not served"),
         ({"input_ids": [1], "image_data": "x"}, "image_data is not served"),
         ({"input_ids": [1], "lora_path": "x"}, "lora_path is not served"),
         ({"input_ids": [1], "nonsense": 1}, "unknown field 'nonsense'"),

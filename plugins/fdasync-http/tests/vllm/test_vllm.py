@@ -117,7 +117,7 @@ async def test_no_max_tokens_means_what_the_context_leaves(scene_of):
     [
         ({"token_ids": []}, 400, "prompt"),
         ({"sampling_params": {"max_token": 3}}, 400, "max_token"),
-        ({"sampling_params": {"structured_outputs": {"json": {}}}}, 400, "not served"),
+        ({"sampling_params": {"structured_outputs": {"prose": "x"}}}, 400, "not served"),
         ({"sampling_params": {"max_tokens": "x"}}, 400, "sampling_params.max_tokens"),
         ({"features": {"a": 1}}, 400, "features"),
         ({"model": "other"}, 404, "other"),

@@ -25,6 +25,7 @@ from fdasync_transformers.execution.executor import Bound, Executor
 from fdasync_transformers.execution.gpu_services import make_services
 from fdasync_transformers.execution.graphs import ladder
 from fdasync_transformers.execution.host_executor import HostExecutor
+from fdasync_transformers.execution.lane_matchers import LaneMatchers
 from fdasync_transformers.execution.memory_profile import choose_num_blocks, prefill_tokens_per_s
 from fdasync_transformers.model import families, probe, selfcheck
 from fdasync_transformers.model.aux_data import AuxData, aux_specs, make_aux
@@ -40,7 +41,7 @@ from fdasync_transformers.runner_config import (
     memory_share,
     set_experts,
 )
-from fdasync_transformers.sampling.grammars import Grammars, LaneMatchers
+from fdasync_transformers.sampling.grammars import Grammars
 from fdasync_transformers.weights import loading
 from fdasync_transformers.weights.update import LiveWeights
 

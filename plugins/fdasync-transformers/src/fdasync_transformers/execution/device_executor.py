@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from fdasync_transformers.execution.device_step import DeviceStepModel, Way
     from fdasync_transformers.execution.executor import Bound
     from fdasync_transformers.execution.gpu_services import GpuServices
-    from fdasync_transformers.sampling.grammars import StepMatchers
+    from fdasync_transformers.execution.lane_matchers import StepMatchers
     from fdasync_transformers.sampling.sampler import SamplePlan
     from fdasync_transformers.sampling.scoring import ScorePlan
 
