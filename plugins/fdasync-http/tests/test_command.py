@@ -47,7 +47,7 @@ async def until_live(client):
             await asyncio.sleep(0.005)
 
 
-@pytest.mark.parametrize("roles", [(), ("--prefill", "1", "--decode", "1")])
+@pytest.mark.parametrize("roles", [(), ("--prefill", "1", "--decode", "1"), ("--front", "in-process")])
 async def test_one_command_serves_and_a_signal_drains(roles, tmp_path):
     config = tmp_path / "engine.toml"
     config.write_text("[runner_config]\nstep_s = 0.002\n")
@@ -104,3 +104,23 @@ async def refused(options, told, tmp_path):
         assert process.returncode == 2
         assert told in err.decode()
         return err.decode()
+
+
+async def test_an_engine_of_its_own_that_fails_ends_it(tmp_path):
+    config = tmp_path / "engine.toml"
+    config.write_text("[runner_config]\nfail_step = 1\n")
+    async with front("--runner", "synthetic", "--config", str(config), "--front", "in-process") as (process, ready):
+        async with httpx2.AsyncClient(base_url=ready["url"], timeout=20) as client:
+            answer = await client.post("/generate", json=ROW)
+            assert answer.status_code == 503, answer.text
+        async with asyncio.timeout(20):
+            _, err = await process.communicate()
+        assert process.returncode == 1, err.decode()
+
+
+@pytest.mark.parametrize("more", [("--connect", "ipc:///x"), ("--mixed", "1"), ("--prefill", "1", "--decode", "1")])
+async def test_an_engine_of_its_own_goes_with_no_instances(more):
+    async with front("--runner", "synthetic", "--front", "in-process", *more) as (process, ready):
+        _, err = await process.communicate()
+        assert (ready, process.returncode) == (None, 2)
+        assert "in-process" in err.decode()

@@ -28,6 +28,13 @@ _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
     help="Serve instances that run already (`fdasync serve`, `fdasync up`) instead of starting some. Several fronts may"
     " serve the same ones.",
 )
+@click.option(
+    "--front",
+    default="process",
+    show_default=True,
+    type=click.Choice(["process", "in-process"]),
+    help="in-process: one engine on this process's loop, which JSON and slow readers then hold up.",
+)
 @click.option("--tokenizer", type=_FOLDER, help="With --connect: checkpoint folder for chats and text.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=30000, show_default=True, type=click.IntRange(0, 65535), help="0: any free port.")
@@ -85,6 +92,9 @@ def http(**options: Any) -> None:
     connects = bool(options["addresses"])
     if connects and (options["model"] or options["prefill"] or options["decode"] or options["mixed"]):
         raise click.UsageError("--connect serves instances that run already: leave out --model and the numbers")
+    alone = options["front"] == "in-process"
+    if alone and (connects or options["prefill"] or options["decode"] or options["mixed"]):
+        raise click.UsageError("--front in-process serves one engine of its own: leave out --connect and the numbers")
     if bool(options["prefill"]) != bool(options["decode"]) and not options["mixed"]:
         raise click.UsageError(f"one half is missing: add {'--decode' if options['prefill'] else '--prefill'} 1")
     taken = {name: options.pop(name) for name in _OWN}
@@ -110,7 +120,8 @@ def http(**options: Any) -> None:
     mixed = taken["mixed"] or (0 if taken["prefill"] else 1)
     plan = HttpOptions(
         addresses=taken["addresses"],
-        counts={"prefill": taken["prefill"], "decode": taken["decode"], "mixed": 0 if connects else mixed},
+        counts={"prefill": taken["prefill"], "decode": taken["decode"], "mixed": 0 if connects or alone else mixed},
+        front=taken["front"],
         tokenizer_folder=str(taken["tokenizer"] or ""),
         ready_fd=taken["ready_fd"],
     )
@@ -118,7 +129,7 @@ def http(**options: Any) -> None:
 
 
 _OWN = (
-    "prefill", "decode", "mixed", "addresses", "tokenizer", "host", "port", "dialect", "served_model_name",
+    "prefill", "decode", "mixed", "addresses", "front", "tokenizer", "host", "port", "dialect", "served_model_name",
     "api_key_file", "admin_key_file", "weights_root", "rows", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "max_live",
     "drain_s", "ready_fd",
 )  # fmt: skip

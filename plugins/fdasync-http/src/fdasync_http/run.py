@@ -1,7 +1,8 @@
 """`fdasync http`: starts instances, connects a router to them, and serves the app, until a signal.
 
 The front is this process; engines are others, so that neither JSON nor slow readers cost an engine's loop. An instance
-that ends by itself is started again as `fdasync up` does. Called by `command.py`.
+that ends by itself is started again as `fdasync up` does. With `front="in-process"` there is one engine, on this loop,
+as in an application that mounts the app. Called by `command.py`.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import os
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 import msgspec
 import uvloop
 
+from fdasync import Engine
 from fdasync.cli.common.signals import Signals
 from fdasync.cli.local.child import Child, ChildEnded, Role, in_words
 from fdasync.cli.local.fleet import LocalFleet, plans_for
@@ -32,6 +34,7 @@ from fdasync_http.server import Listen, bind, check_exposure, serving
 if TYPE_CHECKING:
     import socket
 
+    from fdasync import Generator
     from fdasync.engine.config import EngineConfig
     from fdasync.engine.tokenizer import Tokenizer
     from fdasync_http.config import HttpConfig
@@ -51,12 +54,14 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         addresses: instances that run already; (): `counts` says which to start.
         counts: how many instances of each role to start.
+        front: "in-process": one engine in this process, and no instances.
         tokenizer_folder: checkpoint folder of the tokenizer; "": the model's.
         ready_fd: descriptor for the ready line; None: none.
     """
 
     addresses: tuple[str, ...] = ()
     counts: dict[Role, int] = {}
+    front: Literal["process", "in-process"] = "process"
     tokenizer_folder: str = ""
     ready_fd: int | None = None
 
@@ -100,6 +105,7 @@ class _Service:
         self._fleet = LocalFleet(plans, None, self._on_end)
         self._restarts = {plan.name: Restarts(RestartRules()) for plan in plans}
         self._bound: socket.socket | None = None
+        self._inside: Engine | None = None
         self._running = self._ending = False
 
     async def run(self) -> int:
@@ -108,6 +114,10 @@ class _Service:
                 # loading takes a while: an address that is in use must show before it
                 self._bound = bind(self._listen)
                 stack.callback(self._bound.close)
+                if self._engine is not None and self._options.front == "in-process":
+                    _say("loading")
+                    self._inside = Engine(self._engine)
+                    return await self._serve(self._inside, signals)
                 addresses = list(self._options.addresses)
                 if not addresses:
                     stack.push_async_callback(self._fleet.aclose)
@@ -139,19 +149,21 @@ class _Service:
         self._running = True
         return None
 
-    async def _serve(self, router: Router, signals: Signals) -> int:
+    async def _serve(self, generator: Engine | Router, signals: Signals) -> int:
         try:
-            connecting = asyncio.ensure_future(router.start())
-            await signals.wait(connecting, count=1, timeout_s=2 * _CONNECT_S)
-            if not connecting.done():
-                connecting.cancel()
-                await asyncio.wait([connecting])
-                _say("interrupted while it connected")
+            # a router and an engine have deadlines of their own for this
+            starting = asyncio.ensure_future(generator.start())
+            while not starting.done() and not signals.count:
+                await signals.wait(starting, count=1, timeout_s=_CONNECT_S)
+            if not starting.done():
+                starting.cancel()
+                await asyncio.wait([starting])
+                _say("interrupted while it started")
                 return _EXIT_INTERRUPTED
-            connecting.result()  # of a task that is done
-            service = app(router, self._config, tokenizer=self._tokenizer(router))
+            starting.result()  # of a task that is done
+            service = app(generator, self._config, tokenizer=self._tokenizer(generator))
             async with serving(service, self._listen, self._bound) as served:
-                model = model_name(self._config, router.facts())
+                model = model_name(self._config, generator.facts())
                 settle()
                 self._tell_ready(Ready(url=served.url, port=served.port, pid=os.getpid(), model=model))
                 while not signals.count and not self._is_over():
@@ -162,23 +174,22 @@ class _Service:
                 self._ending = True
                 if not failed:
                     _say("draining; another signal ends at once")
-                    await self._drain(router, signals)
+                    await self._drain(generator, signals)
             return _EXIT_FAILED if failed or signals.count > 1 else 0
         finally:
-            await router.aclose()
+            await generator.aclose()
 
-    async def _drain(self, router: Router, signals: Signals) -> None:
+    async def _drain(self, generator: Generator, signals: Signals) -> None:
         """Wait until no request is live, at most `drain_s`."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self._listen.drain_s
-        while router.live and signals.count < 2 and loop.time() < until:
+        while generator.load().live and signals.count < 2 and loop.time() < until:
             await signals.wait(count=2, timeout_s=_LOOK_S)
-        for request in router.live:
-            router.abort(request.request_id)
+        generator.abort_all()
 
-    def _tokenizer(self, router: Router) -> Tokenizer | None:
-        """The tokenizer of this process: chats are rendered and text is decoded here, not on an engine's loop."""
-        facts = router.facts()
+    def _tokenizer(self, generator: Generator) -> Tokenizer | None:
+        """The tokenizer of the front: chats are rendered and text is decoded here, not on the loop of an instance."""
+        facts = generator.facts()
         folder = self._options.tokenizer_folder or facts.model_path
         if not folder or not facts.tokenizer:
             return None
@@ -189,7 +200,9 @@ class _Service:
         return tokenizer
 
     def _is_over(self) -> bool:
-        """Every instance that this process started was given up."""
+        """The engine of this process failed, or every instance that it started was given up."""
+        if self._inside is not None:
+            return self._inside.state == "failed"
         return bool(self._restarts) and all(one.given_up for one in self._restarts.values())
 
     def _start_again(self) -> None:
