@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from fdasync.errors import (
     BadInput,
     FdasyncError,
+    GrammarFailed,
     PeerRefused,
     PeerUnreachable,
     PermanentError,
@@ -126,4 +127,5 @@ def failed(name: str, error: FdasyncError) -> Failed:
         return Failed(name, kind, problem, field, limit, hint, prompt_tokens=count)
     # another engine can serve the request of an engine that failed or closes
     retriable = not isinstance(error, PermanentError) or kind in ("EngineFailed", "EngineClosed")
-    return Failed(name, kind, brief(str(error)), retriable=retriable)
+    problem = error.problem if isinstance(error, GrammarFailed) else str(error)
+    return Failed(name, kind, brief(problem), retriable=retriable)

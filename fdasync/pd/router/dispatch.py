@@ -24,6 +24,7 @@ from fdasync.errors import (
     DeadlineExceeded,
     DuplicateRequestId,
     EngineClosed,
+    GrammarFailed,
     InstanceLost,
     PeerBusy,
     PeerRefused,
@@ -344,6 +345,8 @@ class Dispatch:
         elif message.error in ("BadInput", "ConfigError", "DuplicateRequestId"):
             error = BadInput(message.field, message.problem, limit=message.limit or None, hint=message.hint)
             self.finish(request, None, error)
+        elif message.error == "GrammarFailed":
+            self.finish(request, None, GrammarFailed(message.problem, request.so_far("failed")))
         else:
             self.finish(request, None, RemoteError(instance.peer.name, message.error, message.problem))
 

@@ -10,7 +10,7 @@ from fdasync_http.grammars import calls_of, grammar_of
 from fdasync_http.openai.types import CompletionBody
 from fdasync_http.sglang.sampling import Sampling
 
-from fdasync import Grammar
+from fdasync import Grammar, GrammarFailed, SamplingParams
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TEXT = json.dumps(SCHEMA, separators=(",", ":"))
@@ -91,3 +91,23 @@ def test_calls_are_written_in_the_form_of_templates():
     ]
     one = calls_of(tools[1:], tags=("<a>", "</a>"), special=True, several=False).text
     assert one.startswith("start: call\ncall: <a> BREAK (call_0) BREAK </a>\n")
+
+
+async def test_a_grammar_reaches_the_runner_through_hand_overs(scene):
+    sampling = {"regex": "%7", "max_new_tokens": 9, "sampling_seed": 3, "temperature": 1.0}
+    answer = (await scene.client.post("/generate", json={"input_ids": [1, 2, 3], "sampling_params": sampling})).json()
+    want = scene.oracle.generate([1, 2, 3], 9, temperature=1.0, seed=3, grammar=Grammar("regex", "%7"))
+    assert answer["output_ids"] == want
+    assert all(token % 7 == 0 for token in want)
+
+
+async def test_a_grammar_that_breaks_is_the_requests_own_fault(scene):
+    sampling = {"regex": "%2!4", "max_new_tokens": 30}
+    body = {"input_ids": [1, 2, 3], "sampling_params": sampling}
+    response = await scene.client.post("/generate", json=body)
+    # no client sends a request again for this status
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "grammar_failed")
+    with pytest.raises(GrammarFailed, match="told to break") as caught:
+        await scene.generator.complete([1, 2, 3], SamplingParams(grammar=Grammar("regex", "%2!4"), max_tokens=30))
+    assert len(caught.value.partial.samples[0].token_ids) <= 4
+    assert (await scene.client.get("/health_generate")).status_code == 200

@@ -19,6 +19,7 @@ from fdasync.errors import (
     EngineBusy,
     EngineClosed,
     FdasyncError,
+    GrammarFailed,
     PeerBusy,
     TooLong,
     TransientError,
@@ -119,6 +120,8 @@ def refused_of(error: Exception) -> Refused:
         return Refused(400, str(error), param=error.field, code="bad_input")
     if isinstance(error, WeightsRejected):
         return Refused(400, str(error), code="weights_rejected")
+    if isinstance(error, GrammarFailed):
+        return Refused(400, str(error), code="grammar_failed")
     if isinstance(error, EngineBusy | PeerBusy):
         return Refused(429, str(error), code="overloaded", retry_after_s=RETRY_AFTER_S)
     if isinstance(error, TransientError | EngineClosed):
