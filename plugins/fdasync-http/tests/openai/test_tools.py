@@ -7,7 +7,7 @@ import json
 import pytest
 from fdasync_http.openai.declared import DeclaredReader
 from fdasync_http.openai.tools import Said, TagReader, shows_tags
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai import BadRequestError
 
@@ -163,6 +163,7 @@ answers = st.lists(
 ).map("".join)
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(answers, st.data())
 def test_tags_are_read_alike_however_the_answer_is_cut(text, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
