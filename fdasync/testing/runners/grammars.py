@@ -86,5 +86,5 @@ class GrammarTests(RunnerSuite):
             equal([(await step).tokens[0] for step in steps], tokens, "tokens of steps that were launched in a row")
 
     def _under(self, sampler: SamplerSpec) -> SamplerSpec:
-        assert self.grammar is not None
+        assert self.grammar is not None, f"the suite has a grammar: {self.grammar}"
         return msgspec.structs.replace(sampler, grammar=self.grammar.packed())
