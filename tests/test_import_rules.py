@@ -126,6 +126,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
             *_RUNNER, "fdasync.cache.aux", "fdasync.cache.debug_rows", "fdasync.gpu.*", "fdasync.request",
         ),
         "fdasync_transformers.sampling": (
+            "fdasync.ipc.*",
             "fdasync.request", "fdasync.result", "fdasync.runner.base", "fdasync.runner.prompt_scores",
         ),
         "fdasync_transformers.weights": ("fdasync.runner.base",),

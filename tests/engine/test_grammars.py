@@ -151,3 +151,14 @@ async def test_a_worker_checks_and_keeps_them():
         await ask(engine, under("%7", n=2))
         with pytest.raises(GrammarFailed, match="told to break"):
             await engine.complete(PROMPT, under("%2!4"))
+
+
+async def test_grammars_are_checked_beside_steps_in_flight():
+    # an answer of a step that overtook another one would fail the engine
+    config = synthetic_config(process="worker", runner={"step_s": 0.001, "vocab_size": 1000}, pipeline_depth=2)
+    async with Engine(config) as engine:
+        busy = [asyncio.create_task(ask(engine, SamplingParams(max_tokens=200, seed=seed))) for seed in range(3)]
+        for modulus in range(2, 60):
+            await ask(engine, under(f"%{modulus}", max_tokens=2))
+        await asyncio.gather(*busy)
+        check_idle(engine)

@@ -53,8 +53,16 @@ class _RunnerService(Service):
         if isinstance(message, (RunStep, SwapOut, SwapIn)) and not self._in_line:
             # the hot path: no task switch between the socket and the runner
             return self._start(message)
+        if isinstance(message, CheckGrammar):
+            # beside the line: steps are in flight, and a step in line would be answered behind a later one
+            return self._check(message)
         self._in_line += 1
         return self._in_turn(message, fds)
+
+    async def _check(self, message: CheckGrammar) -> None:
+        if self._runner is None:
+            raise InvariantBroken("CheckGrammar before a runner was opened")
+        await self._runner.check_grammar(message.grammar)
 
     async def _in_turn(self, message: Request | RunStep | SwapOut | SwapIn, fds: list[int]) -> object:
         try:
@@ -62,11 +70,12 @@ class _RunnerService(Service):
                 if not isinstance(message, (RunStep, SwapOut, SwapIn)):
                     return await self._perform(message, fds)
                 started = self._start(message)
+            # cancelling this task must not cancel the runner's own future
+            await asyncio.wait([started])
+            return started.result()  # of a future that is done
         finally:
+            # of a step or a copy once it has ended: a later one on the hot path would be answered first
             self._in_line -= 1
-        # cancelling this task must not cancel the runner's own future
-        await asyncio.wait([started])
-        return started.result()  # of a future that is done
 
     def _start(self, message: RunStep | SwapOut | SwapIn) -> asyncio.Future[StepOutput] | asyncio.Future[CopyOutput]:
         """Begin a step or a copy. A runner must not raise here; if it does, the engine gets a RunnerError."""
@@ -92,8 +101,6 @@ class _RunnerService(Service):
                 host = HostArena.attach(fds.pop(0), message.num_host_blocks, message.block_nbytes)
             await runner.bind(message.num_blocks, arena, host)
             settle()
-        elif isinstance(message, CheckGrammar):
-            await runner.check_grammar(message.grammar)
         elif isinstance(message, LoadFolder):
             return await runner.load_folder(message.path)
         elif isinstance(message, ReadWeightsId):

@@ -124,3 +124,13 @@ async def test_an_engine_of_its_own_goes_with_no_instances(more):
         _, err = await process.communicate()
         assert (ready, process.returncode) == (None, 2)
         assert "in-process" in err.decode()
+
+
+@pytest.mark.parametrize("text", ["no certificate", ""])
+async def test_a_certificate_that_cannot_be_used_shows_before_anything_is_loaded(text, tmp_path):
+    bad = tmp_path / "bad.pem"
+    bad.write_text(text)
+    async with front("--runner", "synthetic", "--ssl-certfile", str(bad)) as (process, ready):
+        _, err = await process.communicate()
+        assert (ready, process.returncode) == (None, 2)
+        assert "--ssl-certfile" in err.decode()

@@ -140,7 +140,9 @@ class Callers:
         first = next(
             (other for other in self._fleet.machines if other is not last and place[1] in other.hand_offs), None
         )
-        own = last.keys.get(place[1], [-1] * plan.params.n)[index]
+        # a prefiller answers a request that ended before it was handed over
+        keys = last.keys.get(place[1]) or last.hand_offs.get(place[1]) or [-1] * plan.params.n
+        own = keys[index]
         theirs = -1 if first is None else first.hand_offs[place[1]][index]
         return Served(last, own, first, theirs, index)
 

@@ -103,8 +103,8 @@ def http(**options: Any) -> None:
     config = HttpConfig(
         model=taken["served_model_name"],
         dialect=taken["dialect"],
-        api_key=_key(taken["api_key_file"]),
-        admin_key=_key(taken["admin_key_file"]),
+        api_key=_key(taken["api_key_file"], "--api-key-file"),
+        admin_key=_key(taken["admin_key_file"], "--admin-key-file"),
         weights_root="" if root is None else str(root.absolute()),
         rows=taken["rows"],
         max_live=taken["max_live"],
@@ -135,13 +135,13 @@ _OWN = (
 )  # fmt: skip
 
 
-def _key(path: Path | None) -> str:
+def _key(path: Path | None, option: str) -> str:
     """The key in a file. Raises BadInput for a file that others can read, or that is empty."""
     if path is None:
         return ""
     if path.stat().st_mode & 0o077:
-        raise BadInput("--api-key-file", f"{path} can be read by other users", hint=f"chmod 600 {path}")
+        raise BadInput(option, f"{path} can be read by other users", hint=f"chmod 600 {path}")
     key = path.read_text(errors="replace").strip()
     if not key:
-        raise BadInput("--api-key-file", f"{path} is empty")
+        raise BadInput(option, f"{path} is empty")
     return key

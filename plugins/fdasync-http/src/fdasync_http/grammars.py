@@ -74,7 +74,9 @@ def _response_format(value: Mapping[str, Any], field: str) -> Grammar | None:
 
 
 def _structured_outputs(value: Mapping[str, Any], field: str) -> Grammar | None:
-    given = {name: part for name, part in value.items() if part not in (None, False) and name not in _IGNORED}
+    given = {name: part for name, part in value.items() if part is not None and name not in _IGNORED}
+    if given.get("json_object") is False:
+        del given["json_object"]
     if not given:
         return None
     if len(given) > 1:
@@ -98,7 +100,8 @@ def _structured_outputs(value: Mapping[str, Any], field: str) -> Grammar | None:
 def _schema(value: Any, field: str) -> Grammar:
     """A schema as an object of JSON, as text, or as true or false."""
     if isinstance(value, str):
-        return Grammar("json_schema", value)
+        # SGLang's word for any JSON
+        return Grammar("json_schema", "{}" if value == "$$ANY$$" else value)
     if not isinstance(value, dict | bool):
         raise Refused(400, f"{field} is no JSON schema", param=field, code="bad_input")
     return Grammar("json_schema", msgspec.json.encode(value).decode())

@@ -29,7 +29,7 @@ from fdasync.pd.router.router import Router, connect
 from fdasync.registry.registry import TOKENIZERS, Registry
 from fdasync_http.application import app
 from fdasync_http.front import model_name
-from fdasync_http.server import Listen, bind, check_exposure, serving
+from fdasync_http.server import Listen, bind, check_certificates, check_exposure, serving
 
 if TYPE_CHECKING:
     import socket
@@ -84,6 +84,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
 def run_http(engine: EngineConfig | None, options: HttpOptions, config: HttpConfig, listen: Listen) -> int:
     """Serve until a signal; returns the exit code. Raises FdasyncError where it cannot start."""
     check_exposure(listen, has_key=bool(config.api_key))
+    check_certificates(listen)
     if options.ready_fd is not None:
         try:
             os.fstat(options.ready_fd)

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import ipaddress
 import socket
+import ssl
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -93,8 +94,7 @@ class _Server(uvicorn.Server):
 
 
 def bind(listen: Listen) -> socket.socket:
-    """A socket at the address. Until it is given to `serving` it listens to nobody: clients are refused. Raises
-    BadInput."""
+    """A socket at the address. Until it is given to `serving` clients are refused. Raises BadInput."""
     is_v6 = ":" in listen.host
     bound = socket.socket(socket.AF_INET6 if is_v6 else socket.AF_INET)
     try:
@@ -109,6 +109,24 @@ def bind(listen: Listen) -> socket.socket:
     return bound
 
 
+def check_certificates(listen: Listen) -> None:
+    """Raise BadInput for certificates that cannot be served with, before anything is loaded."""
+    if not listen.certificate:
+        if listen.key or listen.client_authority:
+            raise BadInput("--ssl-certfile", "is missing", hint="--ssl-keyfile and --ssl-ca-certs need it")
+        return
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(listen.certificate, listen.key or None)
+    except (OSError, ssl.SSLError) as error:
+        raise BadInput("--ssl-certfile", f"{listen.certificate} cannot be used: {error}") from None
+    if listen.client_authority:
+        try:
+            context.load_verify_locations(listen.client_authority)
+        except (OSError, ssl.SSLError) as error:
+            raise BadInput("--ssl-ca-certs", f"{listen.client_authority} cannot be used: {error}") from None
+
+
 def _unbound(listen: Listen, error: OSError) -> BadInput:
     return BadInput("host", f"{listen.host}:{listen.port} cannot be bound: {error.strerror}")
 
@@ -120,7 +138,7 @@ async def serving(app: ASGIApp, listen: Listen, bound: socket.socket | None = No
     Args:
         bound: of `bind`, closed at the end; None: made here.
 
-    Raises BadInput for an address that cannot be bound.
+    Raises BadInput for an address that cannot be bound; what uvicorn raises where it cannot start.
     """
     bound = bind(listen) if bound is None else bound
     try:
@@ -155,6 +173,9 @@ async def serving(app: ASGIApp, listen: Listen, bound: socket.socket | None = No
         async with asyncio.timeout(_START_S):
             while not server.started and not task.done():  # noqa: ASYNC110 - uvicorn tells in no other way
                 await asyncio.sleep(0.005)
+        if not server.started:
+            task.result()  # of a task that is done
+            raise BadInput("host", f"{listen.host}:{listen.port}: the server ended before it served")
         port = bound.getsockname()[1]
         host = f"[{listen.host}]" if ":" in listen.host else listen.host
         yield Served(f"{'https' if listen.certificate else 'http'}://{host}:{port}", port)

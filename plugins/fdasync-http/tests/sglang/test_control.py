@@ -123,6 +123,7 @@ async def test_without_a_folder_of_weights_none_are_taken(scene_of):
 async def test_a_server_tells_what_it_is(scene):
     for twin in ("", "get_"):
         info = (await scene.client.get(f"/{twin}server_info")).json()
+        assert (info["host"], info["port"]) == ("127.0.0.1", scene.port)
         assert (info["tp_size"], info["disaggregation_mode"], info["enable_return_routed_experts"]) == (1, "null", True)
         assert (await scene.client.get(f"/{twin}model_info")).json()["is_generation"] is True
     assert (await scene.client.get("/health")).status_code == 200

@@ -41,6 +41,7 @@ from fdasync_transformers.runner_config import (
     memory_share,
     set_experts,
 )
+from fdasync_transformers.sampling.grammar_process import GrammarProcess
 from fdasync_transformers.sampling.grammars import Grammars
 from fdasync_transformers.weights import loading
 from fdasync_transformers.weights.update import LiveWeights
@@ -75,6 +76,7 @@ class TransformersRunner(Runner):
         self._executor: Executor | None = None
         self._weights: LiveWeights | None = None
         self._grammars: Grammars | None = None
+        self._checks: GrammarProcess | None = None
 
     async def open(self) -> Capacity:
         """Load, mend, probe, check, size. Blocks its loop meanwhile.
@@ -138,6 +140,9 @@ class TransformersRunner(Runner):
         )
         self._weights = LiveWeights(model, facts)
         self._grammars = _grammars_of(checkpoint, model, notes)
+        if self._grammars is not None:
+            path = checkpoint.folder / "tokenizer.json"
+            self._checks = GrammarProcess(path, int(model.config.vocab_size), loading.eos_ids(checkpoint))
         self._capacity = self._describe(checkpoint, max_context, block_tokens, num_blocks, specs, tuple(notes))
         return self._capacity
 
@@ -242,10 +247,12 @@ class TransformersRunner(Runner):
         return self._executor.copy(copy)
 
     async def check_grammar(self, grammar: Grammar) -> None:
-        """Compiles it, within the bounds of `Grammars`: the worker's loop waits so long."""
-        if self._grammars is None:
+        """Has a child process check it first: compiling it may take minutes."""
+        if self._grammars is None or self._checks is None:
             await super().check_grammar(grammar)
         else:
+            await self._checks.check(grammar)
+            # so that no step compiles it
             self._grammars.check(grammar)
 
     # -- new weights; all of it blocks the loop of the worker process -------------------------------
@@ -290,6 +297,8 @@ class TransformersRunner(Runner):
         executor, self._executor = self._executor, None
         dead = False
         try:
+            if self._checks is not None:
+                await self._checks.aclose()
             if executor is not None:
                 await executor.aclose()
         finally:

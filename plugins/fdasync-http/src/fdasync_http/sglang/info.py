@@ -31,14 +31,18 @@ async def model_info(_request: Request, front: Front) -> Response:
     )
 
 
-async def server_info(_request: Request, front: Front) -> Response:
+async def server_info(request: Request, front: Front) -> Response:
     """`GET /server_info`, `/get_server_info`: SGLang's names for what this server knows of itself."""
+    # where the client found it; an app that is mounted knows no address of its own
+    host, port = request.scope.get("server") or ("", None)
     facts, load = front.generator.facts(), front.generator.load()
     return reply(
         {
             "model_path": facts.model_path or front.model,
             "tokenizer_path": facts.model_path if facts.tokenizer else "",
             "served_model_name": front.model,
+            "host": host,
+            "port": port,
             "context_length": facts.max_context_tokens,
             "weight_version": facts.weight_version,
             "dtype": facts.dtype or "auto",

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 _ALL = (-1, 0, 1 << 30)
 # fields for which a value other than these asks for something that is not served
 _UNSERVED: dict[str, tuple[Any, ...]] = {
-    "structural_tag": (None,), "stop_regex": (None, "", []), "custom_params": (None, {}), "beam_width": (None, 0, 1),
+    "structural_tag": (None,), "stop_regex": (None, "", []), "beam_width": (None, 0, 1),
+    # slime asks so for the ids that top-p kept, and goes on without them
+    "custom_params": (None, {}, {"return_top_p_token_ids": True}, {"return_top_p_token_ids": False}),
 }  # fmt: skip
 
 

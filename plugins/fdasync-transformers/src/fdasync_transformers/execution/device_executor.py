@@ -152,7 +152,7 @@ class DeviceExecutor(Executor):
 
     def launch(self, step: RunStep) -> asyncio.Future[StepOutput]:
         future: asyncio.Future[StepOutput] = asyncio.get_running_loop().create_future()
-        start = partial(self._queue, future, lambda: self._start(step), step.step_id)
+        start = partial(self._queue, future, lambda: self._start(step, future), step.step_id)
         if self._unsampled is not None:
             self._waiting.append(start)
         else:
@@ -201,8 +201,10 @@ class DeviceExecutor(Executor):
 
     # -- futures --------------------------------------------------------------------------------------
 
-    def _queue(self, future: asyncio.Future[T], start: Callable[[], asyncio.Future[T]], step_id: int = -1) -> None:
-        """Call `start`, which queues the work of `future`. That fails with RunnerError, and the runner with it.
+    def _queue(
+        self, future: asyncio.Future[T], start: Callable[[], asyncio.Future[T] | None], step_id: int = -1
+    ) -> None:
+        """Call `start`, which queues the work of `future`, or will. It fails with RunnerError, and the runner with it.
 
         Steps end in the order of launch, also steps that could not be started.
         """
@@ -219,9 +221,14 @@ class DeviceExecutor(Executor):
             else:
                 self._last.add_done_callback(lambda _: None if future.done() else future.set_exception(failed))
         else:
-            if step_id >= 0:
-                self._last = inner
-            inner.add_done_callback(partial(self._ended, future, step_id))
+            if inner is not None:
+                self._follow(inner, future, step_id)
+
+    def _follow(self, inner: asyncio.Future[T], future: asyncio.Future[T], step_id: int) -> None:
+        """End `future` with `inner`."""
+        if step_id >= 0:
+            self._last = inner
+        inner.add_done_callback(partial(self._ended, future, step_id))
 
     def _ended(self, future: asyncio.Future[T], step_id: int, inner: asyncio.Future[T]) -> None:
         error = asyncio.CancelledError() if inner.cancelled() else inner.exception()
@@ -244,30 +251,34 @@ class DeviceExecutor(Executor):
 
     # -- steps ----------------------------------------------------------------------------------------
 
-    def _start(self, step: RunStep) -> asyncio.Future[StepOutput]:
-        """Queue a step, or what can be queued of it."""
+    def _start(self, step: RunStep, future: asyncio.Future[StepOutput]) -> asyncio.Future[StepOutput] | None:
+        """Queue a step; None: only what can be queued of it, and `_resume` queues the rest."""
         begun = self._begin(step)
         if begun.matchers is None or begun.matchers.is_ready:
             return self._sample(begun, self._kind(begun))
         # the buffers come back with what is queued; the second part has its own
         self._pass_on(begun.holds)
         self._completion(begun.holds, ("forward", len(begun.batch.positions)), lambda: None).add_done_callback(_seen)
-        later: asyncio.Future[StepOutput] = asyncio.get_running_loop().create_future()
-        self._unsampled = (begun._replace(holds=[]), later)
+        self._unsampled = (begun._replace(holds=[]), future)
         assert self._last is not None
         self._last.add_done_callback(self._resume)
-        return later
+        return None
 
     def _resume(self, before: asyncio.Future[Any]) -> None:
         """The step before has ended: queue the second part of the step behind it, then the launches that waited."""
         assert self._unsampled is not None
-        (begun, later), self._unsampled = self._unsampled, None
+        (begun, future), self._unsampled = self._unsampled, None
         try:
             if before.cancelled() or before.exception() is not None or self._failure:
                 raise RunnerError(f"nothing more after a failure: {self._failure or 'the step before it failed'}")
-            self._sample(begun, ("sampled", len(begun.batch.sampled))).add_done_callback(partial(_pass, later))
-        except Exception as error:
-            later.set_exception(error)
+            if begun.matchers is not None and not begun.matchers.is_ready:
+                raise InvariantBroken("a matcher lacks tokens of steps that have ended")
+            # straight to the caller's future: by another one it would end behind a step that did not wait
+            self._follow(self._sample(begun, ("sampled", len(begun.batch.sampled))), future, begun.batch.step_id)
+        except Exception as error:  # a step must still end
+            failed = self._failed(error, begun.batch.step_id)
+            if not future.done():
+                future.set_exception(failed)
         while self._waiting and self._unsampled is None:
             self._waiting.popleft()()
 
@@ -462,17 +473,6 @@ class DeviceExecutor(Executor):
 def _own(arrays: Mapping[str, T], owner: str) -> dict[str, T]:
     """The arrays of one prefix (`_SAMPLER`, `_AUX`), by their names without it."""
     return {name.removeprefix(owner): array for name, array in arrays.items() if name.startswith(owner)}
-
-
-def _pass(to: asyncio.Future[T], done: asyncio.Future[T]) -> None:
-    """Pass on how `done` ended."""
-    if to.done():
-        return
-    error = asyncio.CancelledError() if done.cancelled() else done.exception()
-    if error is not None:
-        to.set_exception(error)
-    else:
-        to.set_result(done.result())  # of a future that is done
 
 
 def _seen(future: asyncio.Future[Any]) -> None:

@@ -26,11 +26,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 # compiled grammars that are kept: many requests share one
-_MAX_COMPILED = 64
-# bounds on what a caller's grammar may cost: a mask takes some milliseconds at most, and 64 KiB of the worst grammars a
-# quarter of a second to compile
+_MAX_COMPILED = 256
+# bounds on what a mask may cost, about 10 ms of them; they do not bound all of compiling (`grammar_process.py` does)
 _INITIAL_FUEL, _STEP_FUEL, _STEP_ITEMS = 200_000, 150_000, 50_000
-_LEXER_STATES, _GRAMMAR_SIZE = 50_000, 20_000
+_LEXER_STATES, _GRAMMAR_SIZE, _ROW_ITEMS = 50_000, 20_000, 500
 _WORD_BITS = 32
 
 
@@ -54,6 +53,7 @@ class Grammars:
             initial_lexer_fuel=_INITIAL_FUEL,
             step_lexer_fuel=_STEP_FUEL,
             step_max_items=_STEP_ITEMS,
+            max_items_in_row=_ROW_ITEMS,
             max_lexer_states=_LEXER_STATES,
             max_grammar_size=_GRAMMAR_SIZE,
             verbose_errors=False,
@@ -73,7 +73,7 @@ class Grammars:
         matcher = self.matcher(-1, grammar.packed(), array("i"))
         matcher.fill(np.empty(self.words, np.int32))
         if matcher.problem:
-            raise BadInput("grammar", f"cannot be kept: {_first_line(matcher.problem)}")
+            raise BadInput("grammar", f"cannot be kept: {_in_a_line(matcher.problem)}")
 
     def matcher(self, key: int, packed: bytes, answer: array[int]) -> Matcher:
         """Of a sequence whose answer begins with these tokens. A grammar that does not compile makes a matcher with a
@@ -105,11 +105,11 @@ def _source(grammar: Grammar) -> str:
             return make.grammar_from_regex(grammar.text)
         return make.grammar_from_lark(grammar.text if grammar.kind == "lark" else any_to_lark(grammar.text))
     except Exception as error:  # the library's parsers raise errors of many types
-        raise BadInput("grammar", f"cannot be read as {grammar.kind}: {_first_line(str(error))}") from error
+        raise BadInput("grammar", f"cannot be read as {grammar.kind}: {_in_a_line(str(error))}") from error
 
 
-def _first_line(problem: str) -> str:
-    return problem.strip().partition("\n")[0][:500]
+def _in_a_line(problem: str) -> str:
+    return " ".join(problem.split())[:500]
 
 
 class Matcher:
@@ -130,11 +130,16 @@ class Matcher:
         self._inner = inner
         self._ends = ends
 
+    @property
+    def is_ended(self) -> bool:
+        """Whether EOS alone is left."""
+        return bool(self._inner.is_stopped())
+
     def accept(self, token: int) -> None:
         """The answer goes on with this token. Tokens behind its end are overrun, and passed over."""
         self.count += 1
         if not self._inner.is_stopped() and not self._inner.consume_token(token):
-            self.problem = _first_line(self._inner.get_error())
+            self.problem = _in_a_line(self._inner.get_error())
 
     def fill(self, mask: NDArray[np.int32]) -> None:
         """Write the mask of the next token: bit `i % 32` of word `i // 32` says whether token i is allowed.
@@ -146,5 +151,5 @@ class Matcher:
             return
         self._inner.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if self._inner.is_error():
-            self.problem = _first_line(self._inner.get_error())
+            self.problem = _in_a_line(self._inner.get_error())
             mask[:] = self._ends
