@@ -73,6 +73,14 @@ def test_tensors_equal_those_of_the_library(
     assert_equal(ours, {name: tensor.to(ours[name].dtype) for name, tensor in theirs.items()})
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gpu_dequantises_to_the_same_bits(tmp_path: Path, kind: str) -> None:
+    quantised, _ = make(tmp_path, kind)
+    on_gpu = loading.load(loading.read_checkpoint(str(quantised)), "auto", torch.device("cuda"))
+    assert loading.weights_id(on_gpu) == loading.weights_id(load(quantised))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_tensors_ids_and_facts_equal_those_of_the_plain_form(tmp_path: Path, kind: str) -> None:
     quantised, plain = make(tmp_path, kind)
@@ -111,6 +119,18 @@ def test_a_note_counts_what_was_dequantised(tmp_path: Path, kind: str, count: in
     assert notes == [note]
 
 
+def test_layers_that_the_library_leaves_out_are_not_counted(tmp_path: Path) -> None:
+    """DeepSeek-V3's layer 61, which predicts a further token, has scales too."""
+    quantised, plain = make(tmp_path, "deepseek_v3")
+    values, scales = fp8_of(torch.ones(8, 8), (4, 8))
+    left_out = "model.layers.61.self_attn.o_proj.weight"
+    notes: list[str] = []
+    wanted = loading.weights_id(load(quantised, notes=notes))
+    edit(quantised, **{left_out: values, f"{left_out}_scale_inv": scales})
+    assert loading.weights_id(load(quantised, notes=notes)) == wanted == loading.weights_id(load(plain))
+    assert notes == ["FP8 dequantised to bfloat16: 72 tensors"] * 2
+
+
 @pytest.mark.parametrize(
     ("kind", "apart"), [("qwen3_moe", ["_scale_inv"]), ("mxfp4", ["_scales"]), ("qwen3_moe", ["q_proj.weight"])]
 )
@@ -132,9 +152,9 @@ def test_the_last_blocks_may_be_cut_off(tmp_path: Path, band: int, monkeypatch: 
     assert_equal(load(tmp_path / "quantised").state_dict(), load(tmp_path / "plain").state_dict())
 
 
-@pytest.mark.parametrize("form", ["bfloat16", "float32 of one", "exponents", "e8m0", "per matrix", "scalar", "e5m2"])
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "exponents", "e8m0", "per matrix", "scalar", "e5m2"])
 def test_forms_of_scales(tmp_path: Path, form: str) -> None:
-    quantised, _ = make(tmp_path, "qwen3_moe")
+    quantised, plain = make(tmp_path, "qwen3_moe")
     values, scales = fp8_of(torch.randn(64, 32, generator=torch.Generator().manual_seed(5)), (4, 8))
     factors = scales
     if form == "bfloat16":
@@ -157,6 +177,7 @@ def test_forms_of_scales(tmp_path: Path, form: str) -> None:
         values = values.float().to(torch.float8_e5m2)
     edit(quantised, **{Q: values, f"{Q}_scale_inv": scales})
     made = load(quantised).state_dict()[Q]
+    assert not torch.equal(made, load(plain).state_dict()[Q])
     assert torch.equal(made, plain_of_fp8(values, factors, (4, 8)).bfloat16())
 
 
@@ -303,8 +324,16 @@ def test_other_quantisations_are_refused_by_their_name(tmp_path: Path, settings:
         live.weights.load_folder(str(plain))
 
 
-def test_the_library_is_not_asked_for_plain_folders(tmp_path: Path) -> None:
-    """A plain folder may keep the words of the quantised one it was made from: its tensors decide."""
+def test_drawn_weights_need_no_scales(tmp_path: Path) -> None:
+    quantised, plain = make(tmp_path, "qwen3_moe")
+    one, other = (
+        loading.draw(loading.read_checkpoint(str(folder), with_tensors=False), "auto", CPU)
+        for folder in (quantised, plain)
+    )
+    assert_equal(one.state_dict(), other.state_dict())
+
+
+def test_a_plain_folder_may_keep_the_words_of_a_quantised_one(tmp_path: Path) -> None:
     quantised, plain = make(tmp_path, "qwen3_moe")
     notes: list[str] = []
     shutil.copy(quantised / "config.json", plain / "config.json")

@@ -110,7 +110,7 @@ def _fp8(
     rows, columns = stored.shape[-2:]
     sides = block or (max(rows, 1), max(columns, 1))
     grid = (*stored.shape[:-2], math.ceil(rows / sides[0]), math.ceil(columns / sides[1]))
-    one_of_one = math.prod(scales.shape) == math.prod(grid) == 1
+    one_of_one = grid == (1, 1) and math.prod(scales.shape) == 1
     if scales.dtype not in _FP8_SCALE_DTYPES or (scales.shape != grid and not one_of_one):
         raise CheckpointError(
             str(scales.file),
