@@ -114,7 +114,9 @@ class TransformersRunner(Runner):
                 "routing", f"{checkpoint.model_type} has no MoE layers", hint='set capture to "auto" or False'
             )
         facts = loading.config_facts(checkpoint.config)
-        model = (loading.draw if random else loading.load)(checkpoint, config.dtype, device)
+        loaded: list[str] = []
+        draw, load = loading.draw, loading.load
+        model = draw(checkpoint, config.dtype, device) if random else load(checkpoint, config.dtype, device, loaded)
         families.refuse_stateful(model)
         set_experts(model, config.experts, limits.max_step_tokens)
         self._moe = find_moe_layers(model) if limits.capture is not False else None
@@ -126,7 +128,7 @@ class TransformersRunner(Runner):
         layers = probe.attention_layers(model, latent=config.latent_mla, query_scales=mends.query_scales)
         self._step_model = self._make_step_model(model, KVLayout(layers, model.dtype))
         block_tokens = limits.block_tokens or self._step_model.layout.choose_block_tokens()
-        notes = [*mends.notes, f"experts: {model.config._experts_implementation or 'own'}"]
+        notes = [*loaded, *mends.notes, f"experts: {model.config._experts_implementation or 'own'}"]
         if reference is not None:
             notes.append(selfcheck.check(self._step_model, self._moe, reference, block_tokens))
         num_blocks = limits.num_blocks or choose_num_blocks(

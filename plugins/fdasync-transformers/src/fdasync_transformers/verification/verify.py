@@ -20,6 +20,7 @@ import os
 from collections.abc import Sequence  # msgspec looks the annotations up
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -29,7 +30,10 @@ import torch
 from fdasync.errors import BadInput, CheckpointError
 from fdasync_transformers.replay.force import RouterSite, Selection, find_routers, forced_routing, observed_routing
 from fdasync_transformers.verification.scores import TOLERANCE, choice_distance, grouped_distance, token_distance
+from fdasync_transformers.weights import loading
+from fdasync_transformers.weights.quantized import read_scheme
 from fdasync_transformers.weights.quiet import no_progress_bars
+from fdasync_transformers.weights.shards import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -143,7 +147,8 @@ def verify(
     """Check requests against a plain forward pass of the same weights.
 
     Args:
-        model: checkpoint folder (loaded in float32 on the CPU), or a causal LM in eval mode and float32.
+        model: checkpoint folder (loaded in float32 on the CPU, a quantised one by this package's own loader), or a
+            causal LM in eval mode and float32.
         served: the requests.
         progress: called with (requests done, requests in all) after each request.
         max_differences: most wrong, and most tied, differences that the report lists.
@@ -151,7 +156,8 @@ def verify(
     Raises:
         BadInput: records whose shapes, ranges, layers or number of experts cannot be those of the model.
         CheckpointError: the folder does not load.
-        UnsupportedModel: rows differ and the family's routing cannot be forced (llama4).
+        UnsupportedModel: rows differ and the family's routing cannot be forced (llama4), or the folder is quantised in
+            a way that is not known.
     """
     requests = list(served)
     reference = _reference(model)
@@ -371,6 +377,10 @@ def _reference(model: Any) -> Any:
         if any(p.dtype != torch.float32 for p in model.parameters() if p.is_floating_point()):
             raise BadInput("model", "is not in float32", hint="load it with dtype=torch.float32, or give its folder")
         return model
+    config_file = Path(model) / "config.json"
+    if config_file.exists() and read_scheme(read_json(config_file), config_file) is not None:
+        # the library asks for another package first, and leaves tensors that are stored plain in their own dtype
+        return loading.load(loading.read_checkpoint(str(model)), "float32", torch.device("cpu"))
     auto: Any = import_module("transformers").AutoModelForCausalLM
     try:
         with no_progress_bars():

@@ -1,8 +1,9 @@
 """Loads a checkpoint folder into a model in memory: config.json and safetensors, nothing else.
 
-The model is built on the meta device and its tensors are streamed one by one, so the weights are in memory once. Names,
-shapes and file sizes are checked before memory is taken. Runs no code of the checkpoint (no remote code, no pickle) and
-never calls the hub. Knows nothing of KV caches or steps. Called by `runner.py` and `update.py`.
+The model is built on the meta device and its tensors are streamed one by one, so the weights are in memory once;
+quantised ones are dequantised on the way. Names, shapes and file sizes are checked before memory is taken. Runs no code
+of the checkpoint (no remote code, no pickle) and never calls the hub. Knows nothing of KV caches or steps. Called by
+`runner.py` and `update.py`.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.core_model_loading import build_glob_alternation
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from fdasync.errors import CheckpointError, ConfigError, UnsupportedModel
+from fdasync_transformers.weights.dequantize import OpenShards, copy_stored
 from fdasync_transformers.weights.mapping import destination, place
+from fdasync_transformers.weights.quantized import plain_table, read_scheme
 from fdasync_transformers.weights.shards import StoredTensor, read_json, read_tensor_table
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from fdasync_transformers.weights.placement import Placement
+    from fdasync_transformers.weights.quantized import Scheme
 
 # keys of config.json that KV does not depend on; all others count, known or not
 _NOT_IN_FINGERPRINT = frozenset(
@@ -49,15 +52,17 @@ class Checkpoint:
 
     Attributes:
         folder: its path.
-        config: of the model.
+        config: of the model, without what it says of quantisation.
         model_class: of the library.
         tensors: on disk, by name; empty where only the config was read.
+        scheme: how it is quantised; None: it is plain.
     """
 
     folder: Path
     config: PreTrainedConfig
     model_class: type[PreTrainedModel]
     tensors: Mapping[str, StoredTensor]
+    scheme: Scheme | None = None
 
     @property
     def model_type(self) -> str:
@@ -69,7 +74,7 @@ def read_checkpoint(folder: str, *, with_tensors: bool = True) -> Checkpoint:
     """Read and check a folder without loading it; its config alone without `with_tensors`.
 
     Raises CheckpointError naming the file and its problem; UnsupportedModel for a type that the library does not know,
-    that is no causal language model, or that is quantized.
+    that is no causal language model, or whose quantisation this loader does not know.
     """
     path = Path(folder)
     if not path.is_dir():
@@ -84,10 +89,11 @@ def read_checkpoint(folder: str, *, with_tensors: bool = True) -> Checkpoint:
         if "auto_map" in raw:
             why += "; the code that the checkpoint brings is not run"
         raise UnsupportedModel(model_type, why)
-    if raw.get("quantization_config"):
-        raise UnsupportedModel(model_type, "quantized checkpoints are not served")
+    scheme = read_scheme(raw, config_file)
+    # the model that is built is plain, and so is its fingerprint
+    plain = {key: value for key, value in raw.items() if key not in ("quantization_config", "compression_config")}
     try:
-        config = CONFIG_MAPPING[model_type].from_dict(raw)
+        config = CONFIG_MAPPING[model_type].from_dict(plain)
     except Exception as error:  # the library checks configs with errors of many types
         raise CheckpointError(str(config_file), f"is no valid {model_type} config: {error}") from error
     if config.get_text_config() is not config:
@@ -98,11 +104,13 @@ def read_checkpoint(folder: str, *, with_tensors: bool = True) -> Checkpoint:
     if architectures and not any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in architectures):
         raise UnsupportedModel(model_type, f"the checkpoint is a {architectures[0]}, not a causal language model")
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    return Checkpoint(path, config, model_class, read_tensor_table(path) if with_tensors else {})
+    tensors = read_tensor_table(path) if with_tensors else {}
+    return Checkpoint(path, config, model_class, plain_table(tensors, scheme) if scheme else tensors, scheme)
 
 
-def load(checkpoint: Checkpoint, dtype: str, device: torch.device) -> PreTrainedModel:
-    """The model on `device`, in evaluation mode, without gradients. `dtype` "auto" is the checkpoint's own.
+def load(checkpoint: Checkpoint, dtype: str, device: torch.device, notes: list[str] | None = None) -> PreTrainedModel:
+    """The model on `device`, in evaluation mode, without gradients. `dtype` "auto" is the checkpoint's own
+    (of a quantised one that names none, bfloat16). Notes for people are appended to `notes`.
 
     Parts that the library keeps in float32 stay float32. Tensors that the config ties are one, unless the folder has
     different values for them: the library then leaves them apart, each with memory of its own, and says so in its log.
@@ -114,6 +122,8 @@ def load(checkpoint: Checkpoint, dtype: str, device: torch.device) -> PreTrained
     # this gives tied tensors memory of their own
     model.to_empty(device=device)
     stream(model, checkpoint, placements)
+    if notes is not None and (note := dequantized_note(checkpoint, placements, model.dtype)):
+        notes.append(note)
     missing = model.state_dict().keys() - {placement.target for placement in placements.values()}
     model.tie_weights(missing_keys=set(missing), recompute_mapping=False)
     return _finished(model)
@@ -177,14 +187,20 @@ def _read_into(
     by_file: dict[Path, list[str]] = {}
     for key in placements:
         by_file.setdefault(checkpoint.tensors[key].file, []).append(key)
-    for path, keys in by_file.items():
-        try:
-            with safe_open(path, framework="pt") as file:
-                for key in keys:
-                    placement = placements[key]
-                    destination(placement, targets[placement.target]).copy_(file.get_tensor(key))
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(str(path), f"cannot be read: {error}") from error
+    for keys in by_file.values():
+        # scales may lie in another shard than their values: it is open for that long
+        with OpenShards() as shards:
+            for key in keys:
+                where = placements[key]
+                copy_stored(shards, key, checkpoint.tensors[key], destination(where, targets[where.target]))
+
+
+def dequantized_note(checkpoint: Checkpoint, placements: Mapping[str, Placement], dtype: torch.dtype) -> str:
+    """How many of the tensors that are read are stored quantised, for people; "" for a plain folder."""
+    count = sum(checkpoint.tensors[key].quantized is not None for key in placements)
+    if checkpoint.scheme is None or not count:
+        return ""
+    return f"{checkpoint.scheme.name} dequantised to {str(dtype).removeprefix('torch.')}: {count} tensors"
 
 
 def weights_id(model: PreTrainedModel) -> str:
@@ -233,6 +249,8 @@ def _choose_dtype(checkpoint: Checkpoint, dtype: str) -> torch.dtype:
     if dtype != "auto":
         return _DTYPES[dtype]
     named: Any = checkpoint.config.dtype
+    if named is None and checkpoint.scheme is not None:
+        named = torch.bfloat16
     if named is None:
         floats = [tensor.dtype for tensor in checkpoint.tensors.values() if tensor.dtype in _STORED_FLOATS]
         named = _STORED_FLOATS[floats[0]] if floats else torch.float32

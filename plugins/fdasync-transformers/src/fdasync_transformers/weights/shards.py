@@ -27,6 +27,7 @@ _DTYPE_NBYTES = {
     "I8": 1,
     "F8_E5M2": 1,
     "F8_E4M3": 1,
+    "F8_E8M0": 1,
     "I16": 2,
     "U16": 2,
     "F16": 2,
@@ -41,18 +42,36 @@ _DTYPE_NBYTES = {
 FLOATS = frozenset(name for name in _DTYPE_NBYTES if name.startswith(("F", "BF")))
 
 
+class Quantized(NamedTuple):
+    """The two stored tensors that make a quantised one.
+
+    Attributes:
+        values: name of the packed values, which lie in the tensor's own shard.
+        scales: name of the scales.
+        scales_file: the shard of the scales.
+        block: rows and columns that share a scale of FP8; None: MXFP4.
+    """
+
+    values: str
+    scales: str
+    scales_file: Path
+    block: tuple[int, int] | None = None
+
+
 class StoredTensor(NamedTuple):
     """One tensor on disk.
 
     Attributes:
         file: the shard.
-        dtype: the format's name.
-        shape: of the tensor.
+        dtype: the format's name; of a quantised tensor, as if it were stored dequantised.
+        shape: of the tensor; of a quantised tensor, after dequantising.
+        quantized: how to dequantise it; None: stored plain.
     """
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    quantized: Quantized | None = None
 
 
 def read_json(path: Path) -> dict[str, Any]:

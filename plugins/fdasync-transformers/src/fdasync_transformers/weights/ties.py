@@ -11,19 +11,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from fdasync.errors import CheckpointError
+from fdasync_transformers.weights.dequantize import OpenShards, bands, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     from transformers import PreTrainedModel
 
     from fdasync_transformers.weights.placement import Placement
     from fdasync_transformers.weights.shards import StoredTensor
 
+# of one band of rows in float32
 _COMPARED_NBYTES = 64 << 20
 
 
@@ -95,17 +95,9 @@ def settle(model: PreTrainedModel, tensors: Mapping[str, StoredTensor], placemen
 
 def _equal(one: StoredTensor, one_key: str, other: StoredTensor, other_key: str, target: torch.Tensor) -> bool:
     """Whether two stored tensors of the target's shape are equal after loading, as the library compares them."""
-    row_nbytes = target[:1].numel() * target.element_size()
-    rows = max(1, _COMPARED_NBYTES // max(row_nbytes, 1))
-    path: Path = one.file
-    try:
-        with safe_open(one.file, framework="pt") as one_file:
-            path = other.file
-            with safe_open(other.file, framework="pt") as other_file:
-                slices = one_file.get_slice(one_key), other_file.get_slice(other_key)
-                return all(
-                    torch.equal(*[part[first : first + rows].to(target.dtype) for part in slices])
-                    for first in range(0, target.shape[0], rows)
-                )
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(str(path), f"cannot be read: {error}") from error
+    with OpenShards() as shards:
+        for first, last in bands(tuple(target.shape), _COMPARED_NBYTES):
+            rows = rows_of(shards, one_key, one, first, last, target)
+            if not torch.equal(rows, rows_of(shards, other_key, other, first, last, target)):
+                return False
+    return True

@@ -7,6 +7,7 @@ All checks come before the first byte changes (WeightsRejected). A later failure
 from __future__ import annotations
 
 import json
+import logging
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
     from fdasync.runner.base import TensorMeta
     from fdasync_transformers.weights.ties import Settled
+
+_log = logging.getLogger(__name__)
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -75,6 +78,8 @@ class LiveWeights:
     def load_folder(self, path: str) -> str:
         """Replace all weights by a checkpoint folder, as the library would load it; returns the weights id.
 
+        The folder may be plain or quantised, whatever the one before was; the log says which (level INFO).
+
         Raises WeightsRejected, also for a folder with different values for tied tensors that share memory in the model;
         WeightsBroken.
         """
@@ -89,6 +94,8 @@ class LiveWeights:
         except Exception as error:
             raise WeightsBroken(str(error) if isinstance(error, FdasyncError) else f"{path}: {error!r}") from error
         self.broken = frozenset()
+        note = loading.dequantized_note(checkpoint, settled.placements, self._model.dtype)
+        _log.info("%s: new weights, %s", path, note or "stored plain")
         return loading.weights_id(self._model)
 
     def read_id(self, path: str) -> str:
