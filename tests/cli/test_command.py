@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support.commands import COMMAND, DEADLINE_S, command, config_file
+from tests.support.commands import COMMAND, DEADLINE_S, command, config_file, untraced
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,8 +46,9 @@ def test_it_is_what_the_console_script_starts() -> None:
 @pytest.mark.parametrize("module", ["fdasync", "msgspec", "numpy", "fdasync.cli.store"])
 def test_ctrl_c_while_it_imports_is_a_short_end(module: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, module], capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
+        [sys.executable, "-c", INTERRUPTED, module],
+        capture_output=True, text=True, timeout=DEADLINE_S, check=False, env=untraced(),
+    )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
@@ -100,7 +101,7 @@ def test_ctrl_c_under_python_m_fdasync_is_a_short_end() -> None:
     script += "import runpy; runpy.run_module('fdasync', run_name='__main__', alter_sys=True)"
     done = subprocess.run(
         [sys.executable, "-c", script, "fdasync.cli.store"],
-        capture_output=True, text=True, timeout=DEADLINE_S, check=False,
+        capture_output=True, text=True, timeout=DEADLINE_S, check=False, env=untraced(),
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
