@@ -65,10 +65,11 @@ class GrammarProcess:
         self._child: RpcClient | None = None
         # one after the other: a slow one must not use up the time of the others
         self._turn = asyncio.Lock()
-        self._closed = False
+        self._closed = self._is_loaded = False
 
     async def check(self, grammar: Grammar) -> None:
-        """Returns for a grammar that can be kept at a bounded cost. Cancelling stops the waiting; the child goes on.
+        """Returns for a grammar that can be kept at a bounded cost. Cancelling stops the waiting; the next check
+        kills a child that is still busy.
 
         Raises BadInput, which says what is wrong or too slow; CheckpointError; WorkerDied and WorkerStuck where the
         child ends, EngineClosed.
@@ -87,7 +88,11 @@ class GrammarProcess:
         if self._closed:
             raise EngineClosed("closed")
         child = self._child
+        if child is not None and child.ending is None and (child.unanswered or not self._is_loaded):
+            # a check was cancelled, or loading failed: what waits behind it is not to blame
+            await child.kill(WorkerStuck("grammar", child.process.pid, "a check that was left", 0.0))
         if child is None or child.ending is not None:
+            self._is_loaded = False
             child = self._child = RpcClient(asyncio.get_running_loop(), "grammar", __name__, _ERRORS)
             try:
                 async with Within(_LOAD_S):
@@ -96,6 +101,7 @@ class GrammarProcess:
                 stuck = WorkerStuck("grammar", child.process.pid, "loading a tokenizer", _LOAD_S)
                 await child.kill(stuck)
                 raise stuck from None
+            self._is_loaded = True
         return child
 
     async def aclose(self) -> None:

@@ -1,9 +1,8 @@
 """Grammars as bit masks over the vocabulary: what may be sampled next, given the tokens of an answer so far.
 
-llguidance reads the grammars and makes the masks: it compiles a schema in about a millisecond where xgrammar takes half
-a second, its masks take as long on average, and it needs no torch. `Grammars` compiles, `Matcher` follows one answer,
-`LaneMatchers` has the matchers of the sequences in the runner. All of it is the host's; `math.py` applies the masks.
-Knows no model and no logits. Called by the executors and by `runner.py`.
+llguidance reads the grammars and makes the masks: it compiles as it goes, and needs no torch. `Grammars` compiles,
+`Matcher` follows one answer. All of it is the host's; `math.py` applies the masks. Knows no model, no logits and no
+steps. Called by `runner.py`, `grammar_process.py` and `execution/lane_matchers.py`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,72 @@
+"""Grammars that take too long are refused, and cost the checks behind them nothing but time."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+from fdasync_transformers.sampling.grammar_process import GrammarProcess
+from fdasync_transformers.weights.random_checkpoints import EOS_ID, VOCAB_SIZE, make_random_checkpoint
+
+from fdasync.errors import BadInput, CheckpointError, EngineClosed
+from fdasync.request import Grammar
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FINE = Grammar("regex", "a+")
+# takes the library minutes
+ENDLESS = Grammar("json_schema", '{"type": "integer", "multipleOf": 9999991}')
+SLOW = Grammar("gbnf", "root ::= " + " ".join(['"a"?'] * 8000))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    make_random_checkpoint(folder, "qwen3_moe", size="tiny")
+    return folder / "tokenizer.json"
+
+
+def is_alive(checks: GrammarProcess) -> bool:
+    assert checks._child is not None
+    return not checks._child.process.exited.done()
+
+
+@pytest.mark.parametrize("grammar", [ENDLESS, SLOW])
+async def test_what_takes_too_long_is_refused_and_the_next_is_checked(tokenizer: Path, grammar: Grammar) -> None:
+    checks = GrammarProcess(tokenizer, VOCAB_SIZE, (EOS_ID,))
+    both = [checks.check(grammar), checks.check(FINE)]
+    slow, fine = await asyncio.gather(*both, return_exceptions=True)
+    assert isinstance(slow, BadInput)
+    assert slow.field == "grammar"
+    assert "too long" in str(slow) or "cannot be kept" in str(slow)
+    assert fine is None
+    with pytest.raises(BadInput, match="cannot be kept"):
+        await checks.check(Grammar("regex", "(a"))
+    await checks.aclose()
+    assert not is_alive(checks)
+    with pytest.raises(EngineClosed):
+        await checks.check(FINE)
+
+
+async def test_a_check_that_was_left_is_not_blamed_on_the_next(tokenizer: Path) -> None:
+    checks = GrammarProcess(tokenizer, VOCAB_SIZE, (EOS_ID,))
+    await checks.check(FINE)
+    left = asyncio.ensure_future(checks.check(ENDLESS))
+    await asyncio.sleep(0)
+    left.cancel()
+    await asyncio.wait([left])
+    await checks.check(Grammar("regex", "b+"))
+    await checks.aclose()
+
+
+async def test_a_tokenizer_that_cannot_be_read_is_named_each_time(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text("{}")
+    checks = GrammarProcess(path, 10, (1,))
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="llguidance"):
+            await checks.check(FINE)
+    await checks.aclose()
+    assert not is_alive(checks)
