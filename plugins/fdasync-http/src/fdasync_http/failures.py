@@ -101,6 +101,9 @@ def answer(refused: Refused) -> Response:
     headers = {}
     if refused.retry_after_s:
         headers["retry-after"] = str(refused.retry_after_s)
+    if refused.status == 501:
+        # OpenAI's client repeats every status from 500 on unless it is told
+        headers["x-should-retry"] = "false"
     if refused.status == 401:
         headers["www-authenticate"] = "Bearer"
     return Response(body_of(refused), refused.status, headers, JSON)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _DISK = "send a checkpoint folder to /update_weights_from_disk (SGLang) or /update_weights with weight_dir (vLLM)"
 _PICKLE = f"tensors in a pickle run their sender's code and are never read here; {_DISK}"
 _GROUP = f"weights over a process group are not served yet; {_DISK}"
+_DELTA = f"deltas of weights are not served; {_DISK}"
 _SLEEP = "memory is not released over HTTP yet; pause and update from disk work without it"
 _LORA = "LoRA adapters are not served; merge the adapter into a checkpoint and update from disk"
 
@@ -35,6 +36,8 @@ REASONS = {
     "/start_weight_update": _GROUP,
     "/finish_weight_update": _GROUP,
     "/init_broadcaster": _GROUP,
+    "/pull_weights": _DELTA,
+    "/fetch_weights": _DELTA,
     "/release_memory_occupation": _SLEEP,
     "/resume_memory_occupation": _SLEEP,
     "/sleep": _SLEEP,
@@ -47,7 +50,7 @@ REASONS = {
 
 
 async def not_served(request: Request, _front: Front) -> Response:
-    """The answer of every such path: 501, which no client repeats for its status alone."""
+    """The answer of every such path: 501, and the header by which OpenAI's client does not repeat it."""
     # mounted apps see the path behind their mount point
     path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
     raise Refused(501, REASONS[path], code="not_served")

@@ -138,6 +138,7 @@ async def test_a_server_tells_what_it_is(scene):
     ("path", "told"),
     [
         ("/update_weights_from_tensor", "pickle"),
+        ("/pull_weights", "deltas"),
         ("/update_weights_from_ipc", "pickle"),
         ("/collective_rpc", "not served"),
         ("/load_lora_adapter", "LoRA"),
@@ -150,6 +151,7 @@ async def test_what_is_not_served_names_the_safe_path(scene_of, path, told):
         # the body is never read
         response = await scene.client.post(path, content=b"\x80\x04pickle")
         assert response.status_code == 501
+        assert response.headers["x-should-retry"] == "false"
         error = response.json()["error"]
         assert told in error["message"]
         assert error["code"] == "not_served"
