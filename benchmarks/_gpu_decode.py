@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from benchmarks._report import Report, short
+
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Sequence
     from typing import Any
 
     from benchmarks._gpu_model import Arm, Rig
-    from benchmarks._report import Report
 
 #: what is compared: arm, and steps in flight
 WAYS = {"on": ("on", 2), "off": ("off", 2), "depth1": ("on", 1)}
@@ -67,7 +68,7 @@ def add_ratio(report: Report, name: str, ones: Sequence[float], others: Sequence
     """The ratio under a name, its interval in the conditions."""
     middle, low, high = ratio(ones, others)
     report.add(name, [middle], aim=_AIMS.get(name))
-    report.conditions[f"{name}_interval95"] = [round(low, 4), round(high, 4), len(ones)]
+    report.conditions[f"{name}_interval95"] = [short(low), short(high), len(ones)]
 
 
 async def begin(rig: Rig, report: Report) -> None:

@@ -40,9 +40,8 @@ class Report:
     def add(self, name: str, values: Sequence[float], *, aim: float | None = None) -> float:
         """The median of these values under a name; the spread goes to the conditions."""
         figure = statistics.median(values)
-        # six digits, not six places: a rehearsal moves some kilobytes a second
-        self.figures[name] = float(f"{figure:.6g}")
-        self.conditions[f"{name}_spread"] = [round(min(values), 4), round(max(values), 4), len(values)]
+        self.figures[name] = short(figure)
+        self.conditions[f"{name}_spread"] = [short(min(values)), short(max(values)), len(values)]
         if aim is not None:
             self._aims[name] = aim
         print(f"  {name} = {figure:.4g}", file=sys.stderr, flush=True)
@@ -61,6 +60,11 @@ class Report:
         if json_path:
             text = json.dumps({"figures": self.figures, "conditions": self.conditions}, indent=2)
             Path(json_path).write_text(text + "\n")
+
+
+def short(value: float) -> float:
+    """Six digits, not six places: a rehearsal moves some kilobytes a second."""
+    return float(f"{value:.6g}")
 
 
 def calibrate_us() -> float:

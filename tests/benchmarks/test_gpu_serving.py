@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,6 @@ import pytest
 from benchmarks import _gpu_profile as profiling
 from benchmarks._gpu_decode import ratio
 from benchmarks._gpu_profile import Event
-from tests.support.commands import untraced
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 def test_a_rehearsal_writes_figures_that_make_sense(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     command = [sys.executable, "-m", "benchmarks.gpu_serving", "--tiny", "--json", str(out)]
-    environment = {**untraced(), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     report = json.loads(out.read_text())
@@ -48,7 +48,7 @@ def test_a_rehearsal_writes_figures_that_make_sense(tmp_path: Path) -> None:
 
 
 def test_without_a_gpu_it_says_so() -> None:
-    environment = {**untraced(), "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "benchmarks.gpu_serving"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode != 0

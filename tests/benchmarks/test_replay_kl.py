@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,6 @@ import pytest
 from benchmarks._replay_sides import Ask, Pass, Sampled, asks, sampled_rows
 from benchmarks.replay_kl import Figures, check_replay, compare
 from fdasync.result import Routing
-from tests.support.commands import untraced
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,7 +46,7 @@ def k3(by: float) -> float:
 def test_a_small_run_writes_what_it_promises(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     command = [sys.executable, "-m", "benchmarks.replay_kl", "--tokens", "400", "--steps", "4", "--json", str(out)]
-    environment = {**untraced(), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     report = json.loads(out.read_text())

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support.commands import COMMAND, DEADLINE_S, command, config_file, untraced
+from tests.support.commands import COMMAND, DEADLINE_S, command, config_file, interruptible
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,7 +47,7 @@ def test_it_is_what_the_console_script_starts() -> None:
 def test_ctrl_c_while_it_imports_is_a_short_end(module: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", INTERRUPTED, module],
-        capture_output=True, text=True, timeout=DEADLINE_S, check=False, env=untraced(),
+        capture_output=True, text=True, timeout=DEADLINE_S, check=False, preexec_fn=interruptible,
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
@@ -101,7 +101,7 @@ def test_ctrl_c_under_python_m_fdasync_is_a_short_end() -> None:
     script += "import runpy; runpy.run_module('fdasync', run_name='__main__', alter_sys=True)"
     done = subprocess.run(
         [sys.executable, "-c", script, "fdasync.cli.store"],
-        capture_output=True, text=True, timeout=DEADLINE_S, check=False, env=untraced(),
+        capture_output=True, text=True, timeout=DEADLINE_S, check=False, preexec_fn=interruptible,
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 

@@ -22,7 +22,7 @@ from fdasync.cli.demo import one_engine as demo_serving
 from fdasync.cli.demo.run import run_demo
 from fdasync.cli.demo.workload import DemoOptions, Served
 from fdasync.cli.main import main
-from tests.support.commands import errors, untraced
+from tests.support.commands import errors, interruptible
 
 COMMAND = [sys.executable, "-c", "from fdasync.cli.main import main; main()"]
 
@@ -30,7 +30,7 @@ COMMAND = [sys.executable, "-c", "from fdasync.cli.main import main; main()"]
 def command(
     *arguments: str, cache: Path | None = None, temporary: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    env = {**untraced(), "COLUMNS": "160"}
+    env = {**os.environ, "COLUMNS": "160"}
     if temporary is not None:
         env["TMPDIR"] = str(temporary)
     if cache is not None:
@@ -237,7 +237,7 @@ def test_bad_arguments_end_with_2(
 def test_ctrl_c_ends_the_demo_and_its_worker(model: Path) -> None:
     arguments = [*COMMAND, "demo", "--model", str(model), "--requests", "5000", "--max-tokens", "64"]
     with subprocess.Popen(
-        arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, env=untraced()
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=interruptible
     ) as running:
         worker = wait_for_child(running.pid)
         os.killpg(running.pid, signal.SIGINT)

@@ -26,10 +26,9 @@ RUNNER = {"vocab_size": 100, "block_tokens": 4, "num_blocks": 64, "max_context_t
 DEADLINE_S = 60.0
 
 
-def untraced() -> dict[str, str]:
-    """The environment without the coverage of child processes: that imports the package before its first line runs, and
-    makes a model's forward pass many times slower."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
+def interruptible() -> None:
+    """For a child, before it begins: Ctrl-C ends it, also where the tests run in the background, which ignores it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def config_file(folder: Path, runner: dict[str, Any] | None = None, **values: Any) -> Path:
