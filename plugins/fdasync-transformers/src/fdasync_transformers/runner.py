@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from fdasync.errors import CheckpointError, ConfigError, FdasyncError, InvariantBroken, RunnerError, UnsupportedModel
+from fdasync.errors import CheckpointError, ConfigError, FdasyncError, InvariantBroken, RunnerError
 from fdasync.runner.base import Capacity, Runner, RunnerLimits
 from fdasync.runner.input_batch import InputBatch
 from fdasync_transformers.execution.device_executor import DeviceExecutor
@@ -27,19 +27,18 @@ from fdasync_transformers.execution.graphs import ladder
 from fdasync_transformers.execution.host_executor import HostExecutor
 from fdasync_transformers.execution.lane_matchers import LaneMatchers
 from fdasync_transformers.execution.memory_profile import choose_num_blocks, prefill_tokens_per_s
-from fdasync_transformers.model import families, probe, selfcheck
 from fdasync_transformers.model.aux_data import AuxData, aux_specs, make_aux
+from fdasync_transformers.model.families import decoder_layers
 from fdasync_transformers.model.head import decoder_of
 from fdasync_transformers.model.kv import KVLayout, KVPool
-from fdasync_transformers.model.moe_layers import MoELayers, find_moe_layers
 from fdasync_transformers.model.step import StepModel
+from fdasync_transformers.opening import Opened, open_model
 from fdasync_transformers.runner_config import (
     TransformersConfig,
     check_config,
     device_of,
     graph_tokens,
     memory_share,
-    set_experts,
 )
 from fdasync_transformers.sampling.grammar_process import GrammarProcess
 from fdasync_transformers.sampling.grammars import Grammars
@@ -59,6 +58,7 @@ if TYPE_CHECKING:
     from fdasync.request import Grammar
     from fdasync.runner.base import CopyOutput, StepOutput, TensorMeta
     from fdasync_transformers.execution.gpu_services import GpuServices
+    from fdasync_transformers.model.moe_layers import MoELayers
 
 
 class TransformersRunner(Runner):
@@ -77,6 +77,7 @@ class TransformersRunner(Runner):
         self._weights: LiveWeights | None = None
         self._grammars: Grammars | None = None
         self._checks: GrammarProcess | None = None
+        self._graph_tokens: tuple[int, ...] = ()
 
     async def open(self) -> Capacity:
         """Load, mend, probe, check, size. Blocks its loop meanwhile.
@@ -88,6 +89,12 @@ class TransformersRunner(Runner):
             return self._open()
         except (FdasyncError, MemoryError):
             raise
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                "model",
+                f"its weights do not fit beside what is on the device: {error}",
+                hint="see fdasync doctor --model",
+            ) from error
         except Exception as error:
             # the library raises errors of many types for bad values in a checkpoint
             problem = f"the model cannot be built or run: {type(error).__name__}: {error}"
@@ -106,46 +113,29 @@ class TransformersRunner(Runner):
             torch.set_num_threads(config.num_threads)
         elif device.type == "cpu":
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
-        random = config.weights == "random"
-        checkpoint = loading.read_checkpoint(limits.model, with_tensors=not random)
-        families.refuse_unservable(checkpoint.config)
-        if limits.capture is True and not families.expected_moe_layers(checkpoint.config):
-            raise ConfigError(
-                "routing", f"{checkpoint.model_type} has no MoE layers", hint='set capture to "auto" or False'
-            )
+        checkpoint = loading.read_checkpoint(limits.model, with_tensors=config.weights != "random")
         facts = loading.config_facts(checkpoint.config)
-        loaded: list[str] = []
-        draw, load = loading.draw, loading.load
-        model = draw(checkpoint, config.dtype, device) if random else load(checkpoint, config.dtype, device, loaded)
-        families.refuse_stateful(model)
-        set_experts(model, config.experts, limits.max_step_tokens)
-        self._moe = find_moe_layers(model) if limits.capture is not False else None
+        opened = open_model(checkpoint, config, limits, device, self._make_step_model)
+        self._step_model, self._moe = opened.step_model, opened.experts if limits.capture is not False else None
+        model = opened.step_model.model
         specs = aux_specs(model, self._moe, config.aux)
-        max_context = _max_context(model, limits)
-        reference = selfcheck.plain_passes(model, self._moe, max_context) if config.self_check else None
-        mends = families.mend(model)
-        max_context = min(max_context, mends.max_context_tokens or max_context)
-        layers = probe.attention_layers(model, latent=config.latent_mla, query_scales=mends.query_scales)
-        self._step_model = self._make_step_model(model, KVLayout(layers, model.dtype))
-        block_tokens = limits.block_tokens or self._step_model.layout.choose_block_tokens()
-        notes = [*loaded, *mends.notes, f"experts: {model.config._experts_implementation or 'own'}"]
-        if reference is not None:
-            notes.append(selfcheck.check(self._step_model, self._moe, reference, block_tokens))
+        self._graph_tokens = graph_tokens(config, limits, model, opened.experts)
         num_blocks = limits.num_blocks or choose_num_blocks(
-            self._step_model,
+            opened.step_model,
             limits,
-            max_context,
-            block_tokens,
+            opened.max_context_tokens,
+            opened.block_tokens,
             config.kv_cache_nbytes,
             share=memory_share(config, device),
-            graphs=len(graph_tokens(config, limits, model)) if config.cuda_graphs else 0,
+            graphs=len(self._graph_tokens) if config.cuda_graphs else 0,
         )
-        self._weights = LiveWeights(model, facts)
+        self._weights = LiveWeights(opened.names, facts)
+        notes = [*opened.notes]
         self._grammars = _grammars_of(checkpoint, model, notes)
         if self._grammars is not None:
             path = checkpoint.folder / "tokenizer.json"
             self._checks = GrammarProcess(path, int(model.config.vocab_size), loading.eos_ids(checkpoint))
-        self._capacity = self._describe(checkpoint, max_context, block_tokens, num_blocks, specs, tuple(notes))
+        self._capacity = self._describe(checkpoint, opened, num_blocks, specs, tuple(notes))
         return self._capacity
 
     async def bind(self, num_blocks: int, arena: AuxArena | None, host: HostArena | None = None) -> None:
@@ -188,9 +178,8 @@ class TransformersRunner(Runner):
             return
         try:
             executor.capture_graphs(self.config.graph_sizes or ladder(self.limits.max_running))
-            sizes = graph_tokens(self.config, self.limits, executor.model.model)
-            if sizes:
-                executor.capture_mixed(sizes, self.limits.max_running)
+            if self._graph_tokens:
+                executor.capture_mixed(self._graph_tokens, self.limits.max_running)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, FdasyncError) as error:
@@ -330,14 +319,13 @@ class TransformersRunner(Runner):
     def _describe(
         self,
         checkpoint: loading.Checkpoint,
-        max_context: int,
-        block_tokens: int,
+        opened: Opened,
         num_blocks: int,
         specs: tuple[AuxSpec, ...],
         notes: tuple[str, ...],
     ) -> Capacity:
-        assert self._step_model is not None
-        model, layout, moe = self._step_model.model, self._step_model.layout, self._moe
+        model, layout, moe = opened.step_model.model, opened.step_model.layout, self._moe
+        max_context, block_tokens = opened.max_context_tokens, opened.block_tokens
         uneven = moe is not None and len(set(moe.top_k)) > 1
         return Capacity(
             model=f"{checkpoint.folder.name} ({checkpoint.model_type})",
@@ -354,7 +342,7 @@ class TransformersRunner(Runner):
             dtype=str(model.dtype).removeprefix("torch."),
             aux_specs=specs,
             moe_layer_ids=() if moe is None else moe.ids,
-            num_hidden_layers=families.num_hidden_layers(model.config),
+            num_hidden_layers=len(decoder_layers(model)),
             num_experts=0 if moe is None else moe.num_experts,
             top_k=0 if moe is None else max(moe.top_k),
             top_k_by_layer=moe.top_k if moe is not None and uneven else None,
@@ -362,7 +350,7 @@ class TransformersRunner(Runner):
             grammars=self._grammars is not None,
             scores_prompts=decoder_of(model) is not None,
             routing_debug=self.limits.routing_debug and moe is not None,
-            prefill_tokens_per_s=prefill_tokens_per_s(self._step_model, self.limits, max_context, block_tokens),
+            prefill_tokens_per_s=prefill_tokens_per_s(opened.step_model, self.limits, max_context, block_tokens),
             notes=notes,
         )
 
@@ -389,10 +377,3 @@ def _failed(error: RunnerError) -> asyncio.Future[Any]:
 def _current(device: torch.device) -> AbstractContextManager[object]:
     """While it is entered, this GPU is the current device; does nothing on a CPU."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def _max_context(model: PreTrainedModel, limits: RunnerLimits) -> int:
-    own = getattr(model.config, "max_position_embeddings", None)
-    if own is None:
-        raise UnsupportedModel(str(model.config.model_type), "its config has no max_position_embeddings")
-    return min(int(own), limits.max_context_tokens or int(own))

@@ -12,12 +12,12 @@ import torch
 
 from fdasync.errors import ConfigError
 from fdasync_transformers.execution.mixed_graphs import token_ladder
-from fdasync_transformers.model.moe_layers import find_moe_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from fdasync.runner.base import RunnerLimits
+    from fdasync_transformers.model.moe_layers import MoELayers
 
 _MAX_THREADS = 1024
 # most bytes of expert weights that one product may gather on a GPU, in dtypes without a grouped product there
@@ -128,14 +128,14 @@ def memory_share(config: TransformersConfig, device: torch.device) -> float:
     return 1 / len(others)
 
 
-def set_experts(model: PreTrainedModel, experts: str, max_step_tokens: int) -> None:
-    """Choose the library's implementation of the experts. Raises ConfigError."""
+def set_experts(model: PreTrainedModel, experts: str, layers: MoELayers | None, max_step_tokens: int) -> None:
+    """Choose the library's implementation of the experts in `layers`. Raises ConfigError."""
     if experts == "auto":
         # torch's grouped product of other dtypes reads the group sizes back
         if model.device.type != "cuda" or model.dtype == torch.bfloat16:
             return
         experts = "batched_mm"
-        gathered = _gathered_nbytes(model, max_step_tokens)
+        gathered = _gathered_nbytes(model, layers, max_step_tokens)
         if gathered > _MAX_GATHERED_NBYTES:
             raise ConfigError(
                 "runner_config.dtype",
@@ -149,26 +149,30 @@ def set_experts(model: PreTrainedModel, experts: str, max_step_tokens: int) -> N
         raise ConfigError("runner_config.experts", str(error), hint='use "auto"') from error
 
 
-def graph_tokens(config: TransformersConfig, limits: RunnerLimits, model: PreTrainedModel) -> tuple[int, ...]:
+def graph_tokens(
+    config: TransformersConfig, limits: RunnerLimits, model: PreTrainedModel, layers: MoELayers | None
+) -> tuple[int, ...]:
     """Tokens of steps with prompts to capture. None by default where a step gathers much of the experts' weights, as a
     graph would keep that memory."""
     if config.graph_tokens is not None:
         return config.graph_tokens
     gathers = model.config._experts_implementation == "batched_mm"
-    if gathers and _gathered_nbytes(model, limits.max_step_tokens) > _MOST_KEPT_NBYTES:
+    if gathers and _gathered_nbytes(model, layers, limits.max_step_tokens) > _MOST_KEPT_NBYTES:
         return ()
     return token_ladder(limits.max_step_tokens)
 
 
-def _gathered_nbytes(model: PreTrainedModel, max_step_tokens: int) -> int:
+def _gathered_nbytes(model: PreTrainedModel, layers: MoELayers | None, max_step_tokens: int) -> int:
     """Bytes of expert weights that one product of `batched_mm` gathers in the largest step."""
-    layers = find_moe_layers(model)
     if layers is None:
         return 0
     largest = max(
-        parameter[0].nbytes
-        for name in layers.names
-        for parameter in model.get_submodule(name).parameters(recurse=False)
-        if parameter.dim() == 3
+        (
+            parameter[0].nbytes
+            for name in layers.names
+            for parameter in model.get_submodule(name).parameters(recurse=False)
+            if parameter.dim() == 3
+        ),
+        default=0,
     )
     return max_step_tokens * max(layers.top_k) * largest

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 NAME = "fdasync_paged"
 
-# arguments that some models give their attention and this function does not support
-_NOT_DONE = ("softcap", "indices", "position_bias", "cu_seq_lens_q", "block_table")
+#: arguments that some models give their attention and this function does not support
+NOT_DONE = ("softcap", "indices", "position_bias", "cu_seq_lens_q", "block_table")
 
 
 class LatentCatcher:
@@ -117,7 +117,7 @@ def paged_attention(
     Raises RunnerError for any other argument that would change the result.
     """
     del attention_mask
-    for name in _NOT_DONE:
+    for name in NOT_DONE:
         if kwargs.get(name) is not None:
             raise RunnerError(f"attention with {name!r} is not supported")
     layer_idx = int(module.layer_idx)  # type: ignore[arg-type]

@@ -1,7 +1,8 @@
-"""Special cases of model families: which models are refused, and one mend, one function for each family in need.
+"""Mends of model families, one function for each family in need, and the place of a model's layers.
 
 `probe.py` and `moe_layers.py` find out the other facts of a model, and `selfcheck.py` proves them. Knows configs and
-modules of the library; knows nothing of KV or steps. Called by `runner.py`, `moe_layers.py` and `replay/packing.py`.
+modules of the library; knows nothing of KV or steps. Called by `runner.py`, the producers of aux data and
+`replay/packing.py`.
 """
 
 from __future__ import annotations
@@ -14,12 +15,7 @@ import torch
 from fdasync.errors import UnsupportedModel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from transformers import PreTrainedConfig, PreTrainedModel
-
-_STATEFUL = ("linear_attn", "mamba", "conv", "short_conv", "rwkv", "ssm")
-_RECURRENT_LAYER_TYPES = ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "lightning_attention")
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -27,42 +23,38 @@ class Mends:
     """The result of `mend`.
 
     Attributes:
-        query_scales: by layer index, (floor scale, attention scale) for the attention function to apply.
+        scaled_layers: attention layers whose queries grow with their position, for the attention function to apply.
         max_context_tokens: a tighter bound on the context than the config's, or None.
         notes: for people.
     """
 
-    query_scales: dict[int, tuple[float, float]]
+    scaled_layers: tuple[torch.nn.Module, ...]
     max_context_tokens: int | None
     notes: tuple[str, ...]
 
-
-def refuse_unservable(config: PreTrainedConfig) -> None:
-    """Raise UnsupportedModel for models whose flattened batches would be silently wrong."""
-    name = str(config.model_type)
-    types = [*(getattr(config, "layer_types", None) or ()), *(getattr(config, "layers_block_type", None) or ())]
-    recurrent = sorted({str(kind) for kind in types if kind in _RECURRENT_LAYER_TYPES})
-    if recurrent:
-        raise UnsupportedModel(name, f"layers of type {', '.join(recurrent)} keep recurrent state instead of KV")
-    for rope in _rope_types(config):
-        # both choose their frequencies for a whole batch, by its longest sequence
-        if rope == "dynamic" or (rope == "longrope" and name != "phimoe"):
-            raise UnsupportedModel(name, f"rope type {rope!r} makes a sequence depend on the others in its batch")
-
-
-def refuse_stateful(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModel for modules that keep recurrent state instead of KV."""
-    for path, _ in model.named_modules():
-        if path.rpartition(".")[2] in _STATEFUL:
-            raise UnsupportedModel(str(model.config.model_type), f"{path} keeps recurrent state instead of KV")
+    @property
+    def query_scales(self) -> dict[int, tuple[float, float]]:
+        """By layer index, (floor scale, attention scale), as the layers have them now."""
+        layers: tuple[Any, ...] = self.scaled_layers
+        return {int(layer.layer_idx): (float(layer.floor_scale), float(layer.attn_scale)) for layer in layers}
 
 
 def decoder_of(model: PreTrainedModel) -> Any:
-    """The module that holds the decoder layers as `layers`."""
+    """The module that holds the decoder layers as `layers` (dbrx: as `blocks`). Raises UnsupportedModel."""
     for module in model.modules():
-        if isinstance(getattr(module, "layers", None), torch.nn.ModuleList):
+        if isinstance(_layers_in(module), torch.nn.ModuleList):
             return module
     raise UnsupportedModel(str(model.config.model_type), "it has no list of decoder layers")
+
+
+def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
+    """The decoder layers, dense ones included. Raises UnsupportedModel."""
+    layers: torch.nn.ModuleList = _layers_in(decoder_of(model))
+    return layers
+
+
+def _layers_in(module: torch.nn.Module) -> Any:
+    return getattr(module, "layers", None) or getattr(module, "blocks", None)
 
 
 def mend(model: PreTrainedModel) -> Mends:
@@ -72,77 +64,19 @@ def mend(model: PreTrainedModel) -> Mends:
         return _mend_llama4(model)
     if kind == "phimoe":
         return _mend_phimoe(model)
-    return Mends({}, None, ())
-
-
-def num_hidden_layers(config: PreTrainedConfig) -> int:
-    """How many hidden layers there are, dense ones included."""
-    return int(getattr(config, "num_layers", None) or config.num_hidden_layers)
-
-
-def expected_moe_layers(config: PreTrainedConfig) -> tuple[int, ...]:
-    """Hidden-layer numbers of the MoE layers, as the config says; () for a dense model."""
-    depth = num_hidden_layers(config)
-    if not _expert_count(config):
-        return ()
-    if getattr(config, "moe_layers", None) is not None:
-        return tuple(sorted(int(layer) for layer in config.moe_layers))
-    kinds = getattr(config, "mlp_layer_types", None)
-    if kinds is not None:
-        return tuple(layer for layer, kind in enumerate(kinds) if kind != "dense")
-    layers = range(depth)
-    if getattr(config, "decoder_sparse_step", None) is not None:
-        dense = set(getattr(config, "mlp_only_layers", None) or ())
-        step = int(config.decoder_sparse_step)
-        return tuple(layer for layer in layers if layer not in dense and (layer + 1) % step == 0)
-    if getattr(config, "moe_layer_interval", None) is not None:
-        first, last = int(config.moe_layer_start_index), int(config.moe_layer_end_index)
-        step = int(config.moe_layer_interval)
-        return tuple(layer for layer in layers if first <= layer <= last and (layer + 1) % step == 0)
-    return tuple(layer for layer in layers if layer >= int(getattr(config, "first_k_dense_replace", None) or 0))
-
-
-def expected_top_k(config: PreTrainedConfig, layers: tuple[int, ...]) -> tuple[int, ...]:
-    """Experts per token of each MoE layer. Raises UnsupportedModel where the config does not say."""
-    for field in ("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token"):
-        value: Any = getattr(config, field, None)
-        if isinstance(value, list | tuple):
-            return tuple(int(value[layer]) for layer in layers)
-        if value is not None:
-            return (int(value),) * len(layers)
-    raise UnsupportedModel(str(config.model_type), "its config does not say how many experts a token uses")
-
-
-def _expert_count(config: PreTrainedConfig) -> int:
-    for field in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
-        value = getattr(config, field, None)
-        if value:
-            return max(value) if isinstance(value, list | tuple) else int(value)
-    return 0
-
-
-def _rope_types(config: PreTrainedConfig) -> Iterator[str]:
-    """Every rope type in the config, also of single layer types."""
-    found: list[Any] = [getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None)]
-    while found:
-        value = found.pop()
-        if isinstance(value, dict):
-            kind = value.get("rope_type", value.get("type"))
-            if isinstance(kind, str):
-                yield kind
-            found.extend(value.values())
+    return Mends((), None, ())
 
 
 def _mend_llama4(model: PreTrainedModel) -> Mends:
     """Query temperature by absolute position: the model's own code counts rows of the batch."""
-    scales: dict[int, tuple[float, float]] = {}
+    scaled: list[torch.nn.Module] = []
     for module in model.modules():
         if getattr(module, "attn_temperature_tuning", None) and hasattr(module, "use_rope"):
             attention: Any = module
             attention.attn_temperature_tuning = False
             if not attention.use_rope:
-                scales[int(attention.layer_idx)] = (float(attention.floor_scale), float(attention.attn_scale))
-    return Mends(scales, None, ("llama4: query temperature by absolute position",) if scales else ())
+                scaled.append(attention)
+    return Mends(tuple(scaled), None, ("llama4: query temperature by absolute position",) if scaled else ())
 
 
 def _mend_phimoe(model: PreTrainedModel) -> Mends:
@@ -163,7 +97,7 @@ def _mend_phimoe(model: PreTrainedModel) -> Mends:
         limit = int(rope["original_max_position_embeddings"])
         notes = (*notes, f"phimoe: context ends at {limit} tokens, where longrope would change cached keys")
     decoder.rotary_emb = PositionRotary(frequencies.to(model.device), float(scale))
-    return Mends({}, limit, notes)
+    return Mends((), limit, notes)
 
 
 class PositionRotary(torch.nn.Module):

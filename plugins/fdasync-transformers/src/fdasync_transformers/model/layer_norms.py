@@ -13,7 +13,7 @@ import torch
 from fdasync.cache.aux import AuxSpec
 from fdasync.gpu.capture import StepRows
 from fdasync_transformers.model.aux_producer import AuxProducer
-from fdasync_transformers.model.families import decoder_of
+from fdasync_transformers.model.families import decoder_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -24,13 +24,13 @@ class LayerNorms(AuxProducer):
 
     def __init__(self, model: PreTrainedModel, max_step_tokens: int) -> None:
         super().__init__(StepRows(max_step_tokens, self.spec_of(model), model.device))
-        for row, layer in enumerate(decoder_of(model).layers):
+        for row, layer in enumerate(decoder_layers(model)):
             self._hooks.append(layer.register_forward_hook(self._after(row)))
 
     @staticmethod
     def spec_of(model: PreTrainedModel) -> AuxSpec:
         """float32, one number for each decoder layer."""
-        return AuxSpec("layer_norms", (len(decoder_of(model).layers),), "float32")
+        return AuxSpec("layer_norms", (len(decoder_layers(model)),), "float32")
 
     def _after(self, row: int) -> Any:
         def after_layer(_: torch.nn.Module, _args: object, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:

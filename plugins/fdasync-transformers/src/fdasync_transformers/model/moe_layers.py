@@ -1,24 +1,45 @@
-"""Finds a model's MoE layers, and the shape of a row of their routing.
+"""Finds a model's MoE layers, and the shape of a row of their routing, in the model itself.
 
-Knows configs and modules of the library; knows nothing of steps. Called by `runner.py`, `runner_config.py` and the
-producers of aux data.
+Names of config fields differ from family to family. So layers come from the modules found, the number of experts from
+their weights, and the experts of a token from the ids that the experts are handed in one plain pass of one token. Knows
+modules of the library; knows nothing of steps. Called by `runner.py`, `examine.py`, `runner_config.py`, the producers
+of aux data and `replay/force.py`.
 """
 
 from __future__ import annotations
 
 import re
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from fdasync.cache.aux import AuxSpec
 from fdasync.errors import UnsupportedModel
-from fdasync_transformers.model.families import expected_moe_layers, expected_top_k
 
 if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|blocks)\.(\d+)\.")
+# classes of the library that hold experts or choose among them
+_OF_EXPERTS = re.compile(r"(Experts?|MoE|MoeBlock|Router|Gating)$")
+
+
+class Experts(NamedTuple):
+    """The experts of one layer.
+
+    Attributes:
+        name: of the module.
+        module: is handed hidden states, expert ids and their weights; in llama 4 hidden states alone.
+        num_experts: expert ids are below this number.
+        dense: computes all experts, and is handed no ids (llama 4).
+    """
+
+    name: str
+    module: torch.nn.Module
+    num_experts: int
+    dense: bool
 
 
 @dataclass(frozen=True)
@@ -43,38 +64,47 @@ class MoELayers:
         return AuxSpec("routing", (len(self.ids), max(self.top_k)), "uint8" if self.num_experts <= 256 else "uint16")
 
 
-def find_moe_layers(model: PreTrainedModel) -> MoELayers | None:
-    """The MoE layers, or None for a dense model.
+def find_experts(model: torch.nn.Module) -> dict[int, Experts]:
+    """The experts of every MoE layer, by rising hidden-layer number; empty for a dense model.
 
-    Raises UnsupportedModel where the layers of the modules and of the config differ.
+    `model` may be on the meta device. Raises UnsupportedModel for experts that are handed no ids, and for those whose
+    layer cannot be told.
     """
-    config: PreTrainedConfig = model.config
-    name = str(config.model_type)
-    expected = expected_moe_layers(config)
-    found: dict[int, tuple[str, torch.nn.Module]] = {}
+    kind = _kind_of(model)
+    found: dict[int, Experts] = {}
     for path, module in model.named_modules():
-        if not path.endswith(".experts") or not any(p.dim() == 3 for p in module.parameters(recurse=False)):
+        if path.rpartition(".")[2] != "experts" or isinstance(module, torch.nn.ModuleList):
             continue
         layer = _LAYER.search(path)
-        number = int(layer.group(1)) if layer else -1
-        if number < 0 or number in found:
-            raise UnsupportedModel(name, f"cannot tell the layer of the experts at {path}")
-        found[number] = (path, module)
-    if tuple(sorted(found)) != expected:
-        raise UnsupportedModel(
-            name, f"its config names MoE layers {list(expected)}, experts modules are at {sorted(found)}"
-        )
+        if layer is None or int(layer.group(1)) in found:
+            raise UnsupportedModel(kind, f"cannot tell the layer of the experts at {path}")
+        count = _num_experts(module)
+        if not 0 < count <= 2**15:
+            raise UnsupportedModel(kind, f"{path} has {count} experts, and a row names 1 to {2**15}")
+        found[int(layer.group(1))] = Experts(path, module, count, "Llama4" in type(module).__name__)
     if not found:
+        classes = {type(module).__name__ for module in model.modules()}
+        others = sorted(name for name in classes if _OF_EXPERTS.search(name))
+        if others:
+            problem = f"its experts ({', '.join(others)}) are handed no expert ids, so their routing cannot be recorded"
+            raise UnsupportedModel(kind, problem)
+    return dict(sorted(found.items()))
+
+
+def find_moe_layers(model: PreTrainedModel) -> MoELayers | None:
+    """The MoE layers of a loaded model, or None for a dense one; runs one plain pass of one token.
+
+    Raises UnsupportedModel as `find_experts`, and where a layer's experts are not called with ids in that pass.
+    """
+    experts = find_experts(model)
+    if not experts:
         return None
-    modules = [module for _, (_, module) in sorted(found.items())]
-    num_experts = max(p.shape[0] for module in modules for p in module.parameters(recurse=False) if p.dim() == 3)
-    if num_experts > 2**15:
-        raise UnsupportedModel(name, f"{num_experts} experts are more than a row can name")
+    top_k = _top_k(model, experts)
     return MoELayers(
-        ids=expected,
-        names=tuple(path for _, (path, _) in sorted(found.items())),
-        num_experts=num_experts,
-        top_k=expected_top_k(config, expected),
+        ids=tuple(experts),
+        names=tuple(each.name for each in experts.values()),
+        num_experts=max(each.num_experts for each in experts.values()),
+        top_k=top_k,
     )
 
 
@@ -83,3 +113,38 @@ def router_of_dense_experts(model: PreTrainedModel, experts: str) -> torch.nn.Mo
     if "Llama4" not in type(model.get_submodule(experts)).__name__:
         return None
     return model.get_submodule(experts.removesuffix("experts") + "router")
+
+
+def _top_k(model: PreTrainedModel, experts: dict[int, Experts]) -> tuple[int, ...]:
+    """The ids of each layer for one token, counted."""
+    seen: dict[str, int] = {}
+
+    def look(name: str, args: tuple[Any, ...]) -> None:
+        ids = args[1] if len(args) > 1 else None
+        if isinstance(ids, torch.Tensor) and ids.dim() == 2 and not ids.is_floating_point():
+            seen[name] = ids.shape[1]
+
+    with ExitStack() as hooks:
+        for each in experts.values():
+            if each.dense:
+                router: Any = router_of_dense_experts(model, each.name)
+                seen[each.name] = int(router.top_k)
+            else:
+                hook = each.module.register_forward_pre_hook(lambda _, args, name=each.name: look(name, args))
+                hooks.callback(hook.remove)
+        with torch.inference_mode():
+            model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
+    unseen = [each.name for each in experts.values() if each.name not in seen]
+    if unseen:
+        raise UnsupportedModel(_kind_of(model), f"{unseen[0]} is handed no expert ids in a forward pass")
+    return tuple(seen[each.name] for each in experts.values())
+
+
+def _num_experts(module: torch.nn.Module) -> int:
+    """From the weights; one family keeps the weights of all experts in one matrix and says how many there are."""
+    counts = [parameter.shape[0] for parameter in module.parameters(recurse=False) if parameter.dim() == 3]
+    return max(counts) if counts else int(getattr(module, "num_experts", 0))
+
+
+def _kind_of(model: torch.nn.Module) -> str:
+    return str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))

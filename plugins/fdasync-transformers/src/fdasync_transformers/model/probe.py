@@ -16,7 +16,8 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from fdasync.errors import UnsupportedModel
-from fdasync_transformers.model.families import decoder_of
+from fdasync_transformers.model.attention import NOT_DONE
+from fdasync_transformers.model.families import decoder_layers
 from fdasync_transformers.model.kv import LayerSpec, Reach
 
 if TYPE_CHECKING:
@@ -46,10 +47,12 @@ class ProbeLog:
     """Notes of the layers' calls, in their order; goes through the forward pass as `fd_ctx`.
 
     Attributes:
+        model_type: of the model.
         layers: by layer index, (module, kv heads, key dim, value dim, mask note or None).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model_type: str) -> None:
+        self.model_type = model_type
         self.layers: dict[int, tuple[torch.nn.Module, int, int, int, MaskNote | None]] = {}
 
 
@@ -63,7 +66,7 @@ def attention_layers(
     """
     name = str(model.config.model_type)
     log = _run(model)
-    depth = len(decoder_of(model).layers)
+    depth = len(decoder_layers(model))
     if len(log.layers) % depth or sorted(log.layers) != list(range(len(log.layers))):
         raise UnsupportedModel(
             name, f"{depth} layers, of which only {sorted(log.layers)} keep KV: the others keep state of another kind"
@@ -81,7 +84,7 @@ def attention_layers(
 def _run(model: PreTrainedModel) -> ProbeLog:
     AttentionInterface.register(PROBE, _probe_attention)
     AttentionMaskInterface.register(PROBE, _probe_mask)
-    log = ProbeLog()
+    log = ProbeLog(str(model.config.model_type))
     before = model.config._attn_implementation
     model.set_attn_implementation(PROBE)
     try:
@@ -103,8 +106,10 @@ def _probe_attention(
     fd_ctx: ProbeLog,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    del kwargs
     index = int(module.layer_idx)  # type: ignore[arg-type]
+    for name in NOT_DONE:
+        if kwargs.get(name) is not None:
+            raise UnsupportedModel(fd_ctx.model_type, f"attention with {name!r}")
     fd_ctx.layers[index] = (module, key.shape[1], key.shape[3], value.shape[3], attention_mask)
     groups = query.shape[1] // value.shape[1]
     return value.repeat_interleave(groups, dim=1).transpose(1, 2).contiguous(), None

@@ -1,8 +1,8 @@
 """Checks at start-up that a model computes right on flattened, paged batches.
 
 Flattened batches are silently wrong for models that carry state or depend on their batch, and no config field says so.
-So a few short sequences run first through the plain model, one by one, and then through the runner's own step, mixed,
-in chunks and over scattered blocks; logits and routing must agree. Knows no requests. Called by `runner.py`.
+So a few sequences run first through the plain model, one by one, and then through the runner's own step, mixed, in
+chunks and over scattered blocks; logits and routing must agree. Knows no requests. Called by `runner.py`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 # tokens of each sequence by step: prefill beside single tokens, one sequence joining late
 _CHUNKS = ((4, 1, 0, 1), (9, 11, 1, 1), (0, 23, 16, 1))
-_LENGTHS = tuple(sum(chunks) for chunks in _CHUNKS)
-_MOST_TOKENS = 64
+# tokens of the further steps of the last sequence, where it must be longer
+_CHUNK_TOKENS = 32
 
 # relative error of a position's logits, and the share of positions that may exceed it: in half precision a
 # near tie in a router may fall either way and change a position for good
@@ -47,23 +47,31 @@ class Reference:
     """The plain model's answers.
 
     Attributes:
+        chunks: tokens of each sequence by step.
         tokens: int32 token ids of each sequence.
         logits: float32 [length, V] of each sequence.
         routing: [length, layers, k] of each sequence; empty for a dense model.
     """
 
+    chunks: tuple[tuple[int, ...], ...]
     tokens: tuple[NDArray[np.int32], ...]
     logits: tuple[torch.Tensor, ...]
     routing: tuple[NDArray[np.generic], ...]
 
 
-def plain_passes(model: PreTrainedModel, layers: MoELayers | None, max_context_tokens: int) -> Reference:
-    """Run each sequence alone through the model as the library made it: call it before mends and paged attention."""
+def plain_passes(
+    model: PreTrainedModel, layers: MoELayers | None, max_context_tokens: int, longest_tokens: int = 0
+) -> Reference:
+    """Run each sequence alone through the model as the library made it: call it before mends and paged attention.
+
+    One sequence has at least `longest_tokens`, if the context allows it.
+    """
     vocab = int(model.config.vocab_size)
     random = np.random.default_rng(20250)
-    lengths = [min(length, max_context_tokens) for length in _LENGTHS]
+    chunks = _chunks(longest_tokens)
+    lengths = [min(sum(counts), max_context_tokens) for counts in chunks]
     tokens = tuple(random.integers(0, vocab, length).astype(np.int32) for length in lengths)
-    capture = None if layers is None else RoutingCapture(model, layers, _MOST_TOKENS)
+    capture = None if layers is None else RoutingCapture(model, layers, max(lengths))
     logits, routing = [], []
     try:
         for ids in tokens:
@@ -77,7 +85,7 @@ def plain_passes(model: PreTrainedModel, layers: MoELayers | None, max_context_t
     finally:
         if capture is not None:
             capture.close()
-    return Reference(tokens, tuple(logits), tuple(routing))
+    return Reference(chunks, tokens, tuple(logits), tuple(routing))
 
 
 def check(step_model: StepModel, layers: MoELayers | None, reference: Reference, block_tokens: int) -> str:
@@ -86,7 +94,8 @@ def check(step_model: StepModel, layers: MoELayers | None, reference: Reference,
     Raises UnsupportedModel with the figures if they disagree by more than the dtype explains.
     """
     model = step_model.model
-    capture = None if layers is None else RoutingCapture(model, layers, _MOST_TOKENS, fuse=step_model.fuses)
+    most_tokens = max(map(sum, zip(*reference.chunks, strict=True)))
+    capture = None if layers is None else RoutingCapture(model, layers, most_tokens, fuse=step_model.fuses)
     step_model.aux = None if capture is None else AuxData((capture,))
     try:
         logits, routing = _paged_passes(step_model, capture, reference, block_tokens)
@@ -111,6 +120,13 @@ def check(step_model: StepModel, layers: MoELayers | None, reference: Reference,
     return figures
 
 
+def _chunks(longest_tokens: int) -> tuple[tuple[int, ...], ...]:
+    """`_CHUNKS`, with further chunks before the last token of the last sequence."""
+    *others, last = _CHUNKS
+    more = -(-max(0, longest_tokens - sum(last)) // _CHUNK_TOKENS)
+    return (*((*counts, *(0,) * more) for counts in others), (*last[:-1], *(_CHUNK_TOKENS,) * more, last[-1]))
+
+
 def _paged_passes(
     step_model: StepModel, capture: RoutingCapture | None, reference: Reference, block_tokens: int
 ) -> tuple[list[torch.Tensor], list[NDArray[np.generic]]]:
@@ -125,8 +141,9 @@ def _paged_passes(
     done = [0] * len(needed)
     decoding: list[int] = []
     used = 0
-    for number in range(len(_CHUNKS[0])):
-        counts = [min(_CHUNKS[key][number], len(ids) - done[key]) for key, ids in enumerate(reference.tokens)]
+    all_chunks = reference.chunks
+    for number in range(len(all_chunks[0])):
+        counts = [min(all_chunks[key][number], len(ids) - done[key]) for key, ids in enumerate(reference.tokens)]
         decodes = [key for key in decoding if counts[key] > 0]
         starts: list[SeqStart] = []
         chunks: list[Chunk] = []
@@ -138,7 +155,7 @@ def _paged_passes(
                 used += needed[key]
                 starts.append(SeqStart(key, ids.astype("<i4").tobytes(), 0, blocks, (), (), _GREEDY))
             # the tokens after this chunk come one by one, as decodes
-            chunks.append(Chunk(key, counts[key], max(_CHUNKS[key][number + 1 :], default=0) <= 1))
+            chunks.append(Chunk(key, counts[key], max(all_chunks[key][number + 1 :], default=0) <= 1))
         rows_of = [*decodes, *[chunk.key for chunk in chunks]]
         if not rows_of:
             continue

@@ -9,7 +9,6 @@ the library's own. Knows nothing of engines, requests, or sequences in a batch. 
 
 from __future__ import annotations
 
-import re
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -19,11 +18,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fdasync.errors import BadInput, InvariantBroken, UnsupportedModel
+from fdasync_transformers.model.moe_layers import find_experts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _BIAS = "e_score_correction_bias"
 
 
@@ -89,39 +88,32 @@ def _copied() -> BadInput:
 def find_routers(model: torch.nn.Module) -> dict[int, RouterSite]:
     """Router of every MoE layer of a transformers model, by layer, ascending; empty for a dense model.
 
-    An MoE layer is a module named `experts` with a 3-D parameter, whose parent has a `gate` or `router`.
+    The experts are those of `moe_layers.find_experts`; the router is a `gate` or `router` beside them.
 
     Raises:
-        UnsupportedModel: experts without such a router beside them, or outside numbered layers.
+        UnsupportedModel: as `find_experts`, and experts without such a router beside them.
     """
     kind = str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
     modules = dict(model.named_modules())
     sites: dict[int, RouterSite] = {}
-    for name, experts in modules.items():
-        parent, _, last = name.rpartition(".")
-        if last != "experts" or not any(value.ndim == 3 for value in experts.parameters(recurse=False)):
-            continue
+    for layer, experts in find_experts(model).items():
+        parent = experts.name.rpartition(".")[0]
         router = modules.get(f"{parent}.gate") or modules.get(f"{parent}.router")
-        match = _LAYER.search(name)
-        if router is None or match is None or int(match[1]) in sites:
-            raise UnsupportedModel(kind, f"{name} has no router of its own beside it")
-        # longcat counts its identity experts in another attribute
-        width = getattr(router, "n_routed_experts", None) or getattr(router, "num_experts", None)
-        if not isinstance(width, int):
-            raise UnsupportedModel(kind, f"the router of {name} does not tell its number of experts")
+        if router is None:
+            raise UnsupportedModel(kind, f"{experts.name} has no router of its own beside it")
         groups = getattr(router, "num_group", None) or 1
         if groups > 1 and getattr(router, "topk_method", "") == "greedy":
             groups = 1
-        sites[int(match[1])] = RouterSite(
-            layer=int(match[1]),
+        sites[layer] = RouterSite(
+            layer=layer,
             router=router,
-            experts=experts,
-            num_experts=width,
+            experts=experts.module,
+            num_experts=experts.num_experts,
             num_groups=groups,
             by_max=kind == "phimoe",
-            dense=kind in ("llama4", "llama4_text"),
+            dense=experts.dense,
         )
-    return dict(sorted(sites.items()))
+    return sites
 
 
 @contextmanager

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from fdasync.errors import UnsupportedModel
-from fdasync_transformers.model.families import decoder_of, refuse_stateful
+from fdasync_transformers.model.families import decoder_of
+from fdasync_transformers.model.refusals import refuse_recurrent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,7 +35,7 @@ def refuse_mixing(kind: str, model: Any, arguments: Mapping[str, Any], spans: Sp
     Raises:
         UnsupportedModel: recurrent state, or attention that would mix the sequences; with the reason and the way out.
     """
-    refuse_stateful(model)  # recurrent state would run on into the next sequence
+    refuse_recurrent(model)  # recurrent state would run on into the next sequence
     mask, attention = arguments.get("attention_mask"), str(model.config._attn_implementation)
     if mask is not None and getattr(mask, "ndim", 0) != 2:
         return

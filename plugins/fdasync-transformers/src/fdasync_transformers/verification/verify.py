@@ -31,6 +31,7 @@ from fdasync.errors import BadInput, CheckpointError
 from fdasync_transformers.replay.force import RouterSite, Selection, find_routers, forced_routing, observed_routing
 from fdasync_transformers.verification.scores import TOLERANCE, choice_distance, grouped_distance, token_distance
 from fdasync_transformers.weights import loading
+from fdasync_transformers.weights.architecture import read_architecture
 from fdasync_transformers.weights.quantized import read_scheme
 from fdasync_transformers.weights.quiet import no_progress_bars
 from fdasync_transformers.weights.shards import read_json
@@ -377,11 +378,18 @@ def _reference(model: Any) -> Any:
         if any(p.dtype != torch.float32 for p in model.parameters() if p.is_floating_point()):
             raise BadInput("model", "is not in float32", hint="load it with dtype=torch.float32, or give its folder")
         return model
+    transformers: Any = import_module("transformers")
+    auto = transformers.AutoModelForCausalLM
     config_file = Path(model) / "config.json"
-    if config_file.exists() and read_scheme(read_json(config_file), config_file) is not None:
-        # the library asks for another package first, and leaves tensors that are stored plain in their own dtype
-        return loading.load(loading.read_checkpoint(str(model)), "float32", torch.device("cpu"))
-    auto: Any = import_module("transformers").AutoModelForCausalLM
+    if config_file.exists():
+        raw = read_json(config_file)
+        architecture = read_architecture(raw, config_file)
+        if architecture.whole is not None:
+            auto = architecture.whole[1]
+        elif read_scheme(raw, config_file) is not None or architecture.renamed:
+            # the library asks for another package first, leaves tensors that are stored plain in their own dtype, and
+            # does not know the name
+            return loading.load(loading.read_checkpoint(str(model)), "float32", torch.device("cpu"))
     try:
         with no_progress_bars():
             return auto.from_pretrained(str(model), dtype=torch.float32, local_files_only=True).eval()

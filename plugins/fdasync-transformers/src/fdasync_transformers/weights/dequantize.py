@@ -1,8 +1,8 @@
-"""Reads tensors from shards, and dequantises those that are stored with scales, in bands of bounded size.
+"""Reads tensors from shards, and dequantises bands of rows of those that are stored with scales.
 
 The arithmetic is that of the library's own dequantisers, bit for bit: FP8 values times their scales in float32, rounded
-once; MXFP4 by the library's function. On GPUs it runs on the device. Knows no models. Called by `loading.py` and
-`ties.py`.
+once; MXFP4 by the library's function. On GPUs it runs on the device. Knows no models. Called by `reading.py`,
+`loading.py` and `ties.py`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from fdasync_transformers.weights.shards import Quantized, StoredTensor
 
-# of one band of rows in float32; the arithmetic takes up to four times as much meanwhile
-_BAND_NBYTES = 16 << 20
 _E8M0_BIAS = 127.0
 
 
@@ -61,25 +59,6 @@ class OpenShards:
             raise CheckpointError(str(path), f"cannot be read: {error}") from error
 
 
-def copy_stored(shards: OpenShards, key: str, stored: StoredTensor, target: torch.Tensor) -> None:
-    """Copy a stored tensor of the target's shape into it, dequantised to its dtype. Raises CheckpointError."""
-    if stored.quantized is None:
-        target.copy_(shards.tensor(stored.file, key))
-        return
-    for first, last in bands(stored.shape, _BAND_NBYTES):
-        rows = _dequantized(shards, stored, stored.quantized, first, last, target)
-        target[first:last].copy_(rows)
-
-
-def rows_of(
-    shards: OpenShards, key: str, stored: StoredTensor, first: int, last: int, like: torch.Tensor
-) -> torch.Tensor:
-    """Rows `first` to `last` (exclusive) in the dtype of `like`, dequantised. Raises CheckpointError."""
-    if stored.quantized is None:
-        return shards.rows(stored.file, key, first, last).to(like.dtype)
-    return _dequantized(shards, stored, stored.quantized, first, last, like)
-
-
 def bands(shape: tuple[int, ...], nbytes: int) -> Iterator[tuple[int, int]]:
     """First and last (exclusive) index of the first dimension, so that a band in float32 takes about `nbytes`."""
     count = max(1, nbytes // max(1, 4 * math.prod(shape[1:])))
@@ -87,10 +66,13 @@ def bands(shape: tuple[int, ...], nbytes: int) -> Iterator[tuple[int, int]]:
         yield first, min(first + count, shape[0])
 
 
-def _dequantized(
+def dequantized(
     shards: OpenShards, stored: StoredTensor, quantized: Quantized, first: int, last: int, like: torch.Tensor
 ) -> torch.Tensor:
-    """A band of the unpacked tensor, in the dtype and on the device of `like`."""
+    """Rows `first` to `last` (exclusive) of the unpacked tensor, in the dtype and on the device of `like`.
+
+    Raises CheckpointError.
+    """
     values = shards.rows(stored.file, quantized.values, first, last).to(like.device)
     if len(stored.shape) == 3:
         scales = shards.rows(quantized.scales_file, quantized.scales, first, last).to(like.device)

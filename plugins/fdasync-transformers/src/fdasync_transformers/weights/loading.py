@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.core_model_loading import build_glob_alternation
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from fdasync.errors import CheckpointError, ConfigError, UnsupportedModel
-from fdasync_transformers.weights.dequantize import OpenShards, copy_stored
+from fdasync.errors import CheckpointError, ConfigError
+from fdasync_transformers.weights.architecture import read_architecture
+from fdasync_transformers.weights.dequantize import OpenShards
 from fdasync_transformers.weights.mapping import destination, place
+from fdasync_transformers.weights.names import Names
 from fdasync_transformers.weights.quantized import plain_table, read_scheme
+from fdasync_transformers.weights.reading import copy_stored
 from fdasync_transformers.weights.shards import StoredTensor, read_json, read_tensor_table
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedConfig, PreTrainedModel
 
+    from fdasync_transformers.weights.architecture import Architecture
+    from fdasync_transformers.weights.mapping import Placed
     from fdasync_transformers.weights.placement import Placement
     from fdasync_transformers.weights.quantized import Scheme
 
@@ -52,17 +55,20 @@ class Checkpoint:
 
     Attributes:
         folder: its path.
-        config: of the model, without what it says of quantisation.
-        model_class: of the library.
+        architecture: what is built.
         tensors: on disk, by name; empty where only the config was read.
         scheme: how it is quantised; None: it is plain.
     """
 
     folder: Path
-    config: PreTrainedConfig
-    model_class: type[PreTrainedModel]
+    architecture: Architecture
     tensors: Mapping[str, StoredTensor]
     scheme: Scheme | None = None
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """Of the language model, without what it says of quantisation."""
+        return self.architecture.config
 
     @property
     def model_type(self) -> str:
@@ -81,126 +87,136 @@ def read_checkpoint(folder: str, *, with_tensors: bool = True) -> Checkpoint:
         raise CheckpointError(folder, "is no folder" if path.exists() else "the folder does not exist")
     config_file = path / "config.json"
     raw = read_json(config_file)
-    model_type = raw.get("model_type")
-    if not isinstance(model_type, str):
-        raise CheckpointError(str(config_file), "has no model_type")
-    if model_type not in CONFIG_MAPPING:
-        why = "transformers does not know this model type"
-        if "auto_map" in raw:
-            why += "; the code that the checkpoint brings is not run"
-        raise UnsupportedModel(model_type, why)
     scheme = read_scheme(raw, config_file)
-    # the model that is built is plain, and so is its fingerprint
-    plain = {key: value for key, value in raw.items() if key not in ("quantization_config", "compression_config")}
-    try:
-        config = CONFIG_MAPPING[model_type].from_dict(plain)
-    except Exception as error:  # the library checks configs with errors of many types
-        raise CheckpointError(str(config_file), f"is no valid {model_type} config: {error}") from error
-    if config.get_text_config() is not config:
-        raise UnsupportedModel(model_type, "the model has parts beside its language model")
-    architectures = raw.get("architectures") or []
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UnsupportedModel(model_type, "is no causal language model")
-    if architectures and not any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in architectures):
-        raise UnsupportedModel(model_type, f"the checkpoint is a {architectures[0]}, not a causal language model")
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    architecture = read_architecture(raw, config_file)
     tensors = read_tensor_table(path) if with_tensors else {}
-    return Checkpoint(path, config, model_class, plain_table(tensors, scheme) if scheme else tensors, scheme)
+    return Checkpoint(path, architecture, plain_table(tensors, scheme) if scheme else tensors, scheme)
 
 
-def load(checkpoint: Checkpoint, dtype: str, device: torch.device, notes: list[str] | None = None) -> PreTrainedModel:
-    """The model on `device`, in evaluation mode, without gradients. `dtype` "auto" is the checkpoint's own
-    (of a quantised one that names none, bfloat16). Notes for people are appended to `notes`.
+def build(checkpoint: Checkpoint, dtype: str) -> PreTrainedModel:
+    """The model on the meta device, in its final dtypes: it has shapes and takes no memory. `dtype` "auto" is the
+    checkpoint's own (of a quantised one that names none, bfloat16).
+
+    Raises CheckpointError for a config whose sizes do not fit together, ConfigError for a dtype that is not served.
+    """
+    chosen = _choose_dtype(checkpoint, dtype)
+    model = _on_meta(checkpoint, checkpoint.config, checkpoint.architecture.model_class, chosen)
+    _keep_float32(model, chosen)
+    return model
+
+
+def names_of(checkpoint: Checkpoint, model: PreTrainedModel) -> Names:
+    """How the checkpoint's tensors are named. Raises CheckpointError."""
+    whole = checkpoint.architecture.whole
+    return Names(model, None if whole is None else _on_meta(checkpoint, *whole, model.dtype))
+
+
+def _on_meta(
+    checkpoint: Checkpoint, config: PreTrainedConfig, model_class: type[PreTrainedModel], dtype: torch.dtype
+) -> PreTrainedModel:
+    library: Any = model_class
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = library._from_config(config, dtype=dtype)
+    except Exception as error:  # models raise errors of many types for sizes that do not fit together
+        raise CheckpointError(
+            str(checkpoint.folder / "config.json"), f"no {config.model_type} can be built from it: {error}"
+        ) from error
+    return model
+
+
+def load(checkpoint: Checkpoint, dtype: str, device: torch.device) -> PreTrainedModel:
+    """`build` and `fill`. Raises as they do."""
+    model = build(checkpoint, dtype)
+    fill(model, checkpoint, names_of(checkpoint, model), device)
+    return model
+
+
+def fill(model: PreTrainedModel, checkpoint: Checkpoint, names: Names, device: torch.device) -> tuple[str, ...]:
+    """Give a model of `build` its weights on `device`, in evaluation mode, without gradients. Returns notes for people.
 
     Parts that the library keeps in float32 stay float32. Tensors that the config ties are one, unless the folder has
     different values for them: the library then leaves them apart, each with memory of its own, and says so in its log.
     Raises CheckpointError and UnsupportedModel before memory is taken, CheckpointError for a file that fails while it
     is read.
     """
-    model = _build(checkpoint, dtype)
-    placements = place(model, checkpoint.tensors, checkpoint.folder)
+    placed = place(names, checkpoint.tensors, checkpoint.folder)
     # this gives tied tensors memory of their own
     model.to_empty(device=device)
-    stream(model, checkpoint, placements)
-    if notes is not None and (note := dequantized_note(checkpoint, placements, model.dtype)):
-        notes.append(note)
-    missing = model.state_dict().keys() - {placement.target for placement in placements.values()}
+    stream(model, placed.tensors, placed.placements)
+    missing = model.state_dict().keys() - {placement.target for placement in placed.placements.values()}
     model.tie_weights(missing_keys=set(missing), recompute_mapping=False)
-    return _finished(model)
+    _finish(model)
+    return placed_notes(checkpoint, placed, model.dtype)
 
 
-def draw(checkpoint: Checkpoint, dtype: str, device: torch.device) -> PreTrainedModel:
-    """As `load`, with weights drawn on the device: the same on every device of its kind."""
-    model = _build(checkpoint, dtype)
+def draw(model: PreTrainedModel, device: torch.device) -> None:
+    """Give a model of `build` random weights, drawn on the device: the same on every device of its kind."""
     model.to_empty(device=device)
     model.tie_weights()
     random = torch.Generator(device).manual_seed(0)
     for name, tensor in model.state_dict().items():
-        if tensor.is_floating_point():
-            if tensor.dim() > 1:
-                tensor.normal_(0.0, 0.02, generator=random)
-            else:
-                # weights of norms are 1, biases 0
-                tensor.fill_(0.0 if name.endswith("bias") else 1.0)
-    return _finished(model)
+        if not tensor.is_floating_point():
+            # tables of ids: 0 is an id everywhere
+            tensor.zero_()
+        elif tensor.dim() > 1:
+            tensor.normal_(0.0, 0.02, generator=random)
+        else:
+            # weights of norms are 1, biases 0
+            tensor.fill_(0.0 if name.endswith("bias") else 1.0)
+    _finish(model)
 
 
-def _build(checkpoint: Checkpoint, dtype: str) -> PreTrainedModel:
-    """The model on the meta device, in its final dtypes."""
-    chosen = _choose_dtype(checkpoint, dtype)
-    model_class: Any = checkpoint.model_class
-    try:
-        with torch.device("meta"):
-            model: PreTrainedModel = model_class._from_config(checkpoint.config, dtype=chosen)
-    except Exception as error:  # models raise errors of many types for sizes that do not fit together
-        raise CheckpointError(
-            str(checkpoint.folder / "config.json"), f"no {checkpoint.model_type} can be built from it: {error}"
-        ) from error
-    _keep_float32(model, chosen)
-    return model
-
-
-def _finished(model: PreTrainedModel) -> PreTrainedModel:
+def _finish(model: PreTrainedModel) -> None:
     _fill_buffers(model)
     model.config.output_router_logits = False
     model.requires_grad_(False)
     model.train(False)
-    return model
 
 
-def stream(model: PreTrainedModel, checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> None:
+def stream(model: PreTrainedModel, tensors: Mapping[str, StoredTensor], placements: Mapping[str, Placement]) -> None:
     """Copy the stored tensors into the model's own, in place. Raises CheckpointError naming the file."""
-    _read_into(model.state_dict(), checkpoint, placements)
+    _read_into(model.state_dict(), tensors, placements)
 
 
-def assemble(tensor: torch.Tensor, checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> torch.Tensor:
+def assemble(
+    tensor: torch.Tensor, tensors: Mapping[str, StoredTensor], placements: Mapping[str, Placement]
+) -> torch.Tensor:
     """What `stream` would make of one of the model's tensors, in host memory of its own. `placements`: of the stored
     tensors that go there. Raises CheckpointError naming the file."""
     made = torch.empty(tensor.shape, dtype=tensor.dtype)
-    _read_into({placement.target: made for placement in placements.values()}, checkpoint, placements)
+    _read_into({placement.target: made for placement in placements.values()}, tensors, placements)
     return made
 
 
 def _read_into(
-    targets: Mapping[str, torch.Tensor], checkpoint: Checkpoint, placements: Mapping[str, Placement]
+    targets: Mapping[str, torch.Tensor], tensors: Mapping[str, StoredTensor], placements: Mapping[str, Placement]
 ) -> None:
     by_file: dict[Path, list[str]] = {}
     for key in placements:
-        by_file.setdefault(checkpoint.tensors[key].file, []).append(key)
+        by_file.setdefault(tensors[key].file, []).append(key)
     for keys in by_file.values():
         # scales may lie in another shard than their values: it is open for that long
         with OpenShards() as shards:
             for key in keys:
                 where = placements[key]
-                copy_stored(shards, key, checkpoint.tensors[key], destination(where, targets[where.target]))
+                copy_stored(shards, tensors[key], destination(where, targets[where.target]))
 
 
-def dequantized_note(checkpoint: Checkpoint, placements: Mapping[str, Placement], dtype: torch.dtype) -> str:
-    """How many of the tensors that are read are stored quantised, for people; "" for a plain folder."""
-    count = sum(checkpoint.tensors[key].quantized is not None for key in placements)
-    if checkpoint.scheme is None or not count:
-        return ""
-    return f"{checkpoint.scheme.name} dequantised to {str(dtype).removeprefix('torch.')}: {count} tensors"
+def placed_notes(checkpoint: Checkpoint, placed: Placed, dtype: torch.dtype) -> tuple[str, ...]:
+    """What happens to stored tensors on their way into a model of this dtype, for people."""
+    stored = [*placed.tensors.values()]
+    sources = [source for tensor in stored if tensor.converted for _, source in tensor.converted.sources]
+    dequantized = sum(tensor.quantized is not None for tensor in (*stored, *sources))
+    notes = []
+    if checkpoint.scheme is not None and dequantized:
+        name = str(dtype).removeprefix("torch.")
+        notes.append(f"{checkpoint.scheme.name} dequantised to {name}: {dequantized} tensors")
+    if sources:
+        notes.append(f"{len(sources)} tensors converted by the library")
+    if placed.beside:
+        notes.append(f"{placed.beside} tensors of vision or audio parts skipped")
+    return tuple(notes)
 
 
 def weights_id(model: PreTrainedModel) -> str:

@@ -1,8 +1,8 @@
 """Maps tensors on disk to their places in the model: names, rows of fused expert weights, shapes.
 
-Uses the library's own conversion table (`transformers.conversion_mapping`), but copies into existing parameters instead
-of replacing them, so that a weight update keeps every address. Reads no tensor data: it checks names and shapes. Called
-by `loading.py` and `update.py`.
+Uses the library's own conversion table (`names.py`), but copies into existing parameters instead of replacing them, so
+that a weight update keeps every address. Reads no tensor data: it checks names and shapes. Called by `loading.py` and
+`update.py`.
 """
 
 from __future__ import annotations
@@ -10,23 +10,17 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    Concatenate,
-    MergeModulelist,
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-)
+from transformers.core_model_loading import Concatenate, MergeModulelist, dot_natural_key
 
-from fdasync.errors import CheckpointError, UnsupportedModel
+from fdasync.errors import CheckpointError
+from fdasync_transformers.weights.conversions import planned
+from fdasync_transformers.weights.names import Names
 from fdasync_transformers.weights.placement import Placement
 from fdasync_transformers.weights.shards import FLOATS
 from fdasync_transformers.weights.ties import tied_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     import torch
@@ -41,66 +35,108 @@ class Located(NamedTuple):
     Attributes:
         placements: by name, in the order to read them.
         ignored: names that the library leaves out.
+        beside: names of parts beside the language model (vision, audio).
         unknown: names without a place in the model.
+        conversions: (name of the first tensor that is made, pattern, stored name) of names that the library converts
+            together with others, in its order.
     """
 
     placements: dict[str, Placement]
     ignored: list[str]
+    beside: list[str]
     unknown: list[str]
+    conversions: list[tuple[str, str, str]]
 
 
-def locate(model: PreTrainedModel, names: Iterable[str]) -> Located:
-    """Find the place of each name of a checkpoint, or of the model's own state dict.
+class Placed(NamedTuple):
+    """The places of a folder's tensors.
 
-    `model` may be on the meta device. Raises UnsupportedModel for a conversion that this loader does not know.
+    Attributes:
+        tensors: that the model uses, by name: stored ones, and those that are made of several stored ones.
+        placements: of these, in the order to read them.
+        beside: how many stored tensors belong to parts beside the language model.
     """
-    state = model.state_dict()
-    rules = get_model_conversion_mapping(model)
-    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    of_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    placements: dict[str, Placement] = {}
-    homeless: list[str] = []
+
+    tensors: dict[str, StoredTensor]
+    placements: dict[str, Placement]
+    beside: int
+
+
+def locate(names: Names, keys: Iterable[str]) -> Located:
+    """Find the place of each name of a checkpoint, or of the model's own state dict. The model may be on the meta
+    device."""
+    found = Located({}, [], [], [], [])
+    # by stored name, the name in the whole model
+    homeless: dict[str, str] = {}
     # some renamings expect the library's order
-    for key in sorted(names, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
-        if name not in state and key in state:
-            name, pattern = key, None
-        if name not in state:
-            homeless.append(key)
+    for key in sorted(keys, key=dot_natural_key):
+        name, pattern = names.read(key)
+        own = names.own(name) if name else None
+        if own is None:
+            homeless[key] = name or key
         elif pattern is None:
-            placements[key] = Placement(name)
+            found.placements[key] = Placement(own)
+        elif expert := _expert_placement(names, key, own, pattern):
+            found.placements[key] = expert
         else:
-            placements[key] = _expert_placement(model, key, name, pattern, of_pattern[pattern])
-    unknown = _not_ignored(homeless, [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"])
-    return Located(placements, [key for key in homeless if key not in unknown], unknown)
+            found.conversions.append((name, pattern, key))
+    if names.whole is not names.model and homeless:
+        # a trainer of the language model alone has its names
+        alone = locate(Names(names.model), homeless)
+        found.placements.update(alone.placements)
+        homeless = {key: name for key, name in homeless.items() if key not in alone.placements}
+    for key, name in homeless.items():
+        if names.ignores(key):
+            found.ignored.append(key)
+        else:
+            (found.beside if names.is_beside(name) else found.unknown).append(key)
+    return found
 
 
-def place(model: PreTrainedModel, table: Mapping[str, StoredTensor], folder: Path) -> dict[str, Placement]:
+def place(names: Names, table: Mapping[str, StoredTensor], folder: Path) -> Placed:
     """Placement of every stored tensor that the model uses, in the order to read them.
 
-    `model` may be on the meta device. Names that the config ties are places of their own here (`ties.py`). Raises
+    The model may be on the meta device. Names that the config ties are places of their own here (`ties.py`). Raises
     CheckpointError for missing, unexpected and misshapen tensors, and for two tensors of one place; UnsupportedModel
-    for a conversion that this loader does not know.
+    for a conversion that the library cannot make.
     """
-    state = model.state_dict()
-    placements, _, unknown = locate(model, table)
+    state = names.model.state_dict()
+    located = locate(names, table)
+    tensors = {key: table[key] for key in located.placements}
+    placements = dict(located.placements)
+    for key, stored in _converted(names, located.conversions, table).items():
+        own = names.own(key)
+        if own is not None:
+            tensors[key], placements[key] = stored, Placement(own)
     for key, placement in placements.items():
-        stored = table[key]
+        stored = tensors[key]
         problem = misfit(stored.shape, stored.dtype in FLOATS, placement, state[placement.target])
         if problem:
             raise CheckpointError(str(stored.file), f"{key} {problem}")
     if met := meeting(placements):
         one, other = met
-        problem = f"holds {other}, and {table[one].file.name} {one}: both are {placements[one].target}"
-        raise CheckpointError(str(table[other].file), problem)
-    _check_complete(model, state, placements, folder)
-    if unknown:
+        problem = f"holds {other}, and {tensors[one].file.name} {one}: both are {placements[one].target}"
+        raise CheckpointError(str(tensors[other].file), problem)
+    _check_complete(names.model, state, placements, folder)
+    if located.unknown:
         raise CheckpointError(
-            str(table[unknown[0]].file),
-            f"holds {len(unknown)} tensors that the model has no place for: {', '.join(unknown[:3])}",
+            str(table[located.unknown[0]].file),
+            f"holds {len(located.unknown)} tensors that the model has no place for: {', '.join(located.unknown[:3])}",
         )
-    return placements
+    return Placed(tensors, placements, len(located.beside))
+
+
+def _converted(
+    names: Names, conversions: Sequence[tuple[str, str, str]], table: Mapping[str, StoredTensor]
+) -> dict[str, StoredTensor]:
+    """The tensors that the library makes of others, by their names. Raises UnsupportedModel."""
+    groups: dict[str, list[tuple[str, StoredTensor]]] = {}
+    for name, pattern, key in conversions:
+        groups.setdefault(name, []).append((pattern, table[key]))
+    made: dict[str, StoredTensor] = {}
+    for name, sources in groups.items():
+        made |= planned(names.rule(sources[0][0]), name, sources, names.whole, names.state)
+    return made
 
 
 def meeting(placements: Mapping[str, Placement], names: Mapping[str, str] | None = None) -> tuple[str, str] | None:
@@ -145,18 +181,18 @@ def misfit(shape: tuple[int, ...], is_float: bool, placement: Placement, target:
     return ""
 
 
-def _expert_placement(model: PreTrainedModel, key: str, target: str, pattern: str, rule: WeightConverter) -> Placement:
+def _expert_placement(names: Names, key: str, target: str, pattern: str) -> Placement | None:
+    """The row of one expert's tensor; None for conversions of another kind."""
+    rule = names.rule(pattern)
     kinds = [type(operation) for operation in rule.operations]
     dims = [operation.dim for operation in rule.operations if hasattr(operation, "dim")]
     merged = kinds == [MergeModulelist] and dims == [0]
     joined = kinds == [MergeModulelist, Concatenate] and dims == [0, 1]
-    found = re.search(re.escape(pattern).replace(r"\*", r"(\d+)"), key) if merged or joined else None
-    if found is None:
-        raise UnsupportedModel(
-            str(model.config.model_type), f"{key} needs a conversion that this loader does not know ({rule.operations})"
-        )
+    expert = names.number(key, pattern) if merged or joined else None
+    if expert is None:
+        return None
     parts = len(rule.source_patterns) if joined else 1
-    return Placement(target, int(found.group(1)), rule.source_patterns.index(pattern) if joined else 0, parts)
+    return Placement(target, expert, rule.source_patterns.index(pattern) if joined else 0, parts)
 
 
 def _check_complete(

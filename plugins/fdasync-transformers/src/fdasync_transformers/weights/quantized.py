@@ -48,7 +48,10 @@ def read_scheme(raw: Mapping[str, Any], config_file: Path) -> Scheme | None:
 
     Raises UnsupportedModel naming a quantisation that this loader does not know, CheckpointError for a bad value.
     """
-    settings = raw.get("quantization_config") or raw.get("compression_config")
+    inner = raw.get("text_config")
+    places = (raw, inner if isinstance(inner, dict) else {})
+    found = [place.get(name) for place in places for name in ("quantization_config", "compression_config")]
+    settings = next((value for value in found if value), None)
     if not settings:
         return None
     if not isinstance(settings, dict):
@@ -117,7 +120,7 @@ def _fp8(
             f"{scales_key} has shape {scales.shape} and dtype {scales.dtype}: {key} of shape {stored.shape} in blocks"
             f" of {sides} needs float scales of shape {grid}",
         )
-    return StoredTensor(stored.file, _UNPACKED, stored.shape, Quantized(key, scales_key, scales.file, sides))
+    return StoredTensor(key, stored.file, _UNPACKED, stored.shape, Quantized(key, scales_key, scales.file, sides))
 
 
 def _mxfp4(key: str, stored: StoredTensor, scales_key: str, scales: StoredTensor) -> StoredTensor:
@@ -132,7 +135,7 @@ def _mxfp4(key: str, stored: StoredTensor, scales_key: str, scales: StoredTensor
     experts, rows, blocks, _ = stored.shape
     # the library keeps these weights transposed
     shape = (experts, blocks * _MXFP4_BLOCK_NBYTES * 2, rows)
-    return StoredTensor(stored.file, _UNPACKED, shape, Quantized(key, scales_key, scales.file))
+    return StoredTensor(key, stored.file, _UNPACKED, shape, Quantized(key, scales_key, scales.file))
 
 
 def _name_of(settings: Mapping[str, Any]) -> str:

@@ -16,6 +16,8 @@ from fdasync.errors import CheckpointError
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from transformers import PreTrainedModel
+
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
@@ -58,20 +60,42 @@ class Quantized(NamedTuple):
     block: tuple[int, int] | None = None
 
 
+class Converted(NamedTuple):
+    """The stored tensors that the library makes one tensor of a model of.
+
+    Attributes:
+        rule: the library's `WeightConverter`.
+        layer_name: the name that the rule goes by: of the first tensor that it makes.
+        name: of the tensor that is meant, of those that the rule makes.
+        sources: (pattern of the rule, tensor) in the library's order.
+        model: a conversion may look at it; it may be on the meta device.
+    """
+
+    rule: Any
+    layer_name: str
+    name: str
+    sources: tuple[tuple[str, StoredTensor], ...]
+    model: PreTrainedModel
+
+
 class StoredTensor(NamedTuple):
     """One tensor on disk.
 
     Attributes:
+        name: in the shard.
         file: the shard.
         dtype: the format's name; of a quantised tensor, as if it were stored dequantised.
         shape: of the tensor; of a quantised tensor, after dequantising.
         quantized: how to dequantise it; None: stored plain.
+        converted: how to make it of others, which lie in `file` and maybe in other shards; None: stored as one.
     """
 
+    name: str
     file: Path
     dtype: str
     shape: tuple[int, ...]
     quantized: Quantized | None = None
+    converted: Converted | None = None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -155,7 +179,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
             first, last = entry["data_offsets"]
             if last - first != math.prod(shape) * _DTYPE_NBYTES[entry["dtype"]]:
                 raise CheckpointError(str(path), f"the header gives {name} {last - first} bytes for shape {shape}")
-            held[name] = StoredTensor(path, entry["dtype"], shape)
+            held[name] = StoredTensor(name, path, entry["dtype"], shape)
             spans.append((first, last, name))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(str(path), f"its header cannot be read: {type(error).__name__}: {error}") from None

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from fdasync.errors import CheckpointError
-from fdasync_transformers.weights.dequantize import OpenShards, bands, rows_of
+from fdasync_transformers.weights.dequantize import OpenShards, bands
+from fdasync_transformers.weights.reading import rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -74,7 +75,7 @@ def settle(model: PreTrainedModel, tensors: Mapping[str, StoredTensor], placemen
         # name of the stored tensor that has the value of each name
         values = dict.fromkeys(names, first)
         for name in given[1:]:
-            if not _equal(tensors[key_of[first]], key_of[first], tensors[key_of[name]], key_of[name], state[name]):
+            if not _equal(tensors[key_of[first]], tensors[key_of[name]], state[name]):
                 values[name] = name
         by_memory: dict[tuple[int, tuple[int, ...]], str] = {}
         for name, value in values.items():
@@ -93,11 +94,11 @@ def settle(model: PreTrainedModel, tensors: Mapping[str, StoredTensor], placemen
     return Settled(kept, copies)
 
 
-def _equal(one: StoredTensor, one_key: str, other: StoredTensor, other_key: str, target: torch.Tensor) -> bool:
+def _equal(one: StoredTensor, other: StoredTensor, target: torch.Tensor) -> bool:
     """Whether two stored tensors of the target's shape are equal after loading, as the library compares them."""
     with OpenShards() as shards:
         for first, last in bands(tuple(target.shape), _COMPARED_NBYTES):
-            rows = rows_of(shards, one_key, one, first, last, target)
-            if not torch.equal(rows, rows_of(shards, other_key, other, first, last, target)):
+            rows = rows_of(shards, one, first, last, target)
+            if not torch.equal(rows, rows_of(shards, other, first, last, target)):
                 return False
     return True

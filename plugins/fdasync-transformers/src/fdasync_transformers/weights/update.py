@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from fdasync.runner.base import TensorMeta
+    from fdasync_transformers.weights.names import Names
+    from fdasync_transformers.weights.shards import StoredTensor
     from fdasync_transformers.weights.ties import Settled
 
 _log = logging.getLogger(__name__)
@@ -58,7 +60,7 @@ class LiveWeights:
     """The weights of one model.
 
     Args:
-        model: in use between updates, never during one.
+        names: of its checkpoints; their model is in use between updates, never during one.
         facts: `loading.config_facts` of its checkpoint.
 
     Attributes:
@@ -66,10 +68,11 @@ class LiveWeights:
             use the model.
     """
 
-    def __init__(self, model: PreTrainedModel, facts: Mapping[str, Any]) -> None:
-        self._model = model
+    def __init__(self, names: Names, facts: Mapping[str, Any]) -> None:
+        self._checkpoint_names = names
+        self._model: PreTrainedModel = names.model
         self._facts = dict(facts)
-        self._names = _first_names(model.state_dict())
+        self._names = _first_names(self._model.state_dict())
         self.broken: frozenset[Placement] = frozenset()
         self._incoming: list[_Incoming] | None = None
         self._written: list[int] = []
@@ -84,18 +87,17 @@ class LiveWeights:
         WeightsBroken.
         """
         self._incoming = None
-        checkpoint, settled = self._read(path)
+        notes, tensors, settled = self._read(path)
         self.broken = frozenset(Placement(name) for name in self._names.values())
         try:
-            loading.stream(self._model, checkpoint, settled.placements)
+            loading.stream(self._model, tensors, settled.placements)
             state = self._model.state_dict()
             for name, other in settled.copies.items():
                 state[name].copy_(state[other])
         except Exception as error:
             raise WeightsBroken(str(error) if isinstance(error, FdasyncError) else f"{path}: {error!r}") from error
         self.broken = frozenset()
-        note = loading.dequantized_note(checkpoint, settled.placements, self._model.dtype)
-        _log.info("%s: new weights, %s", path, note or "stored plain")
+        _log.info("%s: new weights, %s", path, "; ".join(notes) or "stored plain")
         return loading.weights_id(self._model)
 
     def read_id(self, path: str) -> str:
@@ -103,7 +105,7 @@ class LiveWeights:
 
         Raises WeightsRejected.
         """
-        checkpoint, settled = self._read(path)
+        _, folder_tensors, settled = self._read(path)
         # by the first name of the memory that they go to
         stored: dict[str, dict[str, Placement]] = {}
         for key, where in settled.placements.items():
@@ -113,20 +115,21 @@ class LiveWeights:
             for name, tensor in sorted(self._model.state_dict().items()):
                 placements = stored.get(self._names[settled.copies.get(name, name)])
                 # the folder leaves out tensors that loading keeps
-                yield name, tensor if placements is None else loading.assemble(tensor, checkpoint, placements)
+                yield name, tensor if placements is None else loading.assemble(tensor, folder_tensors, placements)
 
         try:
             return loading.digest(tensors())
         except Exception as error:
             raise WeightsRejected(str(error) if isinstance(error, FdasyncError) else f"{path}: {error!r}") from error
 
-    def _read(self, path: str) -> tuple[loading.Checkpoint, Settled]:
-        """A folder whose tensors fit the model, and their places. Raises WeightsRejected."""
+    def _read(self, path: str) -> tuple[tuple[str, ...], dict[str, StoredTensor], Settled]:
+        """Notes for people, tensors of a folder that fits the model, and their places. Raises WeightsRejected."""
         try:
             checkpoint = loading.read_checkpoint(path)
             self._check_config(checkpoint)
-            placements = place(self._model, checkpoint.tensors, checkpoint.folder)
-            return checkpoint, settle(self._model, checkpoint.tensors, placements)
+            placed = place(self._checkpoint_names, checkpoint.tensors, checkpoint.folder)
+            notes = loading.placed_notes(checkpoint, placed, self._model.dtype)
+            return notes, placed.tensors, settle(self._model, placed.tensors, placed.placements)
         except WeightsRejected:
             raise
         except Exception as error:  # the library raises errors of many types for bad folders; nothing has changed
@@ -140,12 +143,17 @@ class LiveWeights:
             twice = next(name for name in names if names.count(name) > 1)
             raise WeightsRejected(f"{twice} is given twice")
         try:
-            located = locate(self._model, names)
+            located = locate(self._checkpoint_names, names)
         except Exception as error:  # the library's own errors about names; nothing has changed
             raise WeightsRejected(str(error)) from error
         if located.unknown:
             some = ", ".join(located.unknown[:3])
             raise WeightsRejected(f"the model has no place for {len(located.unknown)} of the tensors: {some}")
+        if located.conversions:
+            name, _, key = located.conversions[0]
+            raise WeightsRejected(
+                f"{key} is one of several that the library makes {name} of: give that tensor itself, or a folder"
+            )
         state = self._model.state_dict()
         incoming = [_check(tensor, located.placements.get(tensor.name), state) for tensor in tensors]
         replaced = self._check_overlap(located.placements)

@@ -1,0 +1,167 @@
+"""Makes a checkpoint a model that is ready to be served: builds, refuses, fills, mends, probes and checks it.
+
+In this order, so that a model that cannot be served is refused before its weights take memory. Knows the library's
+models; knows no blocks and no requests. Called by `runner.py`.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from fdasync.errors import ConfigError, FdasyncError, UnsupportedModel
+from fdasync_transformers.model import families, probe, selfcheck
+from fdasync_transformers.model.kv import KVLayout
+from fdasync_transformers.model.moe_layers import find_experts, find_moe_layers
+from fdasync_transformers.model.refusals import refuse_unservable
+from fdasync_transformers.model.short_reach import PLAYED_TOKENS, short_reach, sizes_of
+from fdasync_transformers.runner_config import set_experts
+from fdasync_transformers.weights import loading
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from transformers import PreTrainedModel
+
+    from fdasync.runner.base import RunnerLimits
+    from fdasync_transformers.model.kv import LayerSpec
+    from fdasync_transformers.model.moe_layers import MoELayers
+    from fdasync_transformers.model.step import StepModel
+    from fdasync_transformers.runner_config import TransformersConfig
+    from fdasync_transformers.weights.names import Names
+
+    MakeStepModel = Callable[[PreTrainedModel, KVLayout], StepModel]
+
+# tokens of the self-check beyond the largest size that it crosses
+_BEYOND_TOKENS = 24
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model that is ready to be served.
+
+    Attributes:
+        step_model: has the model.
+        names: of its checkpoints.
+        experts: its MoE layers; None: it has none, or none that the runner can read where routing is off.
+        max_context_tokens: of the model and the limits.
+        block_tokens: asked for, or chosen.
+        notes: for people.
+    """
+
+    step_model: StepModel
+    names: Names
+    experts: MoELayers | None
+    max_context_tokens: int
+    block_tokens: int
+    notes: tuple[str, ...]
+
+
+def open_model(
+    checkpoint: loading.Checkpoint,
+    config: TransformersConfig,
+    limits: RunnerLimits,
+    device: torch.device,
+    make_step_model: MakeStepModel,
+) -> Opened:
+    """Load a checkpoint (or draw its weights) on a device, and prove that it is computed right.
+
+    Raises CheckpointError, UnsupportedModel and ConfigError.
+    """
+    model = loading.build(checkpoint, config.dtype)
+    kind = checkpoint.model_type
+    refuse_unservable(model)
+    _check_routing(model, limits)
+    names = loading.names_of(checkpoint, model)
+    notes = [*checkpoint.architecture.notes]
+    if config.weights == "random":
+        loading.draw(model, device)
+    else:
+        notes += loading.fill(model, checkpoint, names, device)
+    with _library_code(kind, "a plain pass of one token"):
+        experts = _experts_of(model, limits)
+    set_experts(model, config.experts, experts, limits.max_step_tokens)
+    max_context = _max_context(model, limits)
+    mends, layers, checked = _settle(model, kind, config, limits, experts, max_context, make_step_model)
+    max_context = min(max_context, mends.max_context_tokens or max_context)
+    step_model = make_step_model(model, KVLayout(layers, model.dtype))
+    notes += [*mends.notes, f"experts: {model.config._experts_implementation or 'own'}", *checked]
+    block_tokens = limits.block_tokens or step_model.layout.choose_block_tokens()
+    return Opened(step_model, names, experts, max_context, block_tokens, tuple(notes))
+
+
+def _settle(
+    model: PreTrainedModel,
+    kind: str,
+    config: TransformersConfig,
+    limits: RunnerLimits,
+    experts: MoELayers | None,
+    max_context: int,
+    make_step_model: MakeStepModel,
+) -> tuple[families.Mends, tuple[LayerSpec, ...], tuple[str, ...]]:
+    """Mend the model, check it with short reaches, and find its layers as they are."""
+    if not config.self_check:
+        with _library_code(kind, "the probe of its attention"):
+            mends = families.mend(model)
+            return mends, _layers(model, config, mends), ()
+    with short_reach(model) as notes:
+        longest = max((size + _BEYOND_TOKENS for size in sizes_of(model).values()), default=0)
+        captured = experts if limits.capture is not False else None
+        with _library_code(kind, "the plain passes of the self-check"):
+            reference = selfcheck.plain_passes(
+                model, captured, max_context, min(longest, PLAYED_TOKENS + _BEYOND_TOKENS)
+            )
+        with _library_code(kind, "the probe of its attention"):
+            mends = families.mend(model)
+            layers = _layers(model, config, mends)
+        step_model = make_step_model(model, KVLayout(layers, model.dtype))
+        with _library_code(kind, "the paged passes of the self-check"):
+            block_tokens = limits.block_tokens or step_model.layout.choose_block_tokens()
+            figures = selfcheck.check(step_model, captured, reference, block_tokens)
+    with _library_code(kind, "the probe of its attention"):
+        real = _layers(model, config, mends)
+    if [layer.reach.kind for layer in real] != [layer.reach.kind for layer in layers]:
+        raise UnsupportedModel(kind, "its attention layers have other masks with short windows than with its own")
+    return mends, real, (*notes, figures)
+
+
+def _layers(model: PreTrainedModel, config: TransformersConfig, mends: families.Mends) -> tuple[LayerSpec, ...]:
+    return probe.attention_layers(model, latent=config.latent_mla, query_scales=mends.query_scales)
+
+
+def _check_routing(model: PreTrainedModel, limits: RunnerLimits) -> None:
+    """Raise before weights are loaded, where their routing cannot be recorded as asked."""
+    if limits.capture is not False and not find_experts(model) and limits.capture is True:
+        raise ConfigError(
+            "routing", f"{model.config.model_type} has no MoE layers", hint='set capture to "auto" or False'
+        )
+
+
+def _experts_of(model: PreTrainedModel, limits: RunnerLimits) -> MoELayers | None:
+    try:
+        return find_moe_layers(model)
+    except UnsupportedModel:
+        if limits.capture is not False:
+            raise
+        return None
+
+
+def _max_context(model: PreTrainedModel, limits: RunnerLimits) -> int:
+    own = getattr(model.config, "max_position_embeddings", None)
+    if own is None:
+        raise UnsupportedModel(str(model.config.model_type), "its config has no max_position_embeddings")
+    return min(int(own), limits.max_context_tokens or int(own))
+
+
+@contextmanager
+def _library_code(kind: str, stage: str) -> Iterator[None]:
+    """The library's own errors do not mean that a checkpoint is broken: it was read, and fits its config."""
+    try:
+        yield
+    except (FdasyncError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # models raise errors of many types
+        raise UnsupportedModel(kind, f"the library's code fails in {stage}: {type(error).__name__}: {error}") from error

@@ -1,0 +1,93 @@
+"""Turns the names of a checkpoint's tensors into names of the model that is built.
+
+By the library's own conversion table (`transformers.conversion_mapping`). A checkpoint whose language model stands
+inside a multimodal one has the names of the whole: they go by the whole model, built on the meta device, and what lies
+beside the language model is left out. Knows names alone. Made by `loading.py` and `update.py`; used by `mapping.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, apply_renamings, rename_source_key
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+# where the library puts a language model inside a multimodal one, and the same place in the language model alone
+_INSIDE = (
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("model.language_model.", "model."),
+    ("lm_head.", "lm_head."),
+)
+
+
+class Names:
+    """The names of a model's checkpoints.
+
+    Args:
+        model: that is built; may be on the meta device.
+        whole: the multimodal model that its checkpoints are of, on the meta device; None: they are its own.
+
+    Attributes:
+        model, whole: as given; `whole` is the model itself where it was None.
+        state: of the whole.
+    """
+
+    def __init__(self, model: PreTrainedModel, whole: PreTrainedModel | None = None) -> None:
+        self.model = model
+        self.whole: PreTrainedModel = model if whole is None else whole
+        self.state: dict[str, torch.Tensor] = self.whole.state_dict()
+        self._own = frozenset(model.state_dict())
+        rules = get_model_conversion_mapping(self.whole)
+        self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+        self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        self._rule_of = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
+
+    def read(self, key: str) -> tuple[str, str | None]:
+        """A stored name as the library reads it: the name of a tensor of `state` ("": there is none), and the pattern
+        of the rule that makes it (None: it is stored as it is).
+
+        Call it in the library's order (`dot_natural_key`): some rules need that.
+        """
+        name, pattern = rename_source_key(
+            key, self._renamings, self._converters, self.whole.base_model_prefix, self.state
+        )
+        if name not in self.state:
+            return (key if key in self.state else ""), None
+        return name, pattern
+
+    def number(self, key: str, pattern: str) -> int | None:
+        """The number in a stored name at the pattern's star (the expert); None where there is none."""
+        # patterns are regular expressions but for their star
+        numbered = re.compile(pattern.replace("*.", r"(\d+)\."))
+        found = numbered.search(key) or numbered.search(apply_renamings(key, self._renamings))
+        return int(found.group(1)) if found and numbered.groups else None
+
+    def rule(self, pattern: str) -> WeightConverter:
+        """The rule that a pattern belongs to."""
+        return self._rule_of[pattern]
+
+    def own(self, name: str) -> str | None:
+        """The model's name of a tensor of the whole; None for parts beside the language model."""
+        if self.whole is self.model:
+            return name
+        for inside, alone in _INSIDE:
+            if name.startswith(inside) and alone + name.removeprefix(inside) in self._own:
+                return alone + name.removeprefix(inside)
+        return None
+
+    def is_beside(self, name: str) -> bool:
+        """Whether a name that has no place in the model is of a part beside the language model."""
+        return self.whole is not self.model and not name.startswith(tuple(inside for inside, _ in _INSIDE))
+
+    def ignores(self, key: str) -> bool:
+        """Whether the library leaves a name out that has no place."""
+        patterns = [r"rotary_emb\.inv_freq$"]
+        for model in (self.model, self.whole):
+            patterns += model._keys_to_ignore_on_load_unexpected or ()
+        return any(re.search(pattern, key) for pattern in patterns)
