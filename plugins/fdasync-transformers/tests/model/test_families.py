@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from families_zoo import FAMILIES, VOCAB, config_of, make_checkpoint
-from fdasync_transformers.model import attention, capture, families, moe_layers, probe
+from families_zoo import FAMILIES, VOCAB, make_checkpoint
+from fdasync_transformers.model import attention, capture, families, probe
 from fdasync_transformers.model.kv import KVPool, Reach
-from fdasync_transformers.weights import loading
 from step_driver import Driver
 
 from fdasync.errors import ConfigError, UnsupportedModel
@@ -196,12 +195,6 @@ async def test_rope_that_depends_on_the_batch_is_refused(tmp_path: Path, kind: s
     assert "batch" in await refused(tmp_path)
 
 
-async def test_experts_where_the_config_has_none_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_checkpoint(tmp_path, "qwen3_moe")
-    monkeypatch.setattr(moe_layers, "expected_moe_layers", lambda _: (0, 1))
-    assert "[0, 1]" in await refused(tmp_path)
-
-
 async def test_experts_that_cannot_be_exchanged_say_so(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama4_text")
     with pytest.raises(ConfigError) as caught:
@@ -229,7 +222,7 @@ async def test_self_check_refuses_an_unmended_query_temperature(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_checkpoint(tmp_path, "llama4_text")
-    monkeypatch.setattr(families, "mend", lambda _: families.Mends({}, None, ()))
+    monkeypatch.setattr(families, "mend", lambda _: families.Mends((), None, ()))
     assert "differs" in await refused(tmp_path)
 
 
@@ -254,18 +247,3 @@ async def test_self_check_can_be_left_out(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(probe, "_reach", lambda *_: Reach())
     driver = await Driver.open(tmp_path, config={"self_check": False})
     await driver.close()
-
-
-@pytest.mark.parametrize("family", MOE)
-def test_expected_layers_of_the_default_configs_are_sane(family: str) -> None:
-    # full-size configs: nothing is built, only the rule is read
-    config = type(config_of(family))(num_experts_per_tok=2)
-    layers = families.expected_moe_layers(config)
-    assert layers
-    assert max(layers) < (getattr(config, "num_layers", None) or config.num_hidden_layers)
-    assert len(families.expected_top_k(config, layers)) == len(layers)
-
-
-def test_a_dense_config_expects_no_moe_layers(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "qwen3_dense")
-    assert families.expected_moe_layers(loading.read_checkpoint(str(tmp_path)).config) == ()

@@ -26,7 +26,7 @@ class Live:
         checkpoint = loading.read_checkpoint(str(folder))
         facts = loading.config_facts(checkpoint.config)
         self.model = loading.load(checkpoint, dtype, CPU)
-        self.weights = LiveWeights(self.model, facts)
+        self.weights = LiveWeights(loading.names_of(checkpoint, self.model), facts)
         self.addresses = self.now()
 
     def now(self) -> dict[str, int]:

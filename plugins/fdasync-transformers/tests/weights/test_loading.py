@@ -109,7 +109,8 @@ def test_streaming_again_keeps_every_address(tmp_path: Path) -> None:
     model = load(tmp_path / "old")
     before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
     new = loading.read_checkpoint(str(tmp_path / "new"))
-    loading.stream(model, new, place(model, new.tensors, new.folder))
+    placed = place(loading.names_of(new, model), new.tensors, new.folder)
+    loading.stream(model, placed.tensors, placed.placements)
     assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == before
     assert loading.weights_id(model) == loading.weights_id(load(tmp_path / "new"))
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import transformers
-from fdasync_transformers.weights import dequantize, loading
+from fdasync_transformers.weights import loading, reading
 from fdasync_transformers.weights.shards import SINGLE_FILE
 from live_weights import CPU, Live, assert_equal
 from quantised import (
@@ -46,7 +46,12 @@ def make(tmp_path: Path, kind: str, seed: int = 0) -> tuple[Path, Path]:
 
 
 def load(folder: Path, dtype: str = "auto", notes: list[str] | None = None) -> Any:
-    return loading.load(loading.read_checkpoint(str(folder)), dtype, CPU, notes)
+    checkpoint = loading.read_checkpoint(str(folder))
+    model = loading.build(checkpoint, dtype)
+    told = loading.fill(model, checkpoint, loading.names_of(checkpoint, model), CPU)
+    if notes is not None:
+        notes += told
+    return model
 
 
 def by_library(folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -67,7 +72,7 @@ def test_tensors_equal_those_of_the_library(
 ) -> None:
     quantised, _ = make(tmp_path, kind)
     # bands of a few rows
-    monkeypatch.setattr(dequantize, "_BAND_NBYTES", 3 * 32 * 4)
+    monkeypatch.setattr(reading, "_BAND_NBYTES", 3 * 32 * 4)
     ours, theirs = load(quantised, dtype).state_dict(), by_library(quantised, dtype, monkeypatch).state_dict()
     # a model that the library dequantises to float32 keeps its plain tensors as they are stored
     assert_equal(ours, {name: tensor.to(ours[name].dtype) for name, tensor in theirs.items()})
@@ -147,7 +152,7 @@ def test_values_and_scales_may_lie_in_different_shards(tmp_path: Path, kind: str
 def test_the_last_blocks_may_be_cut_off(tmp_path: Path, band: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As DeepSeek-V3's `kv_a_proj_with_mqa`: 576 rows in blocks of 128. The library refuses such a grid, or takes
     blocks of another size."""
-    monkeypatch.setattr(dequantize, "_BAND_NBYTES", band)
+    monkeypatch.setattr(reading, "_BAND_NBYTES", band)
     make_fp8(tmp_path / "quantised", tmp_path / "plain", "deepseek_v3", block=(13, 7))
     assert_equal(load(tmp_path / "quantised").state_dict(), load(tmp_path / "plain").state_dict())
 
@@ -184,7 +189,7 @@ def test_forms_of_scales(tmp_path: Path, form: str) -> None:
 def test_experts_may_be_stacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the library saves fused experts: one tensor and one grid for all."""
     quantised, plain = make(tmp_path, "qwen3_moe")
-    monkeypatch.setattr(dequantize, "_BAND_NBYTES", 3 * 32 * 16 * 4)
+    monkeypatch.setattr(reading, "_BAND_NBYTES", 3 * 32 * 16 * 4)
     stored = load_file(quantised / SINGLE_FILE)
     names = [EXPERTS.replace("down_proj", f"{expert}.down_proj.weight") for expert in range(8)]
     values = torch.stack([stored[name].view(torch.uint8) for name in names]).view(torch.float8_e4m3fn)
@@ -327,9 +332,10 @@ def test_other_quantisations_are_refused_by_their_name(tmp_path: Path, settings:
 def test_drawn_weights_need_no_scales(tmp_path: Path) -> None:
     quantised, plain = make(tmp_path, "qwen3_moe")
     one, other = (
-        loading.draw(loading.read_checkpoint(str(folder), with_tensors=False), "auto", CPU)
-        for folder in (quantised, plain)
+        loading.build(loading.read_checkpoint(str(folder), with_tensors=False), "auto") for folder in (quantised, plain)
     )
+    loading.draw(one, CPU)
+    loading.draw(other, CPU)
     assert_equal(one.state_dict(), other.state_dict())
 
 

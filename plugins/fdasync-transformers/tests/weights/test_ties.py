@@ -243,7 +243,7 @@ class ThreeNames:
 )
 def test_any_number_of_names(tmp_path: Path, held: dict[str, int], read: set[str] | None, copies: Any) -> None:
     save_file({name: torch.full((2, 2), float(value)) for name, value in held.items()}, tmp_path / "held")
-    tensors = {name: StoredTensor(tmp_path / "held", "F32", (2, 2)) for name in held}
+    tensors = {name: StoredTensor(name, tmp_path / "held", "F32", (2, 2)) for name in held}
     placements = {name: Placement(name) for name in ("else", *held)}
     model: Any = ThreeNames()
     if read is None:

@@ -12,6 +12,7 @@ from families_zoo import FAMILIES, make_checkpoint
 from fdasync_transformers import named_tensors
 from fdasync_transformers.weights import loading
 from fdasync_transformers.weights.mapping import locate
+from fdasync_transformers.weights.names import Names
 from fdasync_transformers.weights.shards import SINGLE_FILE
 from fdasync_transformers.weights.update import _fill
 from hypothesis import given, settings
@@ -205,7 +206,7 @@ def test_names_left_out_keep_their_values(pair: Any, family: str) -> None:
     tensors = stored(new)
     some = dict(sorted(tensors.items())[::3])
     live.send(named_tensors(some))
-    touched = {placement.target for placement in locate(live.model, some).placements.values()}
+    touched = {placement.target for placement in locate(Names(live.model), some).placements.values()}
     tied = live.model.all_tied_weights_keys
     touched |= {one for pair in tied.items() for one in pair if touched & set(pair)}
     after = live.state()
@@ -286,7 +287,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name_and_nothing_changes(pair: A
 def test_a_whole_and_a_part_of_it_are_refused_whichever_comes_first(pair: Any, order: int) -> None:
     old, _ = pair("qwen3_moe")
     live = Live(old)
-    placements = locate(live.model, [_EXPERT, "model.layers.0.mlp.experts.gate_up_proj"]).placements
+    placements = locate(Names(live.model), [_EXPERT, "model.layers.0.mlp.experts.gate_up_proj"]).placements
     with pytest.raises(WeightsRejected, match="are the same memory"):
         live.weights._check_overlap(dict(list(placements.items())[::order]))
 
