@@ -122,9 +122,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
             "fdasync.request",
         ),
         "fdasync_mooncake": (*_STORE, "fdasync.ipc.*"),
-        "fdasync_transformers.model": (
-            *_RUNNER, "fdasync.cache.aux", "fdasync.cache.debug_rows", "fdasync.gpu.*", "fdasync.request",
-        ),
+        "fdasync_transformers.model": (*_RUNNER, "fdasync.cache.aux"),
         "fdasync_transformers.sampling": (
             "fdasync.ipc.*",
             "fdasync.request", "fdasync.result", "fdasync.runner.base", "fdasync.runner.prompt_scores",
@@ -133,13 +131,24 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     },
     {
         "fdasync_mooncake.testing": ("fdasync.ipc.*", "fdasync.testing.*", "fdasync_mooncake.*"),
-        "fdasync_transformers.execution": (
-            *_ARENAS, *_RUNNER, "fdasync.gpu.*", "fdasync.request", "fdasync_transformers.model.*",
-            "fdasync_transformers.sampling.*",
+        "fdasync_transformers.capture": (
+            "fdasync.cache.aux", "fdasync.cache.debug_rows", "fdasync.gpu.*", "fdasync_transformers.model.*",
         ),
         "fdasync_transformers.replay": ("fdasync.result", "fdasync_transformers.model.*"),
     },
-    {"fdasync_transformers.verification": ("fdasync_transformers.replay.*", "fdasync_transformers.weights.*")},
+    {
+        "fdasync_transformers.execution": (
+            *_ARENAS, *_RUNNER, "fdasync.gpu.*", "fdasync.request", "fdasync_transformers.capture.*",
+            "fdasync_transformers.model.*", "fdasync_transformers.sampling.*",
+        ),
+        "fdasync_transformers.verification": ("fdasync_transformers.replay.*", "fdasync_transformers.weights.*"),
+    },
+    {
+        "fdasync_transformers.start": (
+            *_RUNNER, "fdasync.request", "fdasync_transformers.capture.*", "fdasync_transformers.execution.*",
+            "fdasync_transformers.model.*", "fdasync_transformers.weights.*",
+        ),
+    },
     {
         "fdasync_transformers": (
             *_ARENAS, *_RUNNER, "fdasync.engine.tokenizer", "fdasync.request", "fdasync_transformers.*",

@@ -9,7 +9,7 @@ import torch
 from families_zoo import make_checkpoint
 from fdasync_transformers import TransformersConfig
 from fdasync_transformers.execution import memory_profile
-from fdasync_transformers.runner_config import device_of, memory_share
+from fdasync_transformers.start.runner_config import device_of, memory_share
 from step_driver import Driver
 
 from fdasync.errors import ConfigError

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from fdasync_transformers.replay.force import forced_routing
     from fdasync_transformers.replay.layout import Packed, Padded
     from fdasync_transformers.runner import TransformersRunner
-    from fdasync_transformers.runner_config import TransformersConfig
+    from fdasync_transformers.start.runner_config import TransformersConfig
     from fdasync_transformers.tokenizer import load_tokenizer
     from fdasync_transformers.verification.verify import Difference, Report, Served, verify
     from fdasync_transformers.weights.named import named_tensors

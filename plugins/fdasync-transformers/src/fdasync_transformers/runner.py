@@ -19,6 +19,7 @@ import torch
 from fdasync.errors import CheckpointError, ConfigError, FdasyncError, InvariantBroken, RunnerError
 from fdasync.runner.base import Capacity, Runner, RunnerLimits
 from fdasync.runner.input_batch import InputBatch
+from fdasync_transformers.capture.aux_data import AuxData, aux_specs, make_aux
 from fdasync_transformers.execution.device_executor import DeviceExecutor
 from fdasync_transformers.execution.device_step import DeviceStepModel
 from fdasync_transformers.execution.executor import Bound, Executor
@@ -27,21 +28,20 @@ from fdasync_transformers.execution.graphs import ladder
 from fdasync_transformers.execution.host_executor import HostExecutor
 from fdasync_transformers.execution.lane_matchers import LaneMatchers
 from fdasync_transformers.execution.memory_profile import choose_num_blocks, prefill_tokens_per_s
-from fdasync_transformers.model.aux_data import AuxData, aux_specs, make_aux
+from fdasync_transformers.execution.step import StepModel
 from fdasync_transformers.model.families import decoder_layers
 from fdasync_transformers.model.head import decoder_of
 from fdasync_transformers.model.kv import KVLayout, KVPool
-from fdasync_transformers.model.step import StepModel
-from fdasync_transformers.opening import Opened, open_model
-from fdasync_transformers.runner_config import (
+from fdasync_transformers.sampling.grammar_process import GrammarProcess
+from fdasync_transformers.sampling.grammars import Grammars
+from fdasync_transformers.start.open_model import Opened, open_model
+from fdasync_transformers.start.runner_config import (
     TransformersConfig,
     check_config,
     device_of,
     graph_tokens,
     memory_share,
 )
-from fdasync_transformers.sampling.grammar_process import GrammarProcess
-from fdasync_transformers.sampling.grammars import Grammars
 from fdasync_transformers.weights import loading
 from fdasync_transformers.weights.update import LiveWeights
 

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 from families_zoo import FAMILIES, VOCAB, make_checkpoint
-from fdasync_transformers.model import attention, capture, families, probe
+from fdasync_transformers.capture import routing as capture
+from fdasync_transformers.model import attention, families
 from fdasync_transformers.model.kv import KVPool, Reach
+from fdasync_transformers.start import probe
 from step_driver import Driver
 
 from fdasync.errors import ConfigError, UnsupportedModel

@@ -322,7 +322,7 @@ def test_a_router_that_is_not_called_is_noticed() -> None:
 
 
 def test_fused_and_compiled_and_wrapped_models_are_refused() -> None:
-    from fdasync_transformers.model import fused_router
+    from fdasync_transformers.capture import fused_router
 
     model = make_model("qwen3_moe")
     router = find_routers(model)[2].router

@@ -1,6 +1,6 @@
 """One step on the model by kernels, on a GPU (or, for tests, on a CPU in Triton's interpreter).
 
-The model and the library's code are those of `model/step.py`. Here the device computes positions, slots and token ids,
+The model and the library's code are those of `step.py`. Here the device computes positions, slots and token ids,
 attention is `TritonPaging`, and nothing waits. CUDA graphs can replay the steps (`graphs.py`, `mixed_graphs.py`). Knows
 the model and the pool; knows nothing of sampling, arenas or futures. Called by `device_executor.py` for every step, by
 `selfcheck.py` and `memory_profile.py` at start-up.
@@ -16,9 +16,9 @@ import torch
 from fdasync.gpu.kernels.layout import step_layout
 from fdasync.gpu.kernels.prefill import prefill_tiles
 from fdasync_transformers.execution.device_lanes import DeviceLanes
+from fdasync_transformers.execution.step import StepModel
 from fdasync_transformers.execution.triton_paging import DeviceBatch, TritonPaging, Workspaces
 from fdasync_transformers.model.attention import LatentCatcher, StepContext
-from fdasync_transformers.model.step import StepModel
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from fdasync.events.actions import RunStep, SwapIn, SwapOut
     from fdasync.runner.base import CopyOutput, StepOutput
     from fdasync.runner.input_batch import InputBatch
+    from fdasync_transformers.capture.aux_data import AuxData
     from fdasync_transformers.execution.lane_matchers import LaneMatchers
-    from fdasync_transformers.model.aux_data import AuxData
     from fdasync_transformers.model.kv import KVPool
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fdasync.runner.base import PromptScores
     from fdasync.runner.input_batch import Batch
     from fdasync_transformers.execution.executor import Bound
-    from fdasync_transformers.model.step import StepModel
+    from fdasync_transformers.execution.step import StepModel
     from fdasync_transformers.sampling.scoring import ScorePlan
 
 T = TypeVar("T")

@@ -22,7 +22,7 @@ from fdasync_transformers.sampling.scoring import SCORE_ROWS
 if TYPE_CHECKING:
     from fdasync.runner.base import RunnerLimits
     from fdasync.runner.input_batch import Batch
-    from fdasync_transformers.model.step import StepModel
+    from fdasync_transformers.execution.step import StepModel
 
 # shares of the free memory; other processes of the machine need the rest of a CPU's
 _CPU_SHARE = 0.5

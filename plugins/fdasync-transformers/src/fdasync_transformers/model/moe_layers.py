@@ -2,8 +2,8 @@
 
 Names of config fields differ from family to family. So layers come from the modules found, the number of experts from
 their weights, and the experts of a token from the ids that the experts are handed in one plain pass of one token. Knows
-modules of the library; knows nothing of steps. Called by `runner.py`, `examine.py`, `runner_config.py`, the producers
-of aux data and `replay/force.py`.
+modules of the library; knows nothing of steps. Called by `open_model.py`, the
+producers of aux data and `replay/force.py`.
 """
 
 from __future__ import annotations

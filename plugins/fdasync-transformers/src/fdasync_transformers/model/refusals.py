@@ -2,7 +2,7 @@
 
 Flattened, paged batches are right for attention over KV and for nothing that keeps other state. The self-check would
 find such models too, but could not say what is wrong with them. Needs no weights: models may be on the meta device.
-Knows no KV and no steps. Called by `runner.py`, `examine.py` and `replay/packing.py`.
+Knows no KV and no steps. Called by `open_model.py` and `replay/packing.py`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import torch
 from fdasync.cache.aux import AuxSpec
 from fdasync.errors import RunnerError
 from fdasync.gpu.capture import StepRows
-from fdasync_transformers.model.aux_producer import AuxProducer
+from fdasync_transformers.capture.aux_producer import AuxProducer
 from fdasync_transformers.model.moe_layers import router_of_dense_experts
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class RouterWeights(AuxProducer):
 
         def after_router(_: torch.nn.Module, _args: object, output: tuple[torch.Tensor, ...]) -> None:
             scores, logits = output
-            # as the ids are found (`capture.py`)
+            # as the ids are found (`routing.py`)
             self._buffer.write(scores.gather(1, torch.topk(logits, k, dim=1).indices), row)
 
         return router.register_forward_hook(after_router)

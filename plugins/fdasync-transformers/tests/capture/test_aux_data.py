@@ -10,7 +10,7 @@ import torch
 from aux_reference import assert_weights, chosen, plain, routers_of, watched
 from device_path import DEVICE, ON_GPU
 from families_zoo import VOCAB, make_checkpoint, make_model
-from fdasync_transformers.model.aux_data import aux_specs, make_aux
+from fdasync_transformers.capture.aux_data import aux_specs, make_aux
 from fdasync_transformers.model.moe_layers import find_moe_layers
 from step_driver import Driver
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fdasync.errors import ConfigError
-from fdasync_transformers.model.capture import RoutingCapture
-from fdasync_transformers.model.layer_norms import LayerNorms
-from fdasync_transformers.model.router_weights import RouterWeights
+from fdasync_transformers.capture.layer_norms import LayerNorms
+from fdasync_transformers.capture.router_weights import RouterWeights
+from fdasync_transformers.capture.routing import RoutingCapture
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from fdasync.cache.aux import AuxSpec
-    from fdasync_transformers.model.aux_producer import AuxProducer
+    from fdasync_transformers.capture.aux_producer import AuxProducer
     from fdasync_transformers.model.moe_layers import MoELayers
 
 

@@ -12,7 +12,7 @@ import torch
 
 from fdasync.cache.aux import AuxSpec
 from fdasync.gpu.capture import StepRows
-from fdasync_transformers.model.aux_producer import AuxProducer
+from fdasync_transformers.capture.aux_producer import AuxProducer
 from fdasync_transformers.model.families import decoder_layers
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 A producer attaches hooks to a model, and owns the transient device buffer that they fill (`fdasync.gpu.capture`). It
 writes within the forward pass, so that a CUDA graph contains its writes, and it waits for nothing. It knows no
-sequences and no arenas. `capture.py`, `router_weights.py` and `layer_norms.py` are producers; `aux_data.py` makes the
+sequences and no arenas. `routing.py`, `router_weights.py` and `layer_norms.py` are producers; `aux_data.py` makes the
 producers of a runner.
 """
 

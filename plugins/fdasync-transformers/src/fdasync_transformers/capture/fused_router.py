@@ -3,7 +3,7 @@
 Only routers whose forward is exactly a linear, a float32 softmax, a top-k and perhaps a renormalisation. Each is
 compared with the library's own before it is replaced; if one differs, the model keeps its routers. The linear stays the
 library's, with the module's own weight, so new weights need no change here. Fused routers have no gradient, and
-`forced_routing` (replay) does not see inside them: undo first. Knows no steps. Called by `capture.py`.
+`forced_routing` (replay) does not see inside them: undo first. Knows no steps. Called by `routing.py`.
 """
 
 from __future__ import annotations

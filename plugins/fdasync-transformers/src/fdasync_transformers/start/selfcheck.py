@@ -17,16 +17,16 @@ from fdasync.errors import UnsupportedModel
 from fdasync.events.actions import Chunk, RunStep, SeqStart
 from fdasync.request import SamplerSpec
 from fdasync.runner.input_batch import InputBatch
-from fdasync_transformers.model.aux_data import AuxData
-from fdasync_transformers.model.capture import RoutingCapture
+from fdasync_transformers.capture.aux_data import AuxData
+from fdasync_transformers.capture.routing import RoutingCapture
 from fdasync_transformers.model.kv import KVPool
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PreTrainedModel
 
+    from fdasync_transformers.execution.step import StepModel
     from fdasync_transformers.model.moe_layers import MoELayers
-    from fdasync_transformers.model.step import StepModel
 
 # tokens of each sequence by step: prefill beside single tokens, one sequence joining late
 _CHUNKS = ((4, 1, 0, 1), (9, 11, 1, 1), (0, 23, 16, 1))

@@ -1,7 +1,7 @@
 """One step on the model: flat arrays of a `Batch` in, logits out, KV and aux rows written on the way.
 
-Knows the model and the pool; knows nothing of sampling, arenas or futures. Called by `execution/host_executor.py` for
-every step, by `selfcheck.py` and `execution/memory_profile.py` at start-up: all three run the same code.
+Knows the model and the pool; knows nothing of sampling, arenas or futures. Called by `host_executor.py` for every
+step, by `selfcheck.py` and `memory_profile.py` at start-up: all three run the same code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from fdasync.runner.input_batch import Batch, InputBatch
-    from fdasync_transformers.model.aux_data import AuxData
+    from fdasync_transformers.capture.aux_data import AuxData
     from fdasync_transformers.model.kv import KVLayout, KVPool
 
 # without cuDNN's: it plans anew whenever a length changes, at every prefill, for most of a millisecond of CPU

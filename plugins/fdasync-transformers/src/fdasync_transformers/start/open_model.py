@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from fdasync.errors import ConfigError, FdasyncError, UnsupportedModel
-from fdasync_transformers.model import families, probe, selfcheck
+from fdasync_transformers.model import families
 from fdasync_transformers.model.kv import KVLayout
 from fdasync_transformers.model.moe_layers import find_experts, find_moe_layers
 from fdasync_transformers.model.refusals import refuse_unservable
-from fdasync_transformers.model.short_reach import PLAYED_TOKENS, short_reach, sizes_of
-from fdasync_transformers.runner_config import set_experts
+from fdasync_transformers.start import probe, selfcheck
+from fdasync_transformers.start.runner_config import set_experts
+from fdasync_transformers.start.short_reach import PLAYED_TOKENS, short_reach, sizes_of
 from fdasync_transformers.weights import loading
 
 if TYPE_CHECKING:
@@ -27,10 +28,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from fdasync.runner.base import RunnerLimits
+    from fdasync_transformers.execution.step import StepModel
     from fdasync_transformers.model.kv import LayerSpec
     from fdasync_transformers.model.moe_layers import MoELayers
-    from fdasync_transformers.model.step import StepModel
-    from fdasync_transformers.runner_config import TransformersConfig
+    from fdasync_transformers.start.runner_config import TransformersConfig
     from fdasync_transformers.weights.names import Names
 
     MakeStepModel = Callable[[PreTrainedModel, KVLayout], StepModel]

@@ -15,8 +15,8 @@ import torch
 from fdasync.cache.debug_rows import check_debug_rows
 from fdasync.errors import RunnerError
 from fdasync.gpu.capture import CaptureBuffer
-from fdasync_transformers.model.aux_producer import AuxProducer
-from fdasync_transformers.model.fused_router import fuse_routers
+from fdasync_transformers.capture.aux_producer import AuxProducer
+from fdasync_transformers.capture.fused_router import fuse_routers
 from fdasync_transformers.model.moe_layers import router_of_dense_experts
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
     from transformers import PreTrainedModel
 
-    from fdasync_transformers.model.fused_router import FusedRouters
+    from fdasync_transformers.capture.fused_router import FusedRouters
     from fdasync_transformers.model.moe_layers import MoELayers
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from families_zoo import make_model
-from fdasync_transformers.model.fused_router import FusedRouters, fuse_routers
+from fdasync_transformers.capture.fused_router import FusedRouters, fuse_routers
 from fdasync_transformers.model.moe_layers import find_moe_layers
 
 from fdasync.cache.debug_rows import debug_rows
