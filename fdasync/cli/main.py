@@ -17,7 +17,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from fdasync.cli.common.options import POLICY_HELP, STORE_HELP
+from fdasync.cli.common.options import POLICY_HELP, STORE_HELP, engine_config, engine_options
 from fdasync.cli.common.stdout import print_json
 from fdasync.cli.serve import serve, up
 from fdasync.cli.store import store
@@ -110,12 +110,20 @@ def demo(**options: Any) -> None:
 
 
 @cli.command()
+@engine_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-def doctor(as_json: bool) -> None:
-    """Show what this machine has, and what is missing for what.
+def doctor(as_json: bool, **options: Any) -> None:
+    """Show what this machine has, and what is missing for what; with --model, whether that model would be served.
 
-    Exit code 1 if something that every engine needs is missing.
+    Of a model: by which class, how much memory it takes at which context and concurrency, and which parts are skipped,
+    dequantised or refused. Only headers are read; the options are those of an engine.
+
+    Exit code 1 if something that every engine needs is missing, or if the model would not be served.
     """
+    if options["model"] is not None or options["config_path"] is not None:
+        from fdasync.cli.doctor_model import examine_model
+
+        sys.exit(0 if examine_model(engine_config(options), as_json, Console()) else EXIT_DIFFERS)
     from fdasync.cli.doctor import examine
 
     findings = examine()

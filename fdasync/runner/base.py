@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fdasync.cache.host_arena import HostArena
     from fdasync.events.actions import RunStep, SwapIn, SwapOut
     from fdasync.request import Grammar
+    from fdasync.runner.report import ModelReport
 
 
 class RunnerLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -210,6 +211,14 @@ class Runner(ABC):
         self.config = config
         self.limits = limits
         self.on_failure: Callable[[Exception], None] | None = None
+
+    def examine(self) -> ModelReport:
+        """Look at the model without loading it, before `open` or instead of it. Blocks: not for an engine's loop.
+
+        Raises CheckpointError for a folder that is broken, and BadInput, as this default does, where a runner has
+        nothing to look at.
+        """
+        raise BadInput("runner", f"{type(self).__name__} says nothing of a model before it is opened")
 
     @abstractmethod
     async def open(self) -> Capacity:

@@ -25,7 +25,7 @@ _HOME = {
     "Replay": "replay.batch",
     "Report": "verification.verify",
     "Served": "verification.verify",
-    "TransformersConfig": "runner_config",
+    "TransformersConfig": "start.runner_config",
     "TransformersRunner": "runner",
     "checkpoint_contexts": "replay.batch",
     "forced_routing": "replay.force",

@@ -34,6 +34,7 @@ from fdasync_transformers.model.head import decoder_of
 from fdasync_transformers.model.kv import KVLayout, KVPool
 from fdasync_transformers.sampling.grammar_process import GrammarProcess
 from fdasync_transformers.sampling.grammars import Grammars
+from fdasync_transformers.start.examine import examine
 from fdasync_transformers.start.open_model import Opened, open_model
 from fdasync_transformers.start.runner_config import (
     TransformersConfig,
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from fdasync.events.actions import RunStep, SwapIn, SwapOut
     from fdasync.request import Grammar
     from fdasync.runner.base import CopyOutput, StepOutput, TensorMeta
+    from fdasync.runner.report import ModelReport
     from fdasync_transformers.execution.gpu_services import GpuServices
     from fdasync_transformers.model.moe_layers import MoELayers
 
@@ -78,6 +80,11 @@ class TransformersRunner(Runner):
         self._grammars: Grammars | None = None
         self._checks: GrammarProcess | None = None
         self._graph_tokens: tuple[int, ...] = ()
+
+    def examine(self) -> ModelReport:
+        """As `Runner.examine`: builds the model on the meta device. Raises CheckpointError and ConfigError."""
+        check_config(self.config, self.limits)
+        return examine(self.config, self.limits, device_of(self.config))
 
     async def open(self) -> Capacity:
         """Load, mend, probe, check, size. Blocks its loop meanwhile.

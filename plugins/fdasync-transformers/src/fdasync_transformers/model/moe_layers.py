@@ -8,8 +8,9 @@ producers of aux data and `replay/force.py`.
 
 from __future__ import annotations
 
+import inspect
 import re
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,11 +20,15 @@ from fdasync.cache.aux import AuxSpec
 from fdasync.errors import UnsupportedModel
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from transformers import PreTrainedModel
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks)\.(\d+)\.")
 # classes of the library that hold experts or choose among them
 _OF_EXPERTS = re.compile(r"(Experts?|MoE|MoeBlock|Router|Gating)$")
+# parameters of a forward that is handed ids: itself, hidden states, ids, and maybe weights
+_WITH_IDS = 3
 
 
 class Experts(NamedTuple):
@@ -78,10 +83,13 @@ def find_experts(model: torch.nn.Module) -> dict[int, Experts]:
         layer = _LAYER.search(path)
         if layer is None or int(layer.group(1)) in found:
             raise UnsupportedModel(kind, f"cannot tell the layer of the experts at {path}")
+        dense = "Llama4" in type(module).__name__
+        if not dense and len(inspect.signature(type(module).forward).parameters) < _WITH_IDS:
+            raise UnsupportedModel(kind, f"{path} ({type(module).__name__}) is handed no expert ids")
         count = _num_experts(module)
         if not 0 < count <= 2**15:
             raise UnsupportedModel(kind, f"{path} has {count} experts, and a row names 1 to {2**15}")
-        found[int(layer.group(1))] = Experts(path, module, count, "Llama4" in type(module).__name__)
+        found[int(layer.group(1))] = Experts(path, module, count, dense)
     if not found:
         classes = {type(module).__name__ for module in model.modules()}
         others = sorted(name for name in classes if _OF_EXPERTS.search(name))
@@ -91,21 +99,38 @@ def find_experts(model: torch.nn.Module) -> dict[int, Experts]:
     return dict(sorted(found.items()))
 
 
-def find_moe_layers(model: PreTrainedModel) -> MoELayers | None:
-    """The MoE layers of a loaded model, or None for a dense one; runs one plain pass of one token.
+def find_moe_layers(model: PreTrainedModel, run: Callable[[], object] | None = None) -> MoELayers | None:
+    """The MoE layers of a model, or None for a dense one; runs one pass of one token.
+
+    Args:
+        model: loaded, or on the meta device.
+        run: runs the pass; None: a plain one, which needs a loaded model.
 
     Raises UnsupportedModel as `find_experts`, and where a layer's experts are not called with ids in that pass.
     """
     experts = find_experts(model)
     if not experts:
         return None
-    top_k = _top_k(model, experts)
     return MoELayers(
         ids=tuple(experts),
         names=tuple(each.name for each in experts.values()),
         num_experts=max(each.num_experts for each in experts.values()),
-        top_k=top_k,
+        top_k=_top_k(model, experts, run or (lambda: _run_plain(model))),
     )
+
+
+@contextmanager
+def without_experts(model: torch.nn.Module) -> Iterator[None]:
+    """Within the context, experts compute nothing and return zeros: a pass that looks at shapes needs no more, and the
+    library's code of some experts runs on no meta device."""
+    modules: list[Any] = [each.module for each in find_experts(model).values()]
+    for module in modules:
+        module.forward = lambda hidden_states, *_args, **_kwargs: torch.zeros_like(hidden_states)
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.forward
 
 
 def router_of_dense_experts(model: PreTrainedModel, experts: str) -> torch.nn.Module | None:
@@ -115,7 +140,7 @@ def router_of_dense_experts(model: PreTrainedModel, experts: str) -> torch.nn.Mo
     return model.get_submodule(experts.removesuffix("experts") + "router")
 
 
-def _top_k(model: PreTrainedModel, experts: dict[int, Experts]) -> tuple[int, ...]:
+def _top_k(model: PreTrainedModel, experts: dict[int, Experts], run: Callable[[], object]) -> tuple[int, ...]:
     """The ids of each layer for one token, counted."""
     seen: dict[str, int] = {}
 
@@ -132,12 +157,17 @@ def _top_k(model: PreTrainedModel, experts: dict[int, Experts]) -> tuple[int, ..
             else:
                 hook = each.module.register_forward_pre_hook(lambda _, args, name=each.name: look(name, args))
                 hooks.callback(hook.remove)
-        with torch.inference_mode():
-            model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
+        hooks.enter_context(without_experts(model))
+        run()
     unseen = [each.name for each in experts.values() if each.name not in seen]
     if unseen:
         raise UnsupportedModel(_kind_of(model), f"{unseen[0]} is handed no expert ids in a forward pass")
     return tuple(seen[each.name] for each in experts.values())
+
+
+def _run_plain(model: PreTrainedModel) -> None:
+    with torch.inference_mode():
+        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
 
 
 def _num_experts(module: torch.nn.Module) -> int:

@@ -82,10 +82,10 @@ def open_model(
         loading.draw(model, device)
     else:
         notes += loading.fill(model, checkpoint, names, device)
-    with _library_code(kind, "a plain pass of one token"):
+    with library_code(kind, "a plain pass of one token"):
         experts = _experts_of(model, limits)
     set_experts(model, config.experts, experts, limits.max_step_tokens)
-    max_context = _max_context(model, limits)
+    max_context = max_context_of(model, limits)
     mends, layers, checked = _settle(model, kind, config, limits, experts, max_context, make_step_model)
     max_context = min(max_context, mends.max_context_tokens or max_context)
     step_model = make_step_model(model, KVLayout(layers, model.dtype))
@@ -105,24 +105,24 @@ def _settle(
 ) -> tuple[families.Mends, tuple[LayerSpec, ...], tuple[str, ...]]:
     """Mend the model, check it with short reaches, and find its layers as they are."""
     if not config.self_check:
-        with _library_code(kind, "the probe of its attention"):
+        with library_code(kind, "the probe of its attention"):
             mends = families.mend(model)
             return mends, _layers(model, config, mends), ()
     with short_reach(model) as notes:
         longest = max((size + _BEYOND_TOKENS for size in sizes_of(model).values()), default=0)
         captured = experts if limits.capture is not False else None
-        with _library_code(kind, "the plain passes of the self-check"):
+        with library_code(kind, "the plain passes of the self-check"):
             reference = selfcheck.plain_passes(
                 model, captured, max_context, min(longest, PLAYED_TOKENS + _BEYOND_TOKENS)
             )
-        with _library_code(kind, "the probe of its attention"):
+        with library_code(kind, "the probe of its attention"):
             mends = families.mend(model)
             layers = _layers(model, config, mends)
         step_model = make_step_model(model, KVLayout(layers, model.dtype))
-        with _library_code(kind, "the paged passes of the self-check"):
+        with library_code(kind, "the paged passes of the self-check"):
             block_tokens = limits.block_tokens or step_model.layout.choose_block_tokens()
             figures = selfcheck.check(step_model, captured, reference, block_tokens)
-    with _library_code(kind, "the probe of its attention"):
+    with library_code(kind, "the probe of its attention"):
         real = _layers(model, config, mends)
     if [layer.reach.kind for layer in real] != [layer.reach.kind for layer in layers]:
         raise UnsupportedModel(kind, "its attention layers have other masks with short windows than with its own")
@@ -150,7 +150,8 @@ def _experts_of(model: PreTrainedModel, limits: RunnerLimits) -> MoELayers | Non
         return None
 
 
-def _max_context(model: PreTrainedModel, limits: RunnerLimits) -> int:
+def max_context_of(model: PreTrainedModel, limits: RunnerLimits) -> int:
+    """Most tokens of a sequence, by the model and the limits. Raises UnsupportedModel."""
     own = getattr(model.config, "max_position_embeddings", None)
     if own is None:
         raise UnsupportedModel(str(model.config.model_type), "its config has no max_position_embeddings")
@@ -158,8 +159,9 @@ def _max_context(model: PreTrainedModel, limits: RunnerLimits) -> int:
 
 
 @contextmanager
-def _library_code(kind: str, stage: str) -> Iterator[None]:
-    """The library's own errors do not mean that a checkpoint is broken: it was read, and fits its config."""
+def library_code(kind: str, stage: str) -> Iterator[None]:
+    """Within the context, errors of the library's code are UnsupportedModel, with the stage: they do not mean that a
+    checkpoint is broken, as it was read and fits its config."""
     try:
         yield
     except (FdasyncError, MemoryError, torch.OutOfMemoryError):

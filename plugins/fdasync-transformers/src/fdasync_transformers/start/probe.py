@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
-from transformers import AttentionInterface
+from transformers import AttentionInterface, masking_utils
 from transformers.masking_utils import AttentionMaskInterface
 
 from fdasync.errors import UnsupportedModel
@@ -57,15 +58,21 @@ class ProbeLog:
 
 
 def attention_layers(
-    model: PreTrainedModel, *, latent: bool, query_scales: Mapping[int, tuple[float, float]]
+    model: PreTrainedModel, *, latent: bool, query_scales: Mapping[int, tuple[float, float]], reaches: bool = True
 ) -> tuple[LayerSpec, ...]:
     """The spec of every attention layer, by rising layer index.
 
-    `latent` pages the latents of MLA layers instead of the expanded keys and values. Raises UnsupportedModel where a
-    decoder layer has no attention (it keeps state of another kind), or where no `kv.Reach` describes a mask.
+    Args:
+        model: loaded, or on the meta device without `reaches`.
+        latent: page the latents of MLA layers instead of the expanded keys and values.
+        query_scales: of layers whose queries grow with their position.
+        reaches: find them; else every layer gets the full one, which is enough to know sizes.
+
+    Raises UnsupportedModel where a decoder layer has no attention (it keeps state of another kind), or where no
+    `kv.Reach` describes a mask.
     """
+    log = run(model)
     name = str(model.config.model_type)
-    log = _run(model)
     depth = len(decoder_layers(model))
     if len(log.layers) % depth or sorted(log.layers) != list(range(len(log.layers))):
         raise UnsupportedModel(
@@ -76,12 +83,13 @@ def attention_layers(
         rank = _latent_rank(module) if latent else 0
         if rank:
             heads, key_dim, value_dim = 1, rank + int(module.qk_rope_head_dim), 0  # type: ignore[arg-type]
-        reach = _reach(note, name)
+        reach = _reach(note, name) if reaches else Reach()
         specs.append(LayerSpec(index, heads, key_dim, value_dim, reach, rank, query_scales.get(index)))
     return tuple(specs)
 
 
-def _run(model: PreTrainedModel) -> ProbeLog:
+def run(model: PreTrainedModel) -> ProbeLog:
+    """The notes of one pass of one token. `model` may be on the meta device."""
     AttentionInterface.register(PROBE, _probe_attention)
     AttentionMaskInterface.register(PROBE, _probe_mask)
     log = ProbeLog(str(model.config.model_type))
@@ -89,7 +97,8 @@ def _run(model: PreTrainedModel) -> ProbeLog:
     model.set_attn_implementation(PROBE)
     try:
         token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-        with torch.no_grad():
+        with torch.no_grad(), patch.object(masking_utils, "find_packed_sequence_indices", lambda _: None):
+            # the search for packed sequences would read positions back, which a model without memory has not
             model(input_ids=token, position_ids=token, use_cache=False, logits_to_keep=1, fd_ctx=log)
     finally:
         model.set_attn_implementation(before)

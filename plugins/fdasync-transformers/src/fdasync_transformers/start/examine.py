@@ -1,0 +1,103 @@
+"""Looks at a checkpoint without loading it: would it be served, by which class, and how much memory would it take.
+
+Builds the model on the meta device and finds the place of every stored tensor, as loading does, so that missing, left
+over and misshapen tensors are told. The self-check needs weights, and waits for the start. Knows the library's
+models; knows no engines. Called by `runner.py` for `fdasync doctor --model`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from fdasync.errors import UnsupportedModel
+from fdasync.runner.report import ModelReport
+from fdasync_transformers.model import families
+from fdasync_transformers.model.kv import KVLayout
+from fdasync_transformers.model.moe_layers import find_moe_layers, without_experts
+from fdasync_transformers.model.refusals import refuse_unservable
+from fdasync_transformers.start import probe
+from fdasync_transformers.start.open_model import library_code, max_context_of
+from fdasync_transformers.weights import loading
+from fdasync_transformers.weights.mapping import place
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from typing import Any
+
+    from transformers import PreTrainedModel
+
+    from fdasync.runner.base import RunnerLimits
+    from fdasync_transformers.start.runner_config import TransformersConfig
+
+
+def examine(config: TransformersConfig, limits: RunnerLimits, device: torch.device) -> ModelReport:
+    """The report of a checkpoint folder. Blocks while it reads headers and builds the model without memory.
+
+    Raises CheckpointError for a folder that is broken or not whole, and ConfigError for a dtype that is not served.
+    """
+    facts: dict[str, Any] = {"model": limits.model, "device": str(device), "device_nbytes": _memory_nbytes(device)}
+    try:
+        checkpoint = loading.read_checkpoint(limits.model, with_tensors=config.weights != "random")
+    except UnsupportedModel as error:
+        return ModelReport(**facts, family=error.model, served=False, reason=error.reason)
+    facts |= {
+        "family": checkpoint.model_type,
+        "model_class": checkpoint.architecture.model_class.__name__,
+        "stored_nbytes": _stored_nbytes(checkpoint),
+    }
+    notes = [*checkpoint.architecture.notes]
+    try:
+        model = loading.build(checkpoint, config.dtype)
+        facts |= {
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "weights_nbytes": _weights_nbytes(model),
+            "num_hidden_layers": len(families.decoder_layers(model)),
+        }
+        refuse_unservable(model)
+        facts["max_context_tokens"] = max_context_of(model, limits)
+        if config.weights != "random":
+            placed = place(loading.names_of(checkpoint, model), checkpoint.tensors, checkpoint.folder)
+            notes += loading.placed_notes(checkpoint, placed, model.dtype)
+        facts |= _shapes(model, checkpoint.model_type, config, limits)
+    except UnsupportedModel as error:
+        return ModelReport(**facts, served=False, reason=error.reason, notes=tuple(notes))
+    return ModelReport(**facts, served=True, notes=tuple(notes))
+
+
+def _shapes(model: PreTrainedModel, kind: str, config: TransformersConfig, limits: RunnerLimits) -> dict[str, Any]:
+    """What one pass of one token on the meta device shows. Raises UnsupportedModel."""
+    with library_code(kind, "a pass without weights"):
+        mends = families.mend(model)
+        experts = None if limits.capture is False else find_moe_layers(model, lambda: probe.run(model))
+        with without_experts(model):
+            layers = probe.attention_layers(model, latent=config.latent_mla, query_scales={}, reaches=False)
+    found: dict[str, Any] = {"kv_token_nbytes": KVLayout(layers, model.dtype).token_nbytes}
+    if mends.max_context_tokens is not None:
+        found["max_context_tokens"] = min(max_context_of(model, limits), mends.max_context_tokens)
+    if experts is not None:
+        found |= {
+            "moe_layers": len(experts.ids),
+            "num_experts": experts.num_experts,
+            "top_k": max(experts.top_k),
+            "aux_token_nbytes": experts.spec.token_nbytes,
+        }
+    return found
+
+
+def _stored_nbytes(checkpoint: loading.Checkpoint) -> int:
+    files: set[Path] = {stored.file for stored in checkpoint.tensors.values()}
+    return sum(file.stat().st_size for file in files)
+
+
+def _weights_nbytes(model: PreTrainedModel) -> int:
+    """Of the tensors that take memory of their own: a tied tensor counts once."""
+    tied = set(model.get_expanded_tied_weights_keys(all_submodels=True))
+    return sum(tensor.nbytes for name, tensor in model.state_dict().items() if name not in tied)
+
+
+def _memory_nbytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    return 0
