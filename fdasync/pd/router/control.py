@@ -301,9 +301,13 @@ class ControlPlane:
             claimed.append(instance)
 
     async def _let_hand_overs_finish(self) -> None:
+        """Wait for hand-offs. Those of paused instances cannot finish: they begin again at once."""
         with contextlib.suppress(TimeoutError):
             async with Within(self._config.handoff_s):
-                while self._dispatch.being_handed_over():  # noqa: ASYNC110 - no event announces the end
+                while any(  # noqa: ASYNC110 - no event announces the end
+                    request.first is None or not request.first.is_paused
+                    for request in self._dispatch.being_handed_over()
+                ):
                     await asyncio.sleep(_LOOK_S)
         for request in self._dispatch.being_handed_over():
             self._dispatch.restart(request)

@@ -92,7 +92,8 @@ def test_time_in_which_the_loop_was_blocked_is_no_absence(tmp_path: Path, run: A
 @pytest.mark.both_loops
 async def test_hand_overs_of_which_the_word_lies_unread_are_not_begun_again() -> None:
     loop = asyncio.get_running_loop()
-    live, restarted = ["a", "b"], []
+    one, other = (SimpleNamespace(first=None) for _ in range(2))
+    live, restarted = [one, other], []
     dispatch: Any = SimpleNamespace(being_handed_over=lambda: list(live), restart=restarted.append)
     config = RouterConfig(handoff_s=0.05)
     fleet: Any = None
@@ -107,7 +108,7 @@ async def test_hand_overs_of_which_the_word_lies_unread_are_not_begun_again() ->
             for _ in range(3):
                 # as a frame goes through its wire, its link and its owner
                 await asyncio.sleep(0)
-            live.remove("a")
+            live.remove(one)
 
         def block() -> None:
             theirs.send(b"x")
@@ -119,4 +120,4 @@ async def test_hand_overs_of_which_the_word_lies_unread_are_not_begun_again() ->
         await commands._let_hand_overs_finish()
         await reading
     # the other one never came
-    assert restarted == ["b"]
+    assert restarted == [other]

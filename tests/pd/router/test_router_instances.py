@@ -425,6 +425,24 @@ async def test_those_that_do_not_finish_begin_again_after_it(scene):
     assert (await task).token_ids == (7,)
 
 
+@in_scene("p0", "d0", handoff_s=2.0)
+async def test_those_that_a_pause_holds_up_are_not_waited_for(scene):
+    """Trainers pause before each update."""
+    task = ask(scene)
+    await settle()
+    old = scene.p0.submits[0].request
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    await scene.router.pause()
+    await scene.router.update_weights(1, "/w")
+    assert loop.time() - began < 0.2
+    assert scene.p0.aborts == scene.d0.aborts == [old]
+    await scene.router.resume()
+    await settle()
+    scene.d0.end(scene.p0.submits[1].request, (7,))
+    assert (await task).token_ids == (7,)
+
+
 @in_scene("m0", "m1", "m2")
 async def test_an_instance_that_fails_an_update_is_dropped_by_name(scene):
     scene.m1.obeys = lambda command: done(command.number, "WeightsRejected", "no such folder")
