@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 
 import pytest
 from fdasync_http import HttpConfig
@@ -187,3 +188,20 @@ async def test_a_stream_that_is_refused_is_refused_by_its_status(scene_of):
         response = await scene.client.post("/generate", json=body)
         assert response.status_code == 400
         assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+async def test_answers_on_a_kept_connection_wait_for_no_acknowledgement():
+    """Nagle's algorithm is off, on asyncio's own loop too, on which these tests run."""
+    accepted = asyncio.get_running_loop().create_future()
+
+    async def tell(_, writer):
+        accepted.set_result(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        writer.close()
+
+    bound = bind(Listen(port=0))
+    async with await asyncio.start_server(tell, sock=bound):
+        reader, writer = await asyncio.open_connection(*bound.getsockname())
+        assert await rest_of(reader) == b""
+        writer.close()
+        await writer.wait_closed()
+    assert await accepted == 1

@@ -96,7 +96,9 @@ class _Server(uvicorn.Server):
 def bind(listen: Listen) -> socket.socket:
     """A socket at the address. Until it is given to `serving` clients are refused. Raises BadInput."""
     is_v6 = ":" in listen.host
-    bound = socket.socket(socket.AF_INET6 if is_v6 else socket.AF_INET)
+    # asyncio's own loop turns Nagle's algorithm off only where the protocol is named: each answer on a connection that
+    # is kept would wait 40 ms for an acknowledgement
+    bound = socket.socket(socket.AF_INET6 if is_v6 else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if is_v6:
