@@ -33,6 +33,8 @@ REASONS = {
     "/init_weights_update_group": _GROUP,
     "/destroy_weights_update_group": _GROUP,
     "/init_weight_transfer_engine": _GROUP,
+    "/begin_weight_update": _GROUP,
+    "/end_weight_update": _GROUP,
     "/start_weight_update": _GROUP,
     "/finish_weight_update": _GROUP,
     "/init_broadcaster": _GROUP,

@@ -63,12 +63,16 @@ async def continue_generation(request: Request, front: Front) -> Response:
 
 
 async def flush_cache(_request: Request, front: Front) -> Response:
-    """`GET` or `POST /flush_cache`: 200 once nothing runs and every cached block is forgotten, else 400."""
+    """`GET` or `POST /flush_cache`: 200 once nothing runs and every cached block is forgotten, else 400.
+
+    In a pause, requests that wait are no hindrance: new ones, and those that were retracted. They have no blocks, and
+    they cannot end before the trainer goes on.
+    """
     load = front.generator.load()
-    if load.live:
-        raise Refused(
-            400, f"the cache was not flushed: {load.live} requests are live; abort them, or ask again", code="busy"
-        )
+    busy = min(load.running, load.live) if load.paused else load.live
+    if busy:
+        words = f"the cache was not flushed: {busy} requests are live; abort them, or ask again"
+        raise Refused(400, words, code="busy")
     await front.generator.reset_cache()
     return Response("Cache flushed.\n", media_type="text/plain")
 
