@@ -155,6 +155,10 @@ async def test_a_session_of_miles(chat, scripted):
         assert meta["weight_versions"] == [{"version": "0", "start": 0, "end": 12}]
         assert meta["weight_version"] == (await scene.client.get("/get_weight_version")).json()["weight_version"]
         assert isinstance(choice["message"]["content"], str)
+    # a record of one token, asked for from behind its prompt on, has no row of its own
+    behind = {"routed_experts_start_len": len(prompt)}
+    meta = (await raw(scene, **session, **behind, max_tokens=1))["choices"][0]["meta_info"]
+    assert (meta["routed_experts"], meta["routed_experts_start_len"]) == ("", len(prompt))
     choice = (await raw(scene, input_ids=prompt, return_meta_info=True))["choices"][0]
     assert "routed_experts" not in choice["meta_info"]
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from fdasync import SamplingParams
 from fdasync_http.failures import Refused
+from fdasync_http.sglang.meta import first_row
 from fdasync_http.text import TextForm
 
 if TYPE_CHECKING:
@@ -100,14 +101,16 @@ class Asked:
             prompt_top_logprobs=scored or 0,
         )
         self.rows = _rows(front, body)
-        start = body.routed_experts_prompt_start if self.rows == "vllm" else body.routed_experts_start_len
+        start = body.routed_experts_prompt_start or 0
+        if self.rows == "sglang":
+            start = first_row(prompt, body.routed_experts_start_len)
         self.options: GenerateOptions = {
             "request_id": self.request_id,
             # SGLang serves high numbers first, vLLM low ones
             "priority": body.priority if front.config.dialect == "sglang" else -body.priority,
             "routing": self.rows != "none",
             "aux": False,
-            "start": (start or 0) if self.rows != "none" else 0,
+            "start": start if self.rows != "none" else 0,
             "cache_salt": body.cache_salt or body.extra_key,
         }
         self.form = TextForm(

@@ -11,6 +11,7 @@ import msgspec
 
 from fdasync_http.bodies import read_json
 from fdasync_http.failures import Refused
+from fdasync_http.sglang.meta import first_row
 from fdasync_http.sglang.sampling import Sampling, params_of
 from fdasync_http.text import TextForm
 
@@ -99,7 +100,7 @@ class Asked:
             "priority": body.priority or 0,
             "routing": body.return_routed_experts,
             "aux": False,
-            "start": _start(prompt, body),
+            "start": first_row(prompt, body.routed_experts_start_len) if body.return_routed_experts else 0,
             "cache_salt": body.extra_key or body.cache_salt or "",
         }
         if body.return_routed_experts and not facts.captures_routing:
@@ -162,9 +163,3 @@ async def read_generate(request: Request, front: Front) -> GenerateBody:
         words, _, path = str(error).partition(" - at `$")
         field = path.rstrip("`").lstrip(".")
         raise Refused(400, f"{field}: {words}" if field else words, param=field, code="bad_input") from None
-
-
-def _start(prompt: Any, body: GenerateBody) -> int:
-    """Position from which rows are asked of the engine: inside the prompt. Miles also names the position behind it."""
-    start = body.routed_experts_start_len or 0 if body.return_routed_experts else 0
-    return start - 1 if isinstance(prompt, list) and 0 < start == len(prompt) else start

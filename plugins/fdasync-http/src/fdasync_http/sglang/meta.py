@@ -85,6 +85,13 @@ def prompt_meta_of(result: Result) -> dict[str, Any]:
     return meta
 
 
+def first_row(prompt: object, start: int | None) -> int:
+    """Position from which rows are asked of the engine, which takes those inside the prompt: a client may name the one
+    behind it as well, and `put_rows` leaves the row between out."""
+    start = start or 0
+    return start - 1 if isinstance(prompt, list) and 0 < start == len(prompt) else start
+
+
 def put_rows(
     sample: Sample, start: int | None, place: dict[str, Any], parts: list[Part], num_hidden_layers: int
 ) -> None:
