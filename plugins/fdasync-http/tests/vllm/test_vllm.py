@@ -97,6 +97,20 @@ async def test_a_stream_has_deltas_and_the_rows_at_its_end(scene):
     assert None not in ended
 
 
+async def test_fields_of_renderers_that_change_no_answer_are_taken(scene):
+    """prime-rl's client reads JSON where the binary form of log-probs is not known, and never asks for text."""
+    sampling = {**SAMPLING, "logprobs": 3, "flat_logprobs": True, "detokenize": False, "skip_special_tokens": False}
+    answer = (await generate(scene, sampling_params={**sampling, "extra_args": {"prl_compact_logprobs": True}})).json()
+    assert answer["choices"][0]["token_ids"] == want(scene)
+    assert all(len(entry["top_logprobs"]) == 3 for entry in answer["choices"][0]["logprobs"]["content"])
+    body = {"token_ids": PROMPT, "sampling_params": {"extra_args": {"other": 1}}}
+    response = await scene.client.post("/inference/v1/generate", json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "sampling_params.extra_args")
+    # this tokenizer has no text of special tokens
+    body = {"token_ids": PROMPT, "sampling_params": {"skip_special_tokens": False}, "output_mode": "text"}
+    assert (await scene.client.post("/inference/v1/generate", json=body)).status_code == 400
+
+
 async def test_a_prompt_is_scored(scene):
     answer = (await generate(scene, sampling_params={**SAMPLING, "prompt_logprobs": 1})).json()
     told = answer["prompt_logprobs"]
@@ -174,7 +188,8 @@ async def test_small_paths(scene):
     assert (await scene.client.get("/version")).json()["version"].startswith("fdasync")
     assert (await scene.client.get("/ping")).status_code == 200
     assert (await scene.client.get("/liveness")).status_code == 200
-    assert len((await scene.client.get("/workers")).json()["workers"]) == 1
+    (worker,) = (await scene.client.get("/workers")).json()["workers"]
+    assert worker["url"] == scene.url
 
 
 async def test_text_in_a_stream_is_the_whole_text_up_to_a_stop(scene):

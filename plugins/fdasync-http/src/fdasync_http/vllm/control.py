@@ -162,7 +162,13 @@ async def ping(_request: Request, _front: Front) -> Response:
     return Response()
 
 
-async def workers(_request: Request, front: Front) -> Response:
-    """`GET /workers`: this front, as a router with one worker would tell."""
-    entry: dict[str, Any] = {"id": "0", "model_id": front.model, "worker_type": "regular", "is_healthy": True}
+async def workers(request: Request, front: Front) -> Response:
+    """`GET /workers`: this front, as a router with one worker would tell, at the address where the client found it."""
+    entry: dict[str, Any] = {
+        "id": "0",
+        "url": str(request.base_url).rstrip("/"),
+        "model_id": front.model,
+        "worker_type": "regular",
+        "is_healthy": True,
+    }
     return reply({"workers": [entry]})

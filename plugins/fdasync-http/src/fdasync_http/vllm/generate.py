@@ -96,7 +96,8 @@ class _Asked:
         }
         self.form = TextForm(
             front,
-            specials=not sampling.skip_special_tokens,
+            # which decides nothing where no text is given out; renderers send false with every request
+            specials=not sampling.skip_special_tokens and body.output_mode == "text",
             keeps_stop=sampling.include_stop_str_in_output,
             stop=self.params.stop,
         )

@@ -18,12 +18,15 @@ from fdasync_http.grammars import grammar_of
 _UNSERVED: dict[str, tuple[Any, ...]] = {
     "bad_words": (None, []), "guided_decoding": (None,), "allowed_token_ids": (None,), "logits_processors": (None,),
     "truncate_prompt_tokens": (None,),
-    "extra_args": (None, {}), "thinking_token_budget": (None,), "repetition_detection": (None,),
-    "flat_logprobs": (None, False), "best_of": (None, 1), "use_beam_search": (None, False),
+    # renderers asks so for log-probs in a binary form, and reads JSON where it gets none
+    "extra_args": (None, {}, {"prl_compact_logprobs": True}, {"prl_compact_logprobs": False}),
+    "thinking_token_budget": (None,), "repetition_detection": (None,),
+    "best_of": (None, 1), "use_beam_search": (None, False),
 }  # fmt: skip
 # fields that say how an engine that this one is not shall work
 _IGNORED = (
     "detokenize", "output_kind", "spaces_between_special_tokens", "skip_clone", "skip_reading_prefix_cache",
+    "flat_logprobs",
 )  # fmt: skip
 
 
