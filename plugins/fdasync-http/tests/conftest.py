@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from fdasync.runner.oracle import Oracle
 
 STEP = {"step_s": 0.002}
+# roles of the instances behind a router
+ROLES = {"engine": (), "router": ("prefill", "decode"), "fleet": ("mixed", "mixed")}
 KEY = "sk-0123456789abcdef"
 ADMIN = "sk-admin-0123456789"
 
@@ -60,12 +62,13 @@ class Scene(NamedTuple):
 async def generator_of(
     kind: str, folder: Path, tokenizer: Tokenizer | None = None, **runner: Any
 ) -> AsyncIterator[Generator]:
-    """A generator that has started: "engine", or "router" of a prefill and a decode instance."""
+    """A generator that has started: "engine", "router" of a prefill and a decode instance, or "fleet", a router of two
+    mixed ones."""
     values = {**STEP, **runner}
     own = tokenizer or LetterTokenizer()
     async with AsyncExitStack() as stack:
-        roles = ["prefill", "decode"] if kind == "router" else []
-        addresses = [f"ipc://{folder}/{role}" for role in roles]
+        roles = ROLES[kind]
+        addresses = [f"ipc://{folder}/{role}{number}" for number, role in enumerate(roles)]
         for role, address in zip(roles, addresses, strict=True):
             config = synthetic_config(values, role=role, host_blocks=64)
             instance = Instance(config, listen=address, tokenizer=own, transport="shm")
