@@ -61,7 +61,7 @@ async def measure(
         rates = []
         for seed in (101, 102):
             params = SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)
-            wall, _ = await _round(engine, scale.prompts(requests, seed), params, routing=True, steady=False)
+            wall, _ = await one_round(engine, scale.prompts(requests, seed), params, routing=True, steady=False)
             rates.append(requests * new / wall)
         return report.add("ours_new_tokens_per_s", rates)
 
@@ -71,12 +71,12 @@ async def _compare(engine: Engine, scale: Scale, report: Report, size: int) -> N
     params = SamplingParams(max_tokens=scale.engine_tokens, temperature=0.0, ignore_eos=True)
     ways = {"replies": True, "none": False}
     for routing in ways.values():  # the first fills the prefix cache
-        await _round(engine, prompts, params, routing=routing, steady=False)
+        await one_round(engine, prompts, params, routing=routing, steady=False)
     rates: dict[str, list[float]] = {way: [] for way in ways}
     steady: list[float] = []
     for turn in range(scale.engine_pairs):
         for way in ways if turn % 2 == 0 else reversed(ways):
-            wall, rate = await _round(engine, prompts, params, routing=ways[way], steady=True)
+            wall, rate = await one_round(engine, prompts, params, routing=ways[way], steady=True)
             rates[way].append(size * scale.engine_tokens / wall)
             if way == "replies" and rate:
                 steady.append(rate)
@@ -91,7 +91,7 @@ async def _compare(engine: Engine, scale: Scale, report: Report, size: int) -> N
         report.add(f"engine_over_runner_{size}", [rate / runner])
 
 
-async def _round(
+async def one_round(
     engine: Engine, prompts: Sequence[list[int]], params: SamplingParams, *, routing: bool, steady: bool
 ) -> tuple[float, float]:
     """Seconds until all replies are there, and tokens per second while all decode (0 where that is not known).

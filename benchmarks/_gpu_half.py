@@ -7,7 +7,7 @@ about as much as the reference does, independently.
 
 An answer's rows are then forced everywhere in one bfloat16 pass of the reference. A row that the router would not have
 chosen there is tied if shifts of its logits by no more than the tolerance (times their spread) make it the choice, and
-wrong otherwise. Tokens likewise. Used by `gpu_exact.py`.
+wrong otherwise. Tokens likewise. Used by `gpu_exact.py` and `_shape_judge.py`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     Scores = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    Logits = tuple[dict[int, torch.Tensor], dict[int, Selection]]
+    Look = Callable[[torch.Tensor, dict[int, torch.Tensor]], Logits]
 
 _TEXTS, _TEXT_TOKENS = 8, 150
+_TEXT_IDS = (16, 250)
 _MARGIN = 2.0
 _SEARCH = 14
 _TOKENS = -1  # stands for the layer that tokens are chosen in
@@ -41,19 +44,19 @@ class HalfJudge(Judge):
         own_share: rows that the reference itself chooses otherwise in float32 arithmetic, of all in the random text.
     """
 
-    def calibrate(self) -> None:
-        """Measure the rounding; must come before `judge`."""
+    def calibrate(self, texts: int = _TEXTS, tokens: int = _TEXT_TOKENS, vocab: tuple[int, int] = _TEXT_IDS) -> None:
+        """Measure the rounding on so many random texts of so many tokens; must come before `judge`."""
         model = self.model("first")
-        exact = self._load("first").float()
+        look = self._exact_look()
         worst: dict[int, float] = {}
         differ = total = 0
-        for seed in range(_TEXTS):
+        for seed in range(texts):
             generator = torch.Generator().manual_seed(seed)
-            ids = torch.randint(16, 250, (1, _TEXT_TOKENS), generator=generator).to(self._device)
+            ids = torch.randint(*vocab, (1, tokens), generator=generator).to(self._device)
             rows: dict[int, torch.Tensor] = {}
             with torch.no_grad(), observed_routing(model, rows):
                 model(input_ids=ids, use_cache=False)
-            half, full = _look(model, ids, rows, 0), _look(exact, ids, rows, 0)
+            half, full = look_at(model, ids, rows, 0), look(ids, rows)
             for layer, logits in half[0].items():
                 error = (logits - full[0][layer]).abs() / full[0][layer].std(-1, keepdim=True)
                 worst[layer] = max(worst.get(layer, 0.0), float(error.max()))
@@ -62,6 +65,11 @@ class HalfJudge(Judge):
                     differ, total = differ + int(other.any(-1).sum()), total + len(other)
         self.tolerance = {layer: _MARGIN * value for layer, value in worst.items()}
         self.own_share = differ / total
+
+    def _exact_look(self) -> Look:
+        """`look_at` for all logits, by the same weights in float32 arithmetic."""
+        exact = self._load("first").float()
+        return lambda ids, rows: look_at(exact, ids, rows, 0)
 
     def _one(self, answer: Answer) -> Findings:
         if len(answer.spans) > 1 or answer.routing is None:
@@ -79,7 +87,7 @@ class HalfJudge(Judge):
             table = torch.full((len(tokens), given.shape[2]), -1)
             table[start : start + len(given)] = given[:, index]
             forced[layer] = table
-        logits, live = _look(model, ids, forced, len(answer.tokens))
+        logits, live = look_at(model, ids, forced, len(answer.tokens))
         sites = find_routers(model)
         for index, layer in enumerate(routing.layer_ids):
             span = slice(start, start + len(given))
@@ -114,9 +122,9 @@ class HalfJudge(Judge):
             found.tied_distances.append(shift / self.tolerance[layer])
 
 
-def _look(
+def look_at(
     model: Any, ids: torch.Tensor, rows: dict[int, torch.Tensor], outputs: int
-) -> tuple[dict[int, torch.Tensor], dict[int, Selection]]:
+) -> Logits:
     """One pass with these rows forced: float64 router logits [T, E] by layer, those of tokens under -1; the choices.
 
     `outputs`: tokens whose logits are wanted, and one; 0: all.
