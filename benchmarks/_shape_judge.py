@@ -27,6 +27,7 @@ _PRODUCTS = frozenset(
     {torch.nn.functional.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.__rmatmul__}
     | {torch.bmm, torch.Tensor.bmm, torch.einsum}
 )
+_HALVES = (torch.bfloat16, torch.float16)
 
 
 class Float32Arithmetic(TorchFunctionMode):
@@ -38,7 +39,11 @@ class Float32Arithmetic(TorchFunctionMode):
             args = tuple(_wide(value) for value in args)
             kwargs = {name: _wide(value) for name, value in kwargs.items()}
         result = func(*args, **kwargs)
-        return _wide(result) if func is torch.nn.functional.embedding else result
+        # MiniMax-M2 rounds what goes into its router to the dtype of the weights
+        narrowed = func is torch.Tensor.to and args[0].dtype == torch.float32 and result.dtype in _HALVES
+        if func is torch.nn.functional.embedding or narrowed:
+            return _wide(args[0] if narrowed else result)
+        return result
 
 
 def _wide(value: Any) -> Any:
