@@ -122,9 +122,7 @@ class HalfJudge(Judge):
             found.tied_distances.append(shift / self.tolerance[layer])
 
 
-def look_at(
-    model: Any, ids: torch.Tensor, rows: dict[int, torch.Tensor], outputs: int
-) -> Logits:
+def look_at(model: Any, ids: torch.Tensor, rows: dict[int, torch.Tensor], outputs: int) -> Logits:
     """One pass with these rows forced: float64 router logits [T, E] by layer, those of tokens under -1; the choices.
 
     `outputs`: tokens whose logits are wanted, and one; 0: all.

@@ -11,37 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from benchmarks._published_shapes import SHAPES
+
 if TYPE_CHECKING:
     from pathlib import Path
 
-# Qwen3-30B-A3B
-_LARGE: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "rope_theta": 1000000.0,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "tie_word_embeddings": False,
-    "use_sliding_window": False,
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-    "dtype": "bfloat16",
-}
+_LARGE: dict[str, Any] = SHAPES["Qwen3-30B-A3B"].config
 _SMALL = {
     **_LARGE,
     "hidden_size": 32,
@@ -57,7 +32,7 @@ _SMALL = {
     "max_position_embeddings": 256,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    "dtype": "float32",
+    "torch_dtype": "float32",
 }
 
 

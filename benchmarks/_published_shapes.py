@@ -97,10 +97,8 @@ _QWEN3: dict[str, Any] = {
     "vocab_size": 151936,
     "torch_dtype": "bfloat16",
 }
-_QWEN3_DIFFERS = frozenset({"max_position_embeddings", "num_hidden_layers", "rope_theta", "bos_token_id"}) | {
-    "eos_token_id",
-    "norm_topk_prob",
-    "head_dim",
+_QWEN3_DIFFERS = frozenset({"max_position_embeddings", "num_hidden_layers", "bos_token_id", "eos_token_id"}) | {
+    "norm_topk_prob"
 }
 _GLM4: dict[str, Any] = {
     "architectures": ["Glm4MoeForCausalLM"],
@@ -128,7 +126,7 @@ _GLM4: dict[str, Any] = {
     "vocab_size": 151552,
     "torch_dtype": "bfloat16",
 }
-_GLM4_DIFFERS = frozenset({"attention_bias", "eos_token_id", "pad_token_id", "rope_theta", "head_dim"})
+_GLM4_DIFFERS = frozenset({"attention_bias", "eos_token_id", "pad_token_id"})
 _DEEPSEEK: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "attention_bias": False,
@@ -399,7 +397,6 @@ SHAPES: dict[str, Shape] = {
             "torch_dtype": "bfloat16",
         },
         dense=1,
-        differs=frozenset({"head_dim"}),
     ),
     # huggingface.co/mistralai/Mixtral-8x7B-v0.1
     "Mixtral-8x7B": Shape(

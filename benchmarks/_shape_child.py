@@ -1,11 +1,13 @@
 """One shape of `gpu_shapes`, in a process of its own: what it held on the device is given back with it.
 
-    python -m benchmarks._shape_child SPEC OUT
+    python -m benchmarks._shape_child
 
-SPEC is a JSON object (`Spec`). With `do` "write" it writes quantised shards; with "serve" it serves the folder's model
-by a whole engine, closes it, makes the model again and judges the answers. Writes what it found to OUT as JSON, and to
-its standard output a line for the beginning and the end of every part of the start-up, which the parent reads beside
-this process's memory. Exit status 0 where all was done, whatever the verdict.
+Imports what it needs, and only then reads a line of its standard input: a JSON object (`Spec`). The parent starts it
+before it is needed, as imports take longer than drawing weights. With `do` "write" it writes quantised shards; with
+"serve" it serves the folder's model by a whole engine, closes it, makes the model again and judges the answers. Writes
+what it found to `out`, and to its standard output a line for the beginning and the end of every part of the start-up,
+which the parent reads beside this process's memory. Exit status 0 where all was done, whatever the verdict; also where
+the input ends at once.
 """
 
 from __future__ import annotations
@@ -15,18 +17,22 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import torch
 import uvloop
 from fdasync_transformers.weights import loading
 
-from benchmarks._gpu_judge import Findings
 from benchmarks._shape_folder import write_config, write_shards
 from benchmarks._shape_judge import ShapeJudge
 from benchmarks._shape_run import Asked, Served, serve
 
+if TYPE_CHECKING:
+    from benchmarks._gpu_judge import Answer
+
+# prompt tokens of the answer whose rows are put in wrong places
+_ENOUGH = 40
 # kernels take a tenth of a second in Triton's interpreter
 TINY = Asked(
     device="cpu", requests=4, prefix=9, own=(3, 14), output=(3, 5), again=2, running=2, context=8, new_tokens=8,
@@ -40,6 +46,7 @@ class Spec(msgspec.Struct, frozen=True):
     Attributes:
         name: of the shape.
         folder: of the checkpoint.
+        out: file for what was found (`Found`), in JSON.
         nbytes: of plain weights, at most, unless the fewest layers take more.
         do: "write" quantised shards, or "serve".
         stored: the folder has weights, from a child that wrote them.
@@ -49,6 +56,7 @@ class Spec(msgspec.Struct, frozen=True):
 
     name: str
     folder: str
+    out: str
     nbytes: int
     do: Literal["write", "serve"] = "serve"
     stored: bool = False
@@ -102,12 +110,11 @@ def run(spec: Spec) -> Found:
         write_config(Path(spec.folder), spec.name, spec.nbytes, small=spec.tiny)
 
     def mark(what: str) -> None:
-        print(f"mark {what}", flush=True)
+        print(what, flush=True)
 
     began = time.perf_counter()
     served = uvloop.run(serve(spec.folder, asked, random_weights=not spec.stored, mark=mark))
     served.seconds["serve"] = time.perf_counter() - began - served.seconds["start"]
-    print("serving is done", flush=True)
     gc.collect()
     if asked.device == "cuda":
         torch.cuda.empty_cache()
@@ -125,9 +132,8 @@ def judge(spec: Spec, served: Served) -> Found:
     verdicts = ShapeJudge(lambda: make(checkpoint, "bfloat16", device), device)
     texts, tokens = spec.asked.texts
     verdicts.calibrate(texts, tokens, (10, int(checkpoint.config.vocab_size)))
-    found: Findings = verdicts.judge(served.answers)
-    shortest = min(served.answers, key=lambda answer: len(answer.prompt))
-    misplaced = verdicts.misplaced(shortest)
+    found = verdicts.judge(served.answers)
+    misplaced = verdicts.misplaced(_of_some_length(served.answers))
     served.seconds["judge"] = time.perf_counter() - began
     return Found(
         seconds=served.seconds,
@@ -143,10 +149,19 @@ def judge(spec: Spec, served: Served) -> Found:
     )
 
 
+def _of_some_length(answers: list[Answer]) -> Answer:
+    """The shortest of those with enough rows, as each row that is wrong takes its time to be judged."""
+    enough = [answer for answer in answers if len(answer.prompt) >= _ENOUGH]
+    return min(enough or answers, key=lambda answer: len(answer.prompt) if enough else -len(answer.prompt))
+
+
 def main() -> None:
-    spec = msgspec.json.decode(sys.argv[1], type=Spec)
+    line = sys.stdin.readline()
+    if not line:
+        return
+    spec = msgspec.json.decode(line, type=Spec)
     found = write(spec) if spec.do == "write" else run(spec)
-    Path(sys.argv[2]).write_bytes(msgspec.json.encode(found))
+    Path(spec.out).write_bytes(msgspec.json.encode(found))
 
 
 if __name__ == "__main__":

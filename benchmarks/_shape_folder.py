@@ -9,7 +9,6 @@ float32 scales. MXFP4: the experts. Knows the plugin's loader only as far as it 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +21,7 @@ from benchmarks._published_shapes import SHAPES, tiny
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 # of one file, as published ones have it
 SHARD_NBYTES = 5 * 10**9
@@ -137,7 +137,5 @@ def _mxfp4(shape: tuple[int, ...], random: torch.Generator) -> tuple[torch.Tenso
     experts, columns, rows = shape
     packed = (experts, rows, columns // 32, 16)
     blocks = torch.randint(0, 256, packed, dtype=torch.uint8, device=random.device, generator=random)
-    scales = torch.randint(
-        *_MXFP4_EXPONENTS, packed[:-1], dtype=torch.uint8, device=random.device, generator=random
-    )
+    scales = torch.randint(*_MXFP4_EXPONENTS, packed[:-1], dtype=torch.uint8, device=random.device, generator=random)
     return blocks, scales

@@ -61,7 +61,7 @@ class ShapeJudge(HalfJudge):
         super().__init__({}, {0: "first"}, device, torch.bfloat16)
         self._make = make
 
-    def _load(self, weights: str) -> Any:
+    def _load(self, _weights: str) -> Any:
         model = self._make()
         model.set_attn_implementation("eager")
         model.set_experts_implementation("eager")
@@ -77,14 +77,12 @@ class ShapeJudge(HalfJudge):
         return look
 
     def misplaced(self, answer: Answer) -> float:
-        """Share of an answer's rows that are called wrong where each is that of the position before: a judge that
-        takes these for ties would find nothing."""
+        """Share of an answer's rows that are called wrong when each is that of the position before, of those that
+        name other experts then. A judge that takes these for ties would find nothing; 0 where no two rows differ."""
         routing = answer.routing
-        moved = SimpleNamespace(
-            array=np.roll(routing.array, 1, axis=0),
-            start=routing.start,
-            layer_ids=routing.layer_ids,
-            num_experts=routing.num_experts,
-        )
-        counts = self._one(replace(answer, routing=moved, greedy=False)).counts
-        return counts["wrong_rows"] / max(1, sum(counts[f"{kind}_rows"] for kind in ("exact", "tied", "wrong")))
+        rows = np.sort(routing.array, axis=-1)
+        moved = np.roll(rows, 1, axis=0)
+        fields = {"start": routing.start, "layer_ids": routing.layer_ids, "num_experts": routing.num_experts}
+        found = self._one(replace(answer, routing=SimpleNamespace(array=moved, **fields), greedy=False))
+        differ = int((rows != moved).any(-1).sum())
+        return found.counts["wrong_rows"] / differ if differ else 0.0

@@ -56,7 +56,7 @@ class Asked:
     new_tokens: int = 72
     block_tokens: int = 16
     chunk: int = 512
-    texts: tuple[int, int] = (4, 600)
+    texts: tuple[int, int] = (3, 500)
 
     @property
     def blocks(self) -> int:

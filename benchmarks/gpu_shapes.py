@@ -11,17 +11,18 @@ hits, three of them again, and then 64 sequences that decode together. Figures o
 
 `start_s_NAME`: from making the engine to its first request, imports not counted; of it `weights_s` (drawn or loaded),
 `self_check_s`, `graphs_s` (kernels compiled and CUDA graphs captured), `weights_id_s` (the digest of loaded weights).
-`layers`, `weights_gb`, `kv_token_bytes`, `peak_gb` (device memory while serving, the pool of KV in it),
-`load_peak_gb` (while weights were drawn or loaded), `decode_ms_64` (a step while 64 decode, contexts of 256 to 328).
-`rows`, `exact_rows`, `tied_rows`, `wrong_rows`, `missing_rows`, `exact_tokens`, `tied_tokens`, `wrong_tokens`: judged as
-`gpu_exact` judges bfloat16. The reference is the library's model with the same weights, eager, in the same process when
-the engine is closed; its rounding is measured first. `misplaced`: share of rows that the judge calls wrong when each is
-that of the position before; under 0.5 the judge would see nothing, and the shape has failed.
+`layers`, `weights_gb`, `kv_token_bytes`, `peak_gb` (device memory while serving, the pool of KV in it), `load_peak_gb`
+(while weights were drawn or loaded), `left_gb` (when the engine is closed), `decode_ms_64` (a step while 64 decode,
+contexts of 256 to 328). `rows`, `exact_rows`, `tied_rows`, `wrong_rows`, `missing_rows`, `exact_tokens`, `tied_tokens`,
+`wrong_tokens`: judged as `gpu_exact` judges bfloat16. The reference is the library's model with the same weights,
+eager, in the same process when the engine is closed; its rounding is measured first. `misplaced`: share of rows that
+the judge calls wrong when each is that of the position before, of those that then name other experts; under 0.5 the
+shape has failed.
 
 `--quantised`: published forms instead, DeepSeek-V3 in FP8 and gpt-oss in MXFP4 unless `--shapes` names others. Another
-process draws, quantises and writes shards of 5 GB; `load_gb_per_s` is bytes of the files over `weights_s`, from the page
-cache as a rule. `load_extra_device_gb` and `load_extra_host_gb` are what loading took at its peak beside the weights
-(host: anonymous memory, from a reading every 20 ms); both must be under the largest shard, `largest_shard_gb`.
+process draws, quantises and writes shards of 5 GB; `load_gb_per_s` is bytes of the files over `weights_s`, from the
+page cache as a rule. `load_extra_device_gb` and `load_extra_host_gb` are what loading took at its peak beside the
+weights (host: anonymous memory, from a reading every 20 ms); both must be under the largest shard, `largest_shard_gb`.
 
 The exit status is 1 where a shape failed or a row or token is wrong or missing. `--tiny` rehearses all of it on a CPU,
 with every width small, in Triton's interpreter. Needs a CUDA GPU with 100 GB for the default; 70 GB without Kimi-K2.
@@ -30,7 +31,6 @@ with every width small, in Triton's interpreter. Needs a CUDA GPU with 100 GB fo
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import re
 import sys
@@ -47,24 +47,19 @@ from rich.table import Table
 from benchmarks._gpu_parts import Parts, describe_device
 from benchmarks._published_shapes import SHAPES
 from benchmarks._report import Report, short
+from benchmarks._shape_child import Spec
+from benchmarks._shape_process import Children
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable
-
-    from benchmarks._shape_child import Found, Spec
+    from benchmarks._shape_child import Found
 
 QUANTISED = ("DeepSeek-V3", "gpt-oss-120b")
-_LIMIT_S = 150.0
-_READ_S = 0.02
+# of a shape; the digest of weights that were loaded takes longer than drawing some
+_LIMIT_S, _LIMIT_STORED_S = 150.0, 300.0
 _SEES = 0.5
 _COUNTS = ("exact_rows", "tied_rows", "wrong_rows", "missing_rows", "exact_tokens", "tied_tokens", "wrong_tokens")
-_TABLE = ("layers", "start_s", "weights_s", "self_check_s", "graphs_s", "weights_gb", "kv_token_bytes", "peak_gb") + (
-    "decode_ms_64",
-    "rows",
-    "exact_rows",
-    "tied_rows",
-    "wrong_rows",
-)
+_TABLE = ("layers", "start_s", "weights_s", "self_check_s", "graphs_s", "weights_gb", "kv_token_bytes", "peak_gb")
+_VERDICTS = ("decode_ms_64", "rows", "exact_rows", "tied_rows", "wrong_rows")
 
 
 class Shapes:
@@ -80,24 +75,29 @@ class Shapes:
         self._report = report
         self._folder = folder
         self._base = base
+        self._children = Children()
         self._quantised = quantised
         report.conditions["shapes"] = {}
 
     async def run(self, names: list[str]) -> None:
-        for name in names:
-            await self._parts.run(name, partial(self._one, name))
-            self._total()
-            self._parts.save()
+        try:
+            for name in names:
+                await self._parts.run(name, partial(self._one, name))
+                self._total()
+                self._parts.save()
+        finally:
+            await self._children.aclose()
 
     async def _one(self, name: str) -> None:
         # what it holds is given back before the next shape
         with tempfile.TemporaryDirectory(prefix="shape-", dir=self._folder) as folder:
-            spec = msgspec.structs.replace(self._base, name=name, folder=folder, stored=self._quantised)
+            out = f"{folder}/found.json"
+            spec = msgspec.structs.replace(self._base, name=name, folder=folder, out=out, stored=self._quantised)
             written: Found | None = None
             if self._quantised:
-                written, _ = await self._child(msgspec.structs.replace(spec, do="write"))
+                written, _ = await self._children.do(msgspec.structs.replace(spec, do="write"), _LIMIT_S)
                 self._parts.say(f"{name}: {written.nbytes['files'] / 1e9:.1f} GB written")
-            found, host_nbytes = await self._child(spec)
+            found, host_nbytes = await self._children.do(spec, _LIMIT_STORED_S if self._quantised else _LIMIT_S)
         key = slug(name)
         self._report.conditions["shapes"][name] = {
             **msgspec.to_builtins(found),
@@ -151,68 +151,6 @@ class Shapes:
         figures["shapes_served"] = len(keys)
         figures["shapes_failed"] = len(self._parts.failed)
 
-    async def _child(self, spec: Spec) -> tuple[Found, int]:
-        """What a child found, and by how much its anonymous memory grew while weights came at most.
-
-        Raises RuntimeError with the end of its messages where it fails or takes too long.
-        """
-        from benchmarks._shape_child import Found
-
-        out = Path(spec.folder) / "found.json"
-        command = ["-m", "benchmarks._shape_child", msgspec.json.encode(spec).decode(), str(out)]
-        errors = Path(spec.folder) / "errors.txt"
-        with errors.open("wb") as stderr:
-            child = await asyncio.create_subprocess_exec(
-                sys.executable, *command, stdout=asyncio.subprocess.PIPE, stderr=stderr
-            )
-            try:
-                async with asyncio.timeout(_LIMIT_S):
-                    grown = await _watch(child)
-                    status = await child.wait()
-            except TimeoutError:
-                raise RuntimeError(f"stopped after {_LIMIT_S:.0f} s: {errors.read_text()[-1500:]}") from None
-            finally:
-                if child.returncode is None:
-                    child.kill()
-                    await child.wait()
-        if status:
-            raise RuntimeError(f"exit status {status}: {errors.read_text()[-3000:]}")
-        return msgspec.json.decode(out.read_bytes(), type=Found), grown
-
-
-async def _watch(child: asyncio.subprocess.Process) -> int:
-    """Read the child's marks until it has no more to say; the growth of its anonymous memory while weights came."""
-    assert child.stdout is not None
-    before = most = 0
-    loading = False
-    line: Awaitable[bytes] = asyncio.ensure_future(child.stdout.readline())
-    while True:
-        # polled: memory has no event
-        done, _ = await asyncio.wait([asyncio.ensure_future(line)], timeout=_READ_S if loading else None)
-        if loading:
-            most = max(most, anonymous_nbytes(child.pid))
-        if not done:
-            continue
-        text = (await line).decode().strip()
-        if not text:
-            return max(0, most - before)
-        if text == "mark weights begins":
-            before = most = anonymous_nbytes(child.pid)
-        # more than once where the judge makes the model again: the first one counts
-        loading = text == "mark weights begins"
-        line = asyncio.ensure_future(child.stdout.readline())
-
-
-def anonymous_nbytes(pid: int) -> int:
-    """Resident memory of a process that is no file's; 0 where it has ended."""
-    try:
-        # blocking: a few hundred bytes from the kernel
-        status = Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    found = re.search(r"RssAnon:\s+(\d+) kB", status)
-    return int(found[1]) * 1024 if found else 0
-
 
 def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", name.lower())
@@ -221,10 +159,10 @@ def slug(name: str) -> str:
 def show(report: Report) -> None:
     """A line for each shape."""
     table = Table(title=report.title)
-    for column in ("shape", *_TABLE):
+    for column in ("shape", *_TABLE, *_VERDICTS):
         table.add_column(column, justify="left" if column == "shape" else "right")
     for name in report.conditions["shapes"]:
-        values = [report.figures.get(f"{column}_{slug(name)}") for column in _TABLE]
+        values = [report.figures.get(f"{column}_{slug(name)}") for column in (*_TABLE, *_VERDICTS)]
         table.add_row(name, *["" if value is None else f"{value:.4g}" for value in values])
     Console(width=200).print(table)
 
@@ -255,15 +193,16 @@ def main(arguments: list[str] | None = None) -> int:
     report.conditions |= {"memory_gb": options.memory_gb, "quantised": options.quantised}
     if options.tiny:
         report.conditions["void"] = "a rehearsal on a CPU: no time or memory says anything of a GPU"
-    from benchmarks._shape_child import Spec
-
     kernels = options.kernels if options.kernels != "auto" or not options.tiny else "triton"
-    base = Spec("", "", int(options.memory_gb * 1e9), tiny=options.tiny, kernels=kernels)
+    base = Spec("", "", "", int(options.memory_gb * 1e9), tiny=options.tiny, kernels=kernels)
     parts = Parts(report, options.json_path)
     with tempfile.TemporaryDirectory(prefix="fdasync-shapes-", dir=options.folder) as folder:
         uvloop.run(Shapes(parts, report, Path(folder), base, quantised=options.quantised).run(names))
+    parts.save()
     show(report)
-    return parts.finish()
+    for name, problem in parts.failed.items():
+        print(f"FAILED {name}: {problem}", file=sys.stderr)
+    return 1 if parts.failed else 0
 
 
 if __name__ == "__main__":
