@@ -284,7 +284,7 @@ SHAPES: dict[str, Shape] = {
         # held against deepseek_v3, whose code it runs
         differs=_DEEPSEEK_DIFFERS
         | {"eos_token_id", "first_k_dense_replace", "n_group", "n_routed_experts", "num_attention_heads"}
-        | {"num_key_value_heads", "num_nextn_predict_layers", "rope_theta", "routed_scaling_factor", "topk_group"}
+        | {"num_key_value_heads", "num_nextn_predict_layers", "routed_scaling_factor", "topk_group"}
         | {"vocab_size", "bos_token_id"},
     ),
     # huggingface.co/MiniMaxAI/MiniMax-M2
