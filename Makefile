@@ -20,7 +20,7 @@ help:
 	@echo "make test-all  the same with the long tests and coverage"
 	@echo "make bench     measure the engine's CPU per decode step, the stores and the tiers"
 	@echo "make bench-pd  measure links, transports, prefill/decode instances, and what goes wrong among them"
-	@echo "make bench-gpu measure completion, capture, attention, copies, serving and exactness on a CUDA GPU"
+	@echo "make bench-gpu measure completion, capture, attention, copies, serving, published shapes and exactness on a CUDA GPU"
 	@echo "make clean     remove what was made here"
 
 venv: $(STAMP)
@@ -77,7 +77,7 @@ bench-pd: $(STAMP)
 	$(BIN)/python -m benchmarks.pd_headline
 	$(BIN)/python -m benchmarks.chaos
 
-# needs a CUDA GPU with 80 GB and more, and torch's CUDA build in the environment that PYTHON names
+# needs a CUDA GPU with 100 GB and more, and torch's CUDA build in the environment that PYTHON names
 bench-gpu:
 	$(PYTHON) -m pytest -m gpu tests/gpu tests/test_pages.py plugins
 	$(PYTHON) -m benchmarks.gpu_completion
@@ -87,6 +87,8 @@ bench-gpu:
 	$(PYTHON) -m benchmarks.gpu_exact
 	$(PYTHON) -m benchmarks.gpu_swap
 	$(PYTHON) -m benchmarks.gpu_serving
+	$(PYTHON) -m benchmarks.gpu_shapes
+	$(PYTHON) -m benchmarks.gpu_shapes --quantised
 	-$(PYTHON) -m benchmarks.gpu_pd  # needs two
 
 clean:
