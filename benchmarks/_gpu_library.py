@@ -42,8 +42,7 @@ def main() -> None:
     out = Path(args.out)
     found: dict[str, Any] = {"rates": [], "notes": {"transformers": transformers.__version__}}
     checkpoint = loading.read_checkpoint(args.folder, with_tensors=False)
-    model: Any = loading.build(checkpoint, scale.dtype)
-    loading.draw(model, torch.device(args.device))
+    model: Any = loading.draw(checkpoint, scale.dtype, torch.device(args.device))
     flash = importlib.util.find_spec("flash_attn") is not None
     model.set_attn_implementation("flash_attention_2" if flash else "sdpa")
     # no id is -1

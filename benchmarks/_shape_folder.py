@@ -60,9 +60,7 @@ def write_config(folder: Path, name: str, nbytes: int, *, small: bool, quantised
 def empty_model(folder: Path) -> Any:
     """The folder's model in bfloat16, on the meta device."""
     checkpoint = loading.read_checkpoint(str(folder), with_tensors=False)
-    model_class: Any = checkpoint.model_class
-    with torch.device("meta"):
-        return model_class._from_config(checkpoint.config, dtype=torch.bfloat16)
+    return loading.build(checkpoint, "bfloat16")
 
 
 def _nbytes(model: Any) -> int:

@@ -137,10 +137,11 @@ def test_quantised_shards_are_read_as_what_they_stand_for(name: str, tmp_path: P
     stored: dict[str, Any] = {}
     for file in sizes:
         stored |= load_file(tmp_path / file)
-    notes: list[str] = []
-    model = loading.load(loading.read_checkpoint(str(tmp_path)), "bfloat16", torch.device("cpu"), notes)
+    checkpoint = loading.read_checkpoint(str(tmp_path))
+    model = loading.build(checkpoint, "bfloat16")
+    notes = loading.fill(model, checkpoint, loading.names_of(checkpoint, model), torch.device("cpu"))
     scaled = [key for key in stored if key.endswith(("_scale_inv", "_scales"))]
-    assert notes == [f"{'MXFP4' if 'gpt' in name else 'FP8'} dequantised to bfloat16: {len(scaled)} tensors"]
+    assert notes == (f"{'MXFP4' if 'gpt' in name else 'FP8'} dequantised to bfloat16: {len(scaled)} tensors",)
     state = model.state_dict()
     matrix = "model.layers.1.self_attn.o_proj.weight"
     if name == "gpt-oss-120b":

@@ -79,7 +79,7 @@ def open_model(
     names = loading.names_of(checkpoint, model)
     notes = [*checkpoint.architecture.notes]
     if config.weights == "random":
-        loading.draw(model, device)
+        loading.fill_random(model, device)
     else:
         notes += loading.fill(model, checkpoint, names, device)
     with library_code(kind, "a plain pass of one token"):

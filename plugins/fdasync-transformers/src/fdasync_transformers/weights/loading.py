@@ -150,7 +150,14 @@ def fill(model: PreTrainedModel, checkpoint: Checkpoint, names: Names, device: t
     return placed_notes(checkpoint, placed, model.dtype)
 
 
-def draw(model: PreTrainedModel, device: torch.device) -> None:
+def draw(checkpoint: Checkpoint, dtype: str, device: torch.device) -> PreTrainedModel:
+    """`build` and `fill_random`. Raises as `build` does."""
+    model = build(checkpoint, dtype)
+    fill_random(model, device)
+    return model
+
+
+def fill_random(model: PreTrainedModel, device: torch.device) -> None:
     """Give a model of `build` random weights, drawn on the device: the same on every device of its kind."""
     model.to_empty(device=device)
     model.tie_weights()
