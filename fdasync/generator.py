@@ -157,7 +157,7 @@ class DeltaStream(ABC):
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:
-        """Token ids of the prompt: known from the first sample's end on; before, () is possible for text."""
+        """Token ids of the prompt: known from the first delta on; before, () is possible for text."""
         return self._prompt()
 
     def sample(self, index: int) -> Sample:

@@ -485,7 +485,8 @@ class Submit(Message, frozen=True, array_like=True, tag="submit"):
 
 class PromptTokens(Message, frozen=True, array_like=True, tag="prompt"):
     """The tokens of a prompt. The instance that tokenised a text sends them before its other messages, for a caller
-    whose request ends without an `Ended`; the instance that answers sends them before the first `SampleEnd`."""
+    whose request ends without an `Ended`; the instance that answers sends them before the first `SampleEnd`. A router
+    gives out no output of a text before it has them."""
 
     request: Name
     tokens: Tokens

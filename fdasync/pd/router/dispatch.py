@@ -288,9 +288,7 @@ class Dispatch:
         payload: Frame | None,
     ) -> None:
         if isinstance(message, PromptTokens):
-            # the instance that tokenised the text may be another than the one that answers, and come later; one where
-            # the request ended before that has none
-            request.prompt_of_text = tokens_of(message.tokens) or request.prompt_of_text
+            request.add_prompt(tokens_of(message.tokens))
             return
         if isinstance(message, Moved):
             if instance is request.first:

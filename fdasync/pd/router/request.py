@@ -98,6 +98,17 @@ class RoutedRequest:
         submit = self.submit
         return self.prompt_of_text if submit.text is not None else tuple(memoryview(submit.tokens).cast("i"))
 
+    @property
+    def prompt_is_known(self) -> bool:
+        """Whether `prompt` has the prompt's tokens."""
+        return self.submit.text is None or bool(self.prompt_of_text)
+
+    def add_prompt(self, token_ids: tuple[int, ...]) -> None:
+        """The tokens of a text. The instance that tokenised it may be another than the one that answers, and be heard
+        later; one where the request ended before that has none."""
+        self.prompt_of_text = token_ids or self.prompt_of_text
+        self.wake()
+
     def add_sample(self, sample: Sample) -> None:
         """All of a sample has arrived, but for its last delta perhaps."""
         self.samples[sample.index] = sample
@@ -133,8 +144,10 @@ class RoutedRequest:
         return self.result
 
     def take(self, index: int) -> Delta | None:
-        """All unread output of a sample as one delta; None: there is none. The last delta waits for the whole sample,
-        whose rows are on their way."""
+        """All unread output of a sample as one delta; None: there is none. The first delta of a text waits for the
+        prompt's tokens, and the last one for the whole sample, whose rows are on their way."""
+        if not self.prompt_is_known and not self.done.done():
+            return None
         return self.outputs[index].take(is_whole=self.samples[index] is not None or self.done.done())
 
     def so_far(self, reason: FinishReason) -> Result:

@@ -109,12 +109,19 @@ async def test_samples_of_a_try_that_failed_are_not_those_of_the_next(scene):
 
 
 @in_scene("m0")
-async def test_the_tokens_of_a_text_are_known_with_the_first_sample(scene):
+async def test_the_tokens_of_a_text_are_known_with_the_first_delta(scene):
     async with scene.router.generate("a b", PAIR) as stream:
         await settle()
         assert stream.prompt_token_ids == ()
         name = name_of(scene.m0)
+        # the instance that decodes may be heard before the one that tokenised
+        scene.m0.tokens(name, 6, index=1)
+        first = asyncio.ensure_future(anext(stream))
+        await settle()
+        assert not first.done()
         scene.m0.prompt(name, 4, 5)
+        assert (await first).token_ids == (6,)
+        assert stream.prompt_token_ids == (4, 5)
         scene.m0.sample(name, 7)
         scene.m0.tokens(name, 7, finish="length")
         await last_of(stream, 0)

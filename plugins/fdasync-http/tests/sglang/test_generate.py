@@ -145,6 +145,13 @@ async def test_events_are_cumulative_and_the_last_alone_has_rows(scene):
     assert chunks[-1]["meta_info"]["output_token_logprobs"] == whole["meta_info"]["output_token_logprobs"]
 
 
+async def test_every_event_tells_the_tokens_of_a_text(scene):
+    params = {**SLIME, "n": 2, "no_stop_trim": False}
+    *events, _done = await events_of(scene, text="letters", sampling_params=params)
+    assert len(events) > 3
+    assert {json.loads(event)["meta_info"]["prompt_tokens"] for event in events} == {len("letters")}
+
+
 async def test_an_abort_is_an_answer_and_never_an_error(scene):
     long = {**SLIME, "max_new_tokens": 200, "ignore_eos": True}
     calls = [

@@ -103,16 +103,19 @@ async def _streamed(front: Front, asked: Asked) -> AsyncIterator[bytes]:
     with front.place():
         async with front.generator.generate(asked.prompt, asked.params, **asked.options) as stream:
             version = front.generator.facts().weight_version
+            prompt_tokens = 0
             async for item in read(stream, at_end=is_scored):
+                # known from the first delta on
+                prompt_tokens = prompt_tokens or len(stream.prompt_token_ids)
                 state = growing[item.index]
                 if isinstance(item, Sample):
-                    told = (
+                    result = (
                         msgspec.structs.replace(stream.result, samples=(item,))
                         if is_scored
                         else _result_of(stream, item, asyncio.get_running_loop().time() - began)
                     )
-                    told = without_output(told) if asked.scores_only else told
-                    payload, parts = _payload(front, asked, told, told.samples[0], state.text)
+                    result = without_output(result) if asked.scores_only else result
+                    payload, parts = _payload(front, asked, result, result.samples[0], state.text)
                     if len(growing) > 1:
                         payload["index"] = item.index
                     async for event in event_with(payload, parts):
@@ -120,7 +123,8 @@ async def _streamed(front: Front, asked: Asked) -> AsyncIterator[bytes]:
                     continue
                 state.add(item)
                 if item.finish_reason is None:
-                    yield event_of(msgspec.json.encode(_so_far(asked, state, item.index, stream.request_id, version)))
+                    told = _so_far(asked, state, item.index, stream.request_id, prompt_tokens, version)
+                    yield event_of(msgspec.json.encode(told))
 
 
 def _result_of(stream: DeltaStream, sample: Sample, total_s: float) -> Result:
@@ -130,11 +134,13 @@ def _result_of(stream: DeltaStream, sample: Sample, total_s: float) -> Result:
     )
 
 
-def _so_far(asked: Asked, state: _Growing, index: int, request_id: str, version: str) -> dict[str, Any]:
+def _so_far(
+    asked: Asked, state: _Growing, index: int, request_id: str, prompt_tokens: int, version: str
+) -> dict[str, Any]:
     meta: dict[str, Any] = {
         "id": request_id,
         "finish_reason": None,
-        "prompt_tokens": len(asked.prompt) if isinstance(asked.prompt, list) else 0,
+        "prompt_tokens": prompt_tokens,
         "completion_tokens": state.count,
         "cached_tokens": 0,
         "weight_version": version,
