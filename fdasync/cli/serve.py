@@ -68,9 +68,10 @@ def serve(**options: Any) -> None:
     130: interrupted while it loaded.
     """
     from fdasync.cli.service import ServeOptions, run_serve
+    from fdasync.ipc.child import leave
 
     config = engine_config(options, options.pop("role"))
-    sys.exit(run_serve(config, ServeOptions(**{**options, "peers": tuple(options["peers"])})))
+    leave(run_serve(config, ServeOptions(**{**options, "peers": tuple(options["peers"])})))
 
 
 @click.command()

@@ -12,13 +12,13 @@ import socket
 import sys
 from abc import ABC, abstractmethod
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import msgspec
 
 from fdasync.errors import ProtocolError
 from fdasync.ipc.channel import Channel
-from fdasync.ipc.child import die_with_parent
+from fdasync.ipc.child import die_with_parent, leave
 from fdasync.ipc.rpc import Answer, Call, Cancel, Close, ErrorTable, Failed, Stopped
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class _Server:
         return self._service.errors.pack(number, self._service.error_of(message, error))
 
 
-def serve(service: Service) -> None:
+def serve(service: Service) -> NoReturn:
     """A child's whole program: its end of the channel is the fd in argv[1]; serve one parent, then exit."""
     die_with_parent()
     sock = socket.socket(fileno=int(sys.argv[1]))
@@ -152,3 +152,4 @@ def serve(service: Service) -> None:
         await _Server(asyncio.get_running_loop(), sock, service).serve()
 
     uvloop.run(run())
+    leave(0)

@@ -7,6 +7,7 @@ import errno
 import os
 import socket
 import subprocess
+import sys
 import textwrap
 
 import pytest
@@ -91,3 +92,24 @@ async def test_a_child_that_cannot_be_started_or_watched_leaves_nothing(step, la
     # the error keeps the frames alive: nothing was closed by the garbage collector
     assert Resources.now().left_since(before) == []
     del caught
+
+
+LEAVES = """
+import atexit, os, sys
+from fdasync.ipc.child import leave
+
+class Late:
+    def __del__(self):
+        os.write(1, b"taken apart\\n")
+
+kept = Late()
+atexit.register(os.write, 1, b"exit handler\\n")
+print("buffered")
+leave(7)
+"""
+
+
+def test_a_process_that_leaves_runs_its_exit_handlers_and_is_not_taken_apart():
+    done = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (7, b"")
+    assert sorted(done.stdout.splitlines()) == [b"buffered", b"exit handler"]

@@ -70,6 +70,68 @@ async def test_one_command_serves_and_a_signal_drains(roles, tmp_path):
         assert "draining" in err.decode()
 
 
+def children_of(pid):
+    """Processes below this one."""
+    with open(f"/proc/{pid}/task/{pid}/children") as listed:
+        own = [int(child) for child in listed.read().split()]
+    return [*own, *[one for child in own for one in children_of(child)]]
+
+
+def alive(pids):
+    return [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_what_is_half_sent_holds_up_no_end_and_no_process_is_left(number):
+    async with front("--runner", "synthetic", "--prefill", "1", "--decode", "1") as (process, ready):
+        children = children_of(process.pid)
+        assert len(children) >= 2
+        open_ones = [await asyncio.open_connection("127.0.0.1", ready["port"]) for _ in range(3)]
+        for text, (_, writer) in zip(("", "GET / HT", HALF), open_ones, strict=True):
+            writer.write(text.encode())
+        async with httpx2.AsyncClient(base_url=ready["url"], timeout=20) as client:
+            # connections are read in order
+            assert (await client.post("/generate", json=ROW)).status_code == 200
+            process.send_signal(number)
+            # less than a second; the body had a minute
+            async with asyncio.timeout(15):
+                _, err = await process.communicate()
+        assert process.returncode == 0, err.decode()
+        assert "draining 0 requests, 600 s at most" in err.decode()
+        for _, writer in open_ones:
+            writer.close()
+    assert alive(children) == []
+
+
+HALF = "POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"
+LONG = {"input_ids": [1], "stream": True, "sampling_params": {"max_new_tokens": 3000, "ignore_eos": True}}
+
+
+@pytest.mark.parametrize(
+    ("drain_s", "told"), [("0.1", "not all answers were sent within 0.1 s"), ("600", "draining 1 requests, 600 s")]
+)
+async def test_a_stream_that_outlives_the_drain_or_meets_a_second_signal_ends_with_what_it_has(drain_s, told, tmp_path):
+    config = tmp_path / "engine.toml"
+    config.write_text("[runner_config]\nstep_s = 0.02\nmax_context_tokens = 4096\nnum_blocks = 1100\n")
+    async with front("--runner", "synthetic", "--config", str(config), "--drain-s", drain_s) as (process, ready):
+        async with (
+            httpx2.AsyncClient(base_url=ready["url"], timeout=20) as client,
+            client.stream("POST", "/generate", json=LONG) as response,
+        ):
+            lines = response.aiter_lines()
+            await anext(lines)
+            process.send_signal(signal.SIGINT)
+            if drain_s == "600":
+                # of two equal signals that are pending, the kernel delivers one
+                process.send_signal(signal.SIGTERM)
+            rest = [line async for line in lines if line]
+        async with asyncio.timeout(20):
+            _, err = await process.communicate()
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2].removeprefix("data: "))["meta_info"]["finish_reason"]["type"] == "abort"
+        assert (process.returncode, told in err.decode()) == (1, True), err.decode()
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +84,7 @@ def http(**options: Any) -> None:
     The first signal drains, the second ends at once. Exit code 0: drained. 1: all instances failed, or answers were cut
     short. 2: it could not start. 130: interrupted while it loaded.
     """
+    from fdasync.ipc.child import leave
     from fdasync_http.config import HttpConfig
     from fdasync_http.run import HttpOptions, run_http
     from fdasync_http.server import Listen
@@ -125,7 +125,7 @@ def http(**options: Any) -> None:
         tokenizer_folder=str(taken["tokenizer"] or ""),
         ready_fd=taken["ready_fd"],
     )
-    sys.exit(run_http(engine, plan, config, listen))
+    leave(run_http(engine, plan, config, listen))
 
 
 _OWN = (

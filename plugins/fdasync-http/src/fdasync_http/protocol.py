@@ -91,6 +91,13 @@ class _LimitedProtocol(HttpToolsProtocol):
             return
         self._await_headers()
 
+    def shutdown(self) -> None:
+        """The server ends. Nothing has begun of a request that is half sent, and the rest of it may never come."""
+        if self._is_answering() and self._running is self.cycle and self.cycle.more_body:
+            self.transport.close()
+        else:
+            super().shutdown()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_header_timer()
         self._end_write_timer()

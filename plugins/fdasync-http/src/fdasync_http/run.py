@@ -29,7 +29,7 @@ from fdasync.pd.router.router import Router, connect
 from fdasync.registry.registry import TOKENIZERS, Registry
 from fdasync_http.application import app
 from fdasync_http.front import model_name
-from fdasync_http.server import Listen, bind, check_certificates, check_exposure, serving
+from fdasync_http.server import Listen, Served, bind, check_certificates, check_exposure, serving
 
 if TYPE_CHECKING:
     import socket
@@ -43,6 +43,7 @@ _EXIT_FAILED = 1
 _EXIT_ERROR = 2
 _EXIT_INTERRUPTED = 130
 _LOOK_S = 0.5
+_LAST_S = 0.5
 _SHOWN_LINES = 8
 _CONNECT_S = 30.0
 _FILES, _CHILD_FILES = 64, 8
@@ -171,22 +172,28 @@ class _Service:
                     self._start_again()
                     alive = [child.exited for child in self._fleet.alive()]
                     await signals.wait(*alive, count=1, timeout_s=_LOOK_S)
-                failed = self._is_over()
                 self._ending = True
-                if not failed:
-                    _say("draining; another signal ends at once")
-                    await self._drain(generator, signals)
-            return _EXIT_FAILED if failed or signals.count > 1 else 0
+                is_whole = not self._is_over() and await self._drain(served, generator, signals)
+                # clients of requests that failed or were aborted get what there is
+                served.stop()
+                await signals.wait(served.ended, count=signals.count + 1, timeout_s=_LAST_S)
+                served.drop()
+            return 0 if is_whole else _EXIT_FAILED
         finally:
             await generator.aclose()
 
-    async def _drain(self, generator: Generator, signals: Signals) -> None:
-        """Wait until no request is live, at most `drain_s`."""
-        loop = asyncio.get_running_loop()
-        until = loop.time() + self._listen.drain_s
-        while generator.load().live and signals.count < 2 and loop.time() < until:
-            await signals.wait(count=2, timeout_s=_LOOK_S)
+    async def _drain(self, served: Served, generator: Generator, signals: Signals) -> bool:
+        """Take no more requests, and wait until all answers were sent, at most `drain_s`; returns whether they were."""
+        live, limit_s = generator.load().live, self._listen.drain_s
+        _say(f"draining {live} requests, {limit_s:g} s at most; another signal ends at once")
+        served.stop()
+        await signals.wait(served.ended, count=2, timeout_s=limit_s)
+        if served.ended.done():
+            return True
+        if signals.count < 2:
+            _say(f"not all answers were sent within {limit_s:g} s; the rest is aborted")
         generator.abort_all()
+        return False
 
     def _tokenizer(self, generator: Generator) -> Tokenizer | None:
         """The tokenizer of the front: chats are rendered and text is decoded here, not on the loop of an instance."""

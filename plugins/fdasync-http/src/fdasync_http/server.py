@@ -74,16 +74,31 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-class Served(msgspec.Struct, frozen=True):
+class Served:
     """A server that runs.
 
     Attributes:
         url: where clients find it.
         port: as bound.
+        ended: done when the last answer was sent, after `stop`.
     """
 
-    url: str
-    port: int
+    def __init__(self, server: uvicorn.Server, ended: asyncio.Task[None], url: str, port: int) -> None:
+        self.url = url
+        self.port = port
+        self.ended = ended
+        self._server = server
+
+    def stop(self) -> None:
+        """Take no more connections, and close those that have no request; answers under way go on."""
+        self._server.should_exit = True
+
+    def drop(self) -> None:
+        """`stop`, and close every connection, whatever it waits for."""
+        self.stop()
+        self._server.force_exit = True
+        for connection in list(self._server.server_state.connections):
+            connection.transport.abort()
 
 
 class _Server(uvicorn.Server):
@@ -180,7 +195,7 @@ async def serving(app: ASGIApp, listen: Listen, bound: socket.socket | None = No
             raise BadInput("host", f"{listen.host}:{listen.port}: the server ended before it served")
         port = bound.getsockname()[1]
         host = f"[{listen.host}]" if ":" in listen.host else listen.host
-        yield Served(f"{'https' if listen.certificate else 'http'}://{host}:{port}", port)
+        yield Served(server, task, f"{'https' if listen.certificate else 'http'}://{host}:{port}", port)
     finally:
         server.should_exit = True
         await asyncio.wait([task])
