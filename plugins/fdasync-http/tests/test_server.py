@@ -64,8 +64,8 @@ def test_keys_are_checked_before_anything_starts():
 @pytest.mark.parametrize(
     ("host", "loopback"),
     [
-        ("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("10.0.0.1", False),
-        ("example.com", False),
+        ("127.0.0.1", True), ("127.0.0.5", True), ("::1", True), ("localhost", True), ("0.0.0.0", False),
+        ("10.0.0.1", False), ("::", False),
     ],
 )  # fmt: skip
 def test_other_addresses_need_a_key(host, loopback):
@@ -75,6 +75,21 @@ def test_other_addresses_need_a_key(host, loopback):
     if not loopback:
         with pytest.raises(BadInput, match="every path would be open"):
             check_exposure(Listen(host=host), has_key=False)
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "a" * 64 + ".invalid"])
+@pytest.mark.parametrize("has_key", [False, True])
+def test_a_name_that_does_not_resolve_is_told_as_that(host, has_key):
+    with pytest.raises(BadInput, match=rf"host: {host} does not resolve: \w+"):
+        check_exposure(Listen(host=host), has_key=has_key)
+    with pytest.raises(BadInput, match="does not resolve"):
+        bind(Listen(host=host))
+
+
+def test_a_name_is_bound_at_the_address_that_it_resolves_to():
+    for host, address in (("localhost", "127.0.0.1"), ("127.0.0.5", "127.0.0.5")):
+        with bind(Listen(host=host, port=0)) as bound:
+            assert bound.getsockname()[0] == address
 
 
 async def test_of_two_that_bind_one_port_the_later_to_listen_is_told():

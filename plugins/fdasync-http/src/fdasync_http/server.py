@@ -14,7 +14,7 @@ import contextlib
 import ipaddress
 import socket
 import ssl
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import uvicorn
@@ -54,7 +54,9 @@ class Listen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_exposure(listen: Listen, *, has_key: bool) -> None:
-    """Raise BadInput where other machines could reach a server that asks for nothing."""
+    """Raise BadInput for a host that does not resolve, and where other machines could reach a server that asks for
+    nothing. Asks the system's resolver, which blocks."""
+    _resolved(listen)
     if has_key or listen.client_authority or is_loopback(listen.host):
         return
     raise BadInput(
@@ -110,20 +112,33 @@ class _Server(uvicorn.Server):
 
 def bind(listen: Listen) -> socket.socket:
     """A socket at the address. Until it is given to `serving` clients are refused. Raises BadInput."""
-    is_v6 = ":" in listen.host
+    family, address = _resolved(listen)
     # asyncio's own loop turns Nagle's algorithm off only where the protocol is named: each answer on a connection that
     # is kept would wait 40 ms for an acknowledgement
-    bound = socket.socket(socket.AF_INET6 if is_v6 else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if is_v6:
+        if family == socket.AF_INET6:
             bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        bound.bind((listen.host, listen.port))
+        bound.bind(address)
     except OSError as error:
         bound.close()
         raise _unbound(listen, error) from None
     bound.setblocking(False)
     return bound
+
+
+def _resolved(listen: Listen) -> tuple[socket.AddressFamily, Any]:
+    """Family and address of the host and port; of a name with several, an address of IPv4. Raises BadInput."""
+    try:
+        # blocking: the system's resolver, before anything is served
+        found = socket.getaddrinfo(listen.host or None, listen.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        hint = "listen on 127.0.0.1 for this machine alone, on 0.0.0.0 for every address that it has"
+        raise BadInput("host", f"{listen.host} does not resolve: {why}", hint=hint) from None
+    family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+    return family, address
 
 
 def check_certificates(listen: Listen) -> None:
