@@ -13,6 +13,9 @@ from contextlib import asynccontextmanager
 import httpx2
 import pytest
 
+from fdasync import Instance
+from fdasync.testing import synthetic_config
+
 ROW = {"input_ids": [1, 2, 3], "return_logprob": True, "return_routed_experts": True,
        "sampling_params": {"max_new_tokens": 4, "temperature": 0}}  # fmt: skip
 
@@ -151,6 +154,32 @@ async def test_a_port_that_is_in_use_shows_before_anything_is_loaded(tmp_path):
         port = str(other.getsockname()[1])
         err = await refused(("--port", port), f"127.0.0.1:{port} cannot be bound: Address already in use\n", tmp_path)
     assert "loading" not in err
+
+
+async def test_a_front_tells_at_once_which_instances_it_waits_for_and_how_long(tmp_path):
+    address = f"ipc://{tmp_path}/nothing"
+    async with front("--connect", address, "--connect-s", "4") as (process, ready):
+        assert ready is None
+        async with asyncio.timeout(30):
+            _, err = await process.communicate()
+    lines = err.decode().splitlines()
+    assert lines[0] == f"fdasync http: connecting to {address}, for 4 s at most (--connect-s)"
+    assert lines[1].startswith(f"fdasync http: waits for {address}")
+    assert f"connecting to {address} did not end within 4 s" in lines[2]
+    assert (process.returncode, len(lines)) == (2, 3)
+
+
+async def test_what_is_missing_beside_an_instance_that_answers_is_told(tmp_path):
+    there, nothing = (f"ipc://{tmp_path}/{name}" for name in ("there", "nothing"))
+    instance = Instance(synthetic_config({}, role="mixed", host_blocks=64), listen=there, transport="shm")
+    async with instance, front("--connect", there, "--connect", nothing) as (process, ready):
+        async with httpx2.AsyncClient(base_url=ready["url"], timeout=20) as client:
+            assert (await client.post("/generate", json=ROW)).status_code == 200
+        process.send_signal(signal.SIGINT)
+        async with asyncio.timeout(20):
+            _, err = await process.communicate()
+        assert process.returncode == 0
+        assert f"serves without {nothing}" in err.decode()
 
 
 async def refused(options, told, tmp_path):

@@ -28,6 +28,13 @@ _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
     " serve the same ones.",
 )
 @click.option(
+    "--connect-s",
+    default=30.0,
+    show_default=True,
+    type=click.FloatRange(0.1, 1e6),
+    help="With --connect: longest that the first instance may take to answer.",
+)
+@click.option(
     "--front",
     default="process",
     show_default=True,
@@ -124,6 +131,7 @@ def http(**options: Any) -> None:
         front=taken["front"],
         tokenizer_folder=str(taken["tokenizer"] or ""),
         ready_fd=taken["ready_fd"],
+        connect_s=taken["connect_s"],
     )
     leave(run_http(engine, plan, config, listen))
 
@@ -131,7 +139,7 @@ def http(**options: Any) -> None:
 _OWN = (
     "prefill", "decode", "mixed", "addresses", "front", "tokenizer", "host", "port", "dialect", "served_model_name",
     "api_key_file", "admin_key_file", "weights_root", "rows", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "max_live",
-    "drain_s", "ready_fd",
+    "drain_s", "ready_fd", "connect_s",
 )  # fmt: skip
 
 

@@ -45,7 +45,7 @@ _EXIT_INTERRUPTED = 130
 _LOOK_S = 0.5
 _LAST_S = 0.5
 _SHOWN_LINES = 8
-_CONNECT_S = 30.0
+_TELL_S = 3.0
 _FILES, _CHILD_FILES = 64, 8
 
 
@@ -58,6 +58,7 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
         front: "in-process": one engine in this process, and no instances.
         tokenizer_folder: checkpoint folder of the tokenizer; "": the model's.
         ready_fd: descriptor for the ready line; None: none.
+        connect_s: longest that the first instance may take to answer.
     """
 
     addresses: tuple[str, ...] = ()
@@ -65,6 +66,7 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
     front: Literal["process", "in-process"] = "process"
     tokenizer_folder: str = ""
     ready_fd: int | None = None
+    connect_s: float = 30.0
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,7 +130,8 @@ class _Service:
                     if code is not None:
                         return code
                     addresses = self._fleet.addresses
-                return await self._serve(connect(addresses, RouterConfig(connect_s=_CONNECT_S)), signals)
+                config = RouterConfig(connect_s=self._options.connect_s)
+                return await self._serve(connect(addresses, config), signals)
 
     async def _load(self, signals: Signals) -> int | None:
         """Wait until all instances are ready; returns an exit code where that failed."""
@@ -136,7 +139,7 @@ class _Service:
         loading = asyncio.ensure_future(self._fleet.ready())
         try:
             while not loading.done() and not signals.count:
-                await signals.wait(loading, count=1, timeout_s=_CONNECT_S)
+                await signals.wait(loading, count=1, timeout_s=_TELL_S)
             if not loading.done():
                 _say("interrupted while it loaded")
                 return _EXIT_INTERRUPTED
@@ -155,14 +158,19 @@ class _Service:
         try:
             # a router and an engine have deadlines of their own for this
             starting = asyncio.ensure_future(generator.start())
+            self._tell_connecting()
             while not starting.done() and not signals.count:
-                await signals.wait(starting, count=1, timeout_s=_CONNECT_S)
+                await signals.wait(starting, count=1, timeout_s=_TELL_S)
+                if not starting.done() and not signals.count and isinstance(generator, Router):
+                    _say(f"waits for {_missing(generator)}")
             if not starting.done():
                 starting.cancel()
                 await asyncio.wait([starting])
                 _say("interrupted while it started")
                 return _EXIT_INTERRUPTED
             starting.result()  # of a task that is done
+            if isinstance(generator, Router) and (missing := _missing(generator)):
+                _say(f"serves without {missing}, until it is there")
             service = app(generator, self._config, tokenizer=self._tokenizer(generator))
             async with serving(service, self._listen, self._bound) as served:
                 model = model_name(self._config, generator.facts())
@@ -181,6 +189,11 @@ class _Service:
             return 0 if is_whole else _EXIT_FAILED
         finally:
             await generator.aclose()
+
+    def _tell_connecting(self) -> None:
+        """Instances of others may not be there: say which ones it waits for, how long, and what changes that."""
+        if addresses := self._options.addresses:
+            _say(f"connecting to {', '.join(addresses)}, for {self._options.connect_s:g} s at most (--connect-s)")
 
     async def _drain(self, served: Served, generator: Generator, signals: Signals) -> bool:
         """Take no more requests, and wait until all answers were sent, at most `drain_s`; returns whether they were."""
@@ -238,6 +251,12 @@ class _Service:
         if self._options.ready_fd is not None:
             # blocking: one short line, once, to a pipe of the parent's
             os.write(self._options.ready_fd, msgspec.json.encode(ready) + b"\n")
+
+
+def _missing(router: Router) -> str:
+    """The instances that have not answered, or do not fit, and what is known of why."""
+    missing = router.stats().missing
+    return ", ".join(each.address + (f" ({each.problem})" if each.problem else "") for each in missing)
 
 
 def _say(text: str, *, err: bool = True) -> None:
