@@ -61,35 +61,40 @@ class TextForm:
 
 
 class SampleText:
-    """The text of one sample so far.
-
-    Attributes:
-        text: what was decoded so far.
-    """
+    """The text of one sample: what has become settled as it grows, and the whole at its end. A token costs the same
+    however long the text is."""
 
     def __init__(self, decoder: IncrementalDecoder | None, stop: tuple[str, ...], *, keeps_stop: bool) -> None:
-        self.text = ""
         self._decoder = decoder
         self._stop = stop
         self._keeps_stop = keeps_stop
         self._fed = 0
+        # what was decoded; of that, how many characters were given out, and the text that was not
+        self._parts: list[str] = []
+        self._given = 0
+        self._held = ""
+        # so many characters at the end may be the beginning of a stop string
+        self._most_held = max(map(len, stop)) - 1 if decoder is not None and stop else 0
 
-    def add(self, text: str, token_ids: Sequence[int]) -> None:
-        """New text of the engine, and the tokens that came with it."""
-        if self._decoder is None:
-            self.text += text
-        else:
-            self.text += self._decoder.feed(token_ids)
+    def add(self, text: str, token_ids: Sequence[int]) -> str:
+        """New text of the engine, and the tokens that came with it. Returns the text that has become settled: no stop
+        string can take it away any more."""
+        if self._decoder is not None:
+            text = self._decoder.feed(token_ids)
             self._fed += len(token_ids)
+        self._parts.append(text)
+        held = self._held + text
+        settled = max(len(held) - self._most_held, 0)
+        self._held = held[settled:]
+        self._given += settled
+        return held[:settled]
 
-    def settled(self) -> str:
-        """The text so far without what a stop string may still take away."""
-        if self._decoder is None or not self._stop:
-            return self.text
-        return self.text[: max(len(self.text) - max(map(len, self._stop)) + 1, 0)]
+    def rest(self, text: str, token_ids: Sequence[int], stop_token_id: int | None) -> str:
+        """What `end` returns behind the text that `add` returned."""
+        return self.end(text, token_ids, stop_token_id)[self._given :]
 
     def end(self, text: str, token_ids: Sequence[int], stop_token_id: int | None) -> str:
-        """The whole text of a sample that has ended.
+        """The whole text of a sample that has ended; called once.
 
         Args:
             text: the engine's.
@@ -101,6 +106,6 @@ class SampleText:
         last = len(token_ids)
         if stop_token_id is not None and not self._keeps_stop and self._fed < last:
             last -= 1
-        self.text += self._decoder.feed(token_ids[self._fed : last]) + self._decoder.flush()
-        found = [at for stop in self._stop if (at := self.text.find(stop)) >= 0]
-        return self.text[: min(found)] if found else self.text
+        whole = "".join([*self._parts, self._decoder.feed(token_ids[self._fed : last]), self._decoder.flush()])
+        found = [at for stop in self._stop if (at := whole.find(stop)) >= 0]
+        return whole[: min(found)] if found else whole

@@ -49,15 +49,12 @@ class _Growing:
     def __init__(self, text: SampleText, reader: Reader) -> None:
         self._text = text
         self._reader = reader
-        self._given = 0
         self._calls = 0
 
     def choice(self, asked: Asked, delta: Delta, names: TokenNames) -> dict[str, Any] | None:
         """What is new of it; None: nothing that is sent."""
         # a token that stops it is no text: which one it was, the result tells
-        self._text.add(delta.text, () if delta.finish_reason else delta.token_ids)
-        text = self._text.settled()[self._given :]
-        self._given += len(text)
+        text = self._text.add(delta.text, () if delta.finish_reason else delta.token_ids)
         made = self._delta_of(self._reader.add(text, delta.token_ids))
         logprobs = of_chat(delta, names)
         if not made and logprobs is None and not asked.body.return_token_ids:
@@ -69,8 +66,8 @@ class _Growing:
 
     def last(self, sample: Sample) -> tuple[dict[str, Any] | None, dict[str, Any]]:
         """What is left of it, if anything, and how it ended."""
-        text = self._text.end(sample.text, sample.token_ids, sample.stop_token_id)
-        rest = self._delta_of(self._reader.end(text[self._given :], ()))
+        text = self._text.rest(sample.text, sample.token_ids, sample.stop_token_id)
+        rest = self._delta_of(self._reader.end(text, ()))
         ended = _choice(sample.index, {}, finish_of(sample, calls_tools=self._calls > 0))
         return _choice(sample.index, rest) if rest else None, ended
 

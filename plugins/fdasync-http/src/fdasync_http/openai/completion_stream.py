@@ -91,8 +91,6 @@ class _Growing:
         echo: text that goes before its own.
 
     Attributes:
-        text: what it has.
-        given: how many characters of it were sent.
         offset: characters of the names of its tokens.
         begun: an event was sent.
     """
@@ -100,17 +98,14 @@ class _Growing:
     def __init__(self, index: int, text: SampleText, echo: str) -> None:
         self._index = index
         self._echo = echo
-        self.text = text
-        self.given = 0
+        self._text = text
         self.offset = 0
         self.begun = False
 
     def choice(self, asked: Asked, delta: Delta, names: TokenNames) -> dict[str, Any]:
         """What is new of it."""
         # a token that stops it is no text: which one it was, the sample tells
-        self.text.add(delta.text, () if delta.finish_reason else delta.token_ids)
-        text = self.text.settled()[self.given :]
-        self.given += len(text)
+        text = self._text.add(delta.text, () if delta.finish_reason else delta.token_ids)
         logprobs = of_completion(delta, names, self.offset)
         if logprobs is not None:
             self.offset += sum(map(len, logprobs["tokens"]))
@@ -124,8 +119,8 @@ class _Growing:
 
     def last(self, sample: Sample) -> dict[str, Any]:
         """What is left of it, and how it ended."""
-        text = self.text.end(sample.text, sample.token_ids, sample.stop_token_id)
-        return choice_of(self._index, self._behind_echo(text[self.given :]), None, finish_of(sample))
+        text = self._text.rest(sample.text, sample.token_ids, sample.stop_token_id)
+        return choice_of(self._index, self._behind_echo(text), None, finish_of(sample))
 
     def _behind_echo(self, text: str) -> str:
         echo, self._echo = self._echo, ""

@@ -63,12 +63,14 @@ class _Growing:
 
     Attributes:
         text: makes its text.
+        told: the inside of a JSON string: its text so far.
         ids, logprobs, tops: elements of JSON lists.
         count: how many tokens came.
     """
 
     def __init__(self, text: SampleText) -> None:
         self.text = text
+        self.told = bytearray()
         self.ids = bytearray()
         self.logprobs = bytearray()
         self.tops = bytearray()
@@ -77,7 +79,7 @@ class _Growing:
     def add(self, delta: Delta) -> None:
         if delta.finish_reason is None:
             # the last text comes with the sample, which knows what stopped it
-            self.text.add(delta.text, delta.token_ids)
+            self.told += msgspec.json.encode(self.text.add(delta.text, delta.token_ids))[1:-1]
         self.count += len(delta.token_ids)
         _extend(self.ids, delta.token_ids)
         values = delta.raw_logprobs if delta.processed_logprobs is None else delta.processed_logprobs
@@ -150,7 +152,7 @@ def _so_far(
     if asked.params.top_logprobs:
         meta["output_top_logprobs"] = msgspec.Raw(b"[" + state.tops + b"]")
     payload: dict[str, Any] = {
-        "text": state.text.settled(),
+        "text": msgspec.Raw(b'"' + state.told + b'"'),
         "output_ids": msgspec.Raw(b"[" + state.ids + b"]"),
         "meta_info": meta,
     }

@@ -225,25 +225,22 @@ async def _streamed(front: Front, asked: _Asked) -> AsyncIterator[bytes]:
             texts = [asked.form.of_sample() for _ in range(asked.params.n)]
             # once, not for every event
             head = {"request_id": stream.request_id, "model": front.model, "created": int(time.time())}
-            given = [0] * asked.params.n
             async for item in read(stream):
-                text, before = texts[item.index], given[item.index]
+                text = texts[item.index]
                 if isinstance(item, Sample):
                     parts: list[Part] = []
                     choice = _choice(front, asked, item, parts)
                     # tokens and log-probs were given
                     choice["token_ids"], choice["logprobs"] = [], None
                     if asked.body.output_mode == "text":
-                        choice["text"] = text.end(item.text, item.token_ids, item.stop_token_id)[before:]
+                        choice["text"] = text.rest(item.text, item.token_ids, item.stop_token_id)
                     async for told in event_with({**head, "choices": [choice]}, parts):
                         yield told
                     continue
                 said = ""
                 if item.finish_reason is None:
                     # the last text comes with the sample, which knows what stopped it
-                    text.add(item.text, item.token_ids)
-                    said = text.settled()[before:]
-                    given[item.index] += len(said)
+                    said = text.add(item.text, item.token_ids)
                 yield event_of(msgspec.json.encode({**head, "choices": [_delta(asked, item, said)]}))
             result = stream.result
     if (asked.body.stream_options or {}).get("include_usage"):
