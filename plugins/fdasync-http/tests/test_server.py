@@ -169,6 +169,17 @@ async def test_bodies_that_are_too_large_or_too_deep_are_refused(scene_of):
             assert "deeper" in response.json()["error"]["message"]
 
 
+async def test_a_long_prompt_fits_into_a_body_and_what_holds_the_loop_longer_does_not(scene_of):
+    async with scene_of() as scene:
+        long = {**BODY, "input_ids": [123_456] * 500_000}
+        response = await scene.client.post("/generate", json=long)
+        # read, decoded and refused for its length by the engine
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
+        response = await scene.client.post("/generate", content=b" " * (5 << 20))
+        assert (response.status_code, response.json()["error"]["code"]) == (413, "too_large")
+        assert "--max-body-mib" in response.json()["error"]["message"]
+
+
 async def test_a_reader_that_stops_costs_its_own_stream_alone(scene_of):
     runner = {"max_context_tokens": 4096, "num_blocks": 1100}
     async with scene_of(listen=listen(write_s=0.3), runner=runner) as scene:

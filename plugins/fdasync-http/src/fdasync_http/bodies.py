@@ -26,8 +26,8 @@ T = TypeVar("T")
 
 # longer tokens are rare; text of them alone is refused, and can be sent as token ids
 _MAX_TOKEN_CHARS = 64
-# arrays and objects of a body; millions of empty ones would keep the loop for seconds
-_MAX_PARTS = 200_000
+#: arrays and objects of a body; millions of empty ones would keep the loop for seconds
+MAX_PARTS = 50_000
 _PIECE_NBYTES = 1 << 20
 _OPENS, _CLOSES, _QUOTE = 1, -1, 2
 
@@ -39,6 +39,7 @@ def _kinds_of_bytes() -> NDArray[np.int8]:
 
 
 _KINDS = _kinds_of_bytes()
+_OTHERS = bytes(np.flatnonzero(_KINDS == 0).tolist())
 
 
 async def read_body(request: Request, config: HttpConfig) -> bytes:
@@ -73,7 +74,8 @@ async def read_body(request: Request, config: HttpConfig) -> bytes:
 
 
 def _too_large(config: HttpConfig) -> Refused:
-    return Refused(413, f"the body is too large; the limit is {config.max_body_nbytes} bytes", code="too_large")
+    told = f"the body is too large; the limit is {config.max_body_nbytes} bytes (max_body_nbytes, --max-body-mib)"
+    return Refused(413, told, code="too_large")
 
 
 def decode(body: bytes, kind: type[T], config: HttpConfig) -> T:
@@ -81,8 +83,8 @@ def decode(body: bytes, kind: type[T], config: HttpConfig) -> T:
     depth, parts = _shape_of(body, config.max_json_depth)
     if depth > config.max_json_depth:
         raise Refused(400, f"the JSON is deeper than {config.max_json_depth} levels", code="bad_json")
-    if parts > _MAX_PARTS:
-        raise Refused(400, f"the JSON has more than {_MAX_PARTS} arrays and objects", code="bad_json")
+    if parts > MAX_PARTS:
+        raise Refused(400, f"the JSON has more than {MAX_PARTS} arrays and objects", code="bad_json")
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
@@ -105,19 +107,20 @@ def _shape_of(body: bytes, levels: int) -> tuple[int, int]:
     if b"\\" in body:
         # outside of strings there are none, and within them no escaped letter ends one
         body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    # one pass that is as fast as memory, since most of a body is neither bracket nor quote
+    body = body.translate(None, _OTHERS)
     depth = deepest = parts = quotes = 0
     for first in range(0, len(body), _PIECE_NBYTES):
-        kinds = _KINDS[np.frombuffer(body, np.uint8, min(_PIECE_NBYTES, len(body) - first), first)]
-        kinds = kinds[kinds != 0]
-        if not len(kinds):
-            continue
-        before = quotes + np.cumsum(kinds == _QUOTE)
-        steps = np.where((kinds == _QUOTE) | (before % 2 == 1), 0, kinds)
-        depths = depth + np.cumsum(steps, dtype=np.int64)
+        kinds = _KINDS.take(np.frombuffer(body, np.uint8, min(_PIECE_NBYTES, len(body) - first), first))
+        is_quote = kinds == _QUOTE
+        before = quotes + np.cumsum(is_quote, dtype=np.int32)
+        # what is within a string, and its quotes
+        kinds *= ~(is_quote | (before & 1).astype(bool))
+        depths = depth + np.cumsum(kinds, dtype=np.int32)
         depth, quotes = int(depths[-1]), int(before[-1])
         deepest = max(deepest, int(depths.max()))
-        parts += int(np.count_nonzero(steps == _OPENS))
-        if deepest > levels or parts > _MAX_PARTS:
+        parts += int(np.count_nonzero(kinds == _OPENS))
+        if deepest > levels or parts > MAX_PARTS:
             break
     return deepest, parts
 

@@ -25,7 +25,8 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         weights_root: folder, and those below it, from which weights may be loaded; "": none may.
         rows: form of the rows of `/inference/v1/generate`, whose requests cannot ask for them: "npy" as vLLM answers,
             "prime_rl" as prime-rl's server, "none".
-        max_body_nbytes: most bytes of a request's body.
+        max_body_nbytes: most bytes of a request's body. Decoding it holds the loop, and with it every stream of the
+            front: for some 6 ms a MiB of token ids.
         max_bodies_nbytes: most bytes of bodies that are being read at a time; a request that has more is answered with
             429.
         max_json_depth: most levels of arrays and objects in a body.
@@ -40,7 +41,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     admin_key: str = ""
     weights_root: str = ""
     rows: Literal["npy", "prime_rl", "none"] = "npy"
-    max_body_nbytes: int = 64 << 20
+    max_body_nbytes: int = 4 << 20
     max_bodies_nbytes: int = 512 << 20
     max_json_depth: int = 32
     max_live: int = 4096

@@ -44,6 +44,9 @@ _EXIT_ERROR = 2
 _EXIT_INTERRUPTED = 130
 _LOOK_S = 0.5
 _LAST_S = 0.5
+_MIB = 1 << 20
+# of a token id in JSON, with what separates it from the next one
+_ID_CHARS = 8
 _SHOWN_LINES = 8
 _TELL_S = 3.0
 _FILES, _CHILD_FILES = 64, 8
@@ -171,6 +174,7 @@ class _Service:
             starting.result()  # of a task that is done
             if isinstance(generator, Router) and (missing := _missing(generator)):
                 _say(f"serves without {missing}, until it is there")
+            self._tell_of_long_prompts(generator)
             service = app(generator, self._config, tokenizer=self._tokenizer(generator))
             async with serving(service, self._listen, self._bound) as served:
                 model = model_name(self._config, generator.facts())
@@ -194,6 +198,13 @@ class _Service:
         """Instances of others may not be there: say which ones it waits for, how long, and what changes that."""
         if addresses := self._options.addresses:
             _say(f"connecting to {', '.join(addresses)}, for {self._options.connect_s:g} s at most (--connect-s)")
+
+    def _tell_of_long_prompts(self, generator: Generator) -> None:
+        """A limit of bodies below what the model can read shows here, and not at the first long prompt."""
+        tokens, most = generator.facts().max_context_tokens, self._config.max_body_nbytes
+        if tokens * _ID_CHARS > most:
+            fits = f"bodies up to {most / _MIB:g} MiB hold some {most // _ID_CHARS} token ids"
+            _say(f"{fits}, and the context {tokens}; --max-body-mib raises that")
 
     async def _drain(self, served: Served, generator: Generator, signals: Signals) -> bool:
         """Take no more requests, and wait until all answers were sent, at most `drain_s`; returns whether they were."""
