@@ -35,13 +35,38 @@ POLICY_HELP = (
 )
 _KEY = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _COUNT = click.IntRange(1)
+# of a click context: the mapping of its `--config` file
+_VALUES = "fdasync.config"
+
+
+def _take_table(ctx: click.Context, _option: click.Parameter, path: Path | None) -> Path | None:
+    """The table of the file that has the command's name, as `[http]`, has values of the command's own options: they
+    are checked as if they were given, and options beat them."""
+    if path is None:
+        return None
+    # once: it may be a pipe
+    values = ctx.meta[_VALUES] = read_config(path)
+    table = values.pop(str(ctx.info_name), None)
+    if table is not None:
+        known = [option.name for option in ctx.command.params if option.name not in ("config_path", *_NAMES)]
+        if not isinstance(table, dict):
+            raise BadInput("--config", f"{path}: {ctx.info_name} is no table")
+        if unknown := [name for name in table if name not in known]:
+            problem = f"{path}: {ctx.info_name}.{unknown[0]} is no option of the command"
+            raise BadInput("--config", problem, hint=f"its keys are: {', '.join(map(str, known))}")
+        ctx.default_map = table
+    return path
+
+
 _OPTIONS = (
     click.option(
         "--model", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Hugging Face checkpoint folder."
     ),
     click.option(
-        "--config", "config_path", type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help="TOML or JSON file with keys of EngineConfig, e.g. max_running = 64. Options beat the file.",
+        "--config", "config_path", type=click.Path(exists=True, dir_okay=False, path_type=Path), is_eager=True,
+        callback=_take_table,
+        help="TOML or JSON file with keys of EngineConfig, e.g. max_running = 64; a table of the command's name has its"
+        " other options. Options beat the file.",
     ),
     click.option("--runner", help="Runner plugin: transformers (the default), synthetic, or another's name."),
     click.option(
@@ -77,6 +102,8 @@ _OPTIONS = (
     click.option("--seed", type=click.IntRange(0), help="Of the engine's own random numbers."),
 )  # fmt: skip
 _PLAIN = ("num_blocks", "block_tokens", "max_context_tokens", "max_running", "max_step_tokens", "host_blocks", "seed")
+# parameters that `engine_config` takes
+_NAMES = ("model", "runner", "dtype", "device", "num_threads", *_PLAIN, "store", "store_required", "policy", "taps")
 
 
 def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -98,7 +125,11 @@ def engine_config(options: dict[str, Any], role: str | None = None) -> EngineCon
         name: options.pop(name)
         for name in ("model", "config_path", "runner", "dtype", "device", "num_threads", *_PLAIN)
     }
-    values = {} if taken["config_path"] is None else read_config(taken["config_path"])
+    ctx = click.get_current_context(silent=True)
+    if ctx is not None and _VALUES in ctx.meta:
+        values = ctx.meta[_VALUES]
+    else:
+        values = {} if taken["config_path"] is None else read_config(taken["config_path"])
     if taken["model"] is not None:
         values["model"] = str(taken["model"])
     if taken["runner"] is not None:

@@ -10,8 +10,12 @@ import socket
 import sys
 from contextlib import asynccontextmanager
 
+import click
 import httpx2
 import pytest
+from fdasync_http.command import http
+from fdasync_http.config import ConnectionLimits, HttpConfig
+from fdasync_http.limits import _LIMITS
 
 from fdasync import Instance
 from fdasync.testing import synthetic_config
@@ -143,6 +147,11 @@ async def test_a_stream_that_outlives_the_drain_or_meets_a_second_signal_ends_wi
         (("--connect", "ipc:///nowhere", "--mixed", "1"), "leave out"),
         (("--api-key-file", "{open}"), "chmod 600"),
         (("--port", "70000"), "--port"),
+        (("--max-body-mib", "0"), "Invalid value for '--max-body-mib': 0 is not in the range 1<=x<=1024"),
+        (("--header-timeout-s", "0"), "Invalid value for '--header-timeout-s': 0.0 is not in the range 0.1<=x"),
+        (("--max-body-mib", "600"), "--max-bodies-mib: 512 is less than --max-body-mib, 600"),
+        (("--config", "{table}"), "Invalid value for '--max-connections': 0 is not in the range 1<=x<=1000000"),
+        (("--config", "{typo}"), "http.max_conections is no option of the command; its keys are: prefill,"),
     ],
 )
 async def test_what_cannot_start_says_why(options, told, tmp_path):
@@ -187,7 +196,10 @@ async def refused(options, told, tmp_path):
     opened = tmp_path / "open"
     opened.write_text("sk-0123456789abcdef")
     opened.chmod(0o644)
-    sent = [option.replace("{open}", str(opened)) for option in options]
+    for name, key in (("table", "max_connections"), ("typo", "max_conections")):
+        (tmp_path / name).with_suffix(".toml").write_text(f"[http]\n{key} = 0\n")
+    places = {"{open}": opened, "{table}": tmp_path / "table.toml", "{typo}": tmp_path / "typo.toml"}
+    sent = [str(places.get(option, option)) for option in options]
     async with front("--runner", "synthetic", *sent) as (process, ready):
         assert ready is None
         async with asyncio.timeout(30):
@@ -195,6 +207,61 @@ async def refused(options, told, tmp_path):
         assert process.returncode == 2
         assert told in err.decode()
         return err.decode()
+
+
+def test_help_has_the_limits_in_a_group_of_their_own():
+    told = http.get_help(click.Context(http, info_name="http"))
+    options, limits = told.split("\nLimits:\n")
+    assert "--drain-s" in options
+    for field in (*LIMITS, *ConnectionLimits.__struct_fields__):
+        limit = next(one for one in _LIMITS if one.field == field)
+        assert f"\n  {limit.option} " in f"\n{limits}"
+        assert limit.option not in options
+
+
+# fields of the app's that are no limits
+SETTINGS = {"model", "dialect", "api_key", "admin_key", "weights_root", "rows"}
+LIMITS = [name for name in HttpConfig.__struct_fields__ if name not in SETTINGS]
+
+
+async def test_limits_come_from_the_file_and_options_beat_it(tmp_path):
+    config = tmp_path / "engine.toml"
+    config.write_text(
+        "max_running = 2\n[runner_config]\nmax_context_tokens = 200000\n"
+        "[http]\nmax_body_mib = 2\nmax_connections = 2\nheader_timeout_s = 0.2\n"
+    )
+    async with front("--runner", "synthetic", "--config", str(config), "--max-body-mib", "1") as (process, ready):
+        async with httpx2.AsyncClient(base_url=ready["url"], timeout=20) as client:
+            answer = await client.post("/generate", content=b" " * ((1 << 20) + 1))
+            assert (answer.status_code, "1048576 bytes" in answer.text) == (413, True)
+            assert (await client.post("/generate", json=ROW)).status_code == 200
+            silent = await asyncio.open_connection("127.0.0.1", ready["port"])
+            more = await asyncio.open_connection("127.0.0.1", ready["port"])
+            async with asyncio.timeout(10):
+                assert (await more[0].read()).startswith(b"HTTP/1.1 429")
+                assert (await silent[0].read()).startswith(b"HTTP/1.1 408")
+            for _, writer in (silent, more):
+                writer.close()
+        process.send_signal(signal.SIGINT)
+        async with asyncio.timeout(20):
+            _, err = await process.communicate()
+    assert "bodies up to 1 MiB hold some 131072 token ids, and the context 200000" in err.decode()
+
+
+async def test_a_configuration_may_come_through_a_pipe():
+    read, write = os.pipe()
+    os.write(write, b'{"runner_config": {"vocab_size": 50}, "http": {"served_model_name": "piped"}}')
+    os.close(write)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "fdasync", "http", "--runner", "synthetic", "--port", "0", "--config", "/dev/stdin",
+        stdin=read, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
+    )  # fmt: skip
+    os.close(read)
+    async with asyncio.timeout(60):
+        line = await process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        await process.communicate()
+    assert b": piped, sglang's" in line
 
 
 async def test_an_engine_of_its_own_that_fails_ends_it(tmp_path):

@@ -8,7 +8,7 @@ import logging
 import random
 
 import pytest
-from fdasync_http.protocol import ConnectionLimits
+from fdasync_http.config import ConnectionLimits
 from fdasync_http.server import Listen
 
 from fdasync.testing import until

@@ -8,7 +8,7 @@ import socket
 
 import pytest
 from fdasync_http import HttpConfig
-from fdasync_http.protocol import ConnectionLimits
+from fdasync_http.config import ConnectionLimits
 from fdasync_http.server import Listen, bind, check_exposure, is_loopback, serving
 
 from fdasync.errors import BadInput, ConfigError

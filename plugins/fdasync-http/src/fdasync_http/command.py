@@ -9,12 +9,13 @@ import click
 
 from fdasync.cli.common.options import engine_config, engine_options
 from fdasync.errors import BadInput
+from fdasync_http.limits import LimitedCommand, limit_options, limits_of
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
 
-@click.command()
+@click.command(cls=LimitedCommand)
 @engine_options
 @click.option("--prefill", default=0, type=click.IntRange(0, 64), help="Prefill instances to start.")
 @click.option("--decode", default=0, type=click.IntRange(0, 64), help="Decode instances to start.")
@@ -69,7 +70,6 @@ _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 @click.option("--ssl-certfile", type=_FILE, help="PEM file: serve HTTPS.")
 @click.option("--ssl-keyfile", type=_FILE, help="PEM file with the certificate's key.")
 @click.option("--ssl-ca-certs", type=_FILE, help="PEM file: clients must show a certificate of this authority.")
-@click.option("--max-live", default=4096, show_default=True, type=click.IntRange(1), help="Requests at a time.")
 @click.option(
     "--drain-s",
     default=600.0,
@@ -78,6 +78,7 @@ _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
     help="Longest that the first signal waits for answers under way.",
 )
 @click.option("--ready-fd", type=click.IntRange(0), help="Write one JSON line to this descriptor when ready.")
+@limit_options
 def http(**options: Any) -> None:
     """Serve a checkpoint over HTTP: SGLang's and vLLM's rollout paths, and OpenAI's API.
 
@@ -105,6 +106,7 @@ def http(**options: Any) -> None:
     if bool(options["prefill"]) != bool(options["decode"]) and not options["mixed"]:
         raise click.UsageError(f"one half is missing: add {'--decode' if options['prefill'] else '--prefill'} 1")
     taken = {name: options.pop(name) for name in _OWN}
+    limits, of_connections = limits_of(options)
     engine = None if connects else engine_config(options)
     root = taken["weights_root"]
     config = HttpConfig(
@@ -114,7 +116,7 @@ def http(**options: Any) -> None:
         admin_key=_key(taken["admin_key_file"], "--admin-key-file"),
         weights_root="" if root is None else str(root.absolute()),
         rows=taken["rows"],
-        max_live=taken["max_live"],
+        **limits,
     )
     listen = Listen(
         host=taken["host"],
@@ -123,6 +125,7 @@ def http(**options: Any) -> None:
         key=str(taken["ssl_keyfile"] or ""),
         client_authority=str(taken["ssl_ca_certs"] or ""),
         drain_s=taken["drain_s"],
+        limits=of_connections,
     )
     mixed = taken["mixed"] or (0 if taken["prefill"] else 1)
     plan = HttpOptions(
@@ -138,7 +141,7 @@ def http(**options: Any) -> None:
 
 _OWN = (
     "prefill", "decode", "mixed", "addresses", "front", "tokenizer", "host", "port", "dialect", "served_model_name",
-    "api_key_file", "admin_key_file", "weights_root", "rows", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "max_live",
+    "api_key_file", "admin_key_file", "weights_root", "rows", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs",
     "drain_s", "ready_fd", "connect_s",
 )  # fmt: skip
 

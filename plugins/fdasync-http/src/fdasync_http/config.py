@@ -1,4 +1,7 @@
-"""Settings of the app: names, keys, bounds. Pure data; `application.py` and every room of paths read it."""
+"""Settings of the app and of the command's server: names, keys, bounds.
+
+Pure data; `application.py` and every room of paths read the app's, `protocol.py` those of connections.
+"""
 
 from __future__ import annotations
 
@@ -62,3 +65,23 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         for name in ("body_timeout_s", "health_s"):
             if not 0 < getattr(self, name) <= 1e6:
                 raise ConfigError(name, f"{getattr(self, name)!r} is out of range", limit="above 0, up to 1e6")
+
+
+class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds of connections.
+
+    Attributes:
+        max_connections: open at a time; the next one is answered with 429 and closed.
+        max_header_nbytes: the first line and all headers of a request; and what a chunked body has besides its bytes
+            and their frames.
+        max_pipelined: requests that may wait behind one that is under way; one more closes the connection.
+        header_s: longest from the first byte of a connection, or of its next request, to the end of the headers; a
+            connection that sends nothing has as long, and so has the rest of a body whose request was answered.
+        write_s: longest that a client may read nothing while an answer waits.
+    """
+
+    max_connections: int = 16384
+    max_header_nbytes: int = 64 << 10
+    max_pipelined: int = 16
+    header_s: float = 20.0
+    write_s: float = 120.0

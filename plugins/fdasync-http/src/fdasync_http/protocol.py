@@ -12,9 +12,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import httptools
-import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from fdasync_http.config import ConnectionLimits
 from fdasync_http.failures import RETRY_AFTER_S, Refused, body_of
 
 if TYPE_CHECKING:
@@ -31,26 +31,6 @@ _FRAME_NBYTES = 8
 # over unread bytes is reset, and the answer is lost
 _LINGER_S = 1.0
 _MAX_LINGERING = 1024
-
-
-class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds of connections.
-
-    Attributes:
-        max_connections: open at a time; the next one is answered with 429 and closed.
-        max_header_nbytes: the first line and all headers of a request; and what a chunked body has besides its bytes,
-            above `_FRAME_NBYTES` for each of them.
-        max_pipelined: requests that may wait behind one that is under way; one more closes the connection.
-        header_s: longest from the first byte of a connection, or of its next request, to the end of the headers; a
-            connection that sends nothing has as long, and so has the rest of a body whose request was answered.
-        write_s: longest that a client may read nothing while an answer waits.
-    """
-
-    max_connections: int = 16384
-    max_header_nbytes: int = 64 << 10
-    max_pipelined: int = 16
-    header_s: float = 20.0
-    write_s: float = 120.0
 
 
 class _Unwanted(ValueError):

@@ -159,21 +159,9 @@ class _Service:
 
     async def _serve(self, generator: Engine | Router, signals: Signals) -> int:
         try:
-            # a router and an engine have deadlines of their own for this
-            starting = asyncio.ensure_future(generator.start())
-            self._tell_connecting()
-            while not starting.done() and not signals.count:
-                await signals.wait(starting, count=1, timeout_s=_TELL_S)
-                if not starting.done() and not signals.count and isinstance(generator, Router):
-                    _say(f"waits for {_missing(generator)}")
-            if not starting.done():
-                starting.cancel()
-                await asyncio.wait([starting])
+            if not await self._start(generator, signals):
                 _say("interrupted while it started")
                 return _EXIT_INTERRUPTED
-            starting.result()  # of a task that is done
-            if isinstance(generator, Router) and (missing := _missing(generator)):
-                _say(f"serves without {missing}, until it is there")
             self._tell_of_long_prompts(generator)
             service = app(generator, self._config, tokenizer=self._tokenizer(generator))
             async with serving(service, self._listen, self._bound) as served:
@@ -194,10 +182,27 @@ class _Service:
         finally:
             await generator.aclose()
 
-    def _tell_connecting(self) -> None:
-        """Instances of others may not be there: say which ones it waits for, how long, and what changes that."""
+    async def _start(self, generator: Engine | Router, signals: Signals) -> bool:
+        """Start it, and say which instances are missing; False: a signal came first."""
         if addresses := self._options.addresses:
+            # instances of others may not be there
             _say(f"connecting to {', '.join(addresses)}, for {self._options.connect_s:g} s at most (--connect-s)")
+        # a router and an engine have deadlines of their own for this
+        starting = asyncio.ensure_future(generator.start())
+        while True:
+            await signals.wait(starting, count=1, timeout_s=_TELL_S)
+            if starting.done():
+                break
+            if signals.count:
+                starting.cancel()
+                await asyncio.wait([starting])
+                return False
+            if isinstance(generator, Router):
+                _say(f"waits for {_missing(generator)}")
+        starting.result()  # of a task that is done
+        if isinstance(generator, Router) and (missing := _missing(generator)):
+            _say(f"serves without {missing}, until it is there")
+        return True
 
     def _tell_of_long_prompts(self, generator: Generator) -> None:
         """A limit of bodies below what the model can read shows here, and not at the first long prompt."""

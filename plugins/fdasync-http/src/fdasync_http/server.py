@@ -20,7 +20,8 @@ import msgspec
 import uvicorn
 
 from fdasync.errors import BadInput
-from fdasync_http.protocol import ConnectionLimits, protocol_with
+from fdasync_http.config import ConnectionLimits
+from fdasync_http.protocol import protocol_with
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
