@@ -2,7 +2,7 @@
 
 The KV of a token is 64 bits of (token, position, weights). The next token and the routing row at a position are a
 function of a weighted sum of *all* KV words up to that position, and of the weights. Tests compare the engine with this
-module; `synthetic.py` computes the same through paged KV.
+module; `synthetic_steps.py` computes the same through paged KV.
 """
 
 from __future__ import annotations
