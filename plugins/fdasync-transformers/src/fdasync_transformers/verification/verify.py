@@ -381,18 +381,20 @@ def _reference(model: Any) -> Any:
     transformers: Any = import_module("transformers")
     auto = transformers.AutoModelForCausalLM
     config_file = Path(model) / "config.json"
+    config: dict[str, Any] = {}
     if config_file.exists():
         raw = read_json(config_file)
         architecture = read_architecture(raw, config_file)
+        config["config"] = architecture.config
         if architecture.whole is not None:
-            auto = architecture.whole[1]
+            config["config"], auto = architecture.whole
         elif read_scheme(raw, config_file) is not None or architecture.renamed:
             # the library asks for another package first, leaves tensors that are stored plain in their own dtype, and
             # does not know the name
             return loading.load(loading.read_checkpoint(str(model)), "float32", torch.device("cpu"))
     try:
         with no_progress_bars():
-            return auto.from_pretrained(str(model), dtype=torch.float32, local_files_only=True).eval()
+            return auto.from_pretrained(str(model), dtype=torch.float32, local_files_only=True, **config).eval()
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise CheckpointError(str(model), f"does not load in transformers: {error}") from error
 

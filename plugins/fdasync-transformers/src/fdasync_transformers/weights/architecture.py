@@ -46,6 +46,8 @@ ALIASES = {
     ),
     "glm4v_moe_text": Alias("glm4_moe", "a text token has one position on all rotary axes", (("use_qk_norm", False),)),
 }
+# families whose published configs say how much of a head is rotated by `rotary_dim`
+_ROTARY_DIM = ("minimax_m2",)
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,10 @@ def _config(
         config: PreTrainedConfig = CONFIG_MAPPING[known].from_dict(values)
     except Exception as error:  # the library checks configs with errors of many types
         raise CheckpointError(str(config_file), f"is no valid {known} config: {error}") from error
+    rope: Any = getattr(config, "rope_parameters", None)
+    if known in _ROTARY_DIM and isinstance(rope, dict) and isinstance(raw.get("rotary_dim"), int):
+        # older versions of the library (5.17) do not read this field, and rotate whole heads
+        rope.setdefault("partial_rotary_factor", raw["rotary_dim"] / config.head_dim)
     return config
 
 

@@ -11,7 +11,7 @@ import re
 from typing import TYPE_CHECKING
 
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, apply_renamings, rename_source_key
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 if TYPE_CHECKING:
     import torch
@@ -65,7 +65,11 @@ class Names:
         """The number in a stored name at the pattern's star (the expert); None where there is none."""
         # patterns are regular expressions but for their star
         numbered = re.compile(pattern.replace("*.", r"(\d+)\."))
-        found = numbered.search(key) or numbered.search(apply_renamings(key, self._renamings))
+        found = numbered.search(key)
+        if found is None:
+            for rule in self._renamings:
+                key, _ = rule.rename_source_key(key)
+            found = numbered.search(key)
         return int(found.group(1)) if found and numbered.groups else None
 
     def rule(self, pattern: str) -> WeightConverter:
