@@ -303,7 +303,7 @@ async def apart(play: Play, transport: str, **values: Any) -> Played:
     fleet = LocalFleet(plans)
     async with fleet, connect(fleet.addresses, RouterConfig(require="all")) as router:
         played.answers = await fleet.while_alive(_asked_apart(play, router, jobs))
-        played.books = {"received_blocks": await _received(router)}
+        played.books = {"received_blocks": await received(router)}
     return played
 
 
@@ -314,7 +314,7 @@ async def _asked_apart(play: Play, router: Router, jobs: Sequence[Job]) -> list[
     return found + await abort_one(router, play.long_ones(8, 1)[0], "leaver")
 
 
-async def _received(router: Router) -> int:
+async def received(router: Router) -> int:
     """Blocks that went from one instance to the other; instances say so twice a second. Raises TimeoutError."""
     async with asyncio.timeout(_SETTLE_S):
         while True:

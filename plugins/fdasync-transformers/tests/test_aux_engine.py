@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from aux_reference import assert_weights, plain
-from families_zoo import make_checkpoint
+from fdasync_transformers.weights.tiny_checkpoints import make_tiny_checkpoint
 
 import fdasync
 from fdasync import Engine, EngineConfig, Instance, SamplingParams
@@ -65,7 +65,7 @@ def assert_kept(again: dict[str, np.ndarray], first: dict[str, np.ndarray], toke
 
 @pytest.mark.parametrize(("family", "aux"), KINDS)
 async def test_a_hit_on_the_device_and_on_the_host(tmp_path: Path, family: str, aux: list[str]) -> None:
-    model = make_checkpoint(tmp_path, family)
+    model = make_tiny_checkpoint(tmp_path, family)
     async with Engine(config(tmp_path, aux, num_blocks=14, host_blocks=64, max_running=1)) as engine:
         first = check(await engine.complete(prompt(0), PARAMS), model, prompt(0), aux)
         again = await engine.complete(prompt(0), PARAMS)
@@ -83,7 +83,7 @@ async def test_a_hit_on_the_device_and_on_the_host(tmp_path: Path, family: str, 
 async def test_from_a_store_into_another_engine(
     tmp_path: Path, family: str, aux: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = make_checkpoint(tmp_path / "model", family)
+    model = make_tiny_checkpoint(tmp_path / "model", family)
     # a model this small computes faster than any store reads, so the engines get another speed
     monkeypatch.setattr("fdasync_transformers.runner.prefill_tokens_per_s", lambda *_: 1.0)
     store = {
@@ -109,7 +109,7 @@ async def test_from_a_store_into_another_engine(
 
 @pytest.mark.parametrize(("family", "aux"), KINDS)
 async def test_handed_over_from_prefill_to_decode(tmp_path: Path, family: str, aux: list[str]) -> None:
-    model = make_checkpoint(tmp_path / "model", family)
+    model = make_tiny_checkpoint(tmp_path / "model", family)
     async with AsyncExitStack() as stack:
         addresses = []
         for role in ("prefill", "decode"):

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 import pytest
-from families_zoo import make_checkpoint
 from fdasync_transformers import TransformersConfig, TransformersRunner, make_random_checkpoint, named_tensors
+from fdasync_transformers.weights.tiny_checkpoints import make_tiny_checkpoint
 from safetensors.torch import load_file
 
 from fdasync import Grammar
@@ -112,7 +112,7 @@ class TestInHalfPrecision(_OnACheckpoint, TailTests):
 )
 def test_what_came_with_a_tail_reaches_no_kind_of_attention(tmp_path: Path, family: str) -> None:
     """Latents, sinks with windows, chunks: each has a mask of its own over the block that is there in part."""
-    make_checkpoint(tmp_path, family)
+    make_tiny_checkpoint(tmp_path, family)
     suite = TestTransformers()
     suite.folders = [tmp_path]
     suite.test_what_lies_past_the_tokens_of_a_tail_counts_for_nothing()

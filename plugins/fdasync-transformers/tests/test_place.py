@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from families_zoo import make_checkpoint
 from fdasync_transformers import TransformersConfig
 from fdasync_transformers.execution import memory_profile
 from fdasync_transformers.start.runner_config import device_of, memory_share
+from fdasync_transformers.weights.tiny_checkpoints import make_tiny_checkpoint
 from step_driver import Driver
 
 from fdasync.errors import ConfigError
@@ -59,14 +59,14 @@ def test_without_a_gpu_all_share_the_memory_of_the_host() -> None:
 
 @pytest.mark.parametrize(("instance", "instances"), [(1, 1), (-1, 2), (0, 0)])
 async def test_numbers_of_no_instance_are_refused(tmp_path: Path, instance: int, instances: int) -> None:
-    make_checkpoint(tmp_path, "qwen3_moe")
+    make_tiny_checkpoint(tmp_path, "qwen3_moe")
     with pytest.raises(ConfigError) as caught:
         await Driver.open(tmp_path, config={"instance": instance, "instances": instances})
     assert caught.value.field == "runner_config.instance"
 
 
 async def test_blocks_on_a_cpu_are_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_checkpoint(tmp_path, "qwen3_moe")
+    make_tiny_checkpoint(tmp_path, "qwen3_moe")
     blocks = []
     # so that memory is what bounds them
     monkeypatch.setattr(memory_profile, "_free_host_nbytes", lambda: 1 << 20)

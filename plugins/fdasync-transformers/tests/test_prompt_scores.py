@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 from device_path import DEVICE
-from families_zoo import VOCAB, make_checkpoint
 from fdasync_transformers.sampling import scoring
 from fdasync_transformers.sampling.scoring import compute_scores, plan_scores, read_scores
+from fdasync_transformers.weights.random_checkpoints import VOCAB_SIZE as VOCAB
+from fdasync_transformers.weights.tiny_checkpoints import make_tiny_checkpoint
 from step_driver import Driver
 
 from fdasync.errors import RunnerError
@@ -75,7 +76,7 @@ def check(found: tuple[Any, Any, Any], table: torch.Tensor, start: int, error: f
 
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_scores_are_the_librarys_log_softmax(tmp_path: Path, family: str) -> None:
-    model = make_checkpoint(tmp_path, family)
+    model = make_tiny_checkpoint(tmp_path, family)
     table = wanted(model, PROMPT)
     driver = await Driver.open(tmp_path, config={"self_check": False})
     assert driver.capacity.scores_prompts
@@ -86,7 +87,7 @@ async def test_scores_are_the_librarys_log_softmax(tmp_path: Path, family: str) 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", *[pytest.param(one, marks=pytest.mark.gpu) for one in ("gpt_oss",)]])
 async def test_the_path_of_gpus_scores_alike(tmp_path: Path, family: str) -> None:
-    model = make_checkpoint(tmp_path, family)
+    model = make_tiny_checkpoint(tmp_path, family)
     driver = await Driver.open(tmp_path, config={"self_check": False, **DEVICE})
     for start, top, chunks in ((0, 3, 1), (5, 2, 3)):
         check(await scores(driver, PROMPT, start, top, chunks), wanted(model, PROMPT), start, 2e-3)
@@ -96,7 +97,7 @@ async def test_the_path_of_gpus_scores_alike(tmp_path: Path, family: str) -> Non
 @pytest.mark.gpu
 async def test_a_scored_step_between_graphs_changes_no_answer(tmp_path: Path) -> None:
     """A step that scores is launched operation by operation; those before and behind it are graphs."""
-    make_checkpoint(tmp_path, "qwen3_moe")
+    make_tiny_checkpoint(tmp_path, "qwen3_moe")
     found = []
     for config in ({"device": "cpu"}, DEVICE):
         driver = await Driver.open(tmp_path, config={"self_check": False, **config}, max_running=8)
@@ -110,7 +111,7 @@ async def test_a_scored_step_between_graphs_changes_no_answer(tmp_path: Path) ->
 
 
 async def test_logits_are_made_some_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_checkpoint(tmp_path, "qwen3_moe")
+    model = make_tiny_checkpoint(tmp_path, "qwen3_moe")
     monkeypatch.setattr(scoring, "SCORE_ROWS", 4)
     driver = await Driver.open(tmp_path, config={"self_check": False})
     head: Any = driver.runner._step_model.head  # type: ignore[union-attr]

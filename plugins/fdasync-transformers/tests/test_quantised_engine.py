@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 PARAMS = SamplingParams(max_tokens=12, temperature=0.0)
 PROMPTS = [[number + 3, *[(number * 31 + at * 7) % 100 + 3 for at in range(1, 18)]] for number in range(4)]
 NOTES = {
-    "qwen3_moe": "FP8 dequantised to bfloat16: 63 tensors",
-    "deepseek_v3": "FP8 dequantised to bfloat16: 72 tensors",
+    "qwen3_moe": "FP8 dequantised to bfloat16: 91 tensors",
+    "deepseek_v3": "FP8 dequantised to bfloat16: 104 tensors",
     "mxfp4": "MXFP4 dequantised to bfloat16: 8 tensors",
 }
 

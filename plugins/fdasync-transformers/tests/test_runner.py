@@ -8,11 +8,13 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from families_zoo import VOCAB, make_checkpoint
 from fdasync_transformers import TransformersConfig, TransformersRunner
 from fdasync_transformers.model import ragged
 from fdasync_transformers.model.attention import paged_attention
 from fdasync_transformers.model.kv import KVLayout, KVPool, LayerSpec, Reach
+from fdasync_transformers.weights.random_checkpoints import EOS_ID
+from fdasync_transformers.weights.random_checkpoints import VOCAB_SIZE as VOCAB
+from fdasync_transformers.weights.tiny_checkpoints import make_tiny_checkpoint
 from step_driver import Driver, Sequence
 
 from fdasync.cache.aux_arena import AuxArena
@@ -30,7 +32,7 @@ FAMILY = "qwen3_moe"
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp("checkpoint")
-    return folder, make_checkpoint(folder, FAMILY)
+    return folder, make_tiny_checkpoint(folder, FAMILY)
 
 
 @pytest.fixture
@@ -311,13 +313,13 @@ async def test_capacity_tells_what_the_engine_needs(saved: tuple[Path, Any]) -> 
     driver = await Driver.open(saved[0])
     capacity = driver.capacity
     assert capacity.vocab_size == VOCAB
-    assert capacity.eos_ids == (2,)
+    assert capacity.eos_ids == (EOS_ID,)
     assert capacity.max_context_tokens == 256
-    assert capacity.block_nbytes == 4 * 3 * 2 * 2 * 16 * 4
-    assert capacity.kv_layout == "page-first:3x(2,16,16)"
-    assert capacity.aux_specs[0].shape == (2, 3)
+    assert capacity.block_nbytes == 4 * 4 * 2 * 2 * 16 * 4
+    assert capacity.kv_layout == "page-first:4x(2,16,16)"
+    assert capacity.aux_specs[0].shape == (3, 3)
     assert len(capacity.weights_id) == 32
-    assert capacity.tokenizer == ""
+    assert capacity.tokenizer == "transformers"
     assert msgspec.convert(msgspec.to_builtins(capacity), type(capacity)) == capacity
     await driver.close()
 
@@ -337,7 +339,7 @@ async def test_context_is_bounded_by_the_limits(saved: tuple[Path, Any]) -> None
 
 
 async def test_num_blocks_follow_memory_and_use(saved: tuple[Path, Any]) -> None:
-    block = 16 * 3 * 2 * 2 * 16 * 4
+    block = 16 * 4 * 2 * 2 * 16 * 4
     limits: dict[str, Any] = {"num_blocks": None, "block_tokens": 16, "max_context_tokens": 64}
     driver = await Driver.open(saved[0], config={"kv_cache_nbytes": 7 * block + 1}, **limits)
     assert driver.capacity.num_blocks == 7
@@ -363,7 +365,7 @@ async def test_capture_off_serves_without_rows(saved: tuple[Path, Any]) -> None:
 
 
 async def test_a_dense_model_has_no_rows_and_says_so_when_asked(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "qwen3_dense")
+    make_tiny_checkpoint(tmp_path, "qwen3_dense")
     driver = await Driver.open(tmp_path)
     assert driver.capacity.aux_specs == ()
     await driver.close()
@@ -385,7 +387,7 @@ async def test_an_arena_is_bound_exactly_when_routing_is_captured(saved: tuple[P
 
 
 async def test_two_runners_in_one_process_do_not_meet(saved: tuple[Path, Any], tmp_path: Path) -> None:
-    other_model = make_checkpoint(tmp_path, "gpt_oss", seed=3)
+    other_model = make_tiny_checkpoint(tmp_path, "gpt_oss", seed=3)
     one, two = await Driver.open(saved[0]), await Driver.open(tmp_path)
     a, b = one.sequence(prompt_of(12), 5), two.sequence(prompt_of(12), 5)
     for driver, seq in ((one, a), (two, b)):
@@ -426,7 +428,7 @@ async def test_a_layer_that_is_not_captured_fails_the_step(driver: Driver) -> No
     driver.runner._aux.producers[0]._hooks[0].remove()
     seq = driver.sequence(prompt_of(6), 2)
     future = driver.runner.launch(RunStep(1, starts=(driver.start(seq),), chunks=(Chunk(seq.key, 6, True),)))
-    with pytest.raises(RunnerError, match="1 layers was captured, 2"):
+    with pytest.raises(RunnerError, match="2 layers was captured, 3"):
         await future
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from fdasync_transformers.tokenizer import _load_slow, _SlowTokenizer, load_tokenizer
-from fdasync_transformers.weights.random_checkpoints import EOS_ID, VOCAB_SIZE, _write_tokenizer
+from fdasync_transformers.weights.random_checkpoints import EOS_ID, VOCAB_SIZE, write_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tokenizer")
-    _write_tokenizer(path)
+    write_tokenizer(path)
     return path
 
 
@@ -82,7 +82,7 @@ def test_a_fingerprint_is_of_every_name(folder: Path, tmp_path: Path) -> None:
 def test_truncation_and_padding_of_the_file_are_off(tmp_path: Path) -> None:
     from tokenizers import Tokenizer as Fast
 
-    _write_tokenizer(tmp_path)
+    write_tokenizer(tmp_path)
     path = str(tmp_path / "tokenizer.json")
     inner = Fast.from_file(path)
     inner.enable_truncation(max_length=4)

@@ -68,7 +68,7 @@ def folder(tmp_path_factory):
     """A checkpoint's tokenizer: a token for each byte, special ones behind them."""
     checkpoints = pytest.importorskip("fdasync_transformers.weights.random_checkpoints")
     path = tmp_path_factory.mktemp("tokenizer")
-    checkpoints._write_tokenizer(path)
+    checkpoints.write_tokenizer(path)
     config = path / "tokenizer_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": TEMPLATE}))
     return path

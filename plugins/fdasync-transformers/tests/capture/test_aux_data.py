@@ -9,9 +9,10 @@ import pytest
 import torch
 from aux_reference import assert_weights, chosen, plain, routers_of, watched
 from device_path import DEVICE, ON_GPU
-from families_zoo import VOCAB, make_checkpoint, make_model
 from fdasync_transformers.capture.aux_data import aux_specs, make_aux
 from fdasync_transformers.model.moe_layers import find_moe_layers
+from fdasync_transformers.weights.random_checkpoints import VOCAB_SIZE as VOCAB
+from fdasync_transformers.weights.tiny_checkpoints import make_tiny_checkpoint, make_tiny_model
 from step_driver import Driver
 
 from fdasync.errors import ConfigError, RunnerError
@@ -37,7 +38,7 @@ def top_k_of(driver: Driver) -> list[int]:
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_weights_and_norms_are_the_librarys(tmp_path: Path, family: str) -> None:
     """Bit by bit what its routers returned in the same pass, and what a plain pass of the whole sequence gives."""
-    model = make_checkpoint(tmp_path, family)
+    model = make_tiny_checkpoint(tmp_path, family)
     driver = await Driver.open(tmp_path, config={"self_check": False, "aux": BOTH})
     specs = {spec.name: spec for spec in driver.capacity.aux_specs}
     assert list(specs) == ["routing", *BOTH]
@@ -62,10 +63,10 @@ async def test_weights_and_norms_are_the_librarys(tmp_path: Path, family: str) -
 
 
 async def test_a_dense_model_has_norms_and_no_routing(tmp_path: Path) -> None:
-    model = make_checkpoint(tmp_path, "qwen3_dense")
+    model = make_tiny_checkpoint(tmp_path, "qwen3_dense")
     driver = await Driver.open(tmp_path, config={"aux": ["layer_norms"]})
     assert [(spec.name, spec.shape, spec.dtype) for spec in driver.capacity.aux_specs] == [
-        ("layer_norms", (3,), "float32")
+        ("layer_norms", (4,), "float32")
     ]
     sequences = [driver.sequence([5, 99, 3, 7, 8], 4), driver.sequence(list(range(40, 59)), 4, 1)]
     await driver.run(sequences, chunks=3)
@@ -77,7 +78,7 @@ async def test_a_dense_model_has_norms_and_no_routing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["qwen3_moe", "ernie4_5_moe"])
 async def test_the_device_path_records_the_same(tmp_path: Path, family: str) -> None:
     """By a fused router and by the library's; prefill in chunks beside decodes. On a GPU decodes are graphs."""
-    model = make_checkpoint(tmp_path, family)
+    model = make_tiny_checkpoint(tmp_path, family)
     driver = await Driver.open(tmp_path, config={"self_check": False, **DEVICE, "aux": BOTH})
     sequences = [driver.sequence([5, 99, 3, 7, 8, 21, 40], 4), driver.sequence([9, 8, 7, 6, 5], 3, 1)]
     await driver.run(sequences, chunks=2)
@@ -94,7 +95,7 @@ async def test_the_device_path_records_the_same(tmp_path: Path, family: str) -> 
 
 
 def build(family: str, dtype: torch.dtype, *, fuse: bool) -> tuple[Any, Any, Any]:
-    model = make_model(family).to(DEVICE_NOW, dtype)
+    model = make_tiny_model(family).to(DEVICE_NOW, dtype)
     # what a graph can hold, and the same numbers outside
     model.set_experts_implementation("batched_mm")
     layers = find_moe_layers(model)
@@ -168,7 +169,7 @@ def test_a_graph_replays_the_weights(family: str, dtype: torch.dtype, fuse: bool
 
 @pytest.mark.gpu
 async def test_graphs_and_operations_record_the_same(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "qwen3_moe")
+    make_tiny_checkpoint(tmp_path, "qwen3_moe")
     found = []
     for graphs in (True, False):
         config = {"self_check": False, **DEVICE, "aux": BOTH, "cuda_graphs": graphs}
@@ -195,7 +196,7 @@ def test_experts_that_are_given_no_weights_fail_the_pass() -> None:
     aux.begin(None)
     aux.producers[1]._hooks[0].remove()
     through(model, layers, torch.zeros((1, 4, 32), device=DEVICE_NOW))
-    with pytest.raises(RunnerError, match=r"routing_weights of 1 layers was captured, 2 were to be; rows without: 0$"):
+    with pytest.raises(RunnerError, match=r"routing_weights of 2 layers was captured, 3 were to be; rows without: 0$"):
         aux.end()
 
 
@@ -210,7 +211,7 @@ def test_experts_that_are_given_no_weights_fail_the_pass() -> None:
 async def test_what_cannot_be_recorded_is_refused(
     tmp_path: Path, family: str, aux: list[str], limits: dict[str, Any], named: str
 ) -> None:
-    make_checkpoint(tmp_path, family)
+    make_tiny_checkpoint(tmp_path, family)
     with pytest.raises(ConfigError, match=named):
         await Driver.open(tmp_path, config={"self_check": False, "aux": aux}, **limits)
 
@@ -222,12 +223,12 @@ def test_a_datum_that_there_is_not_is_refused_with_those_that_there_are() -> Non
 
 
 async def test_nothing_is_recorded_unless_it_is_asked_for(tmp_path: Path) -> None:
-    model = make_checkpoint(tmp_path, "qwen3_moe")
+    model = make_tiny_checkpoint(tmp_path, "qwen3_moe")
     assert [spec.name for spec in aux_specs(model, find_moe_layers(model), ())] == ["routing"]
     assert make_aux(model, None, (), 8) is None
     driver = await Driver.open(tmp_path, config={"self_check": False, "aux": ["layer_norms"]}, capture=False)
     assert [spec.name for spec in driver.capacity.aux_specs] == ["layer_norms"]
     one = driver.sequence(list(range(3, VOCAB, 9)), 3)
     await driver.run([one])
-    np.testing.assert_allclose(driver.rows(one), plain(model, (one.prompt + one.tokens)[:-1], [3, 3])[2], rtol=1e-4)
+    np.testing.assert_allclose(driver.rows(one), plain(model, (one.prompt + one.tokens)[:-1], [3, 3, 3])[2], rtol=1e-4)
     await driver.close()

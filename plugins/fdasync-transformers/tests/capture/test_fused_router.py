@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from families_zoo import make_model
 from fdasync_transformers.capture.fused_router import FusedRouters, fuse_routers
 from fdasync_transformers.model.moe_layers import find_moe_layers
+from fdasync_transformers.weights.tiny_checkpoints import make_tiny_model
 
 from fdasync.cache.debug_rows import debug_rows
 from fdasync.errors import BadInput, RunnerError
@@ -19,7 +19,7 @@ TOKENS = 11
 
 
 def build(family: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> tuple[Any, Any, CaptureBuffer]:
-    model = make_model(family, **overrides).to(DEVICE, dtype)
+    model = make_tiny_model(family, **overrides).to(DEVICE, dtype)
     # what the experts compute is not looked at, and the other ways have limits on a device
     model.set_experts_implementation("eager")
     layers = find_moe_layers(model)

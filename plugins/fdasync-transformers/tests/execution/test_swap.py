@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
-from families_zoo import make_checkpoint
 from fdasync_transformers import TransformersConfig, TransformersRunner
 from fdasync_transformers.model.kv import KVLayout, KVPool, LayerSpec
+from fdasync_transformers.weights.tiny_checkpoints import make_tiny_checkpoint
 from safetensors.torch import load_file
 
 from fdasync.cache.host_arena import HostArena
@@ -92,7 +92,7 @@ def test_blocks_that_do_not_exist_are_refused_before_any_is_copied(
 
 
 def make_runner(folder: Path) -> TransformersRunner:
-    make_checkpoint(folder, "qwen3_moe")
+    make_tiny_checkpoint(folder, "qwen3_moe")
     limits = RunnerLimits(model=str(folder), max_running=2, max_step_tokens=64, block_tokens=16, num_blocks=12)
     return TransformersRunner(TransformersConfig(dtype="float32", num_threads=1, self_check=False), limits)
 

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from families_zoo import FAMILIES, VOCAB, make_checkpoint
+from common_families import RECURRENT, SERVED
 from fdasync_transformers.capture import routing as capture
 from fdasync_transformers.model import attention, families
 from fdasync_transformers.model.kv import KVPool, Reach
 from fdasync_transformers.start import probe
+from fdasync_transformers.weights.random_checkpoints import VOCAB_SIZE as VOCAB
+from fdasync_transformers.weights.tiny_checkpoints import make_tiny_checkpoint
 from step_driver import Driver
 
 from fdasync.errors import ConfigError, UnsupportedModel
@@ -23,8 +25,6 @@ from fdasync.errors import ConfigError, UnsupportedModel
 if TYPE_CHECKING:
     from pathlib import Path
 
-REFUSED = ("qwen3_next", "jamba")
-SERVED = [family for family in FAMILIES if family not in REFUSED]
 MOE = [family for family in SERVED if family != "qwen3_dense"]
 MLA = ("glm4_moe_lite", "deepseek_v2", "deepseek_v3", "longcat_flash")
 
@@ -62,7 +62,7 @@ def selections(model: Any, tokens: list[int]) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("family", SERVED)
 async def test_paged_steps_equal_generate_and_capture_equals_the_routers(tmp_path: Path, family: str) -> None:
-    model = make_checkpoint(tmp_path, family)
+    model = make_tiny_checkpoint(tmp_path, family)
     driver = await Driver.open(tmp_path)
     asked = prompts(5, 17, 40)
     wanted = [generated(model, prompt, 16) for prompt in asked]
@@ -94,18 +94,18 @@ def check_rows(driver: Driver, seq: Any, wanted: list[np.ndarray]) -> None:
 @pytest.mark.parametrize(
     ("family", "layers", "experts", "top_k"),
     [
-        ("qwen3_moe", (0, 2), 8, 3),
-        ("ernie4_5_moe", (1, 2), 8, 3),
-        ("glm4_moe", (1, 2), 8, 3),
-        ("glm4_moe_lite", (1, 2), 8, 3),
-        ("llama4_text", (1, 3), 4, 1),
+        ("qwen3_moe", (0, 2, 3), 8, 3),
+        ("ernie4_5_moe", (1, 2, 3), 8, 3),
+        ("glm4_moe", (1, 2, 3), 8, 3),
+        ("glm4_moe_lite", (1, 2, 3), 8, 3),
+        ("llama4_text", (1, 3), 8, 1),
         ("longcat_flash", (0, 1), 8, 3),
     ],
 )
 async def test_layer_ids_are_hidden_layer_numbers(
     tmp_path: Path, family: str, layers: tuple[int, ...], experts: int, top_k: int
 ) -> None:
-    make_checkpoint(tmp_path, family)
+    make_tiny_checkpoint(tmp_path, family)
     driver = await Driver.open(tmp_path)
     capacity = driver.capacity
     assert (capacity.moe_layer_ids, capacity.num_experts, capacity.top_k) == (layers, experts, top_k)
@@ -114,15 +114,15 @@ async def test_layer_ids_are_hidden_layer_numbers(
 
 
 async def test_uneven_top_k_is_told_by_layer(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "hunyuan_v1_moe")
+    make_tiny_checkpoint(tmp_path, "hunyuan_v1_moe")
     driver = await Driver.open(tmp_path)
     assert driver.capacity.top_k == 3
-    assert driver.capacity.top_k_by_layer == (2, 3, 1)
+    assert driver.capacity.top_k_by_layer == (2, 3, 1, 2)
     await driver.close()
 
 
 async def test_more_than_256_experts_make_wide_rows(tmp_path: Path) -> None:
-    model = make_checkpoint(tmp_path, "qwen3_moe", num_experts=300, moe_intermediate_size=4, num_experts_per_tok=6)
+    model = make_tiny_checkpoint(tmp_path, "qwen3_moe", num_experts=300, moe_intermediate_size=4, num_experts_per_tok=6)
     driver = await Driver.open(tmp_path)
     (seq,) = sequences = [driver.sequence(prompts(40)[0], 4)]
     await driver.run(sequences)
@@ -136,7 +136,7 @@ async def test_more_than_256_experts_make_wide_rows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", MLA)
 async def test_latents_and_expanded_kv_give_the_same_tokens(tmp_path: Path, family: str) -> None:
-    make_checkpoint(tmp_path, family)
+    make_tiny_checkpoint(tmp_path, family)
     results, sizes = [], []
     for latent in (True, False):
         driver = await Driver.open(tmp_path, config={"latent_mla": latent})
@@ -150,7 +150,7 @@ async def test_latents_and_expanded_kv_give_the_same_tokens(tmp_path: Path, fami
 
 
 async def test_half_precision_passes_the_self_check(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "qwen3_moe")
+    make_tiny_checkpoint(tmp_path, "qwen3_moe")
     driver = await Driver.open(tmp_path, config={"dtype": "bfloat16"})
     assert driver.capacity.kv_dtype == "bfloat16"
     sequences = [driver.sequence(prompt, 4) for prompt in prompts(6, 30)]
@@ -163,7 +163,7 @@ async def test_longrope_of_phimoe_ends_where_cached_keys_would_change(tmp_path: 
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.1, 1.2, 1.3, 1.4]}
     rope |= {"long_factor": [2.0, 3.0, 4.0, 5.0], "short_mscale": 1.2, "long_mscale": 1.5}
     rope |= {"original_max_position_embeddings": 48, "factor": 4.0}
-    model = make_checkpoint(tmp_path, "phimoe", rope_parameters=rope)
+    model = make_tiny_checkpoint(tmp_path, "phimoe", rope_parameters=rope)
     driver = await Driver.open(tmp_path)
     assert driver.capacity.max_context_tokens == 48
     assert any("48" in note for note in driver.capacity.notes)
@@ -182,9 +182,9 @@ async def refused(folder: Path, **limits: Any) -> str:
     return caught.value.reason
 
 
-@pytest.mark.parametrize("family", REFUSED)
+@pytest.mark.parametrize("family", RECURRENT)
 async def test_recurrent_models_are_refused(tmp_path: Path, family: str) -> None:
-    make_checkpoint(tmp_path, family)
+    make_tiny_checkpoint(tmp_path, family)
     assert "recurrent state" in await refused(tmp_path)
 
 
@@ -193,12 +193,12 @@ async def test_rope_that_depends_on_the_batch_is_refused(tmp_path: Path, kind: s
     rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
     if kind == "longrope":
         rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 64}
-    make_checkpoint(tmp_path, "qwen3_moe", rope_parameters=rope)
+    make_tiny_checkpoint(tmp_path, "qwen3_moe", rope_parameters=rope)
     assert "batch" in await refused(tmp_path)
 
 
 async def test_experts_that_cannot_be_exchanged_say_so(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "llama4_text")
+    make_tiny_checkpoint(tmp_path, "llama4_text")
     with pytest.raises(ConfigError) as caught:
         await Driver.open(tmp_path, config={"experts": "grouped_mm"})
     assert caught.value.field == "runner_config.experts"
@@ -208,13 +208,13 @@ async def test_experts_that_cannot_be_exchanged_say_so(tmp_path: Path) -> None:
 async def test_self_check_refuses_a_model_whose_window_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
-    make_checkpoint(tmp_path, family)
+    make_tiny_checkpoint(tmp_path, family)
     monkeypatch.setattr(probe, "_reach", lambda *_: Reach())
     assert "differs from separate sequences" in await refused(tmp_path)
 
 
 async def test_self_check_refuses_lost_sinks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_checkpoint(tmp_path, "gpt_oss")
+    make_tiny_checkpoint(tmp_path, "gpt_oss")
     honest = attention._attend
     monkeypatch.setattr(attention, "_attend", lambda *args: honest(*args[:-1], None))
     assert "differs" in await refused(tmp_path)
@@ -223,13 +223,13 @@ async def test_self_check_refuses_lost_sinks(tmp_path: Path, monkeypatch: pytest
 async def test_self_check_refuses_an_unmended_query_temperature(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_checkpoint(tmp_path, "llama4_text")
+    make_tiny_checkpoint(tmp_path, "llama4_text")
     monkeypatch.setattr(families, "mend", lambda _: families.Mends((), None, ()))
     assert "differs" in await refused(tmp_path)
 
 
 async def test_self_check_refuses_ids_of_the_wrong_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_checkpoint(tmp_path, "qwen3_moe")
+    make_tiny_checkpoint(tmp_path, "qwen3_moe")
     honest = capture.RoutingCapture.rows
     monkeypatch.setattr(capture.RoutingCapture, "rows", lambda self, count: honest(self, count)[::-1])
     assert "routing equal at" in await refused(tmp_path)
@@ -238,14 +238,14 @@ async def test_self_check_refuses_ids_of_the_wrong_rows(tmp_path: Path, monkeypa
 async def test_self_check_refuses_reading_what_a_past_owner_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_checkpoint(tmp_path, "qwen3_moe")
+    make_tiny_checkpoint(tmp_path, "qwen3_moe")
     # a block that is filled in part keeps the rest of what was in it
     monkeypatch.setattr(KVPool, "clear", lambda *_: None)
     assert "differs from separate sequences" in await refused(tmp_path)
 
 
 async def test_self_check_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_checkpoint(tmp_path, "mixtral")
+    make_tiny_checkpoint(tmp_path, "mixtral")
     monkeypatch.setattr(probe, "_reach", lambda *_: Reach())
     driver = await Driver.open(tmp_path, config={"self_check": False})
     await driver.close()

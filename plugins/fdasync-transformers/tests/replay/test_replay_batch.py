@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from families_zoo import make_model
 from fdasync_transformers import Packed, Padded, replay_routing
 from fdasync_transformers.replay.force import find_routers, forced_routing
 from fdasync_transformers.replay.packing import refuse_mixing
+from fdasync_transformers.weights.tiny_checkpoints import make_tiny_model
 from replay_helpers import (
     FAMILIES,
     LENGTHS,
@@ -53,7 +53,7 @@ UNPACKED = ("gpt_oss", "qwen3_next", "jamba")
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_padded_packed_and_alone_are_equal(family: str) -> None:
-    model = make_model(family)
+    model = make_tiny_model(family)
     routing = [random_routing(model, 8, 1), None, random_routing(model, 9, 2, start=3)]
     alone = []
     for n, record in zip(LENGTHS, routing, strict=True):
@@ -78,7 +78,7 @@ def test_padded_packed_and_alone_are_equal(family: str) -> None:
 
 @pytest.mark.parametrize("family", UNPACKED)
 def test_packed_sequences_that_would_mix_are_refused(family: str) -> None:
-    model = make_model(family)
+    model = make_tiny_model(family)
     inputs, _, _ = batch_of(model, "packed")
     with replay_routing(model, [None] * 3), pytest.raises(UnsupportedModel, match=r"pad them|recurrent state"):
         model(**inputs)
@@ -94,7 +94,7 @@ ALL_OF_FLASH = LENGTHS_OF_FLASH | {"max_length_q": 13, "max_length_k": 13}
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_every_packed_form_that_is_accepted_equals_alone(family: str, attention: str) -> None:
-    model = make_model(family, attn_implementation=attention)
+    model = make_tiny_model(family, attn_implementation=attention)
     routing = [random_routing(model, n - 1, n) for n in LENGTHS]
     alone = []
     for n, record in zip(LENGTHS, routing, strict=True):
@@ -125,7 +125,7 @@ def test_every_packed_form_that_is_accepted_equals_alone(family: str, attention:
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_packed_forms_that_would_mix_are_refused(attention: str) -> None:
-    model = make_model("qwen3_moe", attn_implementation=attention)
+    model = make_tiny_model("qwen3_moe", attn_implementation=attention)
     inputs, packed, starts = batch_of(model, "packed")
     ids, positions = {"input_ids": inputs["input_ids"]}, {"position_ids": inputs["position_ids"]}
     ones, uncached = {"attention_mask": torch.ones_like(inputs["input_ids"])}, {"use_cache": False}
@@ -151,7 +151,7 @@ def test_packed_forms_that_would_mix_are_refused(attention: str) -> None:
 
 def test_what_flash_attention_reads() -> None:
     """No flash attention runs on a CPU: only what is asked of its arguments."""
-    model = make_model("qwen3_moe")
+    model = make_tiny_model("qwen3_moe")
     inputs, packed, _ = batch_of(model, "packed")
     spans, positions = packed.spans(1, 26), {"position_ids": inputs["position_ids"]}
     model.config._attn_implementation = "flash_attention_2"
@@ -167,7 +167,7 @@ def test_what_flash_attention_reads() -> None:
 
 
 def test_arguments_by_place_and_embeddings() -> None:
-    model = make_model("qwen3_moe")
+    model = make_tiny_model("qwen3_moe")
     routing = [random_routing(model, 8, 1), None, random_routing(model, 12, 2)]
     inputs, _, _ = batch_of(model, "left")
     with torch.no_grad(), replay_routing(model, routing) as replay:
@@ -183,7 +183,7 @@ def test_arguments_by_place_and_embeddings() -> None:
 
 
 def test_a_part_of_the_model_would_be_routed_live() -> None:
-    model = make_model("qwen3_moe")
+    model = make_tiny_model("qwen3_moe")
     with replay_routing(model, [random_routing(model, 13)]):
         with pytest.raises(BadInput, match="part of it"):
             model.model(input_ids=ids_of(14))
@@ -194,7 +194,7 @@ def test_a_part_of_the_model_would_be_routed_live() -> None:
 
 
 def test_an_error_within_leaves_nothing() -> None:
-    model = checkpointed(make_model("qwen3_moe").train())
+    model = checkpointed(make_tiny_model("qwen3_moe").train())
     live = backward(model, loss_of(model, ids_of(14)))
 
     def fail(*_: Any) -> None:
@@ -213,7 +213,7 @@ def test_an_error_within_leaves_nothing() -> None:
 
 
 def test_an_interrupt_leaves_nothing() -> None:
-    model = checkpointed(make_model("qwen3_moe").train())
+    model = checkpointed(make_tiny_model("qwen3_moe").train())
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -248,7 +248,7 @@ def library_topk() -> bool:
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
 def test_an_interrupt_within_a_router_leaves_nothing(kind: type[BaseException]) -> None:
-    model, ids = make_model("qwen3_moe").train(), ids_of(14)
+    model, ids = make_tiny_model("qwen3_moe").train(), ids_of(14)
     record = random_routing(model, 13)
     with replay_routing(model, [record]):
         expected = backward(model, loss_of(model, ids))
@@ -277,7 +277,7 @@ def test_an_interrupt_within_a_router_leaves_nothing(kind: type[BaseException]) 
 
 @pytest.mark.parametrize("outer_first", [False, True])
 def test_an_interrupt_within_contexts_within_each_other(outer_first: bool) -> None:
-    model, ids = make_model("qwen3_moe"), ids_of(14)
+    model, ids = make_tiny_model("qwen3_moe"), ids_of(14)
     rows = {layer: torch.arange(site.router.top_k).repeat(14, 1) for layer, site in find_routers(model).items()}
     contexts: list[Any] = [forced_routing(model, rows), replay_routing(model, [random_routing(model, 13)])]
     for context in contexts:
@@ -294,7 +294,7 @@ def test_an_interrupt_within_contexts_within_each_other(outer_first: bool) -> No
 
 @pytest.mark.parametrize("family", ["phimoe", "llama4_text", "qwen3_dense"])
 def test_families_that_are_refused(family: str) -> None:
-    model = make_model(family)
+    model = make_tiny_model(family)
     reason = {"phimoe": "samples", "llama4_text": "no ids", "qwen3_dense": "no experts"}[family]
     with pytest.raises(UnsupportedModel, match=reason), replay_routing(model, [None]):
         pass
@@ -302,7 +302,7 @@ def test_families_that_are_refused(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["mixtral", "minimax_m2"])
 def test_noise_in_training_is_refused(family: str) -> None:
-    model = make_model(family, router_jitter_noise=0.1)
+    model = make_tiny_model(family, router_jitter_noise=0.1)
     with replay_routing(model, [random_routing(model, 13)]) as replay:
         model(input_ids=ids_of(14))
         assert replay.replayed_tokens == 13
@@ -313,7 +313,7 @@ def test_noise_in_training_is_refused(family: str) -> None:
 
 
 def test_a_router_that_is_not_called_is_noticed() -> None:
-    model = make_model("qwen3_moe")
+    model = make_tiny_model("qwen3_moe")
     block = model.model.layers[2].mlp
     block.forward = lambda hidden: hidden  # as a kernel that replaces the whole block
     replayed = replay_routing(model, [random_routing(model, 13)])
@@ -324,7 +324,7 @@ def test_a_router_that_is_not_called_is_noticed() -> None:
 def test_fused_and_compiled_and_wrapped_models_are_refused() -> None:
     from fdasync_transformers.capture import fused_router
 
-    model = make_model("qwen3_moe")
+    model = make_tiny_model("qwen3_moe")
     router = find_routers(model)[2].router
     router.forward = fused_router._fused(router, 3, None, torch.float32, None, 0, None)
     with pytest.raises(UnsupportedModel, match="layer 2: Qwen3MoeTopKRouter is fused"), replay_routing(model, [None]):
@@ -338,7 +338,7 @@ def test_fused_and_compiled_and_wrapped_models_are_refused() -> None:
 
 
 def test_arguments_of_other_types_are_refused() -> None:
-    model = make_model("qwen3_moe")
+    model = make_tiny_model("qwen3_moe")
     record: Any = random_routing(model, 3)
     lengths: Any = [4]
     with pytest.raises(BadInput, match="is a Routing"), replay_routing(model, record):
@@ -348,7 +348,7 @@ def test_arguments_of_other_types_are_refused() -> None:
 
 
 def test_a_filled_cache_is_refused() -> None:
-    model = make_model("qwen3_moe")
+    model = make_tiny_model("qwen3_moe")
     cache = model(input_ids=ids_of(3), use_cache=True).past_key_values
     with replay_routing(model, [random_routing(model, 13)]):
         with pytest.raises(BadInput, match="past_key_values"):

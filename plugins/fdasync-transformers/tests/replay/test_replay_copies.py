@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from families_zoo import make_model
 from fdasync_transformers import replay_routing
 from fdasync_transformers.replay.force import find_routers, forced_routing, observed_routing
+from fdasync_transformers.weights.tiny_checkpoints import make_tiny_model
 from replay_helpers import checkpointed, ids_of, loss_of, nothing_left, random_routing
 
 from fdasync.errors import BadInput
@@ -45,7 +45,7 @@ def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", SOME)
 def test_a_deep_copy_within_a_replay_is_refused_and_harms_nothing(family: str) -> None:
-    model, ids = make_model(family), ids_of(14)
+    model, ids = make_tiny_model(family), ids_of(14)
     routing = [random_routing(model, 13)]
     live = logits(model, ids)
     with replay_routing(model, routing):
@@ -63,7 +63,7 @@ def test_a_deep_copy_within_a_replay_is_refused_and_harms_nothing(family: str) -
 
 @pytest.mark.parametrize("where", ["replay_routing", "forced_routing", "observed_routing"])
 def test_a_deep_copy_within_any_context_and_any_pass_is_refused(where: str) -> None:
-    model, ids = make_model("qwen3_moe"), ids_of(14)
+    model, ids = make_tiny_model("qwen3_moe"), ids_of(14)
     rows = {layer: torch.arange(3).repeat(14, 1) for layer in find_routers(model)}
     contexts: dict[str, Any] = {
         "replay_routing": lambda: replay_routing(model, [random_routing(model, 13)]),
@@ -92,7 +92,7 @@ def test_a_deep_copy_within_any_context_and_any_pass_is_refused(where: str) -> N
 
 @pytest.mark.parametrize("family", SOME)
 def test_a_shallow_copy_is_forced_as_long_as_the_model_is(family: str) -> None:
-    model, ids = make_model(family), ids_of(14)
+    model, ids = make_tiny_model(family), ids_of(14)
     live = logits(model, ids)
     with replay_routing(model, [random_routing(model, 13)]):
         twin = copy.copy(model)
@@ -103,7 +103,7 @@ def test_a_shallow_copy_is_forced_as_long_as_the_model_is(family: str) -> None:
 
 
 def test_a_shallow_copy_from_within_a_checkpointed_pass_is_free_after_it() -> None:
-    model, ids = checkpointed(make_model("qwen3_moe").train()), ids_of(14)
+    model, ids = checkpointed(make_tiny_model("qwen3_moe").train()), ids_of(14)
     live = loss_of(model, ids).detach()
     twins = []
     handle = model.model.norm.register_forward_pre_hook(lambda *_: twins.append(copy.copy(model.model.layers[0])))

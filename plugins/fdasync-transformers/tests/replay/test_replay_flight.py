@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from families_zoo import make_model
 from fdasync_transformers import checkpoint_contexts, replay_routing
+from fdasync_transformers.weights.tiny_checkpoints import make_tiny_model
 from replay_helpers import (
     backward,
     checkpointed,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize("options", [{}, {"use_reentrant": False}, {"use_reentrant": True}])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_micro_batches_in_flight(options: dict[str, Any], attention: str) -> None:
-    model = make_model("qwen3_moe", attn_implementation=attention).train()
+    model = make_tiny_model("qwen3_moe", attn_implementation=attention).train()
     model.get_input_embeddings().weight.requires_grad_(True)
     routing = [random_routing(model, 13, seed) for seed in (1, 2)]
     batches = [ids_of(14, seed) for seed in (1, 2)]
@@ -58,7 +58,7 @@ def test_micro_batches_in_flight(options: dict[str, Any], attention: str) -> Non
 
 def test_backward_in_another_thread() -> None:
     # as backward on a GPU is: what is switched on per thread must be so where the recomputation runs
-    model, ids = checkpointed(make_model("deepseek_v2").train()), ids_of(14)
+    model, ids = checkpointed(make_tiny_model("deepseek_v2").train()), ids_of(14)
     routing = [random_routing(model, 13)]
     with replay_routing(model, routing):
         expected = backward(model, loss_of(model, ids))
@@ -73,7 +73,7 @@ def test_backward_in_another_thread() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_on_a_gpu(family: str) -> None:
-    model = make_model(family).train()
+    model = make_tiny_model(family).train()
     ids, routing = ids_of(14), [random_routing(model, 13)]
     with replay_routing(model, routing):
         expected = backward(model, loss_of(model, ids))
@@ -92,7 +92,7 @@ def test_on_a_gpu(family: str) -> None:
 
 
 def test_contexts_within_each_other_and_out_of_order() -> None:
-    model = checkpointed(make_model("glm4_moe").train())
+    model = checkpointed(make_tiny_model("glm4_moe").train())
     ids = ids_of(14)
     routing = [random_routing(model, 13, seed) for seed in (1, 2)]
     expected = []
@@ -114,7 +114,7 @@ def test_contexts_within_each_other_and_out_of_order() -> None:
 
 
 def test_a_graph_that_is_run_twice_is_recomputed_twice() -> None:
-    model = checkpointed(make_model("qwen3_moe").train())
+    model = checkpointed(make_tiny_model("qwen3_moe").train())
     with replay_routing(model, [random_routing(model, 13)]):
         loss = loss_of(model, ids_of(14))
     loss.backward(retain_graph=True)
@@ -143,7 +143,7 @@ def own_checkpointing(model: Any, **options: Any) -> Callable[[], None]:
 
 
 def test_other_checkpointing_needs_its_contexts() -> None:
-    model, ids = make_model("qwen3_moe").train(), ids_of(14)
+    model, ids = make_tiny_model("qwen3_moe").train(), ids_of(14)
     routing = [random_routing(model, 13)]
     with replay_routing(model, routing):
         expected = backward(model, loss_of(model, ids))
@@ -166,7 +166,7 @@ def test_other_checkpointing_needs_its_contexts() -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_the_whole_model_checkpointed(reentrant: bool) -> None:
-    model, ids = make_model("qwen3_moe").train(), ids_of(14)
+    model, ids = make_tiny_model("qwen3_moe").train(), ids_of(14)
     embedded = model.get_input_embeddings()(ids).detach().requires_grad_(True)
     routing = [random_routing(model, 13)]
 
@@ -190,7 +190,7 @@ def test_the_whole_model_checkpointed(reentrant: bool) -> None:
 
 
 def test_hooks_over_those_of_a_checkpoint() -> None:
-    model, ids = make_model("qwen3_moe").train(), ids_of(14)
+    model, ids = make_tiny_model("qwen3_moe").train(), ids_of(14)
     routing = [random_routing(model, 13)]
     with replay_routing(model, routing):
         expected = backward(model, loss_of(model, ids))

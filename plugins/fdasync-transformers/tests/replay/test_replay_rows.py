@@ -9,10 +9,10 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from families_zoo import make_model
 from fdasync_transformers import Packed, Padded, replay_routing
 from fdasync_transformers.replay.layout import Spans, derived
 from fdasync_transformers.replay.rows import Rows, checked_rows, table_of
+from fdasync_transformers.weights.tiny_checkpoints import make_tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 from replay_helpers import random_routing
@@ -109,9 +109,9 @@ def test_rows_past_their_sequence_are_named() -> None:
 
 
 def test_errors_come_before_the_forward_pass_and_leave_no_hook() -> None:
-    model = make_model("qwen3_moe")
-    layers = (0, 2)
-    array = np.tile(np.arange(3, dtype=np.uint8), (5, 2, 1))
+    model = make_tiny_model("qwen3_moe")
+    layers = (0, 2, 3)
+    array = np.tile(np.arange(3, dtype=np.uint8), (5, 3, 1))
     record = Routing(array=array, start=1, layer_ids=layers, num_experts=8)
     ids = torch.ones((1, 6), dtype=torch.long)
     with replay_routing(model, [record], request_ids=["r1"]) as replay:
@@ -273,7 +273,7 @@ def test_rows_that_end_early_are_refused_unless_meant() -> None:
 
 
 def test_a_record_of_another_request_is_refused_in_the_pass() -> None:
-    model = make_model("qwen3_moe")
+    model = make_tiny_model("qwen3_moe")
     ids = torch.arange(3, 17)[None]
     short, whole = random_routing(model, 3), random_routing(model, 14)
     with replay_routing(model, [short], request_ids=["r7"]), pytest.raises(RoutingMismatch, match=r"r7.* 14 tokens"):

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from families_zoo import VOCAB
 from fdasync_transformers.replay.force import find_routers, observed_routing
+from fdasync_transformers.weights.random_checkpoints import VOCAB_SIZE as VOCAB
 
 from fdasync import Routing
 

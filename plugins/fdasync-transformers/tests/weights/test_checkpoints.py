@@ -80,7 +80,7 @@ def test_a_run_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     def fail(_folder: Path) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(random_checkpoints, "_write_tokenizer", fail)
+    monkeypatch.setattr(random_checkpoints, "write_tokenizer", fail)
     with pytest.raises(KeyboardInterrupt):
         make_random_checkpoint(tmp_path / "model", size="tiny")
     assert list(tmp_path.iterdir()) == []

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import transformers
-from families_zoo import FAMILIES, make_checkpoint, make_model
+from common_families import COMMON
 from fdasync_transformers.weights import loading
 from fdasync_transformers.weights.mapping import place
+from fdasync_transformers.weights.random_checkpoints import EOS_ID
 from fdasync_transformers.weights.shards import INDEX_FILE, SINGLE_FILE
+from fdasync_transformers.weights.tiny_checkpoints import make_tiny_checkpoint, make_tiny_model
 from safetensors.torch import load_file, save_file
 
 from fdasync.errors import CheckpointError, UnsupportedModel
@@ -32,10 +34,10 @@ def everything(model: Any) -> dict[str, torch.Tensor]:
     return {**model.state_dict(), **dict(model.named_buffers())}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", COMMON)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tensors_and_buffers_equal_from_pretrained(tmp_path: Path, family: str, dtype: str) -> None:
-    make_checkpoint(tmp_path, family, shards=dtype == "bfloat16")
+    make_tiny_checkpoint(tmp_path, family, shards=dtype == "bfloat16")
     ours = everything(load(tmp_path, dtype))
     theirs = everything(transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=getattr(torch, dtype)))
     assert ours.keys() == theirs.keys()
@@ -45,26 +47,26 @@ def test_tensors_and_buffers_equal_from_pretrained(tmp_path: Path, family: str, 
 
 
 def test_float32_parts_stay_float32(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "glm4_moe")
+    make_tiny_checkpoint(tmp_path, "glm4_moe")
     state = load(tmp_path, "bfloat16").state_dict()
     assert state["model.layers.1.mlp.gate.e_score_correction_bias"].dtype == torch.float32
     assert state["lm_head.weight"].dtype == torch.bfloat16
 
 
 def test_tied_weights_share_memory(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "ernie4_5_moe")
+    make_tiny_checkpoint(tmp_path, "ernie4_5_moe")
     model = load(tmp_path)
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
 
 
 def test_auto_dtype_is_the_checkpoints_own(tmp_path: Path) -> None:
-    make_model("qwen3_moe").to(torch.bfloat16).save_pretrained(tmp_path)
+    make_tiny_model("qwen3_moe").to(torch.bfloat16).save_pretrained(tmp_path)
     assert load(tmp_path).dtype == torch.bfloat16
 
 
 def test_weights_id_follows_bytes_not_files(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "one", "qwen3_moe")
-    make_checkpoint(tmp_path / "many", "qwen3_moe", shards=True)
+    make_tiny_checkpoint(tmp_path / "one", "qwen3_moe")
+    make_tiny_checkpoint(tmp_path / "many", "qwen3_moe", shards=True)
     assert (tmp_path / "many" / INDEX_FILE).exists()
     first = loading.weights_id(load(tmp_path / "one"))
     assert loading.weights_id(load(tmp_path / "many")) == first
@@ -94,7 +96,7 @@ def test_weights_id_follows_names_dtypes_and_shapes() -> None:
 
 
 def test_fingerprint_follows_what_kv_depends_on(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "qwen3_moe")
+    make_tiny_checkpoint(tmp_path, "qwen3_moe")
     first = loading.fingerprint(load(tmp_path))
     edit_config(tmp_path, eos_token_id=7, transformers_version="0", _name_or_path="elsewhere")
     assert loading.fingerprint(load(tmp_path)) == first
@@ -104,8 +106,8 @@ def test_fingerprint_follows_what_kv_depends_on(tmp_path: Path) -> None:
 
 
 def test_streaming_again_keeps_every_address(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "old", "mixtral", seed=0)
-    make_checkpoint(tmp_path / "new", "mixtral", seed=1)
+    make_tiny_checkpoint(tmp_path / "old", "mixtral", seed=0)
+    make_tiny_checkpoint(tmp_path / "new", "mixtral", seed=1)
     model = load(tmp_path / "old")
     before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
     new = loading.read_checkpoint(str(tmp_path / "new"))
@@ -116,11 +118,11 @@ def test_streaming_again_keeps_every_address(tmp_path: Path) -> None:
 
 
 def test_eos_ids_of_generation_config_come_first(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "qwen3_moe")
+    make_tiny_checkpoint(tmp_path, "qwen3_moe")
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 9]}')
     assert loading.eos_ids(loading.read_checkpoint(str(tmp_path))) == (5, 9)
     (tmp_path / "generation_config.json").unlink()
-    assert loading.eos_ids(loading.read_checkpoint(str(tmp_path))) == (2,)
+    assert loading.eos_ids(loading.read_checkpoint(str(tmp_path))) == (EOS_ID,)
 
 
 # -- broken folders -----------------------------------------------------------------------------
@@ -231,7 +233,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str, str]] = {
         SINGLE_FILE,
         EXPERT,
     ),
-    "config of another size": (lambda f: edit_config(f, num_hidden_layers=4), "checkpoint", "model.layers.3"),
+    "config of another size": (lambda f: edit_config(f, num_hidden_layers=5), "checkpoint", "model.layers.4"),
 }
 
 
@@ -241,7 +243,7 @@ def test_a_broken_folder_is_refused_by_name_before_memory_is_taken(
 ) -> None:
     damage, file, words = BROKEN[name]
     folder = tmp_path / "checkpoint"
-    make_checkpoint(folder, "qwen3_moe")
+    make_tiny_checkpoint(folder, "qwen3_moe")
     load(folder)  # whole until now
     monkeypatch.setattr(torch.nn.Module, "to_empty", lambda *_, **__: pytest.fail("memory was taken"))
     damage(folder)
@@ -299,7 +301,7 @@ BROKEN_SHARDS: dict[str, tuple[Callable[[Path], object], str, str]] = {
 @pytest.mark.parametrize("name", BROKEN_SHARDS)
 def test_broken_shards_are_refused_by_name(tmp_path: Path, name: str) -> None:
     damage, file, words = BROKEN_SHARDS[name]
-    model = make_model("qwen3_moe")
+    model = make_tiny_model("qwen3_moe")
     size = sum(p.numel() * 4 for p in model.parameters())
     model.save_pretrained(tmp_path, max_shard_size=size // 3 + 8000)
     assert len(list(tmp_path.glob("*.safetensors"))) == 3
@@ -310,7 +312,7 @@ def test_broken_shards_are_refused_by_name(tmp_path: Path, name: str) -> None:
 
 
 def test_an_unknown_type_is_unsupported_and_its_code_is_not_run(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "qwen3_moe")
+    make_tiny_checkpoint(tmp_path, "qwen3_moe")
     edit_config(tmp_path, model_type="novel", auto_map={"AutoModelForCausalLM": "modeling_novel.Novel"})
     (tmp_path / "modeling_novel.py").write_text("raise SystemExit('remote code was run')")
     with pytest.raises(UnsupportedModel, match="not run"):
@@ -326,7 +328,7 @@ def test_an_unknown_type_is_unsupported_and_its_code_is_not_run(tmp_path: Path) 
     ],
 )
 def test_other_models_are_unsupported(tmp_path: Path, values: dict[str, Any], words: str) -> None:
-    make_checkpoint(tmp_path, "qwen3_moe")
+    make_tiny_checkpoint(tmp_path, "qwen3_moe")
     edit_config(tmp_path, **values)
     with pytest.raises(UnsupportedModel, match=words):
         load(tmp_path)

@@ -11,16 +11,9 @@ import torch
 import transformers
 from fdasync_transformers.weights import loading, reading
 from fdasync_transformers.weights.shards import SINGLE_FILE
+from fdasync_transformers.weights.tiny_quantised import fp8_of, plain_of_fp8
 from live_weights import CPU, Live, assert_equal
-from quantised import (
-    edit,
-    fp8_of,
-    make_fp8,
-    make_mxfp4,
-    plain_of_fp8,
-    set_quantization,
-    split,
-)
+from quantised import edit, make_fp8, make_mxfp4, set_quantization, split
 from safetensors.torch import load_file
 from transformers.quantizers import quantizer_finegrained_fp8
 
@@ -29,8 +22,8 @@ from fdasync.errors import CheckpointError, UnsupportedModel, WeightsRejected
 if TYPE_CHECKING:
     from pathlib import Path
 
-# matrices with scales: the attention's 4, and 3 of 8 experts or of the dense layer, in 3 layers
-FP8_TENSORS = {"qwen3_moe": 3 * 4 + 2 * 8 * 3 + 3}
+# matrices with scales: the attention's 4, and 3 of 8 experts or of the dense layer, in 4 layers
+FP8_TENSORS = {"qwen3_moe": 4 * 4 + 3 * 8 * 3 + 3}
 KINDS = ("qwen3_moe", "deepseek_v3", "minimax_m2", "mxfp4")
 Q = "model.layers.0.self_attn.q_proj.weight"
 EXPERTS = "model.layers.2.mlp.experts.down_proj"
@@ -110,7 +103,7 @@ def test_the_dtype_is_bfloat16_unless_the_config_names_one(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("kind", "count", "note"),
     [
-        ("qwen3_moe", FP8_TENSORS["qwen3_moe"], "FP8 dequantised to bfloat16: 63 tensors"),
+        ("qwen3_moe", FP8_TENSORS["qwen3_moe"], "FP8 dequantised to bfloat16: 91 tensors"),
         ("mxfp4", 2 * 4, "MXFP4 dequantised to bfloat16: 8 tensors"),
     ],
 )
@@ -133,7 +126,7 @@ def test_layers_that_the_library_leaves_out_are_not_counted(tmp_path: Path) -> N
     wanted = loading.weights_id(load(quantised, notes=notes))
     edit(quantised, **{left_out: values, f"{left_out}_scale_inv": scales})
     assert loading.weights_id(load(quantised, notes=notes)) == wanted == loading.weights_id(load(plain))
-    assert notes == ["FP8 dequantised to bfloat16: 72 tensors"] * 2
+    assert notes == ["FP8 dequantised to bfloat16: 104 tensors"] * 2
 
 
 @pytest.mark.parametrize(

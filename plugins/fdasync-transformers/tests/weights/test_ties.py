@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import transformers
-from families_zoo import make_checkpoint
 from fdasync_transformers import named_tensors
 from fdasync_transformers.weights import dequantize, loading, ties
 from fdasync_transformers.weights.placement import Placement
 from fdasync_transformers.weights.shards import INDEX_FILE, SINGLE_FILE, StoredTensor
+from fdasync_transformers.weights.tiny_checkpoints import make_tiny_checkpoint
 from live_weights import Live, assert_equal, stored
 from safetensors.torch import load_file, save_file
 from step_driver import Driver
@@ -59,7 +59,7 @@ def folder(tmp_path: Path) -> Callable[..., Path]:
 
     def make(name: str, kind: str, family: str = "qwen3_moe", seed: int = 0) -> Path:
         path = tmp_path / name
-        make_checkpoint(path, family, seed, tie_word_embeddings=True)
+        make_tiny_checkpoint(path, family, seed, tie_word_embeddings=True)
         tensors = stored(path)
         assert HEAD not in tensors
         tensors |= (both := heads(tensors.pop(EMBED))[kind])

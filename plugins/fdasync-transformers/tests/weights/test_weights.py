@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from families_zoo import FAMILIES, make_checkpoint
+from common_families import COMMON
 from fdasync_transformers import named_tensors
 from fdasync_transformers.weights import loading
 from fdasync_transformers.weights.mapping import locate
 from fdasync_transformers.weights.names import Names
+from fdasync_transformers.weights.random_checkpoints import VOCAB_SIZE
 from fdasync_transformers.weights.shards import SINGLE_FILE
+from fdasync_transformers.weights.tiny_checkpoints import make_tiny_checkpoint
 from fdasync_transformers.weights.update import _fill
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,7 +39,7 @@ def pair(tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
 
     def make(family: str, **overrides: Any) -> tuple[Path, Path]:
         for seed, name in enumerate(("old", "new")):
-            make_checkpoint(tmp_path / name, family, seed, **overrides)
+            make_tiny_checkpoint(tmp_path / name, family, seed, **overrides)
         return tmp_path / "old", tmp_path / "new"
 
     return make
@@ -46,7 +48,7 @@ def pair(tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
 # -- from a folder ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", COMMON)
 def test_a_folder_gives_what_a_fresh_load_gives(pair: Any, family: str) -> None:
     old, new = pair(family)
     live, first, fresh = Live(old), Live(old).state(), Live(new)
@@ -154,7 +156,7 @@ def test_a_folder_that_fails_while_it_is_read_leaves_the_model_unusable_until_on
     tmp_path: Path, pair: Any, mend: str
 ) -> None:
     old, new = pair("qwen3_moe")
-    make_checkpoint(tmp_path / "bad", "qwen3_moe", 1, shards=True)
+    make_tiny_checkpoint(tmp_path / "bad", "qwen3_moe", 1, shards=True)
     # not the first one: some tensors are in place by then
     damage_inside(sorted((tmp_path / "bad").glob("*.safetensors"))[2])
     live = Live(old)
@@ -179,7 +181,7 @@ def test_a_folder_that_fails_while_it_is_read_leaves_the_model_unusable_until_on
 # -- tensor by tensor -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", COMMON)
 @pytest.mark.parametrize("names", ["checkpoint", "state"])
 def test_all_tensors_give_what_a_fresh_load_gives(pair: Any, family: str, names: str) -> None:
     old, new = pair(family)
@@ -296,7 +298,7 @@ def test_two_names_of_tied_weights_are_refused(pair: Any) -> None:
     old, _ = pair("ernie4_5_moe")
     names = ("model.embed_tokens.weight", "lm_head.weight")
     with pytest.raises(WeightsRejected, match="are the same memory of the model: give one of them"):
-        Live(old).weights.begin([TensorMeta(name, "float32", (128, 32)) for name in names])
+        Live(old).weights.begin([TensorMeta(name, "float32", (VOCAB_SIZE, 32)) for name in names])
 
 
 def q_of(live: Live) -> TensorMeta:

@@ -95,7 +95,7 @@ def make_random_checkpoint(
         model = _random_model(family, SIZES[size], seed, std)
         with no_progress_bars():
             model.save_pretrained(partial, max_shard_size=MAX_SHARD_BYTES[size])
-        _write_tokenizer(partial)
+        write_tokenizer(partial)
         partial.rename(target)  # replaces an empty folder, fails on any other
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -181,7 +181,7 @@ def _byte_alphabet() -> list[str]:
     return [chr(byte) if byte in printable else chr(next(rest)) for byte in range(256)]
 
 
-def _write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path) -> None:
     """One token per byte, id = byte; then special tokens up to the model's vocabulary."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 

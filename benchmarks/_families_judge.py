@@ -1,0 +1,65 @@
+"""Answers of one family's engines, held against the library's own model: by `verify`, and by its `generate`.
+
+Knows results of engines, and no engine. Used by `_families_play.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from fdasync_transformers.verification.scores import TOLERANCE, token_distance
+
+from benchmarks._gpu_judge import Answer, Findings, Judge
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class FamilyJudge(Judge):
+    """Judges as `verify` does, and greedy answers by `generate` too; equal answers once.
+
+    Args:
+        reference: the library's float32 model in eval mode.
+    """
+
+    def __init__(self, reference: Any) -> None:
+        super().__init__({}, {0: ""}, torch.device("cpu"), torch.float32)
+        self._reference = reference
+        self._generated: dict[tuple[int, ...], list[int]] = {}
+
+    def _load(self, _weights: str) -> Any:
+        return self._reference
+
+    def _one(self, answer: Answer) -> Findings:
+        found = super()._one(answer)
+        # what `verify` found wrong, `generate` would find again
+        if answer.greedy and answer.tokens and not found.counts["wrong_tokens"]:
+            place = first_difference(answer.tokens, self._generate(answer.prompt, len(answer.tokens)))
+            if place is not None and not self._tied(answer, place):
+                found.counts["wrong_tokens"] += 1
+                found.counts["exact_tokens"] -= 1
+                found.worst.append(f"token {place} of {answer.prompt} differs from generate")
+        return found
+
+    def _generate(self, prompt: tuple[int, ...], count: int) -> list[int]:
+        if len(self._generated.get(prompt, ())) < count:
+            options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+            with torch.no_grad():
+                tokens = self._reference.generate(torch.tensor([prompt]), max_new_tokens=count, **options)
+            self._generated[prompt] = tokens[0, len(prompt) :].tolist()
+        return self._generated[prompt]
+
+    def _tied(self, answer: Answer, place: int) -> bool:
+        """Whether the token at this place is within rounding of the largest logit of a plain pass."""
+        known = torch.tensor([[*answer.prompt, *answer.tokens[:place]]])
+        with torch.no_grad():
+            logits = self._reference(input_ids=known, use_cache=False).logits[0, -1].double().numpy()
+        return token_distance(logits, answer.tokens[place]) <= TOLERANCE and (
+            token_distance(logits, self._generated[answer.prompt][place]) <= TOLERANCE
+        )
+
+
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """The place of the first token of `one` that `other`, which is as long or longer, does not have there."""
+    return next((at for at, (left, right) in enumerate(zip(one, other, strict=False)) if left != right), None)

@@ -1,0 +1,542 @@
+"""The catalogue of tiny model families: one entry for each that the library knows, and what a runner is to do with it.
+
+An entry is a small config with odd values, so that what sets the family apart changes tokens and rows: windows shorter
+than prompts, groups of experts, dense layers among MoE layers, sinks, latents. It also says whether the family is to be
+served, or else the true reason that a refusal must name. Knows configs, and neither models nor engines.
+`tiny_checkpoints.py` makes checkpoints of the entries; tests and `python -m benchmarks.families` play them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from fdasync_transformers.weights.random_checkpoints import EOS_ID, PAD_ID, VOCAB_SIZE
+
+
+class TinyFamily(msgspec.Struct, frozen=True):
+    """A family, or a variant of one.
+
+    Attributes:
+        hits: what the values of the config hit, in a few words.
+        config: values of the library's config class, beside those of `BASE`; of a wrapper those of its text half.
+        refused: () if it is to be served; else words, of which the reason of its refusal must have one.
+        model_type: the library's name; "" for the entry's own.
+        family: the family that a variant is counted with; "" for the entry's own name.
+        omit: names of `BASE` that the config class does not take.
+        vision: values of the vision half of a multimodal wrapper, which is made with both halves; None for text models.
+        wrapper: values of the wrapper's own config.
+        replay_refused: as `refused`, of a trainer's replay of its routing.
+        quantised: "fp8" or "mxfp4": how its weights are stored; "" for plain.
+        renamed: keys of config.json that are changed after the checkpoint was saved.
+        dense: it has no experts.
+    """
+
+    hits: str
+    config: dict[str, Any]
+    refused: tuple[str, ...] = ()
+    model_type: str = ""
+    family: str = ""
+    omit: tuple[str, ...] = ()
+    vision: dict[str, Any] | None = None
+    wrapper: dict[str, Any] = {}
+    replay_refused: tuple[str, ...] = ()
+    quantised: str = ""
+    renamed: dict[str, Any] = {}
+    dense: bool = False
+
+
+BASE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": EOS_ID,
+    "pad_token_id": PAD_ID,
+}
+# names of the experts' numbers, as families have them
+_EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
+_LOCAL: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 3}
+_ROUTED: dict[str, Any] = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
+_SHARED: dict[str, Any] = {**_ROUTED, "n_shared_experts": 1}
+_GROUPS: dict[str, Any] = {"n_group": 4, "topk_group": 2}
+_ONE_GROUP: dict[str, Any] = {"n_group": 1, "topk_group": 1}
+_MLA: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 12,
+}
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 64,
+}
+_DENSE_FIRST: dict[str, Any] = {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}
+_WINDOWS: dict[str, Any] = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"] * 2}
+_LATE_WINDOWS: dict[str, Any] = {
+    "sliding_window": 7,
+    "layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 2,
+}
+# more positions than the indexer keeps, within a few blocks
+_INDEXER: dict[str, Any] = {"index_topk": 16, "index_head_dim": 8, "index_n_heads": 2}
+_LINEAR: dict[str, Any] = {"layer_types": ["linear_attention"] * 3 + ["full_attention"]}
+_DELTA_NET: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_MAMBA: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
+_NO_QUERY_RANK: dict[str, Any] = {**_MLA, "q_lora_rank": None}
+_LLAMA4: dict[str, Any] = {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 1,
+    "head_dim": 16,
+    "intermediate_size_mlp": 48,
+    "attention_chunk_size": 8,
+    "interleave_moe_layer_step": 2,
+    "no_rope_layers": [1, 1, 0, 1],
+    "attn_temperature_tuning": True,
+    "floor_scale": 5,
+}
+_GEMMA4: dict[str, Any] = {
+    "enable_moe_block": True,
+    "num_experts": 8,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 16,
+    "head_dim": 8,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "per_layer_config": {},
+    "attention_k_eq_v": True,
+    **_WINDOWS,
+}
+_MINIMAX_M3: dict[str, Any] = {
+    **_LOCAL,
+    **_DENSE_FIRST,
+    "head_dim": 8,
+    "dense_intermediate_size": 40,
+    "shared_intermediate_size": 16,
+    "rotary_dim": 4,
+    "index_n_heads": 2,
+    "index_head_dim": 8,
+    "index_block_size": 8,
+    "index_topk_blocks": 2,
+    "layer_types": ["full_attention"] * 4,
+}
+_QWEN3_NEXT: dict[str, Any] = {
+    **_EXPERTS,
+    **_DELTA_NET,
+    **_LINEAR,
+    "head_dim": 16,
+    "shared_expert_intermediate_size": 16,
+}
+_QWEN4: dict[str, Any] = {
+    **_QWEN3_NEXT,
+    "hc_count": 2,
+    "hc_lowrank": 8,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 16,
+    "indexer_compress_ratio": 4,
+    "ple_embed_dim": 16,
+    "ngram_vocab_size_base": 1000,
+}
+_INKLING: dict[str, Any] = {
+    **_SHARED,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 8,
+    "head_dim": 8,
+    "sliding_window_size": 9,
+    "d_rel": 4,
+    "rel_extent": 16,
+    "layer_types": ["hybrid_sliding", "hybrid"] * 2,
+}
+_QWEN_VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "patch_size": 4,
+}
+_IMAGE_IDS: dict[str, Any] = {
+    "image_token_id": VOCAB_SIZE - 4,
+    "video_token_id": VOCAB_SIZE - 3,
+    "vision_start_token_id": VOCAB_SIZE - 2,
+    "vision_end_token_id": VOCAB_SIZE - 1,
+}
+_RECURRENT = ("recurrent",)
+_INDEXED = ("indexer",)
+_NO_IDS = ("no ids",)
+
+# text models of one name each, ordered; then their variants
+_TEXT: dict[str, TinyFamily] = {
+    "afmoe": TinyFamily(
+        "windows, gated attention, a dense layer by num_dense_layers",
+        {**_EXPERTS, **_WINDOWS, "head_dim": 8, "num_dense_layers": 1, "num_shared_experts": 1, "mup_enabled": True,
+         "route_scale": 1.5},
+    ),
+    "aria_text": TinyFamily(
+        "shared experts", {"moe_num_experts": 8, "moe_topk": 3, "moe_num_shared_experts": 1, "head_dim": 8}
+    ),
+    "axk1": TinyFamily("latents, groups", {**_SHARED, **_MLA, **_GROUPS, **_DENSE_FIRST}),
+    "axk2": TinyFamily(
+        "latents, positions picked by an indexer",
+        {**_SHARED, **_MLA, **_INDEXER, **_DENSE_FIRST, "gated_norm_rank": 4},
+        _INDEXED,
+    ),
+    "bailing_hybrid": TinyFamily(
+        "linear attention beside latents",
+        {**_NO_QUERY_RANK, **_EXPERTS, **_LINEAR, **_DENSE_FIRST, "linear_head_dim": 8, "linear_num_heads": 4,
+         "num_experts_per_token": 3, "num_shared_experts": 1, "num_expert_group": 4, "topk_group": 2,
+         "first_k_dense_replace": 1, "model_max_length": 256},
+        _RECURRENT,
+    ),
+    "beam": TinyFamily("windows, groups", {**_EXPERTS, **_WINDOWS, **_DENSE_FIRST, **_GROUPS, "head_dim": 8}),
+    "cohere2_moe": TinyFamily(
+        "windows, a dense prefix of its own width",
+        {**_EXPERTS, **_WINDOWS, **_DENSE_FIRST, "head_dim": 8, "num_shared_experts": 1,
+         "prefix_dense_intermediate_size": 40},
+    ),
+    "dbrx": TinyFamily(
+        "configs within the config, clipped projections",
+        {"d_model": 32, "n_heads": 4, "n_layers": 4, "max_seq_len": 256,
+         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+         "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48, "moe_num_experts": 8, "moe_top_k": 3}},
+        ("experts", "decoder layers"),
+        omit=("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+              "max_position_embeddings", "bos_token_id"),
+    ),
+    "deepseek_v2": TinyFamily(
+        "latents, yarn, groups without a bias",
+        {**_SHARED, **_MLA, **_GROUPS, "first_k_dense_replace": 1, "topk_method": "group_limited_greedy",
+         "rope_parameters": _YARN},
+    ),
+    "deepseek_v3": TinyFamily(
+        "latents, yarn, groups and a bias of the selection",
+        {**_SHARED, **_MLA, **_GROUPS, "first_k_dense_replace": 1, "rope_parameters": _YARN},
+    ),
+    "deepseek_v32": TinyFamily(
+        "latents, positions picked by an indexer", {**_SHARED, **_MLA, **_INDEXER, **_GROUPS, **_DENSE_FIRST}, _INDEXED
+    ),
+    "deepseek_v4": TinyFamily(
+        "compressed attention, experts by a hash of the token",
+        {**_SHARED, "num_key_value_heads": 1, "head_dim": 16, "q_lora_rank": 24, "partial_rotary_factor": 0.5,
+         "sliding_window": 16, "o_groups": 2, "o_lora_rank": 8, "index_n_heads": 2, "index_head_dim": 8,
+         "index_topk": 16, "hc_mult": 2, "num_nextn_predict_layers": 0,
+         "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"] * 2,
+         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+         "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"]},
+        ("hash", "compress", "indexer"),
+    ),
+    "doge": TinyFamily(
+        "experts that are rows of an embedding; dynamic mask",
+        {"is_moe": True, "num_experts": 16, "num_experts_per_tok": 3},
+        ("experts", "dynamic mask"),
+    ),
+    "dots1": TinyFamily(
+        "late windows", {**_SHARED, **_LATE_WINDOWS, **_ONE_GROUP, "head_dim": 8, "first_k_dense_replace": 1,
+                         "norm_topk_prob": True, "max_window_layers": 2},
+    ),
+    "dots3_note_text": TinyFamily(
+        "latents, positions picked by an indexer, windows",
+        {**_SHARED, **_MLA, **_INDEXER, **_ONE_GROUP, **_DENSE_FIRST, "head_dim": 12, "sliding_window": 9,
+         "layer_types": ["indexed_attention", "sliding_attention"] * 2, "shared_experts_intermediate_size": 16,
+         "per_layer_config": {}},
+        _INDEXED,
+    ),
+    "ernie4_5_moe": TinyFamily(
+        "a bias of the selection, tied output embedding",
+        {"moe_num_experts": 8, "moe_k": 3, "moe_num_shared_experts": 1, "moe_intermediate_size": 16,
+         "moe_layer_start_index": 1, "tie_word_embeddings": True},
+    ),
+    "exaone_moe": TinyFamily(
+        "windows, groups", {**_EXPERTS, **_WINDOWS, **_DENSE_FIRST, **_GROUPS, "head_dim": 8, "num_shared_experts": 1}
+    ),
+    "flex_olmo": TinyFamily("norms after the blocks", {"num_experts": 8, "num_experts_per_tok": 3}),
+    "flint": TinyFamily(
+        "late windows, sinks",
+        {**_EXPERTS, **_LATE_WINDOWS, "head_dim": 8, "shared_expert_intermediate_size": 16, "mlp_only_layers": [0]},
+    ),
+    "gemma4_text": TinyFamily(
+        "a dense half beside the experts, heads of two sizes, embeddings for each layer",
+        {**_GEMMA4, "attention_k_eq_v": False, "hidden_size_per_layer_input": 8,
+         "per_layer_config": {"1": {"head_dim": 16}, "3": {"head_dim": 16}}},
+    ),
+    "glm4_moe": TinyFamily(
+        "groups and a bias of the selection, norms of heads, a part rotated",
+        {**_SHARED, **_GROUPS, "first_k_dense_replace": 1, "head_dim": 16, "use_qk_norm": True,
+         "partial_rotary_factor": 0.5},
+    ),
+    "glm4_moe_lite": TinyFamily("latents, groups", {**_SHARED, **_MLA, **_GROUPS, **_DENSE_FIRST}),
+    "glm_moe_dsa": TinyFamily(
+        "latents, positions picked by an indexer",
+        {**_SHARED, **_MLA, **_INDEXER, **_ONE_GROUP, **_DENSE_FIRST, "indexer_types": ["full"] * 4},
+        _INDEXED,
+    ),
+    "gpt_oss": TinyFamily("windows and sinks, biased experts", {**_LOCAL, **_WINDOWS, "head_dim": 16}),
+    "granitemoe": TinyFamily("multipliers of attention and logits", {**_LOCAL, "attention_multiplier": 0.2,
+                                                                     "logits_scaling": 4.0}),
+    "granitemoe_swa": TinyFamily(
+        "windows, sinks",
+        {**_LOCAL, **_WINDOWS, "attention_multiplier": 0.2, "shared_intermediate_size": 16,
+         "layer_rope_theta": [1e4] * 4},
+    ),
+    "granitemoehybrid": TinyFamily(
+        "mamba layers", {**_LOCAL, **_LINEAR, **_MAMBA, "shared_intermediate_size": 16, "mamba_chunk_size": 16},
+        _RECURRENT,
+    ),
+    "granitemoeshared": TinyFamily(
+        "shared experts",
+        {**_LOCAL, "attention_multiplier": 0.2, "shared_intermediate_size": 16, "logits_scaling": 4.0},
+    ),
+    "hunyuan_v1_moe": TinyFamily("top-k that differs by layer", {"num_experts": 8, "moe_topk": [2, 3, 1, 2],
+                                                                 "head_dim": 16}),
+    "hy_v3": TinyFamily(
+        "a bias of the selection", {**_EXPERTS, **_DENSE_FIRST, "head_dim": 8, "num_shared_experts": 1}
+    ),
+    "hy_v4": TinyFamily(
+        "latents, positions picked by an indexer that layers share",
+        {**_SHARED, **_MLA, **_INDEXER, **_DENSE_FIRST, "head_dim": 4, "indexer_types": ["full", "shared"] * 2,
+         "hc_mult": 2},
+        _INDEXED,
+    ),
+    "inkling_text": TinyFamily(
+        "biases by position, convolutions with state", {**_INKLING, **_DENSE_FIRST}, ("position bias", "recurrent")
+    ),
+    "inkling2_text": TinyFamily(
+        "biases by position, convolutions with state", {**_INKLING, "n_layers_per_attn_res_block": 2},
+        ("position bias", "recurrent"),
+    ),
+    "jamba": TinyFamily(
+        "mamba layers, MoE in every second",
+        {"num_experts": 8, "num_experts_per_tok": 2, "use_mamba_kernels": False, "attn_layer_period": 2,
+         "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+        _RECURRENT,
+    ),
+    "jetmoe": TinyFamily(
+        "attention of experts too", {"num_local_experts": 8, "num_experts_per_tok": 2, "kv_channels": 8}, ("experts",)
+    ),
+    "kimi_k2": TinyFamily(
+        "DeepSeek-V3's architecture under a name that the library does not know",
+        {**_SHARED, **_MLA, **_ONE_GROUP, "first_k_dense_replace": 1, "routed_scaling_factor": 2.8,
+         "rope_parameters": _YARN},
+        model_type="deepseek_v3",
+        renamed={"model_type": "kimi_k2", "auto_map": {
+            "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+            "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
+        }},
+    ),
+    "kimi_linear": TinyFamily(
+        "linear attention beside latents",
+        {**_NO_QUERY_RANK, **_EXPERTS, **_LINEAR, **_DENSE_FIRST, "linear_head_dim": 8, "linear_num_heads": 4,
+         "num_experts_per_token": 3, "num_shared_experts": 1, "model_max_length": 256},
+        _RECURRENT,
+    ),
+    "kolibri1": TinyFamily(
+        "windows", {**_LOCAL, **_WINDOWS, "head_dim": 8, "moe_intermediate_size": 16,
+                    "shared_expert_intermediate_size": 16},
+    ),
+    "laguna": TinyFamily(
+        "windows, another number of heads in every second layer",
+        {**_EXPERTS, **_WINDOWS, **_DENSE_FIRST, "head_dim": 8, "shared_expert_intermediate_size": 16,
+         "num_attention_heads_per_layer": [4, 2, 4, 2]},
+    ),
+    "lfm2_moe": TinyFamily(
+        "convolutions with state", {**_EXPERTS, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"] * 2},
+        _RECURRENT,
+    ),
+    "llama4_text": TinyFamily(
+        "chunked attention, query temperature by position, dense experts without ids", _LLAMA4,
+        replay_refused=_NO_IDS,
+    ),
+    "longcat_flash": TinyFamily(
+        "two latents a layer, identity experts",
+        {**_MLA, "num_layers": 2, "n_routed_experts": 6, "zero_expert_num": 2, "moe_topk": 3, "ffn_hidden_size": 48,
+         "expert_ffn_hidden_size": 16, "head_dim": 4},
+        omit=("intermediate_size", "num_hidden_layers"),
+    ),
+    "mellum": TinyFamily("windows", {**_LOCAL, **_WINDOWS, **_DENSE_FIRST, "head_dim": 8, "moe_intermediate_size": 16}),
+    "mimo_v2_flash": TinyFamily(
+        "windows with sinks, values narrower than keys",
+        {**_ROUTED, **_WINDOWS, **_DENSE_FIRST, "head_dim": 12, "v_head_dim": 8},
+    ),
+    "minimax": TinyFamily(
+        "lightning attention", {**_LOCAL, "head_dim": 8, "block_size": 16,
+                                "layer_types": ["linear_attention", "full_attention"] * 2}, _RECURRENT,
+    ),
+    "minimax_m2": TinyFamily("a bias as the router's argument, a part rotated", {**_LOCAL, "head_dim": 16,
+                                                                                 "rotary_dim": 8}),
+    "minimax_m3_vl_text": TinyFamily("full attention in every layer", _MINIMAX_M3, family="minimax_m3_vl"),
+    "mistral4": TinyFamily(
+        "latents; the library maps it to no causal language model",
+        {**_SHARED, **_MLA, **_ONE_GROUP, "first_k_dense_replace": 1,
+         "rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.1}},
+    ),
+    "mixtral": TinyFamily("a window in every layer", {**_LOCAL, "num_experts_per_tok": 2, "sliding_window": 7}),
+    "nemotron_h": TinyFamily(
+        "mamba, experts and attention in layers of their own",
+        {**_SHARED, "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"], "head_dim": 8,
+         "mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 16,
+         "use_mamba_kernels": False, "moe_shared_expert_intermediate_size": 16},
+        _RECURRENT,
+        omit=("num_hidden_layers",),
+    ),
+    "olmoe": TinyFamily("clipped projections", {"num_experts": 8, "num_experts_per_tok": 3, "clip_qkv": 2.0}),
+    "phimoe": TinyFamily(
+        "slots chosen one after the other, rotary embedding by the batch",
+        {**_LOCAL, "num_experts_per_tok": 2, "sliding_window": 7},
+        replay_refused=("samples",),
+    ),
+    "qwen2_moe": TinyFamily(
+        "shared experts with a gate",
+        {**_EXPERTS, "shared_expert_intermediate_size": 16, "decoder_sparse_step": 1},
+    ),
+    "qwen3_5_moe_text": TinyFamily("gated delta nets", _QWEN3_NEXT, _RECURRENT),
+    "qwen3_moe": TinyFamily(
+        "a dense layer among MoE layers", {**_EXPERTS, "head_dim": 16, "mlp_only_layers": [1], "norm_topk_prob": True}
+    ),
+    "qwen3_next": TinyFamily("gated delta nets", _QWEN3_NEXT, _RECURRENT),
+    "qwen4_exp_text": TinyFamily(
+        "gated delta nets, positions picked by an indexer",
+        {**_QWEN4, "layer_types": ["linear_attention", "full_attention"] * 2},
+        ("recurrent", "indexer"),
+    ),
+    "solar_open": TinyFamily("groups", {**_SHARED, **_GROUPS, "head_dim": 8}),
+    "zaya": TinyFamily(
+        "convolutions with state",
+        {"num_experts": 8, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "head_dim": 8,
+         "router_hidden_size": 8, "layer_types": ["hybrid"] * 4},
+        _RECURRENT,
+    ),
+}  # fmt: skip
+
+_VARIANTS: dict[str, TinyFamily] = {
+    "cohere2_moe_sigmoid": TinyFamily(
+        "every layer sparse, sigmoid scores",
+        {**_EXPERTS, **_WINDOWS, "head_dim": 8, "num_shared_experts": 0, "mlp_layer_types": ["sparse"] * 4,
+         "expert_selection_fn": "sigmoid"},
+        model_type="cohere2_moe", family="cohere2_moe",
+    ),
+    "gemma4_text_26b": TinyFamily(
+        "keys that are values", _GEMMA4, model_type="gemma4_text", family="gemma4_text"
+    ),
+    "granitemoehybrid_attention": TinyFamily(
+        "attention in every layer",
+        {**_LOCAL, **_MAMBA, "shared_intermediate_size": 16, "layer_types": ["full_attention"] * 4,
+         "position_embedding_type": "rope"},
+        model_type="granitemoehybrid", family="granitemoehybrid",
+    ),
+    "minimax_m3_sparse": TinyFamily(
+        "blocks of positions picked by an indexer",
+        {**_MINIMAX_M3, "layer_types": ["full_attention", *["minimax_m3_sparse"] * 3]},
+        _INDEXED, model_type="minimax_m3_vl_text", family="minimax_m3_vl",
+    ),
+    "moonlight": TinyFamily(
+        "latents, queries without a rank",
+        {**_SHARED, **_NO_QUERY_RANK, **_ONE_GROUP, "first_k_dense_replace": 1, "routed_scaling_factor": 2.4},
+        model_type="deepseek_v3", family="deepseek_v3",
+    ),
+    "qwen2_moe_swa": TinyFamily(
+        "windows in some layers",
+        {**_EXPERTS, "shared_expert_intermediate_size": 16, "use_sliding_window": True, **_LATE_WINDOWS},
+        model_type="qwen2_moe", family="qwen2_moe",
+    ),
+    "qwen3_dense": TinyFamily("no experts", {"head_dim": 16}, model_type="qwen3", family="qwen3", dense=True),
+    "qwen3_moe_swa": TinyFamily(
+        "a window in every layer",
+        {**_EXPERTS, "head_dim": 16, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0},
+        model_type="qwen3_moe", family="qwen3_moe",
+    ),
+    "qwen4_exp_indexed": TinyFamily(
+        "positions picked by an indexer in every layer",
+        {**_QWEN4, "layer_types": ["indexed_attention"] * 4},
+        _INDEXED, model_type="qwen4_exp_text", family="qwen4_exp_text",
+    ),
+}  # fmt: skip
+
+# text halves of multimodal checkpoints
+_WRAPPERS: dict[str, TinyFamily] = {
+    "gemma4": TinyFamily(
+        "the text half of a multimodal checkpoint", _GEMMA4, family="gemma4_text",
+        vision={"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+                "num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 64},
+        wrapper={"audio_config": None, "image_token_id": VOCAB_SIZE - 4, "video_token_id": VOCAB_SIZE - 3,
+                 "audio_token_id": VOCAB_SIZE - 2, "boi_token_id": VOCAB_SIZE - 1, "eoi_token_id": VOCAB_SIZE - 5},
+    ),
+    "glm4v_moe": TinyFamily(
+        "the text half of a multimodal checkpoint; rotary sections",
+        {**_SHARED, **_GROUPS, "first_k_dense_replace": 1, "head_dim": 16,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
+                             "mrope_section": [1, 1, 2]}},
+        vision={**_QWEN_VISION, "image_size": 16},
+        wrapper={"image_token_id": VOCAB_SIZE - 4, "video_token_id": VOCAB_SIZE - 3},
+    ),
+    "llama4": TinyFamily(
+        "the text half of a multimodal checkpoint", _LLAMA4, family="llama4_text", replay_refused=_NO_IDS,
+        vision={"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+                "vision_output_dim": 32, "image_size": 28, "patch_size": 14, "projector_input_dim": 32,
+                "projector_output_dim": 32},
+        wrapper={"image_token_index": VOCAB_SIZE - 4},
+    ),
+    "minimax_m3_vl": TinyFamily(
+        "the text half of a multimodal checkpoint", _MINIMAX_M3,
+        vision={"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+                "image_size": 28, "patch_size": 14},
+        wrapper={"image_token_index": VOCAB_SIZE - 4, "video_token_index": VOCAB_SIZE - 3,
+                 "projector_hidden_size": 32},
+    ),
+    "qwen3_5_moe": TinyFamily(
+        "the text half of a multimodal checkpoint", _QWEN3_NEXT, _RECURRENT, family="qwen3_5_moe_text",
+        vision={**_QWEN_VISION, "num_position_embeddings": 16}, wrapper=_IMAGE_IDS,
+    ),
+    "qwen3_vl_moe": TinyFamily(
+        "the text half of a multimodal checkpoint; rotary sections",
+        {**_EXPERTS, "head_dim": 16,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2],
+                             "mrope_interleaved": True}},
+        vision={**_QWEN_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}, wrapper=_IMAGE_IDS,
+    ),
+}  # fmt: skip
+
+
+def _stored(of: str, how: str, **config: Any) -> TinyFamily:
+    """An entry of `_TEXT` whose weights are stored quantised."""
+    plain = _TEXT[of]
+    return msgspec.structs.replace(
+        plain,
+        hits=f"stored as {how.upper()}: {plain.hits}",
+        config={**plain.config, **config},
+        model_type=of,
+        family=of,
+        quantised=how,
+    )
+
+
+_QUANTISED = {
+    "deepseek_v3_fp8": _stored("deepseek_v3", "fp8"),
+    "gpt_oss_mxfp4": _stored("gpt_oss", "mxfp4", hidden_size=64, intermediate_size=64),  # its blocks have 32 columns
+    "minimax_m2_fp8": _stored("minimax_m2", "fp8"),
+    "qwen3_moe_fp8": _stored("qwen3_moe", "fp8"),
+}
+
+FAMILIES: dict[str, TinyFamily] = {**_TEXT, **_VARIANTS, **_WRAPPERS, **_QUANTISED}
+
+
+def family_of(name: str) -> str:
+    """The family that an entry is counted with."""
+    return FAMILIES[name].family or name

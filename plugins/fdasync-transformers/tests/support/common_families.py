@@ -1,0 +1,27 @@
+"""Entries of the catalogue that tests of single parts play; `benchmarks.families` plays engines of all of them."""
+
+from __future__ import annotations
+
+SERVED = (
+    "qwen3_moe",
+    "qwen3_moe_swa",
+    "qwen2_moe",
+    "qwen2_moe_swa",
+    "ernie4_5_moe",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "mixtral",
+    "olmoe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "gpt_oss",
+    "minimax_m2",
+    "hunyuan_v1_moe",
+    "granitemoe",
+    "phimoe",
+    "llama4_text",
+    "longcat_flash",
+    "qwen3_dense",
+)
+RECURRENT = ("qwen3_next", "jamba")
+COMMON = (*SERVED, *RECURRENT)
