@@ -1,6 +1,6 @@
 """Plays families in child processes, some at a time; one that crashes or hangs is told, and the others go on.
 
-Children are forked from a server that has imported the libraries, so that each costs a fork and not their import. Knows
+Children are forked, so that each has the libraries without importing them; this process computes nothing. Knows
 outcomes and no engine. Used by `families.py`.
 """
 
@@ -24,7 +24,7 @@ from benchmarks._families_play import Outcome, play_family
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-_SERVER = multiprocessing.get_context("forkserver")
+_FORK = multiprocessing.get_context("fork")
 
 Play = Callable[[str, Path], Outcome]
 
@@ -45,9 +45,8 @@ def play_all(
         names: of entries.
         jobs: children at a time.
         limit_s: for one family; then its child is killed.
-        play: makes the outcome, in the child; can be pickled.
+        play: makes the outcome, in the child.
     """
-    _SERVER.set_forkserver_preload([__name__])
     waiting = list(names)
     running: dict[Connection, _Child] = {}
     with tempfile.TemporaryDirectory(prefix="fdasync-families-") as folder:
@@ -55,8 +54,8 @@ def play_all(
             while waiting or running:
                 while waiting and len(running) < jobs:
                     name = waiting.pop(0)
-                    ours, theirs = _SERVER.Pipe(duplex=False)
-                    process = _SERVER.Process(target=_child, args=(theirs, play, name, Path(folder) / name))
+                    ours, theirs = _FORK.Pipe(duplex=False)
+                    process = _FORK.Process(target=_child, args=(theirs, play, name, Path(folder) / name))
                     process.start()
                     theirs.close()
                     running[ours] = _Child(name, process, time.monotonic() + limit_s)
@@ -83,13 +82,13 @@ def _outcome(pipe: Connection, child: _Child, overdue_s: float | None) -> Outcom
         child.process.join(10)
         problem = f"the process ended with {child.process.exitcode}"
     finally:
-        _end(pipe, child)
+        _end(pipe, child, grace_s=0.0 if overdue_s is not None else 10.0)
     return Outcome(name=child.name, failed={"process": problem})
 
 
-def _end(pipe: Connection, child: _Child) -> None:
+def _end(pipe: Connection, child: _Child, grace_s: float = 0.0) -> None:
     pipe.close()
-    child.process.join(10 if child.process.exitcode is None and child.ends_at > time.monotonic() else 0)
+    child.process.join(grace_s)
     if child.process.exitcode is None:
         child.process.kill()
     child.process.join(10)
