@@ -18,8 +18,9 @@ import torch
 from fdasync.errors import BadInput
 from fdasync_transformers.weights.quiet import no_progress_bars
 from fdasync_transformers.weights.random_checkpoints import EOS_ID, PAD_ID, write_tokenizer
-from fdasync_transformers.weights.tiny_families import BASE, FAMILIES
+from fdasync_transformers.weights.tiny_families import FAMILIES
 from fdasync_transformers.weights.tiny_quantised import quantise
+from fdasync_transformers.weights.tiny_shapes import BASE
 
 if TYPE_CHECKING:
     import os

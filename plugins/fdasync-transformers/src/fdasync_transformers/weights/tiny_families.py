@@ -12,7 +12,32 @@ from typing import Any
 
 import msgspec
 
-from fdasync_transformers.weights.random_checkpoints import EOS_ID, PAD_ID, VOCAB_SIZE
+from fdasync_transformers.weights.random_checkpoints import VOCAB_SIZE
+from fdasync_transformers.weights.tiny_shapes import (
+    DENSE_FIRST,
+    EXPERTS,
+    GEMMA4,
+    GROUPS,
+    IMAGE_IDS,
+    INDEXER,
+    INKLING,
+    LATE_WINDOWS,
+    LINEAR,
+    LLAMA4,
+    LOCAL,
+    MAMBA,
+    MINIMAX_M3,
+    MLA,
+    NO_QUERY_RANK,
+    ONE_GROUP,
+    QWEN3_NEXT,
+    QWEN4,
+    QWEN_VISION,
+    ROUTED,
+    SHARED,
+    WINDOWS,
+    YARN,
+)
 
 
 class TinyFamily(msgspec.Struct, frozen=True):
@@ -47,138 +72,7 @@ class TinyFamily(msgspec.Struct, frozen=True):
     dense: bool = False
 
 
-BASE: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": None,
-    "eos_token_id": EOS_ID,
-    "pad_token_id": PAD_ID,
-}
-# names of the experts' numbers, as families have them
-_EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
-_LOCAL: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 3}
-_ROUTED: dict[str, Any] = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
-_SHARED: dict[str, Any] = {**_ROUTED, "n_shared_experts": 1}
-_GROUPS: dict[str, Any] = {"n_group": 4, "topk_group": 2}
-_ONE_GROUP: dict[str, Any] = {"n_group": 1, "topk_group": 1}
-_MLA: dict[str, Any] = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 12,
-}
-_YARN: dict[str, Any] = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "original_max_position_embeddings": 64,
-}
-_DENSE_FIRST: dict[str, Any] = {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}
-_WINDOWS: dict[str, Any] = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"] * 2}
-_LATE_WINDOWS: dict[str, Any] = {
-    "sliding_window": 7,
-    "layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 2,
-}
-# more positions than the indexer keeps, within a few blocks
-_INDEXER: dict[str, Any] = {"index_topk": 16, "index_head_dim": 8, "index_n_heads": 2}
-_LINEAR: dict[str, Any] = {"layer_types": ["linear_attention"] * 3 + ["full_attention"]}
-_DELTA_NET: dict[str, Any] = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
-_MAMBA: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
-_NO_QUERY_RANK: dict[str, Any] = {**_MLA, "q_lora_rank": None}
-_LLAMA4: dict[str, Any] = {
-    "num_local_experts": 8,
-    "num_experts_per_tok": 1,
-    "head_dim": 16,
-    "intermediate_size_mlp": 48,
-    "attention_chunk_size": 8,
-    "interleave_moe_layer_step": 2,
-    "no_rope_layers": [1, 1, 0, 1],
-    "attn_temperature_tuning": True,
-    "floor_scale": 5,
-}
-_GEMMA4: dict[str, Any] = {
-    "enable_moe_block": True,
-    "num_experts": 8,
-    "top_k_experts": 3,
-    "moe_intermediate_size": 16,
-    "head_dim": 8,
-    "hidden_size_per_layer_input": 0,
-    "vocab_size_per_layer_input": VOCAB_SIZE,
-    "per_layer_config": {},
-    "attention_k_eq_v": True,
-    **_WINDOWS,
-}
-_MINIMAX_M3: dict[str, Any] = {
-    **_LOCAL,
-    **_DENSE_FIRST,
-    "head_dim": 8,
-    "dense_intermediate_size": 40,
-    "shared_intermediate_size": 16,
-    "rotary_dim": 4,
-    "index_n_heads": 2,
-    "index_head_dim": 8,
-    "index_block_size": 8,
-    "index_topk_blocks": 2,
-    "layer_types": ["full_attention"] * 4,
-}
-_QWEN3_NEXT: dict[str, Any] = {
-    **_EXPERTS,
-    **_DELTA_NET,
-    **_LINEAR,
-    "head_dim": 16,
-    "shared_expert_intermediate_size": 16,
-}
-_QWEN4: dict[str, Any] = {
-    **_QWEN3_NEXT,
-    "hc_count": 2,
-    "hc_lowrank": 8,
-    "indexer_n_heads": 2,
-    "indexer_kv_heads": 1,
-    "indexer_head_dim": 16,
-    "indexer_budget": 16,
-    "indexer_compress_ratio": 4,
-    "ple_embed_dim": 16,
-    "ngram_vocab_size_base": 1000,
-}
-_INKLING: dict[str, Any] = {
-    **_SHARED,
-    "swa_num_attention_heads": 4,
-    "swa_num_key_value_heads": 2,
-    "swa_head_dim": 8,
-    "head_dim": 8,
-    "sliding_window_size": 9,
-    "d_rel": 4,
-    "rel_extent": 16,
-    "layer_types": ["hybrid_sliding", "hybrid"] * 2,
-}
-_QWEN_VISION: dict[str, Any] = {
-    "depth": 1,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_heads": 2,
-    "out_hidden_size": 32,
-    "patch_size": 4,
-}
-_IMAGE_IDS: dict[str, Any] = {
-    "image_token_id": VOCAB_SIZE - 4,
-    "video_token_id": VOCAB_SIZE - 3,
-    "vision_start_token_id": VOCAB_SIZE - 2,
-    "vision_end_token_id": VOCAB_SIZE - 1,
-}
+# words of true reasons
 _RECURRENT = ("recurrent",)
 _INDEXED = ("indexer",)
 _NO_IDS = ("no ids",)
@@ -187,29 +81,29 @@ _NO_IDS = ("no ids",)
 _TEXT: dict[str, TinyFamily] = {
     "afmoe": TinyFamily(
         "windows, gated attention, a dense layer by num_dense_layers",
-        {**_EXPERTS, **_WINDOWS, "head_dim": 8, "num_dense_layers": 1, "num_shared_experts": 1, "mup_enabled": True,
+        {**EXPERTS, **WINDOWS, "head_dim": 8, "num_dense_layers": 1, "num_shared_experts": 1, "mup_enabled": True,
          "route_scale": 1.5},
     ),
     "aria_text": TinyFamily(
         "shared experts", {"moe_num_experts": 8, "moe_topk": 3, "moe_num_shared_experts": 1, "head_dim": 8}
     ),
-    "axk1": TinyFamily("latents, groups", {**_SHARED, **_MLA, **_GROUPS, **_DENSE_FIRST}),
+    "axk1": TinyFamily("latents, groups", {**SHARED, **MLA, **GROUPS, **DENSE_FIRST}),
     "axk2": TinyFamily(
         "latents, positions picked by an indexer",
-        {**_SHARED, **_MLA, **_INDEXER, **_DENSE_FIRST, "gated_norm_rank": 4},
+        {**SHARED, **MLA, **INDEXER, **DENSE_FIRST, "gated_norm_rank": 4},
         _INDEXED,
     ),
     "bailing_hybrid": TinyFamily(
         "linear attention beside latents",
-        {**_NO_QUERY_RANK, **_EXPERTS, **_LINEAR, **_DENSE_FIRST, "linear_head_dim": 8, "linear_num_heads": 4,
+        {**NO_QUERY_RANK, **EXPERTS, **LINEAR, **DENSE_FIRST, "linear_head_dim": 8, "linear_num_heads": 4,
          "num_experts_per_token": 3, "num_shared_experts": 1, "num_expert_group": 4, "topk_group": 2,
          "first_k_dense_replace": 1, "model_max_length": 256},
         _RECURRENT,
     ),
-    "beam": TinyFamily("windows, groups", {**_EXPERTS, **_WINDOWS, **_DENSE_FIRST, **_GROUPS, "head_dim": 8}),
+    "beam": TinyFamily("windows, groups", {**EXPERTS, **WINDOWS, **DENSE_FIRST, **GROUPS, "head_dim": 8}),
     "cohere2_moe": TinyFamily(
         "windows, a dense prefix of its own width",
-        {**_EXPERTS, **_WINDOWS, **_DENSE_FIRST, "head_dim": 8, "num_shared_experts": 1,
+        {**EXPERTS, **WINDOWS, **DENSE_FIRST, "head_dim": 8, "num_shared_experts": 1,
          "prefix_dense_intermediate_size": 40},
     ),
     "dbrx": TinyFamily(
@@ -223,19 +117,19 @@ _TEXT: dict[str, TinyFamily] = {
     ),
     "deepseek_v2": TinyFamily(
         "latents, yarn, groups without a bias",
-        {**_SHARED, **_MLA, **_GROUPS, "first_k_dense_replace": 1, "topk_method": "group_limited_greedy",
-         "rope_parameters": _YARN},
+        {**SHARED, **MLA, **GROUPS, "first_k_dense_replace": 1, "topk_method": "group_limited_greedy",
+         "rope_parameters": YARN},
     ),
     "deepseek_v3": TinyFamily(
         "latents, yarn, groups and a bias of the selection",
-        {**_SHARED, **_MLA, **_GROUPS, "first_k_dense_replace": 1, "rope_parameters": _YARN},
+        {**SHARED, **MLA, **GROUPS, "first_k_dense_replace": 1, "rope_parameters": YARN},
     ),
     "deepseek_v32": TinyFamily(
-        "latents, positions picked by an indexer", {**_SHARED, **_MLA, **_INDEXER, **_GROUPS, **_DENSE_FIRST}, _INDEXED
+        "latents, positions picked by an indexer", {**SHARED, **MLA, **INDEXER, **GROUPS, **DENSE_FIRST}, _INDEXED
     ),
     "deepseek_v4": TinyFamily(
         "compressed attention, experts by a hash of the token",
-        {**_SHARED, "num_key_value_heads": 1, "head_dim": 16, "q_lora_rank": 24, "partial_rotary_factor": 0.5,
+        {**SHARED, "num_key_value_heads": 1, "head_dim": 16, "q_lora_rank": 24, "partial_rotary_factor": 0.5,
          "sliding_window": 16, "o_groups": 2, "o_lora_rank": 8, "index_n_heads": 2, "index_head_dim": 8,
          "index_topk": 16, "hc_mult": 2, "num_nextn_predict_layers": 0,
          "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"] * 2,
@@ -249,12 +143,12 @@ _TEXT: dict[str, TinyFamily] = {
         ("experts", "dynamic mask"),
     ),
     "dots1": TinyFamily(
-        "late windows", {**_SHARED, **_LATE_WINDOWS, **_ONE_GROUP, "head_dim": 8, "first_k_dense_replace": 1,
+        "late windows", {**SHARED, **LATE_WINDOWS, **ONE_GROUP, "head_dim": 8, "first_k_dense_replace": 1,
                          "norm_topk_prob": True, "max_window_layers": 2},
     ),
     "dots3_note_text": TinyFamily(
         "latents, positions picked by an indexer, windows",
-        {**_SHARED, **_MLA, **_INDEXER, **_ONE_GROUP, **_DENSE_FIRST, "head_dim": 12, "sliding_window": 9,
+        {**SHARED, **MLA, **INDEXER, **ONE_GROUP, **DENSE_FIRST, "head_dim": 12, "sliding_window": 9,
          "layer_types": ["indexed_attention", "sliding_attention"] * 2, "shared_experts_intermediate_size": 16,
          "per_layer_config": {}},
         _INDEXED,
@@ -265,61 +159,61 @@ _TEXT: dict[str, TinyFamily] = {
          "moe_layer_start_index": 1, "tie_word_embeddings": True},
     ),
     "exaone_moe": TinyFamily(
-        "windows, groups", {**_EXPERTS, **_WINDOWS, **_DENSE_FIRST, **_GROUPS, "head_dim": 8, "num_shared_experts": 1}
+        "windows, groups", {**EXPERTS, **WINDOWS, **DENSE_FIRST, **GROUPS, "head_dim": 8, "num_shared_experts": 1}
     ),
     "flex_olmo": TinyFamily("norms after the blocks", {"num_experts": 8, "num_experts_per_tok": 3}),
     "flint": TinyFamily(
         "late windows, sinks",
-        {**_EXPERTS, **_LATE_WINDOWS, "head_dim": 8, "shared_expert_intermediate_size": 16, "mlp_only_layers": [0]},
+        {**EXPERTS, **LATE_WINDOWS, "head_dim": 8, "shared_expert_intermediate_size": 16, "mlp_only_layers": [0]},
     ),
     "gemma4_text": TinyFamily(
         "a dense half beside the experts, heads of two sizes, embeddings for each layer",
-        {**_GEMMA4, "attention_k_eq_v": False, "hidden_size_per_layer_input": 8,
+        {**GEMMA4, "attention_k_eq_v": False, "hidden_size_per_layer_input": 8,
          "per_layer_config": {"1": {"head_dim": 16}, "3": {"head_dim": 16}}},
     ),
     "glm4_moe": TinyFamily(
         "groups and a bias of the selection, norms of heads, a part rotated",
-        {**_SHARED, **_GROUPS, "first_k_dense_replace": 1, "head_dim": 16, "use_qk_norm": True,
+        {**SHARED, **GROUPS, "first_k_dense_replace": 1, "head_dim": 16, "use_qk_norm": True,
          "partial_rotary_factor": 0.5},
     ),
-    "glm4_moe_lite": TinyFamily("latents, groups", {**_SHARED, **_MLA, **_GROUPS, **_DENSE_FIRST}),
+    "glm4_moe_lite": TinyFamily("latents, groups", {**SHARED, **MLA, **GROUPS, **DENSE_FIRST}),
     "glm_moe_dsa": TinyFamily(
         "latents, positions picked by an indexer",
-        {**_SHARED, **_MLA, **_INDEXER, **_ONE_GROUP, **_DENSE_FIRST, "indexer_types": ["full"] * 4},
+        {**SHARED, **MLA, **INDEXER, **ONE_GROUP, **DENSE_FIRST, "indexer_types": ["full"] * 4},
         _INDEXED,
     ),
-    "gpt_oss": TinyFamily("windows and sinks, biased experts", {**_LOCAL, **_WINDOWS, "head_dim": 16}),
-    "granitemoe": TinyFamily("multipliers of attention and logits", {**_LOCAL, "attention_multiplier": 0.2,
+    "gpt_oss": TinyFamily("windows and sinks, biased experts", {**LOCAL, **WINDOWS, "head_dim": 16}),
+    "granitemoe": TinyFamily("multipliers of attention and logits", {**LOCAL, "attention_multiplier": 0.2,
                                                                      "logits_scaling": 4.0}),
     "granitemoe_swa": TinyFamily(
         "windows, sinks",
-        {**_LOCAL, **_WINDOWS, "attention_multiplier": 0.2, "shared_intermediate_size": 16,
+        {**LOCAL, **WINDOWS, "attention_multiplier": 0.2, "shared_intermediate_size": 16,
          "layer_rope_theta": [1e4] * 4},
     ),
     "granitemoehybrid": TinyFamily(
-        "mamba layers", {**_LOCAL, **_LINEAR, **_MAMBA, "shared_intermediate_size": 16, "mamba_chunk_size": 16},
+        "mamba layers", {**LOCAL, **LINEAR, **MAMBA, "shared_intermediate_size": 16, "mamba_chunk_size": 16},
         _RECURRENT,
     ),
     "granitemoeshared": TinyFamily(
         "shared experts",
-        {**_LOCAL, "attention_multiplier": 0.2, "shared_intermediate_size": 16, "logits_scaling": 4.0},
+        {**LOCAL, "attention_multiplier": 0.2, "shared_intermediate_size": 16, "logits_scaling": 4.0},
     ),
     "hunyuan_v1_moe": TinyFamily("top-k that differs by layer", {"num_experts": 8, "moe_topk": [2, 3, 1, 2],
                                                                  "head_dim": 16}),
     "hy_v3": TinyFamily(
-        "a bias of the selection", {**_EXPERTS, **_DENSE_FIRST, "head_dim": 8, "num_shared_experts": 1}
+        "a bias of the selection", {**EXPERTS, **DENSE_FIRST, "head_dim": 8, "num_shared_experts": 1}
     ),
     "hy_v4": TinyFamily(
         "latents, positions picked by an indexer that layers share",
-        {**_SHARED, **_MLA, **_INDEXER, **_DENSE_FIRST, "head_dim": 4, "indexer_types": ["full", "shared"] * 2,
+        {**SHARED, **MLA, **INDEXER, **DENSE_FIRST, "head_dim": 4, "indexer_types": ["full", "shared"] * 2,
          "hc_mult": 2},
         _INDEXED,
     ),
     "inkling_text": TinyFamily(
-        "biases by position, convolutions with state", {**_INKLING, **_DENSE_FIRST}, ("position bias", "recurrent")
+        "biases by position, convolutions with state", {**INKLING, **DENSE_FIRST}, ("position bias", "recurrent")
     ),
     "inkling2_text": TinyFamily(
-        "biases by position, convolutions with state", {**_INKLING, "n_layers_per_attn_res_block": 2},
+        "biases by position, convolutions with state", {**INKLING, "n_layers_per_attn_res_block": 2},
         ("position bias", "recurrent"),
     ),
     "jamba": TinyFamily(
@@ -333,8 +227,8 @@ _TEXT: dict[str, TinyFamily] = {
     ),
     "kimi_k2": TinyFamily(
         "DeepSeek-V3's architecture under a name that the library does not know",
-        {**_SHARED, **_MLA, **_ONE_GROUP, "first_k_dense_replace": 1, "routed_scaling_factor": 2.8,
-         "rope_parameters": _YARN},
+        {**SHARED, **MLA, **ONE_GROUP, "first_k_dense_replace": 1, "routed_scaling_factor": 2.8,
+         "rope_parameters": YARN},
         model_type="deepseek_v3",
         renamed={"model_type": "kimi_k2", "auto_map": {
             "AutoConfig": "configuration_deepseek.DeepseekV3Config",
@@ -343,54 +237,54 @@ _TEXT: dict[str, TinyFamily] = {
     ),
     "kimi_linear": TinyFamily(
         "linear attention beside latents",
-        {**_NO_QUERY_RANK, **_EXPERTS, **_LINEAR, **_DENSE_FIRST, "linear_head_dim": 8, "linear_num_heads": 4,
+        {**NO_QUERY_RANK, **EXPERTS, **LINEAR, **DENSE_FIRST, "linear_head_dim": 8, "linear_num_heads": 4,
          "num_experts_per_token": 3, "num_shared_experts": 1, "model_max_length": 256},
         _RECURRENT,
     ),
     "kolibri1": TinyFamily(
-        "windows", {**_LOCAL, **_WINDOWS, "head_dim": 8, "moe_intermediate_size": 16,
+        "windows", {**LOCAL, **WINDOWS, "head_dim": 8, "moe_intermediate_size": 16,
                     "shared_expert_intermediate_size": 16},
     ),
     "laguna": TinyFamily(
         "windows, another number of heads in every second layer",
-        {**_EXPERTS, **_WINDOWS, **_DENSE_FIRST, "head_dim": 8, "shared_expert_intermediate_size": 16,
+        {**EXPERTS, **WINDOWS, **DENSE_FIRST, "head_dim": 8, "shared_expert_intermediate_size": 16,
          "num_attention_heads_per_layer": [4, 2, 4, 2]},
     ),
     "lfm2_moe": TinyFamily(
-        "convolutions with state", {**_EXPERTS, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"] * 2},
+        "convolutions with state", {**EXPERTS, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"] * 2},
         _RECURRENT,
     ),
     "llama4_text": TinyFamily(
-        "chunked attention, query temperature by position, dense experts without ids", _LLAMA4,
+        "chunked attention, query temperature by position, dense experts without ids", LLAMA4,
         replay_refused=_NO_IDS,
     ),
     "longcat_flash": TinyFamily(
         "two latents a layer, identity experts",
-        {**_MLA, "num_layers": 2, "n_routed_experts": 6, "zero_expert_num": 2, "moe_topk": 3, "ffn_hidden_size": 48,
+        {**MLA, "num_layers": 2, "n_routed_experts": 6, "zero_expert_num": 2, "moe_topk": 3, "ffn_hidden_size": 48,
          "expert_ffn_hidden_size": 16, "head_dim": 4},
         omit=("intermediate_size", "num_hidden_layers"),
     ),
-    "mellum": TinyFamily("windows", {**_LOCAL, **_WINDOWS, **_DENSE_FIRST, "head_dim": 8, "moe_intermediate_size": 16}),
+    "mellum": TinyFamily("windows", {**LOCAL, **WINDOWS, **DENSE_FIRST, "head_dim": 8, "moe_intermediate_size": 16}),
     "mimo_v2_flash": TinyFamily(
         "windows with sinks, values narrower than keys",
-        {**_ROUTED, **_WINDOWS, **_DENSE_FIRST, "head_dim": 12, "v_head_dim": 8},
+        {**ROUTED, **WINDOWS, **DENSE_FIRST, "head_dim": 12, "v_head_dim": 8},
     ),
     "minimax": TinyFamily(
-        "lightning attention", {**_LOCAL, "head_dim": 8, "block_size": 16,
+        "lightning attention", {**LOCAL, "head_dim": 8, "block_size": 16,
                                 "layer_types": ["linear_attention", "full_attention"] * 2}, _RECURRENT,
     ),
-    "minimax_m2": TinyFamily("a bias as the router's argument, a part rotated", {**_LOCAL, "head_dim": 16,
+    "minimax_m2": TinyFamily("a bias as the router's argument, a part rotated", {**LOCAL, "head_dim": 16,
                                                                                  "rotary_dim": 8}),
-    "minimax_m3_vl_text": TinyFamily("full attention in every layer", _MINIMAX_M3, family="minimax_m3_vl"),
+    "minimax_m3_vl_text": TinyFamily("full attention in every layer", MINIMAX_M3, family="minimax_m3_vl"),
     "mistral4": TinyFamily(
         "latents; the library maps it to no causal language model",
-        {**_SHARED, **_MLA, **_ONE_GROUP, "first_k_dense_replace": 1,
-         "rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.1}},
+        {**SHARED, **MLA, **ONE_GROUP, "first_k_dense_replace": 1,
+         "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}},
     ),
-    "mixtral": TinyFamily("a window in every layer", {**_LOCAL, "num_experts_per_tok": 2, "sliding_window": 7}),
+    "mixtral": TinyFamily("a window in every layer", {**LOCAL, "num_experts_per_tok": 2, "sliding_window": 7}),
     "nemotron_h": TinyFamily(
         "mamba, experts and attention in layers of their own",
-        {**_SHARED, "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"], "head_dim": 8,
+        {**SHARED, "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"], "head_dim": 8,
          "mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 16,
          "use_mamba_kernels": False, "moe_shared_expert_intermediate_size": 16},
         _RECURRENT,
@@ -399,24 +293,24 @@ _TEXT: dict[str, TinyFamily] = {
     "olmoe": TinyFamily("clipped projections", {"num_experts": 8, "num_experts_per_tok": 3, "clip_qkv": 2.0}),
     "phimoe": TinyFamily(
         "slots chosen one after the other, rotary embedding by the batch",
-        {**_LOCAL, "num_experts_per_tok": 2, "sliding_window": 7},
+        {**LOCAL, "num_experts_per_tok": 2, "sliding_window": 7},
         replay_refused=("samples",),
     ),
     "qwen2_moe": TinyFamily(
         "shared experts with a gate",
-        {**_EXPERTS, "shared_expert_intermediate_size": 16, "decoder_sparse_step": 1},
+        {**EXPERTS, "shared_expert_intermediate_size": 16, "decoder_sparse_step": 1},
     ),
-    "qwen3_5_moe_text": TinyFamily("gated delta nets", _QWEN3_NEXT, _RECURRENT),
+    "qwen3_5_moe_text": TinyFamily("gated delta nets", QWEN3_NEXT, _RECURRENT),
     "qwen3_moe": TinyFamily(
-        "a dense layer among MoE layers", {**_EXPERTS, "head_dim": 16, "mlp_only_layers": [1], "norm_topk_prob": True}
+        "a dense layer among MoE layers", {**EXPERTS, "head_dim": 16, "mlp_only_layers": [1], "norm_topk_prob": True}
     ),
-    "qwen3_next": TinyFamily("gated delta nets", _QWEN3_NEXT, _RECURRENT),
+    "qwen3_next": TinyFamily("gated delta nets", QWEN3_NEXT, _RECURRENT),
     "qwen4_exp_text": TinyFamily(
         "gated delta nets, positions picked by an indexer",
-        {**_QWEN4, "layer_types": ["linear_attention", "full_attention"] * 2},
+        {**QWEN4, "layer_types": ["linear_attention", "full_attention"] * 2},
         ("recurrent", "indexer"),
     ),
-    "solar_open": TinyFamily("groups", {**_SHARED, **_GROUPS, "head_dim": 8}),
+    "solar_open": TinyFamily("groups", {**SHARED, **GROUPS, "head_dim": 8}),
     "zaya": TinyFamily(
         "convolutions with state",
         {"num_experts": 8, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "head_dim": 8,
@@ -428,43 +322,43 @@ _TEXT: dict[str, TinyFamily] = {
 _VARIANTS: dict[str, TinyFamily] = {
     "cohere2_moe_sigmoid": TinyFamily(
         "every layer sparse, sigmoid scores",
-        {**_EXPERTS, **_WINDOWS, "head_dim": 8, "num_shared_experts": 0, "mlp_layer_types": ["sparse"] * 4,
+        {**EXPERTS, **WINDOWS, "head_dim": 8, "num_shared_experts": 0, "mlp_layer_types": ["sparse"] * 4,
          "expert_selection_fn": "sigmoid"},
         model_type="cohere2_moe", family="cohere2_moe",
     ),
     "gemma4_text_26b": TinyFamily(
-        "keys that are values", _GEMMA4, model_type="gemma4_text", family="gemma4_text"
+        "keys that are values", GEMMA4, model_type="gemma4_text", family="gemma4_text"
     ),
     "granitemoehybrid_attention": TinyFamily(
         "attention in every layer",
-        {**_LOCAL, **_MAMBA, "shared_intermediate_size": 16, "layer_types": ["full_attention"] * 4,
+        {**LOCAL, **MAMBA, "shared_intermediate_size": 16, "layer_types": ["full_attention"] * 4,
          "position_embedding_type": "rope"},
         model_type="granitemoehybrid", family="granitemoehybrid",
     ),
     "minimax_m3_sparse": TinyFamily(
         "blocks of positions picked by an indexer",
-        {**_MINIMAX_M3, "layer_types": ["full_attention", *["minimax_m3_sparse"] * 3]},
+        {**MINIMAX_M3, "layer_types": ["full_attention", *["minimax_m3_sparse"] * 3]},
         _INDEXED, model_type="minimax_m3_vl_text", family="minimax_m3_vl",
     ),
     "moonlight": TinyFamily(
         "latents, queries without a rank",
-        {**_SHARED, **_NO_QUERY_RANK, **_ONE_GROUP, "first_k_dense_replace": 1, "routed_scaling_factor": 2.4},
+        {**SHARED, **NO_QUERY_RANK, **ONE_GROUP, "first_k_dense_replace": 1, "routed_scaling_factor": 2.4},
         model_type="deepseek_v3", family="deepseek_v3",
     ),
     "qwen2_moe_swa": TinyFamily(
         "windows in some layers",
-        {**_EXPERTS, "shared_expert_intermediate_size": 16, "use_sliding_window": True, **_LATE_WINDOWS},
+        {**EXPERTS, "shared_expert_intermediate_size": 16, "use_sliding_window": True, **LATE_WINDOWS},
         model_type="qwen2_moe", family="qwen2_moe",
     ),
     "qwen3_dense": TinyFamily("no experts", {"head_dim": 16}, model_type="qwen3", family="qwen3", dense=True),
     "qwen3_moe_swa": TinyFamily(
         "a window in every layer",
-        {**_EXPERTS, "head_dim": 16, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0},
+        {**EXPERTS, "head_dim": 16, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0},
         model_type="qwen3_moe", family="qwen3_moe",
     ),
     "qwen4_exp_indexed": TinyFamily(
         "positions picked by an indexer in every layer",
-        {**_QWEN4, "layer_types": ["indexed_attention"] * 4},
+        {**QWEN4, "layer_types": ["indexed_attention"] * 4},
         _INDEXED, model_type="qwen4_exp_text", family="qwen4_exp_text",
     ),
 }  # fmt: skip
@@ -472,7 +366,7 @@ _VARIANTS: dict[str, TinyFamily] = {
 # text halves of multimodal checkpoints
 _WRAPPERS: dict[str, TinyFamily] = {
     "gemma4": TinyFamily(
-        "the text half of a multimodal checkpoint", _GEMMA4, family="gemma4_text",
+        "the text half of a multimodal checkpoint", GEMMA4, family="gemma4_text",
         vision={"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
                 "num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 64},
         wrapper={"audio_config": None, "image_token_id": VOCAB_SIZE - 4, "video_token_id": VOCAB_SIZE - 3,
@@ -480,36 +374,36 @@ _WRAPPERS: dict[str, TinyFamily] = {
     ),
     "glm4v_moe": TinyFamily(
         "the text half of a multimodal checkpoint; rotary sections",
-        {**_SHARED, **_GROUPS, "first_k_dense_replace": 1, "head_dim": 16,
+        {**SHARED, **GROUPS, "first_k_dense_replace": 1, "head_dim": 16,
          "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
                              "mrope_section": [1, 1, 2]}},
-        vision={**_QWEN_VISION, "image_size": 16},
+        vision={**QWEN_VISION, "image_size": 16},
         wrapper={"image_token_id": VOCAB_SIZE - 4, "video_token_id": VOCAB_SIZE - 3},
     ),
     "llama4": TinyFamily(
-        "the text half of a multimodal checkpoint", _LLAMA4, family="llama4_text", replay_refused=_NO_IDS,
+        "the text half of a multimodal checkpoint", LLAMA4, family="llama4_text", replay_refused=_NO_IDS,
         vision={"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
                 "vision_output_dim": 32, "image_size": 28, "patch_size": 14, "projector_input_dim": 32,
                 "projector_output_dim": 32},
         wrapper={"image_token_index": VOCAB_SIZE - 4},
     ),
     "minimax_m3_vl": TinyFamily(
-        "the text half of a multimodal checkpoint", _MINIMAX_M3,
+        "the text half of a multimodal checkpoint", MINIMAX_M3,
         vision={"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
                 "image_size": 28, "patch_size": 14},
         wrapper={"image_token_index": VOCAB_SIZE - 4, "video_token_index": VOCAB_SIZE - 3,
                  "projector_hidden_size": 32},
     ),
     "qwen3_5_moe": TinyFamily(
-        "the text half of a multimodal checkpoint", _QWEN3_NEXT, _RECURRENT, family="qwen3_5_moe_text",
-        vision={**_QWEN_VISION, "num_position_embeddings": 16}, wrapper=_IMAGE_IDS,
+        "the text half of a multimodal checkpoint", QWEN3_NEXT, _RECURRENT, family="qwen3_5_moe_text",
+        vision={**QWEN_VISION, "num_position_embeddings": 16}, wrapper=IMAGE_IDS,
     ),
     "qwen3_vl_moe": TinyFamily(
         "the text half of a multimodal checkpoint; rotary sections",
-        {**_EXPERTS, "head_dim": 16,
+        {**EXPERTS, "head_dim": 16,
          "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2],
                              "mrope_interleaved": True}},
-        vision={**_QWEN_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}, wrapper=_IMAGE_IDS,
+        vision={**QWEN_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}, wrapper=IMAGE_IDS,
     ),
 }  # fmt: skip
 
