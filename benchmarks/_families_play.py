@@ -23,8 +23,8 @@ import torch
 import uvloop
 from fdasync_transformers import replay_routing
 from fdasync_transformers.replay.force import find_routers, observed_routing
+from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 from fdasync_transformers.weights.quiet import no_progress_bars
-from fdasync_transformers.weights.tiny_checkpoints import make_tiny_checkpoint
 
 import fdasync
 from benchmarks import _gpu_plays as plays
@@ -37,7 +37,7 @@ from fdasync.routing.mismatch import mismatch
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from fdasync_transformers.weights.tiny_families import TinyFamily
+    from fdasync_transformers.tiny.families import TinyFamily
 
     from fdasync.result import Sample
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fdasync_transformers.weights.tiny_families import FAMILIES
+from fdasync_transformers.tiny.families import FAMILIES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Every family of models that the library knows, served from tiny random checkpoints, and checked token by token.
 
-The families are those of `fdasync_transformers.weights.tiny_families`: text models, text halves of multimodal ones, and
+The families are those of `fdasync_transformers.tiny.families`: text models, text halves of multimodal ones, and
 quantised forms. Each is played in a process of its own (`_families_play.py` has the cells: a plain mix, preemption, a
 store, prefill and decode instances, replay in a trainer). Tokens are compared with the library's `generate`, rows with
 the routers of a separate plain forward pass, in float32: exact, tied (within 1e-5 of the boundary) or wrong.
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-from fdasync_transformers.weights.tiny_families import FAMILIES, family_of
+from fdasync_transformers.tiny.families import FAMILIES, family_of
 
 from benchmarks._families_run import play_all
 from benchmarks._families_table import write_table

@@ -141,6 +141,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
             *_ARENAS, *_RUNNER, "fdasync.gpu.*", "fdasync.request", "fdasync_transformers.capture.*",
             "fdasync_transformers.model.*", "fdasync_transformers.sampling.*",
         ),
+        "fdasync_transformers.tiny": ("fdasync_transformers.weights.*",),
         "fdasync_transformers.verification": ("fdasync_transformers.replay.*", "fdasync_transformers.weights.*"),
     },
     {

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 import torch
-from fdasync_transformers.weights.tiny_families import FAMILIES, TinyFamily
+from fdasync_transformers.tiny.families import FAMILIES, TinyFamily
 
 from benchmarks import _families_play, families
 from benchmarks._families_judge import FamilyJudge

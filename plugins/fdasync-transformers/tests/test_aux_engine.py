@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from aux_reference import assert_weights, plain
-from fdasync_transformers.weights.tiny_checkpoints import make_tiny_checkpoint
+from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 
 import fdasync
 from fdasync import Engine, EngineConfig, Instance, SamplingParams

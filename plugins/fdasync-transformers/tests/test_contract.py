@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from fdasync_transformers import TransformersConfig, TransformersRunner, make_random_checkpoint, named_tensors
-from fdasync_transformers.weights.tiny_checkpoints import make_tiny_checkpoint
+from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 from safetensors.torch import load_file
 
 from fdasync import Grammar

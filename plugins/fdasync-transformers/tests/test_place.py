@@ -9,7 +9,7 @@ import torch
 from fdasync_transformers import TransformersConfig
 from fdasync_transformers.execution import memory_profile
 from fdasync_transformers.start.runner_config import device_of, memory_share
-from fdasync_transformers.weights.tiny_checkpoints import make_tiny_checkpoint
+from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 from step_driver import Driver
 
 from fdasync.errors import ConfigError

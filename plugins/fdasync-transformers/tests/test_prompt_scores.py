@@ -10,8 +10,8 @@ import torch
 from device_path import DEVICE
 from fdasync_transformers.sampling import scoring
 from fdasync_transformers.sampling.scoring import compute_scores, plan_scores, read_scores
+from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 from fdasync_transformers.weights.random_checkpoints import VOCAB_SIZE as VOCAB
-from fdasync_transformers.weights.tiny_checkpoints import make_tiny_checkpoint
 from step_driver import Driver
 
 from fdasync.errors import RunnerError

@@ -12,9 +12,9 @@ from fdasync_transformers import TransformersConfig, TransformersRunner
 from fdasync_transformers.model import ragged
 from fdasync_transformers.model.attention import paged_attention
 from fdasync_transformers.model.kv import KVLayout, KVPool, LayerSpec, Reach
+from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 from fdasync_transformers.weights.random_checkpoints import EOS_ID
 from fdasync_transformers.weights.random_checkpoints import VOCAB_SIZE as VOCAB
-from fdasync_transformers.weights.tiny_checkpoints import make_tiny_checkpoint
 from step_driver import Driver, Sequence
 
 from fdasync.cache.aux_arena import AuxArena

@@ -11,8 +11,8 @@ from aux_reference import assert_weights, chosen, plain, routers_of, watched
 from device_path import DEVICE, ON_GPU
 from fdasync_transformers.capture.aux_data import aux_specs, make_aux
 from fdasync_transformers.model.moe_layers import find_moe_layers
+from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint, make_tiny_model
 from fdasync_transformers.weights.random_checkpoints import VOCAB_SIZE as VOCAB
-from fdasync_transformers.weights.tiny_checkpoints import make_tiny_checkpoint, make_tiny_model
 from step_driver import Driver
 
 from fdasync.errors import ConfigError, RunnerError

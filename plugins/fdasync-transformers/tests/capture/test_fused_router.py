@@ -8,7 +8,7 @@ import pytest
 import torch
 from fdasync_transformers.capture.fused_router import FusedRouters, fuse_routers
 from fdasync_transformers.model.moe_layers import find_moe_layers
-from fdasync_transformers.weights.tiny_checkpoints import make_tiny_model
+from fdasync_transformers.tiny.checkpoints import make_tiny_model
 
 from fdasync.cache.debug_rows import debug_rows
 from fdasync.errors import BadInput, RunnerError

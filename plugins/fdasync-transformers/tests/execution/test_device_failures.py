@@ -10,7 +10,7 @@ import pytest
 import torch
 from fdasync_transformers.execution import device_executor, gpu_services, triton_paging
 from fdasync_transformers.execution.device_executor import DeviceExecutor
-from fdasync_transformers.weights.tiny_checkpoints import make_tiny_checkpoint
+from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 from step_driver import Driver
 
 from fdasync.errors import ConfigError, RunnerError, UnsupportedModel

@@ -13,7 +13,7 @@ from fdasync_transformers import TransformersConfig, TransformersRunner
 from fdasync_transformers.execution import device_executor
 from fdasync_transformers.execution.device_executor import DeviceExecutor
 from fdasync_transformers.execution.mixed_graphs import token_ladder
-from fdasync_transformers.weights.tiny_checkpoints import make_tiny_checkpoint
+from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 from msgspec.structs import replace
 from step_driver import Driver
 

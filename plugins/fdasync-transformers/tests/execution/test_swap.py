@@ -10,7 +10,7 @@ import pytest
 import torch
 from fdasync_transformers import TransformersConfig, TransformersRunner
 from fdasync_transformers.model.kv import KVLayout, KVPool, LayerSpec
-from fdasync_transformers.weights.tiny_checkpoints import make_tiny_checkpoint
+from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 from safetensors.torch import load_file
 
 from fdasync.cache.host_arena import HostArena

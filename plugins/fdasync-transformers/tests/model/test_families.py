@@ -16,8 +16,8 @@ from fdasync_transformers.capture import routing as capture
 from fdasync_transformers.model import attention, families
 from fdasync_transformers.model.kv import KVPool, Reach
 from fdasync_transformers.start import probe
+from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 from fdasync_transformers.weights.random_checkpoints import VOCAB_SIZE as VOCAB
-from fdasync_transformers.weights.tiny_checkpoints import make_tiny_checkpoint
 from step_driver import Driver
 
 from fdasync.errors import ConfigError, UnsupportedModel

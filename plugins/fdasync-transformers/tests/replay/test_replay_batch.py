@@ -10,7 +10,7 @@ import torch
 from fdasync_transformers import Packed, Padded, replay_routing
 from fdasync_transformers.replay.force import find_routers, forced_routing
 from fdasync_transformers.replay.packing import refuse_mixing
-from fdasync_transformers.weights.tiny_checkpoints import make_tiny_model
+from fdasync_transformers.tiny.checkpoints import make_tiny_model
 from replay_helpers import (
     FAMILIES,
     LENGTHS,

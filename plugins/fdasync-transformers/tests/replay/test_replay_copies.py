@@ -11,7 +11,7 @@ import pytest
 import torch
 from fdasync_transformers import replay_routing
 from fdasync_transformers.replay.force import find_routers, forced_routing, observed_routing
-from fdasync_transformers.weights.tiny_checkpoints import make_tiny_model
+from fdasync_transformers.tiny.checkpoints import make_tiny_model
 from replay_helpers import checkpointed, ids_of, loss_of, nothing_left, random_routing
 
 from fdasync.errors import BadInput

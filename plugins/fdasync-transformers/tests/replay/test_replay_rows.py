@@ -12,7 +12,7 @@ import torch
 from fdasync_transformers import Packed, Padded, replay_routing
 from fdasync_transformers.replay.layout import Spans, derived
 from fdasync_transformers.replay.rows import Rows, checked_rows, table_of
-from fdasync_transformers.weights.tiny_checkpoints import make_tiny_model
+from fdasync_transformers.tiny.checkpoints import make_tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 from replay_helpers import random_routing

@@ -6,9 +6,9 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import torch
+from fdasync_transformers.tiny.checkpoints import make_tiny_model
+from fdasync_transformers.tiny.quantised import FP8_BLOCK, quantise
 from fdasync_transformers.weights.shards import INDEX_FILE, SINGLE_FILE
-from fdasync_transformers.weights.tiny_checkpoints import make_tiny_model
-from fdasync_transformers.weights.tiny_quantised import FP8_BLOCK, quantise
 from safetensors.torch import load_file, save_file
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ import pytest
 import torch
 import transformers
 from common_families import COMMON
+from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint, make_tiny_model
 from fdasync_transformers.weights import loading
 from fdasync_transformers.weights.mapping import place
 from fdasync_transformers.weights.random_checkpoints import EOS_ID
 from fdasync_transformers.weights.shards import INDEX_FILE, SINGLE_FILE
-from fdasync_transformers.weights.tiny_checkpoints import make_tiny_checkpoint, make_tiny_model
 from safetensors.torch import load_file, save_file
 
 from fdasync.errors import CheckpointError, UnsupportedModel

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import transformers
+from fdasync_transformers.tiny.quantised import fp8_of, plain_of_fp8
 from fdasync_transformers.weights import loading, reading
 from fdasync_transformers.weights.shards import SINGLE_FILE
-from fdasync_transformers.weights.tiny_quantised import fp8_of, plain_of_fp8
 from live_weights import CPU, Live, assert_equal
 from quantised import edit, make_fp8, make_mxfp4, set_quantization, split
 from safetensors.torch import load_file

@@ -9,10 +9,10 @@ import pytest
 import torch
 import transformers
 from fdasync_transformers import named_tensors
+from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 from fdasync_transformers.weights import dequantize, loading, ties
 from fdasync_transformers.weights.placement import Placement
 from fdasync_transformers.weights.shards import INDEX_FILE, SINGLE_FILE, StoredTensor
-from fdasync_transformers.weights.tiny_checkpoints import make_tiny_checkpoint
 from live_weights import Live, assert_equal, stored
 from safetensors.torch import load_file, save_file
 from step_driver import Driver

@@ -10,12 +10,12 @@ import pytest
 import torch
 from common_families import COMMON
 from fdasync_transformers import named_tensors
+from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 from fdasync_transformers.weights import loading
 from fdasync_transformers.weights.mapping import locate
 from fdasync_transformers.weights.names import Names
 from fdasync_transformers.weights.random_checkpoints import VOCAB_SIZE
 from fdasync_transformers.weights.shards import SINGLE_FILE
-from fdasync_transformers.weights.tiny_checkpoints import make_tiny_checkpoint
 from fdasync_transformers.weights.update import _fill
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Values of configs that several tiny families share: what `tiny_families.py` makes its entries of."""
+"""Values of configs that several tiny families share: what `families.py` makes its entries of."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from fdasync_transformers.weights.tiny_checkpoints import make_tiny_checkpoint, make_tiny_model, tiny_config
-from fdasync_transformers.weights.tiny_families import FAMILIES, family_of
+from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint, make_tiny_model, tiny_config
+from fdasync_transformers.tiny.families import FAMILIES, family_of
 
 from fdasync.errors import BadInput
 

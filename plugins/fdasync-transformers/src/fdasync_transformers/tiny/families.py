@@ -3,7 +3,7 @@
 An entry is a small config with odd values, so that what sets the family apart changes tokens and rows: windows shorter
 than prompts, groups of experts, dense layers among MoE layers, sinks, latents. It also says whether the family is to be
 served, or else the true reason that a refusal must name. Knows configs, and neither models nor engines.
-`tiny_checkpoints.py` makes checkpoints of the entries; tests and `python -m benchmarks.families` play them.
+`checkpoints.py` makes checkpoints of the entries; tests and `python -m benchmarks.families` play them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import Any
 
 import msgspec
 
-from fdasync_transformers.weights.random_checkpoints import VOCAB_SIZE
-from fdasync_transformers.weights.tiny_shapes import (
+from fdasync_transformers.tiny.shapes import (
     DENSE_FIRST,
     EXPERTS,
     GEMMA4,
@@ -38,6 +37,7 @@ from fdasync_transformers.weights.tiny_shapes import (
     WINDOWS,
     YARN,
 )
+from fdasync_transformers.weights.random_checkpoints import VOCAB_SIZE
 
 
 class TinyFamily(msgspec.Struct, frozen=True):

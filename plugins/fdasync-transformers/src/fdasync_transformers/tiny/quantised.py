@@ -1,7 +1,7 @@
 """Makes quantised checkpoints of plain ones, with loops and numpy alone, and the plain ones that they stand for.
 
 Slow and obvious: it is what the loader's dequantising is compared with. Knows tensors by their names on disk. Called by
-`tiny_checkpoints.py` and by tests.
+`checkpoints.py` and by tests.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Makes tiny random models and checkpoints of the families of `tiny_families.py`.
+"""Makes tiny random models and checkpoints of the families of `families.py`.
 
 A checkpoint takes milliseconds to write and to load. All weights are noise, biases, routers, sinks and norms too, so
 that nothing passes by symmetry, of a width at which greedy output wanders. Knows nothing of engines. Called by tests
@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fdasync.errors import BadInput
+from fdasync_transformers.tiny.families import FAMILIES
+from fdasync_transformers.tiny.quantised import quantise
+from fdasync_transformers.tiny.shapes import BASE
 from fdasync_transformers.weights.quiet import no_progress_bars
 from fdasync_transformers.weights.random_checkpoints import EOS_ID, PAD_ID, write_tokenizer
-from fdasync_transformers.weights.tiny_families import FAMILIES
-from fdasync_transformers.weights.tiny_quantised import quantise
-from fdasync_transformers.weights.tiny_shapes import BASE
 
 if TYPE_CHECKING:
     import os
