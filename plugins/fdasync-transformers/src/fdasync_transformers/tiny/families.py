@@ -107,11 +107,11 @@ _TEXT: dict[str, TinyFamily] = {
          "prefix_dense_intermediate_size": 40},
     ),
     "dbrx": TinyFamily(
-        "configs within the config, clipped projections",
+        "configs within the config, experts chosen outside of the router",
         {"d_model": 32, "n_heads": 4, "n_layers": 4, "max_seq_len": 256,
          "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
          "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48, "moe_num_experts": 8, "moe_top_k": 3}},
-        ("experts", "decoder layers"),
+        replay_refused=("does not tell", "selection"),
         omit=("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
               "max_position_embeddings", "bos_token_id"),
     ),
