@@ -146,13 +146,14 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     },
     {
         "fdasync_transformers.start": (
-            *_RUNNER, "fdasync.request", "fdasync_transformers.capture.*", "fdasync_transformers.execution.*",
-            "fdasync_transformers.model.*", "fdasync_transformers.weights.*",
+            *_RUNNER, "fdasync.request", "fdasync.runner.report", "fdasync_transformers.capture.*",
+            "fdasync_transformers.execution.*", "fdasync_transformers.model.*", "fdasync_transformers.weights.*",
         ),
     },
     {
         "fdasync_transformers": (
-            *_ARENAS, *_RUNNER, "fdasync.engine.tokenizer", "fdasync.request", "fdasync_transformers.*",
+            *_ARENAS, *_RUNNER, "fdasync.engine.tokenizer", "fdasync.request", "fdasync.runner.report",
+            "fdasync_transformers.*",
         ),
     },
     {

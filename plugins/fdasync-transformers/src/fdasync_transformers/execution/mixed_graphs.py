@@ -132,7 +132,7 @@ class MixedLadder:
     def differing(self) -> int:
         """A size whose graph computes other logits than the same step launched operation by operation; 0: none.
 
-        Computes two tokens at the beginning of lane 0, for start-up. Waits for the device.
+        Computes two tokens at the beginning of lane 0, for start-up; see `GraphLadder.differing`. Waits for the device.
         """
         device = self._model.model.device
         lane = torch.zeros(1, dtype=torch.int32, device=device)
@@ -141,8 +141,6 @@ class MixedLadder:
         counts = torch.full((1,), 2, dtype=torch.int32, device=device)
         tiles = torch.zeros((1, 2), dtype=torch.int32, device=device)
         rows = torch.ones(1, dtype=torch.int64, device=device)
-        plain = DeviceBatch(2, 0, lane, start, first_rows, counts, tiles, rows)
-        wanted = self._model.forward(plain, self._tables, self._pool).float()
         sent = {
             "lanes": lane,
             "starts": start,
@@ -151,13 +149,13 @@ class MixedLadder:
             "tiles": tiles,
             "rows": rows,
         }
-        spread = (wanted - wanted.mean()).norm()
         for size in self.sizes:
             # sets the buffers; it replays the smallest size, as for any two tokens
             self.replay(sent, 2)
+            wanted = self._forward(size)[:1].float()
             graph, logits = self._captured[size]
             graph.replay()
-            error = (logits[:1].float() - wanted).norm() / spread
+            error = (logits[:1].float() - wanted).norm() / (wanted - wanted.mean()).norm()
             # blocking: start-up, in a process of its own
             if not float(error) < MOST_ERROR:
                 return size

@@ -122,7 +122,7 @@ class Replay(NotCopied):
             raise BadInput("layout", f"is a {type(layout).__name__}", limit="Padded, Packed or None")
         self._model = model
         self._kind, self._sites = _replayable(model)
-        self._top_k = [int(site.router.top_k) for site in self._sites.values()]  # type: ignore[arg-type]
+        self._top_k = [int(site.top_k or 0) for site in self._sites.values()]
         self._request_ids = request_ids
         self._rows = checked_rows(routing, self._sites, self._top_k, request_ids)
         self._layout = layout
@@ -244,7 +244,7 @@ def _replayable(model: torch.nn.Module) -> tuple[str, dict[int, RouterSite]]:
         forward = vars(site.router).get("forward")
         if getattr(forward, "__module__", "") == "fdasync_transformers.capture.fused_router":
             raise UnsupportedModel(kind, f"{name} is fused and has no gradient; undo it first (FusedRouters.undo)")
-        if not isinstance(getattr(site.router, "top_k", None), int):
+        if site.top_k is None:
             raise UnsupportedModel(kind, f"{name} does not tell how many experts it chooses")
     return kind, sites
 

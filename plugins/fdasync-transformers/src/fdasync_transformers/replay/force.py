@@ -34,6 +34,7 @@ class RouterSite(msgspec.Struct, frozen=True):
         router, experts: modules; `experts` takes (hidden, ids, weights), except in llama4.
         num_experts: width of the selection, identity experts included.
         num_groups: expert groups, 1 where there are none.
+        top_k: experts per token; None where the router does not tell.
         by_max: the selection is `Tensor.max` once per slot instead of `topk` (phimoe).
         dense: `experts` takes no ids (llama4).
     """
@@ -43,6 +44,7 @@ class RouterSite(msgspec.Struct, frozen=True):
     experts: torch.nn.Module
     num_experts: int
     num_groups: int
+    top_k: int | None
     by_max: bool
     dense: bool
 
@@ -110,10 +112,18 @@ def find_routers(model: torch.nn.Module) -> dict[int, RouterSite]:
             experts=experts.module,
             num_experts=experts.num_experts,
             num_groups=groups,
+            top_k=_top_k(router),
             by_max=kind == "phimoe",
             dense=experts.dense,
         )
     return sites
+
+
+def _top_k(router: torch.nn.Module) -> int | None:
+    """As the router says, or the config that it keeps (Gemma 4)."""
+    config = getattr(router, "config", None)
+    told = getattr(router, "top_k", None) or getattr(config, "top_k_experts", None)
+    return told if isinstance(told, int) else None
 
 
 @contextmanager
@@ -328,7 +338,7 @@ class _Selector(TorchFunctionMode):
         if self._rows is None or self._rows.shape[0] != table.shape[0]:
             return result  # a wrong length raises in the selection, which follows
         # as many columns as rows have: the ids only open groups, so repeats change nothing
-        own = self._rows[:, : int(getattr(self._site.router, "top_k", self._rows.shape[1]))]
+        own = self._rows[:, : self._site.top_k or self._rows.shape[1]]
         columns = torch.arange(max(own.shape[1], self.groups_kept), device=table.device)
         live = result[1][:, columns.clamp(max=self.groups_kept - 1)]
         rows = own[:, columns.clamp(max=own.shape[1] - 1)]
