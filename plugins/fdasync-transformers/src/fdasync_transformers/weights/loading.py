@@ -25,9 +25,10 @@ from fdasync_transformers.weights.names import Names
 from fdasync_transformers.weights.quantized import plain_table, read_scheme
 from fdasync_transformers.weights.reading import copy_stored
 from fdasync_transformers.weights.shards import StoredTensor, read_json, read_tensor_table
+from fdasync_transformers.weights.ties import tied_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -146,7 +147,7 @@ def fill(model: PreTrainedModel, checkpoint: Checkpoint, names: Names, device: t
     stream(model, placed.tensors, placed.placements)
     missing = model.state_dict().keys() - {placement.target for placement in placed.placements.values()}
     model.tie_weights(missing_keys=set(missing), recompute_mapping=False)
-    _finish(model)
+    _finish(model, missing - {name for names in tied_groups(model) for name in names})
     return placed_notes(checkpoint, placed, model.dtype)
 
 
@@ -174,8 +175,8 @@ def fill_random(model: PreTrainedModel, device: torch.device) -> None:
     _finish(model)
 
 
-def _finish(model: PreTrainedModel) -> None:
-    _fill_buffers(model)
+def _finish(model: PreTrainedModel, missing: Collection[str] = ()) -> None:
+    _fill_buffers(model, missing)
     model.config.output_router_logits = False
     model.requires_grad_(False)
     model.train(False)
@@ -294,11 +295,12 @@ def _keep_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
             tensor.data = tensor.data.to(torch.float32)
 
 
-def _fill_buffers(model: PreTrainedModel) -> None:
-    """Compute the buffers that no checkpoint has (rotary frequencies), as `from_pretrained` does."""
-    for tensor in model.state_dict(keep_vars=True).values():
-        tensor._is_hf_initialized = True  # `_init_weights` leaves such tensors alone
+def _fill_buffers(model: PreTrainedModel, missing: Collection[str]) -> None:
+    """Compute what no checkpoint has (rotary frequencies) and what this one may lack, as `from_pretrained` does."""
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        tensor._is_hf_initialized = name not in missing  # `_init_weights` leaves such tensors alone
     library: Any = model
-    for module in model.modules():
-        if module._non_persistent_buffers_set:
+    lacking = {name.rpartition(".")[0] for name in missing}
+    for path, module in model.named_modules():
+        if module._non_persistent_buffers_set or path in lacking:
             library._init_weights(module)

@@ -86,10 +86,10 @@ def locate(names: Names, keys: Iterable[str]) -> Located:
         found.placements.update(alone.placements)
         homeless = {key: name for key, name in homeless.items() if key not in alone.placements}
     for key, name in homeless.items():
-        if names.ignores(key):
-            found.ignored.append(key)
+        if names.is_beside(name) and (name in names.state or not names.ignores(key)):
+            found.beside.append(key)
         else:
-            (found.beside if names.is_beside(name) else found.unknown).append(key)
+            (found.ignored if names.ignores(key) else found.unknown).append(key)
     return found
 
 

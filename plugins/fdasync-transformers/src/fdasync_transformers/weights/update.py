@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from fdasync.runner.base import TensorMeta
+    from fdasync_transformers.weights.mapping import Located
     from fdasync_transformers.weights.names import Names
     from fdasync_transformers.weights.shards import StoredTensor
     from fdasync_transformers.weights.ties import Settled
@@ -149,14 +150,11 @@ class LiveWeights:
         if located.unknown:
             some = ", ".join(located.unknown[:3])
             raise WeightsRejected(f"the model has no place for {len(located.unknown)} of the tensors: {some}")
-        if located.conversions:
-            name, _, key = located.conversions[0]
-            raise WeightsRejected(
-                f"{key} is one of several that the library makes {name} of: give that tensor itself, or a folder"
-            )
         state = self._model.state_dict()
-        incoming = [_check(tensor, located.placements.get(tensor.name), state) for tensor in tensors]
-        replaced = self._check_overlap(located.placements)
+        shapes = {tensor.name: tensor.shape for tensor in tensors}
+        placements = {**located.placements, **self._converted_already(located, shapes, state)}
+        incoming = [_check(tensor, placements.get(tensor.name), state) for tensor in tensors]
+        replaced = self._check_overlap(placements)
         self._check_covers_broken(replaced, state)
         self._incoming = incoming
         self._written = [0] * len(incoming)
@@ -205,6 +203,23 @@ class LiveWeights:
                 raise WeightsRejected(
                     f"{checkpoint.folder / 'config.json'}: {key} is {new}, the loaded model has {old}"
                 )
+
+    def _converted_already(
+        self, located: Located, shapes: Mapping[str, tuple[int, ...]], state: Mapping[str, torch.Tensor]
+    ) -> dict[str, Placement]:
+        """Places of tensors whose name a conversion has for its source and for its result: those of the result's shape.
+
+        Raises WeightsRejected for the sources of conversions, which come one by one here.
+        """
+        found: dict[str, Placement] = {}
+        for name, _, key in located.conversions:
+            own = self._checkpoint_names.own(name)
+            if own is None or key not in (name, own) or shapes[key] != tuple(state[own].shape):
+                raise WeightsRejected(
+                    f"{key} is one of several that the library makes {name} of: give that tensor itself, or a folder"
+                )
+            found[key] = Placement(own)
+        return found
 
     def _check_overlap(self, placements: Mapping[str, Placement]) -> set[Placement]:
         """Every place, under one name for tied tensors. Raises WeightsRejected for two tensors of one place, and where

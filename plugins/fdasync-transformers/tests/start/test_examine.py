@@ -1,0 +1,83 @@
+"""A report of a checkpoint says what loading it finds; refusals are told, broken folders raise."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from fdasync_transformers.start import examine as examining
+from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
+from fdasync_transformers.tiny.families import FAMILIES
+from fdasync_transformers.weights.shards import SINGLE_FILE
+from live_weights import stored
+from safetensors.torch import save_file
+from step_driver import Driver
+
+from fdasync.engine.config import EngineConfig
+from fdasync.errors import CheckpointError
+from fdasync.runner.plugins import make_runner
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from fdasync.runner.report import ModelReport
+
+SOME = ("qwen3_moe", "longcat_flash", "phimoe", "llama4", "gemma4_text", "dbrx", "hunyuan_v1_moe", "qwen3_moe_fp8")
+
+
+def report_of(folder: Path, **runner: Any) -> ModelReport:
+    config = EngineConfig(model=str(folder))
+    return make_runner("transformers", {"device": "cpu", **runner}, config.runner_limits()).examine()
+
+
+@pytest.mark.parametrize("family", SOME)
+async def test_a_report_says_what_loading_finds(tmp_path: Path, family: str) -> None:
+    make_tiny_checkpoint(tmp_path, family)
+    report = report_of(tmp_path, dtype="float32")
+    assert (report.served, report.reason) == (True, "")
+    driver = await Driver.open(tmp_path, num_blocks=8)
+    capacity, model = driver.capacity, driver.runner._step_model.model
+    assert report.kv_token_nbytes == capacity.block_nbytes // capacity.block_tokens
+    assert report.aux_token_nbytes == capacity.aux_specs[0].token_nbytes
+    assert report.max_context_tokens == capacity.max_context_tokens
+    assert (report.moe_layers, report.num_experts) == (len(capacity.moe_layer_ids), capacity.num_experts)
+    assert (report.top_k, report.num_hidden_layers) == (capacity.top_k, capacity.num_hidden_layers)
+    assert (report.dtype, report.model_class) == (capacity.dtype, type(model).__name__)
+    memory = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in model.parameters()}
+    buffers = sum(tensor.nbytes for name, tensor in model.named_buffers() if name in model.state_dict())
+    assert report.weights_nbytes == sum(memory.values()) + buffers
+    assert report.stored_nbytes == (tmp_path / SINGLE_FILE).stat().st_size
+    # what loading says of names and dtypes, before the notes of steps
+    assert capacity.notes[: len(report.notes)] == report.notes
+    await driver.close()
+
+
+@pytest.mark.parametrize("family", [name for name, entry in FAMILIES.items() if entry.refused])
+def test_a_refusal_is_told_without_weights(tmp_path: Path, family: str) -> None:
+    make_tiny_checkpoint(tmp_path, family)
+    report = report_of(tmp_path)
+    assert not report.served
+    assert any(word in report.reason for word in FAMILIES[family].refused)
+
+
+def test_nothing_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_tiny_checkpoint(tmp_path, "qwen3_moe")
+    monkeypatch.setattr(examining.loading, "stream", lambda *_: pytest.fail("tensors were read"))
+    monkeypatch.setattr(torch.nn.Module, "to_empty", lambda *_, **__: pytest.fail("memory was taken"))
+    assert report_of(tmp_path).served
+
+
+def test_a_folder_that_is_not_whole_is_told_by_its_file(tmp_path: Path) -> None:
+    make_tiny_checkpoint(tmp_path, "qwen3_moe")
+    tensors = stored(tmp_path)
+    tensors.pop("model.norm.weight")
+    save_file(tensors, tmp_path / SINGLE_FILE, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"1 tensors are missing: model\.norm\.weight"):
+        report_of(tmp_path)
+
+
+def test_drawn_weights_need_a_config_alone(tmp_path: Path) -> None:
+    make_tiny_checkpoint(tmp_path, "qwen3_moe")
+    (tmp_path / SINGLE_FILE).unlink()
+    assert report_of(tmp_path, weights="random").served

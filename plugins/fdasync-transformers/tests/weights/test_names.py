@@ -1,0 +1,152 @@
+"""Names on disk: every family's tensors equal the library's own load, also those that are converted or wrapped."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import transformers
+from fdasync_transformers import named_tensors
+from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
+from fdasync_transformers.tiny.families import FAMILIES
+from fdasync_transformers.weights import loading
+from fdasync_transformers.weights.shards import SINGLE_FILE
+from live_weights import Live, assert_equal, stored
+from safetensors.torch import save_file
+
+from fdasync.errors import CheckpointError, WeightsRejected
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CPU = torch.device("cpu")
+PLAIN = [name for name, entry in FAMILIES.items() if not entry.vision and not entry.quantised and not entry.renamed]
+WRAPPED = [name for name, entry in FAMILIES.items() if entry.vision]
+# what the library makes of several tensors, or of one in another order
+CONVERTED = ("kimi_linear", "bailing_hybrid", "inkling2_text", "minimax_m3_vl", "qwen3_vl_moe")
+
+
+def by_library(folder: Path, *, whole: bool = False) -> Any:
+    known: Any = transformers.AutoModelForImageTextToText if whole else transformers.AutoModelForCausalLM
+    config = transformers.AutoConfig.from_pretrained(folder)
+    if type(config) not in known._model_mapping:
+        # mistral4
+        known = loading.read_checkpoint(str(folder)).architecture.model_class
+    return known.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+
+
+@pytest.mark.parametrize("family", PLAIN)
+def test_tensors_equal_those_that_the_library_loads(tmp_path: Path, family: str) -> None:
+    make_tiny_checkpoint(tmp_path, family)
+    checkpoint = loading.read_checkpoint(str(tmp_path))
+    ours, theirs = loading.load(checkpoint, "auto", CPU).state_dict(), by_library(tmp_path).state_dict()
+    for name in [name for name in theirs if family == "zaya" and name.endswith("balancing_biases")]:
+        # the library sets the last one anew after it has loaded it
+        theirs[name][-1] = stored(tmp_path)[name][-1]
+    assert_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("family", WRAPPED)
+def test_a_text_half_has_the_values_of_the_whole(tmp_path: Path, family: str) -> None:
+    make_tiny_checkpoint(tmp_path, family)
+    checkpoint = loading.read_checkpoint(str(tmp_path))
+    model = loading.build(checkpoint, "auto")
+    names = loading.names_of(checkpoint, model)
+    notes = loading.fill(model, checkpoint, names, CPU)
+    ours, whole = model.state_dict(), by_library(tmp_path, whole=True).state_dict()
+    found = {own: whole[name] for name in whole if (own := names.own(name)) is not None}
+    assert_equal(ours, found)
+    beside = [name for name in stored(tmp_path) if "visi" in name or "visual" in name or "projector" in name]
+    assert beside
+    assert any(note.endswith("of vision or audio parts skipped") for note in notes)
+
+
+@pytest.mark.parametrize("family", CONVERTED)
+def test_conversions_are_counted(tmp_path: Path, family: str) -> None:
+    make_tiny_checkpoint(tmp_path, family)
+    checkpoint = loading.read_checkpoint(str(tmp_path))
+    model = loading.build(checkpoint, "auto")
+    notes = loading.fill(model, checkpoint, loading.names_of(checkpoint, model), CPU)
+    assert any(note.endswith("tensors converted by the library") for note in notes)
+
+
+@pytest.mark.parametrize("family", ["llama4", "minimax_m3_vl", "qwen3_vl_moe", "kimi_k2"])
+def test_a_folder_updates_a_wrapped_renamed_or_converted_model(tmp_path: Path, family: str) -> None:
+    make_tiny_checkpoint(tmp_path / "old", family, seed=0)
+    make_tiny_checkpoint(tmp_path / "new", family, seed=1)
+    live, fresh = Live(tmp_path / "old"), Live(tmp_path / "new")
+    wanted = loading.weights_id(fresh.model)
+    assert live.weights.read_id(str(tmp_path / "new")) == wanted
+    assert live.weights.load_folder(str(tmp_path / "new")) == wanted
+    assert_equal(live.state(), fresh.state())
+    assert live.now() == live.addresses
+
+
+@pytest.mark.parametrize("of_whole", [True, False], ids=["whole", "text"])
+@pytest.mark.parametrize("family", WRAPPED)
+def test_tensors_may_have_the_names_of_the_whole_or_of_the_text_model(
+    tmp_path: Path, family: str, *, of_whole: bool
+) -> None:
+    make_tiny_checkpoint(tmp_path / "old", family, seed=0)
+    whole = make_tiny_checkpoint(tmp_path / "new", family, seed=1)
+    live, fresh = Live(tmp_path / "old"), Live(tmp_path / "new")
+    # the whole has images' weights too, which are left out
+    live.send(named_tensors(whole if of_whole else fresh.model))
+    assert_equal(live.state(), fresh.state())
+
+
+def test_a_tensor_that_is_made_of_several_is_asked_for_by_its_own_name(tmp_path: Path) -> None:
+    make_tiny_checkpoint(tmp_path, "minimax_m3_vl")
+    live = Live(tmp_path)
+    before = live.state()
+    with pytest.raises(WeightsRejected, match=r"is one of several that the library makes \S+ of: give that tensor"):
+        live.send(named_tensors(stored(tmp_path)))
+    assert_equal(live.state(), before)
+
+
+def test_unknown_tensors_of_the_language_model_are_no_parts_beside_it(tmp_path: Path) -> None:
+    make_tiny_checkpoint(tmp_path, "llama4")
+    tensors = stored(tmp_path)
+    name = "language_model.model.layers.0.self_attn.extra.weight"
+    save_file({**tensors, name: torch.ones(2)}, tmp_path / SINGLE_FILE, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"no place for: .*extra"):
+        loading.load(loading.read_checkpoint(str(tmp_path)), "auto", CPU)
+
+
+def test_language_weights_that_are_missing_are_told_of_a_wrapper(tmp_path: Path) -> None:
+    make_tiny_checkpoint(tmp_path, "gemma4")
+    tensors = stored(tmp_path)
+    gone = "model.language_model.layers.1.self_attn.q_proj.weight"
+    save_file({key: tensor for key, tensor in tensors.items() if key != gone}, tmp_path / SINGLE_FILE, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"1 tensors are missing: model\.layers\.1\.self_attn\.q_proj\.weight"):
+        loading.load(loading.read_checkpoint(str(tmp_path)), "auto", CPU)
+
+
+def test_tensors_that_a_folder_may_lack_are_as_the_library_makes_them(tmp_path: Path) -> None:
+    """A.X-K1's folders may lack the correction bias of its routers."""
+    make_tiny_checkpoint(tmp_path, "axk1")
+    tensors = stored(tmp_path)
+    kept = {name: tensor for name, tensor in tensors.items() if not name.endswith("e_score_correction_bias")}
+    assert len(kept) < len(tensors)
+    save_file(kept, tmp_path / SINGLE_FILE, {"format": "pt"})
+    # memory that was in use before holds no zeros
+    torch.full((1 << 16,), 7.0)
+    ours = loading.load(loading.read_checkpoint(str(tmp_path)), "auto", CPU).state_dict()
+    assert_equal(ours, by_library(tmp_path).state_dict())
+    assert not any(ours[name].any() for name in tensors.keys() - kept.keys())
+
+
+def test_ties_are_those_of_the_whole(tmp_path: Path) -> None:
+    make_tiny_checkpoint(tmp_path, "llama4")
+    path = tmp_path / "config.json"
+    raw = json.loads(path.read_text())
+    raw["tie_word_embeddings"], raw["text_config"]["tie_word_embeddings"] = True, False
+    path.write_text(json.dumps(raw))
+    tensors = stored(tmp_path)
+    del tensors["language_model.lm_head.weight"]
+    save_file(tensors, tmp_path / SINGLE_FILE, {"format": "pt"})
+    model = loading.load(loading.read_checkpoint(str(tmp_path)), "auto", CPU)
+    state = model.state_dict()
+    assert state["lm_head.weight"].data_ptr() == state["model.embed_tokens.weight"].data_ptr()
