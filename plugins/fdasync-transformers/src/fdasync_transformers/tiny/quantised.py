@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from fdasync_transformers.tiny.packed_forms import FORMS
 from fdasync_transformers.weights.shards import SINGLE_FILE
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def quantise(
         plain: its tensors are replaced by the values that the stored ones stand for.
         quantised: the folder to write.
         how: "fp8": the layers' matrices but for routers, as published checkpoints have it; "mxfp4": the fused experts
-            of gpt_oss.
+            of gpt_oss; or a name of `FORMS`.
         block: rows and columns of an FP8 scale.
         dtype: of the replaced tensors.
     """
@@ -47,12 +48,21 @@ def quantise(
     settings: dict[str, Any]
     if how == "fp8":
         for name, tensor in tensors.items():
-            if tensor.dim() == 2 and ".layers." in name and name.endswith("weight") and ".gate." not in name:
+            if _is_matrix(name, tensor):
                 values, scales = fp8_of(tensor, block)
                 stored[name], stored[f"{name}_scale_inv"] = values, scales
                 tensors[name] = plain_of_fp8(values, scales, block).to(dtype)
         settings = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
         settings["weight_block_size"] = list(block)
+    elif how in FORMS:
+        form = FORMS[how]
+        settings = form.settings
+        for name, tensor in tensors.items():
+            if _is_matrix(name, tensor) and form.only in name:
+                parts, made = form.write(tensor)
+                del stored[name]
+                stored |= {name.removesuffix("weight") + end: part for end, part in parts.items()}
+                tensors[name] = made.to(dtype)
     else:
         for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
             blocks, scales = mxfp4_of(tensors[name])
@@ -112,6 +122,10 @@ def plain_of_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     made[..., 0::2], made[..., 1::2] = FP4[packed & 15], FP4[packed >> 4]
     made *= np.exp2(exponents.astype(np.float32))[..., None]
     return torch.from_numpy(made.reshape(experts, rows, groups * 32).transpose(0, 2, 1).copy())
+
+
+def _is_matrix(name: str, tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 2 and ".layers." in name and name.endswith("weight") and ".gate." not in name
 
 
 def _block(i: int, j: int, block: tuple[int, int]) -> tuple[slice, slice]:

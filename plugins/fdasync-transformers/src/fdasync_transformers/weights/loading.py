@@ -19,9 +19,9 @@ from transformers.core_model_loading import build_glob_alternation
 
 from fdasync.errors import CheckpointError, ConfigError
 from fdasync_transformers.weights.architecture import read_architecture
-from fdasync_transformers.weights.dequantize import OpenShards
 from fdasync_transformers.weights.mapping import destination, place
 from fdasync_transformers.weights.names import Names
+from fdasync_transformers.weights.open_shards import OpenShards
 from fdasync_transformers.weights.quantized import plain_table, read_scheme
 from fdasync_transformers.weights.reading import copy_stored
 from fdasync_transformers.weights.shards import StoredTensor, read_json, read_tensor_table

@@ -1,46 +1,50 @@
 """Recognises quantised checkpoints: what config.json says, and which stored tensors make one tensor of the model.
 
 Turns the table of stored tensors into one with the names, shapes and dtypes that a plain checkpoint would have, so that
-`mapping.py` needs to know nothing of quantisation. Reads no tensor data. Called by `loading.py`; `dequantize.py` does
-the arithmetic.
+`mapping.py` needs to know nothing of quantisation. Reads no tensor data. Called by `loading.py` and by `verify`; the
+layouts do the rest.
 """
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from fdasync.errors import CheckpointError, UnsupportedModel
-from fdasync_transformers.weights.shards import FLOATS, Quantized, StoredTensor
+from fdasync_transformers.weights import config_groups
+from fdasync_transformers.weights.layouts import FP8_SCALES, Mxfp4, Scaled
+from fdasync_transformers.weights.packed import Awq, Gptq
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
-_FP8_DTYPES = ("F8_E4M3", "F8_E5M2")
-# float32, or powers of two as exponents of one byte
-_FP8_SCALE_DTYPES = FLOATS | {"U8"}
-_FP8_SCALES = "_scale_inv"
-# of activations; the weights do not depend on them
-_FP8_ACTIVATIONS = "activation_scale"
+    from fdasync_transformers.weights.layouts import Block, Layout
+    from fdasync_transformers.weights.shards import StoredTensor
+
 _DEFAULT_BLOCK = (128, 128)
-_MXFP4_VALUES, _MXFP4_SCALES = "_blocks", "_scales"
-# bytes of one MXFP4 block: 32 values of 4 bits, which share a scale
-_MXFP4_BLOCK_NBYTES = 16
-# the dtype in which a quantised tensor counts as stored
-_UNPACKED = "BF16"
+# of activations and of the KV cache; the weights do not depend on them
+_NOT_WEIGHTS = frozenset(
+    {"activation_scale", "input_scale", "input_zero_point", "output_scale", "output_zero_point"}
+    | {"q_scale", "k_scale", "v_scale", "k_zero_point", "v_zero_point"}
+)
 
 
 class Scheme(NamedTuple):
     """How a checkpoint is quantised.
 
     Attributes:
-        name: for people, "FP8" or "MXFP4".
-        block: rows and columns that share a scale of FP8; None: one scale for each matrix.
+        name: for people, as "FP8".
+        layouts: that its tensors may have.
     """
 
     name: str
-    block: tuple[int, int] | None = None
+    layouts: tuple[Layout, ...]
+
+
+class _Unread(Exception):
+    """The settings name a quantisation that this loader does not know; its argument is the name for people."""
 
 
 def read_scheme(raw: Mapping[str, Any], config_file: Path) -> Scheme | None:
@@ -56,24 +60,18 @@ def read_scheme(raw: Mapping[str, Any], config_file: Path) -> Scheme | None:
         return None
     if not isinstance(settings, dict):
         raise CheckpointError(str(config_file), f"quantization_config is {settings!r}, not an object")
-    method = settings.get("quant_method")
-    if method == "mxfp4":
-        return Scheme("MXFP4")
-    if method != "fp8" or settings.get("expert_dtype", "fp8") != "fp8":
-        name = _name_of(settings)
+    try:
+        return _METHODS.get(str(settings.get("quant_method")), _unknown)(settings)
+    except _Unread as error:
         raise UnsupportedModel(
             str(raw.get("model_type")),
-            f"its weights are quantised with {name}; this loader dequantises fp8 and mxfp4, and not {name}: give the"
-            " checkpoint that it was quantised from, or a copy dequantised to bfloat16",
-        )
-    block = settings.get("weight_block_size", _DEFAULT_BLOCK)
-    if block is None:
-        return Scheme("FP8")
-    if not isinstance(block, list | tuple) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
+            f"its weights are quantised with {error}; this loader dequantises {', '.join(_METHODS)}, and not {error}:"
+            " give the checkpoint that it was quantised from, or a copy dequantised to bfloat16",
+        ) from None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(
-            str(config_file), f"weight_block_size {block!r} is neither two positive integers nor null"
-        )
-    return Scheme("FP8", (block[0], block[1]))
+            str(config_file), f"its quantization_config cannot be read: {type(error).__name__}: {error}"
+        ) from None
 
 
 def plain_table(table: Mapping[str, StoredTensor], scheme: Scheme) -> dict[str, StoredTensor]:
@@ -81,70 +79,89 @@ def plain_table(table: Mapping[str, StoredTensor], scheme: Scheme) -> dict[str, 
 
     Raises CheckpointError naming a tensor without its scales, or with scales that do not fit it.
     """
-    joined = dict(table)
+    plain = {key: stored for key, stored in table.items() if key.rpartition(".")[2] not in _NOT_WEIGHTS}
     for key, stored in table.items():
-        if scheme.name == "MXFP4" and key.endswith(_MXFP4_VALUES) and stored.dtype == "U8":
-            stem = key.removesuffix(_MXFP4_VALUES)
-            scales_key = stem + _MXFP4_SCALES
-            del joined[key]
-            joined[stem] = _mxfp4(key, stored, scales_key, _scales_of(key, stored, scales_key, table))
-        elif scheme.name == "FP8" and stored.dtype in _FP8_DTYPES:
-            scales_key = key + _FP8_SCALES
-            joined[key] = _fp8(key, stored, scales_key, _scales_of(key, stored, scales_key, table), scheme.block)
-            joined.pop(f"{key.rpartition('.')[0]}.{_FP8_ACTIVATIONS}", None)
-        else:
-            continue
-        joined.pop(scales_key)
-    return joined
+        for layout in scheme.layouts:
+            made = layout.join(key, stored, table)
+            if made is None or made.quantized is None:
+                continue
+            for part in made.quantized.parts.values():
+                plain.pop(part.name, None)
+            if made.name in plain:
+                raise CheckpointError(str(stored.file), f"holds {key}, and {plain[made.name].file.name} {made.name}")
+            plain[made.name] = made
+            break
+    return plain
 
 
-def _scales_of(key: str, stored: StoredTensor, scales_key: str, table: Mapping[str, StoredTensor]) -> StoredTensor:
-    scales = table.get(scales_key)
-    if scales is None:
-        raise CheckpointError(str(stored.file), f"holds {key}, and no file of the folder holds its scales {scales_key}")
-    return scales
+def _fp8(settings: Mapping[str, Any]) -> Scheme:
+    experts = settings.get("expert_dtype", "fp8")
+    if experts != "fp8":
+        raise _Unread(f"fp8 with experts in {experts}")
+    block = settings.get("weight_block_size", _DEFAULT_BLOCK)
+    sides: Block = (None, None)
+    if block is not None:
+        if not isinstance(block, list | tuple) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
+            raise ValueError(f"weight_block_size {block!r} is neither two positive integers nor null")
+        sides = (block[0], block[1])
+    # DeepSeek's own files say `.scale`
+    names = ("_scale_inv", ".scale")
+    return Scheme("FP8", (Scaled(("F8_E4M3", "F8_E5M2"), names, FP8_SCALES, (sides,), torch.float32),))
 
 
-def _fp8(
-    key: str, stored: StoredTensor, scales_key: str, scales: StoredTensor, block: tuple[int, int] | None
-) -> StoredTensor:
-    if len(stored.shape) not in (2, 3):
-        raise CheckpointError(str(stored.file), f"{key} has shape {stored.shape}: scales need rows and columns")
-    rows, columns = stored.shape[-2:]
-    sides = block or (max(rows, 1), max(columns, 1))
-    grid = (*stored.shape[:-2], math.ceil(rows / sides[0]), math.ceil(columns / sides[1]))
-    one_of_one = grid == (1, 1) and math.prod(scales.shape) == 1
-    if scales.dtype not in _FP8_SCALE_DTYPES or (scales.shape != grid and not one_of_one):
-        raise CheckpointError(
-            str(scales.file),
-            f"{scales_key} has shape {scales.shape} and dtype {scales.dtype}: {key} of shape {stored.shape} in blocks"
-            f" of {sides} needs float scales of shape {grid}",
-        )
-    return StoredTensor(key, stored.file, _UNPACKED, stored.shape, Quantized(key, scales_key, scales.file, sides))
+def _mxfp4(_: Mapping[str, Any]) -> Scheme:
+    return Scheme("MXFP4", (Mxfp4(),))
 
 
-def _mxfp4(key: str, stored: StoredTensor, scales_key: str, scales: StoredTensor) -> StoredTensor:
-    if len(stored.shape) != 4 or stored.shape[-1] != _MXFP4_BLOCK_NBYTES:
-        problem = f"{key} has shape {stored.shape}, not (experts, rows, blocks, {_MXFP4_BLOCK_NBYTES})"
-        raise CheckpointError(str(stored.file), problem)
-    if scales.dtype != "U8" or scales.shape != stored.shape[:-1]:
-        raise CheckpointError(
-            str(scales.file),
-            f"{scales_key} has shape {scales.shape} and dtype {scales.dtype}: {key} needs U8 of {stored.shape[:-1]}",
-        )
-    experts, rows, blocks, _ = stored.shape
-    # the library keeps these weights transposed
-    shape = (experts, blocks * _MXFP4_BLOCK_NBYTES * 2, rows)
-    return StoredTensor(key, stored.file, _UNPACKED, shape, Quantized(key, scales_key, scales.file))
+def _compressed(settings: Mapping[str, Any]) -> Scheme:
+    read = config_groups.layouts_of(settings)
+    if isinstance(read, config_groups.Unread):
+        raise _Unread(f"compressed-tensors ({read.what})")
+    return Scheme(*read)
 
 
-def _name_of(settings: Mapping[str, Any]) -> str:
+def _awq(settings: Mapping[str, Any]) -> Scheme:
+    layout = str(settings.get("version") or settings.get("format") or "gemm").lower()
+    bits = settings.get("bits", settings.get("w_bit", 4))
+    if layout != "gemm" or settings.get("backend") == "llm-awq":
+        raise _Unread(f"awq ({layout})" if layout != "gemm" else "awq (llm-awq)")
+    if bits != 4:
+        raise _Unread(f"awq of {bits} bits")
+    return Scheme("AWQ", (Awq(_group(settings.get("group_size", settings.get("q_group_size", 128)))),))
+
+
+def _gptq(settings: Mapping[str, Any]) -> Scheme:
+    layout = str(settings.get("checkpoint_format") or settings.get("format") or "gptq")
+    bits = settings.get("bits")
+    if layout not in ("gptq", "gptq_v2") or settings.get("is_marlin_format"):
+        raise _Unread(f"gptq ({layout if layout not in ('gptq', 'gptq_v2') else 'marlin'})")
+    if bits not in (4, 8):
+        raise _Unread(f"gptq of {bits} bits")
+    group = _group(settings.get("group_size", 128))
+    return Scheme("GPTQ", (Gptq(bits, group, layout == "gptq"),))
+
+
+def _group(value: Any) -> int | None:
+    """Columns that share a scale; None: all, which is stored as -1."""
+    if type(value) is not int or (value <= 0 and value != -1):
+        raise ValueError(f"group_size {value!r} is neither a positive integer nor -1")
+    return value if value > 0 else None
+
+
+def _unknown(settings: Mapping[str, Any]) -> Scheme:
     method = settings.get("quant_method")
-    if method == "fp8":
-        return f"fp8 with experts in {settings.get('expert_dtype')}"
     if method is None and ("load_in_4bit" in settings or "load_in_8bit" in settings):
-        return "bitsandbytes"
+        raise _Unread("bitsandbytes")
     if method is None:
-        return "a method that config.json does not name"
-    layout = settings.get("format")
-    return f"{method} ({layout})" if layout else str(method)
+        raise _Unread("a method that config.json does not name")
+    layout = settings.get("format") or settings.get("quant_algo")
+    raise _Unread(f"{method} ({layout})" if layout else str(method))
+
+
+_METHODS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
+    "fp8": _fp8,
+    "mxfp4": _mxfp4,
+    "compressed-tensors": _compressed,
+    "awq": _awq,
+    "gptq": _gptq,
+}

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from fdasync_transformers.weights import conversions
-from fdasync_transformers.weights.dequantize import bands, dequantized
+from fdasync_transformers.weights.open_shards import bands
 from fdasync_transformers.weights.shards import FLOATS
 
 if TYPE_CHECKING:
-    from fdasync_transformers.weights.dequantize import OpenShards
+    from fdasync_transformers.weights.open_shards import OpenShards
     from fdasync_transformers.weights.shards import Converted, StoredTensor
 
 # of one band of rows in float32; the arithmetic takes up to four times as much meanwhile
@@ -32,7 +32,7 @@ def copy_stored(shards: OpenShards, stored: StoredTensor, target: torch.Tensor) 
         target.copy_(shards.tensor(stored.file, stored.name))
     else:
         for first, last in bands(stored.shape, _BAND_NBYTES):
-            rows = dequantized(shards, stored, stored.quantized, first, last, target)
+            rows = stored.quantized.layout.rows(shards, stored, first, last, target)
             target[first:last].copy_(rows)
 
 
@@ -42,7 +42,7 @@ def rows_of(shards: OpenShards, stored: StoredTensor, first: int, last: int, lik
         return _converted(shards, stored.converted, like)[first:last]
     if stored.quantized is None:
         return shards.rows(stored.file, stored.name, first, last).to(like.dtype)
-    return dequantized(shards, stored, stored.quantized, first, last, like)
+    return stored.quantized.layout.rows(shards, stored, first, last, like)
 
 
 def _converted(shards: OpenShards, converted: Converted, like: torch.Tensor) -> torch.Tensor:

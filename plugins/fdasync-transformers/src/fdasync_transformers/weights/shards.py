@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
+    from fdasync_transformers.weights.layouts import Layout
+
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
@@ -45,19 +47,20 @@ FLOATS = frozenset(name for name in _DTYPE_NBYTES if name.startswith(("F", "BF")
 
 
 class Quantized(NamedTuple):
-    """The two stored tensors that make a quantised one.
+    """The stored tensors that make a quantised one.
 
     Attributes:
-        values: name of the packed values, which lie in the tensor's own shard.
-        scales: name of the scales.
-        scales_file: the shard of the scales.
-        block: rows and columns that share a scale of FP8; None: MXFP4.
+        layout: which knows the arithmetic.
+        parts: the stored tensors by what they are: "values", "scales" and what else the layout has. Values lie in the
+            tensor's own shard, the others may lie elsewhere.
+        block: rows and columns that share a scale; (0, 0) where the layout says it otherwise.
+        bits: of one value.
     """
 
-    values: str
-    scales: str
-    scales_file: Path
-    block: tuple[int, int] | None = None
+    layout: Layout
+    parts: dict[str, StoredTensor]
+    block: tuple[int, int] = (0, 0)
+    bits: int = 8
 
 
 class Converted(NamedTuple):

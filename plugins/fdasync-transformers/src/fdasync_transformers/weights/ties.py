@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from fdasync.errors import CheckpointError
-from fdasync_transformers.weights.dequantize import OpenShards, bands
+from fdasync_transformers.weights.open_shards import OpenShards, bands
 from fdasync_transformers.weights.reading import rows_of
 
 if TYPE_CHECKING:
