@@ -53,7 +53,7 @@ class TinyFamily(msgspec.Struct, frozen=True):
         vision: values of the vision half of a multimodal wrapper, which is made with both halves; None for text models.
         wrapper: values of the wrapper's own config.
         replay_refused: as `refused`, of a trainer's replay of its routing.
-        quantised: "fp8" or "mxfp4": how its weights are stored; "" for plain.
+        quantised: how its weights are stored, as `quantised.quantise` takes it; "" for plain.
         renamed: keys of config.json that are changed after the checkpoint was saved.
         dense: it has no experts.
     """
@@ -413,19 +413,28 @@ def _stored(of: str, how: str, **config: Any) -> TinyFamily:
     plain = _TEXT[of]
     return msgspec.structs.replace(
         plain,
-        hits=f"stored as {how.upper()}: {plain.hits}",
+        hits=f"stored as {_STORED_NAMES.get(how, how)}: {plain.hits}",
         config={**plain.config, **config},
-        model_type=of,
+        model_type=plain.model_type or of,
         family=of,
         quantised=how,
     )
 
 
+_STORED_NAMES = {"fp8": "FP8", "mxfp4": "MXFP4", "awq": "AWQ", "gptq": "GPTQ", "gptq desc_act": "GPTQ with desc_act"}
 _QUANTISED = {
     "deepseek_v3_fp8": _stored("deepseek_v3", "fp8"),
     "gpt_oss_mxfp4": _stored("gpt_oss", "mxfp4", hidden_size=64, intermediate_size=64),  # its blocks have 32 columns
+    "kimi_k2_int4": _stored("kimi_k2", "pack-quantized"),
+    "minimax_m2_awq": _stored("minimax_m2", "awq"),
     "minimax_m2_fp8": _stored("minimax_m2", "fp8"),
+    "qwen3_moe_awq": _stored("qwen3_moe", "awq"),
+    "qwen3_moe_compressed_fp8": _stored("qwen3_moe", "float-quantized"),
     "qwen3_moe_fp8": _stored("qwen3_moe", "fp8"),
+    "qwen3_moe_gptq": _stored("qwen3_moe", "gptq"),
+    "qwen3_moe_gptq_desc_act": _stored("qwen3_moe", "gptq desc_act"),
+    "qwen3_moe_int8": _stored("qwen3_moe", "int-quantized"),
+    "qwen3_moe_modelopt": _stored("qwen3_moe", "modelopt"),
 }
 
 FAMILIES: dict[str, TinyFamily] = {**_TEXT, **_VARIANTS, **_WRAPPERS, **_QUANTISED}

@@ -1,7 +1,7 @@
-"""Stores matrices as compressed-tensors, AWQ and GPTQ store them, with loops and numpy alone, and says what they stand for.
+"""Stores matrices as compressed-tensors, AWQ, GPTQ and modelopt do, with loops and numpy alone.
 
-Slow and obvious: it is what the loader's dequantising is compared with. Knows matrices, and neither names of models nor
-files. Called by `quantised.py` and by tests.
+Slow and obvious: the loader's dequantising is compared with what they stand for. Knows matrices, and
+neither names of models nor files. Called by `quantised.py` and by tests.
 """
 
 from __future__ import annotations
@@ -119,12 +119,14 @@ def int8_of(tensor: torch.Tensor, group: int | None = None, *, symmetric: bool =
     return parts, codes.plain()
 
 
-def float8_of(tensor: torch.Tensor, block: tuple[int, int] | None = None) -> Written:
-    """compressed-tensors' float-quantized; `block` None: one scale, of shape [1]."""
+def float8_of(
+    tensor: torch.Tensor, block: tuple[int, int] | None = None, dtype: torch.dtype = torch.bfloat16
+) -> Written:
+    """compressed-tensors' float-quantized, scales in `dtype`; `block` None: one scale, of shape [1]."""
     rows, columns = tensor.shape
     height, width = block or (rows, columns)
     values = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
-    scales = torch.empty(-(-rows // height), -(-columns // width), dtype=torch.bfloat16)
+    scales = torch.empty(-(-rows // height), -(-columns // width), dtype=dtype)
     plain = torch.empty(rows, columns)
     for i in range(scales.shape[0]):
         for j in range(scales.shape[1]):
@@ -134,6 +136,12 @@ def float8_of(tensor: torch.Tensor, block: tuple[int, int] | None = None) -> Wri
             values[where] = (piece / scales[i, j].float()).clamp(-_FP8_MAX, _FP8_MAX).to(values.dtype)
             plain[where] = (values[where].float() * scales[i, j].float()).to(scales.dtype).float()
     return {"weight": values, "weight_scale": scales if block else scales.reshape(1)}, plain
+
+
+def modelopt_of(tensor: torch.Tensor) -> Written:
+    """modelopt's FP8: a float32 scalar for a matrix, and one of the activations."""
+    parts, plain = float8_of(tensor, dtype=torch.float32)
+    return {**parts, "weight_scale": parts["weight_scale"].reshape(()), "input_scale": torch.tensor(0.5)}, plain
 
 
 def awq_of(tensor: torch.Tensor, group: int = GROUP) -> Written:
@@ -238,6 +246,7 @@ FORMS: dict[str, Form] = {
         partial(packed_of, bits=8, group=None, symmetric=False),
         _group_config("pack-quantized", "channel", symmetric=False),
     ),
+    "modelopt": Form(modelopt_of, {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": None}),
     "awq": Form(awq_of, _awq_config()),
     "gptq": Form(gptq_of, _gptq_config()),
     "gptq asymmetric": Form(partial(gptq_of, symmetric=False), _gptq_config(sym=False)),

@@ -1,9 +1,9 @@
 """The layouts of stored quantised tensors: which stored tensors make one of the model, and the arithmetic of its rows.
 
-A layout recognises its values among the stored tensors, checks that scales and zero points fit, and later makes bands of
-rows of them, on the device that they are meant for. Knows tensors by their names on disk, neither configs nor models.
-Here are those whose values are stored one a byte, and MXFP4; `packed.py` has those that pack values into words. Made by
-`quantized.py`; called by it and by `reading.py`.
+A layout recognises its values among the stored tensors, checks that scales and zero points fit, and later makes bands
+of rows, on the device that they are meant for. Knows tensors by their names on disk, neither configs nor models. Here
+are those whose values are stored one a byte, and MXFP4; `packed.py` has those that pack values into words. Made and
+called by `quantized.py`; `reading.py` reads the rows.
 """
 
 from __future__ import annotations

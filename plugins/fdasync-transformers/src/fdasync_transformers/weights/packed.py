@@ -70,7 +70,7 @@ class PackedRows(Layout):
         zeros = table.get(f"{name}_zero_point")
         if zeros is not None:
             parts["zeros"] = zeros
-        found: dict[tuple[int, int, int, int], StoredTensor] = {}
+        found: dict[tuple[int, ...], StoredTensor] = {}
         problem: CheckpointError | None = None
         for kind in self.kinds:
             try:
@@ -105,7 +105,7 @@ class PackedRows(Layout):
             packed = shards.rows(parts["zeros"].file, parts["zeros"].name, word, end).to(like.device)
             skipped = first - word * _WORD_BITS // bits
             zeros = _unpacked(packed.T, bits)[:, skipped : skipped + last - first].T
-        return scaled(values, *(_wide(grid, block[1]) for grid in (scales, zeros)), None, like.dtype)
+        return scaled(values, _wide(scales, block[1]), _wide(zeros, block[1]), None, like.dtype)
 
     def _as(self, kind: PackedKind, name: str, parts: dict[str, StoredTensor]) -> StoredTensor:
         values, scales = parts["values"], parts["scales"]
@@ -274,7 +274,7 @@ def _packed_columns(
     words = shards.columns(part.file, part.name, word, end).to(device)
     values = _unpacked(words + added if added else words, bits)
     if places is not None:
-        values = values.unflatten(-1, (-1, a_word))[..., list(places)].flatten(-2)
+        values = values.reshape(len(values), -1, a_word)[..., list(places)].flatten(-2)
     return values[:, first - word * a_word : last - word * a_word]
 
 

@@ -15,6 +15,7 @@ from fdasync.errors import CheckpointError, UnsupportedModel
 from fdasync_transformers.weights import config_groups
 from fdasync_transformers.weights.layouts import FP8_SCALES, Mxfp4, Scaled
 from fdasync_transformers.weights.packed import Awq, Gptq
+from fdasync_transformers.weights.shards import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from fdasync_transformers.weights.shards import StoredTensor
 
 _DEFAULT_BLOCK = (128, 128)
+_MODELOPT_FILE = "hf_quant_config.json"
 # of activations and of the KV cache; the weights do not depend on them
 _NOT_WEIGHTS = frozenset(
     {"activation_scale", "input_scale", "input_zero_point", "output_scale", "output_zero_point"}
@@ -55,7 +57,7 @@ def read_scheme(raw: Mapping[str, Any], config_file: Path) -> Scheme | None:
     inner = raw.get("text_config")
     places = (raw, inner if isinstance(inner, dict) else {})
     found = [place.get(name) for place in places for name in ("quantization_config", "compression_config")]
-    settings = next((value for value in found if value), None)
+    settings = next((value for value in found if value), None) or _beside(config_file)
     if not settings:
         return None
     if not isinstance(settings, dict):
@@ -92,6 +94,15 @@ def plain_table(table: Mapping[str, StoredTensor], scheme: Scheme) -> dict[str, 
             plain[made.name] = made
             break
     return plain
+
+
+def _beside(config_file: Path) -> dict[str, Any] | None:
+    """The settings that modelopt's older checkpoints have in a file of their own. Raises CheckpointError."""
+    path = config_file.with_name(_MODELOPT_FILE)
+    if not path.exists():
+        return None
+    settings = read_json(path).get("quantization")
+    return {"quant_method": "modelopt", **settings} if isinstance(settings, dict) else None
 
 
 def _fp8(settings: Mapping[str, Any]) -> Scheme:
@@ -141,6 +152,16 @@ def _gptq(settings: Mapping[str, Any]) -> Scheme:
     return Scheme("GPTQ", (Gptq(bits, group, layout == "gptq"),))
 
 
+def _modelopt(settings: Mapping[str, Any]) -> Scheme:
+    algorithm = settings.get("quant_algo")
+    if algorithm is None and "quant_algo" in settings:
+        # of the KV cache alone
+        return Scheme("modelopt", ())
+    if algorithm != "FP8":
+        raise _Unread(f"modelopt ({algorithm})")
+    return Scheme("modelopt (FP8)", (Scaled(("F8_E4M3",), ("_scale",), frozenset({"F32"}), ((None, None),), None),))
+
+
 def _group(value: Any) -> int | None:
     """Columns that share a scale; None: all, which is stored as -1."""
     if type(value) is not int or (value <= 0 and value != -1):
@@ -164,4 +185,5 @@ _METHODS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "compressed-tensors": _compressed,
     "awq": _awq,
     "gptq": _gptq,
+    "modelopt": _modelopt,
 }
