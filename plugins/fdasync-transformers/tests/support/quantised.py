@@ -30,6 +30,12 @@ def make_mxfp4(quantised: Path, plain: Path, seed: int = 0) -> None:
     quantise(plain, quantised, "mxfp4")
 
 
+def make_form(quantised: Path, plain: Path, how: str, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> None:
+    """A qwen3_moe checkpoint in a form of `FORMS`, and its plain form."""
+    make_tiny_model("qwen3_moe", seed).to(torch.bfloat16).save_pretrained(plain)
+    quantise(plain, quantised, how, dtype=dtype)
+
+
 def split(folder: Path, of_second: Iterable[str]) -> None:
     """Move tensors whose names end so to a second shard."""
     tensors = load_file(folder / SINGLE_FILE)

@@ -192,6 +192,15 @@ def test_experts_may_be_stacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert_equal(load(quantised).state_dict(), load(plain).state_dict())
 
 
+def test_scales_may_have_the_name_of_deepseeks_own_files(tmp_path: Path) -> None:
+    quantised, plain = make(tmp_path, "deepseek_v3")
+    stored = load_file(quantised / SINGLE_FILE)
+    scales = [name for name in stored if name.endswith("_scale_inv")]
+    named = {name.replace("weight_scale_inv", "scale"): stored[name] for name in scales}
+    edit(quantised, **dict.fromkeys(scales), **named)
+    assert_equal(load(quantised).state_dict(), load(plain).state_dict())
+
+
 def test_tied_heads_are_compared_dequantised(tmp_path: Path) -> None:
     quantised, plain = tmp_path / "quantised", tmp_path / "plain"
     make_fp8(quantised, plain, "ernie4_5_moe")
@@ -300,13 +309,17 @@ def test_bad_block_sizes_are_refused(tmp_path: Path, block: object) -> None:
 @pytest.mark.parametrize(
     ("settings", "name"),
     [
-        ({"quant_method": "awq", "bits": 4}, "awq"),
-        ({"quant_method": "gptq", "bits": 4}, "gptq"),
-        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, r"compressed-tensors \(pack-quantized\)"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
         ({"load_in_8bit": True}, "bitsandbytes"),
         ({"quant_method": "novel"}, "novel"),
         ({"quant_method": "fp8", "expert_dtype": "fp4"}, "fp8 with experts in fp4"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, r"modelopt \(NVFP4\)"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, r"awq \(gemv\)"),
+        ({"quant_method": "awq", "bits": 4, "backend": "llm-awq"}, r"awq \(llm-awq\)"),
+        ({"quant_method": "awq", "bits": 8}, "awq of 8 bits"),
+        ({"quant_method": "gptq", "bits": 3}, "gptq of 3 bits"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, r"gptq \(marlin\)"),
+        ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, r"gptq \(marlin\)"),
         ({"bits": 3}, "a method that config.json does not name"),
     ],
 )
