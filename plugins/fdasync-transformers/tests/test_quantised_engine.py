@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from fdasync_transformers import Served, verify
-from quantised import make_fp8, make_mxfp4
+from fdasync_transformers.tiny.packed_forms import FORMS
+from quantised import make_form, make_fp8, make_mxfp4
 
 from fdasync import Engine, EngineConfig, SamplingParams
 
@@ -22,6 +23,9 @@ NOTES = {
     "qwen3_moe": "FP8 dequantised to bfloat16: 91 tensors",
     "deepseek_v3": "FP8 dequantised to bfloat16: 104 tensors",
     "mxfp4": "MXFP4 dequantised to bfloat16: 8 tensors",
+    "pack-quantized": "compressed-tensors (pack-quantized) dequantised to bfloat16: 72 tensors",
+    "awq": "AWQ dequantised to bfloat16: 91 tensors",
+    "gptq desc_act": "GPTQ dequantised to bfloat16: 91 tensors",
 }
 
 
@@ -29,6 +33,8 @@ def make(tmp_path: Path, kind: str, seed: int = 0) -> tuple[Path, Path]:
     quantised, plain = tmp_path / f"quantised {seed}", tmp_path / f"plain {seed}"
     if kind == "mxfp4":
         make_mxfp4(quantised, plain, seed)
+    elif kind in FORMS:
+        make_form(quantised, plain, kind, seed)
     else:
         make_fp8(quantised, plain, kind, seed)
     return quantised, plain
