@@ -324,7 +324,7 @@ def test_an_unknown_type_is_unsupported_and_its_code_is_not_run(tmp_path: Path) 
     [
         ({"model_type": "vit"}, "no causal language model"),
         ({"architectures": ["Qwen3MoeForSequenceClassification"]}, "SequenceClassification"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantised with awq"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, "quantised with aqlm"),
     ],
 )
 def test_other_models_are_unsupported(tmp_path: Path, values: dict[str, Any], words: str) -> None:

@@ -10,7 +10,7 @@ import torch
 import transformers
 from fdasync_transformers import named_tensors
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
-from fdasync_transformers.weights import dequantize, loading, ties
+from fdasync_transformers.weights import loading, open_shards, ties
 from fdasync_transformers.weights.placement import Placement
 from fdasync_transformers.weights.shards import INDEX_FILE, SINGLE_FILE, StoredTensor
 from live_weights import Live, assert_equal, stored
@@ -206,7 +206,7 @@ def test_a_folder_that_cannot_be_compared_changes_nothing(folder: Any, monkeypat
     def gone(*_: Any, **__: Any) -> None:
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr(dequantize, "safe_open", gone)
+    monkeypatch.setattr(open_shards, "safe_open", gone)
     with pytest.raises(WeightsRejected, match="cannot be read: the disk is gone"):
         live.weights.load_folder(str(path))
     assert_equal(live.state(), before)

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from fdasync.errors import CheckpointError, UnsupportedModel
-from fdasync_transformers.weights import config_groups
-from fdasync_transformers.weights.layouts import FP8_SCALES, Mxfp4, Scaled
-from fdasync_transformers.weights.packed import Awq, Gptq
+from fdasync_transformers.weights.layouts import config_groups
+from fdasync_transformers.weights.layouts.scaled import FP8_SCALES, Mxfp4, Scaled
+from fdasync_transformers.weights.layouts.transposed import Awq, Gptq
 from fdasync_transformers.weights.shards import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from fdasync_transformers.weights.layouts import Block, Layout
-    from fdasync_transformers.weights.shards import StoredTensor
+    from fdasync_transformers.weights.layouts.scaled import Block
+    from fdasync_transformers.weights.shards import Layout, StoredTensor
 
 _DEFAULT_BLOCK = (128, 128)
 _MODELOPT_FILE = "hf_quant_config.json"

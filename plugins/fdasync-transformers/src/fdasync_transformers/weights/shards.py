@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import json
 import math
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fdasync.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
+    import torch
     from transformers import PreTrainedModel
 
-    from fdasync_transformers.weights.layouts import Layout
+    from fdasync_transformers.weights.open_shards import OpenShards
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -44,6 +47,24 @@ _DTYPE_NBYTES = {
     "U64": 8,
 }
 FLOATS = frozenset(name for name in _DTYPE_NBYTES if name.startswith(("F", "BF")))
+
+
+class Layout(ABC):
+    """A way to store a quantised tensor (`layouts`)."""
+
+    @abstractmethod
+    def join(self, key: str, stored: StoredTensor, table: Mapping[str, StoredTensor]) -> StoredTensor | None:
+        """The tensor that a stored one makes with others of the table; None: it holds no values of this layout.
+
+        Reads no tensor data. Raises CheckpointError naming a tensor that is missing or does not fit.
+        """
+
+    @abstractmethod
+    def rows(self, shards: OpenShards, stored: StoredTensor, first: int, last: int, like: torch.Tensor) -> torch.Tensor:
+        """Rows `first` to `last` (exclusive) of a joined tensor, in the dtype and on the device of `like`.
+
+        Raises CheckpointError.
+        """
 
 
 class Quantized(NamedTuple):

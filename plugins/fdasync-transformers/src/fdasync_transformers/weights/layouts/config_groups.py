@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fdasync_transformers.weights.layouts import FLOAT_SCALES, Scaled
-from fdasync_transformers.weights.packed import PackedKind, PackedRows
+from fdasync_transformers.weights.layouts.packed import PackedKind, PackedRows
+from fdasync_transformers.weights.layouts.scaled import FLOAT_SCALES, Scaled
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from fdasync_transformers.weights.layouts import Block, Layout
+    from fdasync_transformers.weights.layouts.scaled import Block
+    from fdasync_transformers.weights.shards import Layout
 
 _PACKED = "pack-quantized"
 # values of one byte each; the formats differ in what they say of activations

@@ -1,15 +1,13 @@
-"""The layouts of stored quantised tensors: which stored tensors make one of the model, and the arithmetic of its rows.
+"""The layouts whose values are stored one a byte, MXFP4, and what layouts share.
 
 A layout recognises its values among the stored tensors, checks that scales and zero points fit, and later makes bands
-of rows, on the device that they are meant for. Knows tensors by their names on disk, neither configs nor models. Here
-are those whose values are stored one a byte, and MXFP4; `packed.py` has those that pack values into words. Made and
-called by `quantized.py`; `reading.py` reads the rows.
+of rows, on the device that they are meant for. Knows tensors by their names on disk, neither configs nor models. Made
+and called by `quantized.py`; `reading.py` reads the rows.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -17,7 +15,7 @@ import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from fdasync.errors import CheckpointError
-from fdasync_transformers.weights.shards import FLOATS, Quantized, StoredTensor
+from fdasync_transformers.weights.shards import FLOATS, Layout, Quantized, StoredTensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,24 +35,6 @@ _E8M0_BIAS = 127.0
 _MXFP4_VALUES, _MXFP4_SCALES = "_blocks", "_scales"
 # bytes of one MXFP4 block: 32 values of 4 bits, which share a scale
 _MXFP4_BLOCK_NBYTES = 16
-
-
-class Layout(ABC):
-    """A way to store a quantised tensor."""
-
-    @abstractmethod
-    def join(self, key: str, stored: StoredTensor, table: Mapping[str, StoredTensor]) -> StoredTensor | None:
-        """The tensor that a stored one makes with others of the table; None: it holds no values of this layout.
-
-        Reads no tensor data. Raises CheckpointError naming a tensor that is missing or does not fit.
-        """
-
-    @abstractmethod
-    def rows(self, shards: OpenShards, stored: StoredTensor, first: int, last: int, like: torch.Tensor) -> torch.Tensor:
-        """Rows `first` to `last` (exclusive) of a joined tensor, in the dtype and on the device of `like`.
-
-        Raises CheckpointError.
-        """
 
 
 @dataclass(frozen=True)
