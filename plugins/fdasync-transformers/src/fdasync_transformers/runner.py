@@ -12,6 +12,7 @@ import asyncio
 import gc
 import os
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -34,6 +35,7 @@ from fdasync_transformers.model.head import decoder_of
 from fdasync_transformers.model.kv import KVLayout, KVPool
 from fdasync_transformers.sampling.grammar_process import GrammarProcess
 from fdasync_transformers.sampling.grammars import Grammars
+from fdasync_transformers.sampling.paced import Paced
 from fdasync_transformers.start.examine import examine
 from fdasync_transformers.start.open_model import Opened, open_model
 from fdasync_transformers.start.runner_config import (
@@ -63,6 +65,10 @@ if TYPE_CHECKING:
     from fdasync_transformers.model.moe_layers import MoELayers
 
 
+# of the loop's time, what compiling grammars may take; and seconds of it at once: some hundred ordinary ones
+_COMPILING_SHARE, _COMPILING_BURST_S = 0.05, 0.3
+
+
 class TransformersRunner(Runner):
     """One checkpoint and its paged KV cache; see `Runner` for the contract."""
 
@@ -79,6 +85,7 @@ class TransformersRunner(Runner):
         self._weights: LiveWeights | None = None
         self._grammars: Grammars | None = None
         self._checks: GrammarProcess | None = None
+        self._compiling = Paced(_COMPILING_SHARE, _COMPILING_BURST_S)
         self._graph_tokens: tuple[int, ...] = ()
 
     def examine(self) -> ModelReport:
@@ -251,7 +258,7 @@ class TransformersRunner(Runner):
         else:
             await self._checks.check(grammar)
             # so that no step compiles it
-            self._grammars.check(grammar)
+            await self._compiling.run(partial(self._grammars.check, grammar))
 
     # -- new weights; all of it blocks the loop of the worker process -------------------------------
 

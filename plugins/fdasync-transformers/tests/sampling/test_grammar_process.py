@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,6 +13,7 @@ from fdasync_transformers.weights.random_checkpoints import EOS_ID, VOCAB_SIZE, 
 
 from fdasync.errors import BadInput, CheckpointError, EngineClosed
 from fdasync.request import Grammar
+from fdasync.testing import until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,6 +22,7 @@ FINE = Grammar("regex", "a+")
 # takes the library minutes
 ENDLESS = Grammar("json_schema", '{"type": "integer", "multipleOf": 9999991}')
 SLOW = Grammar("gbnf", "root ::= " + " ".join(['"a"?'] * 8000))
+LARGE = Grammar("regex", "((a{50}){50}){50}")
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +52,48 @@ async def test_what_takes_too_long_is_refused_and_the_next_is_checked(tokenizer:
     assert not is_alive(checks)
     with pytest.raises(EngineClosed):
         await checks.check(FINE)
+
+
+def pid_of(checks: GrammarProcess) -> int:
+    assert checks._child is not None
+    return checks._child.process.pid
+
+
+async def test_a_grammar_that_takes_too_much_memory_is_refused_and_the_next_is_checked(tokenizer: Path) -> None:
+    checks = GrammarProcess(tokenizer, VOCAB_SIZE, (EOS_ID,), memory_nbytes=16 << 20)
+    for _ in range(2):
+        with pytest.raises(BadInput, match="signal 6") as caught:
+            await checks.check(LARGE)
+        assert caught.value.field == "grammar"
+        await checks.check(FINE)
+    await checks.aclose()
+
+
+async def test_a_child_that_others_killed_is_not_the_grammars_fault(tokenizer: Path) -> None:
+    checks = GrammarProcess(tokenizer, VOCAB_SIZE, (EOS_ID,))
+    await checks.check(FINE)
+    os.kill(pid_of(checks), signal.SIGKILL)
+    await checks.check(Grammar("regex", "c+"))
+    os.kill(pid_of(checks), signal.SIGSTOP)
+    waiting = asyncio.ensure_future(checks.check(Grammar("regex", "d+")))
+    await until(lambda: checks._child is not None and bool(checks._child.unanswered))
+    os.kill(pid_of(checks), signal.SIGKILL)
+    await waiting
+    await checks.aclose()
+
+
+async def test_the_child_outlives_a_check_that_was_left_and_ends(tokenizer: Path) -> None:
+    checks = GrammarProcess(tokenizer, VOCAB_SIZE, (EOS_ID,))
+    await checks.check(FINE)
+    before = pid_of(checks)
+    for letter in "bcdef":
+        left = asyncio.ensure_future(checks.check(Grammar("regex", letter)))
+        await asyncio.sleep(0)
+        left.cancel()
+        await asyncio.wait([left])
+    await checks.check(Grammar("regex", "b+"))
+    assert pid_of(checks) == before
+    await checks.aclose()
 
 
 async def test_a_check_that_was_left_is_not_blamed_on_the_next(tokenizer: Path) -> None:
