@@ -1,4 +1,4 @@
-"""Has the runner check each grammar before a request that asks for it is prepared; requests of one grammar share a check.
+"""Has the runner check each grammar before a request of it is prepared; requests of one grammar share a check.
 
 Thousands of rollouts may come at once with one new grammar, and a check takes milliseconds of a process that checks one
 after the other. Knows no grammar's contents and no runner. Called by `prepare.py`, and by `pd/instance` for a request

@@ -11,7 +11,6 @@ import asyncio
 from array import array
 from collections import deque
 from collections.abc import Sequence, Sized
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import msgspec
