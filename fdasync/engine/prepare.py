@@ -253,7 +253,7 @@ class Preparer:
         """
         params = ask.params
         if params.grammar is not None:
-            await self._grammars.check(params.grammar)
+            await self.check_grammar(params.grammar)
         tokens = ask.prompt
         if isinstance(tokens, str):
             tokens = self._check_tokens(await self._tokenise(tokens))
@@ -263,6 +263,10 @@ class Preparer:
         hashes = await hash_blocks(root, tokens, self.capacity.block_tokens) if self._config.prefix_cache else ()
         given = PromptHashes(namespace, hashes)
         return self.events(ask, tokens, given, keys, rows=rows, arrived_at=arrived_at, deadline=deadline)
+
+    async def check_grammar(self, grammar: Grammar) -> None:
+        """Have the runner check it, once. Raises BadInput, DeadlineExceeded, WorkerDied."""
+        await self._grammars.check(grammar)
 
     def events(
         self,
