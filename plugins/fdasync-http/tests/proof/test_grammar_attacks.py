@@ -1,0 +1,138 @@
+"""Floods of grammars on a server of a real checkpoint: bounded memory, the answers that are meant, others in time.
+
+The tokens of a stream that has no grammar keep their pace: the median gap between them moves by less than a tenth.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import statistics
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import httpx2
+import pytest
+from fdasync_transformers import make_random_checkpoint
+
+from benchmarks._http_process import children_of, front, memory_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PAIRS = 5
+WINDOW_S = 2.5
+TOKENS = 400
+MOVED = 1.10
+_MIB = 1 << 20
+# most memory of all processes, in MiB, and the only answers that the attacker may see
+BOUNDS = {
+    "grammars_endless": (300, {"400"}),
+    "grammars_left": (300, {"left"}),
+    "grammars_costly": (300, {"200", "400"}),
+    "grammars_large": (300, {"200", "400"}),
+    "grammars_nested": (100, {"400"}),
+    "grammars_wide": (400, {"200", "400"}),
+}
+CONFIG = """
+max_context_tokens = 1024
+num_blocks = 2048
+max_running = 16
+max_step_tokens = 64
+[runner_config]
+dtype = "float32"
+device = "cpu"
+num_threads = 1
+self_check = false
+"""
+BODY = {"input_ids": [1, 2, 3], "sampling_params": {"regex": "[ab]{2}", "max_new_tokens": 4}}
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoint")
+    make_random_checkpoint(path, "qwen3_moe", size="tiny")
+    return path
+
+
+class Reader:
+    """A stream without a grammar, again and again; when each of its events came."""
+
+    def __init__(self, port: int) -> None:
+        self.times: list[float] = []
+        self._port = port
+
+    async def run(self) -> None:
+        body = {"token_ids": [1] * 8, "stream": True,
+                "sampling_params": {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}}  # fmt: skip
+        data = json.dumps(body).encode()
+        head = b"POST /inference/v1/generate HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(data)
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        try:
+            while True:
+                writer.write(head + data)
+                assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+                while b"[DONE]" not in await reader.readuntil(b"\n\n"):
+                    self.times.append(time.monotonic())
+                await reader.readuntil(b"0\r\n\r\n")
+        finally:
+            writer.close()
+
+    def gap_s(self, begin: float, end: float) -> float:
+        """Median time between tokens."""
+        inside = [at for at in self.times if begin <= at <= end]
+        return statistics.median(after - before for before, after in itertools.pairwise(inside))
+
+
+async def window() -> tuple[float, float]:
+    begin = time.monotonic()
+    await asyncio.sleep(WINDOW_S)
+    return begin, time.monotonic()
+
+
+@pytest.mark.parametrize("name", list(BOUNDS))
+async def test_a_flood_of_grammars_disturbs_no_others(name: str, folder: Path, tmp_path: Path) -> None:
+    most_mib, statuses = BOUNDS[name]
+    config = tmp_path / "engine.toml"
+    config.write_text(CONFIG)
+    with front("--model", str(folder), "--config", str(config)) as server:
+        async with httpx2.AsyncClient(base_url=server.url, timeout=30) as client:
+            assert (await client.post("/generate", json=BODY)).status_code == 200
+            stream = Reader(server.port)
+            reading = asyncio.ensure_future(stream.run())
+            await asyncio.sleep(1.0)
+            before = most = memory_of([server.pid, *children_of(server.pid)]).private
+            ratios = []
+            seen: set[str] = set()
+            for _ in range(PAIRS):
+                quiet = await window()
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable, "-m", "benchmarks._http_attacker", name, str(server.port),
+                    stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+                )  # fmt: skip
+                async with asyncio.timeout(120):
+                    assert await process.stdout.readline() == b"ready\n"
+                    await asyncio.sleep(0.5)
+                    loud = await window()
+                    # one that nobody checked before is checked beside the flood
+                    begin = time.monotonic()
+                    own = {**BODY["sampling_params"], "regex": f"[ab]{{{2 + len(ratios)}}}"}
+                    answer = await client.post("/generate", json={**BODY, "sampling_params": own})
+                    assert answer.status_code == 200, answer.text
+                    assert time.monotonic() - begin < 20.0
+                    most = max(most, memory_of([server.pid, *children_of(server.pid)]).private)
+                    process.stdin.close()
+                    out, _ = await process.communicate()
+                seen |= set(json.loads(out)["statuses"])
+                ratios.append(stream.gap_s(*loud) / stream.gap_s(*quiet))
+            assert not reading.done(), "the stream ended"
+            reading.cancel()
+            await asyncio.wait([reading])
+            print(name, [round(one, 3) for one in ratios], (most - before) // _MIB, seen)
+            assert seen, "the attack sent nothing"
+            assert seen <= statuses
+            assert (most - before) / _MIB <= most_mib
+            assert statistics.median(ratios) < MOVED
