@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from fdasync_transformers.sampling.grammar_process import GrammarProcess
@@ -14,9 +14,6 @@ from fdasync_transformers.weights.random_checkpoints import EOS_ID, VOCAB_SIZE, 
 from fdasync.errors import BadInput, CheckpointError, EngineClosed
 from fdasync.request import Grammar
 from fdasync.testing import until
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FINE = Grammar("regex", "a+")
 # takes the library minutes
@@ -61,11 +58,14 @@ def pid_of(checks: GrammarProcess) -> int:
 
 async def test_a_grammar_that_takes_too_much_memory_is_refused_and_the_next_is_checked(tokenizer: Path) -> None:
     checks = GrammarProcess(tokenizer, VOCAB_SIZE, (EOS_ID,), memory_nbytes=16 << 20)
+    await checks.check(FINE)
+    before = pid_of(checks)
     for _ in range(2):
         with pytest.raises(BadInput, match="signal 6") as caught:
             await checks.check(LARGE)
         assert caught.value.field == "grammar"
         await checks.check(FINE)
+    assert pid_of(checks) == before
     await checks.aclose()
 
 
@@ -82,16 +82,43 @@ async def test_a_child_that_others_killed_is_not_the_grammars_fault(tokenizer: P
     await checks.aclose()
 
 
-async def test_the_child_outlives_a_check_that_was_left_and_ends(tokenizer: Path) -> None:
+def forks_of(checks: GrammarProcess) -> list[int]:
+    pid = pid_of(checks)
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+async def test_grammars_that_end_their_check_end_no_other(tokenizer: Path) -> None:
     checks = GrammarProcess(tokenizer, VOCAB_SIZE, (EOS_ID,))
     await checks.check(FINE)
     before = pid_of(checks)
-    for letter in "bcdef":
-        left = asyncio.ensure_future(checks.check(Grammar("regex", letter)))
-        await asyncio.sleep(0)
-        left.cancel()
-        await asyncio.wait([left])
+    slow = [asyncio.ensure_future(checks.check(ENDLESS)) for _ in range(2)]
+    await until(lambda: len(forks_of(checks)) == 2)
+    # an operator ends one of them: it is begun again
+    os.kill(forks_of(checks)[0], signal.SIGKILL)
     await checks.check(Grammar("regex", "b+"))
+    refusals = await asyncio.gather(*slow, return_exceptions=True)
+    assert all(isinstance(one, BadInput) and "too long" in str(one) for one in refusals)
+    # clients that leave take their checks with them
+    for _ in range(3):
+        left = [asyncio.ensure_future(checks.check(ENDLESS)) for _ in range(5)]
+        await until(lambda: len(forks_of(checks)) == 2)
+        for one in left:
+            one.cancel()
+        await asyncio.wait(left)
+        assert forks_of(checks) == []
+    await checks.check(Grammar("regex", "c+"))
+    assert pid_of(checks) == before
+    await checks.aclose()
+
+
+async def test_a_load_goes_on_where_its_caller_left(tokenizer: Path) -> None:
+    checks = GrammarProcess(tokenizer, VOCAB_SIZE, (EOS_ID,))
+    left = asyncio.ensure_future(checks.check(FINE))
+    await until(lambda: checks._child is not None)
+    before = pid_of(checks)
+    left.cancel()
+    await asyncio.wait([left])
+    await checks.check(FINE)
     assert pid_of(checks) == before
     await checks.aclose()
 
