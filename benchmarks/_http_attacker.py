@@ -202,6 +202,11 @@ def _wide(number: int) -> bytes:
     return _sampling(regex=f"(({alternatives}) ){{{number + 100}}}", max_new_tokens=300)
 
 
+def _free(_number: int) -> bytes:
+    """As `_wide`, without a grammar."""
+    return _sampling(max_new_tokens=300, ignore_eos=True)
+
+
 #: against a model whose runner keeps real grammars
 GRAMMAR_ATTACKS: dict[str, Callable[[Attack], Awaitable[Any]]] = {
     "grammars_endless": lambda one: _grammars(one, _endless),
@@ -210,6 +215,8 @@ GRAMMAR_ATTACKS: dict[str, Callable[[Attack], Awaitable[Any]]] = {
     "grammars_large": lambda one: _grammars(one, _large, every_s=0.05),
     "grammars_nested": lambda one: _grammars(one, _nested, every_s=0.02),
     "grammars_wide": lambda one: _grammars(one, _wide, every_s=0.05),
+    # what others' answers cost without any
+    "free_answers": lambda one: _grammars(one, _free, every_s=0.05),
 }
 
 

@@ -19,11 +19,11 @@ from msgspec.structs import replace
 
 from fdasync.cache.aux import ROUTING
 from fdasync.cache.identity import PromptHashes, block_keys, root_key
-from fdasync.engine.grammar_checks import GrammarChecks
 from fdasync.engine.tokenizer_process import token_ids
 from fdasync.errors import BadInput, TaskCancelled, TooLong
 from fdasync.events.catalog import Hashed, RequestPrepared
 from fdasync.request import MAX_SALT_CHARS, SamplerSpec, SamplingParams, check_text, checked_aux
+from fdasync.runner.grammar_checks import GrammarChecks
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -86,9 +86,7 @@ class Need(msgspec.Struct, frozen=True):
         if self.scores and not any(room.facts.scores_prompts for room in rooms):
             return BadInput("prompt_logprobs_start", "was asked for, but no instance's runner scores prompts")
         if not (able := list(filter(self._is_known, rooms))):
-            return BadInput(
-                "grammar", "was asked for beside log-probs of the prompt; no instance has both"
-            )
+            return BadInput("grammar", "was asked for beside log-probs of the prompt; no instance has both")
         rooms = able
         most = max(room.facts.max_requests for room in rooms)
         if self.samples > most:

@@ -1,8 +1,7 @@
 """Has the runner check each grammar before a request of it is prepared; requests of one grammar share a check.
 
-Thousands of rollouts may come at once with one new grammar, and a check takes milliseconds of a process that checks one
-after the other. Knows no grammar's contents and no runner. Called by `prepare.py`, and by `pd/instance` for a request
-that another instance prefills.
+Thousands of rollouts may come at once with one new grammar, and a check takes milliseconds of one process.
+Knows no grammar's contents and no runner. Called by `engine/prepare.py`.
 """
 
 from __future__ import annotations
