@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config(folder: Path, runner: dict[str, Any] = CPU, **values: Any) -> EngineConfig:
     sizes = {"block_tokens": 4, "num_blocks": 128, "max_context_tokens": 128, "max_running": 8, "max_step_tokens": 64}
-    return EngineConfig(model=str(folder), runner_config=runner, process="inline", **{**sizes, **values})
+    return EngineConfig(model=str(folder), runner_config=runner, **{"process": "inline", **sizes, **values})
 
 
 def under(grammar: Grammar | None = JSON, **fields: Any) -> SamplingParams:
@@ -122,6 +122,22 @@ async def test_pauses_and_new_weights_keep_every_text(folder: Path, tmp_path: Pa
                 for sample in result.samples:
                     check(sample)
                     assert len(sample.weight_version) == 2
+        engine.check()
+
+
+async def test_checks_that_clients_left_hold_up_no_other(folder: Path) -> None:
+    async with Engine(config(folder, process="worker")) as engine:
+        await engine.complete("say", under(Grammar("regex", "a")))
+        # each would take the CPU 0.3 s
+        endless = [f'{{"type": "integer", "multipleOf": {number}}}' for number in range(9_999_001, 9_999_401, 2)]
+        left = [asyncio.ensure_future(engine.complete("say", under(Grammar("json_schema", text)))) for text in endless]
+        await asyncio.sleep(0)
+        await until(lambda: engine.load().live == len(left))
+        for one in left:
+            one.cancel()
+        await asyncio.wait(left)
+        async with asyncio.timeout(15):
+            await engine.complete("say", under(Grammar("regex", "b")))
         engine.check()
 
 
