@@ -173,7 +173,7 @@ async def _grammars(
             group.create_task(ask())
 
 
-_AT_ONCE = 8
+_AT_ONCE = 4
 
 
 def _endless(number: int) -> bytes:
@@ -210,13 +210,13 @@ def _free(_number: int) -> bytes:
 #: against a model whose runner keeps real grammars
 GRAMMAR_ATTACKS: dict[str, Callable[[Attack], Awaitable[Any]]] = {
     "grammars_endless": lambda one: _grammars(one, _endless),
-    "grammars_left": lambda one: _grammars(one, _endless, leaves=True),
-    "grammars_costly": lambda one: _grammars(one, _costly),
-    "grammars_large": lambda one: _grammars(one, _large, every_s=0.05),
-    "grammars_nested": lambda one: _grammars(one, _nested, every_s=0.02),
-    "grammars_wide": lambda one: _grammars(one, _wide, every_s=0.05),
+    "grammars_left": lambda one: _grammars(one, _endless, leaves=True, every_s=0.1),
+    "grammars_costly": lambda one: _grammars(one, _costly, every_s=0.1),
+    "grammars_large": lambda one: _grammars(one, _large, every_s=0.1),
+    "grammars_nested": lambda one: _grammars(one, _nested, every_s=0.1),
+    "grammars_wide": lambda one: _grammars(one, _wide, every_s=0.1),
     # what others' answers cost without any
-    "free_answers": lambda one: _grammars(one, _free, every_s=0.05),
+    "free_answers": lambda one: _grammars(one, _free, every_s=0.1),
 }
 
 

@@ -38,7 +38,7 @@ _LEAVE_S = 5.0
 _LOAD_S = 60.0
 #: what each check may allocate
 MEMORY_NBYTES = 512 << 20
-_NICE = 10
+_NICE = 19
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
