@@ -60,7 +60,9 @@ class Attack:
             begin = time.monotonic()
             line = b""
             with contextlib.suppress(ConnectionError):
-                line = await asyncio.wait_for(reader.readline(), _ANSWER_S)
+                # `wait_for` loses a cancellation that comes with the answer
+                async with asyncio.timeout(_ANSWER_S):
+                    line = await reader.readline()
             self.slowest_s = max(self.slowest_s, time.monotonic() - begin)
             self.statuses[line[9:12].decode() or "closed"] += 1
         finally:
