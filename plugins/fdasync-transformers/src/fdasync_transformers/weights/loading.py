@@ -257,7 +257,8 @@ def _bytes_of(tensor: torch.Tensor, staging: list[torch.Tensor]) -> Iterator[mem
         return
     if not staging:
         staging.append(torch.empty(_STAGED_NBYTES, dtype=torch.uint8, pin_memory=True))
-    for piece in flat.split(_STAGED_NBYTES):
+    for first in range(0, len(flat), _STAGED_NBYTES):
+        piece = flat[first : first + _STAGED_NBYTES]
         held = staging[0][: len(piece)]
         held.copy_(piece)  # blocking: at start-up and between steps, in a process of its own
         yield _view(held)
