@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from fdasync.errors import CheckpointError, ConfigError, FdasyncError, InvariantBroken, RunnerError
+from fdasync.errors import (
+    CheckpointError,
+    ConfigError,
+    FdasyncError,
+    InvariantBroken,
+    RunnerError,
+    UnsupportedModel,
+)
 from fdasync.runner.base import Capacity, Runner, RunnerLimits
 from fdasync.runner.input_batch import InputBatch
 from fdasync_transformers.capture.aux_data import AuxData, aux_specs, make_aux
@@ -110,9 +117,8 @@ class TransformersRunner(Runner):
                 hint="see fdasync doctor --model",
             ) from error
         except Exception as error:
-            # the library raises errors of many types for bad values in a checkpoint
-            problem = f"the model cannot be built or run: {type(error).__name__}: {error}"
-            raise CheckpointError(self.limits.model, problem) from error
+            # not the checkpoint's: reading it raises CheckpointError itself
+            raise UnsupportedModel(self.limits.model, f"opening it fails: {type(error).__name__}: {error}") from error
 
     def _open(self) -> Capacity:
         config = self.config

@@ -101,3 +101,16 @@ def test_rotary_dim_is_read_whatever_the_library_does_with_it() -> None:
     raw["rope_parameters"].pop("partial_rotary_factor", None)
     config: Any = read_architecture(raw, HERE).config
     assert config.rope_parameters["partial_rotary_factor"] == 4 / config.head_dim
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama4"])
+def test_the_attention_that_a_config_asks_for_need_not_be_installed(tmp_path: Path, family: str) -> None:
+    make_tiny_checkpoint(tmp_path, family)
+    path = tmp_path / "config.json"
+    raw = json.loads(path.read_text())
+    asked = {"_attn_implementation": "flash_attention_2", "attn_implementation": "flash_attention_2"}
+    raw |= {**asked, **({"text_config": {**raw["text_config"], **asked}} if "text_config" in raw else {})}
+    path.write_text(json.dumps(raw))
+    checkpoint = loading.read_checkpoint(str(tmp_path))
+    model = loading.build(checkpoint, "auto")
+    assert loading.names_of(checkpoint, model).model is model
