@@ -52,6 +52,11 @@ async def test_layers_of_experts_alone_keep_no_state(tmp_path: Path) -> None:
     assert "state" not in reason
 
 
+async def test_a_mask_that_hangs_on_values_is_told_of_a_dense_model_too(tmp_path: Path) -> None:
+    make_tiny_checkpoint(tmp_path, "doge", is_moe=False)
+    assert "a dynamic mask, which picks keys by their values (model.layers.0.self_attn)" in await refused(tmp_path)
+
+
 async def test_attention_that_is_not_handed_the_arguments_of_the_call(tmp_path: Path) -> None:
     make(tmp_path, "stablelm")
     assert "StableLmAttention is not handed the arguments of the model's call" in await refused(tmp_path)

@@ -101,7 +101,11 @@ def plain_table(table: Mapping[str, StoredTensor], scheme: Scheme) -> dict[str, 
 def _scales_of(key: str, stored: StoredTensor, scales_key: str, table: Mapping[str, StoredTensor]) -> StoredTensor:
     scales = table.get(scales_key)
     if scales is None:
-        raise CheckpointError(str(stored.file), f"holds {key}, and no file of the folder holds its scales {scales_key}")
+        stem = key.rpartition(".")[0] + "."
+        other = next((name for name in sorted(table) if name.startswith(stem) and name.endswith("scale")), None)
+        hint = f" (it has {other}, of a layout that this loader does not know)" if other else ""
+        problem = f"holds {key}, and no file of the folder holds its scales {scales_key}{hint}"
+        raise CheckpointError(str(stored.file), problem)
     return scales
 
 
