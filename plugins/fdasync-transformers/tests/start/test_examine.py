@@ -92,6 +92,17 @@ async def test_a_report_counts_all_data_of_a_token(tmp_path: Path) -> None:
     await driver.close()
 
 
+async def test_a_model_whose_routing_cannot_be_recorded_is_served_without(tmp_path: Path) -> None:
+    make_tiny_checkpoint(tmp_path, "jetmoe")
+    assert not report_of(tmp_path).served
+    report = report_of(tmp_path, routing=False)
+    driver = await Driver.open(tmp_path, num_blocks=8, capture=False)
+    assert (report.served, report.reason) == (True, "")
+    assert report.max_context_tokens == driver.capacity.max_context_tokens
+    assert report.kv_token_nbytes == 0
+    await driver.close()
+
+
 def test_data_that_a_dense_model_has_not_are_refused_as_at_the_start(tmp_path: Path) -> None:
     make_tiny_checkpoint(tmp_path, "qwen3_dense")
     with pytest.raises(ConfigError, match="has no MoE layers"):

@@ -16,7 +16,7 @@ from fdasync.runner.report import ModelReport
 from fdasync_transformers.capture.aux_data import aux_specs
 from fdasync_transformers.model import families
 from fdasync_transformers.model.kv import KVLayout
-from fdasync_transformers.model.moe_layers import find_moe_layers, without_experts
+from fdasync_transformers.model.moe_layers import find_experts, find_moe_layers, without_experts
 from fdasync_transformers.model.refusals import refuse_unservable
 from fdasync_transformers.start import probe
 from fdasync_transformers.start.open_model import check_routing, library_code, max_context_of
@@ -71,6 +71,11 @@ def examine(config: TransformersConfig, limits: RunnerLimits, device: torch.devi
 def _shapes(model: PreTrainedModel, kind: str, config: TransformersConfig, limits: RunnerLimits) -> dict[str, Any]:
     """What one pass of one token on the meta device shows. Raises UnsupportedModel and ConfigError."""
     check_routing(model, limits)
+    try:
+        find_experts(model)
+    except UnsupportedModel:
+        # served where routing is off; the library's code of such experts runs on no meta device, so sizes stay unknown
+        return {}
     with library_code(kind, "a pass without weights"):
         mends = families.mend(model)
         experts = None if limits.capture is False else find_moe_layers(model, lambda: probe.run(model))
