@@ -114,3 +114,22 @@ def test_the_attention_that_a_config_asks_for_need_not_be_installed(tmp_path: Pa
     checkpoint = loading.read_checkpoint(str(tmp_path))
     model = loading.build(checkpoint, "auto")
     assert loading.names_of(checkpoint, model).model is model
+
+
+def test_more_layers_than_any_model_has_are_not_built(tmp_path: Path) -> None:
+    make_tiny_checkpoint(tmp_path, "qwen3_moe")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 1_000_000}))
+    with pytest.raises(CheckpointError, match="asks for 1,000,000 layers"):
+        loading.build(loading.read_checkpoint(str(tmp_path)), "auto")
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe_fp8", "gpt_oss_mxfp4"])
+def test_a_config_without_its_quantisation_is_told_as_that(tmp_path: Path, family: str) -> None:
+    make_tiny_checkpoint(tmp_path, family)
+    path = tmp_path / "config.json"
+    raw = json.loads(path.read_text())
+    del raw["quantization_config"]
+    path.write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match="has no quantization_config, and the folder holds .*, which is part of"):
+        loading.read_checkpoint(str(tmp_path))

@@ -164,11 +164,11 @@ def max_context_of(model: PreTrainedModel, limits: RunnerLimits) -> int:
 
 @contextmanager
 def library_code(kind: str, stage: str) -> Iterator[None]:
-    """Within the context, errors of the library's code are UnsupportedModel, with the stage: they do not mean that a
-    checkpoint is broken, as it was read and fits its config."""
+    """Within the context, errors of the library's code (and of ours around it) are UnsupportedModel, with the stage:
+    they do not mean that a checkpoint is broken, as it was read and fits its config."""
     try:
         yield
     except (FdasyncError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # models raise errors of many types
-        raise UnsupportedModel(kind, f"the library's code fails in {stage}: {type(error).__name__}: {error}") from error
+        raise UnsupportedModel(kind, f"{stage} fails: {type(error).__name__}: {error}") from error

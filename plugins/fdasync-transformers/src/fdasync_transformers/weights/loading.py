@@ -46,6 +46,10 @@ _NOT_IN_FINGERPRINT = frozenset(
 )
 # of the page-locked buffer through which a GPU's tensors are hashed
 _STAGED_NBYTES = 64 << 20
+# ends of names of tensors that only quantised checkpoints have
+_OF_QUANTISED = ("weight_scale_inv", "_proj_blocks", ".qweight", ".weight_packed")
+# a model of more layers is built for minutes, without memory too
+_MOST_LAYERS = 4096
 #: the weights id of weights that `draw` drew
 DRAWN_ID = "0" * 32
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -93,6 +97,10 @@ def read_checkpoint(folder: str, *, with_tensors: bool = True) -> Checkpoint:
     scheme = read_scheme(raw, config_file)
     architecture = read_architecture(raw, config_file)
     tensors = read_tensor_table(path) if with_tensors else {}
+    packed = next((name for name in tensors if name.endswith(_OF_QUANTISED)), None)
+    if scheme is None and packed is not None:
+        problem = f"has no quantization_config, and the folder holds {packed}, which is part of a quantised tensor"
+        raise CheckpointError(str(config_file), problem)
     return Checkpoint(path, architecture, plain_table(tensors, scheme) if scheme else tensors, scheme)
 
 
@@ -103,6 +111,9 @@ def build(checkpoint: Checkpoint, dtype: str) -> PreTrainedModel:
     Raises CheckpointError for a config whose sizes do not fit together, ConfigError for a dtype that is not served.
     """
     chosen = _choose_dtype(checkpoint, dtype)
+    layers: Any = getattr(checkpoint.config, "num_hidden_layers", 0)
+    if isinstance(layers, int) and layers > _MOST_LAYERS:
+        raise CheckpointError(str(checkpoint.folder / "config.json"), f"asks for {layers:,} layers")
     model = _on_meta(checkpoint, checkpoint.config, checkpoint.architecture.model_class, chosen)
     _keep_float32(model, chosen)
     return model
