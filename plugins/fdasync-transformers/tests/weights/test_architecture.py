@@ -131,5 +131,5 @@ def test_a_config_without_its_quantisation_is_told_as_that(tmp_path: Path, famil
     raw = json.loads(path.read_text())
     del raw["quantization_config"]
     path.write_text(json.dumps(raw))
-    with pytest.raises(CheckpointError, match="has no quantization_config, and the folder holds .*, which is part of"):
+    with pytest.raises(CheckpointError, match=r"has no quantization_config, and the folder holds .*, which is part of"):
         loading.read_checkpoint(str(tmp_path))
