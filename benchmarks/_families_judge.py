@@ -1,10 +1,12 @@
 """Answers of one family's engines, held against the library's own model: by `verify`, and by its `generate`.
 
-Knows results of engines, and no engine. Used by `_families_play.py`.
+`verify` finds MoE layers as the runner does, and so would miss a layer that both overlook: layers are also counted
+here, by the names of the weights. Knows results of engines, and no engine. Used by `_families_play.py`.
 """
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,8 +18,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+_EXPERTS_OF_LAYER = re.compile(r"\.(?:layers|blocks)\.(\d+)\..*\bexperts\.")
+
+
 class FamilyJudge(Judge):
-    """Judges as `verify` does, and greedy answers by `generate` too; equal answers once.
+    """Judges as `verify` does, and greedy answers by `generate` too; equal answers once. Rows of layers that were not
+    recorded are missing.
 
     Args:
         reference: the library's float32 model in eval mode.
@@ -27,12 +33,18 @@ class FamilyJudge(Judge):
         super().__init__({}, {0: ""}, torch.device("cpu"), torch.float32)
         self._reference = reference
         self._generated: dict[tuple[int, ...], list[int]] = {}
+        found = [_EXPERTS_OF_LAYER.search(name) for name in reference.state_dict()]
+        self._layers = {int(match.group(1)) for match in found if match is not None}
 
     def _load(self, _weights: str) -> Any:
         return self._reference
 
     def _one(self, answer: Answer) -> Findings:
         found = super()._one(answer)
+        known, start = ((), 0) if answer.routing is None else (answer.routing.layer_ids, answer.routing.start)
+        if answer.tokens and (lost := self._layers.difference(known)):
+            found.counts["missing_rows"] += len(lost) * (len(answer.prompt) + len(answer.tokens) - 1 - start)
+            found.worst.append(f"layers {sorted(lost)} have experts and no rows")
         # what `verify` found wrong, `generate` would find again
         if answer.greedy and answer.tokens and not found.counts["wrong_tokens"]:
             place = first_difference(answer.tokens, self._generate(answer.prompt, len(answer.tokens)))

@@ -97,6 +97,8 @@ class Outcome(msgspec.Struct, kw_only=True):
                 return f"it does not say {' or '.join(entry.refused)}: {self.error}: {self.reason}"
         if self.replay_reason and not _names(self.replay_reason, entry.replay_refused):
             return f"replay: {self.replay_reason}"
+        if self.kl_on is not None and entry.replay_refused:
+            return f"its replay runs, and the catalogue says that it is refused: {' or '.join(entry.replay_refused)}"
         return ""
 
 

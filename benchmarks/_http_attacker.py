@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import resource
@@ -59,7 +60,9 @@ class Attack:
             begin = time.monotonic()
             line = b""
             with contextlib.suppress(ConnectionError):
-                line = await asyncio.wait_for(reader.readline(), _ANSWER_S)
+                # `wait_for` loses a cancellation that comes with the answer
+                async with asyncio.timeout(_ANSWER_S):
+                    line = await reader.readline()
             self.slowest_s = max(self.slowest_s, time.monotonic() - begin)
             self.statuses[line[9:12].decode() or "closed"] += 1
         finally:
@@ -140,12 +143,91 @@ ATTACKS: dict[str, Callable[[Attack], Awaitable[Any]]] = {
 }
 
 
+def _sampling(**fields: Any) -> bytes:
+    return _body(json.dumps({"input_ids": [1, 2, 3], "sampling_params": fields}).encode())
+
+
+async def _grammars(
+    attack: Attack, make: Callable[[int], bytes], *, leaves: bool = False, every_s: float = 0.0
+) -> None:
+    """Requests of grammars that are all different, several at a time.
+
+    `leaves`: the client is gone before its answer.
+    """
+    numbers = itertools.count()
+
+    async def ask() -> None:
+        while True:
+            body = make(next(numbers))
+            if leaves:
+                _, writer = await asyncio.open_connection(HOST, attack.port)
+                writer.write(body)
+                await writer.drain()
+                await asyncio.sleep(0.05)
+                writer.transport.abort()
+                attack.statuses["left"] += 1
+            else:
+                await attack.once(body)
+            await asyncio.sleep(every_s)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(_AT_ONCE):
+            group.create_task(ask())
+
+
+_AT_ONCE = 4
+
+
+def _endless(number: int) -> bytes:
+    return _sampling(json_schema=json.dumps({"type": "integer", "multipleOf": 9_999_991 + 2 * number}))
+
+
+def _costly(number: int) -> bytes:
+    """Some 20 to 40 ms of CPU to compile, and none to keep."""
+    return _sampling(json_schema=json.dumps({"type": "integer", "multipleOf": 9973 + number}), max_new_tokens=2)
+
+
+def _large(number: int) -> bytes:
+    names = [f"p{number}_{at}" for at in range(1500)]
+    schema = {"type": "object", "properties": {name: {"type": "string"} for name in names}, "required": names}
+    return _sampling(json_schema=json.dumps(schema), max_new_tokens=2)
+
+
+def _nested(number: int) -> bytes:
+    text = "root ::= " + "(" * (10_000 + number) + '"a"' + ")" * (10_000 + number)
+    return _sampling(ebnf=text)
+
+
+def _wide(number: int) -> bytes:
+    """Long answers, each mask of which is as dear as may be."""
+    alternatives = "|".join(f"[a-z]{{{at % 40 + 1}}}[0-9]{{{at % 7}}}" for at in range(60))
+    return _sampling(regex=f"(({alternatives}) ){{{number + 100}}}", max_new_tokens=300)
+
+
+def _free(_number: int) -> bytes:
+    """As `_wide`, without a grammar."""
+    return _sampling(max_new_tokens=300, ignore_eos=True)
+
+
+#: against a model whose runner keeps real grammars
+GRAMMAR_ATTACKS: dict[str, Callable[[Attack], Awaitable[Any]]] = {
+    "grammars_endless": lambda one: _grammars(one, _endless),
+    "grammars_left": lambda one: _grammars(one, _endless, leaves=True, every_s=0.1),
+    "grammars_costly": lambda one: _grammars(one, _costly, every_s=0.1),
+    "grammars_large": lambda one: _grammars(one, _large, every_s=0.1),
+    "grammars_nested": lambda one: _grammars(one, _nested, every_s=0.1),
+    "grammars_wide": lambda one: _grammars(one, _wide, every_s=0.1),
+    # what others' answers cost without any
+    "free_answers": lambda one: _grammars(one, _free, every_s=0.1),
+}
+
+
 async def run(name: str, port: int) -> dict[str, Any]:
     attack = Attack(port)
     loop = asyncio.get_running_loop()
     ended = loop.create_future()
     loop.add_reader(sys.stdin.fileno(), lambda: ended.done() or ended.set_result(None))
-    task = asyncio.ensure_future(ATTACKS[name](attack))
+    task = asyncio.ensure_future((ATTACKS | GRAMMAR_ATTACKS)[name](attack))
     wanted = IDLE if name == "idle_10000" else 0
     try:
         while attack.held < wanted and not ended.done() and not task.done():

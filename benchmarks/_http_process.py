@@ -84,10 +84,11 @@ class Memory(NamedTuple):
 
 
 def memory_of(pids: list[int]) -> Memory:
-    """Resident memory of processes, now."""
+    """Resident memory of processes, now; those that ended meanwhile have none."""
     rss = private = 0
     for pid in pids:
-        fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-        rss += int(fields["VmRSS"].split()[0]) * _KIB
-        private += int(fields["RssAnon"].split()[0]) * _KIB
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+            rss += int(fields.get("VmRSS", "0").split()[0]) * _KIB
+            private += int(fields.get("RssAnon", "0").split()[0]) * _KIB
     return Memory(rss, private)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from fdasync.engine.prepare import Preparer
     from fdasync.engine.runtime import Runtime
     from fdasync.events.catalog import RequestPrepared
-    from fdasync.request import GenerateRequest
+    from fdasync.request import GenerateRequest, Grammar
     from fdasync.result import Result, Sample
     from fdasync.scheduler import Order, Policy
 
@@ -208,6 +208,14 @@ class Frontend:
         for event in events:
             self._runtime.bus.publish(event)
         return request
+
+    async def check_grammar(self, grammar: Grammar) -> None:
+        """Check the grammar of a request that another instance prefills, before it is taken over.
+
+        Raises BadInput, DeadlineExceeded, and what ends the engine meanwhile.
+        """
+        self._check_open(False)
+        await self._preparer.check_grammar(grammar)
 
     def take_over(
         self, name: str, ask: GenerateRequest, given: PromptHashes, limit_s: float

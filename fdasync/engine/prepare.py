@@ -11,7 +11,6 @@ import asyncio
 from array import array
 from collections import deque
 from collections.abc import Sequence, Sized
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -21,10 +20,10 @@ from msgspec.structs import replace
 from fdasync.cache.aux import ROUTING
 from fdasync.cache.identity import PromptHashes, block_keys, root_key
 from fdasync.engine.tokenizer_process import token_ids
-from fdasync.errors import BadInput, DeadlineExceeded, TaskCancelled, TooLong
+from fdasync.errors import BadInput, TaskCancelled, TooLong
 from fdasync.events.catalog import Hashed, RequestPrepared
-from fdasync.ipc.deadlines import Within
 from fdasync.request import MAX_SALT_CHARS, SamplerSpec, SamplingParams, check_text, checked_aux
+from fdasync.runner.grammar_checks import GrammarChecks
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -44,7 +43,6 @@ _MAX_TOKEN_CHARS = 256
 # and text and tokens must fit in a frame of the tokenizer's process
 _MAX_PROMPT_CHARS = 1 << 25
 _MAX_ID_CHARS = 256
-_MAX_KNOWN_GRAMMARS = 1024
 
 
 def namespace_of(capacity: Capacity) -> bytes:
@@ -255,7 +253,7 @@ class Preparer:
         """
         params = ask.params
         if params.grammar is not None:
-            await self._grammars.check(params.grammar)
+            await self.check_grammar(params.grammar)
         tokens = ask.prompt
         if isinstance(tokens, str):
             tokens = self._check_tokens(await self._tokenise(tokens))
@@ -265,6 +263,10 @@ class Preparer:
         hashes = await hash_blocks(root, tokens, self.capacity.block_tokens) if self._config.prefix_cache else ()
         given = PromptHashes(namespace, hashes)
         return self.events(ask, tokens, given, keys, rows=rows, arrived_at=arrived_at, deadline=deadline)
+
+    async def check_grammar(self, grammar: Grammar) -> None:
+        """Have the runner check it, once. Raises BadInput, DeadlineExceeded, WorkerDied."""
+        await self._grammars.check(grammar)
 
     def events(
         self,
@@ -345,35 +347,6 @@ class Preparer:
         if len(text) > self._config.inline_tokenise_chars and self._long_texts is not None:
             return await self._long_texts.encode(text, self._config.prepare_deadline_s)
         return token_ids(self._tokenizer, text)
-
-
-class GrammarChecks:
-    """Has the runner check each grammar once.
-
-    Args:
-        check: the runner's check; raises BadInput.
-        deadline_s: of each check, in seconds.
-    """
-
-    def __init__(self, check: Callable[[Grammar], Awaitable[None]], deadline_s: float) -> None:
-        self._check = check
-        self._deadline_s = deadline_s
-        # digests, the latest last: many requests share a grammar
-        self._fine: dict[bytes, None] = {}
-
-    async def check(self, grammar: Grammar) -> None:
-        """Raises BadInput for a grammar that cannot be kept, DeadlineExceeded for one that takes too long to check."""
-        digest = blake2b(grammar.packed(), digest_size=16).digest()
-        if digest not in self._fine:
-            try:
-                async with Within(self._deadline_s):
-                    await self._check(grammar)
-            except TimeoutError:
-                raise DeadlineExceeded("checking a grammar", self._deadline_s) from None
-            if len(self._fine) >= _MAX_KNOWN_GRAMMARS:
-                del self._fine[next(iter(self._fine))]
-        self._fine.pop(digest, None)
-        self._fine[digest] = None
 
 
 class Rehasher:

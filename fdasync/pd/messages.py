@@ -150,7 +150,7 @@ class Facts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
         vocab_size, max_context_tokens, num_blocks, moe_layer_ids, num_experts, top_k_by_layer: as in
             `runner.base.Capacity`.
         tokenizer, model_path, dtype: as in `ModelFacts`.
-        top_k, num_hidden_layers: as in `runner.base.Capacity`.
+        top_k, num_hidden_layers, grammars, scores_prompts: as in `runner.base.Capacity`.
         max_step_tokens, max_requests: as in `EngineConfig`.
         weight_version, weight_order: the caller's label of the weights in use, and its order (`request.next_order`).
     """
@@ -171,6 +171,8 @@ class Facts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     top_k: Small = 0
     dtype: Words = ""
     num_hidden_layers: Small = 0
+    grammars: bool = False
+    scores_prompts: bool = False
 
 
 class Refused(Message, frozen=True, array_like=True, tag="refused"):

@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 import torch
+from fdasync_transformers.model import moe_layers
+from fdasync_transformers.replay import force
+from fdasync_transformers.start import open_model
 from fdasync_transformers.tiny.families import FAMILIES, TinyFamily
 
 from benchmarks import _families_play, families
@@ -119,6 +122,16 @@ def test_missing_rows_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert outcome.rows_wrong == 2 * 3
 
 
+def test_a_layer_that_runner_and_verify_overlook_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = moe_layers.find_experts
+    for module in (moe_layers, open_model, force):
+        monkeypatch.setattr(module, "find_experts", lambda model: dict(list(honest(model).items())[:-1]))
+    outcome = play_family("mixtral", tmp_path, ("plain",))
+    assert outcome.rows_wrong >= outcome.counts["exact_rows"] / 3 > 0
+    assert any("layers [3] have experts and no rows" in line for line in outcome.worst)
+    assert not families.is_right(families.figures_of([outcome]))
+
+
 def test_a_wrong_token_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def change(answer: Answer) -> Answer:
         return replace(answer, tokens=(*answer.tokens[:-1], (answer.tokens[-1] + 1) % 200))
@@ -169,6 +182,11 @@ REFUSED = {"reason": "layer 2 picks positions by an Indexer", "error": "Unsuppor
         (INDEXED, {**REFUSED, "error": "CheckpointError"}, "CheckpointError"),
         (INDEXED, {"served": True}, "it is served"),
         (SERVED, {"served": True, "replay_reason": "its selection was seen 0 times"}, "replay"),
+        (
+            msgspec.structs.replace(SERVED, replay_refused=("no ids",)),
+            {"served": True, "kl_on": 0.1},
+            "its replay runs",
+        ),
         (
             msgspec.structs.replace(SERVED, replay_refused=("no ids",)),
             {"served": True, "replay_reason": "its experts take no ids"},

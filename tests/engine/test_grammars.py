@@ -9,7 +9,7 @@ import pytest
 
 from fdasync import BadInput, DeadlineExceeded, Engine, Grammar, GrammarFailed, SamplingParams
 from fdasync.runner.synthetic import SyntheticRunner
-from fdasync.testing import check_idle, check_sample, oracle_of, synthetic_config, synthetic_engine
+from fdasync.testing import check_idle, check_sample, oracle_of, synthetic_config, synthetic_engine, until
 
 PROMPT = [token % 90 for token in range(30)]
 
@@ -118,6 +118,34 @@ async def test_each_grammar_is_checked_once(monkeypatch):
         for text in ("%2", "%3", "%2", "%3"):
             await ask(engine, under(text))
     assert checked == ["%2", "%3"]
+
+
+async def test_requests_of_one_new_grammar_share_its_check(monkeypatch):
+    checked, gate = [], asyncio.Event()
+    check = SyntheticRunner.check_grammar
+
+    async def counted(self, grammar):
+        checked.append(grammar.text)
+        await gate.wait()
+        await check(self, grammar)
+
+    monkeypatch.setattr(SyntheticRunner, "check_grammar", counted)
+    async with synthetic_engine() as engine:
+        asked = [asyncio.create_task(ask(engine, under("%2"))) for _ in range(5)]
+        wrong = [asyncio.create_task(ask(engine, under("%999"))) for _ in range(3)]
+        await until(lambda: len(checked) == 2)
+        # the first, whose check the others wait for, is left
+        asked[0].cancel()
+        wrong[0].cancel()
+        await until(lambda: len(checked) == 4)
+        gate.set()
+        await asyncio.gather(*asked[1:])
+        refusals = await asyncio.gather(*wrong[1:], return_exceptions=True)
+        assert [type(one) for one in refusals] == [BadInput] * 2
+        assert all("modulus" in str(one) and one.limit for one in refusals)
+        assert refusals[0] is not refusals[1]
+        assert sorted(checked) == ["%2", "%2", "%999", "%999"]
+        check_idle(engine)
 
 
 async def test_a_check_has_a_deadline(monkeypatch):

@@ -130,13 +130,14 @@ class Stage:
         self.loop.set_exception_handler(lambda _, context: self.failures.append(context))
         self.taken: list[Any] = []
         self.refusal: Exception | None = None
+        self.grammars: list[Any] = []
         self.peers: dict[str, FakePeer] = {}
         self.callers: dict[bytes, Any] = {CALLER: object()}
         self.host = HostArena.create(8, 64)
         processor = SimpleNamespace(
             find=self.samples.get, emit=lambda action, output: self.emitted.append((action, output))
         )
-        frontend = SimpleNamespace(take_over=self._take_over)
+        frontend = SimpleNamespace(take_over=self._take_over, check_grammar=self._check_grammar)
         self.transports = FakeTransports()
         self.hung_up: list[Any] = []
         self.given_up: list[Any] = []
@@ -160,6 +161,12 @@ class Stage:
     def _give_up(self, peer: FakePeer, problem: str) -> None:
         self.given_up.append((peer, problem))
         peer.is_up = False
+
+    async def _check_grammar(self, grammar: Any) -> None:
+        self.grammars.append(grammar)
+        await asyncio.sleep(0.01)
+        if self.refusal is not None:
+            raise self.refusal
 
     def _take_over(self, name: str, ask: GenerateRequest, given: Any, limit_s: float) -> Any:
         if self.refusal is not None:

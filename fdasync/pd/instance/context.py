@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fdasync.pd.link.peer import Peer
     from fdasync.pd.messages import Message
     from fdasync.pd.transfer.transports import Transports
-    from fdasync.request import GenerateRequest
+    from fdasync.request import GenerateRequest, Grammar
     from fdasync.result import Result
     from fdasync.runner.base import Capacity, StepOutput
 
@@ -65,6 +65,8 @@ class Frontend(Protocol):
     """What an instance asks of the engine's frontend, whose docstrings hold (`engine/frontend.py`)."""
 
     async def submit(self, ask: GenerateRequest) -> RequestState: ...
+
+    async def check_grammar(self, grammar: Grammar) -> None: ...
 
     def take_over(
         self, name: str, ask: GenerateRequest, given: PromptHashes, limit_s: float

@@ -110,6 +110,7 @@ class DecodeService:
         self._follow = follow
         self._lose = lose
         self._leases: LeaseTable[_Lease] = LeaseTable()
+        self._checking: set[tuple[Peer, LeaseName]] = set()
         self.late = 0
         self.received_nbytes = 0
 
@@ -126,15 +127,45 @@ class DecodeService:
         full = len(wanted.tokens) // 4 // self._size
         if len(wanted.block_keys) != full:
             self._deny(peer, name, f"{len(wanted.block_keys)} identities were given for {full} full blocks", -1.0)
-        elif full <= _CHECK_BLOCKS:
+        elif full <= _CHECK_BLOCKS and wanted.params.grammar is None:
             root = root_key(wanted.namespace, wanted.salt.encode())
             self._decide(peer, name, message, are_block_keys(wanted.block_keys, root, wanted.tokens, self._size))
         else:
-            self._context.start(self._check(peer, name, message), f"identities of {name[0]}")
+            self._context.start(self._check(peer, name, message), f"check of {name[0]}")
 
     async def _check(self, peer: Peer, name: LeaseName, message: LeaseRequest) -> None:
-        """Check the identities of a long prompt, in slices."""
-        wanted = message.wanted
+        """Check the identities of a long prompt, in slices, and the grammar."""
+        if (peer, name) in self._checking:
+            return
+        self._checking.add((peer, name))
+        try:
+            good = await self._has_its_identities(message.wanted)
+            problem = await self._grammar_problem(peer, name, message.wanted) if good else None
+        finally:
+            self._checking.discard((peer, name))
+        if not peer.is_up:
+            return
+        if problem is not None:
+            self._deny(peer, name, *problem)
+        else:
+            self._decide(peer, name, message, good)
+
+    async def _grammar_problem(self, peer: Peer, name: LeaseName, wanted: Wanted) -> tuple[str, float] | None:
+        """Check a request's grammar here too, so that no step compiles it; or a reason to deny, and when to ask again.
+        Other libraries may read it on the prefill side."""
+        if wanted.params.grammar is None:
+            return None
+        # the first check starts a process, which takes longer than an instance may be silent
+        self._context.tell(peer, LeaseAnswer(*name, "queued"))
+        try:
+            await self._context.frontend.check_grammar(wanted.params.grammar)
+        except PermanentError as error:
+            return f"{type(error).__name__}: {error}", -1.0
+        except FdasyncError as error:
+            return f"{type(error).__name__}: {error}", _RETRY_S
+        return None
+
+    async def _has_its_identities(self, wanted: Wanted) -> bool:
         parent = root_key(wanted.namespace, wanted.salt.encode())
         keys = wanted.block_keys
         good = True
@@ -143,8 +174,7 @@ class DecodeService:
             good = good and are_block_keys(slice_keys, parent, wanted.tokens, self._size, first)
             parent = slice_keys[-1]
             await asyncio.sleep(0)
-        if peer.is_up:
-            self._decide(peer, name, message, good)
+        return good
 
     def _deny(self, peer: Peer, name: LeaseName, reason: str, retry_after_s: float) -> None:
         self._context.tell(peer, LeaseAnswer(*name, "denied", 0, retry_after_s, brief(reason)))

@@ -341,6 +341,8 @@ class Instance:
             told.top_k,
             told.dtype,
             told.num_hidden_layers,
+            capacity.grammars,
+            capacity.scores_prompts,
         )
         role = engine.config.role
         assert role != "alone"

@@ -1,7 +1,8 @@
-"""Says whether an instance can hold a request, by its context, its KV blocks and its limit of requests.
+"""Says whether an instance can serve a request, by its context, its KV blocks, its limit of requests, and its runner.
 
-Instances may differ in how much they hold. `instances.py` leaves out the instances that cannot hold a request; where no
-instance can, the error names the largest limit among them. Pure: knows no links and no load.
+Instances may differ in how much they hold, and in whether they know grammars. `instances.py` leaves out the instances
+that cannot serve a request; where none can, the error names the largest limit among them. Pure: knows
+no links and no load.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from fdasync.pd.messages import Facts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from fdasync.request import SamplingParams
 
 # no tokenizer has longer tokens (`prepare.py`)
 _MAX_TOKEN_CHARS = 256
@@ -38,25 +41,36 @@ class Room(msgspec.Struct, frozen=True):
 
 
 class Need(msgspec.Struct, frozen=True):
-    """How much a request needs.
+    """What a request needs.
 
     Attributes:
         prompt_tokens: tokens of the prompt; of a text, a lower bound until an instance has tokenised it.
         max_tokens: most tokens of each sample.
         samples: number of samples.
+        grammar: its samples are drawn under a grammar.
+        scores: its prompt gets log-probs.
     """
 
     prompt_tokens: int = 1
     max_tokens: int = 1
     samples: int = 1
+    grammar: bool = False
+    scores: bool = False
+
+    def _is_known(self, room: Room) -> bool:
+        """Whether the instance's runner can do what is asked, however small it is."""
+        facts = room.facts
+        return (facts.grammars or not self.grammar) and (facts.scores_prompts or not self.scores)
 
     def fits_whole(self, room: Room) -> bool:
         """Whether one instance can serve the whole request; its samples may run in turn."""
-        return self.prompt_tokens + self.max_tokens <= room.tokens and self.samples <= room.facts.max_requests
+        fits = self.prompt_tokens + self.max_tokens <= room.tokens and self.samples <= room.facts.max_requests
+        return fits and self._is_known(room)
 
     def fits_prefill(self, room: Room) -> bool:
         """Whether an instance can prefill the request for another: it holds the prompt and a sample's first token."""
-        return self.prompt_tokens + 1 <= room.tokens and self.samples <= room.facts.max_requests
+        fits = self.prompt_tokens + 1 <= room.tokens and self.samples <= room.facts.max_requests
+        return fits and self._is_known(room)
 
     def fits_decode(self, room: Room) -> bool:
         """Whether an instance can take the request over: a group is one lease (docs/design.md, rule 20), which takes
@@ -67,6 +81,13 @@ class Need(msgspec.Struct, frozen=True):
     def refusal(self, rooms: Iterable[Room]) -> BadInput:
         """Why none of these (at least one) can serve the request."""
         rooms = list(rooms)
+        if self.grammar and not any(room.facts.grammars for room in rooms):
+            return BadInput("grammar", "was asked for, but no instance's runner samples under one")
+        if self.scores and not any(room.facts.scores_prompts for room in rooms):
+            return BadInput("prompt_logprobs_start", "was asked for, but no instance's runner scores prompts")
+        if not (able := list(filter(self._is_known, rooms))):
+            return BadInput("grammar", "was asked for beside log-probs of the prompt; no instance has both")
+        rooms = able
         most = max(room.facts.max_requests for room in rooms)
         if self.samples > most:
             return BadInput("n", f"{self.samples} samples are more than any instance takes", limit=most)
@@ -81,7 +102,8 @@ class Need(msgspec.Struct, frozen=True):
         return TooLong("max_tokens", problem, limit=limit, prompt_tokens=count)
 
 
-def need_of(text: str | None, tokens: bytes, max_tokens: int, samples: int) -> Need:
+def need_of(text: str | None, tokens: bytes, params: SamplingParams) -> Need:
     """The need of a request, from the fields of its `Submit`."""
     count = len(tokens) // 4 if text is None else -(-len(text) // _MAX_TOKEN_CHARS)
-    return Need(max(count, 1), max_tokens, samples)
+    scores = params.prompt_logprobs_start is not None
+    return Need(max(count, 1), params.max_tokens, params.n, params.grammar is not None, scores)

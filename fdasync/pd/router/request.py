@@ -61,7 +61,7 @@ class RoutedRequest:
         self.submit = submit
         self.prompt_of_text: tuple[int, ...] = ()
         self.num_tokens = num_tokens
-        self.need = need_of(submit.text, submit.tokens, submit.params.max_tokens, submit.params.n)
+        self.need = need_of(submit.text, submit.tokens, submit.params)
         self.prefill = ""
         self.wanted_decoders: tuple[str, ...] = ()
         self.started_at = now

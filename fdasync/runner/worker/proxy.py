@@ -109,7 +109,14 @@ class WorkerRunner(Runner):
         return self._child.send(copy, _COPY)
 
     async def check_grammar(self, grammar: Grammar) -> None:
-        await self._ask(CheckGrammar(grammar), _NOTHING)
+        """See `Runner`. Cancelling has the worker stop: checks that clients left must not queue up before others."""
+        assert self._child is not None
+        asking = asyncio.ensure_future(self._child.ask(CheckGrammar(grammar), _NOTHING))
+        try:
+            await asyncio.shield(asking)
+        finally:
+            # it ends with the worker's word, for which nothing waits here
+            asking.cancel()
 
     async def load_folder(self, path: str) -> str:
         """See `Runner`. The engine's deadline for updates bounds the wait here and in the four that follow."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from device_path import DEVICE, ON_GPU
-from fdasync_transformers.weights.random_checkpoints import make_random_checkpoint
+from fdasync_transformers.weights.random_checkpoints import EOS_ID, make_random_checkpoint
 
 import fdasync
 from fdasync import BadInput, Engine, EngineConfig, Grammar, Instance, SamplingParams
+from fdasync.testing import until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config(folder: Path, runner: dict[str, Any] = CPU, **values: Any) -> EngineConfig:
     sizes = {"block_tokens": 4, "num_blocks": 128, "max_context_tokens": 128, "max_running": 8, "max_step_tokens": 64}
-    return EngineConfig(model=str(folder), runner_config=runner, process="inline", **{**sizes, **values})
+    return EngineConfig(model=str(folder), runner_config=runner, **{"process": "inline", **sizes, **values})
 
 
 def under(grammar: Grammar | None = JSON, **fields: Any) -> SamplingParams:
@@ -104,6 +106,72 @@ async def test_a_hand_over_rebuilds_the_matcher(folder: Path, tmp_path: Path) ->
         assert [check(sample) for sample in result.samples] == plain[:3]
         with pytest.raises(BadInput, match="grammar"):
             await router.complete("say", under(Grammar("regex", "(a")))
+
+
+async def test_pauses_and_new_weights_keep_every_text(folder: Path, tmp_path: Path) -> None:
+    make_random_checkpoint(tmp_path, "qwen3_moe", seed=5)
+    async with Engine(config(folder, pipeline_depth=2, host_blocks=32)) as engine:
+        for mode in ("retract", "in_place"):
+            asked = [asyncio.ensure_future(engine.complete("say", under(n=2, seed=seed))) for seed in range(3)]
+            steps = engine.stats().scheduler.steps
+            await until(lambda least=steps + 6: engine.stats().scheduler.steps > least)
+            await engine.pause(mode)
+            await engine.update_weights(None, str(tmp_path), "keep")
+            await engine.resume()
+            for result in await asyncio.gather(*asked):
+                for sample in result.samples:
+                    check(sample)
+                    assert len(sample.weight_version) == 2
+        engine.check()
+
+
+async def test_checks_that_clients_left_hold_up_no_other(folder: Path) -> None:
+    async with Engine(config(folder, process="worker")) as engine:
+        await engine.complete("say", under(Grammar("regex", "a")))
+        # each would take the CPU 0.3 s
+        endless = [f'{{"type": "integer", "multipleOf": {number}}}' for number in range(9_999_001, 9_999_401, 2)]
+        left = [asyncio.ensure_future(engine.complete("say", under(Grammar("json_schema", text)))) for text in endless]
+        await asyncio.sleep(0)
+        await until(lambda: engine.load().live == len(left))
+        for one in left:
+            one.cancel()
+        await asyncio.wait(left)
+        async with asyncio.timeout(15):
+            await engine.complete("say", under(Grammar("regex", "b")))
+        engine.check()
+
+
+@pytest.mark.parametrize(
+    ("grammar", "fields", "text", "reason"),
+    [
+        # whatever the bias bars, the grammar's tokens are left
+        (Grammar("regex", "[ab]{3}"), {"logit_bias": {ord("a"): -100.0, ord("b"): -100.0}}, "[ab]{3}", "stop"),
+        (Grammar("regex", "a{3}"), {"logit_bias": {EOS_ID: 100.0}, "repetition_penalty": 1000.0}, "aaa", "stop"),
+        (Grammar("regex", "a*"), {"logit_bias": {ord("b"): 100.0, EOS_ID: -100.0}, "max_tokens": 7}, "a{7}", "length"),
+        # an empty text
+        (Grammar("regex", "()"), {}, "", "stop"),
+        # stops of the caller end a text before its grammar does
+        (Grammar("regex", "ab{9}c"), {"stop_token_ids": (ord("b"),)}, "ab?", "stop"),
+        (Grammar("regex", "ab{9}c"), {"stop": ("bbb",)}, "a", "stop"),
+        # characters of several tokens, whole and cut
+        (Grammar("regex", "(é|漢|😀){4}"), {}, "(é|漢|😀){4}", "stop"),
+        (Grammar("regex", "😀{4}"), {"max_tokens": 6}, "😀\ufffd*", "length"),
+        (Grammar("regex", "a{100}"), {"top_k": 1, "top_p": 0.01, "min_p": 1.0, "temperature": 100.0}, "a{100}", "stop"),
+    ],
+)
+async def test_what_else_a_caller_asks_for(
+    folder: Path, grammar: Grammar, fields: dict[str, Any], text: str, reason: str
+) -> None:
+    async with Engine(config(folder, pipeline_depth=2)) as engine:
+        free = engine.complete("free", under(None, max_tokens=20))
+        asked = engine.complete("say", under(grammar, **{"max_tokens": 110, "n": 3, **fields}))
+        result, beside = await asyncio.gather(asked, free)
+        for sample in result.samples:
+            assert (re.fullmatch(text, sample.text) is not None, sample.finish_reason) == (True, reason), sample.text
+            assert all(value <= 0.0 for value in sample.processed_logprobs)
+        alone = await engine.complete("free", under(None, max_tokens=20))
+        assert alone.samples[0].token_ids == beside.samples[0].token_ids
+        engine.check()
 
 
 async def test_a_checkpoint_without_a_tokenizer_has_none(folder: Path, tmp_path: Path) -> None:

@@ -6,11 +6,11 @@ import msgspec
 import pytest
 
 from fdasync.cache.store.base import Outcome
-from fdasync.errors import BadInput, DuplicateRequestId, EngineBusy
+from fdasync.errors import BadInput, DeadlineExceeded, DuplicateRequestId, EngineBusy
 from fdasync.events.actions import AnswerLease, DropLease
 from fdasync.events.catalog import BlocksOffered, BlocksReceived, LeaseAsked, LeaseGivenUp, LeasesRenewed
 from fdasync.pd.messages import BlocksTaken, LeaseAnswer, LeaseDrop
-from fdasync.request import SamplingParams
+from fdasync.request import Grammar, SamplingParams
 from fdasync.testing.sim.loop import run_sim
 from tests.support.pd_stage import CALLER, DecodeStage, ref
 
@@ -128,6 +128,25 @@ async def test_what_the_frontend_refuses_is_denied_for_good_or_for_now(stage):
         verdict, retry_after_s = stage.responses()[-1]
         assert verdict == "denied"
         assert (retry_after_s < 0) == for_good
+
+
+@played
+async def test_a_grammar_is_checked_before_the_request_is_taken(stage):
+    grammar = Grammar("regex", "%2")
+    asked = stage.question(grammar=grammar)
+    stage.decode_service.on_lease_request(stage.p0, asked)
+    stage.decode_service.on_lease_request(stage.p0, asked)
+    assert stage.taken == []
+    assert isinstance(only(await stage.settle()), LeaseAsked)
+    # a check may take longer than an instance may be silent
+    assert [verdict for verdict, _ in stage.responses()] == ["queued"]
+    assert stage.grammars == [grammar]
+    for attempt, refusal in ((1, BadInput("grammar", "of another library")), (2, DeadlineExceeded("checking", 1.0))):
+        stage.refusal = refusal
+        stage.decode_service.on_lease_request(stage.p0, msgspec.structs.replace(asked, attempt=attempt))
+        assert await stage.settle() == []
+    assert stage.responses()[1:] == [("queued", 0.0), ("denied", -1.0), ("queued", 0.0), ("denied", 0.5)]
+    assert stage.taken == ["r1"]
 
 
 @played

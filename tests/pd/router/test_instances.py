@@ -17,7 +17,9 @@ SHAPE = Shape(bytes(16), "l", "d", 4, 64, (), 300, (), False, b"")
 class FakePeer:
     def __init__(self, address, role):
         self.address, self.is_up, self.role, self.incarnation = address, True, role, address.encode()
-        facts = Facts("m", 300, 100, 100, (), 0, None, "", "", 8, "0", 64)
+        # those that end in a digit below 5 know grammars and score prompts
+        able = int(address[-1]) < 5
+        facts = Facts("m", 300, 100, 100, (), 0, None, "", "", 8, "0", 64, grammars=able, scores_prompts=able)
         self.hello = Hello(PROTOCOL, address, role, address, SHAPE, (), b"n" * 16, facts)
 
 
@@ -299,3 +301,21 @@ def test_no_request_is_refused_for_good_while_an_instance_that_may_hold_it_is_aw
     # one that never answered may hold anything
     stage["m1"].peer.hello = None
     assert stage.fleet.refusal(Need(30, 80), "", []) is None
+
+
+@pytest.mark.parametrize(
+    ("need", "field"), [(Need(grammar=True), "grammar"), (Need(scores=True), "prompt_logprobs_start")]
+)
+def test_what_a_runner_cannot_do_is_asked_of_others(need, field):
+    assert Stage("m7", "m8").choose() == ("m7", [])
+    assert Stage("m7", "m1").choose(need=need) == ("m1", [])
+    assert Stage("p7", "p1", "d8", "d2").choose(need=need) == ("p1", ["d2"])
+    # one side alone can: it serves the request whole
+    assert Stage("p1", "d8").choose(need=need) == ("p1", [])
+    assert Stage("p7", "d2").choose(need=need) == ("d2", [])
+    assert Stage("m7", "m1").fleet.refusal(need, "", []) is None
+    nobody = Stage("m7", "m8").fleet.refusal(need, "", [])
+    assert nobody.field == field
+    assert "no instance" in str(nobody)
+    # the limit is that of those that can
+    assert Stage("m7", "m1").fleet.refusal(msgspec.structs.replace(need, samples=65), "", []).field == "n"

@@ -42,6 +42,16 @@ def grammar_of(asked: msgspec.Struct, where: str = "") -> Grammar | None:
     return found[0][1] if found else None
 
 
+def field_of(asked: msgspec.Struct, where: str = "") -> str:
+    """The field that names the format; "": none does. As `grammar_of`, which was called before."""
+    for name in FIELDS:
+        value = getattr(asked, name, None)
+        if value is not None and _of(name, value, where) is not None:
+            inner = f".{_given_outputs(value)[0][0]}" if name == "structured_outputs" else ""
+            return where + name + inner
+    return ""
+
+
 def _of(name: str, value: Any, where: str) -> Grammar | None:
     field = where + name
     if name == "response_format":
@@ -74,15 +84,13 @@ def _response_format(value: Mapping[str, Any], field: str) -> Grammar | None:
 
 
 def _structured_outputs(value: Mapping[str, Any], field: str) -> Grammar | None:
-    given = {name: part for name, part in value.items() if part is not None and name not in _IGNORED}
-    if given.get("json_object") is False:
-        del given["json_object"]
+    given = _given_outputs(value)
     if not given:
         return None
     if len(given) > 1:
-        words = f"{field}: {' and '.join(given)} are more than one format; give one"
+        words = f"{field}: {' and '.join(name for name, _ in given)} are more than one format; give one"
         raise Refused(400, words, param=field, code="bad_input")
-    ((name, part),) = given.items()
+    ((name, part),) = given
     inner = f"{field}.{name}"
     if name == "json_object":
         return Grammar("json_schema", _ANY_OBJECT)
@@ -95,6 +103,14 @@ def _structured_outputs(value: Mapping[str, Any], field: str) -> Grammar | None:
             raise Refused(400, f"{inner} is no text", param=inner, code="bad_input")
         return Grammar("regex" if name == "regex" else "gbnf", part)
     raise Refused(400, f"{inner} is not served", param=inner, code="not_served")
+
+
+def _given_outputs(value: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The formats that vLLM's field names."""
+    given = {name: part for name, part in value.items() if part is not None and name not in _IGNORED}
+    if given.get("json_object") is False:
+        del given["json_object"]
+    return list(given.items())
 
 
 def _schema(value: Any, field: str) -> Grammar:

@@ -36,6 +36,8 @@ LOOK = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
 GO = {"type": "function", "function": {"name": "go", "parameters": {"const": {}}}}
 USER = {"role": "user", "content": "hi"}
 
+WRONG = {"type": "function", "function": {"name": "go", "parameters": {"type": "nonsense"}}}
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -139,11 +141,34 @@ async def test_native_dialects_have_their_own_words(folder: Path) -> None:
         sampling = {"grammar": {"kind": "regex", "text": "[ab]c"}, "max_tokens": 10}
         answer = await client.post("/v1/rollout", json={"token_ids": [1, 2, 3], "sampling": sampling})
         assert answer.status_code == 200
-        for path, bad in (
-            ("/generate", {"text": "hi", "sampling_params": {"regex": "(a"}}),
-            ("/v1/completions", {"prompt": "hi", "regex": "(a"}),
-            ("/v1/completions", {"prompt": "hi", "guided_json": {"if": {}}}),
-            ("/v1/completions", {"prompt": "hi", "regex": "a", "ignore_eos": True}),
+        # errors name what the client sent
+        regex = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "string", "pattern": "(a"}}}
+        for path, bad, param in (
+            ("/generate", {"text": "hi", "sampling_params": {"regex": "(a"}}, "sampling_params.regex"),
+            ("/generate", {"text": ["a", "b"], "sampling_params": [{}, {"ebnf": "x"}]}, "sampling_params[1].ebnf"),
+            ("/generate", {"text": "hi", "sampling_params": {"json_schema": "x"}}, "sampling_params.json_schema"),
+            ("/generate", {"text": "hi", "stream": True, "sampling_params": {"ebnf": "x"}}, "sampling_params.ebnf"),
+            (
+                "/inference/v1/generate",
+                {"token_ids": [1], "sampling_params": {"structured_outputs": {"regex": "(a"}}},
+                "sampling_params.structured_outputs.regex",
+            ),
+            (
+                "/v1/rollout",
+                {"token_ids": [1], "sampling": {"grammar": {"kind": "regex", "text": "("}}},
+                "sampling.grammar",
+            ),
+            ("/v1/completions", {"prompt": "hi", "regex": "(a"}, "regex"),
+            ("/v1/completions", {"prompt": "hi", "regex": ""}, "regex"),
+            ("/v1/completions", {"prompt": "hi", "guided_json": {"if": {}}}, "guided_json"),
+            ("/v1/completions", {"prompt": "hi", "regex": "a", "ignore_eos": True}, "regex"),
+            ("/v1/completions", {"prompt": "hi", "regex": "(a", "stream": True}, "regex"),
+            ("/v1/completions", {"prompt": "hi", "structured_outputs": {"regex": "(a"}}, "structured_outputs.regex"),
+            ("/v1/chat/completions", {"messages": [USER], "response_format": regex}, "response_format"),
+            ("/v1/chat/completions", {"messages": [USER], "response_format": regex, "stream": True}, "response_format"),
+            ("/v1/chat/completions", {"messages": [USER], "tools": [WRONG], "tool_choice": "required"}, "tool_choice"),
         ):
             answer = await client.post(path, json=bad)
-            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "grammar")
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, param), error
+            assert error["message"].startswith(f"{param}: ")

@@ -234,7 +234,7 @@ async def test_text_is_cut_before_a_stop_string_unless_it_is_kept(scene):
     ("body", "told"),
     [
         ({}, "one of text and input_ids is needed"),
-        ({"input_ids": []}, "prompt"),
+        ({"input_ids": []}, "input_ids: is empty"),
         ({"input_ids": [1, [2]]}, "no token id"),
         ({"input_ids": [[1], 2]}, "mixes ids and lists"),
         ({"input_ids": [-1]}, "token"),

@@ -129,7 +129,7 @@ async def test_no_max_tokens_means_what_the_context_leaves(scene_of):
 @pytest.mark.parametrize(
     ("body", "status", "told"),
     [
-        ({"token_ids": []}, 400, "prompt"),
+        ({"token_ids": []}, 400, "token_ids: is empty"),
         ({"sampling_params": {"max_token": 3}}, 400, "max_token"),
         ({"sampling_params": {"structured_outputs": {"prose": "x"}}}, 400, "not served"),
         ({"sampling_params": {"max_tokens": "x"}}, 400, "sampling_params.max_tokens"),

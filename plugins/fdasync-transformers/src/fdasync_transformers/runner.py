@@ -12,11 +12,19 @@ import asyncio
 import gc
 import os
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from fdasync.errors import CheckpointError, ConfigError, FdasyncError, InvariantBroken, RunnerError
+from fdasync.errors import (
+    CheckpointError,
+    ConfigError,
+    FdasyncError,
+    InvariantBroken,
+    RunnerError,
+    UnsupportedModel,
+)
 from fdasync.runner.base import Capacity, Runner, RunnerLimits
 from fdasync.runner.input_batch import InputBatch
 from fdasync_transformers.capture.aux_data import AuxData, aux_specs, make_aux
@@ -34,6 +42,7 @@ from fdasync_transformers.model.head import decoder_of
 from fdasync_transformers.model.kv import KVLayout, KVPool
 from fdasync_transformers.sampling.grammar_process import GrammarProcess
 from fdasync_transformers.sampling.grammars import Grammars
+from fdasync_transformers.sampling.paced import Paced
 from fdasync_transformers.start.examine import examine
 from fdasync_transformers.start.open_model import Opened, open_model
 from fdasync_transformers.start.runner_config import (
@@ -63,6 +72,10 @@ if TYPE_CHECKING:
     from fdasync_transformers.model.moe_layers import MoELayers
 
 
+# of the loop's time, what compiling grammars may take; and seconds of it at once: some hundred ordinary ones
+_COMPILING_SHARE, _COMPILING_BURST_S = 0.05, 0.3
+
+
 class TransformersRunner(Runner):
     """One checkpoint and its paged KV cache; see `Runner` for the contract."""
 
@@ -79,6 +92,7 @@ class TransformersRunner(Runner):
         self._weights: LiveWeights | None = None
         self._grammars: Grammars | None = None
         self._checks: GrammarProcess | None = None
+        self._compiling = Paced(_COMPILING_SHARE, _COMPILING_BURST_S)
         self._graph_tokens: tuple[int, ...] = ()
 
     def examine(self) -> ModelReport:
@@ -103,9 +117,8 @@ class TransformersRunner(Runner):
                 hint="see fdasync doctor --model",
             ) from error
         except Exception as error:
-            # the library raises errors of many types for bad values in a checkpoint
-            problem = f"the model cannot be built or run: {type(error).__name__}: {error}"
-            raise CheckpointError(self.limits.model, problem) from error
+            # not the checkpoint's: reading it raises CheckpointError itself
+            raise UnsupportedModel(self.limits.model, f"opening it fails: {type(error).__name__}: {error}") from error
 
     def _open(self) -> Capacity:
         config = self.config
@@ -251,7 +264,7 @@ class TransformersRunner(Runner):
         else:
             await self._checks.check(grammar)
             # so that no step compiles it
-            self._grammars.check(grammar)
+            await self._compiling.run(partial(self._grammars.check, grammar))
 
     # -- new weights; all of it blocks the loop of the worker process -------------------------------
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+import os
+import signal
+from pathlib import Path
 
 import pytest
 from fdasync_transformers.sampling.grammar_process import GrammarProcess
@@ -11,14 +13,13 @@ from fdasync_transformers.weights.random_checkpoints import EOS_ID, VOCAB_SIZE, 
 
 from fdasync.errors import BadInput, CheckpointError, EngineClosed
 from fdasync.request import Grammar
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from fdasync.testing import until
 
 FINE = Grammar("regex", "a+")
 # takes the library minutes
 ENDLESS = Grammar("json_schema", '{"type": "integer", "multipleOf": 9999991}')
 SLOW = Grammar("gbnf", "root ::= " + " ".join(['"a"?'] * 8000))
+LARGE = Grammar("regex", "((a{50}){50}){50}")
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +49,78 @@ async def test_what_takes_too_long_is_refused_and_the_next_is_checked(tokenizer:
     assert not is_alive(checks)
     with pytest.raises(EngineClosed):
         await checks.check(FINE)
+
+
+def pid_of(checks: GrammarProcess) -> int:
+    assert checks._child is not None
+    return checks._child.process.pid
+
+
+async def test_a_grammar_that_takes_too_much_memory_is_refused_and_the_next_is_checked(tokenizer: Path) -> None:
+    checks = GrammarProcess(tokenizer, VOCAB_SIZE, (EOS_ID,), memory_nbytes=16 << 20)
+    await checks.check(FINE)
+    before = pid_of(checks)
+    for _ in range(2):
+        with pytest.raises(BadInput, match="signal 6") as caught:
+            await checks.check(LARGE)
+        assert caught.value.field == "grammar"
+        await checks.check(FINE)
+    assert pid_of(checks) == before
+    await checks.aclose()
+
+
+async def test_a_child_that_others_killed_is_not_the_grammars_fault(tokenizer: Path) -> None:
+    checks = GrammarProcess(tokenizer, VOCAB_SIZE, (EOS_ID,))
+    await checks.check(FINE)
+    os.kill(pid_of(checks), signal.SIGKILL)
+    await checks.check(Grammar("regex", "c+"))
+    os.kill(pid_of(checks), signal.SIGSTOP)
+    waiting = asyncio.ensure_future(checks.check(Grammar("regex", "d+")))
+    await until(lambda: checks._child is not None and bool(checks._child.unanswered))
+    os.kill(pid_of(checks), signal.SIGKILL)
+    await waiting
+    await checks.aclose()
+
+
+def forks_of(checks: GrammarProcess) -> list[int]:
+    pid = pid_of(checks)
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+async def test_grammars_that_end_their_check_end_no_other(tokenizer: Path) -> None:
+    checks = GrammarProcess(tokenizer, VOCAB_SIZE, (EOS_ID,))
+    await checks.check(FINE)
+    before = pid_of(checks)
+    slow = [asyncio.ensure_future(checks.check(ENDLESS)) for _ in range(2)]
+    await until(lambda: len(forks_of(checks)) == 2)
+    # an operator ends one of them: it is begun again
+    os.kill(forks_of(checks)[0], signal.SIGKILL)
+    await checks.check(Grammar("regex", "b+"))
+    refusals = await asyncio.gather(*slow, return_exceptions=True)
+    assert all(isinstance(one, BadInput) and "too long" in str(one) for one in refusals)
+    # clients that leave take their checks with them
+    for _ in range(3):
+        left = [asyncio.ensure_future(checks.check(ENDLESS)) for _ in range(5)]
+        await until(lambda: len(forks_of(checks)) == 2)
+        for one in left:
+            one.cancel()
+        await asyncio.wait(left)
+        assert forks_of(checks) == []
+    await checks.check(Grammar("regex", "c+"))
+    assert pid_of(checks) == before
+    await checks.aclose()
+
+
+async def test_a_load_goes_on_where_its_caller_left(tokenizer: Path) -> None:
+    checks = GrammarProcess(tokenizer, VOCAB_SIZE, (EOS_ID,))
+    left = asyncio.ensure_future(checks.check(FINE))
+    await until(lambda: checks._child is not None)
+    before = pid_of(checks)
+    left.cancel()
+    await asyncio.wait([left])
+    await checks.check(FINE)
+    assert pid_of(checks) == before
+    await checks.aclose()
 
 
 async def test_a_check_that_was_left_is_not_blamed_on_the_next(tokenizer: Path) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from fdasync_transformers.execution.lane_matchers import LaneMatchers, StepMatchers
+from fdasync_transformers.sampling import grammars as grammars_module
 from fdasync_transformers.sampling.grammars import Grammars
 from fdasync_transformers.sampling.plan import MASKS, plan_samples
 from fdasync_transformers.sampling.sampler import compute_samples, read_samples, sample
@@ -159,6 +160,22 @@ def test_a_grammar_that_breaks_leaves_eos_and_tells_once(grammars: Grammars) -> 
     # one that cannot be compiled, as a decode instance may meet it
     broken = grammars.matcher(5, Grammar("regex", "(a").packed(), array("i"))
     assert broken.problem
+
+
+def test_masks_that_take_too_much_of_the_host_end_their_answer_alone(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, slow = (grammars.matcher(key, Grammar("regex", "[a-z]+").packed(), array("i")) for key in (1, 2))
+    masks = np.zeros((2, grammars.words), np.int32)
+    other.fill(masks[0])
+    monkeypatch.setattr(grammars_module, "_MASKS_S", 0.0)
+    monkeypatch.setattr(grammars_module, "_MASK_S", 0.0)
+    slow.fill(masks[1])
+    assert "take too long" in slow.problem
+    assert np.flatnonzero(allowed(masks[1:])[0]).tolist() == [EOS_ID]
+    assert not other.problem
+    ((key, problem),) = StepMatchers([0], [slow], [0], grammars.words).accept([EOS_ID])
+    assert (key, problem) == (2, slow.problem)
 
 
 def start(key: int, grammar: Grammar | None, tokens: list[int], prompt_len: int) -> SeqStart:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,7 +16,7 @@ from safetensors.torch import save_file
 from step_driver import Driver
 
 from fdasync.engine.config import EngineConfig
-from fdasync.errors import CheckpointError
+from fdasync.errors import CheckpointError, ConfigError
 from fdasync.runner.plugins import make_runner
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 SOME = ("qwen3_moe", "longcat_flash", "phimoe", "llama4", "gemma4_text", "dbrx", "hunyuan_v1_moe", "qwen3_moe_fp8")
 
 
-def report_of(folder: Path, **runner: Any) -> ModelReport:
-    config = EngineConfig(model=str(folder))
+def report_of(folder: Path, *, routing: Any = "auto", **runner: Any) -> ModelReport:
+    config = EngineConfig(model=str(folder), routing=routing)
     return make_runner("transformers", {"device": "cpu", **runner}, config.runner_limits()).examine()
 
 
@@ -81,3 +82,47 @@ def test_drawn_weights_need_a_config_alone(tmp_path: Path) -> None:
     make_tiny_checkpoint(tmp_path, "qwen3_moe")
     (tmp_path / SINGLE_FILE).unlink()
     assert report_of(tmp_path, weights="random").served
+
+
+async def test_a_report_counts_all_data_of_a_token(tmp_path: Path) -> None:
+    make_tiny_checkpoint(tmp_path, "qwen3_moe")
+    aux = ["routing_weights", "layer_norms"]
+    driver = await Driver.open(tmp_path, num_blocks=8, config={"aux": aux})
+    assert report_of(tmp_path, aux=aux).aux_token_nbytes == sum(spec.token_nbytes for spec in driver.capacity.aux_specs)
+    await driver.close()
+
+
+async def test_a_model_whose_routing_cannot_be_recorded_is_served_without(tmp_path: Path) -> None:
+    make_tiny_checkpoint(tmp_path, "jetmoe")
+    assert not report_of(tmp_path).served
+    report = report_of(tmp_path, routing=False)
+    driver = await Driver.open(tmp_path, num_blocks=8, capture=False)
+    assert (report.served, report.reason) == (True, "")
+    assert report.max_context_tokens == driver.capacity.max_context_tokens
+    assert report.kv_token_nbytes == 0
+    await driver.close()
+
+
+def test_data_that_a_dense_model_has_not_are_refused_as_at_the_start(tmp_path: Path) -> None:
+    make_tiny_checkpoint(tmp_path, "qwen3_dense")
+    with pytest.raises(ConfigError, match="has no MoE layers"):
+        report_of(tmp_path, routing=True)
+    with pytest.raises(ConfigError, match="without captured routing"):
+        report_of(tmp_path, aux=["routing_weights"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"max_position_embeddings": 0}, "its config has max_position_embeddings 0"),
+        ({"max_position_embeddings": -1}, "its config has max_position_embeddings -1"),
+        ({"num_experts_per_tok": 0}, "is handed no expert ids"),
+    ],
+)
+def test_sizes_that_serve_nothing_are_refused(tmp_path: Path, changes: dict[str, int], reason: str) -> None:
+    make_tiny_checkpoint(tmp_path, "mixtral")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    report = report_of(tmp_path)
+    assert not report.served
+    assert reason in report.reason

@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from fdasync_transformers.model import families
 from fdasync_transformers.start import probe
 from fdasync_transformers.start.short_reach import PLAYED_TOKENS, SHORT_TOKENS, short_reach, sizes_of
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint, make_tiny_model
+from fdasync_transformers.tiny.shapes import YARN
 from step_driver import Driver
+from transformers.models.mistral4 import modeling_mistral4
 
 from fdasync.errors import UnsupportedModel
 
@@ -48,6 +51,32 @@ def test_an_error_inside_leaves_nothing_short() -> None:
     with pytest.raises(RuntimeError, match="inside"), short_reach(model):
         raise RuntimeError("inside")
     assert everything(model) == before
+
+
+def test_the_floor_of_a_temperature_by_position_is_short_for_a_while() -> None:
+    rope = {**YARN, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 8192}
+    model = make_tiny_model("mistral4", rope_parameters=rope)
+    held = model.config.rope_parameters
+    before = dict(held)
+    with short_reach(model):
+        assert held == {**before, "original_max_position_embeddings": SHORT_TOKENS}
+    assert model.config.rope_parameters is held
+    assert held == before
+
+
+async def test_a_floor_of_a_temperature_by_position_that_is_lost_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rope = {**YARN, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 8192}
+    make_tiny_checkpoint(tmp_path, "mistral4", rope_parameters=rope)
+    honest = modeling_mistral4.get_llama_4_attn_scale
+    # as if a paged batch counted its rows
+    monkeypatch.setattr(
+        modeling_mistral4, "get_llama_4_attn_scale",
+        lambda positions, *rest: honest(torch.arange(positions.shape[-1]).expand_as(positions), *rest),
+    )  # fmt: skip
+    with pytest.raises(UnsupportedModel, match="differs from separate sequences"):
+        await Driver.open(tmp_path)
 
 
 def test_small_sizes_are_crossed_as_they_are() -> None:

@@ -101,3 +101,35 @@ def test_rotary_dim_is_read_whatever_the_library_does_with_it() -> None:
     raw["rope_parameters"].pop("partial_rotary_factor", None)
     config: Any = read_architecture(raw, HERE).config
     assert config.rope_parameters["partial_rotary_factor"] == 4 / config.head_dim
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama4"])
+def test_the_attention_that_a_config_asks_for_need_not_be_installed(tmp_path: Path, family: str) -> None:
+    make_tiny_checkpoint(tmp_path, family)
+    path = tmp_path / "config.json"
+    raw = json.loads(path.read_text())
+    asked = {"_attn_implementation": "flash_attention_2", "attn_implementation": "flash_attention_2"}
+    raw |= {**asked, **({"text_config": {**raw["text_config"], **asked}} if "text_config" in raw else {})}
+    path.write_text(json.dumps(raw))
+    checkpoint = loading.read_checkpoint(str(tmp_path))
+    model = loading.build(checkpoint, "auto")
+    assert loading.names_of(checkpoint, model).model is model
+
+
+def test_more_layers_than_any_model_has_are_not_built(tmp_path: Path) -> None:
+    make_tiny_checkpoint(tmp_path, "qwen3_moe")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 1_000_000}))
+    with pytest.raises(CheckpointError, match="asks for 1,000,000 layers"):
+        loading.build(loading.read_checkpoint(str(tmp_path)), "auto")
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe_fp8", "gpt_oss_mxfp4"])
+def test_a_config_without_its_quantisation_is_told_as_that(tmp_path: Path, family: str) -> None:
+    make_tiny_checkpoint(tmp_path, family)
+    path = tmp_path / "config.json"
+    raw = json.loads(path.read_text())
+    del raw["quantization_config"]
+    path.write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match=r"has no quantization_config, and the folder holds .*, which is part of"):
+        loading.read_checkpoint(str(tmp_path))

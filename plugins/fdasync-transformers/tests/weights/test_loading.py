@@ -180,12 +180,28 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "config is a list": (lambda f: (f / "config.json").write_text("[]"), "config.json", "not a JSON object"),
     "no model_type": (lambda f: edit_config(f, model_type=None), "config.json", "no model_type"),
     "field of a wrong type": (lambda f: edit_config(f, hidden_size="wide"), "config.json", "no valid qwen3_moe"),
+    "config too deep": (lambda f: (f / "config.json").write_text("[" * 90_000), "config.json", "not JSON"),
+    "architectures are no list": (
+        lambda f: edit_config(f, architectures=7),
+        "config.json",
+        "architectures 7 is no list",
+    ),
     "sizes that cannot be": (lambda f: edit_config(f, vocab_size=-4), "config.json", "can be built"),
     "no weights": (lambda f: (f / SINGLE_FILE).unlink(), "checkpoint", "neither"),
     "pickles only": (pickled, "checkpoint", "pickle"),
     "empty file": (lambda f: truncate(f / SINGLE_FILE, 0), SINGLE_FILE, "truncated"),
     "half a header": (lambda f: truncate(f / SINGLE_FILE, 100), SINGLE_FILE, "truncated"),
     "half the data": (lambda f: truncate(f / SINGLE_FILE, 40_000), SINGLE_FILE, "truncated"),
+    "header too deep": (
+        lambda f: (f / SINGLE_FILE).write_bytes((90_000).to_bytes(8, "little") + b"[" * 90_000),
+        SINGLE_FILE,
+        "header cannot be read",
+    ),
+    "a folder in place of weights": (
+        lambda f: ((f / SINGLE_FILE).unlink(), (f / SINGLE_FILE).mkdir()),
+        SINGLE_FILE,
+        "cannot be read: Is a directory",
+    ),
     "header is no JSON": (
         lambda f: (f / SINGLE_FILE).write_bytes((4).to_bytes(8, "little") + b"{,,}"),
         SINGLE_FILE,

@@ -106,6 +106,14 @@ def test_a_tensor_that_is_made_of_several_is_asked_for_by_its_own_name(tmp_path:
     assert_equal(live.state(), before)
 
 
+def test_a_converted_tensor_in_its_older_form_is_told_the_shape_of_the_model(tmp_path: Path) -> None:
+    make_tiny_checkpoint(tmp_path, "qwen3_vl_moe")
+    name = "model.language_model.layers.0.mlp.experts.down_proj"
+    older = stored(tmp_path)[name].transpose(1, 2)
+    with pytest.raises(WeightsRejected, match=rf"{name} has shape \(8, 16, 32\), the model has \(8, 32, 16\)"):
+        Live(tmp_path).send(named_tensors({name: older}))
+
+
 def test_unknown_tensors_of_the_language_model_are_no_parts_beside_it(tmp_path: Path) -> None:
     make_tiny_checkpoint(tmp_path, "llama4")
     tensors = stored(tmp_path)

@@ -14,7 +14,7 @@ from fdasync_transformers.weights import loading, reading
 from fdasync_transformers.weights.shards import SINGLE_FILE
 from live_weights import CPU, Live, assert_equal
 from quantised import edit, make_fp8, make_mxfp4, set_quantization, split
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers.quantizers import quantizer_finegrained_fp8
 
 from fdasync.errors import CheckpointError, UnsupportedModel, WeightsRejected
@@ -73,8 +73,10 @@ def test_tensors_equal_those_of_the_library(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_gpu_dequantises_to_the_same_bits(tmp_path: Path, kind: str) -> None:
+def test_a_gpu_dequantises_to_the_same_bits(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     quantised, _ = make(tmp_path, kind)
+    # the id is made of pieces
+    monkeypatch.setattr(loading, "_STAGED_NBYTES", 100)
     on_gpu = loading.load(loading.read_checkpoint(str(quantised)), "auto", torch.device("cuda"))
     assert loading.weights_id(on_gpu) == loading.weights_id(load(quantised))
 
@@ -295,6 +297,16 @@ def test_broken_folders_are_refused_by_name_before_memory_is_taken(
 
     monkeypatch.setattr(torch.nn.Module, "to_empty", taken)
     with pytest.raises(CheckpointError, match=words):
+        load(quantised)
+
+
+@pytest.mark.parametrize("last", ["weight_scale", "weight.scale"])
+def test_scales_of_another_layout_are_told(tmp_path: Path, last: str) -> None:
+    quantised, _ = make(tmp_path, "qwen3_moe")
+    tensors = load_file(quantised / SINGLE_FILE)
+    renamed = {name.replace("weight_scale_inv", last): tensor for name, tensor in tensors.items()}
+    save_file(renamed, quantised / SINGLE_FILE)
+    with pytest.raises(CheckpointError, match=rf"it has \S+\.{last}, of a layout that this loader does not know"):
         load(quantised)
 
 

@@ -9,18 +9,36 @@ import secrets
 from typing import TYPE_CHECKING, Literal
 
 from fdasync import SamplingParams
+from fdasync_http.client_names import Names
 from fdasync_http.failures import Refused
 from fdasync_http.sglang.meta import first_row
 from fdasync_http.text import TextForm
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from fdasync import Grammar
     from fdasync.request import GenerateOptions, LogprobKind
+    from fdasync_http.client_names import Table
     from fdasync_http.front import Front
     from fdasync_http.openai.types import CommonBody
 
 # SGLang's words for "all" of top_k
 _ALL = (-1, 0, 1 << 30)
+# by the engine's field: those of completions and chats that ask for it
+_FIELDS: Table = {
+    "prompt": ("input_ids", "messages", "prompt"),
+    "max_tokens": ("max_completion_tokens", "max_tokens"),
+    "logprobs": ("logprobs",),
+    # a completion's `logprobs` is a number
+    "top_logprobs": ("top_logprobs", "logprobs"),
+    "prompt_logprobs_start": ("prompt_logprobs", "echo"),
+    "prompt_top_logprobs": ("prompt_logprobs", "logprobs"),
+    "request_id": ("request_id", "rid"),
+    "cache_salt": ("cache_salt", "extra_key"),
+    "routing": ("routed_experts_prompt_start", "return_routed_experts"),
+    "start": ("routed_experts_prompt_start", "routed_experts_start_len"),
+}
 # engines take seeds below it; OpenAI's may be any integer
 _SEEDS = 1 << 63
 
@@ -33,6 +51,7 @@ class Asked:
         number: of the prompt in its body; None: it is the only one.
         specials: the text shows special tokens whatever the body says.
         grammar: of the answer.
+        grammar_field: returns the field that asks for it.
         echo: the answer repeats the prompt, with log-probs if it has some, and may have no new tokens.
 
     Attributes:
@@ -40,6 +59,7 @@ class Asked:
         prompt: see above.
         request_id: name of the request; the answer's `id`, by which it can be aborted.
         params, options: of the engine.
+        names: of its fields in errors.
         form: how its text is made.
         rows: whose form the rows of its answer have.
         echo: see above.
@@ -59,9 +79,11 @@ class Asked:
         number: int | None = None,
         specials: bool = False,
         grammar: Grammar | None = None,
+        grammar_field: Callable[[], str] = str,
         echo: bool = False,
     ) -> None:
         self.body = body
+        self.names = Names(_FIELDS, body, grammar_field)
         self.echo = echo
         self.prompt = prompt
         name = body.request_id or body.rid

@@ -14,7 +14,7 @@ import msgspec
 from fdasync.engine.tokenizer import ChatTokenizer, WithSpecials
 from fdasync.errors import TokenizerFailed
 from fdasync_http.failures import Refused
-from fdasync_http.grammars import grammar_of
+from fdasync_http.grammars import field_of, grammar_of
 from fdasync_http.openai.answers import Spent, finish_of, head_of, prompt_scores_of, put_extras, usage_of, version_of
 from fdasync_http.openai.asked import Asked, asks_for_stops, check_common, stops_of
 from fdasync_http.openai.chat_stream import streamed, tool_call
@@ -66,6 +66,7 @@ async def chat_completions(request: Request, front: Front) -> Response:
         top_logprobs=body.top_logprobs,
         specials=specials,
         grammar=forced or grammar,
+        grammar_field=partial(field_of, body) if forced is None else lambda: "tool_choice",
     )
     if body.stream:
         return Events(streamed(front, asked, new_reader))
@@ -136,7 +137,7 @@ def _declares(chat: ChatTokenizer, beginning: list[int]) -> bool:
 
 
 async def _answer(front: Front, asked: Asked, new_reader: Callable[[], Reader]) -> Response:
-    with front.place():
+    with front.place(), asked.names.told_to_client():
         result = await front.generator.complete(asked.prompt, asked.params, **asked.options)
     names = TokenNames(front, as_ids=asked.body.return_tokens_as_token_ids)
     choices: list[dict[str, Any]] = []

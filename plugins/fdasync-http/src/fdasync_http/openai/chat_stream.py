@@ -94,7 +94,7 @@ async def streamed(front: Front, asked: Asked, new_reader: Callable[[], Reader])
     is_scored = asked.body.prompt_logprobs is not None
     began = asyncio.get_running_loop().time()
     is_begun = False
-    with front.place():
+    with front.place(), asked.names.told_to_client():
         async with front.generator.generate(asked.prompt, asked.params, **asked.options) as stream:
             async for item in read(stream):
                 if not is_begun:

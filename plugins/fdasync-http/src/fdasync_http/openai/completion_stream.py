@@ -42,7 +42,8 @@ def choice_of(index: int, text: str, logprobs: Any, finish_reason: str | None) -
 
 async def result_of(front: Front, asked: Asked) -> Result:
     """The whole result of a prompt, without the token that it did not ask for."""
-    result = await front.generator.complete(asked.prompt, asked.params, **asked.options)
+    with asked.names.told_to_client():
+        result = await front.generator.complete(asked.prompt, asked.params, **asked.options)
     return without_output(result) if asked.scores_only else result
 
 
@@ -161,20 +162,21 @@ class _Prompt:
         # the prompt's log-probs go with the ends of its samples, and come at the end of the request
         is_scored = asked.body.prompt_logprobs is not None
         scores: dict[str, Any] = {}
-        async with front.generator.generate(asked.prompt, asked.params, **asked.options) as stream:
-            async for item in read(stream, at_end=is_scored):
-                growing = samples[item.index]
-                if isinstance(item, Delta):
-                    self._heads.add(item)
-                    yield growing.choice(asked, item, self._names), []
-                    continue
-                choice = growing.last(item)
-                if is_scored:
-                    scores = scores or await prompt_scores_of(asked, stream.result, self._names)
-                    choice |= scores
-                spent = Spent(len(stream.prompt_token_ids), asyncio.get_running_loop().time() - began)
-                yield self._end(choice, item, spent)
-            self.result = stream.result
+        with asked.names.told_to_client():
+            async with front.generator.generate(asked.prompt, asked.params, **asked.options) as stream:
+                async for item in read(stream, at_end=is_scored):
+                    growing = samples[item.index]
+                    if isinstance(item, Delta):
+                        self._heads.add(item)
+                        yield growing.choice(asked, item, self._names), []
+                        continue
+                    choice = growing.last(item)
+                    if is_scored:
+                        scores = scores or await prompt_scores_of(asked, stream.result, self._names)
+                        choice |= scores
+                    spent = Spent(len(stream.prompt_token_ids), asyncio.get_running_loop().time() - began)
+                    yield self._end(choice, item, spent)
+                self.result = stream.result
 
     async def _at_once(self) -> AsyncGenerator[_Choice, None]:
         front, asked = self._front, self._asked

@@ -6,11 +6,12 @@ Called by `application.py`.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fdasync_http.bodies import check_text_size
 from fdasync_http.failures import Refused
-from fdasync_http.grammars import grammar_of
+from fdasync_http.grammars import field_of, grammar_of
 from fdasync_http.openai.answers import Spent, finish_of, head_of, prompt_scores_of, put_extras, usage_of, version_of
 from fdasync_http.openai.asked import Asked, check_common
 from fdasync_http.openai.completion_stream import KIND, choice_of, echo_of, result_of, streamed, with_echo
@@ -61,6 +62,7 @@ def _asked_of(front: Front, body: CompletionBody) -> list[Asked]:
                 top_logprobs=body.logprobs or 0,
                 number=number if len(prompts) > 1 else None,
                 grammar=grammar_of(body),
+                grammar_field=partial(field_of, body),
                 echo=body.echo,
             )
         )

@@ -12,6 +12,7 @@ import msgspec
 
 from fdasync import Sample, SamplingParams
 from fdasync_http.bodies import read_json
+from fdasync_http.client_names import Names
 from fdasync_http.failures import Refused
 from fdasync_http.replies import Part, Parts, Streamed, whole
 from fdasync_http.rollout.tensors import sample_file
@@ -24,10 +25,19 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from fdasync.request import GenerateOptions
+    from fdasync_http.client_names import Table
     from fdasync_http.front import Front
 
 ONE = "application/vnd.fdasync.rollout+safetensors"
 MANY = "application/vnd.fdasync.rollouts"
+
+
+# by the engine's field: those of the body that ask for it
+_FIELDS: Table = {
+    **{name: (f"sampling.{name}",) for name in SamplingParams.__struct_fields__},
+    "params": ("sampling",),
+    "prompt": ("text", "token_ids"),
+}
 
 
 class RolloutBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -56,10 +66,15 @@ async def rollout(request: Request, front: Front) -> Response:
     body = await read_json(request, RolloutBody, front.config)
     if (body.token_ids is None) == (body.text is None):
         raise Refused(400, "one of token_ids and text is needed", param="token_ids")
-    params = SamplingParams.from_mapping({"logprobs": "raw", **body.sampling})
+    with _names(body, within="sampling.").told_to_client():
+        params = SamplingParams.from_mapping({"logprobs": "raw", **body.sampling})
     if params.n > 1:
         return Streamed(_files(front, body, params), MANY)
     return await whole(request, _answer(front, body, params))
+
+
+def _names(body: RolloutBody, *, within: str = "") -> Names:
+    return Names(_FIELDS, body, lambda: "sampling.grammar", within=within)
 
 
 def _asked_of(body: RolloutBody) -> tuple[str | list[int], GenerateOptions]:
@@ -79,7 +94,7 @@ def _asked_of(body: RolloutBody) -> tuple[str | list[int], GenerateOptions]:
 
 async def _answer(front: Front, body: RolloutBody, params: SamplingParams) -> Response:
     prompt, options = _asked_of(body)
-    with front.place():
+    with front.place(), _names(body).told_to_client():
         result = await front.generator.complete(prompt, params, **options)
     told = {"request_id": result.request_id, "model": front.model}
     return Parts(sample_file(result.samples[0], result.prompt_token_ids, **told), ONE)
@@ -88,7 +103,7 @@ async def _answer(front: Front, body: RolloutBody, params: SamplingParams) -> Re
 async def _files(front: Front, body: RolloutBody, params: SamplingParams) -> AsyncIterator[bytes]:
     """The files of all samples, in the order in which they end."""
     prompt, options = _asked_of(body)
-    with front.place():
+    with front.place(), _names(body).told_to_client():
         async with front.generator.generate(prompt, params, **options) as stream:
 
             def pieces_of(sample: Sample) -> AsyncIterator[bytes]:

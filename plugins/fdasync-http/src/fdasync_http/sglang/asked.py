@@ -5,12 +5,15 @@ Fields are those of SGLang's `GenerateReqInput`. Called by `generate.py`.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from fdasync_http.bodies import read_json
+from fdasync_http.client_names import Names
 from fdasync_http.failures import Refused
+from fdasync_http.grammars import field_of
 from fdasync_http.sglang.meta import first_row
 from fdasync_http.sglang.sampling import Sampling, params_of
 from fdasync_http.text import TextForm
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 
     from fdasync import SamplingParams
     from fdasync.request import GenerateOptions
+    from fdasync_http.client_names import Table
     from fdasync_http.front import Front
 
 # values with which a field asks for nothing
@@ -43,6 +47,27 @@ _UNSERVED = (
     "max_thinking_tokens", "max_dynamic_patch", "min_dynamic_patch", "image_max_dynamic_patch",
     "video_max_dynamic_patch",
 )  # fmt: skip
+
+
+# by the engine's field: those of the body that ask for it
+_FIELDS: Table = {
+    **{name: (f"sampling_params.{name}",) for name in (
+        "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "n",
+        "stop", "stop_token_ids", "ignore_eos", "logit_bias",
+    )},
+    "max_tokens": ("sampling_params.max_new_tokens",),
+    "min_tokens": ("sampling_params.min_new_tokens",),
+    "seed": ("sampling_params.sampling_seed",),
+    "prompt": ("text", "input_ids"),
+    "logprobs": ("return_logprob",),
+    "top_logprobs": ("top_logprobs_num",),
+    "prompt_logprobs_start": ("logprob_start_len",),
+    "prompt_top_logprobs": ("top_logprobs_num",),
+    "request_id": ("rid",),
+    "cache_salt": ("extra_key", "cache_salt"),
+    "routing": ("return_routed_experts",),
+    "start": ("routed_experts_start_len",),
+}  # fmt: skip
 
 
 class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -76,11 +101,15 @@ class Asked:
         params: of the engine.
         options: of the engine.
         body: as it came.
+        names: of its fields in errors.
         form: how its text is made.
         scores_only: it asks for no new tokens.
     """
 
-    def __init__(self, front: Front, body: GenerateBody, prompt: Any, sampling: Sampling, rid: str | None) -> None:
+    def __init__(
+        self, front: Front, body: GenerateBody, prompt: Any, sampling: Sampling, rid: str | None, where: str
+    ) -> None:
+        """`where`: what the sampling parameters stand in, with a dot."""
         facts = front.generator.facts()
         room = facts.max_context_tokens - (len(prompt) if isinstance(prompt, list) else 0)
         start = body.logprob_start_len
@@ -88,8 +117,10 @@ class Asked:
         self.scores_only = sampling.max_new_tokens == 0
         self.prompt = prompt
         self.body = body
+        self.names = Names(_FIELDS, body, partial(field_of, sampling, where), where)
         self.params: SamplingParams = params_of(
             sampling,
+            where=where,
             logprobs=bool(body.return_logprob),
             top_logprobs=body.top_logprobs_num or 0,
             score_from=start if scores else None,
@@ -141,7 +172,8 @@ def asked_of(front: Front, body: GenerateBody) -> tuple[list[Asked], bool]:
         rid = rids[number] if isinstance(rids, list) else rids
         if many and isinstance(rids, str):
             rid = f"{rids}_{number}"
-        asked.append(Asked(front, body, prompt, sampling, rid))
+        where = f"sampling_params[{number}]." if isinstance(samplings, list) else "sampling_params."
+        asked.append(Asked(front, body, prompt, sampling, rid, where))
     return asked, many
 
 

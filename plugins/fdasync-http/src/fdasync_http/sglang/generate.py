@@ -45,7 +45,7 @@ async def generate(request: Request, front: Front) -> Response:
 
 async def _answer(front: Front, asked: list[Asked], many: bool) -> Response:
     with front.place():
-        results = await all_of([front.generator.complete(one.prompt, one.params, **one.options) for one in asked])
+        results = await all_of([_result_of(front, one) for one in asked])
     answers: list[dict[str, Any]] = []
     parts: list[Part] = []
     for one, result in zip(asked, results, strict=True):
@@ -56,6 +56,11 @@ async def _answer(front: Front, asked: list[Asked], many: bool) -> Response:
             parts += more
     single = not many and len(answers) == 1
     return Parts(assembled(answers[0] if single else answers, parts))
+
+
+async def _result_of(front: Front, asked: Asked) -> Result:
+    with asked.names.told_to_client():
+        return await front.generator.complete(asked.prompt, asked.params, **asked.options)
 
 
 class _Growing:
@@ -102,7 +107,7 @@ async def _streamed(front: Front, asked: Asked) -> AsyncIterator[bytes]:
     # the prompt's log-probs stand in the last events, and come at the end of the request
     is_scored = asked.params.prompt_logprobs_start is not None
     began = asyncio.get_running_loop().time()
-    with front.place():
+    with front.place(), asked.names.told_to_client():
         async with front.generator.generate(asked.prompt, asked.params, **asked.options) as stream:
             version = front.generator.facts().weight_version
             prompt_tokens = 0
@@ -114,7 +119,7 @@ async def _streamed(front: Front, asked: Asked) -> AsyncIterator[bytes]:
                     result = (
                         msgspec.structs.replace(stream.result, samples=(item,))
                         if is_scored
-                        else _result_of(stream, item, asyncio.get_running_loop().time() - began)
+                        else _ended_result(stream, item, asyncio.get_running_loop().time() - began)
                     )
                     result = without_output(result) if asked.scores_only else result
                     payload, parts = _payload(front, asked, result, result.samples[0], state.text)
@@ -129,7 +134,7 @@ async def _streamed(front: Front, asked: Asked) -> AsyncIterator[bytes]:
                     yield event_of(msgspec.json.encode(told))
 
 
-def _result_of(stream: DeltaStream, sample: Sample, total_s: float) -> Result:
+def _ended_result(stream: DeltaStream, sample: Sample, total_s: float) -> Result:
     """The result of one sample that has ended; others may go on."""
     return Result(
         request_id=stream.request_id, prompt_token_ids=stream.prompt_token_ids, samples=(sample,), total_s=total_s

@@ -58,11 +58,12 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def params_of(
-    sampling: Sampling, *, logprobs: bool, top_logprobs: int, score_from: int | None, room_tokens: int
+    sampling: Sampling, *, where: str, logprobs: bool, top_logprobs: int, score_from: int | None, room_tokens: int
 ) -> SamplingParams:
     """The engine's parameters. Raises Refused for what is not served; the engine checks ranges.
 
     Args:
+        where: what the parameters stand in, with a dot.
         logprobs: the request asks for log-probs: those of the distribution that was sampled from, as SGLang's are.
             Without randomness (temperature 0) they are the model's own.
         score_from: position from which the prompt's own tokens get log-probs; None: none do.
@@ -70,7 +71,7 @@ def params_of(
     """
     for name, fine in _UNSERVED.items():
         if getattr(sampling, name) not in fine:
-            raise Refused(400, f"sampling_params.{name} is not served", param=f"sampling_params.{name}")
+            raise Refused(400, f"{where}{name} is not served", param=where + name)
     stop = sampling.stop or ()
     # a request without new tokens scores its prompt; the one token that it makes is not given out
     most = max(room_tokens, 1) if sampling.max_new_tokens is None else max(sampling.max_new_tokens, 1)
@@ -87,7 +88,7 @@ def params_of(
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
         logit_bias=sampling.logit_bias or {},
-        grammar=grammar_of(sampling, "sampling_params."),
+        grammar=grammar_of(sampling, where),
         n=sampling.n,
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         stop_token_ids=tuple(sampling.stop_token_ids or ()),

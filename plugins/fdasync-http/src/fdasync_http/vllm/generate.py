@@ -7,6 +7,7 @@ two paths differ in the form of the rows alone. Called by `application.py`.
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -14,13 +15,15 @@ import msgspec
 from fdasync import Sample
 from fdasync_http import rows
 from fdasync_http.bodies import read_json
+from fdasync_http.client_names import Names
 from fdasync_http.failures import Refused
+from fdasync_http.grammars import field_of
 from fdasync_http.parts import MARK, assembled, event_with
 from fdasync_http.prompt_scores import finite, prompt_logprobs_of
 from fdasync_http.replies import Events, Part, Parts, event_of, whole
 from fdasync_http.streams import read
 from fdasync_http.text import TextForm
-from fdasync_http.vllm.sampling import params_of, sampling_of
+from fdasync_http.vllm.sampling import FIELDS, params_of, sampling_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -68,6 +71,7 @@ class _Asked:
     Attributes:
         body: as it came.
         params, options: of the engine.
+        names: of its fields in errors.
         form: how its text is made.
         rows: how its rows are written.
     """
@@ -81,6 +85,7 @@ class _Asked:
             raise Refused(404, f"there is no model {body.model!r}; this is {front.model!r}", param="model")
         sampling = sampling_of(body.sampling_params)
         self.body = body
+        self.names = Names(FIELDS, body, partial(field_of, sampling, "sampling_params."))
         self.params = params_of(sampling, room_tokens=facts.max_context_tokens - len(body.token_ids))
         self.rows: RowForm = form if facts.captures_routing else "none"
         if form == "skyrl" and not facts.captures_routing:
@@ -122,7 +127,7 @@ async def _generate(request: Request, front: Front, form: RowForm) -> Response:
 
 
 async def _answer(front: Front, asked: _Asked) -> Response:
-    with front.place():
+    with front.place(), asked.names.told_to_client():
         result = await front.generator.complete(asked.body.token_ids, asked.params, **asked.options)
     parts: list[Part] = []
     choices = [_choice(front, asked, sample, parts) for sample in result.samples]
@@ -220,7 +225,7 @@ def _rows(front: Front, form: RowForm, sample: Sample, parts: list[Part]) -> Any
 
 async def _streamed(front: Front, asked: _Asked) -> AsyncIterator[bytes]:
     """Deltas as events; the last event of each sample has its finish reason and its rows."""
-    with front.place():
+    with front.place(), asked.names.told_to_client():
         async with front.generator.generate(asked.body.token_ids, asked.params, **asked.options) as stream:
             texts = [asked.form.of_sample() for _ in range(asked.params.n)]
             # once, not for every event

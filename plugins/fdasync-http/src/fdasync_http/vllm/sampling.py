@@ -6,13 +6,16 @@ served is refused when it is set to something else than its default. Called by `
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from fdasync import SamplingParams
 from fdasync_http.failures import Refused
 from fdasync_http.grammars import grammar_of
+
+if TYPE_CHECKING:
+    from fdasync_http.client_names import Table
 
 # fields for which a value other than these asks for something that is not served
 _UNSERVED: dict[str, tuple[Any, ...]] = {
@@ -28,6 +31,20 @@ _IGNORED = (
     "detokenize", "output_kind", "spaces_between_special_tokens", "skip_clone", "skip_reading_prefix_cache",
     "flat_logprobs",
 )  # fmt: skip
+
+
+#: by the engine's field: those of the body that ask for it
+FIELDS: Table = {
+    **{name: (f"sampling_params.{name}",) for name in (
+        "temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "stop", "stop_token_ids", "seed", "n",
+        "logprobs", "presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos", "logit_bias",
+    )},
+    "top_logprobs": ("sampling_params.logprobs",),
+    "prompt_logprobs_start": ("sampling_params.prompt_logprobs",),
+    "prompt_top_logprobs": ("sampling_params.prompt_logprobs",),
+    "start": ("sampling_params.routed_experts_prompt_start",),
+    "prompt": ("token_ids",),
+}  # fmt: skip
 
 
 class Sampling(msgspec.Struct, frozen=True):

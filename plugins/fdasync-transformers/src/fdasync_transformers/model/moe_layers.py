@@ -78,7 +78,7 @@ def find_experts(model: torch.nn.Module) -> dict[int, Experts]:
     kind = _kind_of(model)
     found: dict[int, Experts] = {}
     for path, module in model.named_modules():
-        if path.rpartition(".")[2] != "experts" or isinstance(module, torch.nn.ModuleList):
+        if path.rpartition(".")[2] != "experts":
             continue
         layer = _LAYER.search(path)
         if layer is None or int(layer.group(1)) in found:
@@ -159,7 +159,7 @@ def _top_k(model: PreTrainedModel, experts: dict[int, Experts], run: Callable[[]
                 hooks.callback(hook.remove)
         hooks.enter_context(without_experts(model))
         run()
-    unseen = [each.name for each in experts.values() if each.name not in seen]
+    unseen = [each.name for each in experts.values() if not seen.get(each.name)]
     if unseen:
         raise UnsupportedModel(_kind_of(model), f"{unseen[0]} is handed no expert ids in a forward pass")
     return tuple(seen[each.name] for each in experts.values())

@@ -31,7 +31,7 @@ _SPARSE = {
 def refuse_unservable(model: PreTrainedModel) -> None:
     """Raise UnsupportedModel, with every reason, for a model whose flattened batches would be silently wrong."""
     config: PreTrainedConfig = model.config
-    reasons = [*_recurrent(model), *_sparse(model), *_hashed(model), *_ropes(config)]
+    reasons = [*_recurrent(model), *_sparse(model), *_masked(model), *_hashed(model), *_ropes(config)]
     if reasons:
         raise UnsupportedModel(str(config.model_type), "; ".join(reasons))
 
@@ -74,6 +74,14 @@ def _sparse(model: torch.nn.Module) -> Iterator[str]:
             found.setdefault(last, path)
     for last, path in found.items():
         yield f"{_SPARSE[last]} ({path})"
+
+
+def _masked(model: torch.nn.Module) -> Iterator[str]:
+    for path, module in model.named_modules():
+        # of doge's attention
+        if hasattr(module, "prepare_dynamic_mask"):
+            yield f"attention with a dynamic mask, which picks keys by their values ({path})"
+            return
 
 
 def _hashed(model: torch.nn.Module) -> Iterator[str]:

@@ -7,7 +7,7 @@ steps. Called by `runner.py`, `grammar_process.py` and `execution/lane_matchers.
 
 from __future__ import annotations
 
-from array import array
+import time
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +19,19 @@ from fdasync.errors import BadInput, CheckpointError
 from fdasync.request import Grammar
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-# compiled grammars that are kept: many requests share one
+# compiled grammars that are kept: many requests share one. More than an engine takes for checked, so that no step
+# compiles one
 _MAX_COMPILED = 256
-# bounds on what a mask may cost, about 10 ms of them; they do not bound all of compiling (`grammar_process.py` does)
+# of the host's CPU, what the masks of an answer may cost: so much at once, and so much more for each token. Masks of
+# ordinary schemas take 0.01 to 1 ms of a vocabulary of 130,000
+_MASKS_S, _MASK_S = 0.2, 0.002
+# bounds on what one mask may cost, about 10 ms of them; they do not bound all of compiling (`grammar_process.py` does)
 _INITIAL_FUEL, _STEP_FUEL, _STEP_ITEMS = 200_000, 150_000, 50_000
 _LEXER_STATES, _GRAMMAR_SIZE, _ROW_ITEMS = 50_000, 20_000, 500
 _WORD_BITS = 32
@@ -69,15 +74,18 @@ class Grammars:
 
     def check(self, grammar: Grammar) -> None:
         """Compile it, and make its first mask. Raises BadInput in the library's words."""
-        matcher = self.matcher(-1, grammar.packed(), array("i"))
+        matcher = Matcher(-1, self._compile(grammar.packed()).deep_copy(), self.ends)
         matcher.fill(np.empty(self.words, np.int32))
         if matcher.problem:
-            raise BadInput("grammar", f"cannot be kept: {_in_a_line(matcher.problem)}")
+            raise BadInput("grammar", f"cannot be kept: {matcher.problem}")
 
     def matcher(self, key: int, packed: bytes, answer: array[int]) -> Matcher:
         """Of a sequence whose answer begins with these tokens. A grammar that does not compile makes a matcher with a
-        problem."""
-        matcher = Matcher(key, self._compile(packed).deep_copy(), self.ends)
+        problem, since it is made in a step: one request's grammar must not end the others."""
+        try:
+            matcher = Matcher(key, self._compile(packed).deep_copy(), self.ends)
+        except BadInput as error:
+            matcher = Matcher(key, None, self.ends, error.problem)
         for token in answer:
             matcher.accept(token)
         return matcher
@@ -114,6 +122,9 @@ def _in_a_line(problem: str) -> str:
 class Matcher:
     """One answer and its grammar.
 
+    Args:
+        inner: the library's matcher; None: there is none, for this `problem`.
+
     Attributes:
         key: the sequence.
         problem: why the grammar cannot be kept any further; then EOS alone is allowed. "" while it can.
@@ -121,34 +132,49 @@ class Matcher:
         count: tokens of the answer that it took.
     """
 
-    def __init__(self, key: int, inner: Any, ends: NDArray[np.int32]) -> None:
+    def __init__(self, key: int, inner: Any, ends: NDArray[np.int32], problem: str = "") -> None:
         self.key = key
-        self.problem = inner.get_error() if inner.is_error() else ""
+        self.problem = problem
         self.told = False
         self.count = 0
         self._inner = inner
         self._ends = ends
+        self._spent_s = 0.0
+        self._look()
 
     @property
     def is_ended(self) -> bool:
         """Whether EOS alone is left."""
-        return bool(self._inner.is_stopped())
+        return self._inner is None or bool(self._inner.is_stopped())
 
     def accept(self, token: int) -> None:
         """The answer goes on with this token. Tokens behind its end are overrun, and passed over."""
         self.count += 1
-        if not self._inner.is_stopped() and not self._inner.consume_token(token):
-            self.problem = _in_a_line(self._inner.get_error())
+        if not self.is_ended and not self._inner.consume_token(token):
+            self._look()
 
     def fill(self, mask: NDArray[np.int32]) -> None:
         """Write the mask of the next token: bit `i % 32` of word `i // 32` says whether token i is allowed.
 
         `mask`: int32 [words], contiguous.
         """
-        if self._inner.is_stopped():
+        if not self.is_ended:
+            began = time.thread_time()
+            self._inner.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            self._spent_s += time.thread_time() - began
+            self._look()
+        if self.is_ended:
             mask[:] = self._ends
+
+    def _look(self) -> None:
+        """Whether it can still be kept; the library's memory is freed where it cannot."""
+        if self._inner is None:
             return
-        self._inner.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if self._inner.is_error():
-            self.problem = _in_a_line(self._inner.get_error())
-            mask[:] = self._ends
+            self._end(_in_a_line(self._inner.get_error()) or "the library names no reason")
+        elif self._spent_s > _MASKS_S + _MASK_S * self.count:
+            self._end(f"its masks take too long: {self._spent_s:.2g} s for {self.count} tokens")
+
+    def _end(self, problem: str) -> None:
+        self.problem = problem
+        self._inner = None

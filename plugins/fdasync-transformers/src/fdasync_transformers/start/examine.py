@@ -13,12 +13,13 @@ import torch
 
 from fdasync.errors import UnsupportedModel
 from fdasync.runner.report import ModelReport
+from fdasync_transformers.capture.aux_data import aux_specs
 from fdasync_transformers.model import families
 from fdasync_transformers.model.kv import KVLayout
-from fdasync_transformers.model.moe_layers import find_moe_layers, without_experts
+from fdasync_transformers.model.moe_layers import find_experts, find_moe_layers, without_experts
 from fdasync_transformers.model.refusals import refuse_unservable
 from fdasync_transformers.start import probe
-from fdasync_transformers.start.open_model import library_code, max_context_of
+from fdasync_transformers.start.open_model import check_routing, library_code, max_context_of
 from fdasync_transformers.weights import loading
 from fdasync_transformers.weights.mapping import place
 
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 def examine(config: TransformersConfig, limits: RunnerLimits, device: torch.device) -> ModelReport:
     """The report of a checkpoint folder. Blocks while it reads headers and builds the model without memory.
 
-    Raises CheckpointError for a folder that is broken or not whole, and ConfigError for a dtype that is not served.
+    Raises CheckpointError for a folder that is broken or not whole; ConfigError for a dtype that is not served, and for
+    routing or other data that this model has not.
     """
     facts: dict[str, Any] = {"model": limits.model, "device": str(device), "device_nbytes": _memory_nbytes(device)}
     try:
@@ -67,7 +69,13 @@ def examine(config: TransformersConfig, limits: RunnerLimits, device: torch.devi
 
 
 def _shapes(model: PreTrainedModel, kind: str, config: TransformersConfig, limits: RunnerLimits) -> dict[str, Any]:
-    """What one pass of one token on the meta device shows. Raises UnsupportedModel."""
+    """What one pass of one token on the meta device shows. Raises UnsupportedModel and ConfigError."""
+    check_routing(model, limits)
+    try:
+        find_experts(model)
+    except UnsupportedModel:
+        # served where routing is off; the library's code of such experts runs on no meta device, so sizes stay unknown
+        return {}
     with library_code(kind, "a pass without weights"):
         mends = families.mend(model)
         experts = None if limits.capture is False else find_moe_layers(model, lambda: probe.run(model))
@@ -81,8 +89,8 @@ def _shapes(model: PreTrainedModel, kind: str, config: TransformersConfig, limit
             "moe_layers": len(experts.ids),
             "num_experts": experts.num_experts,
             "top_k": max(experts.top_k),
-            "aux_token_nbytes": experts.spec.token_nbytes,
         }
+    found["aux_token_nbytes"] = sum(spec.token_nbytes for spec in aux_specs(model, experts, config.aux))
     return found
 
 

@@ -75,7 +75,7 @@ def open_model(
     model = loading.build(checkpoint, config.dtype)
     kind = checkpoint.model_type
     refuse_unservable(model)
-    _check_routing(model, limits)
+    check_routing(model, limits)
     names = loading.names_of(checkpoint, model)
     notes = [*checkpoint.architecture.notes]
     if config.weights == "random":
@@ -133,8 +133,11 @@ def _layers(model: PreTrainedModel, config: TransformersConfig, mends: families.
     return probe.attention_layers(model, latent=config.latent_mla, query_scales=mends.query_scales)
 
 
-def _check_routing(model: PreTrainedModel, limits: RunnerLimits) -> None:
-    """Raise before weights are loaded, where their routing cannot be recorded as asked."""
+def check_routing(model: PreTrainedModel, limits: RunnerLimits) -> None:
+    """Find out before weights are loaded whether their routing can be recorded as asked.
+
+    Raises UnsupportedModel for experts whose routing cannot be recorded, ConfigError for a dense model.
+    """
     if limits.capture is not False and not find_experts(model) and limits.capture is True:
         raise ConfigError(
             "routing", f"{model.config.model_type} has no MoE layers", hint='set capture to "auto" or False'
@@ -153,18 +156,19 @@ def _experts_of(model: PreTrainedModel, limits: RunnerLimits) -> MoELayers | Non
 def max_context_of(model: PreTrainedModel, limits: RunnerLimits) -> int:
     """Most tokens of a sequence, by the model and the limits. Raises UnsupportedModel."""
     own = getattr(model.config, "max_position_embeddings", None)
-    if own is None:
-        raise UnsupportedModel(str(model.config.model_type), "its config has no max_position_embeddings")
+    if own is None or int(own) < 1:
+        problem = "no max_position_embeddings" if own is None else f"max_position_embeddings {own}"
+        raise UnsupportedModel(str(model.config.model_type), f"its config has {problem}")
     return min(int(own), limits.max_context_tokens or int(own))
 
 
 @contextmanager
 def library_code(kind: str, stage: str) -> Iterator[None]:
-    """Within the context, errors of the library's code are UnsupportedModel, with the stage: they do not mean that a
-    checkpoint is broken, as it was read and fits its config."""
+    """Within the context, errors of the library's code (and of ours around it) are UnsupportedModel, with the stage:
+    they do not mean that a checkpoint is broken, as it was read and fits its config."""
     try:
         yield
     except (FdasyncError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # models raise errors of many types
-        raise UnsupportedModel(kind, f"the library's code fails in {stage}: {type(error).__name__}: {error}") from error
+        raise UnsupportedModel(kind, f"{stage} fails: {type(error).__name__}: {error}") from error

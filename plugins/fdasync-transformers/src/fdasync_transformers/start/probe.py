@@ -68,15 +68,17 @@ def attention_layers(
         query_scales: of layers whose queries grow with their position.
         reaches: find them; else every layer gets the full one, which is enough to know sizes.
 
-    Raises UnsupportedModel where a decoder layer has no attention (it keeps state of another kind), or where no
-    `kv.Reach` describes a mask.
+    Raises UnsupportedModel where a decoder layer does not attend through the library's interface (it keeps other state,
+    or none), and where no `kv.Reach` describes a mask.
     """
     log = run(model)
     name = str(model.config.model_type)
     depth = len(decoder_layers(model))
-    if len(log.layers) % depth or sorted(log.layers) != list(range(len(log.layers))):
+    # some families have two attentions in each layer
+    if not log.layers or len(log.layers) % depth or sorted(log.layers) != list(range(len(log.layers))):
+        which = f"layers {sorted(log.layers)}" if log.layers else "none"
         raise UnsupportedModel(
-            name, f"{depth} layers, of which only {sorted(log.layers)} keep KV: the others keep state of another kind"
+            name, f"of its {depth} layers {which} attend through the library's attention interface, and all must"
         )
     specs = []
     for index, (module, heads, key_dim, value_dim, note) in sorted(log.layers.items()):
@@ -112,9 +114,12 @@ def _probe_attention(
     value: torch.Tensor,
     attention_mask: MaskNote | None,
     *,
-    fd_ctx: ProbeLog,
+    fd_ctx: ProbeLog | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
+    if fd_ctx is None:
+        kind = str(getattr(getattr(module, "config", None), "model_type", type(module).__name__))
+        raise UnsupportedModel(kind, f"{type(module).__name__} is not handed the arguments of the model's call")
     index = int(module.layer_idx)  # type: ignore[arg-type]
     for name in NOT_DONE:
         if kwargs.get(name) is not None:

@@ -64,7 +64,8 @@ def plain_passes(
 ) -> Reference:
     """Run each sequence alone through the model as the library made it: call it before mends and paged attention.
 
-    One sequence has at least `longest_tokens`, if the context allows it.
+    One sequence has at least `longest_tokens`, if the context allows it. Raises UnsupportedModel for logits that are
+    not finite, with which nothing can be compared.
     """
     vocab = int(model.config.vocab_size)
     random = np.random.default_rng(20250)
@@ -80,6 +81,12 @@ def plain_passes(
             with torch.inference_mode():
                 out = model(input_ids=torch.from_numpy(ids.astype(np.int64)).to(model.device)[None], use_cache=False)
             logits.append(out.logits[0].float())
+            if not logits[-1].isfinite().all():
+                raise UnsupportedModel(
+                    str(model.config.model_type),
+                    f"its logits are not finite in {str(model.dtype).removeprefix('torch.')}, also without paging: its"
+                    " weights are infinite or NaN, or too large for this dtype",
+                )
             if capture is not None:
                 routing.append(capture.rows(len(ids)).copy())
     finally:

@@ -46,6 +46,8 @@ ALIASES = {
     ),
     "glm4v_moe_text": Alias("glm4_moe", "a text token has one position on all rotary axes", (("use_qk_norm", False),)),
 }
+# keys of config.json that the model is built without
+_NOT_BUILT = ("quantization_config", "compression_config", "attn_implementation", "_attn_implementation")
 # families whose published configs say how much of a head is rotated by `rotary_dim`
 _ROTARY_DIM = ("minimax_m2",)
 
@@ -81,6 +83,8 @@ def read_architecture(raw: Mapping[str, Any], config_file: Path) -> Architecture
     notes: list[str] = []
     config = _config(_plain(raw), model_type, "auto_map" in raw, config_file, notes)
     architectures = raw.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise CheckpointError(str(config_file), f"architectures {architectures!r} is no list")
     text = config.get_text_config()
     if text is config:
         if architectures and not any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in architectures):
@@ -127,11 +131,12 @@ def _config(
 
 
 def _plain(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Without quantisation: the model that is built is plain, and so is its fingerprint."""
+    """Without quantisation: the model that is built is plain, and so is its fingerprint. And without the attention that
+    a config may ask for: the runner has its own, and the library builds no model whose attention is not installed."""
     return {
-        key: _plain(value) if key == "text_config" and isinstance(value, dict) else value
+        key: _plain(value) if key.endswith("_config") and isinstance(value, dict) else value
         for key, value in raw.items()
-        if key not in ("quantization_config", "compression_config")
+        if key not in _NOT_BUILT
     }
 
 

@@ -28,7 +28,7 @@ from fdasync_transformers.weights.shards import StoredTensor, read_json, read_te
 from fdasync_transformers.weights.ties import tied_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -44,6 +44,12 @@ _NOT_IN_FINGERPRINT = frozenset(
     | {"pad_token_id", "problem_type", "return_dict", "router_aux_loss_coef", "transformers_version", "use_cache"}
     | {"initializer_range", "_commit_hash", "experts_implementation", "_experts_implementation", "torch_dtype"}
 )
+# of the page-locked buffer through which a GPU's tensors are hashed
+_STAGED_NBYTES = 64 << 20
+# ends of names of tensors that only quantised checkpoints have
+_OF_QUANTISED = ("weight_scale_inv", "_proj_blocks", ".qweight", ".weight_packed")
+# a model of more layers is built for minutes, without memory too
+_MOST_LAYERS = 4096
 #: the weights id of weights that `draw` drew
 DRAWN_ID = "0" * 32
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -91,6 +97,10 @@ def read_checkpoint(folder: str, *, with_tensors: bool = True) -> Checkpoint:
     scheme = read_scheme(raw, config_file)
     architecture = read_architecture(raw, config_file)
     tensors = read_tensor_table(path) if with_tensors else {}
+    packed = next((name for name in tensors if name.endswith(_OF_QUANTISED)), None)
+    if scheme is None and packed is not None:
+        problem = f"has no quantization_config, and the folder holds {packed}, which is part of a quantised tensor"
+        raise CheckpointError(str(config_file), problem)
     return Checkpoint(path, architecture, plain_table(tensors, scheme) if scheme else tensors, scheme)
 
 
@@ -101,6 +111,9 @@ def build(checkpoint: Checkpoint, dtype: str) -> PreTrainedModel:
     Raises CheckpointError for a config whose sizes do not fit together, ConfigError for a dtype that is not served.
     """
     chosen = _choose_dtype(checkpoint, dtype)
+    layers: Any = getattr(checkpoint.config, "num_hidden_layers", 0)
+    if isinstance(layers, int) and layers > _MOST_LAYERS:
+        raise CheckpointError(str(checkpoint.folder / "config.json"), f"asks for {layers:,} layers")
     model = _on_meta(checkpoint, checkpoint.config, checkpoint.architecture.model_class, chosen)
     _keep_float32(model, chosen)
     return model
@@ -238,11 +251,33 @@ def weights_id(model: PreTrainedModel) -> str:
 def digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     """XXH3-128 over name, dtype, shape and bytes of every tensor, in the order in which they come; hex."""
     made = xxhash.xxh3_128()
+    staging: list[torch.Tensor] = []
     for name, tensor in tensors:
         made.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
-        data: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        made.update(memoryview(data))
+        for data in _bytes_of(tensor.detach(), staging):
+            made.update(data)
     return made.hexdigest()
+
+
+def _bytes_of(tensor: torch.Tensor, staging: list[torch.Tensor]) -> Iterator[memoryview]:
+    """The tensor's bytes, in pieces; each is valid until the next. From a GPU they come through a page-locked buffer,
+    kept in `staging`: copies to other memory take ten times as long."""
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    if flat.device.type != "cuda":
+        yield _view(flat)
+        return
+    if not staging:
+        staging.append(torch.empty(_STAGED_NBYTES, dtype=torch.uint8, pin_memory=True))
+    for first in range(0, len(flat), _STAGED_NBYTES):
+        piece = flat[first : first + _STAGED_NBYTES]
+        held = staging[0][: len(piece)]
+        held.copy_(piece)  # blocking: at start-up and between steps, in a process of its own
+        yield _view(held)
+
+
+def _view(flat: torch.Tensor) -> memoryview:
+    data: Any = flat.numpy()
+    return memoryview(data)
 
 
 def fingerprint(model: PreTrainedModel) -> str:

@@ -130,7 +130,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(str(path), "the file is missing") from None
     except OSError as error:
         raise CheckpointError(str(path), f"cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(str(path), f"is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise CheckpointError(str(path), "is not a JSON object")
@@ -187,12 +187,16 @@ def _shards(folder: Path) -> dict[Path, set[str]]:
 
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, _MAX_HEADER_NBYTES):
-            raise CheckpointError(str(path), f"is truncated or no safetensors file: {size} bytes, header of {length}")
-        raw = file.read(length)
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, _MAX_HEADER_NBYTES):
+                problem = f"is truncated or no safetensors file: {size} bytes, header of {length}"
+                raise CheckpointError(str(path), problem)
+            raw = file.read(length)
+    except OSError as error:
+        raise CheckpointError(str(path), f"cannot be read: {error.strerror}") from None
     try:
         header = json.loads(raw, object_pairs_hook=_each_name_once)
         header.pop("__metadata__", None)
@@ -205,7 +209,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
                 raise CheckpointError(str(path), f"the header gives {name} {last - first} bytes for shape {shape}")
             held[name] = StoredTensor(name, path, entry["dtype"], shape)
             spans.append((first, last, name))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(str(path), f"its header cannot be read: {type(error).__name__}: {error}") from None
     end = 0
     for first, last, name in sorted(spans):

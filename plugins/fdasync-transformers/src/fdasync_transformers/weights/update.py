@@ -209,15 +209,18 @@ class LiveWeights:
     ) -> dict[str, Placement]:
         """Places of tensors whose name a conversion has for its source and for its result: those of the result's shape.
 
-        Raises WeightsRejected for the sources of conversions, which come one by one here.
+        Raises WeightsRejected for the sources of conversions, which come one by one here, and for another shape.
         """
         found: dict[str, Placement] = {}
         for name, _, key in located.conversions:
             own = self._checkpoint_names.own(name)
-            if own is None or key not in (name, own) or shapes[key] != tuple(state[own].shape):
+            if own is None or key not in (name, own):
                 raise WeightsRejected(
                     f"{key} is one of several that the library makes {name} of: give that tensor itself, or a folder"
                 )
+            if shapes[key] != tuple(state[own].shape):
+                problem = f"{key} has shape {shapes[key]}, the model has {tuple(state[own].shape)}"
+                raise WeightsRejected(f"{problem}: give it as the model has it, or a folder")
             found[key] = Placement(own)
         return found
 

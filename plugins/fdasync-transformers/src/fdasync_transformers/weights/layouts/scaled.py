@@ -142,7 +142,10 @@ def part_of(stored: StoredTensor, what: str, table: Mapping[str, StoredTensor], 
     for name in names:
         if name in table:
             return table[name]
-    problem = f"holds {stored.name}, and no file of the folder holds its {what} {' or '.join(names)}"
+    stem = stored.name.rpartition(".")[0] + "."
+    other = next((name for name in sorted(table) if name.startswith(stem) and name.endswith("scale")), None)
+    hint = f" (it has {other}, of a layout that this loader does not know)" if other and what == "scales" else ""
+    problem = f"holds {stored.name}, and no file of the folder holds its {what} {' or '.join(names)}{hint}"
     raise CheckpointError(str(stored.file), problem)
 
 
