@@ -17,7 +17,7 @@ import msgspec
 import torch
 from fdasync_transformers import TransformersConfig, TransformersRunner
 from fdasync_transformers.start import selfcheck
-from fdasync_transformers.weights import loading
+from fdasync_transformers.weights import identity, loading
 
 from benchmarks import _gpu_plays as plays
 from benchmarks._gpu_engine import one_round
@@ -128,7 +128,7 @@ def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
 @contextmanager
 def _watched(served: Served, mark: Callable[[str], None]) -> Iterator[None]:
     """Within the context, the parts of `open` keep their times, and the peak of the weights' memory is read."""
-    parts = {(loading, "fill_random"): "weights", (loading, "fill"): "weights", (loading, "weights_id"): "weights_id"}
+    parts = {(loading, "fill_random"): "weights", (loading, "fill"): "weights", (identity, "weights_id"): "weights_id"}
     parts |= {(selfcheck, "plain_passes"): "self_check", (selfcheck, "check"): "self_check"}
     honest = {(module, name): getattr(module, name) for module, name in parts}
 

@@ -52,7 +52,7 @@ from fdasync_transformers.start.runner_config import (
     graph_tokens,
     memory_share,
 )
-from fdasync_transformers.weights import loading
+from fdasync_transformers.weights import identity, loading
 from fdasync_transformers.weights.update import LiveWeights
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class TransformersRunner(Runner):
         elif device.type == "cpu":
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
         checkpoint = loading.read_checkpoint(limits.model, with_tensors=config.weights != "random")
-        facts = loading.config_facts(checkpoint.config)
+        facts = identity.config_facts(checkpoint.config)
         opened = open_model(checkpoint, config, limits, device, self._make_step_model)
         self._step_model, self._moe = opened.step_model, opened.experts if limits.capture is not False else None
         model = opened.step_model.model
@@ -349,8 +349,8 @@ class TransformersRunner(Runner):
         uneven = moe is not None and len(set(moe.top_k)) > 1
         return Capacity(
             model=f"{checkpoint.folder.name} ({checkpoint.model_type})",
-            fingerprint=loading.fingerprint(model),
-            weights_id=loading.DRAWN_ID if self.config.weights == "random" else loading.weights_id(model),
+            fingerprint=identity.fingerprint(model),
+            weights_id=identity.DRAWN_ID if self.config.weights == "random" else identity.weights_id(model),
             vocab_size=int(model.config.vocab_size),
             eos_ids=loading.eos_ids(checkpoint),
             max_context_tokens=max_context,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from fdasync_transformers.weights import loading
+from fdasync_transformers.weights import identity, loading
 from fdasync_transformers.weights.shards import SINGLE_FILE
 from fdasync_transformers.weights.update import LiveWeights
 from safetensors.torch import load_file
@@ -24,7 +24,7 @@ class Live:
 
     def __init__(self, folder: Path, dtype: str = "auto") -> None:
         checkpoint = loading.read_checkpoint(str(folder))
-        facts = loading.config_facts(checkpoint.config)
+        facts = identity.config_facts(checkpoint.config)
         self.model = loading.load(checkpoint, dtype, CPU)
         self.weights = LiveWeights(loading.names_of(checkpoint, self.model), facts)
         self.addresses = self.now()

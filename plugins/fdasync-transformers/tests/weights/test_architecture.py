@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import transformers
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint, tiny_config
-from fdasync_transformers.weights import loading
+from fdasync_transformers.weights import identity, loading
 from fdasync_transformers.weights.architecture import ALIASES, read_architecture
 
 from fdasync.errors import CheckpointError, UnsupportedModel
@@ -91,9 +91,9 @@ def test_quantisation_is_no_fact_of_the_model(wrapped: bool) -> None:
     words = {"quant_method": "fp8", "weight_block_size": [4, 8]}
     raw = config_of("llama4" if wrapped else "qwen3_moe")
     place = raw["text_config"] if wrapped else raw
-    plain = loading.config_facts(read_architecture(raw, HERE).config)
+    plain = identity.config_facts(read_architecture(raw, HERE).config)
     place["quantization_config"] = words
-    assert loading.config_facts(read_architecture(raw, HERE).config) == plain
+    assert identity.config_facts(read_architecture(raw, HERE).config) == plain
 
 
 def test_rotary_dim_is_read_whatever_the_library_does_with_it() -> None:

@@ -11,7 +11,7 @@ import transformers
 from fdasync_transformers import named_tensors
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 from fdasync_transformers.tiny.families import FAMILIES
-from fdasync_transformers.weights import loading
+from fdasync_transformers.weights import identity, loading
 from fdasync_transformers.weights.shards import SINGLE_FILE
 from live_weights import Live, assert_equal, stored
 from safetensors.torch import save_file
@@ -77,7 +77,7 @@ def test_a_folder_updates_a_wrapped_renamed_or_converted_model(tmp_path: Path, f
     make_tiny_checkpoint(tmp_path / "old", family, seed=0)
     make_tiny_checkpoint(tmp_path / "new", family, seed=1)
     live, fresh = Live(tmp_path / "old"), Live(tmp_path / "new")
-    wanted = loading.weights_id(fresh.model)
+    wanted = identity.weights_id(fresh.model)
     assert live.weights.read_id(str(tmp_path / "new")) == wanted
     assert live.weights.load_folder(str(tmp_path / "new")) == wanted
     assert_equal(live.state(), fresh.state())

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from fdasync_transformers.tiny.packed_forms import FORMS, awq_of, float8_of, gptq_of, int8_of, packed_of
-from fdasync_transformers.weights import loading, reading
+from fdasync_transformers.weights import identity, loading, reading
 from fdasync_transformers.weights.shards import SINGLE_FILE
 from live_weights import CPU, Live, assert_equal
 from quantised import edit, make_form, set_quantization, split
@@ -69,8 +69,8 @@ def test_tensors_and_ids_equal_those_of_the_plain_form(
         notes: list[str] = []
         made = load(quantised, notes=notes)
         assert_equal(made.state_dict(), wanted.state_dict())
-        assert loading.weights_id(made) == loading.weights_id(wanted)
-        assert loading.fingerprint(made) == loading.fingerprint(wanted)
+        assert identity.weights_id(made) == identity.weights_id(wanted)
+        assert identity.fingerprint(made) == identity.fingerprint(wanted)
         count = 8 * 3 * 3 if FORMS[how].only else 91
         assert [note.rpartition(" dequantised to ")[2] for note in notes] == [f"bfloat16: {count} tensors"]
 
@@ -87,7 +87,7 @@ def test_products_are_rounded_to_the_dtype_of_the_scales_first(tmp_path: Path, h
 def test_a_gpu_dequantises_to_the_same_bits(tmp_path: Path, how: str) -> None:
     quantised, _ = make(tmp_path, how)
     on_gpu = loading.load(loading.read_checkpoint(str(quantised)), "auto", torch.device("cuda"))
-    assert loading.weights_id(on_gpu) == loading.weights_id(load(quantised))
+    assert identity.weights_id(on_gpu) == identity.weights_id(load(quantised))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_new_weights_come_in_either_form(tmp_path: Path, how: str, caplog: pytes
     old, old_plain = make(tmp_path, how)
     new, new_plain = make(tmp_path, how, seed=1)
     live, fresh = Live(old), Live(new_plain)
-    wanted = loading.weights_id(fresh.model)
+    wanted = identity.weights_id(fresh.model)
     for folder, says in ((new, "dequantised to bfloat16"), (new_plain, "stored plain")):
         live.weights.load_folder(str(old_plain))
         caplog.clear()

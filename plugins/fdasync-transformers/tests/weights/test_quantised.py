@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from fdasync_transformers.tiny.quantised import fp8_of, plain_of_fp8
-from fdasync_transformers.weights import loading, reading
+from fdasync_transformers.weights import identity, loading, reading
 from fdasync_transformers.weights.shards import SINGLE_FILE
 from live_weights import CPU, Live, assert_equal
 from quantised import edit, make_fp8, make_mxfp4, set_quantization, split
@@ -76,9 +76,9 @@ def test_tensors_equal_those_of_the_library(
 def test_a_gpu_dequantises_to_the_same_bits(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     quantised, _ = make(tmp_path, kind)
     # the id is made of pieces
-    monkeypatch.setattr(loading, "_STAGED_NBYTES", 100)
+    monkeypatch.setattr(identity, "_STAGED_NBYTES", 100)
     on_gpu = loading.load(loading.read_checkpoint(str(quantised)), "auto", torch.device("cuda"))
-    assert loading.weights_id(on_gpu) == loading.weights_id(load(quantised))
+    assert identity.weights_id(on_gpu) == identity.weights_id(load(quantised))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -87,8 +87,8 @@ def test_tensors_ids_and_facts_equal_those_of_the_plain_form(tmp_path: Path, kin
     one, other = load(quantised), load(plain)
     assert one.dtype == torch.bfloat16
     assert_equal(one.state_dict(), other.state_dict())
-    assert loading.weights_id(one) == loading.weights_id(other)
-    assert loading.fingerprint(one) == loading.fingerprint(other)
+    assert identity.weights_id(one) == identity.weights_id(other)
+    assert identity.fingerprint(one) == identity.fingerprint(other)
 
 
 def test_the_dtype_is_bfloat16_unless_the_config_names_one(tmp_path: Path) -> None:
@@ -125,9 +125,9 @@ def test_layers_that_the_library_leaves_out_are_not_counted(tmp_path: Path) -> N
     values, scales = fp8_of(torch.ones(8, 8), (4, 8))
     left_out = "model.layers.61.self_attn.o_proj.weight"
     notes: list[str] = []
-    wanted = loading.weights_id(load(quantised, notes=notes))
+    wanted = identity.weights_id(load(quantised, notes=notes))
     edit(quantised, **{left_out: values, f"{left_out}_scale_inv": scales})
-    assert loading.weights_id(load(quantised, notes=notes)) == wanted == loading.weights_id(load(plain))
+    assert identity.weights_id(load(quantised, notes=notes)) == wanted == identity.weights_id(load(plain))
     assert notes == ["FP8 dequantised to bfloat16: 104 tensors"] * 2
 
 
@@ -212,7 +212,7 @@ def test_tied_heads_are_compared_dequantised(tmp_path: Path) -> None:
     edit(plain, **{embeddings: dequantised})
     edit(quantised, **{embeddings: values, f"{embeddings}_scale_inv": scales, "lm_head.weight": dequantised})
     live = Live(plain)
-    assert live.weights.load_folder(str(quantised)) == loading.weights_id(load(plain))
+    assert live.weights.load_folder(str(quantised)) == identity.weights_id(load(plain))
     dequantised[-1, -1] += 1.0
     edit(quantised, **{"lm_head.weight": dequantised})
     with pytest.raises(WeightsRejected, match=r"lm_head\.weight differs"):
@@ -228,7 +228,7 @@ def test_new_weights_come_in_either_form(tmp_path: Path, kind: str, caplog: pyte
     old, old_plain = make(tmp_path, kind)
     new, new_plain = make(tmp_path, kind, seed=1)
     live, fresh = Live(old), Live(new_plain)
-    wanted = loading.weights_id(fresh.model)
+    wanted = identity.weights_id(fresh.model)
     for folder, says in ((new, "dequantised to bfloat16"), (new_plain, "stored plain")):
         live.weights.load_folder(str(old_plain))
         caplog.clear()
@@ -360,5 +360,5 @@ def test_a_plain_folder_may_keep_the_words_of_a_quantised_one(tmp_path: Path) ->
     quantised, plain = make(tmp_path, "qwen3_moe")
     notes: list[str] = []
     shutil.copy(quantised / "config.json", plain / "config.json")
-    assert loading.weights_id(load(plain, notes=notes)) == loading.weights_id(load(quantised))
+    assert identity.weights_id(load(plain, notes=notes)) == identity.weights_id(load(quantised))
     assert notes == []

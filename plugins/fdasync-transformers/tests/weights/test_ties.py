@@ -10,7 +10,7 @@ import torch
 import transformers
 from fdasync_transformers import named_tensors
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
-from fdasync_transformers.weights import loading, open_shards, ties
+from fdasync_transformers.weights import identity, open_shards, ties
 from fdasync_transformers.weights.placement import Placement
 from fdasync_transformers.weights.shards import INDEX_FILE, SINGLE_FILE, StoredTensor
 from live_weights import Live, assert_equal, stored
@@ -113,14 +113,14 @@ async def test_greedy_tokens_of_a_head_of_its_own_are_the_librarys(folder: Any, 
 
 
 def test_the_id_of_weights_covers_a_head_of_its_own(folder: Any) -> None:
-    ids = {kind: loading.weights_id(Live(folder(kind, kind)).model) for kind in KINDS if kind != "equal in bfloat16"}
+    ids = {kind: identity.weights_id(Live(folder(kind, kind)).model) for kind in KINDS if kind != "equal in bfloat16"}
     assert len({ids[kind] for kind in ("embeddings alone", "head alone", "equal")}) == 1
     assert len({ids[kind] for kind in ("equal", *APART)}) == 5
     # in memory of its own too
     apart = Live(folder("apart", "another head"))
     with torch.no_grad():
         apart.model.lm_head.weight.copy_(apart.model.model.embed_tokens.weight)
-    assert loading.weights_id(apart.model) == ids["equal"]
+    assert identity.weights_id(apart.model) == ids["equal"]
 
 
 # -- from a folder ------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def test_an_update_gives_what_the_library_loads_or_changes_nothing(
     old, apart, theirs = bits(live.model), not tied(live.model), library(path, dtype)
     assert apart == (before == "another head")
     if tied(theirs) or apart:
-        wanted = loading.weights_id(Live(path, dtype).model)
+        wanted = identity.weights_id(Live(path, dtype).model)
         # it is compared without being loaded
         assert live.weights.read_id(str(path)) == wanted
         assert_equal(bits(live.model), old)

@@ -11,7 +11,7 @@ import torch
 from common_families import COMMON
 from fdasync_transformers import named_tensors
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
-from fdasync_transformers.weights import loading
+from fdasync_transformers.weights import identity
 from fdasync_transformers.weights.mapping import locate
 from fdasync_transformers.weights.names import Names
 from fdasync_transformers.weights.random_checkpoints import VOCAB_SIZE
@@ -52,10 +52,10 @@ def pair(tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
 def test_a_folder_gives_what_a_fresh_load_gives(pair: Any, family: str) -> None:
     old, new = pair(family)
     live, first, fresh = Live(old), Live(old).state(), Live(new)
-    assert live.weights.read_id(str(new)) == loading.weights_id(fresh.model)
+    assert live.weights.read_id(str(new)) == identity.weights_id(fresh.model)
     assert_equal(live.state(), first)
     for _ in range(2):
-        assert live.weights.load_folder(str(new)) == loading.weights_id(fresh.model)
+        assert live.weights.load_folder(str(new)) == identity.weights_id(fresh.model)
         assert_equal(live.state(), fresh.state())
     assert live.now() == live.addresses
     live.weights.load_folder(str(old))
@@ -66,7 +66,7 @@ def test_a_folder_gives_what_a_fresh_load_gives(pair: Any, family: str) -> None:
 def test_a_folder_is_converted_to_the_dtypes_in_use(pair: Any) -> None:
     old, new = pair("glm4_moe")
     live, fresh = Live(old, "bfloat16"), Live(new, "bfloat16")
-    assert live.weights.load_folder(str(new)) == loading.weights_id(fresh.model)
+    assert live.weights.load_folder(str(new)) == identity.weights_id(fresh.model)
     assert_equal(live.state(), fresh.state())
     assert live.state()["model.layers.1.mlp.gate.e_score_correction_bias"].dtype == torch.float32
 

@@ -8,13 +8,11 @@ of the checkpoint (no remote code, no pickle) and never calls the hub. Knows not
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import xxhash
 from transformers.core_model_loading import build_glob_alternation
 
 from fdasync.errors import CheckpointError, ConfigError
@@ -28,7 +26,7 @@ from fdasync_transformers.weights.shards import StoredTensor, read_json, read_te
 from fdasync_transformers.weights.ties import tied_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from collections.abc import Collection, Mapping
 
     from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -37,21 +35,10 @@ if TYPE_CHECKING:
     from fdasync_transformers.weights.placement import Placement
     from fdasync_transformers.weights.quantized import Scheme
 
-# keys of config.json that KV does not depend on; all others count, known or not
-_NOT_IN_FINGERPRINT = frozenset(
-    {"_name_or_path", "architectures", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id", "id2label"}
-    | {"is_encoder_decoder", "label2id", "output_attentions", "output_hidden_states", "output_router_logits"}
-    | {"pad_token_id", "problem_type", "return_dict", "router_aux_loss_coef", "transformers_version", "use_cache"}
-    | {"initializer_range", "_commit_hash", "experts_implementation", "_experts_implementation", "torch_dtype"}
-)
-# of the page-locked buffer through which a GPU's tensors are hashed
-_STAGED_NBYTES = 64 << 20
 # ends of names of tensors that only quantised checkpoints have
 _OF_QUANTISED = ("weight_scale_inv", "_proj_blocks", ".qweight", ".weight_packed")
 # a model of more layers is built for minutes, without memory too
 _MOST_LAYERS = 4096
-#: the weights id of weights that `draw` drew
-DRAWN_ID = "0" * 32
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STORED_FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -238,58 +225,6 @@ def placed_notes(checkpoint: Checkpoint, placed: Placed, dtype: torch.dtype) -> 
     if placed.beside:
         notes.append(f"{placed.beside} tensors of vision or audio parts skipped")
     return tuple(notes)
-
-
-def weights_id(model: PreTrainedModel) -> str:
-    """The digest of a model's tensors (docs/design.md, rule 1).
-
-    A tied tensor counts under each of its names, so the id does not depend on which tensors share memory.
-    """
-    return digest(sorted(model.state_dict().items()))
-
-
-def digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """XXH3-128 over name, dtype, shape and bytes of every tensor, in the order in which they come; hex."""
-    made = xxhash.xxh3_128()
-    staging: list[torch.Tensor] = []
-    for name, tensor in tensors:
-        made.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
-        for data in _bytes_of(tensor.detach(), staging):
-            made.update(data)
-    return made.hexdigest()
-
-
-def _bytes_of(tensor: torch.Tensor, staging: list[torch.Tensor]) -> Iterator[memoryview]:
-    """The tensor's bytes, in pieces; each is valid until the next. From a GPU they come through a page-locked buffer,
-    kept in `staging`: copies to other memory take ten times as long."""
-    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-    if flat.device.type != "cuda":
-        yield _view(flat)
-        return
-    if not staging:
-        staging.append(torch.empty(_STAGED_NBYTES, dtype=torch.uint8, pin_memory=True))
-    for first in range(0, len(flat), _STAGED_NBYTES):
-        piece = flat[first : first + _STAGED_NBYTES]
-        held = staging[0][: len(piece)]
-        held.copy_(piece)  # blocking: at start-up and between steps, in a process of its own
-        yield _view(held)
-
-
-def _view(flat: torch.Tensor) -> memoryview:
-    data: Any = flat.numpy()
-    return memoryview(data)
-
-
-def fingerprint(model: PreTrainedModel) -> str:
-    """Hex digest of the facts beside the weights that KV depends on: the config, without keys known not to matter."""
-    facts = config_facts(model.config)
-    facts["compute_dtype"] = str(model.dtype)
-    return xxhash.xxh3_128(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def config_facts(config: PreTrainedConfig) -> dict[str, Any]:
-    """The keys of a config that KV depends on. Call it for a checkpoint's config before loading, which changes some."""
-    return {key: value for key, value in config.to_dict().items() if key not in _NOT_IN_FINGERPRINT}
 
 
 def eos_ids(checkpoint: Checkpoint) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from fdasync.errors import FdasyncError, InvariantBroken, WeightsBroken, WeightsRejected
-from fdasync_transformers.weights import loading
+from fdasync_transformers.weights import identity, loading
 from fdasync_transformers.weights.mapping import destination, locate, meeting, misfit, place
 from fdasync_transformers.weights.placement import Placement
 from fdasync_transformers.weights.ties import settle, tied_groups
@@ -62,7 +62,7 @@ class LiveWeights:
 
     Args:
         names: of its checkpoints; their model is in use between updates, never during one.
-        facts: `loading.config_facts` of its checkpoint.
+        facts: `identity.config_facts` of its checkpoint.
 
     Attributes:
         broken: places that a failed or unfinished update may have left half-written; while there are any, no step may
@@ -99,7 +99,7 @@ class LiveWeights:
             raise WeightsBroken(str(error) if isinstance(error, FdasyncError) else f"{path}: {error!r}") from error
         self.broken = frozenset()
         _log.info("%s: new weights, %s", path, "; ".join(notes) or "stored plain")
-        return loading.weights_id(self._model)
+        return identity.weights_id(self._model)
 
     def read_id(self, path: str) -> str:
         """The weights id that `load_folder` would return; changes nothing. Holds one tensor of the model at a time.
@@ -119,7 +119,7 @@ class LiveWeights:
                 yield name, tensor if placements is None else loading.assemble(tensor, folder_tensors, placements)
 
         try:
-            return loading.digest(tensors())
+            return identity.digest(tensors())
         except Exception as error:
             raise WeightsRejected(str(error) if isinstance(error, FdasyncError) else f"{path}: {error!r}") from error
 
@@ -196,7 +196,7 @@ class LiveWeights:
         self.broken = frozenset()
 
     def _check_config(self, checkpoint: loading.Checkpoint) -> None:
-        facts = loading.config_facts(checkpoint.config)
+        facts = identity.config_facts(checkpoint.config)
         for key in sorted(facts.keys() | self._facts.keys()):
             new, old = (json.dumps(held.get(key), sort_keys=True, default=str) for held in (facts, self._facts))
             if new != old:
