@@ -11,7 +11,8 @@ import torch
 import transformers
 from common_families import COMMON
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint, make_tiny_model
-from fdasync_transformers.weights import identity, loading
+from fdasync_transformers.weights import identity as naming
+from fdasync_transformers.weights import loading
 from fdasync_transformers.weights.mapping import place
 from fdasync_transformers.weights.random_checkpoints import EOS_ID
 from fdasync_transformers.weights.shards import INDEX_FILE, SINGLE_FILE
@@ -68,13 +69,13 @@ def test_weights_id_follows_bytes_not_files(tmp_path: Path) -> None:
     make_tiny_checkpoint(tmp_path / "one", "qwen3_moe")
     make_tiny_checkpoint(tmp_path / "many", "qwen3_moe", shards=True)
     assert (tmp_path / "many" / INDEX_FILE).exists()
-    first = identity.weights_id(load(tmp_path / "one"))
-    assert identity.weights_id(load(tmp_path / "many")) == first
+    first = naming.weights_id(load(tmp_path / "one"))
+    assert naming.weights_id(load(tmp_path / "many")) == first
     path = tmp_path / "one" / SINGLE_FILE
     tensors = load_file(path)
     tensors["model.layers.2.mlp.experts.7.down_proj.weight"][0, 0] += 1e-3
     save_file(tensors, path, {"format": "pt"})
-    assert identity.weights_id(load(tmp_path / "one")) != first
+    assert naming.weights_id(load(tmp_path / "one")) != first
 
 
 def test_weights_id_follows_names_dtypes_and_shapes() -> None:
@@ -82,7 +83,7 @@ def test_weights_id_follows_names_dtypes_and_shapes() -> None:
         model: Any = torch.nn.Module()
         for name, tensor in tensors.items():
             model.register_buffer(name, tensor)
-        return identity.weights_id(model)
+        return naming.weights_id(model)
 
     zeros = torch.zeros(2, 3)
     assert identity(a=zeros) == identity(a=zeros.clone())
@@ -97,12 +98,12 @@ def test_weights_id_follows_names_dtypes_and_shapes() -> None:
 
 def test_fingerprint_follows_what_kv_depends_on(tmp_path: Path) -> None:
     make_tiny_checkpoint(tmp_path, "qwen3_moe")
-    first = identity.fingerprint(load(tmp_path))
+    first = naming.fingerprint(load(tmp_path))
     edit_config(tmp_path, eos_token_id=7, transformers_version="0", _name_or_path="elsewhere")
-    assert identity.fingerprint(load(tmp_path)) == first
-    assert identity.fingerprint(load(tmp_path, "bfloat16")) != first
+    assert naming.fingerprint(load(tmp_path)) == first
+    assert naming.fingerprint(load(tmp_path, "bfloat16")) != first
     edit_config(tmp_path, rms_norm_eps=1e-3)
-    assert identity.fingerprint(load(tmp_path)) != first
+    assert naming.fingerprint(load(tmp_path)) != first
 
 
 def test_streaming_again_keeps_every_address(tmp_path: Path) -> None:
@@ -114,7 +115,7 @@ def test_streaming_again_keeps_every_address(tmp_path: Path) -> None:
     placed = place(loading.names_of(new, model), new.tensors, new.folder)
     loading.stream(model, placed.tensors, placed.placements)
     assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == before
-    assert identity.weights_id(model) == identity.weights_id(load(tmp_path / "new"))
+    assert naming.weights_id(model) == naming.weights_id(load(tmp_path / "new"))
 
 
 def test_eos_ids_of_generation_config_come_first(tmp_path: Path) -> None:
