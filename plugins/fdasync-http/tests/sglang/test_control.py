@@ -72,25 +72,26 @@ async def test_a_flush_is_refused_while_a_request_is_live(scene):
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
-async def test_in_a_pause_a_flush_is_refused_while_a_request_has_blocks(scene, mode):
+async def test_in_a_pause_a_flush_is_refused_while_a_request_has_blocks(scene_of, kind, mode):
     """Miles flushes under requests that it had retracted; slime, while new ones may wait."""
-    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 200, "ignore_eos": True}}
-    calls = [asyncio.ensure_future(post(scene, "/generate", body))]
-    # a router is told what runs with a heartbeat
-    await until(lambda: scene.generator.load().running == 1)
-    await post(scene, "/pause_generation", {"mode": mode})
-    calls.append(asyncio.ensure_future(post(scene, "/generate", body)))
-    await until(lambda: scene.generator.load().live == 2)
-    if mode == "retract":
-        await until(lambda: scene.generator.load().running == 0)
+    # a router is told what runs with a heartbeat: the request must not end before the next one
+    async with scene_of(kind, runner={"step_s": 0.02}) as scene:
+        body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 200, "ignore_eos": True}}
+        calls = [asyncio.ensure_future(post(scene, "/generate", body))]
+        await until(lambda: scene.generator.load().running == 1)
+        await post(scene, "/pause_generation", {"mode": mode})
+        calls.append(asyncio.ensure_future(post(scene, "/generate", body)))
+        await until(lambda: scene.generator.load().live == 2)
+        if mode == "retract":
+            await until(lambda: scene.generator.load().running == 0)
+            assert (await scene.client.get("/flush_cache")).status_code == 200
+        else:
+            response = await scene.client.get("/flush_cache")
+            assert (response.status_code, response.json()["error"]["code"]) == (400, "busy")
+        assert not any(call.done() for call in calls)
+        await post(scene, "/abort_request", {"abort_all": True})
+        await asyncio.gather(*calls)
         assert (await scene.client.get("/flush_cache")).status_code == 200
-    else:
-        response = await scene.client.get("/flush_cache")
-        assert (response.status_code, response.json()["error"]["code"]) == (400, "busy")
-    assert not any(call.done() for call in calls)
-    await post(scene, "/abort_request", {"abort_all": True})
-    await asyncio.gather(*calls)
-    assert (await scene.client.get("/flush_cache")).status_code == 200
 
 
 @pytest.mark.parametrize(
