@@ -81,6 +81,7 @@ class InstanceLoad(msgspec.Struct, frozen=True, kw_only=True):
         running, waiting, used_tokens, capacity_tokens, paused: as in `Load`; 0 and False before the first heartbeat.
         live: requests of this router that it serves.
         weight_version: label of its weights.
+        problem: why it gets no requests although there is a link to it; "" where it gets some.
     """
 
     name: str
@@ -94,6 +95,7 @@ class InstanceLoad(msgspec.Struct, frozen=True, kw_only=True):
     capacity_tokens: int
     paused: bool
     weight_version: str
+    problem: str = ""
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):

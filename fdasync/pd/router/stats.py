@@ -141,7 +141,13 @@ def _load_of(instance: InstanceHandle) -> InstanceLoad:
         capacity_tokens=0 if status is None else status.num_blocks * size,
         paused=instance.is_paused,
         weight_version=instance.weight_version,
+        problem=_unused(instance),
     )
+
+
+def _unused(instance: InstanceHandle) -> str:
+    """Why an instance with a link gets no requests."""
+    return instance.waits or BEHIND if instance.peer.is_up and instance.behind else ""
 
 
 def _of(instance: InstanceHandle, now: float) -> InstanceStats:
@@ -153,7 +159,7 @@ def _of(instance: InstanceHandle, now: float) -> InstanceStats:
         address=instance.address,
         role="" if hello is None else hello.role,
         is_up=peer.is_up,
-        problem=(instance.waits or BEHIND if instance.behind else "") if peer.is_up else peer.problem,
+        problem=_unused(instance) if peer.is_up else peer.problem,
         state=("draining" if instance.is_leaving else running) if peer.is_up else away,  # type: ignore[arg-type]
         status=status,
         status_at=instance.status_at,

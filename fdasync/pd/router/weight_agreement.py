@@ -2,7 +2,8 @@
 22).
 
 All instances of a router must have one weights id. An instance with another one gets no requests. If this router has
-made an update, it brings the instance to that update's weights by the same command, or drops it by name. If not, the
+made an update, it brings the instance to that update's weights by the same command, or drops it by name; one that
+refuses while no other of its role serves is kept, and waits for the next update. If this router has made none, the
 instances that were up at the start set the weights id: of several, the one of the latest version. An instance of an
 earlier version then waits for the router that updates the others. Which version is earlier is told by its order, a
 number beside the label (`request.next_order`), and not by the label.
@@ -226,7 +227,7 @@ class WeightAgreement:
             error = None if task.cancelled() else task.exception()
             if isinstance(error, Exception):
                 self._fail(error)
-            elif instance.peer.is_up and instance.behind and not instance.dropped:
+            elif instance.peer.is_up and instance.behind and not (instance.dropped or instance.waits):
                 # it was lost and came back meanwhile
                 self.judge(instance)
 
@@ -254,9 +255,18 @@ class WeightAgreement:
                     return
                 problem = f"{done.error}: {done.problem}" if done.error else f"{command.path} is not what it was"
             if left_s < _AGAIN_S or (done is not None and done.error != "UpdateUnderWay"):
-                self.drop(instance, f"it has other weights, and did not come to version {command.version}: {problem}")
+                problem = f"it has other weights, and did not come to version {command.version}: {problem}"
+                if done is not None and done.error and not self._has_like(instance):
+                    # a trainer may have deleted the folder; without this instance no later update would help
+                    instance.waits = f"{problem}; it gets no requests until it is updated"
+                else:
+                    self.drop(instance, problem)
                 return
             await asyncio.sleep(_AGAIN_S)
+
+    def _has_like(self, instance: InstanceHandle) -> bool:
+        """Whether an instance of the same role takes work."""
+        return any(other.takes_work and other.hello.role == instance.hello.role for other in self._table.up())
 
 
 def _relabelled(command: Command, version: str, order: int) -> Command:

@@ -84,6 +84,40 @@ def test_one_that_does_not_come_to_the_routers_weights_is_dropped_by_name(error,
     play()
 
 
+@in_scene("m0", absent_s=1.0)
+async def test_the_last_one_waits_for_the_next_update_where_the_folder_is_gone(scene):
+    """A trainer may delete each folder that was loaded. Without an instance no update could bring new weights."""
+    await scene.router.update_weights(1, "/w")
+    again = await come_back(scene, "m0")
+    again.router.send(done(again.commands[0].number, "WeightsRejected", "no such folder", NAMESPACE, 0))
+    await settle(5.0)
+    # it is not asked again and again
+    assert len(again.commands) == 1
+    assert dropped(scene) == {}
+    (load,) = scene.router.load().instances
+    for problem in (problems(scene)["m0"], load.problem):
+        assert "did not come to version 1" in problem
+        assert "no such folder" in problem
+    with pytest.raises(PeerUnreachable, match="no such folder"):
+        await scene.router.complete(PROMPT)
+    again.obeys = lambda command: done(command.number, "", "", OTHER, 2)
+    await scene.router.update_weights(2, "/v")
+    assert problems(scene) == {"m0": ""}
+    assert scene.router.load().instances[0].problem == ""
+    serve(again)
+    await scene.router.complete(PROMPT)
+
+
+@in_scene("p0", "d0")
+async def test_the_last_one_of_its_role_waits_for_the_next_update(scene):
+    await scene.router.update_weights(1, "/w")
+    again = await come_back(scene, "d0")
+    again.router.send(done(again.commands[0].number, "WeightsRejected", "no such folder", NAMESPACE, 0))
+    await settle(5.0)
+    assert dropped(scene) == {}
+    assert "no such folder" in problems(scene)["d0"]
+
+
 @in_scene("m0", "m1", command_s=20.0)
 async def test_one_that_never_answers_is_dropped_and_one_whose_weights_change_is_asked_again(scene):
     await scene.router.update_weights(1, "/w")
@@ -169,6 +203,14 @@ async def test_one_that_joins_is_brought_up_to_date_first(scene):
     other.obeys = lambda command: done(command.number, "WeightsRejected", "no such folder", NAMESPACE)
     with pytest.raises(PeerRefused, match="no such folder"):
         await scene.router.add(other.address)
+    # also where it would be the only one
+    scene.m0.die()
+    joined.die()
+    await settle(4.0)
+    last = scene.begin("m3")
+    last.obeys = other.obeys
+    with pytest.raises(PeerRefused, match="no such folder"):
+        await scene.router.add(last.address)
 
 
 @in_scene("m0")

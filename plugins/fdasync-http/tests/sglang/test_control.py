@@ -181,6 +181,15 @@ async def test_what_is_not_served_names_the_safe_path(scene_of, path, told):
         assert error["code"] == "not_served"
 
 
+async def test_a_router_without_an_instance_is_not_healthy(scene_of):
+    async with scene_of("fleet") as scene:
+        assert (await scene.client.get("/health")).status_code == 200
+        for instance in scene.generator.load().instances:
+            scene.generator.remove(instance.address)
+        for path in ("/health", "/health_generate"):
+            assert (await scene.client.get(path)).status_code == 503
+
+
 async def test_the_engine_that_failed_is_503(scene_of):
     async with scene_of() as scene:
         scene.generator.fail(RuntimeError("the disk is on fire"))

@@ -75,9 +75,12 @@ async def get_weight_version(_request: Request, front: Front) -> Response:
 
 def _check_health(front: Front) -> None:
     """Raise what makes requests fail."""
-    load = front.generator.load()
-    if load.instances and not any(one.is_up for one in load.instances):
-        raise Refused(503, "no instance is up", code="unhealthy")
+    # raises where a router has no instance any more
+    front.generator.facts()
+    instances = front.generator.load().instances
+    if instances and not any(one.is_up and not one.problem for one in instances):
+        problems = [f"{one.name}: {one.problem}" for one in instances if one.problem]
+        raise Refused(503, "; ".join(["no instance is up", *problems]), code="unhealthy")
 
 
 async def health(_request: Request, front: Front) -> Response:
