@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from fdasync.engine.tokenizer import IncrementalDecoder, TokenKinds, WithSpecials
 from fdasync.errors import FdasyncError, TokenizerFailed
+from fdasync_http.bodies import check_text_size
 from fdasync_http.failures import Refused
 
 if TYPE_CHECKING:
@@ -28,6 +29,14 @@ def encoded(tokenizer: Tokenizer, text: str) -> list[int]:
     except Exception as error:
         problem = f"encode raised {type(error).__name__}: {error}"
         raise TokenizerFailed(type(tokenizer).__name__, problem) from error
+
+
+def prompt_tokens(front: Front, field: str, text: str) -> list[int]:
+    """Tokens of a prompt, where the answer depends on them before the engine tells them. Raises Refused (400)."""
+    if front.tokenizer is None:
+        raise Refused(400, f"{field}: this server has no tokenizer; give token ids", param=field)
+    check_text_size(field, text, front)
+    return encoded(front.tokenizer, text)
 
 
 class TextForm:

@@ -215,6 +215,14 @@ async def test_a_prompt_is_scored_without_new_tokens(scene):
     assert [top and len(top) for top in meta["input_top_logprobs"]] == [None] + [2] * (len(PROMPT) - 1)
 
 
+@pytest.mark.parametrize("prompt", [{"text": "hello"}, {"input_ids": [7, 4, 11, 11, 14]}])
+async def test_without_a_number_of_new_tokens_the_context_is_the_limit(scene, prompt):
+    answer = await generate(scene, **prompt, sampling_params={"max_new_tokens": None, "ignore_eos": True})
+    assert answer["meta_info"]["finish_reason"]["type"] == "length"
+    assert answer["meta_info"]["prompt_tokens"] == 5
+    assert answer["meta_info"]["completion_tokens"] == scene.generator.facts().max_context_tokens - 5
+
+
 async def test_text_is_cut_before_a_stop_string_unless_it_is_kept(scene):
     plain = await generate(scene, text="letters", sampling_params={**SLIME, "no_stop_trim": False})
     text = plain["text"]
@@ -241,6 +249,10 @@ async def test_text_is_cut_before_a_stop_string_unless_it_is_kept(scene):
         ({"input_ids": ["a"]}, "input_ids[0]"),
         ({"input_ids": [1], "sampling_params": {"temprature": 1}}, "temprature"),
         ({"input_ids": [1], "sampling_params": {"temperature": -1}}, "temperature"),
+        (
+            {"input_ids": [1], "sampling_params": {"max_new_tokens": -1}},
+            "sampling_params.max_new_tokens: -1 is too small",
+        ),
         ({"input_ids": [1], "sampling_params": {"structural_tag": "{}"}}, "structural_tag is not served"),
         ({"input_ids": [1], "image_data": "x"}, "image_data is not served"),
         ({"input_ids": [1], "lora_path": "x"}, "lora_path is not served"),

@@ -9,7 +9,6 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fdasync_http.bodies import check_text_size
 from fdasync_http.failures import Refused
 from fdasync_http.grammars import field_of, grammar_of
 from fdasync_http.openai.answers import Spent, finish_of, head_of, prompt_scores_of, put_extras, usage_of, version_of
@@ -20,7 +19,7 @@ from fdasync_http.openai.logprobs import TokenNames
 from fdasync_http.openai.types import CompletionBody, read_known
 from fdasync_http.parts import assembled
 from fdasync_http.replies import Events, Part, Parts, all_of, whole
-from fdasync_http.text import encoded
+from fdasync_http.text import prompt_tokens
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -47,10 +46,7 @@ def _asked_of(front: Front, body: CompletionBody) -> list[Asked]:
     asked = []
     for number, prompt in enumerate(prompts):
         if isinstance(prompt, str) and _early(body):
-            if front.tokenizer is None:
-                raise Refused(400, "prompt: this server has no tokenizer; give token ids", param="prompt")
-            check_text_size("prompt", prompt, front)
-            prompt = encoded(front.tokenizer, prompt)
+            prompt = prompt_tokens(front, "prompt", prompt)
         asked.append(
             Asked(
                 front,

@@ -16,7 +16,7 @@ from fdasync_http.failures import Refused
 from fdasync_http.grammars import field_of
 from fdasync_http.sglang.meta import first_row
 from fdasync_http.sglang.sampling import Sampling, params_of
-from fdasync_http.text import TextForm
+from fdasync_http.text import TextForm, prompt_tokens
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -172,6 +172,9 @@ def asked_of(front: Front, body: GenerateBody) -> tuple[list[Asked], bool]:
         rid = rids[number] if isinstance(rids, list) else rids
         if many and isinstance(rids, str):
             rid = f"{rids}_{number}"
+        if isinstance(prompt, str) and sampling.max_new_tokens is None:
+            # what the context leaves is known with its tokens
+            prompt = prompt_tokens(front, "text", prompt)
         where = f"sampling_params[{number}]." if isinstance(samplings, list) else "sampling_params."
         asked.append(Asked(front, body, prompt, sampling, rid, where))
     return asked, many

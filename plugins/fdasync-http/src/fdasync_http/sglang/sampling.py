@@ -72,6 +72,9 @@ def params_of(
     for name, fine in _UNSERVED.items():
         if getattr(sampling, name) not in fine:
             raise Refused(400, f"{where}{name} is not served", param=where + name)
+    if sampling.max_new_tokens is not None and sampling.max_new_tokens < 0:
+        name = f"{where}max_new_tokens"
+        raise Refused(400, f"{name}: {sampling.max_new_tokens} is too small (limit: at least 0)", param=name)
     stop = sampling.stop or ()
     # a request without new tokens scores its prompt; the one token that it makes is not given out
     most = max(room_tokens, 1) if sampling.max_new_tokens is None else max(sampling.max_new_tokens, 1)
