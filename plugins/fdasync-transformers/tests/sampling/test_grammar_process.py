@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 from pathlib import Path
 
 import pytest
-from fdasync_transformers.sampling.grammar_process import GrammarProcess
+from fdasync_transformers.sampling.grammar_check import check_apart
+from fdasync_transformers.sampling.grammar_process import MEMORY_NBYTES, GrammarProcess
+from fdasync_transformers.sampling.grammars import Grammars
 from fdasync_transformers.weights.random_checkpoints import EOS_ID, VOCAB_SIZE, make_random_checkpoint
 
 from fdasync.errors import BadInput, CheckpointError, EngineClosed
@@ -109,6 +112,23 @@ async def test_grammars_that_end_their_check_end_no_other(tokenizer: Path) -> No
     await checks.check(Grammar("regex", "c+"))
     assert pid_of(checks) == before
     await checks.aclose()
+
+
+async def test_a_machine_that_starts_no_more_processes_costs_no_descriptors(
+    tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars = Grammars(tokenizer, VOCAB_SIZE, (EOS_ID,))
+
+    def refuse() -> int:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    before = os.listdir("/proc/self/fd")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fork", refuse)
+        for _ in range(3):
+            with pytest.raises(BlockingIOError):
+                await check_apart(grammars, FINE, MEMORY_NBYTES)
+    assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
 async def test_a_load_goes_on_where_its_caller_left(tokenizer: Path) -> None:

@@ -73,12 +73,12 @@ async def _forked(grammars: Grammars, grammar: Grammar, memory_nbytes: int) -> t
     """The exit status of a fork, negative for a signal, and the refusal that it wrote, if any."""
     read, write = os.pipe()
     try:
-        pid = os.fork()
-        if not pid:
-            _in_the_fork(grammars, grammar, memory_nbytes, write)
-    finally:
-        os.close(write)
-    try:
+        try:
+            pid = os.fork()
+            if not pid:
+                _in_the_fork(grammars, grammar, memory_nbytes, write)
+        finally:
+            os.close(write)
         status = await _ended(pid)
         return status, os.read(read, _MOST_NBYTES)  # blocking: its other end was closed with the fork
     finally:
