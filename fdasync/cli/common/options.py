@@ -48,13 +48,21 @@ def _take_table(ctx: click.Context, _option: click.Parameter, path: Path | None)
     values = ctx.meta[_VALUES] = read_config(path)
     table = values.pop(str(ctx.info_name), None)
     if table is not None:
-        known = [option.name for option in ctx.command.params if option.name not in ("config_path", *_NAMES)]
+        # as the command line names them: `connect` for --connect
+        known = {
+            option.opts[0].removeprefix("--").replace("-", "_"): option
+            for option in ctx.command.params
+            if isinstance(option, click.Option) and option.name not in ("config_path", *_NAMES)
+        }
         if not isinstance(table, dict):
             raise BadInput("--config", f"{path}: {ctx.info_name} is no table")
         if unknown := [name for name in table if name not in known]:
             problem = f"{path}: {ctx.info_name}.{unknown[0]} is no option of the command"
-            raise BadInput("--config", problem, hint=f"its keys are: {', '.join(map(str, known))}")
-        ctx.default_map = table
+            raise BadInput("--config", problem, hint=f"its keys are: {', '.join(known)}")
+        ctx.default_map = {
+            str(known[name].name): [value] if known[name].multiple and isinstance(value, str) else value
+            for name, value in table.items()
+        }
     return path
 
 

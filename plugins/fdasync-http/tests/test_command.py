@@ -209,6 +209,18 @@ async def refused(options, told, tmp_path):
         return err.decode()
 
 
+@pytest.mark.parametrize("value", ['"ipc:///nowhere"', '["ipc:///nowhere"]'])
+async def test_keys_of_the_table_are_named_as_the_options(value, tmp_path):
+    config = tmp_path / "front.toml"
+    config.write_text(f"[http]\nconnect = {value}\nconnect_s = 0.2\n")
+    async with front("--config", str(config)) as (process, ready):
+        assert ready is None
+        async with asyncio.timeout(30):
+            _, err = await process.communicate()
+        assert "connecting to ipc:///nowhere did not end within 0.2 s" in err.decode()
+        assert process.returncode == 2
+
+
 def test_help_has_the_limits_in_a_group_of_their_own():
     told = http.get_help(click.Context(http, info_name="http"))
     options, limits = told.split("\nLimits:\n")
