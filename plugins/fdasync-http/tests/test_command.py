@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -18,6 +19,7 @@ from fdasync_http.config import ConnectionLimits, HttpConfig
 from fdasync_http.limits import _LIMITS
 
 from fdasync import Instance
+from fdasync.runner.synthetic import WEIGHTS_FILE
 from fdasync.testing import synthetic_config
 
 ROW = {"input_ids": [1, 2, 3], "return_logprob": True, "return_routed_experts": True,
@@ -207,6 +209,44 @@ async def refused(options, told, tmp_path):
         assert process.returncode == 2
         assert told in err.decode()
         return err.decode()
+
+
+async def test_an_instance_that_cannot_load_the_update_again_takes_the_next_one(tmp_path):
+    """A trainer deletes each folder that was loaded; then the instance ends, and is started again."""
+
+    async def update(client, version):
+        folder = tmp_path / f"v{version}"
+        folder.mkdir()
+        (folder / WEIGHTS_FILE).write_text(json.dumps({"weights_id": 10 + version}))
+        body = {"model_path": str(folder), "weight_version": str(version)}
+        answer = await client.post("/update_weights_from_disk", json=body)
+        shutil.rmtree(folder)
+        assert answer.json()["success"], answer.text
+
+    async with front("--runner", "synthetic", "--weights-root", str(tmp_path)) as (process, ready):
+        async with httpx2.AsyncClient(base_url=ready["url"], timeout=20.0) as client:
+            await update(client, 1)
+            os.kill(children_of(process.pid)[0], signal.SIGKILL)
+            health, told = None, ""
+            async with asyncio.timeout(40):
+                while "did not come to version 1" not in told:
+                    health = await client.get("/health")
+                    told = health.text
+                    await asyncio.sleep(0.05)
+            assert health.status_code == 503
+            async with asyncio.timeout(20):
+                # it is told once, to people as well
+                while b"did not come to version 1" not in await process.stderr.readline():
+                    pass
+            await update(client, 2)
+            assert (await client.get("/health")).status_code == 200
+            answer = (await client.post("/generate", json=ROW)).json()
+            assert answer["meta_info"]["weight_version"] == "2"
+        process.terminate()
+        async with asyncio.timeout(20):
+            _, err = await process.communicate()
+        assert process.returncode == 0
+        assert b"did not come to" not in err
 
 
 @pytest.mark.parametrize("value", ['"ipc:///nowhere"', '["ipc:///nowhere"]'])

@@ -114,6 +114,8 @@ class _Service:
         self._bound: socket.socket | None = None
         self._inside: Engine | None = None
         self._running = self._ending = False
+        # by address: why it gets no requests, as it was told
+        self._unused: dict[str, str] = {}
 
     async def run(self) -> int:
         with Signals() as signals:
@@ -170,6 +172,7 @@ class _Service:
                 self._tell_ready(Ready(url=served.url, port=served.port, pid=os.getpid(), model=model))
                 while not signals.count and not self._is_over():
                     self._start_again()
+                    self._tell_of_unused(generator)
                     alive = [child.exited for child in self._fleet.alive()]
                     await signals.wait(*alive, count=1, timeout_s=_LOOK_S)
                 self._ending = True
@@ -251,6 +254,18 @@ class _Service:
                 except ConfigError as error:
                     _say(str(error))
                     self._restarts[child.name].ended(now, None)
+
+    def _tell_of_unused(self, generator: Generator) -> None:
+        """Instances that run and get no requests, and those that the router has dropped."""
+        if not isinstance(generator, Router):
+            return
+        stats = generator.stats()
+        unused = {one.address: one.problem for one in stats.instances if one.is_up and one.problem}
+        unused |= {one.address: f"it is not used any more: {one.problem}" for one in stats.dropped}
+        for address, problem in unused.items():
+            if self._unused.get(address) != problem:
+                _say(f"{address}: {problem}")
+        self._unused = unused
 
     def _on_end(self, child: Child) -> None:
         if not self._running or self._ending:
