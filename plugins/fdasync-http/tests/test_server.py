@@ -54,6 +54,18 @@ async def test_every_path_asks_for_the_key_and_control_for_its_own(scene_of):
         assert response.status_code == 401
 
 
+@pytest.mark.parametrize("keyed", [True, False])
+async def test_pages_of_other_sites_are_refused_without_a_key(scene_of, keyed):
+    keys = {"api_key": KEY, "admin_key": ADMIN} if keyed else {}
+    async with scene_of(**keys) as scene:
+        for path in ("/generate", "/flush_cache", "/nowhere"):
+            for site, refused in (("cross-site", not keyed), ("same-origin", False), ("none", False)):
+                headers = {"sec-fetch-site": site, "authorization": f"Bearer {ADMIN}"}
+                response = await scene.client.post(path, json=BODY, headers=headers)
+                told = response.json()["error"].get("code") if response.status_code == 403 else None
+                assert (told == "cross_site") == refused, (path, site)
+
+
 def test_keys_are_checked_before_anything_starts():
     for values in ({"api_key": "short"}, {"api_key": "with a space in it"}, {"admin_key": ADMIN}):
         with pytest.raises(ConfigError) as refused:

@@ -1,4 +1,5 @@
-"""Keys: every path asks for one where one is set, and paths that control the engine may ask for another.
+"""Keys: every path asks for one where one is set, and paths that control the engine may ask for another. Without a key
+pages of other sites, which a user's browser shows, are refused.
 
 Plain ASGI, so that nothing of a request is read before its key was. Knows no paths: `application.py` wraps them.
 """
@@ -28,6 +29,10 @@ class NeedsKey:
         self._known = tuple([key.encode() for key in known])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not self._keys and _is_cross_site(scope):
+            why = "a web page of another site asked, and this server has no key: start it with one"
+            await answer(Refused(403, why, code="cross_site"))(scope, receive, send)
+            return
         if scope["type"] == "http" and self._keys:
             given = _bearer(scope)
             if not _is_one_of(given, self._keys):
@@ -38,6 +43,11 @@ class NeedsKey:
                 await answer(refused)(scope, receive, send)
                 return
         await self._inner(scope, receive, send)
+
+
+def _is_cross_site(scope: Scope) -> bool:
+    """Browsers say so of every request to a loopback address; pages cannot leave it out (W3C Fetch Metadata)."""
+    return (b"sec-fetch-site", b"cross-site") in scope["headers"]
 
 
 def _bearer(scope: Scope) -> bytes:
