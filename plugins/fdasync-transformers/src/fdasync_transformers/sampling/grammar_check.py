@@ -126,6 +126,7 @@ def _in_the_fork(grammars: Grammars, grammar: Grammar, memory_nbytes: int, write
         except BadInput as error:
             os.write(write, msgspec.msgpack.encode(_TABLE.pack(0, error)))  # blocking: a pipe that is empty
         except BaseException as error:
+            # nothing is swallowed: the pipe carries it to the parent, which raises it, and no frame may go on in a fork
             refusal = BadInput("grammar", f"cannot be checked: {type(error).__name__}: {error}"[:1000])
             os.write(write, msgspec.msgpack.encode(_TABLE.pack(0, refusal)))  # blocking: as above
         code = 0

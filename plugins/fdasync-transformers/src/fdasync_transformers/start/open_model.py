@@ -138,7 +138,10 @@ def check_routing(model: PreTrainedModel, limits: RunnerLimits) -> None:
 
     Raises UnsupportedModel for experts whose routing cannot be recorded, ConfigError for a dense model.
     """
-    if limits.capture is not False and not find_experts(model) and limits.capture is True:
+    if limits.capture is False:
+        return
+    experts = find_experts(model)
+    if limits.capture is True and not experts:
         raise ConfigError(
             "routing", f"{model.config.model_type} has no MoE layers", hint='set capture to "auto" or False'
         )

@@ -50,7 +50,7 @@ def digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 def _bytes_of(tensor: torch.Tensor, staging: list[torch.Tensor]) -> Iterator[memoryview]:
     """The tensor's bytes, in pieces; each is valid until the next. From a GPU they come through a page-locked buffer,
-    kept in `staging`: copies to other memory take ten times as long."""
+    kept in `staging`: copies to other memory take several times as long."""
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     if flat.device.type != "cuda":
         yield _view(flat)
