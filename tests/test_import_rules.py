@@ -131,23 +131,28 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     },
     {
         "fdasync_mooncake.testing": ("fdasync.ipc.*", "fdasync.testing.*", "fdasync_mooncake.*"),
-        "fdasync_transformers.capture": (
-            "fdasync.cache.aux", "fdasync.cache.debug_rows", "fdasync.gpu.*", "fdasync_transformers.model.*",
-        ),
+        "fdasync_transformers.fused": ("fdasync.gpu.*", "fdasync_transformers.model.*"),
         "fdasync_transformers.replay": ("fdasync.result", "fdasync_transformers.model.*"),
     },
     {
-        "fdasync_transformers.execution": (
-            *_ARENAS, *_RUNNER, "fdasync.gpu.*", "fdasync.request", "fdasync_transformers.capture.*",
-            "fdasync_transformers.model.*", "fdasync_transformers.sampling.*",
+        "fdasync_transformers.capture": (
+            "fdasync.cache.aux", "fdasync.cache.debug_rows", "fdasync.gpu.*", "fdasync_transformers.fused.*",
+            "fdasync_transformers.model.*",
         ),
         "fdasync_transformers.tiny": ("fdasync_transformers.weights.*",),
         "fdasync_transformers.verification": ("fdasync_transformers.replay.*", "fdasync_transformers.weights.*"),
     },
     {
+        "fdasync_transformers.execution": (
+            *_ARENAS, *_RUNNER, "fdasync.gpu.*", "fdasync.request", "fdasync_transformers.capture.*",
+            "fdasync_transformers.fused.*", "fdasync_transformers.model.*", "fdasync_transformers.sampling.*",
+        ),
+    },
+    {
         "fdasync_transformers.start": (
             *_RUNNER, "fdasync.request", "fdasync.runner.report", "fdasync_transformers.capture.*",
-            "fdasync_transformers.execution.*", "fdasync_transformers.model.*", "fdasync_transformers.weights.*",
+            "fdasync_transformers.execution.*", "fdasync_transformers.fused.*", "fdasync_transformers.model.*",
+            "fdasync_transformers.weights.*",
         ),
     },
     {

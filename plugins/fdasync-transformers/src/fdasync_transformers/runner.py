@@ -37,6 +37,7 @@ from fdasync_transformers.execution.host_executor import HostExecutor
 from fdasync_transformers.execution.lane_matchers import LaneMatchers
 from fdasync_transformers.execution.memory_profile import choose_num_blocks, prefill_tokens_per_s
 from fdasync_transformers.execution.step import StepModel
+from fdasync_transformers.fused.live_rows import LiveRows
 from fdasync_transformers.model.families import decoder_layers
 from fdasync_transformers.model.head import decoder_of
 from fdasync_transformers.model.kv import KVLayout, KVPool
@@ -51,6 +52,7 @@ from fdasync_transformers.start.runner_config import (
     device_of,
     graph_tokens,
     memory_share,
+    uses_kernels,
 )
 from fdasync_transformers.weights import identity, loading
 from fdasync_transformers.weights.update import LiveWeights
@@ -94,6 +96,7 @@ class TransformersRunner(Runner):
         self._checks: GrammarProcess | None = None
         self._compiling = Paced(_COMPILING_SHARE, _COMPILING_BURST_S)
         self._graph_tokens: tuple[int, ...] = ()
+        self._live = LiveRows()
 
     def examine(self) -> ModelReport:
         """As `Runner.examine`: builds the model on the meta device. Raises CheckpointError and ConfigError."""
@@ -135,7 +138,7 @@ class TransformersRunner(Runner):
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
         checkpoint = loading.read_checkpoint(limits.model, with_tensors=config.weights != "random")
         facts = identity.config_facts(checkpoint.config)
-        opened = open_model(checkpoint, config, limits, device, self._make_step_model)
+        opened = open_model(checkpoint, config, limits, device, self._make_step_model, self._live)
         self._step_model, self._moe = opened.step_model, opened.experts if limits.capture is not False else None
         model = opened.step_model.model
         specs = aux_specs(model, self._moe, config.aux)
@@ -325,16 +328,13 @@ class TransformersRunner(Runner):
 
     def _make_step_model(self, model: PreTrainedModel, layout: KVLayout) -> StepModel:
         """With kernels on GPUs, with torch's attention on CPUs, unless configured otherwise. Raises ConfigError."""
-        kernels = self.config.kernels
-        if kernels == "auto":
-            kernels = "triton" if model.device.type == "cuda" else "torch"
-        if kernels == "torch":
+        if not uses_kernels(self.config, model.device):
             if model.device.type == "cuda":
                 raise ConfigError("runner_config.kernels", '"torch" is for CPUs: it waits for a GPU at every step')
             return StepModel(model, layout)
         if model.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             raise ConfigError("runner_config.kernels", '"triton" on a CPU needs the environment TRITON_INTERPRET=1')
-        return DeviceStepModel(model, layout, self.limits.max_running, fuse=self.config.fused_router)
+        return DeviceStepModel(model, layout, self.limits.max_running, live=self._live, fuse=self.config.fused_router)
 
     def _describe(
         self,

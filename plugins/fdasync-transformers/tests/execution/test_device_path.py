@@ -288,6 +288,21 @@ async def test_steps_without_graphs_are_the_same(tmp_path: Path) -> None:
     assert_same(await answers(tmp_path, {**DEVICE, "cuda_graphs": False}), await answers(tmp_path, DEVICE))
 
 
+async def test_fused_experts_are_the_same(tmp_path: Path) -> None:
+    """By name, so that in the interpreter they run too."""
+    make_tiny_checkpoint(tmp_path, "qwen3_moe")
+    wanted = await answers(tmp_path, {"device": "cpu"})
+    assert_same(await answers(tmp_path, {**DEVICE, "experts": "fused"}), wanted)
+    # padding rows, of which graphs are full
+    assert_same(await answers(tmp_path, {**DEVICE, "experts": "fused"}, tiled_tokens=(16,)), wanted)
+
+
+@pytest.mark.gpu
+async def test_experts_of_the_library_are_the_same(tmp_path: Path) -> None:
+    make_tiny_checkpoint(tmp_path, "qwen3_moe")
+    assert_same(await answers(tmp_path, {**DEVICE, "experts": "batched_mm"}), await answers(tmp_path, DEVICE))
+
+
 @pytest.mark.gpu
 async def test_unfused_routers_are_the_same(tmp_path: Path) -> None:
     make_tiny_checkpoint(tmp_path, "qwen3_moe")

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from fdasync.runner.input_batch import Batch, InputBatch
+    from fdasync_transformers.fused.live_rows import LiveRows
     from fdasync_transformers.model.kv import KVLayout, KVPool
 
 
@@ -37,9 +38,18 @@ Way = Literal["both", "decodes", "tiles"]
 class DeviceStepModel(StepModel):
     """A model switched to paged attention by kernels; see `StepModel`."""
 
-    def __init__(self, model: PreTrainedModel, layout: KVLayout, max_running: int, *, fuse: bool = True) -> None:
-        """`max_running`: most sequences that decode in a step; `fuse`: route by kernel where possible."""
+    def __init__(
+        self, model: PreTrainedModel, layout: KVLayout, max_running: int, *, live: LiveRows, fuse: bool = True
+    ) -> None:
+        """Takes a model on a device where kernels run.
+
+        Args:
+            max_running: most sequences that decode in a step.
+            live: of the model's fused modules; set in each pass.
+            fuse: route by kernel where possible.
+        """
         super().__init__(model, layout)
+        self._live = live
         self.fuses = fuse
         self.interpreted = model.device.type == "cpu"
         self._workspaces = Workspaces(max_running, model.device)
@@ -80,15 +90,19 @@ class DeviceStepModel(StepModel):
         )
         if self.aux is not None:
             self.aux.begin(positions)
-        with torch.inference_mode():
-            output = self.model(
-                input_ids=ids[None],
-                position_ids=positions[None],
-                past_key_values=latents if self._latent else None,
-                use_cache=False,
-                logits_to_keep=0 if batch.rows is None else batch.rows,
-                fd_ctx=context,
-            )
+        self._live.slots = slots
+        try:
+            with torch.inference_mode():
+                output = self.model(
+                    input_ids=ids[None],
+                    position_ids=positions[None],
+                    past_key_values=latents if self._latent else None,
+                    use_cache=False,
+                    logits_to_keep=0 if batch.rows is None else batch.rows,
+                    fd_ctx=context,
+                )
+        finally:
+            self._live.slots = None
         if self.aux is not None:
             self.aux.end()
         logits: torch.Tensor = output.logits[0]

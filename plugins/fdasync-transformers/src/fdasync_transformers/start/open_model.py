@@ -18,7 +18,7 @@ from fdasync_transformers.model.kv import KVLayout
 from fdasync_transformers.model.moe_layers import find_experts, find_moe_layers
 from fdasync_transformers.model.refusals import refuse_unservable
 from fdasync_transformers.start import probe, selfcheck
-from fdasync_transformers.start.runner_config import set_experts
+from fdasync_transformers.start.fuse import fuse, set_plain_experts
 from fdasync_transformers.start.short_reach import PLAYED_TOKENS, short_reach, sizes_of
 from fdasync_transformers.weights import loading
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from fdasync.runner.base import RunnerLimits
     from fdasync_transformers.execution.step import StepModel
+    from fdasync_transformers.fused.live_rows import LiveRows
     from fdasync_transformers.model.kv import LayerSpec
     from fdasync_transformers.model.moe_layers import MoELayers
     from fdasync_transformers.start.runner_config import TransformersConfig
@@ -67,6 +68,7 @@ def open_model(
     limits: RunnerLimits,
     device: torch.device,
     make_step_model: MakeStepModel,
+    live: LiveRows,
 ) -> Opened:
     """Load a checkpoint (or draw its weights) on a device, and prove that it is computed right.
 
@@ -84,9 +86,15 @@ def open_model(
         notes += loading.fill(model, checkpoint, names, device)
     with library_code(kind, "a plain pass of one token"):
         experts = _experts_of(model, limits)
-    set_experts(model, config.experts, experts, limits.max_step_tokens)
+    set_plain_experts(model, config, experts, limits.max_step_tokens)
     max_context = max_context_of(model, limits)
-    mends, layers, checked = _settle(model, kind, config, limits, experts, max_context, make_step_model)
+
+    def settle() -> families.Mends:
+        mends = families.mend(model)
+        notes.extend(fuse(model, config, experts, live, limits.max_step_tokens))
+        return mends
+
+    mends, layers, checked = _settle(model, kind, config, limits, experts, max_context, make_step_model, settle)
     max_context = min(max_context, mends.max_context_tokens or max_context)
     step_model = make_step_model(model, KVLayout(layers, model.dtype))
     notes += [*mends.notes, f"experts: {model.config._experts_implementation or 'own'}", *checked]
@@ -102,11 +110,12 @@ def _settle(
     experts: MoELayers | None,
     max_context: int,
     make_step_model: MakeStepModel,
+    settle: Callable[[], families.Mends],
 ) -> tuple[families.Mends, tuple[LayerSpec, ...], tuple[str, ...]]:
-    """Mend the model, check it with short reaches, and find its layers as they are."""
+    """Mend and fuse the model (`settle`), check it with short reaches, and find its layers as they are."""
     if not config.self_check:
         with library_code(kind, "the probe of its attention"):
-            mends = families.mend(model)
+            mends = settle()
             return mends, _layers(model, config, mends), ()
     with short_reach(model) as notes:
         longest = max((size + _BEYOND_TOKENS for size in sizes_of(model).values()), default=0)
@@ -116,7 +125,7 @@ def _settle(
                 model, captured, max_context, min(longest, PLAYED_TOKENS + _BEYOND_TOKENS)
             )
         with library_code(kind, "the probe of its attention"):
-            mends = families.mend(model)
+            mends = settle()
             layers = _layers(model, config, mends)
         step_model = make_step_model(model, KVLayout(layers, model.dtype))
         with library_code(kind, "the paged passes of the self-check"):

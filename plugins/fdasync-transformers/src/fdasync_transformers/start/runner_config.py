@@ -39,14 +39,17 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         logits_dtype: the dtype that sampling and log-probs work in. num_threads: of torch in the runner's process.
         None: on a CPU device one fewer than there are cores (the engine's
             loop needs one, and torch's threads wait for the slowest of them), on a GPU torch's own number.
-        experts: the library's implementation of the experts; "auto" is its default, but "batched_mm" on GPUs in other
-            dtypes than bfloat16, where the default waits for the device.
+        experts: their implementation. "fused": four kernels of our own, where a family's experts are proven to be what
+            they compute. "auto": these on GPUs; elsewhere, and for other families, the library's default, but
+            "batched_mm" on GPUs in other dtypes than bfloat16, where the default waits for the device.
         kv_cache_nbytes: memory for KV when `num_blocks` is None; None takes a share of the free memory.
         latent_mla: page the latents of MLA layers instead of the expanded keys and values.
         self_check: compare a mixed paged batch with the plain model at start-up, and refuse if they differ.
         kernels: of attention: "triton" on GPUs, "torch" on CPUs; "auto" chooses. Triton on a CPU (its interpreter, for
             tests) is very slow.
         fused_router: on GPUs, route by one kernel where a family's routing allows it.
+        fused_layers: compute norms, rotary embeddings, activations and known decoder layers by single kernels, each
+            proven at start-up; None: on GPUs.
         cuda_graphs: replay decode steps from CUDA graphs.
         graph_sizes: batch sizes of decode steps to capture, rising; None: a ladder up to `max_running`.
         graph_tokens: tokens of steps with prompts to capture, rising; None: multiples of 256 up to 2,048, at most
@@ -64,12 +67,13 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     instances: int = 1
     logits_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     num_threads: int | None = None
-    experts: Literal["auto", "eager", "grouped_mm", "batched_mm"] = "auto"
+    experts: Literal["auto", "fused", "eager", "grouped_mm", "batched_mm"] = "auto"
     kv_cache_nbytes: int | None = None
     latent_mla: bool = True
     self_check: bool = True
     kernels: Literal["auto", "triton", "torch"] = "auto"
     fused_router: bool = True
+    fused_layers: bool | None = None
     cuda_graphs: bool = True
     graph_sizes: tuple[int, ...] | None = None
     graph_tokens: tuple[int, ...] | None = None
@@ -126,6 +130,25 @@ def memory_share(config: TransformersConfig, device: torch.device) -> float:
     spread = config.device == "auto" and device.type == "cuda"
     others = range(device.index, config.instances, torch.cuda.device_count()) if spread else range(config.instances)
     return 1 / len(others)
+
+
+def uses_kernels(config: TransformersConfig, device: torch.device) -> bool:
+    """Whether steps run by kernels: on GPUs, or where the configuration says so."""
+    return device.type == "cuda" if config.kernels == "auto" else config.kernels == "triton"
+
+
+def fuses_experts(config: TransformersConfig, device: torch.device) -> bool:
+    """Whether the fused experts are to be tried. Raises ConfigError where they are asked for and cannot run."""
+    if config.experts == "fused" and not uses_kernels(config, device):
+        raise ConfigError("runner_config.experts", f'"fused" needs kernels, which {device} has not', hint='use "auto"')
+    return config.experts == "fused" or (config.experts == "auto" and device.type == "cuda")
+
+
+def fuses_layers(config: TransformersConfig, device: torch.device) -> bool:
+    """Whether norms, rotary embeddings, activations and layers are to be fused. Raises ConfigError as above."""
+    if config.fused_layers and not uses_kernels(config, device):
+        raise ConfigError("runner_config.fused_layers", f"needs kernels, which {device} has not", hint="leave it out")
+    return device.type == "cuda" if config.fused_layers is None else config.fused_layers
 
 
 def set_experts(model: PreTrainedModel, experts: str, layers: MoELayers | None, max_step_tokens: int) -> None:

@@ -1,0 +1,245 @@
+"""Times tiles of the fused experts on a GPU, to make the table of `fdasync/gpu/kernels/experts_tiles.py`.
+
+    python -m benchmarks.experts_tiles [--shape qwen3-30b-a3b] [--tokens 1,64,256] [--json FILE]
+
+For each number of tokens every candidate of both products runs in a CUDA graph that rotates over eight layers' weights,
+so that no cache flatters it; medians. Every candidate must give the very bits of the first one: a difference is an
+error. Candidates are compiled by several processes first. Needs a CUDA GPU with 20 GiB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import os
+import statistics
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+
+from fdasync.gpu.kernels.experts import experts
+from fdasync.gpu.kernels.experts_tiles import Tile, Tiles
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# experts, of a token, hidden width, inner width
+SHAPES = {
+    "qwen3-30b-a3b": (128, 8, 2048, 768),
+    "glm-4.5-air": (128, 8, 4096, 1408),
+    "deepseek-v2-lite": (64, 6, 2048, 1408),
+}
+_LAYERS = 8
+_DTYPE = torch.bfloat16
+# multiplications and additions of bfloat16 of an H200
+_PRODUCTS_PER_S = 790e12
+_Cut = tuple[int, int, int, int]
+
+_FEW: tuple[_Cut, ...] = (
+    (16, 128, 4, 4),
+    (16, 256, 4, 3),
+    (32, 128, 4, 4),
+    (32, 128, 2, 4),
+    (64, 128, 4, 3),
+    (16, 128, 2, 5),
+)
+_DECODE: tuple[_Cut, ...] = (
+    (64, 128, 4, 3),
+    (64, 128, 4, 4),
+    (64, 64, 4, 4),
+    (64, 64, 4, 6),
+    (128, 64, 4, 4),
+    (128, 64, 8, 3),
+)
+_MIDDLE: tuple[_Cut, ...] = ((64, 64, 4, 4), (64, 64, 4, 3), (128, 64, 8, 3), (128, 64, 4, 3), (64, 128, 4, 3))
+_MANY: tuple[_Cut, ...] = ((128, 64, 8, 3), (128, 64, 8, 4), (64, 64, 4, 4), (64, 64, 8, 4), (256, 64, 8, 3))
+
+
+def candidates(tokens: int, top_k: int, num_experts: int) -> list[tuple[int, bool, Tile]]:
+    """(rows, single, tile) to be tried for a number of tokens."""
+    each = tokens * top_k / num_experts
+    found: list[tuple[int, bool, Tile]] = []
+    if tokens * top_k <= 64:
+        found += [(16, True, Tile(*cut)) for cut in _FEW]
+        found += [
+            (16, True, Tile(*cut, swap=True, tma=tma))
+            for cut in ((64, 128, 4, 4), (64, 64, 4, 6))
+            for tma in (False, True)
+        ]
+        found += [(16, True, Tile(*cut, tma=True)) for cut in ((16, 128, 4, 4), (32, 128, 4, 4))]
+    if tokens * top_k > 32:
+        if each <= 24:
+            rows = (16,) if each <= 8 else (16, 32)
+            for row, cut, tma in itertools.product(rows, _DECODE, (False, True)):
+                found.append((row, False, Tile(*cut, swap=True, tma=tma)))
+            found += [(rows[-1], False, Tile(*cut)) for cut in _DECODE[:3]]
+        elif each <= 96:
+            for row, cut, tma in itertools.product((32, 64), _MIDDLE, (False, True)):
+                found.append((row, False, Tile(*cut, swap=row == 32, tma=tma)))
+            found += [(64, False, Tile(*cut, swap=True, tma=True)) for cut in _MIDDLE[:3]]
+        else:
+            for row, cut in itertools.product((64, 128), _MANY):
+                found.append((row, False, Tile(*cut, tma=True)))
+            found += [(128, False, Tile(*cut)) for cut in _MANY[:1]]
+    return found
+
+
+class Layers:
+    """Weights of some layers, and rows that are routed uniformly."""
+
+    def __init__(self, shape: str, tokens: int, layers: int = _LAYERS) -> None:
+        self.shape = SHAPES[shape]
+        num_experts, _, width, inner = self.shape
+        make = torch.Generator("cuda").manual_seed(1)
+        self.up = [_draw((num_experts, 2 * inner, width), make) for _ in range(layers)]
+        self.down = [_draw((num_experts, width, inner), make) for _ in range(layers)]
+        self.route(tokens)
+
+    def route(self, tokens: int) -> None:
+        num_experts, top_k, width, _ = self.shape
+        make = torch.Generator("cuda").manual_seed(tokens)
+        self.x = torch.randn((tokens, width), generator=make, device="cuda").to(_DTYPE)
+        logits = [torch.randn((tokens, num_experts), generator=make, device="cuda") for _ in self.up]
+        best = [table.topk(top_k) for table in logits]
+        self.ids = [found.indices.contiguous() for found in best]
+        self.weights = [torch.softmax(found.values, -1).to(_DTYPE) for found in best]
+        self.distinct = statistics.fmean(len(ids.unique()) for ids in self.ids)
+
+    def run(self, layer: int, tiles: Tiles | None) -> torch.Tensor:
+        return experts(self.x, self.ids[layer], self.weights[layer], self.up[layer], self.down[layer], tiles=tiles)
+
+
+def _draw(shape: tuple[int, ...], make: torch.Generator) -> torch.Tensor:
+    return torch.randn(shape, generator=make, device="cuda", dtype=torch.float32).mul_(0.02).to(_DTYPE)
+
+
+def graph_us(run: Callable[[int], Any], layers: int, repeat: int = 7) -> float:
+    """Median microseconds of one call in a graph of two rounds over all layers."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run(0)
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            for number in range(2 * layers):
+                run(number % layers)
+        took = []
+        graph.replay()
+        for _ in range(repeat):
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            began.record()
+            graph.replay()
+            ended.record()
+            ended.synchronize()
+            took.append(began.elapsed_time(ended) * 1e3 / (2 * layers))
+    return statistics.median(took)
+
+
+def _tiles(rows: int, single: bool, up: Tile, down: Tile, tokens: int) -> Tiles:
+    return Tiles(rows, up, down, single=single, chunk=512 if tokens <= 64 else 1024 if tokens <= 256 else 4096)
+
+
+def _compile(shape: str, jobs: list[tuple[int, int, bool, Tile]]) -> None:
+    """Compile candidates: a process of several; the kernels come back by the cache on disk."""
+    layers: Layers | None = None
+    for tokens, rows, single, tile in jobs:
+        if layers is None:
+            layers = Layers(shape, tokens, 1)
+        elif len(layers.x) != tokens:
+            layers.route(tokens)
+        try:
+            layers.run(0, _tiles(rows, single, tile, tile, tokens))
+        except Exception as error:  # too large for the device: it is not timed either
+            print(f"  {tokens} {tile}: {type(error).__name__} {str(error)[:80]}", flush=True)
+    torch.cuda.synchronize()
+
+
+def tune(layers: Layers, tokens: int) -> dict[str, Any]:
+    """Times all candidates of each product in a chain whose other product is fixed, then the best two together."""
+    layers.route(tokens)
+    num_experts, top_k, _, _ = layers.shape
+    wanted = layers.run(0, None)
+    fixed = Tile(64, 64, 4, 3)
+    # by (rows, single): microseconds and tile of either product
+    took: dict[tuple[int, bool], tuple[list[tuple[float, Tile]], list[tuple[float, Tile]]]] = {}
+    for rows, single, tile in candidates(tokens, top_k, num_experts):
+        sides = took.setdefault((rows, single), ([], []))
+        for side, pair in enumerate(((tile, fixed), (fixed, tile))):
+            tiles = _tiles(rows, single, *pair, tokens)
+            try:
+                same = torch.equal(layers.run(0, tiles), wanted)
+                us = graph_us(partial(layers.run, tiles=tiles), len(layers.up), 3)
+            except triton.runtime.errors.OutOfResources:
+                continue
+            if not same:
+                raise SystemExit(f"{tiles} gives other bits at {tokens} tokens")
+            sides[side].append((us, tile))
+    best: list[tuple[float, Tiles]] = []
+    tops = {}
+    for (rows, single), sides in took.items():
+        for side, found in zip(("up", "down"), sides, strict=True):
+            found.sort(key=lambda one: one[0])
+            tops[f"{rows}{' single' if single else ''} {side}"] = [(round(us, 1), repr(tile)) for us, tile in found[:5]]
+        tiles = _tiles(rows, single, sides[0][0][1], sides[1][0][1], tokens)
+        best.append((graph_us(partial(layers.run, tiles=tiles), len(layers.up)), tiles))
+    best_us, tiles = min(best, key=lambda one: one[0])
+    table_us = graph_us(partial(layers.run, tiles=None), len(layers.up))
+    return {"tokens": tokens, "best_us": best_us, "tiles": repr(tiles), "table_us": table_us, "tops": tops}
+
+
+def copy_bytes_per_s() -> float:
+    source = torch.empty(4 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    source.zero_()
+    took = []
+    for _ in range(7):  # no graph: there a copy is the copy engine's, which is slower
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        began.record()
+        target.copy_(source)
+        ended.record()
+        ended.synchronize()
+        took.append(began.elapsed_time(ended) / 1e3)
+    return 2 * len(source) / statistics.median(took)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-30b-a3b")
+    parser.add_argument("--tokens", default="1,4,8,32,64,128,256,512,1024,2048,8192")
+    parser.add_argument("--json", metavar="FILE")
+    args = parser.parse_args()
+    counts = [int(count) for count in args.tokens.split(",")]
+    num_experts, top_k, width, inner = SHAPES[args.shape]
+    jobs = [(tokens, *each) for tokens in counts for each in candidates(tokens, top_k, num_experts)]
+    workers = max(1, (os.cpu_count() or 2) - 2)
+    context = multiprocessing.get_context("spawn")
+    children = [context.Process(target=_compile, args=(args.shape, jobs[i::workers])) for i in range(workers)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+    rate = copy_bytes_per_s()
+    print(f"{args.shape}: copy {rate / 1e9:.0f} GB/s", flush=True)
+    layers = Layers(args.shape, counts[0])
+    results = []
+    for tokens in counts:
+        found = tune(layers, tokens)
+        nbytes = layers.distinct * 3 * width * inner * 2
+        floor_us = max(nbytes / rate, tokens * top_k * 6 * width * inner / _PRODUCTS_PER_S) * 1e6
+        results.append({**found, "distinct": layers.distinct, "floor_us": floor_us})
+        share = floor_us / found["best_us"]
+        print(f"{tokens} tokens, {layers.distinct:.1f} experts: floor {floor_us:.1f} us, best {found['best_us']:.1f}")
+        print(f"  ({share:.2f}), table {found['table_us']:.1f}: {found['tiles']}")
+        for name, tops in found["tops"].items():
+            print(f"  {name}: {tops}", flush=True)
+    if args.json:
+        Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Puts kernels in the place of a loaded model's modules, as the configuration asks.
+
+Stands between the plain passes of the self-check, which are the library's code, and everything that follows: so the
+self-check compares the fused model with the plain one. Knows configs and the room `fused`. Called by `open_model.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from fdasync.errors import ConfigError
+from fdasync_transformers.fused.experts import fuse_experts
+from fdasync_transformers.start.runner_config import fuses_experts, set_experts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from fdasync_transformers.fused.live_rows import LiveRows
+    from fdasync_transformers.model.moe_layers import MoELayers
+    from fdasync_transformers.start.runner_config import TransformersConfig
+
+
+def set_plain_experts(
+    model: PreTrainedModel, config: TransformersConfig, layers: MoELayers | None, max_step_tokens: int
+) -> None:
+    """The experts of the plain passes: the library's, by a way that takes no more memory. Raises ConfigError."""
+    if not fuses_experts(config, model.device) or layers is None:
+        set_experts(model, "auto" if config.experts == "fused" else config.experts, layers, max_step_tokens)
+    elif model.device.type == "cuda" and model.dtype != torch.bfloat16:
+        # the library's own loop waits for the device, which the few passes of a start can
+        set_experts(model, "eager", layers, max_step_tokens)
+
+
+def fuse(
+    model: PreTrainedModel,
+    config: TransformersConfig,
+    layers: MoELayers | None,
+    live: LiveRows,
+    max_step_tokens: int,
+) -> tuple[str, ...]:
+    """Fuse what the configuration asks for; returns notes for people: what is not fused, and why.
+
+    Raises ConfigError where fused experts are asked for by name and a layer differs, and as `set_experts`.
+    """
+    notes: tuple[str, ...] = ()
+    if fuses_experts(config, model.device) and layers is not None:
+        experts = fuse_experts(model, layers, live)
+        notes = experts.notes
+        if not experts.fused:
+            if config.experts == "fused":
+                raise ConfigError("runner_config.experts", "; ".join(notes), hint='use "auto"')
+            set_experts(model, "auto", layers, max_step_tokens)
+    return notes

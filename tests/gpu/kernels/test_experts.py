@@ -1,0 +1,307 @@
+"""The experts' kernels against float64, one pair at a time: `gpu/kernels/experts.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fdasync.errors import BadInput
+from fdasync.gpu.kernels import experts as kernels
+from fdasync.gpu.kernels.experts import experts
+from fdasync.gpu.kernels.experts_activation import KINDS, Activation, activation_of
+from fdasync.gpu.kernels.experts_tiles import Tile, Tiles, choose_tiles
+from fdasync.gpu.kernels.router import route
+
+ON_GPU = torch.cuda.is_available()
+# relative size of the error; Triton's interpreter cuts bfloat16 off where a device rounds it
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2 if ON_GPU else 3e-2}
+# experts, slots of a token, width of rows, width between the products
+E, K, H, INNER = 6, 3, 64, 48
+SINGLE = Tiles(16, Tile(16, 32, 4, 2), Tile(32, 32, 4, 2), single=True)
+SMALL = Tiles(16, Tile(32, 32, 4, 2), Tile(32, 16, 4, 2), chunk=32)
+SWAPPED = Tiles(16, Tile(32, 32, 4, 2, swap=True), Tile(32, 32, 4, 2, swap=True), chunk=64)
+BULK = Tiles(16, Tile(32, 32, 4, 2, tma=True), Tile(64, 16, 4, 2, swap=True, tma=True), chunk=32)
+
+
+@dataclass
+class Case:
+    """Arguments of `experts`, on a device."""
+
+    hidden: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    up: torch.Tensor
+    down: torch.Tensor
+    options: dict[str, Any]
+
+    def run(self, **more: Any) -> torch.Tensor:
+        return experts(self.hidden, self.ids, self.weights, self.up, self.down, **{**self.options, **more})
+
+
+def make(device: torch.device, tokens: int, dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any) -> Case:
+    """Random rows with every kind of id that means nothing; a NaN stands where nothing may be read."""
+    draw = torch.Generator().manual_seed(seed)
+    gated = options.get("gated", True)
+    rows = 2 * INNER if gated else INNER
+
+    def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(shape, generator=draw) * scale).to(device, dtype)
+
+    up, down = random(E, rows, H, scale=0.3), random(E, H, INNER, scale=0.3)
+    if options.get("transposed"):
+        up, down = up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
+    if options.pop("biased", False):
+        options |= {"up_bias": random(E, rows), "down_bias": random(E, H)}
+    ids = torch.stack([torch.randperm(E + 2, generator=draw)[:K] - 1 for _ in range(tokens)]).to(device)
+    # rows stand apart, as rows of a wider tensor do
+    hidden = torch.full((tokens, H + 16), float("nan"), dtype=dtype, device=device)
+    hidden[:, :H] = random(tokens, H)
+    weights = torch.rand((tokens, K), generator=draw).to(device, dtype)
+    if options.pop("padded", False):
+        live = torch.randint(-1, 3, (tokens,), generator=draw)
+        live[0] = 0
+        options["live"] = live.to(device)
+        hidden[live.to(device) < 0] = float("nan")
+    return Case(hidden[:, :H], ids, weights, up, down, options)
+
+
+def reference(case: Case) -> torch.Tensor:
+    """[T, K, H] in float64: what each slot adds."""
+    options = case.options
+    gated, live = options.get("gated", True), options.get("live")
+    parts = torch.zeros((*case.ids.shape, H), dtype=torch.float64)
+    for token, slot in torch.cartesian_prod(torch.arange(len(case.ids)), torch.arange(K)).tolist():
+        expert = int(case.ids[token, slot])
+        if not 0 <= expert < E or (live is not None and int(live[token]) < 0):
+            continue
+        up, down = case.up[expert].double().cpu(), case.down[expert].double().cpu()
+        if options.get("transposed"):
+            up, down = up.T, down.T
+        first = up @ case.hidden[token].double().cpu()
+        if "up_bias" in options:
+            first = first + options["up_bias"][expert].double().cpu()
+        if gated:
+            gate, value = (first[::2], first[1::2]) if options.get("interleaved") else first.chunk(2)
+            inner = torch.nn.functional.silu(gate) * value
+        else:
+            inner = torch.nn.functional.silu(first)
+        second = down @ inner
+        if "down_bias" in options:
+            second = second + options["down_bias"][expert].double().cpu()
+        parts[token, slot] = second * case.weights[token, slot].double().cpu()
+    return parts
+
+
+@pytest.fixture
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New memory holds NaN, or numbers that no index may be."""
+
+    def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
+        made = full(*args, **kwargs)
+        return made.fill_(float("nan") if made.is_floating_point() else -7)
+
+    full, like = torch.empty, torch.empty_like
+    monkeypatch.setattr(kernels.torch, "empty", empty)
+    monkeypatch.setattr(kernels.torch, "empty_like", lambda *args, **kwargs: like(*args, **kwargs).fill_(float("nan")))
+
+
+def check(case: Case, tiles: Tiles | None) -> None:
+    wanted = reference(case)
+    got = case.run(tiles=tiles).double().cpu()
+    assert bool(got.isfinite().all())
+    assert float((got - wanted.sum(1)).norm() / wanted.sum(1).norm()) < TOLERANCE[case.hidden.dtype]
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("tokens", [1, 7, 40])
+@pytest.mark.parametrize(
+    "tiles", [None, SINGLE, SMALL, SWAPPED, BULK], ids=["table", "single", "small", "swap", "bulk"]
+)
+def test_it_computes_what_was_chosen(device, tokens, tiles):
+    check(make(device, tokens, padded=tokens > 1), tiles)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tiles", [None, SWAPPED])
+def test_half_precision(device, dtype, tiles):
+    check(make(device, 19, dtype, padded=True), tiles)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"transposed": True},
+        {"transposed": True, "interleaved": True, "biased": True},
+        {"biased": True},
+        {"gated": False},
+        {"gated": False, "biased": True, "transposed": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("tiles", [SINGLE, SWAPPED], ids=["single", "grouped"])
+def test_layouts_of_families(device, options, tiles):
+    check(make(device, 9, padded=True, **options), tiles)
+
+
+def test_parts_are_what_the_slots_add(device):
+    case = make(device, 11)
+    wanted, got = reference(case), case.run(parts=True).double().cpu()
+    counted = ((case.ids >= 0) & (case.ids < E)).cpu()
+    torch.testing.assert_close(got[counted], wanted[counted], rtol=1e-5, atol=1e-6)
+
+
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_the_grouping_is_a_stable_sort(data):
+    device = torch.device("cuda" if ON_GPU else "cpu")
+    tokens, rows = data.draw(st.integers(1, 40), label="tokens"), data.draw(st.sampled_from([16, 32]), label="rows")
+    ids = torch.tensor(data.draw(st.lists(st.integers(-1, E), min_size=tokens * K, max_size=tokens * K))).view(-1, K)
+    live = torch.tensor(data.draw(st.lists(st.integers(-1, 1), min_size=tokens, max_size=tokens)))
+    pairs, capacity = tokens * K, min(tokens * K, E) + tokens * K // rows
+    order = torch.full((pairs,), -7, dtype=torch.int32, device=device)
+    table = torch.full((capacity, 4), -7, dtype=torch.int32, device=device)
+    kernels._experts_group[(E,)](
+        ids.to(device), live.to(device), order, table, pairs, capacity,
+        TOPK=K, E=E, EP=8, MASKED=True, BM=rows, CHUNK=32,
+    )  # fmt: skip
+    real = ((ids >= 0) & (ids < E) & (live >= 0)[:, None]).flatten()
+    flat = torch.where(real, ids.flatten(), E)
+    count = int(real.sum())
+    assert order[:count].tolist() == torch.argsort(flat, stable=True)[:count].tolist()
+    wanted = []
+    for expert in range(E):
+        before, mine = int((flat < expert).sum()), int((flat == expert).sum())
+        wanted += [[expert, before + at, min(rows, mine - at)] for at in range(0, mine, rows)]
+    assert table[: len(wanted), :3].tolist() == wanted
+    assert (table[len(wanted) :, 0] == -1).all()
+
+
+@pytest.mark.parametrize("tokens", [2, 21])
+def test_the_experts_that_ran_are_those_that_were_recorded(device, tokens):
+    """Every weight of expert e is the constant e: a slot's part says which expert made it."""
+    numbers = torch.arange(1.0, E + 1, device=device)
+    up = torch.ones((E, 2 * INNER, H), device=device)
+    down = numbers[:, None, None].expand(E, H, INNER).contiguous()
+    logits = torch.randn((tokens, E), generator=torch.Generator().manual_seed(tokens)).to(device)
+    row = torch.full((tokens, K + 1), 99, dtype=torch.uint8, device=device)
+    weights, ids = route(logits, K, renormalise=True, weights_dtype=torch.float32, capture=row)
+    hidden = torch.full((tokens, H), 1 / H, device=device)
+    parts = experts(hidden, ids, torch.ones_like(weights), up, down, parts=True)
+    # silu(1) * 1, over INNER columns
+    one = float(torch.nn.functional.silu(torch.ones(()))) * INNER
+    ran = (parts / one).round().long() - 1
+    assert torch.equal(ran, row[:, :K].long()[..., None].expand_as(ran))
+
+
+FORMS = [Activation(kind) for kind in KINDS] + [
+    Activation("silu", "wide"),
+    Activation("gelu", "clamped", limit=1.5),
+    Activation("silu", "clamped_after", limit=1.5),
+    Activation("silu", "swiglu_oai", 1.702, 2.0),
+]
+
+
+@pytest.mark.parametrize("activation", FORMS, ids=str)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_activations(device, activation, interleaved):
+    rows = (torch.randn((40, 2 * 24), generator=torch.Generator().manual_seed(4)) * 4).to(device)
+    wide = rows.double()
+    gate, up = (wide[:, ::2], wide[:, 1::2]) if interleaved else wide.chunk(2, -1)
+    limit = activation.limit
+    if activation.form in ("clamped", "swiglu_oai"):
+        gate = gate.clamp(max=limit)
+    if activation.form in ("clamped", "clamped_after", "swiglu_oai"):
+        up = up.clamp(-limit, limit)
+    functions = {
+        "silu": torch.nn.functional.silu,
+        "gelu": torch.nn.functional.gelu,
+        "gelu_tanh": lambda value: torch.nn.functional.gelu(value, approximate="tanh"),
+        "quick_gelu": lambda value: value * torch.sigmoid(1.702 * value),
+        "relu": torch.relu,
+        "relu2": lambda value: torch.relu(value) ** 2,
+    }
+    value = functions[activation.kind](gate)
+    if activation.form == "clamped_after":
+        value = value.clamp(max=limit)
+    if activation.form == "swiglu_oai":
+        value, up = gate * torch.sigmoid(gate * activation.alpha), up + 1
+    got = activation_of(rows, activation, gated=True, interleaved=interleaved)
+    torch.testing.assert_close(got.double(), value * up, rtol=2e-5, atol=1e-6)
+
+
+def test_bad_arguments_are_named(device):
+    case = make(device, 3)
+    for name, value in [
+        ("ids", case.ids[:, ::2]),
+        ("weights", case.weights[:2]),
+        ("hidden", case.hidden.double()),
+        ("up", case.up[:, :-2]),
+        ("down", case.down[0]),
+    ]:
+        wrong = Case(case.hidden, case.ids, case.weights, case.up, case.down, {})
+        setattr(wrong, name, value)
+        with pytest.raises(BadInput, match=name):
+            wrong.run()
+    with pytest.raises(BadInput, match="live"):
+        case.run(live=torch.zeros(2, dtype=torch.int64, device=device))
+    with pytest.raises(BadInput, match="up_bias"):
+        case.run(up_bias=torch.zeros((E, 2 * INNER), device=device))
+
+
+def test_no_tokens(device):
+    assert make(device, 3).run(parts=True).shape == (3, K, H)
+    none = make(device, 1)
+    none.hidden, none.ids, none.weights = none.hidden[:0], none.ids[:0], none.weights[:0]
+    assert none.run().shape == (0, H)
+
+
+def test_every_regime_has_tiles() -> None:
+    seen = set()
+    for tokens in (1, 4, 8, 192, 256, 1024, 2048, 8192):
+        for dtype in (torch.bfloat16, torch.float32):
+            tiles = choose_tiles(tokens, 8, 128, dtype, bulk=True)
+            plain = choose_tiles(tokens, 8, 128, dtype, bulk=False)
+            assert not plain.up.tma
+            assert not plain.down.tma
+            assert tiles.rows == plain.rows
+            assert tiles.single == (tokens <= 4)
+            seen.add((tiles.rows, tiles.single))
+    assert seen == {(16, True), (16, False), (32, False), (64, False), (128, False)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [(128, 8, 2048, 768), (64, 6, 1024, 1408)], ids=str)
+def test_the_bits_of_a_row_whoever_is_beside_it(device, dtype, shape):
+    """Alone, in batches of every regime, padded, in another order, and in chunks."""
+    num_experts, k, width, inner = shape
+    draw = torch.Generator(device).manual_seed(7)
+    most = 2100 if dtype != torch.float32 else 300
+
+    def random(*size: int, scale: float) -> torch.Tensor:
+        return (torch.randn(size, generator=draw, device=device) * scale).to(dtype)
+
+    up, down = random(num_experts, 2 * inner, width, scale=0.05), random(num_experts, width, inner, scale=0.05)
+    hidden = random(most, width, scale=1.0)
+    best = torch.rand((most, num_experts), generator=draw, device=device).topk(k)
+    ids, weights = best.indices, best.values.to(dtype)
+    whole = experts(hidden, ids, weights, up, down)
+    for first, last in [(0, 1), (1, 4), (5, 12), (0, 64), (17, 209), (40, 296), (0, 300)]:
+        part = experts(hidden[first:last], ids[first:last], weights[first:last], up, down)
+        assert torch.equal(part, whole[first:last]), (first, last)
+    if dtype != torch.float32:
+        for last in (600, 1024, 2048):
+            assert torch.equal(experts(hidden[:last], ids[:last], weights[:last], up, down), whole[:last]), last
+    order = torch.randperm(most, generator=draw, device=device)
+    assert torch.equal(experts(hidden[order], ids[order], weights[order], up, down), whole[order])
+    live = torch.where(torch.arange(most, device=device) % 3 == 0, -1, 0)
+    padded = experts(hidden, ids, weights, up, down, live=live)
+    assert torch.equal(padded[live == 0], whole[live == 0])
+    assert not padded[live < 0].any()
