@@ -95,7 +95,9 @@ def tile_of(columns: int) -> Tile:
     return Tile(1, padded, min(16, max(1, padded // 512)))
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, *, rounding: Rounding = "normed") -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, *, rounding: Rounding = "normed"
+) -> torch.Tensor:
     """Divide rows by their root mean square, and multiply by a weight. One launch; no gradient.
 
     On the current stream, without synchronising; may be captured in a CUDA graph. The number of rows compiles nothing

@@ -25,6 +25,8 @@ _INTERPRETED_TOKENS = 64
 _WARPS = 4
 
 Pairs = Literal["halves", "neighbours"]
+Contraction = Literal["", "cos cos", "sin sin", "cos sin", "sin cos"]
+CONTRACTIONS: tuple[Contraction, ...] = ("", "cos cos", "sin sin", "cos sin", "sin cos")
 
 
 class Style(NamedTuple):
@@ -37,8 +39,8 @@ class Style(NamedTuple):
             one, of the first R / 2 of R columns. "pair": a pair has one, and the tables have R / 2 columns.
         trailing: the last R dimensions are rotated, not the first.
         wide: products and sums are float32 whatever the dtypes are, and the result alone is rounded.
-        contracted: a product of each sum is not rounded at all, as where complex numbers are multiplied on a device:
-            "first" or "second"; "" where both are.
+        contracted: one product of each sum is not rounded at all, as where a compiler multiplies complex numbers: the one
+            with the cosine or with the sine, for the first and the second of a pair; "" where both are rounded.
     """
 
     pairs: Pairs = "halves"
@@ -46,17 +48,23 @@ class Style(NamedTuple):
     table: Literal["own", "first", "pair"] = "own"
     trailing: bool = False
     wide: bool = False
-    contracted: Literal["", "first", "second"] = ""
+    contracted: Contraction = ""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def rotate_pair(x, y, cos_x, sin_x, cos_y, sin_y, PRODUCT: tl.constexpr, CONTRACTED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rotate pairs: all float32, as loaded. PRODUCT: the dtype of products and sums. CONTRACTED: 0 both products are
-    rounded, 1 the first is not, 2 the second is not. Returns (x, y), float32, for the caller to round."""
-    if CONTRACTED == 1:
-        return tl.fma(x, cos_x, -(y * sin_x)), tl.fma(y, cos_y, x * sin_y)
-    if CONTRACTED == 2:
-        return tl.fma(-y, sin_x, x * cos_x), tl.fma(x, sin_y, y * cos_y)
+    """Rotate pairs: all float32, as loaded. PRODUCT: the dtype of products and sums. CONTRACTED: the place in
+    `CONTRACTIONS`. Returns (x, y), float32, for the caller to round."""
+    if CONTRACTED > 0:
+        if CONTRACTED == 1 or CONTRACTED == 3:
+            first = tl.fma(x, cos_x, -(y * sin_x))
+        else:
+            first = tl.fma(-y, sin_x, x * cos_x)
+        if CONTRACTED == 1 or CONTRACTED == 4:
+            second = tl.fma(y, cos_y, x * sin_y)
+        else:
+            second = tl.fma(x, sin_y, y * cos_y)
+        return first, second
     first = rounded(x * cos_x, PRODUCT) - rounded(y * sin_x, PRODUCT)
     second = rounded(y * cos_y, PRODUCT) + rounded(x * sin_y, PRODUCT)
     return rounded(first, PRODUCT), rounded(second, PRODUCT)
@@ -205,7 +213,7 @@ def rotate_unchecked(
         HEADS=heads, KEY_HEADS=key_heads, TOKENS=tokens, PER=per, DIM=dim, HALF=half, PADDED=padded, REST=rest,
         PASSED=triton.next_power_of_2(max(rest, 1)), FROM=rest if style.trailing else 0,
         NEIGHBOURS=style.pairs == "neighbours", PLACED_NEIGHBOURS=style.placed == "neighbours",
-        OWN=style.table == "own", WIDE=style.wide, CONTRACTED=("", "first", "second").index(style.contracted),
+        OWN=style.table == "own", WIDE=style.wide, CONTRACTED=CONTRACTIONS.index(style.contracted),
         num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return q_out, k_out
@@ -227,7 +235,11 @@ def _check(
         raise BadInput("q", f"shape {tuple(q.shape)} where [tokens, heads, dimensions] was expected")
     if k is not None:
         alike = k.dim() >= 3 and all(size == 1 for size in k.shape[:-3]) and k.shape[heads_at] > 0
-        if not alike or k.dtype is not q.dtype or (k.shape[tokens_at], k.shape[-1]) != (q.shape[tokens_at], q.shape[-1]):
+        if (
+            not alike
+            or k.dtype is not q.dtype
+            or (k.shape[tokens_at], k.shape[-1]) != (q.shape[tokens_at], q.shape[-1])
+        ):
             raise BadInput("k", f"{k.dtype} {tuple(k.shape)}, beside queries {q.dtype} {tuple(q.shape)}")
     for name, table in (("cos", cos), ("sin", sin)):
         if table.dtype is not q.dtype and table.dtype is not torch.float32:
