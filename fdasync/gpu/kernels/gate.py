@@ -75,7 +75,8 @@ def activate(x, KIND: tl.constexpr, DEVICE: tl.constexpr):  # type: ignore[no-un
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def _gate_kernel(  # type: ignore[no-untyped-def]
     gate, up, out, num_rows, gate_stride, up_stride,
-    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, DEVICE: tl.constexpr,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, WIDE: tl.constexpr,
+    DEVICE: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = gate.dtype.element_ty
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
@@ -83,7 +84,9 @@ def _gate_kernel(  # type: ignore[no-untyped-def]
     here = (row < num_rows) & (column < WIDTH)
     value = tl.load(gate + row * gate_stride + column, mask=here, other=0.0).to(tl.float32)
     other = tl.load(up + row * up_stride + column, mask=here, other=0.0).to(tl.float32)
-    active = rounded(activate(value, KIND, DEVICE), DTYPE)
+    active = activate(value, KIND, DEVICE)
+    if not WIDE:
+        active = rounded(active, DTYPE)
     tl.store(out + row * WIDTH + column, rounded(active * other, DTYPE).to(DTYPE), mask=here)
 
 
@@ -92,7 +95,7 @@ def runs_on(device: torch.device) -> bool:
     return device.type == "cuda" or not isinstance(_gate_kernel, triton.runtime.JITFunction)
 
 
-def gated(gate: torch.Tensor, up: torch.Tensor, *, activation: Activation = "silu") -> torch.Tensor:
+def gated(gate: torch.Tensor, up: torch.Tensor, *, activation: Activation = "silu", wide: bool = False) -> torch.Tensor:
     """`act(gate) * up`, with the activation rounded to the dtype, and then the product. One launch; no gradient.
 
     On the current stream, without synchronising; may be captured in a CUDA graph. The number of rows compiles nothing
@@ -103,6 +106,7 @@ def gated(gate: torch.Tensor, up: torch.Tensor, *, activation: Activation = "sil
         up: of the gate's shape and dtype. Read. Halves of one [..., 2I] are as good as tensors of their own; rows whose
             leading dimensions are no view of one are copied first.
         activation: "gelu" is the exact one, "relu2" the square of relu.
+        wide: the activation is not rounded, only the product.
 
     Returns:
         A new contiguous tensor of the gate's shape and dtype.
@@ -116,10 +120,10 @@ def gated(gate: torch.Tensor, up: torch.Tensor, *, activation: Activation = "sil
         raise BadInput("gate", f"{gate.dtype} {tuple(gate.shape)} where [..., columns] was expected")
     if up.shape != gate.shape or up.dtype is not gate.dtype:
         raise BadInput("up", f"{up.dtype} {tuple(up.shape)}, beside {gate.dtype} {tuple(gate.shape)}")
-    return gated_unchecked(gate, up, KINDS[activation])
+    return gated_unchecked(gate, up, KINDS[activation], wide)
 
 
-def gated_unchecked(gate: torch.Tensor, up: torch.Tensor, kind: int) -> torch.Tensor:
+def gated_unchecked(gate: torch.Tensor, up: torch.Tensor, kind: int, wide: bool = False) -> torch.Tensor:
     """`gated` for callers that know their tensors: `kind` is of `KINDS`, and nothing is checked."""
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     width = gate.shape[-1]
@@ -144,6 +148,7 @@ def gated_unchecked(gate: torch.Tensor, up: torch.Tensor, kind: int) -> torch.Te
         COLUMNS=columns,
         ROWS=rows,
         KIND=kind,
+        WIDE=wide,
         DEVICE=device,
         num_warps=4,
         enable_fp_fusion=False,

@@ -1,9 +1,9 @@
 """RMSNorm of rows in one launch, alone or with the residual sum before it.
 
 A library norms by eight small kernels. Here one program norms a fixed number of rows with a fixed number of warps,
-both given by the row's size alone, so the bits of a row depend on nothing but the row. Values are rounded to their dtype
-where the library rounds; only the order of the mean's sum is ours. Knows no models. Called by the plugins' fused norms
-and by benchmarks. Runs on CUDA, or on the CPU under Triton's interpreter (tests).
+both given by the row's size alone, so the bits of a row depend on nothing but the row. Values are rounded to their
+dtype where the library rounds; only the order of the mean's sum is ours. Knows no models. Called by the plugins' fused
+norms and by benchmarks. Runs on CUDA, or on the CPU under Triton's interpreter (tests).
 
 For other kernels: `norm_row` norms rows that are in registers, and `tile_of` gives the tile that a row's bits belong
 to. A kernel with the same tile, warps and `enable_fp_fusion=False` gives the same bits.
@@ -27,6 +27,8 @@ NORMED, PRODUCT, ONE_PLUS, NONE, SCALE = (tl.constexpr(kind) for kind in range(5
 KINDS: dict[Rounding, int] = {"normed": 0, "product": 1, "one_plus": 2, "none": 3, "scale": 4}
 MOST_COLUMNS = 32768
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# of a program's tile, where rows are short
+_ELEMENTS = 2048
 _INTERPRETED_ELEMENTS = 1 << 15
 
 
@@ -74,7 +76,7 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
         values += tl.load(residual + row * residual_stride + column, mask=here, other=0.0).to(tl.float32)
         values = rounded(values, DTYPE)
         tl.store(total + row * COLUMNS + column, values.to(DTYPE), mask=here)
-    if KIND == NONE or KIND == SCALE:
+    if KIND == NONE or KIND == SCALE:  # noqa: SIM109 - kernels know no tuples of constants
         factor = values
     else:
         factor = tl.load(weight + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
@@ -90,9 +92,7 @@ def runs_on(device: torch.device) -> bool:
 def tile_of(columns: int) -> Tile:
     """The tile of rows of a size; by the size alone, so that a row's bits never depend on the number of rows."""
     padded = triton.next_power_of_2(columns)
-    if padded <= 256:
-        return Tile(max(1, 512 // padded), padded, 1)
-    return Tile(1, padded, min(16, max(1, padded // 512)))
+    return Tile(max(1, _ELEMENTS // padded), padded, min(16, max(4, padded // 512)))
 
 
 def rms_norm(
@@ -132,7 +132,7 @@ def add_rms_norm(
     *,
     rounding: Rounding = "normed",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`total = residual + x`, rounded as torch rounds it, and `rms_norm(total, ...)`, with the same bits, in one launch.
+    """`total = residual + x`, rounded as torch rounds it, and `rms_norm(total, ...)`, bit for bit, in one launch.
 
     Args:
         residual: [..., H], as x, of its shape and dtype. Read.

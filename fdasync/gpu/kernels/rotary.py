@@ -39,8 +39,8 @@ class Style(NamedTuple):
             one, of the first R / 2 of R columns. "pair": a pair has one, and the tables have R / 2 columns.
         trailing: the last R dimensions are rotated, not the first.
         wide: products and sums are float32 whatever the dtypes are, and the result alone is rounded.
-        contracted: one product of each sum is not rounded at all, as where a compiler multiplies complex numbers: the one
-            with the cosine or with the sine, for the first and the second of a pair; "" where both are rounded.
+        contracted: one product of each sum is not rounded at all, as where a compiler multiplies complex numbers:
+            the one with the cosine or with the sine, for the first and the second of a pair; "" where both are.
     """
 
     pairs: Pairs = "halves"
@@ -56,14 +56,9 @@ def rotate_pair(x, y, cos_x, sin_x, cos_y, sin_y, PRODUCT: tl.constexpr, CONTRAC
     """Rotate pairs: all float32, as loaded. PRODUCT: the dtype of products and sums. CONTRACTED: the place in
     `CONTRACTIONS`. Returns (x, y), float32, for the caller to round."""
     if CONTRACTED > 0:
-        if CONTRACTED == 1 or CONTRACTED == 3:
-            first = tl.fma(x, cos_x, -(y * sin_x))
-        else:
-            first = tl.fma(-y, sin_x, x * cos_x)
-        if CONTRACTED == 1 or CONTRACTED == 4:
-            second = tl.fma(y, cos_y, x * sin_y)
-        else:
-            second = tl.fma(x, sin_y, y * cos_y)
+        first = tl.fma(x, cos_x, -(y * sin_x)) if CONTRACTED % 2 == 1 else tl.fma(-y, sin_x, x * cos_x)
+        exact_cos: tl.constexpr = CONTRACTED == 1 or CONTRACTED == 4
+        second = tl.fma(y, cos_y, x * sin_y) if exact_cos else tl.fma(x, sin_y, y * cos_y)
         return first, second
     first = rounded(x * cos_x, PRODUCT) - rounded(y * sin_x, PRODUCT)
     second = rounded(y * cos_y, PRODUCT) + rounded(x * sin_y, PRODUCT)
@@ -74,7 +69,7 @@ def rotate_pair(x, y, cos_x, sin_x, cos_y, sin_y, PRODUCT: tl.constexpr, CONTRAC
 def _rotate_heads(  # type: ignore[no-untyped-def]
     x, out, cos, sin, token, head, here,
     x_token, x_head, x_dim, out_token, out_head, out_dim, cos_token, cos_dim, sin_token, sin_dim,
-    DIM: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr, REST: tl.constexpr, PASSED: tl.constexpr,
+    HALF: tl.constexpr, PADDED: tl.constexpr, REST: tl.constexpr, PASSED: tl.constexpr,
     FROM: tl.constexpr, NEIGHBOURS: tl.constexpr, PLACED_NEIGHBOURS: tl.constexpr, OWN: tl.constexpr,
     WIDE: tl.constexpr, CONTRACTED: tl.constexpr,
 ):  # fmt: skip
@@ -120,7 +115,7 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]
     q_token, q_head, q_dim, q_out_token, q_out_head, q_out_dim,
     k_token, k_head, k_dim, k_out_token, k_out_head, k_out_dim, cos_token, cos_dim, sin_token, sin_dim,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, TOKENS: tl.constexpr, PER: tl.constexpr,
-    DIM: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr, REST: tl.constexpr, PASSED: tl.constexpr,
+    HALF: tl.constexpr, PADDED: tl.constexpr, REST: tl.constexpr, PASSED: tl.constexpr,
     FROM: tl.constexpr, NEIGHBOURS: tl.constexpr, PLACED_NEIGHBOURS: tl.constexpr, OWN: tl.constexpr,
     WIDE: tl.constexpr, CONTRACTED: tl.constexpr,
 ):  # fmt: skip
@@ -136,14 +131,14 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]
         _rotate_heads(
             q, q_out, cos, sin, token, head, here & (head < HEADS),
             q_token, q_head, q_dim, q_out_token, q_out_head, q_out_dim, cos_token, cos_dim, sin_token, sin_dim,
-            DIM, HALF, PADDED, REST, PASSED, FROM, NEIGHBOURS, PLACED_NEIGHBOURS, OWN, WIDE, CONTRACTED,
+            HALF, PADDED, REST, PASSED, FROM, NEIGHBOURS, PLACED_NEIGHBOURS, OWN, WIDE, CONTRACTED,
         )  # fmt: skip
     else:
         head = ((group - groups) * PER + tl.arange(0, PER))[None, :, None]
         _rotate_heads(
             k, k_out, cos, sin, token, head, here & (head < KEY_HEADS),
             k_token, k_head, k_dim, k_out_token, k_out_head, k_out_dim, cos_token, cos_dim, sin_token, sin_dim,
-            DIM, HALF, PADDED, REST, PASSED, FROM, NEIGHBOURS, PLACED_NEIGHBOURS, OWN, WIDE, CONTRACTED,
+            HALF, PADDED, REST, PASSED, FROM, NEIGHBOURS, PLACED_NEIGHBOURS, OWN, WIDE, CONTRACTED,
         )  # fmt: skip
 
 
@@ -210,7 +205,7 @@ def rotate_unchecked(
         strides_k[tokens_at], strides_k[heads_at], strides_k[-1],
         strides_k_out[tokens_at], strides_k_out[heads_at], strides_k_out[-1],
         cos.stride(-2), cos.stride(-1), sin.stride(-2), sin.stride(-1),
-        HEADS=heads, KEY_HEADS=key_heads, TOKENS=tokens, PER=per, DIM=dim, HALF=half, PADDED=padded, REST=rest,
+        HEADS=heads, KEY_HEADS=key_heads, TOKENS=tokens, PER=per, HALF=half, PADDED=padded, REST=rest,
         PASSED=triton.next_power_of_2(max(rest, 1)), FROM=rest if style.trailing else 0,
         NEIGHBOURS=style.pairs == "neighbours", PLACED_NEIGHBOURS=style.placed == "neighbours",
         OWN=style.table == "own", WIDE=style.wide, CONTRACTED=CONTRACTIONS.index(style.contracted),

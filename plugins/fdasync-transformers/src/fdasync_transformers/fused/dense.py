@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 _ROW_COUNTS = (1, 5)
 _WIDTH = 1024
+# where the kernels are interpreted, whose exponentials are numpy's
+_MOST_DIFFERING = 0.01
 # of gates in float32, where not all can be tried; cubes of the largest stay within it
 _SMALLEST, _LARGEST = 2.0**-40, 2.0**40
 
@@ -42,6 +44,14 @@ class _Linears(NamedTuple):
     down: str
 
 
+class _Activation(NamedTuple):
+    """Of the kernel: the number of its kind, and whether it is left unrounded."""
+
+    kind: int
+    wide: bool
+
+
+_ACTIVATIONS = tuple(_Activation(kind, wide) for wide in (False, True) for kind in KINDS.values())
 _LAYOUTS = (
     _Linears("gate_proj", "up_proj", "down_proj"),
     _Linears("w1", "w3", "w2"),
@@ -79,7 +89,7 @@ def fuse_dense(model: torch.nn.Module, dtype: torch.dtype, device: torch.device)
         The replaced modules; `undo` restores them. They raise RunnerError where a gradient is asked for.
     """
     replaced = Replaced()
-    proofs: dict[Hashable, tuple[int | None, str]] = {}
+    proofs: dict[Hashable, tuple[_Activation | None, str]] = {}
     for name, module in text_modules(model):
         linears = _linears_of(module)
         if linears is None:
@@ -114,7 +124,7 @@ def _linears_of(module: torch.nn.Module) -> _Linears | None:
 @torch.inference_mode()
 def _prove(
     module: torch.nn.Module, linears: _Linears, dtype: torch.dtype, device: torch.device
-) -> tuple[int | None, str]:
+) -> tuple[_Activation | None, str]:
     gate, up = _gates(dtype, device)
     rows = Noise(device).normal(1, 1, dtype=dtype)
     both = torch.cat([gate, up], dim=-1)
@@ -127,15 +137,15 @@ def _prove(
     except Exception as error:  # models raise errors of many types
         return None, f"it does more than gate: {error}"
     reason = ""
-    for kind in KINDS.values():
+    for activation in _ACTIVATIONS:
         # the twin's halves are taken as the fused forward takes them
-        ours = _fused(twin, linears, kind)(rows)
+        ours = _fused(twin, linears, activation)(rows)
         difference = shape_difference(ours, library)
         if not difference and not _alike(ours, library, gate, up):
             difference = "it is no product of an activation known here: " + ", ".join(KINDS)
         if not difference:
-            problem = _whole_difference(module, _fused(module, linears, kind), dtype, device)
-            return (None, problem) if problem else (kind, "")
+            problem = _whole_difference(module, _fused(module, linears, activation), dtype, device)
+            return (None, problem) if problem else (activation, "")
         reason = reason or difference
     return None, reason
 
@@ -159,6 +169,9 @@ def _gates(dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torc
 def _alike(ours: torch.Tensor, library: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> bool:
     if ours.is_cuda:
         return bool(torch.equal(ours, library))
+    # a last place of float32 seldom crosses a boundary of a narrow dtype
+    if ours.dtype is not torch.float32 and int((ours != library).sum()) > _MOST_DIFFERING * ours.numel():
+        return False
     eps = torch.finfo(ours.dtype).eps
     # functions that are sums with 1 lose what is below the last place of 1
     slack = (gate.float() * up.float()).abs() * 2**-22
@@ -181,23 +194,24 @@ def _whole_difference(module: Any, fused: Forward, dtype: torch.dtype, device: t
     return ""
 
 
-def _fused(module: torch.nn.Module, linears: _Linears, kind: int) -> Forward:
+def _fused(module: torch.nn.Module, linears: _Linears, activation: _Activation) -> Forward:
     parts: dict[str, Any] = module._modules
     gate_name, up_name, down_name = linears
+    kind, wide = activation
 
     def forward(rows: torch.Tensor, /) -> torch.Tensor:
         gate = parts[gate_name](rows)
         up = parts[up_name](rows)
         if torch.is_grad_enabled():
             refuse_gradient(gate, up)
-        result: torch.Tensor = parts[down_name](gated_unchecked(gate, up, kind))
+        result: torch.Tensor = parts[down_name](gated_unchecked(gate, up, kind, wide))
         return result
 
     def halves(rows: torch.Tensor, /) -> torch.Tensor:
         gate, up = parts[gate_name](rows).chunk(2, dim=-1)
         if torch.is_grad_enabled():
             refuse_gradient(gate)
-        result: torch.Tensor = parts[down_name](gated_unchecked(gate, up, kind))
+        result: torch.Tensor = parts[down_name](gated_unchecked(gate, up, kind, wide))
         return result
 
     return forward if up_name else halves
