@@ -1,0 +1,131 @@
+"""What the files of this room share: forwards that are put on instances and taken back, and comparisons of results.
+
+Knows no kernels. Called by `norms.py`, `rotary.py`, `dense.py` and `operations.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fdasync.errors import RunnerError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterator, Mapping
+
+NO_GRADIENT = "a fused operation has no gradient: undo it before training"
+
+# halves of multimodal models that no step runs
+_NOT_TEXT = re.compile(r"(?:^|\.)(?:visual|vision\w*|audio\w*)(?:\.|$)")
+_INTS = {2: torch.int16, 4: torch.int32}
+
+
+@dataclass
+class Replaced:
+    """Modules whose forward was replaced on the instance.
+
+    Attributes:
+        names: of the modules in the model.
+        reasons: for people: by class or function, why others are the library's own; one of each.
+    """
+
+    names: list[str] = field(default_factory=list)
+    reasons: dict[str, str] = field(default_factory=dict)
+    _before: list[torch.nn.Module] = field(default_factory=list)
+
+    def put(self, name: str, module: torch.nn.Module, forward: Callable[..., Any]) -> None:
+        """Replace the forward of a module that has none of its own."""
+        module.forward = forward
+        self.names.append(name)
+        self._before.append(module)
+
+    def leave(self, kind: str, reason: str) -> None:
+        """Note why modules of a class keep the library's code; the first reason stays."""
+        self.reasons.setdefault(kind, reason)
+
+    def undo(self) -> None:
+        """Give every module its class's forward back; may be called twice."""
+        for module in self._before:
+            module.__dict__.pop("forward", None)
+        self._before.clear()
+        self.names.clear()
+
+
+def text_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Names and modules of a model, without those of images and sounds."""
+    return ((name, module) for name, module in model.named_modules() if not _NOT_TEXT.search(name))
+
+
+def takes_one(module: torch.nn.Module) -> bool:
+    """Whether the class's forward takes one argument and no more."""
+    return len(inspect.signature(type(module).forward).parameters) == 2
+
+
+def refuse_gradient(*tensors: torch.Tensor) -> None:
+    """Raise RunnerError if autograd would follow these tensors: the kernels have no gradient."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise RunnerError(NO_GRADIENT)
+
+
+def signature_of(module: torch.nn.Module) -> Hashable:
+    """Equal for modules that compute alike but for the values of their parameters: class, plain attributes, shapes and
+    dtypes, of submodules too."""
+    plain = tuple(
+        (name, value)
+        for name, value in sorted(vars(module).items())
+        if not name.startswith("_") and isinstance(value, int | float | str | bool | type(None))
+    )
+    parameters = tuple((name, tuple(each.shape), each.dtype) for name, each in module.named_parameters(recurse=False))
+    children = tuple((name, signature_of(child)) for name, child in module.named_children())
+    return type(module), plain, parameters, children
+
+
+def twin_of(
+    module: torch.nn.Module,
+    parameters: Mapping[str, torch.nn.Parameter] | None = None,
+    submodules: Mapping[str, torch.nn.Module] | None = None,
+) -> torch.nn.Module:
+    """A copy of a module that shares all but the parameters and submodules given; the module stays as it is."""
+    twin = copy.copy(module)
+    twin.__dict__["_parameters"] = {**module._parameters, **(parameters or {})}
+    twin.__dict__["_modules"] = {**module._modules, **(submodules or {})}
+    return twin
+
+
+class Noise:
+    """Random tensors of a generator of its own, which leaves torch's random state alone; the same in every run."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._generator = torch.Generator().manual_seed(0)
+        self._device = device
+
+    def normal(self, *shape: int, dtype: torch.dtype, scale: torch.Tensor | float = 1.0) -> torch.Tensor:
+        """Of a normal distribution, times `scale`."""
+        return (torch.randn(shape, generator=self._generator) * scale).to(self._device, dtype)
+
+
+def shape_difference(ours: Any, library: Any) -> str:
+    """How the results of two forwards differ in kind; "" if they do not."""
+    if not isinstance(library, torch.Tensor):
+        return f"returns {type(library).__name__}, not a tensor"
+    if ours.shape != library.shape or ours.dtype is not library.dtype:
+        return f"returns {library.dtype} {tuple(library.shape)}, not {ours.dtype} {tuple(ours.shape)}"
+    return ""
+
+
+def steps_apart(ours: torch.Tensor, library: torch.Tensor) -> torch.Tensor:
+    """By how many values of their dtype two tensors differ, element by element: int64. Two NaN are alike."""
+    one, other = _ordered(ours), _ordered(library)
+    return torch.where(ours.isnan() & library.isnan(), 0, (one - other).abs())
+
+
+def _ordered(values: torch.Tensor) -> torch.Tensor:
+    """Integers in the order of the values; both zeros are 0."""
+    bits = values.contiguous().view(_INTS[values.element_size()]).to(torch.int64)
+    lowest = -(1 << (8 * values.element_size() - 1))
+    return torch.where(bits < 0, lowest - bits, bits)
