@@ -9,7 +9,7 @@ Triton's interpreter (tests).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 import triton
@@ -43,7 +43,8 @@ def _finish(  # type: ignore[no-untyped-def]
     block, ids, live, shared, gate, residual, hidden, normed, weight,
     block_row, block_slot, shared_row, residual_row,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr, EXPERTS: tl.constexpr, MASKED: tl.constexpr,
-    SHARED: tl.constexpr, GATED: tl.constexpr, ADDED: tl.constexpr, NORMED: tl.constexpr, ONCE: tl.constexpr, EPS: tl.constexpr,
+    SHARED: tl.constexpr, GATED: tl.constexpr, ADDED: tl.constexpr, NORMED: tl.constexpr, ONCE: tl.constexpr,
+    EPS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     dtype: tl.constexpr = block.dtype.element_ty
@@ -82,6 +83,12 @@ def _finish(  # type: ignore[no-untyped-def]
         tl.store(normed + row * SIZE + at, value.to(dtype), mask=inside)
 
 
+@overload
+def add_norm(block: torch.Tensor, residual: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def add_norm(
+    block: torch.Tensor, residual: torch.Tensor, norm: Norm | None
+) -> tuple[torch.Tensor, torch.Tensor | None]: ...
 def add_norm(
     block: torch.Tensor, residual: torch.Tensor, norm: Norm | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:

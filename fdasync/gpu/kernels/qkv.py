@@ -39,6 +39,7 @@ class QkvForm:
         norm: RMSNorm of queries and keys before that, of each "head", of the whole "row" over all heads, or "": none.
         eps: of the norm.
         norm_rounds_once: the norm rounds after its weight; else before and after it.
+        clip: queries and keys behind their norms, and values, are held within [-clip, clip]; 0: they are not.
     """
 
     heads: int
@@ -50,6 +51,7 @@ class QkvForm:
     norm: Literal["", "head", "row"] = ""
     eps: float = 0.0
     norm_rounds_once: bool = False
+    clip: float = 0.0
 
     @property
     def width(self) -> int:
@@ -66,11 +68,18 @@ def _scaled(value, scale, weight, dtype: tl.constexpr, ONCE: tl.constexpr):  # t
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _clipped(value, dtype: tl.constexpr, CLIP: tl.constexpr):  # type: ignore[no-untyped-def]
+    if CLIP == 0.0:
+        return value
+    return rounded(tl.minimum(tl.maximum(value, -CLIP), CLIP), dtype)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _turn(  # type: ignore[no-untyped-def]
     source, target, target_head, weight, cos, sin, first,
     HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, HALF_WIDTH: tl.constexpr, REST_WIDTH: tl.constexpr,
     GROUP: tl.constexpr, INTERLEAVED: tl.constexpr, FULL: tl.constexpr, NORM: tl.constexpr, ONCE: tl.constexpr,
-    EPS: tl.constexpr,
+    EPS: tl.constexpr, CLIP: tl.constexpr,
 ):  # fmt: skip
     """Norm and turn GROUP heads of a token, from `first` on."""
     dtype: tl.constexpr = source.dtype.element_ty
@@ -108,6 +117,7 @@ def _turn(  # type: ignore[no-untyped-def]
         if REST_WIDTH:
             factor = tl.load(weight + at + rest, mask=passing, other=0.0).to(tl.float32)
             passed = _scaled(passed, scale, factor, dtype, ONCE)
+    one, other = _clipped(one, dtype, CLIP), _clipped(other, dtype, CLIP)
     c = tl.load(cos + pair, mask=pair < HALF, other=0.0).to(tl.float32)
     s = tl.load(sin + pair, mask=pair < HALF, other=0.0).to(tl.float32)
     if FULL:
@@ -125,6 +135,7 @@ def _turn(  # type: ignore[no-untyped-def]
         tl.store(target + head * target_head + pair, ahead, mask=inside)
         tl.store(target + head * target_head + HALF + pair, back, mask=inside)
     if REST_WIDTH:
+        passed = _clipped(passed, dtype, CLIP)
         tl.store(target + head * target_head + rest, passed.to(target.dtype.element_ty), mask=passing)
 
 
@@ -136,6 +147,7 @@ def _prepare(  # type: ignore[no-untyped-def]
     BLOCK_TOKENS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     HALF: tl.constexpr, HALF_WIDTH: tl.constexpr, REST_WIDTH: tl.constexpr, GROUP: tl.constexpr, KV_GROUP: tl.constexpr,
     INTERLEAVED: tl.constexpr, FULL: tl.constexpr, NORM: tl.constexpr, ONCE: tl.constexpr, EPS: tl.constexpr,
+    CLIP: tl.constexpr,
 ):  # fmt: skip
     # a program does a few heads of one token: queries, or keys and values
     row = tl.program_id(0).to(tl.int64)
@@ -147,7 +159,7 @@ def _prepare(  # type: ignore[no-untyped-def]
     if part < query_parts:
         _turn(
             source, query + row * HEADS * DIM, DIM, query_weight, cos, sin, part * GROUP,
-            HEADS, DIM, HALF, HALF_WIDTH, REST_WIDTH, GROUP, INTERLEAVED, FULL, NORM, ONCE, EPS,
+            HEADS, DIM, HALF, HALF_WIDTH, REST_WIDTH, GROUP, INTERLEAVED, FULL, NORM, ONCE, EPS, CLIP,
         )  # fmt: skip
     else:
         slot = tl.load(slots + row)
@@ -157,14 +169,15 @@ def _prepare(  # type: ignore[no-untyped-def]
             first = (part - query_parts) * KV_GROUP
             _turn(
                 source + HEADS * DIM, keys + block * keys_block + offset * keys_token, keys_head, key_weight, cos, sin,
-                first, KV_HEADS, DIM, HALF, HALF_WIDTH, REST_WIDTH, KV_GROUP, INTERLEAVED, FULL, NORM, ONCE, EPS,
+                first, KV_HEADS, DIM, HALF, HALF_WIDTH, REST_WIDTH, KV_GROUP, INTERLEAVED, FULL, NORM, ONCE, EPS, CLIP,
             )  # fmt: skip
             head = first + tl.arange(0, KV_GROUP)[:, None]
             dim = tl.arange(0, WIDTH)[None, :]
             inside = (head < KV_HEADS) & (dim < DIM)
-            value = tl.load(source + (HEADS + KV_HEADS + head) * DIM + dim, mask=inside)
+            value = tl.load(source + (HEADS + KV_HEADS + head) * DIM + dim, mask=inside, other=0.0).to(tl.float32)
+            value = _clipped(value, qkv.dtype.element_ty, CLIP)
             place = values + block * values_block + offset * values_token + head * values_head + dim
-            tl.store(place, value, mask=inside)
+            tl.store(place, value.to(values.dtype.element_ty), mask=inside)
 
 
 def prepare_qkv(
@@ -226,7 +239,7 @@ def prepare_qkv(
         BLOCK_TOKENS=keys.shape[1], HEADS=form.heads, KV_HEADS=form.kv_heads, DIM=form.head_dim, WIDTH=width,
         HALF=half, HALF_WIDTH=triton.next_power_of_2(half), REST_WIDTH=triton.next_power_of_2(rest) if rest else 0,
         GROUP=group, KV_GROUP=kv_group, INTERLEAVED=form.interleaved, FULL=form.full_precision,
-        NORM=_NORMS[form.norm], ONCE=form.norm_rounds_once, EPS=form.eps,
+        NORM=_NORMS[form.norm], ONCE=form.norm_rounds_once, EPS=form.eps, CLIP=form.clip,
         # the library's products and sums are operations of their own, so none may be joined
         num_warps=max(1, min(8, group * width // _WARP_ELEMENTS)), enable_fp_fusion=False,
     )  # fmt: skip

@@ -56,6 +56,8 @@ def prepared(
             query, key = query.reshape(rows, -1), key.reshape(rows, -1)
         query = rms_norm(query, query_weight, form.eps, form.norm_rounds_once).view(rows, -1, form.head_dim)
         key = rms_norm(key, key_weight, form.eps, form.norm_rounds_once).view(rows, -1, form.head_dim)
+    if form.clip:
+        query, key, value = (x.clamp(-form.clip, form.clip) for x in (query, key, value))
     return turn(query, cos, sin, form), turn(key, cos, sin, form), value
 
 

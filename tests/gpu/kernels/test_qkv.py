@@ -18,7 +18,7 @@ FORMS = {
     "norms of heads": QkvForm(8, 2, 16, 16, norm="head", eps=1e-6),
     "a part turned": QkvForm(4, 3, 24, 8, norm="head", eps=1e-5),
     "odd widths": QkvForm(3, 1, 20, 12, norm="head", eps=1e-5, norm_rounds_once=True),
-    "a norm of the row": QkvForm(3, 2, 16, 16, norm="row", eps=1e-5),
+    "a norm of the row, clipped": QkvForm(3, 2, 16, 12, norm="row", eps=1e-5, clip=0.75),
     "neighbours": QkvForm(5, 5, 16, 16, interleaved=True, full_precision=True),
     "neighbours of a part, normed": QkvForm(5, 2, 16, 12, interleaved=True, norm="head", eps=1e-5),
 }
