@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from fdasync.gpu.kernels.attention import attend_decode, decode_workspace
 from fdasync.gpu.kernels.prefill import attend_prefill
 from fdasync.gpu.kernels.store import store_kv
-from fdasync_transformers.model.attention import Paging
+from fdasync_transformers.model.attention import Paging, Places
 
 if TYPE_CHECKING:
     import torch
@@ -88,6 +88,11 @@ class TritonPaging(Paging):
     def store(self, layer: LayerSpec, key: torch.Tensor, value: torch.Tensor | None) -> None:
         values = None if value is None else self.pool.values[layer.index]
         store_kv(key, value, self.pool.keys[layer.index], values, self.slots)
+
+    def places(self, layer: LayerSpec) -> Places | None:
+        if layer.latent_rank or layer.query_scale is not None:
+            return None
+        return Places(self.pool.keys[layer.index], self.pool.values[layer.index], self.slots)
 
     def attend(self, layer: LayerSpec, query: torch.Tensor, scaling: float, sinks: torch.Tensor | None) -> torch.Tensor:
         batch, heads = self.batch, query.shape[1]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -61,6 +61,19 @@ class LatentCatcher:
         return torch.cat((latent, rotary), dim=-1)[0].transpose(0, 1)
 
 
+class Places(NamedTuple):
+    """Where this step's KV of a layer goes, for a kernel that writes it itself.
+
+    Attributes:
+        keys, values: the layer's views of the pool.
+        slots: int64 [T], place of each token's KV; -1: not stored.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    slots: torch.Tensor
+
+
 class Paging(ABC):
     """Stores the KV of one step, and attends to it; made for each step."""
 
@@ -74,6 +87,11 @@ class Paging(ABC):
 
         Dv of a latent layer is its rank: the leading part of its keys.
         """
+
+    def places(self, layer: LayerSpec) -> Places | None:
+        """For a kernel that does the work of `store`; None: no such kernel runs here."""
+        del layer
+        return None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,205 @@
+"""The end of a block and the beginning of the next one: sums, the residual stream and RMSNorm, in one kernel.
+
+A block's output (a row, or the parts of its experts, with the output of shared experts) is added to the residual
+stream; the result is stored, and its norm too, which the next block reads. The kernel rounds to the tensors' dtype
+wherever the library's separate operations do. A row is one program of one fixed tile at every number of tokens, so its
+bits depend on that row alone. Knows no models. Called by the fused layers of a plugin. Runs on CUDA, or on the CPU in
+Triton's interpreter (tests).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, overload
+
+import torch
+import triton
+import triton.language as tl
+
+from fdasync.errors import BadInput
+from fdasync.gpu.kernels.rounding import rounded
+
+_WIDEST = 16384
+# of a row, for each warp of its program: a thread moves 16 bytes
+_WARP_ELEMENTS = 256
+
+
+class Norm(NamedTuple):
+    """An RMSNorm.
+
+    Attributes:
+        weight: [H].
+        eps: added to the mean square.
+        rounds_once: it rounds after the weight; else before and after it.
+    """
+
+    weight: torch.Tensor
+    eps: float
+    rounds_once: bool = False
+
+
+# shapes and strides of a model never change; the number of tokens is the grid
+@triton.jit(do_not_specialize_on_alignment=["ids", "live"])  # type: ignore[untyped-decorator]
+def _finish(  # type: ignore[no-untyped-def]
+    block, ids, live, shared, gate, residual, hidden, normed, weight,
+    block_row, block_slot, shared_row, residual_row,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr, EXPERTS: tl.constexpr, MASKED: tl.constexpr,
+    SHARED: tl.constexpr, GATED: tl.constexpr, ADDED: tl.constexpr, NORMED: tl.constexpr, ONCE: tl.constexpr,
+    EPS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    dtype: tl.constexpr = block.dtype.element_ty
+    at = tl.arange(0, WIDTH)
+    inside = at < SIZE
+    if SLOTS:
+        total = tl.zeros((WIDTH,), dtype=tl.float32)
+        owned = 0
+        if MASKED:
+            owned = tl.load(live + row)
+        for slot in tl.static_range(SLOTS):
+            expert = tl.load(ids + row * SLOTS + slot)
+            # other parts are undefined memory
+            count = tl.where((expert >= 0) & (expert < EXPERTS) & (owned >= 0), SIZE, 0)
+            part = tl.load(block + row * block_row + slot * block_slot + at, mask=at < count, other=0.0)
+            total += part.to(tl.float32)
+        total = rounded(total, dtype)
+    else:
+        total = tl.load(block + row * block_row + at, mask=inside, other=0.0).to(tl.float32)
+    if SHARED:
+        more = tl.load(shared + row * shared_row + at, mask=inside, other=0.0).to(tl.float32)
+        if GATED:
+            share = tl.sigmoid(tl.load(gate + row).to(tl.float32))
+            more = rounded(rounded(share, dtype) * more, dtype)
+        total = rounded(total + more, dtype)
+    if ADDED:
+        before = tl.load(residual + row * residual_row + at, mask=inside, other=0.0).to(tl.float32)
+        total = rounded(before + total, dtype)
+        tl.store(hidden + row * SIZE + at, total.to(dtype), mask=inside)
+    if NORMED:
+        scale = tl.rsqrt(tl.sum(total * total) * (1.0 / SIZE) + EPS)
+        value = total * scale
+        if not ONCE:
+            value = rounded(value, dtype)
+        value = rounded(tl.load(weight + at, mask=inside, other=0.0).to(tl.float32) * value, dtype)
+        tl.store(normed + row * SIZE + at, value.to(dtype), mask=inside)
+
+
+@overload
+def add_norm(block: torch.Tensor, residual: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def add_norm(
+    block: torch.Tensor, residual: torch.Tensor, norm: Norm | None
+) -> tuple[torch.Tensor, torch.Tensor | None]: ...
+def add_norm(
+    block: torch.Tensor, residual: torch.Tensor, norm: Norm | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Add a block's output to the residual stream: the stream [T, H], and its norm [T, H] (None without one).
+
+    Args:
+        block: [T, H] float32, bfloat16 or float16; rows may be strided. Read.
+        residual: likewise, of the same dtype. Read.
+        norm: of the next block.
+
+    Both results are new tensors. One launch on the current stream, without synchronising; a CUDA graph can hold it, and
+    T compiles nothing anew. Raises BadInput for shapes, strides and dtypes that the kernel does not take.
+    """
+    return _launch(block, residual, norm)
+
+
+def norm_rows(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    """RMSNorm of rows [T, H], a new tensor: the bits of `add_norm`. Otherwise as that."""
+    normed = _launch(x, None, norm)[1]
+    assert normed is not None
+    return normed
+
+
+def finish_experts(
+    parts: torch.Tensor,
+    ids: torch.Tensor,
+    num_experts: int,
+    residual: torch.Tensor,
+    norm: Norm | None,
+    *,
+    live: torch.Tensor | None = None,
+    shared: torch.Tensor | None = None,
+    shared_gate: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Sum the parts of each token's experts and add them to the residual stream; otherwise as `add_norm`.
+
+    The sum runs in slot order in float32 and is rounded once; the shared experts' output is added to it before the
+    residual stream is.
+
+    Args:
+        parts: [T, k, H], times their routing weights; a token's parts and their elements may be strided apart, the
+            elements of a part may not. Parts of ids outside of [0, num_experts) are not read.
+        ids: [T, k] int64 or int32, contiguous.
+        num_experts: ids below it have parts.
+        residual: [T, H].
+        norm: of the next block.
+        live: int64 [T]; no parts are read of rows whose entry is negative. None: all rows have parts.
+        shared: [T, H], of shared experts; None: there are none.
+        shared_gate: [T] or [T, 1], contiguous: logits of the sigmoid that `shared` is multiplied with.
+    """
+    if parts.dim() != 3 or ids.shape != parts.shape[:2] or not ids.is_contiguous():
+        raise BadInput("parts", f"{tuple(parts.shape)} with ids {tuple(ids.shape)}: not [tokens, k, size], [tokens, k]")
+    return _launch(parts, residual, norm, ids, num_experts, live, shared, shared_gate)
+
+
+def _launch(
+    block: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm: Norm | None,
+    ids: torch.Tensor | None = None,
+    num_experts: int = 0,
+    live: torch.Tensor | None = None,
+    shared: torch.Tensor | None = None,
+    gate: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    rows, size = block.shape[0], block.shape[-1]
+    if not 1 <= size <= _WIDEST:
+        raise BadInput("block", f"rows of {size} elements", limit=_WIDEST)
+    for name, other in (("shared", shared), ("residual", residual)):
+        if other is not None and (other.shape != (rows, size) or other.dtype != block.dtype or other.stride(1) != 1):
+            raise BadInput(name, f"{other.dtype} {tuple(other.shape)} beside {block.dtype} {tuple(block.shape)}")
+    if block.stride(-1) != 1:
+        raise BadInput("block", "the elements of a row do not lie beside each other")
+    if gate is not None and (gate.numel() != rows or not gate.is_contiguous()):
+        raise BadInput("shared_gate", f"shape {tuple(gate.shape)} where [{rows}] was expected")
+    if norm is not None and (norm.weight.numel() != size or not norm.weight.is_contiguous()):
+        raise BadInput("norm", f"a weight of {norm.weight.numel()} elements", limit=size)
+    hidden = block if residual is None else torch.empty((rows, size), dtype=block.dtype, device=block.device)
+    normed = None if norm is None else torch.empty((rows, size), dtype=block.dtype, device=block.device)
+    if not rows:
+        return hidden, normed
+    width = triton.next_power_of_2(size)
+    grid: Any = (rows,)
+    _finish[grid](
+        block,
+        # where something is absent any pointer does: that kernel has no instruction for it
+        block if ids is None else ids,
+        block if live is None else live,
+        block if shared is None else shared,
+        block if gate is None else gate,
+        block if residual is None else residual,
+        hidden,
+        block if normed is None else normed,
+        block if norm is None else norm.weight,
+        block.stride(0),
+        block.stride(1) if ids is not None else 0,
+        0 if shared is None else shared.stride(0),
+        0 if residual is None else residual.stride(0),
+        SIZE=size,
+        WIDTH=width,
+        SLOTS=0 if ids is None else ids.shape[1],
+        EXPERTS=num_experts,
+        MASKED=live is not None,
+        SHARED=shared is not None,
+        GATED=gate is not None,
+        ADDED=residual is not None,
+        NORMED=norm is not None,
+        ONCE=norm is not None and norm.rounds_once,
+        EPS=0.0 if norm is None else norm.eps,
+        # the library's products and sums are operations of their own, so none may be joined
+        num_warps=max(1, min(16, width // _WARP_ELEMENTS)),
+        enable_fp_fusion=False,
+    )
+    return hidden, normed

@@ -1,0 +1,123 @@
+"""The attention of a fused layer: one product, one kernel that prepares it, paged attention, the output projection.
+
+Queries, keys and values come from one merged product. One kernel norms and turns them and writes keys and values to the
+pool. The attention itself is the step's `Paging`. Knows modules of the library by their parts; knows no decoder layers.
+Made by `layers.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch.nn import functional
+
+from fdasync_transformers.fused.merged import merge_linears
+
+if TYPE_CHECKING:
+    import torch
+
+    from fdasync.gpu.kernels.qkv import QkvForm
+    from fdasync_transformers.fused.merged import Merged
+    from fdasync_transformers.model.attention import Paging, Places
+    from fdasync_transformers.model.kv import LayerSpec
+
+
+@dataclass(frozen=True)
+class AttentionKind:
+    """What a family's attention does between its projections and its attention function.
+
+    Attributes:
+        interleaved: the rotary embedding turns neighbours; else dims half of the turned part apart.
+        full_precision: it is computed in float32.
+        half_width: its cosines and sines have a column for each pair; else for each dim.
+        row_norm: norms of queries and keys, where there are any, are over all heads; else of each head.
+        norm_rounds_once: its norms round after their weights.
+        clip: name in the config of the bound that queries, keys and values are held within, if it has one.
+    """
+
+    interleaved: bool = False
+    full_precision: bool = False
+    half_width: bool = False
+    row_norm: bool = False
+    norm_rounds_once: bool = False
+    clip: str = ""
+
+
+class FusedAttention:
+    """The attention of one layer.
+
+    Attributes:
+        module: the library's.
+        form: of its queries, keys and values.
+        merged: their product.
+    """
+
+    def __init__(self, module: Any, form: QkvForm, merged: Merged) -> None:
+        from fdasync.gpu.kernels.qkv import prepare_qkv
+
+        self.module = module
+        self.form = form
+        self.merged = merged
+        self._prepare = prepare_qkv
+        self._norms = (module.q_norm.weight, module.k_norm.weight) if form.norm else (None, None)
+        self._sinks: torch.Tensor | None = getattr(module, "sinks", None)
+        self._scaling = float(module.scaling)
+
+    def product(self, normed: torch.Tensor) -> torch.Tensor:
+        """Queries, keys and values [T, width] of the layer's normed input [T, H]."""
+        return functional.linear(normed, self.merged.weight, self.merged.bias)
+
+    def attend(
+        self,
+        qkv: torch.Tensor,
+        turns: tuple[torch.Tensor, torch.Tensor],
+        spec: LayerSpec,
+        paging: Paging,
+        places: Places,
+    ) -> torch.Tensor:
+        """Write this step's KV and attend to all of it: the layer's attention [T, H], after its output projection.
+
+        `turns`: cosines and sines [1, T, columns].
+        """
+        cos, sin = turns
+        query = self._prepare(qkv, cos[0], sin[0], places.keys, places.values, places.slots, self.form, *self._norms)
+        found = paging.attend(spec, query, self._scaling, self._sinks)
+        projected: torch.Tensor = self.module.o_proj(found.flatten(1))
+        return projected
+
+
+def fuse_attention(module: Any, kind: AttentionKind, columns: int) -> FusedAttention | str:
+    """The fused attention of a module, whose projections are merged; a reason where it is not built as it was known.
+
+    `columns`: of the cosines and sines that it is handed.
+    """
+    from fdasync.gpu.kernels.qkv import QkvForm
+
+    projections = [module.q_proj, module.k_proj, module.v_proj]
+    dim = int(module.head_dim)
+    query, key, value = (linear.weight.shape[0] for linear in projections)
+    if key != value or query % dim or key % dim:
+        return f"its projections of {query}, {key} and {value} are no heads of {dim}"
+    norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
+    if (norms[0] is None) != (norms[1] is None):
+        return "either its queries or its keys have a norm"
+    epsilons = {float(norm.variance_epsilon) for norm in norms if norm is not None}
+    if len(epsilons) > 1:
+        return "its norms differ"
+    merged = merge_linears(projections)
+    if isinstance(merged, str):
+        return merged
+    form = QkvForm(
+        heads=query // dim,
+        kv_heads=key // dim,
+        head_dim=dim,
+        rotary_dim=columns * 2 if kind.half_width else columns,
+        interleaved=kind.interleaved,
+        full_precision=kind.full_precision,
+        norm="" if not epsilons else "row" if kind.row_norm else "head",
+        eps=epsilons.pop() if epsilons else 0.0,
+        norm_rounds_once=kind.norm_rounds_once,
+        clip=float(getattr(module.config, kind.clip) or 0.0) if kind.clip else 0.0,
+    )
+    return FusedAttention(module, form, merged)

@@ -1,0 +1,123 @@
+"""The second block of a fused layer: experts or a dense MLP, added to the residual stream and normed in one kernel.
+
+Router, experts, shared experts and dense MLPs are called as the modules that they are, so hooks on them fire and what
+replaced their forwards stays. Experts that can are asked for their parts, whose sum is then a part of that kernel.
+Knows modules of the library by their parts. Made by `layers.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fdasync.gpu.kernels.finish import Norm
+
+    #: normed input [T, H], residual stream [T, H], norm of the next block, live rows -> stream and its norm
+    Block = Callable[
+        [torch.Tensor, torch.Tensor, Norm | None, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor | None]
+    ]
+
+
+@dataclass(frozen=True)
+class BlockKind:
+    """Names of the parts of a family's MoE block.
+
+    Attributes:
+        router: returns logits, weights and ids.
+        shared: experts that every token gets; "" where there are none.
+        shared_gate: the linear whose sigmoid their output is multiplied with; "": none.
+    """
+
+    router: str = "gate"
+    shared: str = ""
+    shared_gate: str = ""
+
+
+class DenseBlock:
+    """A dense MLP."""
+
+    def __init__(self, module: Any) -> None:
+        from fdasync.gpu.kernels.finish import add_norm
+
+        self.module = module
+        self._add_norm = add_norm
+
+    def __call__(
+        self, normed: torch.Tensor, residual: torch.Tensor, norm: Norm | None, live: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `Block`."""
+        del live
+        return self._add_norm(self.module(normed), residual, norm)
+
+    def separately(self, normed: torch.Tensor) -> torch.Tensor:
+        """The block's output by separate operations, for proofs."""
+        found: torch.Tensor = self.module(normed)
+        return found
+
+
+class ExpertsBlock:
+    """A MoE block.
+
+    Attributes:
+        gated: whether the shared experts have a gate.
+        parts: whether its experts are asked for their parts; set once, before the first step.
+    """
+
+    def __init__(self, module: Any, kind: BlockKind) -> None:
+        from fdasync.gpu.kernels.finish import add_norm, finish_experts
+
+        self._add_norm = add_norm
+        self._finish = finish_experts
+        self._router = getattr(module, kind.router)
+        self._experts = module.experts
+        self._num_experts = int(module.experts.num_experts)
+        self._shared: Any = getattr(module, kind.shared) if kind.shared else None
+        self._gate: Any = getattr(module, kind.shared_gate) if kind.shared_gate else None
+        self.gated = self._gate is not None
+        self.parts = _take_parts(module.experts)
+
+    def __call__(
+        self, normed: torch.Tensor, residual: torch.Tensor, norm: Norm | None, live: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `Block`."""
+        _, weights, ids = self._router(normed)
+        if not self.parts:
+            return self._add_norm(self._summed(normed, ids, weights), residual, norm)
+        shared = gate = None
+        if self._shared is not None:
+            shared = self._shared(normed)
+            if self._gate is not None:
+                gate = self._gate(normed)
+        parts = self._experts(normed, ids, weights, parts=True)
+        return self._finish(parts, ids, self._num_experts, residual, norm, live=live, shared=shared, shared_gate=gate)
+
+    def separately(self, normed: torch.Tensor) -> torch.Tensor:
+        """As of `DenseBlock`."""
+        _, weights, ids = self._router(normed)
+        return self._summed(normed, ids, weights)
+
+    def _summed(self, normed: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self._experts(normed, ids, weights)
+        if self._shared is None:
+            return found
+        shared: torch.Tensor = self._shared(normed)
+        return found + (shared if self._gate is None else torch.sigmoid(self._gate(normed)) * shared)
+
+
+def make_block(module: Any, kind: BlockKind) -> DenseBlock | ExpertsBlock:
+    """The block of a layer's `mlp`."""
+    return ExpertsBlock(module, kind) if hasattr(module, "experts") else DenseBlock(module)
+
+
+def _take_parts(experts: Any) -> bool:
+    """Whether the implementation of these experts gives their parts, by its signature."""
+    name = experts.config._experts_implementation
+    function = ALL_EXPERTS_FUNCTIONS.get(name) if name in ALL_EXPERTS_FUNCTIONS else None
+    return function is not None and "parts" in inspect.signature(function).parameters

@@ -1,0 +1,204 @@
+"""Proves that a fused layer computes what the library's does, on random rows and the layer's own weights.
+
+Stage by stage on the same inputs, as far as a stage only rounds: equal bits; across norms, whose sums may end in
+another last bit: few values on another side of a rounding. Products and the whole layer, whose sums have other orders,
+are compared row by row. KV goes to a small pool, and a stand-in for the attention hands the values on. Knows the parts
+of fused layers. Called by `layers.py`.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import torch
+
+from fdasync_transformers.model import attention as paged
+from fdasync_transformers.model.attention import Paging, Places, StepContext
+from fdasync_transformers.model.kv import LayerSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from fdasync_transformers.fused.layers import FusedLayer
+
+_ROWS = 16
+_BLOCK_TOKENS = 8
+# most distance of a row from the library's, over its size, where sums have another order
+_ROW_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+# of the rows of a whole layer: a near tie in a router may fall the other way
+_ALIKE_SHARE = 0.75
+# of the values behind a norm: another last bit of its mean moves them over the edge of a rounding
+_MOVED_SHARE = 0.02
+
+
+class _Catch(Paging):
+    """Catches what an attention layer hands over; its attention is the values, head by head.
+
+    Attributes:
+        query, key, value: as the attention is to have them, [T, heads, D].
+        given: the scaling and the sinks.
+    """
+
+    def __init__(self, form: Any, example: torch.Tensor, *, pooled: bool) -> None:
+        self._groups = form.heads // form.kv_heads
+        self._places: Places | None = None
+        if pooled:
+            blocks = 1 + _ROWS // _BLOCK_TOKENS
+            pool = example.new_full((2, blocks, _BLOCK_TOKENS, form.kv_heads, form.head_dim), float("nan"))
+            slots = torch.arange(_ROWS, device=example.device).flip(0) + 3
+            self._places = Places(pool[0], pool[1], slots)
+
+    def store(self, layer: LayerSpec, key: torch.Tensor, value: torch.Tensor | None) -> None:
+        del layer
+        assert value is not None
+        self.key, self.value = key, value
+
+    def places(self, layer: LayerSpec) -> Places | None:
+        del layer
+        return self._places
+
+    def attend(self, layer: LayerSpec, query: torch.Tensor, scaling: float, sinks: torch.Tensor | None) -> torch.Tensor:
+        del layer
+        if self._places is not None:
+            keys, values, slots = self._places
+            self.key, self.value = (view.flatten(0, 1)[slots] for view in (keys, values))
+        self.query, self.given = query, (scaling, sinks)
+        return self.value.repeat_interleave(self._groups, dim=1)
+
+
+def hidden_of(model: PreTrainedModel, rows: int, seed: int = 0) -> torch.Tensor:
+    """Random hidden states [1, rows, H] of the model's dtype."""
+    # a generator of its own leaves the global random state alone
+    noise = torch.randn((1, rows, int(model.config.hidden_size)), generator=torch.Generator().manual_seed(seed))
+    return noise.to(model.device, model.dtype)
+
+
+def difference(model: PreTrainedModel, fused: FusedLayer, follower: Any, rotary: Any) -> str:
+    """How a fused layer, not yet in use, differs from the library's own; "" if it does not.
+
+    `follower`: the norm module behind the layer that the fused one computes, or None; `rotary`: of the decoder.
+    """
+    before = model.config._attn_implementation
+    paged.register()
+    model.set_attn_implementation(paged.NAME)
+    try:
+        return _difference(model, fused, follower, rotary)
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+        return f"it cannot be compared: {type(error).__name__}: {error}"
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _difference(model: PreTrainedModel, fused: FusedLayer, follower: Any, rotary: Any) -> str:
+    from fdasync.gpu.kernels.finish import add_norm, norm_rows
+
+    hidden = hidden_of(model, _ROWS)
+    positions = torch.arange(_ROWS, device=hidden.device)[None]
+    turns = rotary(hidden, position_ids=positions)
+    layer = fused.layer
+    problem, block = _attention(fused, layer.input_layernorm(hidden), turns, positions)
+    if problem:
+        return problem
+    stream, normed = add_norm(block, hidden[0], fused.norms[1])
+    if not torch.equal(stream, hidden[0] + block):
+        return "the sum behind its attention differs"
+    if _moved(normed, layer.post_attention_layernorm(stream)) or _moved(
+        norm_rows(hidden[0], fused.norms[0]), layer.input_layernorm(hidden)[0]
+    ):
+        return "its norms differ"
+    problem, out = _block(fused, stream, normed, follower)
+    if problem:
+        return problem
+    whole = []
+    for forward, pooled in ((layer.forward, False), (fused, True)):
+        context = _context(fused, hidden, positions, pooled=pooled)
+        found = forward(hidden, attention_mask=None, position_ids=positions, position_embeddings=turns, fd_ctx=context)
+        whole.append(found[0])
+    fused.carry.take(out)
+    return "" if _alike(whole[1], whole[0], _ALIKE_SHARE) else "it returns other hidden states"
+
+
+def _context(fused: FusedLayer, example: torch.Tensor, positions: torch.Tensor, *, pooled: bool) -> StepContext:
+    form = fused.attention.form
+    spec = LayerSpec(int(fused.layer.self_attn.layer_idx), form.kv_heads, form.head_dim, form.head_dim)
+    return StepContext({spec.index: spec}, _Catch(form, example, pooled=pooled), positions[0])
+
+
+def _attention(
+    fused: FusedLayer, normed: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor], positions: torch.Tensor
+) -> tuple[str, torch.Tensor]:
+    """The first difference of the attention, and its output."""
+    ours, module = fused.attention, fused.layer.self_attn
+    qkv = ours.product(normed[0])
+    linears = (module.q_proj, module.k_proj, module.v_proj)
+    slices = torch.split(qkv, [linear.weight.shape[0] for linear in linears], dim=-1)
+    if not all(_alike(part, linear(normed)[0]) for part, linear in zip(slices, linears, strict=True)):
+        return "its merged product differs", normed
+    theirs = _context(fused, normed, positions, pooled=False)
+    # the module's own code on the very product
+    with ExitStack() as patches:
+        for linear, part in zip(linears, slices, strict=True):
+            patches.enter_context(patch.object(linear, "forward", lambda _, part=part: part[None].clone()))
+        wanted = module(
+            hidden_states=normed, attention_mask=None, position_embeddings=turns, position_ids=positions, fd_ctx=theirs
+        )[0]
+    context = _context(fused, normed, positions, pooled=True)
+    paging: Any = context.paging
+    spec = context.layers[int(module.layer_idx)]
+    places = paging.places(spec)
+    found = ours.attend(qkv, turns, spec, paging, places)
+    caught: Any = theirs.paging
+    differs = _moved if ours.form.norm else _unequal
+    for name, mine, library in (("queries", paging.query, caught.query), ("keys", paging.key, caught.key)):
+        if differs(mine, library):
+            return f"its {name} differ", found
+    if _unequal(paging.value, caught.value):
+        return "its values differ", found
+    scales, sinks = zip(paging.given, caught.given, strict=True)
+    if scales[0] != scales[1] or sinks[0] is not sinks[1]:
+        return "its attention has another scaling or other sinks", found
+    return "" if _alike(found, wanted[0]) else "its output projection differs", found
+
+
+def _block(fused: FusedLayer, stream: torch.Tensor, normed: torch.Tensor, follower: Any) -> tuple[str, torch.Tensor]:
+    """The first difference of the second block, and the layer's output."""
+    block = fused.block
+    out, next_normed = block(normed, stream, fused.norms[2], None)
+    apart = block.separately(normed)
+    differs = _moved if getattr(block, "gated", False) else _unequal
+    if differs(out, stream + apart):
+        return "the sum behind its second block differs", out
+    own = fused.layer.mlp(normed[None])
+    if not _alike(apart, (own[0] if isinstance(own, tuple) else own)[0]):
+        return "its second block differs", out
+    if (follower is None) != (next_normed is None):
+        return "it hands on a norm for nobody", out
+    if next_normed is not None and _moved(next_normed, follower(out)):
+        return "the norm that it hands on differs", out
+    return "", out
+
+
+def _unequal(ours: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return ours.dtype != wanted.dtype or not torch.equal(ours, wanted)
+
+
+def _moved(ours: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Whether values behind a norm differ by more than its last bit can do."""
+    if ours.dtype != wanted.dtype or ours.shape != wanted.shape:
+        return True
+    distance = (ours.float() - wanted.float()).abs()
+    edge = 8 * torch.finfo(ours.dtype).eps * wanted.float().abs().amax(-1, keepdim=True)
+    if not bool((distance <= edge).all()):
+        return True
+    return ours.dtype is not torch.float32 and float((ours != wanted).float().mean()) > _MOVED_SHARE
+
+
+def _alike(ours: torch.Tensor, wanted: torch.Tensor, share: float = 1.0) -> bool:
+    """Whether this share of the rows are, up to sums in another order."""
+    if ours.dtype != wanted.dtype or ours.shape != wanted.shape:
+        return False
+    distance = (ours.float() - wanted.float()).norm(dim=-1)
+    near = distance <= _ROW_TOLERANCE[ours.dtype] * wanted.float().norm(dim=-1)
+    return float(near.float().mean()) >= share
