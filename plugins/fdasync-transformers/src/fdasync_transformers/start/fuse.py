@@ -12,7 +12,9 @@ import torch
 
 from fdasync.errors import ConfigError
 from fdasync_transformers.fused.experts import fuse_experts
-from fdasync_transformers.start.runner_config import fuses_experts, set_experts
+from fdasync_transformers.fused.layers import fuse_layers
+from fdasync_transformers.fused.operations import fuse_operations
+from fdasync_transformers.start.runner_config import fuses_experts, fuses_layers, set_experts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,4 +54,8 @@ def fuse(
             if config.experts == "fused":
                 raise ConfigError("runner_config.experts", "; ".join(notes), hint='use "auto"')
             set_experts(model, "auto", layers, max_step_tokens)
+    if fuses_layers(config, model.device):
+        # operations first: what a fused layer does not take over is fused then
+        notes += fuse_operations(model).notes
+        notes += fuse_layers(model).notes
     return notes
