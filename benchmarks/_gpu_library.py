@@ -1,6 +1,6 @@
 """The library's own continuous batching on the model of `gpu_serving`: a process of its own, for it may fail.
 
-    python -m benchmarks._gpu_library FOLDER REQUESTS NEW_TOKENS OUT [--device cpu]
+    python -m benchmarks._gpu_library FOLDER REQUESTS NEW_TOKENS OUT --model NAME [--tiny]
 
 Draws the same weights (one seed), sends all requests at once, greedy, without an end token, and writes what it found
 to OUT as JSON after every round, so that whoever stops it has the rounds before: `{"rates": [...], "notes": {...}}`,
@@ -24,7 +24,7 @@ import transformers
 from fdasync_transformers.weights import loading
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from benchmarks._gpu_scale import Scale, tiny
+from benchmarks._gpu_scale import large, tiny
 
 # no further round after this long
 _ENOUGH_S = 40.0
@@ -36,20 +36,22 @@ def main() -> None:
     parser.add_argument("requests", type=int)
     parser.add_argument("new_tokens", type=int)
     parser.add_argument("out")
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
-    scale = Scale() if args.device == "cuda" else tiny()
+    scale = tiny(args.model) if args.tiny else large(args.model)
     out = Path(args.out)
     found: dict[str, Any] = {"rates": [], "notes": {"transformers": transformers.__version__}}
     checkpoint = loading.read_checkpoint(args.folder, with_tensors=False)
-    model: Any = loading.draw(checkpoint, scale.dtype, torch.device(args.device))
+    model: Any = loading.draw(checkpoint, scale.dtype, torch.device(scale.device))
     flash = importlib.util.find_spec("flash_attn") is not None
-    model.set_attn_implementation("flash_attention_2" if flash else "sdpa")
+    # a paged one by name: the library looks for flash attention on its hub where it is to choose
+    model.set_attn_implementation("paged|flash_attention_2" if flash else "paged|sdpa")
     # no id is -1
     generation = GenerationConfig(  # type: ignore[no-untyped-call]
         max_new_tokens=args.new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0, use_cache=True
     )
-    settings = ContinuousBatchingConfig(auto_switch_to_flash=flash)
+    settings = ContinuousBatchingConfig()
     started = time.perf_counter()
     for seed in (100, 101, 102):
         if found["rates"] and time.perf_counter() - started > _ENOUGH_S:
