@@ -45,13 +45,22 @@ def main() -> None:
     checkpoint = loading.read_checkpoint(args.folder, with_tensors=False)
     model: Any = loading.draw(checkpoint, scale.dtype, torch.device(scale.device))
     flash = importlib.util.find_spec("flash_attn") is not None
-    # a paged one by name: the library looks for flash attention on its hub where it is to choose
-    model.set_attn_implementation("paged|flash_attention_2" if flash else "paged|sdpa")
+    chosen = "flash_attention_2" if flash else "sdpa"
+    settings: dict[str, Any] = {}
+    if "auto_switch_to_flash" in ContinuousBatchingConfig.__dataclass_fields__:
+        settings["auto_switch_to_flash"] = flash
+    else:
+        # before 5.18 it looks for flash attention on its hub, unless the name says that a paged one was chosen
+        chosen = f"paged|{chosen}"
+    if args.tiny:
+        # without the package psutil it takes a CPU for one without memory
+        settings |= {"num_blocks": 16, "max_batch_tokens": 64}
+    model.set_attn_implementation(chosen)
     # no id is -1
     generation = GenerationConfig(  # type: ignore[no-untyped-call]
         max_new_tokens=args.new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0, use_cache=True
     )
-    settings = ContinuousBatchingConfig()
+    config = ContinuousBatchingConfig(**settings)
     started = time.perf_counter()
     for seed in (100, 101, 102):
         if found["rates"] and time.perf_counter() - started > _ENOUGH_S:
@@ -62,7 +71,7 @@ def main() -> None:
         results = model.generate_batch(
             prompts,
             generation_config=generation,
-            continuous_batching_config=settings,
+            continuous_batching_config=config,
             progress_bar=False,
             persistent_manager=True,
         )
@@ -78,7 +87,7 @@ def main() -> None:
             "attention": str(model.config._attn_implementation),
             "experts": str(model.config._experts_implementation),
             "settings": {
-                name: str(value) for name, value in vars(_chosen(model, settings)).items() if value is not None
+                name: str(value) for name, value in vars(_chosen(model, config)).items() if value is not None
             },
         }
         out.write_text(json.dumps(found))
