@@ -10,11 +10,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from benchmarks._gpu_model import GREEDY, SAMPLED, TOP_P
 from benchmarks._report import Report, short
 
 if TYPE_CHECKING:
@@ -23,15 +25,38 @@ if TYPE_CHECKING:
     from typing import Any
 
     from benchmarks._gpu_model import Arm, Rig
+    from fdasync.request import SamplerSpec
 
-#: what is compared: arm, and steps in flight
-WAYS = {"on": ("on", 2), "off": ("off", 2), "depth1": ("on", 1)}
-_AIMS = {
-    "capture_on_over_off": 0.998,
-    "depth2_over_depth1_1": 1.0,
-    "depth2_over_depth1_64": 1.0,
-    "depth2_over_depth1_256": 1.0,
+
+@dataclass(frozen=True)
+class Way:
+    """What is compared: an arm, steps in flight, how its sequences sample."""
+
+    arm: str
+    depth: int = 2
+    sampler: SamplerSpec = GREEDY
+
+
+WAYS = {
+    "on": Way("on"),
+    "off": Way("off"),
+    "depth1": Way("on", 1),
+    "sampled": Way("on", 2, SAMPLED),
+    "top_p": Way("on", 2, TOP_P),
 }
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of one number of sequences.
+
+    Attributes:
+        step_s: a step of the way "on", median.
+        chosen: distinct experts of each layer in a step of it, mean over a stretch.
+    """
+
+    step_s: float
+    chosen: list[float]
 
 
 async def stretch(arm: Arm, depth: int, lead: int, steps: int) -> float:
@@ -64,10 +89,12 @@ def ratio(ones: Sequence[float], others: Sequence[float]) -> tuple[float, float,
     return float(np.median(a) / np.median(b)), float(low), float(high)
 
 
-def add_ratio(report: Report, name: str, ones: Sequence[float], others: Sequence[float]) -> None:
+def add_ratio(
+    report: Report, name: str, ones: Sequence[float], others: Sequence[float], aim: float | None = None
+) -> None:
     """The ratio under a name, its interval in the conditions."""
     middle, low, high = ratio(ones, others)
-    report.add(name, [middle], aim=_AIMS.get(name))
+    report.add(name, [middle], aim=aim)
     report.conditions[f"{name}_interval95"] = [short(low), short(high), len(ones)]
 
 
@@ -92,18 +119,56 @@ async def begin(rig: Rig, report: Report) -> None:
         ends.append(time.perf_counter())
     # the first two warm up; single ends are seen late, as launching a prefill holds the loop for a while
     if len(ends) > 3:
-        report.add("prefill_tokens_per_s", [sum(sizes[2:]) * scale.context / (ends[-1] - ends[1])])
+        rate = sum(sizes[2:]) * scale.context / (ends[-1] - ends[1])
+        report.add("prefill_tokens_per_s", [rate], aim=scale.aim("prefill_tokens_per_s"))
     if "off" in rig.arms:
         off = rig.arms["off"]
         off.select()
         await off.prefill(range(scale.sizes[-1]), scale.context - scale.block_tokens)
 
 
-async def compare(rig: Rig, report: Report, ways: Sequence[str], count: int) -> float:
-    """Stretches of each way at `count` sequences, in turns; figures of them. Seconds of a step of the way "on"."""
+async def compare(rig: Rig, report: Report, ways: Sequence[str], count: int) -> Found:
+    """Stretches of each way at `count` sequences, in turns; figures of them, and what the way "on" did."""
     scale = rig.scale
-    for arm in rig.arms.values():
-        await arm.shrink(count)
+    rates, found = await _turns(rig, report, ways, count, scale.pairs)
+    for way, values in rates.items():
+        name = f"decode_tokens_per_s_{count}_{way}"
+        report.add(name, values, aim=scale.aim(name))
+    report.add(f"step_ms_{count}", [found.step_s * 1e3])
+    if "off" in ways:
+        for name in (f"capture_on_over_off_{count}", *(["capture_on_over_off"] if count == 64 else [])):
+            add_ratio(report, name, rates["on"], rates["off"], scale.aim(name))
+    if "depth1" in ways:
+        name = f"depth2_over_depth1_{count}"
+        add_ratio(report, name, rates["on"], rates["depth1"], scale.aim(name))
+    return found
+
+
+async def compare_samplers(rig: Rig, report: Report, count: int) -> None:
+    """Sampled ways against the greedy one at `count` sequences."""
+    rates, _ = await _turns(rig, report, ("on", "sampled", "top_p"), count, rig.scale.side_pairs, "_samplers")
+    for way in ("sampled", "top_p"):
+        report.add(f"decode_tokens_per_s_{count}_{way}", rates[way])
+        name = f"{way}_over_greedy_{count}"
+        add_ratio(report, name, rates[way], rates["on"], rig.scale.aim(name))
+    await rig.arms["on"].sample_by(GREEDY)
+
+
+async def skewed(rig: Rig, report: Report, count: int) -> Found:
+    """The way "on" at `count` sequences, when the routers are skewed."""
+    rates, found = await _turns(rig, report, ("on",), count, rig.scale.side_pairs, "_skewed")
+    report.add(f"decode_tokens_per_s_{count}_skewed", rates["on"])
+    report.add(f"step_ms_{count}_skewed", [found.step_s * 1e3])
+    return found
+
+
+async def _turns(
+    rig: Rig, report: Report, ways: Sequence[str], count: int, pairs: int, suffix: str = ""
+) -> tuple[dict[str, list[float]], Found]:
+    """Tokens per second of each way's stretches."""
+    scale = rig.scale
+    for name in {WAYS[way].arm for way in ways}:
+        await rig.arms[name].shrink(count)
     steps = 2
     if scale.seconds:
         trial_s = [await _step_s(rig, way, scale.trial) for way in ways]
@@ -111,28 +176,24 @@ async def compare(rig: Rig, report: Report, ways: Sequence[str], count: int) -> 
     for way in ways:  # as long as those that count, so that clocks and memory are where they will be
         await _step_s(rig, way, steps)
     rates: dict[str, list[float]] = {way: [] for way in ways}
-    for turn in range(scale.pairs):
+    chosen: list[float] = []
+    for turn in range(pairs):
         for way in ways if turn % 2 == 0 else tuple(reversed(ways)):
             rates[way].append(count / await _step_s(rig, way, steps))
-    report.conditions[f"steps_per_stretch_{count}"] = steps
-    report.conditions[f"mean_context_{count}"] = scale.context + scale.lead + steps / 2
-    for way, values in rates.items():
-        report.add(f"decode_tokens_per_s_{count}_{way}", values)
-    step_s = count / statistics.median(rates["on"])
-    report.add(f"step_ms_{count}", [step_s * 1e3])
-    if "off" in ways:
-        add_ratio(report, f"capture_on_over_off_{count}", rates["on"], rates["off"])
-        if count == 64:
-            add_ratio(report, "capture_on_over_off", rates["on"], rates["off"])
-    if "depth1" in ways:
-        add_ratio(report, f"depth2_over_depth1_{count}", rates["on"], rates["depth1"])
-    return step_s
+            if way == "on" and turn == pairs - 1:
+                chosen = rig.distinct_experts(count, steps)
+    report.conditions[f"steps_per_stretch_{count}{suffix}"] = steps
+    report.conditions[f"mean_context_{count}{suffix}"] = scale.context + scale.lead + steps / 2
+    return rates, Found(count / statistics.median(rates["on"]), chosen)
 
 
-async def _step_s(rig: Rig, way: str, steps: int) -> float:
-    arm, depth = WAYS[way]
+async def _step_s(rig: Rig, name: str, steps: int) -> float:
+    way = WAYS[name]
+    arm = rig.arms[way.arm]
+    if arm.sampler != way.sampler:
+        await arm.sample_by(way.sampler)
     steps = min(steps, rig.scale.most_steps - rig.scale.lead - 1)
-    return await stretch(rig.arms[arm], depth, rig.scale.lead, steps) / steps
+    return await stretch(arm, way.depth, rig.scale.lead, steps) / steps
 
 
 def copy_bytes_per_s(device: torch.device, nbytes: int) -> float:
@@ -163,17 +224,34 @@ def copy_bytes_per_s(device: torch.device, nbytes: int) -> float:
     return 2 * nbytes / statistics.median(took)
 
 
-def floor(rig: Rig, report: Report, steps_s: dict[int, float]) -> None:
-    """What the bytes of a step take at the rate of a copy, over what the step takes."""
-    rate = copy_bytes_per_s(rig.device, rig.scale.copy_nbytes)
-    report.add("copy_gbps", [rate / 1e9])
-    for count, step_s in sorted(steps_s.items()):
-        nbytes = rig.floor_nbytes(count)
-        chosen = rig.distinct_experts(count)
+def floor(rig: Rig, report: Report, found: dict[int, Found], rate: float) -> None:
+    """What the bytes of a step take at the rate of a copy, over what the step takes: the experts that are expected
+    where routing is uniform; in the conditions, those that were chosen too."""
+    for count, one in sorted(found.items()):
+        nbytes, by_chosen = (rig.bytes.step(count, rig.scale.context, chosen) for chosen in (None, one.chosen))
         report.add(f"floor_ms_{count}", [nbytes / rate * 1e3])
-        report.add(f"floor_share_{count}", [nbytes / rate / step_s])
+        name = f"floor_share_{count}"
+        report.add(name, [nbytes / rate / one.step_s], aim=rig.scale.aim(name))
         report.conditions[f"floor_{count}"] = {
             "gbytes": round(nbytes / 1e9, 3),
-            "experts_chosen_per_layer": round(chosen, 2),
-            "share_by_experts_chosen": round(rig.floor_nbytes(count, chosen) / rate / step_s, 4),
+            "experts_expected_per_layer": round(statistics.mean(rig.bytes.expected(count)), 2),
+            **_of_chosen(one),
+            "share_by_experts_chosen": round(by_chosen / rate / one.step_s, 4),
         }
+
+
+def skewed_floor(rig: Rig, report: Report, found: dict[int, Found], rate: float) -> None:
+    """The same where routers are skewed; the floor counts what was chosen."""
+    for count, one in sorted(found.items()):
+        nbytes = rig.bytes.step(count, rig.scale.context, one.chosen)
+        report.add(f"experts_chosen_{count}_skewed", [statistics.mean(one.chosen)])
+        report.add(f"floor_ms_{count}_skewed", [nbytes / rate * 1e3])
+        report.add(f"floor_share_{count}_skewed", [nbytes / rate / one.step_s])
+        report.conditions[f"floor_{count}_skewed"] = {"gbytes": round(nbytes / 1e9, 3), **_of_chosen(one)}
+
+
+def _of_chosen(found: Found) -> dict[str, object]:
+    return {
+        "experts_chosen_per_layer": round(statistics.mean(found.chosen), 2),
+        "experts_chosen_by_layer": [round(number, 1) for number in found.chosen],
+    }

@@ -88,7 +88,8 @@ async def _compare(engine: Engine, scale: Scale, report: Report, size: int) -> N
     rate = report.add(f"engine_steady_tokens_per_s_{size}", steady)
     runner = report.figures.get(f"decode_tokens_per_s_{size}_on")
     if runner:
-        report.add(f"engine_over_runner_{size}", [rate / runner])
+        name = f"engine_over_runner_{size}"
+        report.add(name, [rate / runner], aim=scale.aim(name))
 
 
 async def one_round(

@@ -1,6 +1,6 @@
 """The library's own continuous batching on the model of `gpu_serving`: a process of its own, for it may fail.
 
-    python -m benchmarks._gpu_library FOLDER REQUESTS NEW_TOKENS OUT [--device cpu]
+    python -m benchmarks._gpu_library FOLDER REQUESTS NEW_TOKENS OUT --model NAME [--tiny]
 
 Draws the same weights (one seed), sends all requests at once, greedy, without an end token, and writes what it found
 to OUT as JSON after every round, so that whoever stops it has the rounds before: `{"rates": [...], "notes": {...}}`,
@@ -24,7 +24,7 @@ import transformers
 from fdasync_transformers.weights import loading
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from benchmarks._gpu_scale import Scale, tiny
+from benchmarks._gpu_scale import large, tiny
 
 # no further round after this long
 _ENOUGH_S = 40.0
@@ -36,20 +36,31 @@ def main() -> None:
     parser.add_argument("requests", type=int)
     parser.add_argument("new_tokens", type=int)
     parser.add_argument("out")
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
-    scale = Scale() if args.device == "cuda" else tiny()
+    scale = tiny(args.model) if args.tiny else large(args.model)
     out = Path(args.out)
     found: dict[str, Any] = {"rates": [], "notes": {"transformers": transformers.__version__}}
     checkpoint = loading.read_checkpoint(args.folder, with_tensors=False)
-    model: Any = loading.draw(checkpoint, scale.dtype, torch.device(args.device))
+    model: Any = loading.draw(checkpoint, scale.dtype, torch.device(scale.device))
     flash = importlib.util.find_spec("flash_attn") is not None
-    model.set_attn_implementation("flash_attention_2" if flash else "sdpa")
+    chosen = "flash_attention_2" if flash else "sdpa"
+    settings: dict[str, Any] = {}
+    if "auto_switch_to_flash" in ContinuousBatchingConfig.__dataclass_fields__:
+        settings["auto_switch_to_flash"] = flash
+    else:
+        # before 5.18 it looks for flash attention on its hub, unless the name says that a paged one was chosen
+        chosen = f"paged|{chosen}"
+    if args.tiny:
+        # without the package psutil it takes a CPU for one without memory
+        settings |= {"num_blocks": 16, "max_batch_tokens": 64}
+    model.set_attn_implementation(chosen)
     # no id is -1
     generation = GenerationConfig(  # type: ignore[no-untyped-call]
         max_new_tokens=args.new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0, use_cache=True
     )
-    settings = ContinuousBatchingConfig(auto_switch_to_flash=flash)
+    config = ContinuousBatchingConfig(**settings)
     started = time.perf_counter()
     for seed in (100, 101, 102):
         if found["rates"] and time.perf_counter() - started > _ENOUGH_S:
@@ -60,7 +71,7 @@ def main() -> None:
         results = model.generate_batch(
             prompts,
             generation_config=generation,
-            continuous_batching_config=settings,
+            continuous_batching_config=config,
             progress_bar=False,
             persistent_manager=True,
         )
@@ -76,7 +87,7 @@ def main() -> None:
             "attention": str(model.config._attn_implementation),
             "experts": str(model.config._experts_implementation),
             "settings": {
-                name: str(value) for name, value in vars(_chosen(model, settings)).items() if value is not None
+                name: str(value) for name, value in vars(_chosen(model, config)).items() if value is not None
             },
         }
         out.write_text(json.dumps(found))

@@ -1,16 +1,20 @@
 """The model of `gpu_serving`, loaded once, with two arms over one pool of KV.
 
 An arm is a whole device path of its own (lane table, executor, CUDA graphs), with the routing captured or not. Both
-arms have the same fused routers but for the write of the ids, the same weights, the same KV blocks and the same block
-tables. Where a step is no graph (prefill, everything on a CPU), the model is switched to the arm first. Drives the
-plugin's parts by hand, as `TransformersRunner.bind` does. Knows no figures.
+arms have the same fused routers but for the write of the ids (and the library's own where they are not fused), the
+same weights, the same KV blocks and the same block tables. Where a step is no graph (prefill, everything on a CPU), the
+model is switched to the arm first. Drives the plugin's parts by hand, as `TransformersRunner.bind` does. Knows no
+figures.
 """
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
+import torch
 from fdasync_transformers import TransformersConfig, TransformersRunner
 from fdasync_transformers.capture.aux_data import AuxData
 from fdasync_transformers.capture.fused_router import fuse_routers
@@ -20,7 +24,11 @@ from fdasync_transformers.execution.executor import Bound
 from fdasync_transformers.execution.gpu_services import make_services
 from fdasync_transformers.execution.lane_matchers import LaneMatchers
 from fdasync_transformers.model.kv import KVPool
+from fdasync_transformers.model.moe_layers import find_experts
+from fdasync_transformers.weights import loading
 
+from benchmarks._gpu_floor import bytes_of, distinct
+from benchmarks._gpu_skew import find_skew
 from fdasync.cache.aux_arena import AuxArena
 from fdasync.events.actions import BlockAppend, Chunk, RunStep, SeqStart
 from fdasync.request import SamplerSpec
@@ -31,12 +39,15 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Sequence
 
-    import torch
-
+    from benchmarks._gpu_floor import StepBytes
     from benchmarks._gpu_scale import Scale
+    from benchmarks._gpu_skew import Skew
     from fdasync.runner.base import StepOutput
 
 GREEDY = SamplerSpec(0, 0, 0, 0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, (), False, False, 0)
+#: as a trainer's rollouts: temperature 1, raw log-probs of what was sampled
+SAMPLED = msgspec.structs.replace(GREEDY, temperature=1.0, raw=True)
+TOP_P = msgspec.structs.replace(SAMPLED, top_p=0.95)
 
 
 class Arm:
@@ -46,6 +57,7 @@ class Arm:
         name: for people.
         running: sequences that decode; keys below it.
         position: of the next token of every sequence.
+        sampler: of sequences that start, but for their seeds.
     """
 
     def __init__(self, rig: Rig, name: str, capture: RoutingCapture | None, arena: AuxArena | None) -> None:
@@ -55,9 +67,11 @@ class Arm:
         self.aux = None if capture is None else AuxData((capture,))
         self.running = 0
         self.position = scale.context
+        self.sampler = GREEDY
         self._rig = rig
         self._step_id = 0
-        self._forwards = [module.__dict__["forward"] for module in rig.routers]
+        # None: the library's own
+        self._forwards = [module.__dict__.get("forward") for module in rig.routers]
         self.table = InputBatch(
             scale.sizes[-1], scale.blocks_each * scale.block_tokens, scale.block_tokens, len(rig.pool.blocks)
         )
@@ -80,13 +94,18 @@ class Arm:
         """Steps that are no graphs are this arm's from now on."""
         self._rig.step_model.aux = self.aux
         for module, forward in zip(self._rig.routers, self._forwards, strict=True):
-            module.forward = forward
+            module.__dict__.pop("forward", None)
+            if forward is not None:
+                module.forward = forward
 
     def _launch(self, **parts: Any) -> asyncio.Future[StepOutput]:
         self._step_id += 1
+        if self.capture is None and self._rig.hooked and (parts.get("chunks") or self._rig.device.type == "cpu"):
+            # hooks of routers that are not fused are there in both arms; graphs of this one have none
+            self._rig.capture.begin()
         return self.executor.launch(RunStep(self._step_id, **parts))
 
-    def prefill(self, keys: Sequence[int], cached: int) -> asyncio.Future[StepOutput]:
+    def prefill(self, keys: Sequence[int], cached: int, leaves: tuple[int, ...] = ()) -> asyncio.Future[StepOutput]:
         """Start these sequences, whose first `cached` tokens have KV, and forward the rest of their prompts."""
         size, context = self._rig.scale.block_tokens, self._rig.scale.context
         starts = []
@@ -94,10 +113,13 @@ class Arm:
             blocks = self._rig.blocks[key][: context // size]
             slots = tuple(blocks[cached // size :]) if self.capture is not None else ()
             tokens = np.array(self._rig.prompts[key], "<i4").tobytes()
-            starts.append(SeqStart(key, tokens, cached, tuple(blocks), slots, (1,) * len(slots), GREEDY))
+            sampler = msgspec.structs.replace(self.sampler, prompt_len=context, seed=key)
+            starts.append(SeqStart(key, tokens, cached, tuple(blocks), slots, (1,) * len(slots), sampler))
         chunks = tuple(Chunk(key, context - cached, True) for key in keys)
         # those that have started stand by
-        future = self._launch(starts=tuple(starts), skips=tuple(range(self.running)), chunks=chunks)
+        self.running -= len(leaves)
+        skips = tuple(range(self.running))
+        future = self._launch(leaves=leaves, starts=tuple(starts), skips=skips, chunks=chunks)
         self.running += len(keys)
         return future
 
@@ -129,6 +151,13 @@ class Arm:
             self.select()
             await self.prefill(range(self.running, count), self._rig.scale.context - self._rig.scale.block_tokens)
 
+    async def sample_by(self, sampler: SamplerSpec) -> None:
+        """Let all sequences leave and come again with this sampler; only their last block is computed anew."""
+        self.sampler = sampler
+        self.select()
+        keys = tuple(range(self.running))
+        await self.prefill(keys, self._rig.scale.context - self._rig.scale.block_tokens, leaves=keys)
+
     def rewind(self) -> None:
         """Forget what was decoded: every sequence is at the end of its prompt again. Nothing may be in flight.
 
@@ -148,13 +177,19 @@ class Rig:
     arms: dict[str, Arm]
 
     @classmethod
-    async def open(cls, scale: Scale, folder: str, names: Sequence[str], say: Callable[[str], None]) -> Rig:
-        """Draw the weights, allocate the pool, fuse the routers, capture graphs; no sequence has started.
+    async def open(
+        cls, scale: Scale, folder: str, names: Sequence[str], say: Callable[[str], None], *, skew: bool = False
+    ) -> Rig:
+        """Draw the weights, allocate the pool, fuse the routers, capture graphs; no sequence has started. `skew`: find
+        first what `skew` is to write, in a model of its own.
 
-        Raises RuntimeError where a router is not fused: the arms would differ in more than the capture.
+        Raises RuntimeError where a router is fused in one arm only: the arms would differ in more than the capture.
         """
         rig = cls()
         rig.scale = scale
+        if skew:
+            rig.skew = _find_skew(scale, folder)
+            say(f"skew found: spread of logits {min(rig.skew.logits):.3f} to {max(rig.skew.logits):.3f}")
         num_blocks = scale.sizes[-1] * scale.blocks_each
         rig.runner = TransformersRunner(
             TransformersConfig(**{**scale.runner_config(scale.sizes), "graph_sizes": scale.sizes}),
@@ -179,19 +214,25 @@ class Rig:
         order = np.random.default_rng(1).permutation(num_blocks).reshape(scale.sizes[-1], scale.blocks_each)
         rig.blocks = [list(map(int, row)) for row in order]
         rig.prompts = scale.prompts(scale.sizes[-1])
-        rig.routers = [step_model.model.get_submodule(name.rpartition(".")[0]).gate for name in moe.names]
+        rig.routers = [step_model.model.get_submodule(_router_beside(step_model.model, name)) for name in moe.names]
+        rig.bytes = bytes_of(step_model.model, moe, int(step_model.layout.token_nbytes))
         rig.arena = AuxArena.create(num_blocks, scale.block_tokens, rig.capacity.aux_specs)
         for rows in rig.arena.rows.values():
             rows.fill(0)
         rig.arms = {}
+        rows: tuple[int, ...] | None = None
         if "off" in names:
             fused = fuse_routers(step_model.model, moe)
-            _all_fused(len(fused.rows), moe, fused.notes)
+            rows = fused.rows
             rig.arms["off"] = Arm(rig, "off", None, None)
             fused.undo()
             say("arm off: captured")
         rig.capture = RoutingCapture(step_model.model, moe, scale.max_step_tokens, fuse=True)
-        _all_fused(0 if rig.capture._fused is None else len(rig.capture._fused.rows), moe, rig.capture.notes)
+        fused_on = () if rig.capture._fused is None else rig.capture._fused.rows
+        if rows is not None and rows != fused_on:
+            raise RuntimeError(f"routers of rows {rows} are fused without capture, of {fused_on} with it")
+        rig.hooked = len(fused_on) < len(moe.ids)
+        say(f"{len(fused_on)} of {len(moe.ids)} routers are fused {rig.capture.notes[:2]}")
         rig.arms["on"] = Arm(rig, "on", rig.capture, rig.arena)
         say("arm on: captured")
         return rig
@@ -208,34 +249,30 @@ class Rig:
         self.routers: list[Any]
         self.arena: AuxArena
         self.capture: RoutingCapture
+        self.bytes: StepBytes
+        self.skew: Skew | None = None
+        self.hooked = False
 
-    def distinct_experts(self, count: int) -> float:
-        """Experts that one decoded token of each of the first `count` sequences chose together; mean over layers."""
-        size, position = self.scale.block_tokens, self.scale.context + self.scale.lead
-        at = [self.blocks[key][position // size] * size + position % size for key in range(count)]
-        rows = self.arena.rows["routing"][at]
-        return float(np.mean([len(np.unique(rows[:, layer])) for layer in range(rows.shape[1])]))
+    def distinct_experts(self, count: int, steps: int) -> list[float]:
+        """Experts of each layer that a step of the first `count` sequences chose, mean over the timed steps of the
+        stretch that arm "on" decoded last."""
+        size, first = self.scale.block_tokens, self.scale.context + self.scale.lead
+        at = [
+            [self.blocks[key][position // size] * size + position % size for key in range(count)]
+            for position in range(first, first + steps)
+        ]
+        return distinct(self.arena.rows["routing"][np.array(at)], self.moe.num_experts)
 
-    def floor_nbytes(self, count: int, experts: float | None = None) -> float:
-        """Bytes that a decode step of `count` sequences must read: weights once, and KV of all contexts.
-
-        `experts`: distinct ones of a layer; None: as many as are expected where routing is uniform. Of the
-        embedding only the rows count; what is written (a row of KV for each) is left out.
-        """
-        config = self.scale.config
-        total, k = config["num_experts"], config["num_experts_per_tok"]
-        if experts is None:
-            experts = total * (1 - (1 - k / total) ** count)
-        dense = routed = 0
-        for name, tensor in self.step_model.model.named_parameters():
-            if "embed_tokens" in name:
-                dense += count * tensor.shape[1] * tensor.element_size()
-            elif ".experts." in name:
-                routed += tensor.nbytes
-            else:
-                dense += tensor.nbytes
-        kv = count * self.scale.context * int(self.step_model.layout.token_nbytes)
-        return float(dense + routed * experts / total + kv)
+    async def set_skew(self, on: bool) -> None:
+        """Write the routers' bias to the weights, or take it away; sequences of arm "on" come again. Nothing may be in
+        flight. Raises RuntimeError where the rig was opened without it."""
+        if self.skew is None:
+            raise RuntimeError("the rig was opened without a skew")
+        (self.skew.apply if on else self.skew.undo)(self.step_model.model)
+        if self.device.type == "cuda":
+            # steps run on another stream
+            torch.cuda.synchronize(self.device)
+        await self.arms["on"].sample_by(GREEDY)
 
     async def close(self) -> None:
         """Free everything on the device."""
@@ -251,6 +288,22 @@ class Rig:
         del self.pool, self.step_model, self.routers, self.capture, self.runner
 
 
-def _all_fused(count: int, moe: Any, notes: tuple[str, ...]) -> None:
-    if count != len(moe.ids):
-        raise RuntimeError(f"{count} of {len(moe.ids)} routers are fused, so the arms cannot be compared: {notes}")
+def _router_beside(model: Any, experts: str) -> str:
+    """Name of the router's module."""
+    block = experts.rpartition(".")[0]
+    return f"{block}.gate" if hasattr(model.get_submodule(block), "gate") else f"{block}.router"
+
+
+def _find_skew(scale: Scale, folder: str) -> Skew:
+    """By a model as the library has it, with the weights that the runner will draw; given back before that."""
+    device = torch.device(scale.device)
+    model: Any = loading.draw(loading.read_checkpoint(folder, with_tensors=False), scale.dtype, device)
+    routers = [_router_beside(model, experts.name) for experts in find_experts(model).values()]
+    tokens = min(scale.context, 256)
+    prompts = max(4, scale.max_step_tokens // (2 * tokens))
+    found = find_skew(model, routers, scale.skew, prompts=prompts, tokens=tokens)
+    del model
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return found

@@ -36,21 +36,29 @@ _FETCHED = "Memcpy DtoH"
 IDLE = "idle between steps"
 GAPS = "gaps inside the step"
 SAMPLING = "sampling, staging of rows"
-_GROUPED = "grouped GEMMs of experts"
-_GEMM = "other GEMMs"
+_GROUPED = "products of experts"
+_GEMM = "other products"
 # the first that matches has it; names of Triton's kernels are those of their functions
 _GROUPS: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("tables and layout", re.compile(r"^_step_layout|^_scatter_kernel")),
-    ("attention", re.compile(r"^_decode|^_join|^_prefill|^_store|flash|fmha")),
-    ("router and capture", re.compile(r"^_route|^_write_ids")),
+    (SAMPLING, re.compile(r"^_sample|^_penal|^_mask_logits")),
+    ("router and capture", re.compile(r"^_route|^_write_ids|^_router")),
+    ("grouping and sum of experts", re.compile(r"^_experts_(group|combine|order|sum)|^_expert_of")),
     (_GROUPED, re.compile(r"group_?problem|grouped|group_?gemm|^_expert|moe", re.IGNORECASE)),
+    (
+        "norms, rotary, activations, fused",
+        re.compile(r"^_finish|^_qkv|^_rms|^_norm|^_rotary|^_gate|^_act|^_silu|^_add|^_residual"),
+    ),
+    ("attention", re.compile(r"^_decode|^_join|^_prefill|^_store|^_latent|flash|fmha")),
     (_GEMM, re.compile(r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|dot_kernel", re.IGNORECASE)),
     (
-        "sort, index, scatter of grouping",
+        "sort, index, scatter",
         re.compile(r"sort|radix|index|scatter|gather|hist|scan|bincount|search|bucket|::cub", re.IGNORECASE),
     ),
 )  # fmt: skip
 _REST = "element-wise, norms, copies"
+_NAME_CHARS = 120
+_MOST_KERNELS, _SHOWN = 60, 30
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,25 @@ class Event:
 
 
 @dataclass(frozen=True)
+class Kernel:
+    """What one kernel, copy or fill takes of a step.
+
+    Attributes:
+        name: cut to 120 characters; of several that are the same then, the sum.
+        group: where most of its time counts.
+        launches: a step, mean.
+        us: a step, mean; time that two kernels share is the earlier one's.
+        share: of the whole time.
+    """
+
+    name: str
+    group: str
+    launches: float
+    us: float
+    share: float
+
+
+@dataclass(frozen=True)
 class Breakdown:
     """Steps from the first kernel of one to the first of the next.
 
@@ -71,14 +98,16 @@ class Breakdown:
         step_us: median length.
         shares: of the whole time, by group; they add up to 1.
         idle_us: between two steps, median.
-        kernels: share of the whole time by kernel, the largest first.
+        launches: kernels, copies and fills of a step, mean.
+        kernels: the largest first.
     """
 
     steps: int
     step_us: float
     shares: Mapping[str, float]
     idle_us: float
-    kernels: Sequence[tuple[str, float]]
+    launches: float
+    kernels: Sequence[Kernel]
 
 
 def read_trace(path: str) -> list[Event]:
@@ -108,7 +137,9 @@ def break_down(events: Iterable[Event], last: int = 30) -> Breakdown:
     if len(steps) < 3:
         raise ValueError(f"the trace shows {len(steps)} whole steps")
     busy: defaultdict[str, float] = defaultdict(float)
-    kernels: defaultdict[str, float] = defaultdict(float)
+    # of a name: by group, and how often
+    kernels: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+    launches: defaultdict[str, int] = defaultdict(int)
     idles: list[float] = []
     lengths: list[float] = []
     for step, following in itertools.pairwise(steps):
@@ -117,17 +148,29 @@ def break_down(events: Iterable[Event], last: int = 30) -> Breakdown:
             # time that two share is the earlier one's
             length = max(0.0, event.end - max(event.start, at))
             busy[group] += length
-            kernels[event.name] += length
+            kernels[event.name[:_NAME_CHARS]][group] += length
+            launches[event.name[:_NAME_CHARS]] += 1
             at = max(at, event.end)
         idles.append(max(0.0, following[0].start - at))
         lengths.append(following[0].start - step[0].start)
     whole = sum(lengths)
-    shares = {group: busy[group] / whole for group in (*[name for name, _ in _GROUPS], _REST, SAMPLING)}
+    groups = [name for name, _ in _GROUPS if name != SAMPLING]
+    shares = {group: busy[group] / whole for group in (*groups, _REST, SAMPLING)}
     shares[IDLE] = sum(idles) / whole
     shares[GAPS] = max(0.0, 1 - sum(shares.values()))
-    longest = sorted(kernels.items(), key=lambda item: -item[1])[:15]
-    named = [(name[:120], time / whole) for name, time in longest]
-    return Breakdown(len(lengths), statistics.median(lengths), shares, statistics.median(idles), named)
+    table = [
+        Kernel(
+            name=name,
+            group=max(parts, key=parts.__getitem__),
+            launches=launches[name] / len(lengths),
+            us=sum(parts.values()) / len(lengths),
+            share=sum(parts.values()) / whole,
+        )
+        for name, parts in kernels.items()
+    ]
+    table.sort(key=lambda kernel: -kernel.us)
+    count = sum(launches.values()) / len(lengths)
+    return Breakdown(len(lengths), statistics.median(lengths), shares, statistics.median(idles), count, table)
 
 
 def _groups(step: Sequence[Event]) -> list[str]:
@@ -176,3 +219,32 @@ def show(count: int, breakdowns: Mapping[int, Breakdown]) -> None:
     for group in next(iter(breakdowns.values())).shares:
         table.add_row(group, *[f"{found.shares[group]:.2%}" for found in breakdowns.values()])
     Console(width=100).print(table)
+
+
+def table_of(found: Breakdown) -> list[dict[str, object]]:
+    """The kernels as JSON has them; the sum of the smallest is one row."""
+    rows = [*found.kernels[:_MOST_KERNELS]]
+    rest = found.kernels[_MOST_KERNELS:]
+    if rest:
+        sums = [sum(getattr(kernel, name) for kernel in rest) for name in ("launches", "us", "share")]
+        rows.append(Kernel(f"{len(rest)} others", "", *sums))
+    return [
+        {
+            "name": row.name,
+            "group": row.group,
+            "launches": round(row.launches, 2),
+            "us": round(row.us, 2),
+            "share": round(row.share, 5),
+        }
+        for row in rows
+    ]
+
+
+def show_kernels(count: int, found: Breakdown) -> None:
+    """A table of the kernels of a step of `count` sequences."""
+    table = Table(title=f"Kernels of a decode step of {count}: {found.launches:.0f}, {found.step_us:.0f} us, traced")
+    for column in ("kernel", "group", "launches", "us", "share"):
+        table.add_column(column, justify="left" if column in ("kernel", "group") else "right", no_wrap=True)
+    for row in found.kernels[:_SHOWN]:
+        table.add_row(row.name[:60], row.group, f"{row.launches:.1f}", f"{row.us:.1f}", f"{row.share:.2%}")
+    Console(width=150).print(table)

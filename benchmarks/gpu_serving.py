@@ -1,9 +1,11 @@
 """Serving on a GPU: decode and prefill with capture off and on, one and two steps in flight, and how near to the floor.
 
-    python -m benchmarks.gpu_serving [--json FILE] [--only a,b,c,d] [--sizes 1,64,256] [--pairs 10] [--seconds 0.5]
+    python -m benchmarks.gpu_serving [--json FILE] [--model NAME] [--only a,b,c,d,e,f,g] [--startup]
+                                     [--sizes 1,64,256] [--pairs 10] [--seconds 0.5] [--skew 1.0] [--quick] [--tiny]
 
 The shape of Qwen3-30B-A3B in bfloat16 with weights drawn on the device (from one seed, the same in every process),
-contexts of 1,024 tokens, blocks of 16, greedy. Parts:
+contexts of 1,024 tokens, blocks of 16, greedy. `--model` takes other shapes: `glm-4.5-air` with 20 of its 46 layers
+(one dense), which fit 120 GB with the KV of 256 contexts, `deepseek-v2-lite` whole. Parts (all but g by default):
 
 a   `decode_tokens_per_s_N_on`, `_off`: of N sequences, two steps in flight, from the futures of steps that are driven
     by hand: the device path with sampling and, when on, the rows' way into the host's arena; no scheduler, no
@@ -17,19 +19,31 @@ a   `decode_tokens_per_s_N_on`, `_off`: of N sequences, two steps in flight, fro
     second while all decode over `decode_tokens_per_s_N_on`.
 b   `depth2_over_depth1_N`: two steps in flight against one, capture on, as above. `idle_share_depth2` and `_depth1`
     (64; _1, _64, _256): share of the device's time between the last kernel of a step and the first of the next, from a
-    trace. Where the rest goes: tables on the way, `profile_N_depthD` in the conditions; traced, so with the
-    tracer's own cost (`untraced_us` beside it).
+    trace. Where the rest goes: tables on the way, by group and by kernel; in the conditions `profile_N_depthD`, and
+    `kernels_N` with name, group, launches, us and share of each kernel; traced, so with the tracer's own cost
+    (`untraced_us` beside it). `launches_per_step_N`: kernels, copies and fills.
 c   `ours_over_library_cb`: 64 prompts of 1,024 + 128 new tokens, sent at once, in new tokens per second with prefill in
     it; our engine with routing in the replies against the library's own continuous batching, at its own settings, in a
     process of its own. Context, not a claim: a failure there is reported in the conditions and is no error.
 d   `floor_share_N`: the time that the bytes of a step would take at the rate of a large copy on the same device, over
-    the measured step. Bytes: dense weights and output head once, the experts that N tokens are expected to choose
-    where routing is uniform, KV of all contexts at their beginning. What was really chosen is in the conditions.
+    the measured step. Bytes: dense weights, shared experts and output head once, the experts that N tokens are expected
+    to choose where routing is uniform, KV or latents of all contexts at their beginning. What was really chosen, by
+    layer, and the share by it are in the conditions.
+e   `decode_tokens_per_s_N_skewed`, `step_ms_N_skewed`: the arm "on" where the logits of each router have a fixed bias
+    by expert, drawn once from a seed, `--skew` times as wide as their spread over tokens (`_gpu_skew.py`).
+    `experts_chosen_N_skewed`: distinct ones of a layer and step, counted in captured rows; `floor_share_N_skewed`
+    counts those, `floor_N_skewed` in the conditions has them by layer.
+f   `sampled_over_greedy_N`: temperature 1 with raw log-probs of the sampled tokens; `top_p_over_greedy_N`: the same with
+    top-p 0.95; both against the arm "on" in turns, N above 1. Drawn weights make nearly uniform distributions, which
+    is the most that top-p can have to keep.
+g   (`--startup`) `startup_cold_s`, `startup_warm_s`: imports, `open` and `bind` of the runner in a fresh process, with
+    an empty cache of compiled kernels (TRITON_CACHE_DIR) and with the one that the first start filled.
 
 Every arm is warmed up as long as it is measured, and nothing is compiled or captured inside a stretch. Python's
 collector is told to leave what was loaded alone. Figures are written to the JSON after every part; an error in one
-part is reported there (`errors`), does not lose the others, and makes the exit status 1. Needs a CUDA GPU with 120 GiB
-for the default; `--tiny` rehearses a, b without traces, and d in Triton's interpreter.
+part is reported there (`errors`), does not lose the others, and makes the exit status 1; `aims` in the conditions says
+which aims of the default model were met. Needs a CUDA GPU with 120 GiB for the default; `--tiny` rehearses all but c,
+without traces, in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -39,7 +53,6 @@ import dataclasses
 import gc
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -49,18 +62,17 @@ from typing import TYPE_CHECKING, Any
 
 import uvloop
 
+from benchmarks._gpu_models import DEFAULT_MODEL, MODELS
+from benchmarks._gpu_scale import LEAST, Scale, large, tiny, write_folder
 from benchmarks._report import Report
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from benchmarks._gpu_decode import Found
     from benchmarks._gpu_model import Rig
-    from benchmarks._gpu_scale import Scale
 
-# of the library's process: loading, and three rounds of a few seconds each
-_LIBRARY_LOAD_S = 60.0
-_LIBRARY_ROUNDS_S = 60.0
-_IDLE_AIM = 0.01
+_PARTS = "abcdefg"
 
 
 class Run:
@@ -90,48 +102,89 @@ class Run:
             Path(self._json_path).write_text(json.dumps(found, indent=2) + "\n")
 
     def finish(self) -> None:
+        self.report.conditions["aims"] = aims_of(self.scale, self.report.figures)
         self.save()
         self.report.finish(self._json_path)
 
 
+def aims_of(scale: Scale, figures: dict[str, float]) -> dict[str, dict[str, Any]]:
+    """Of the figures that have one: the aim, and whether it was met."""
+    found = {}
+    for name, figure in figures.items():
+        aim = scale.aim(name)
+        if aim is not None:
+            found[name] = {"figure": figure, "aim": aim, "met": figure >= aim if name in LEAST else figure <= aim}
+    return found
+
+
 async def by_hand(run: Run, folder: str) -> None:
-    """Parts a, b and d of the runner: one loaded model. Errors of one size leave the others."""
+    """Parts a, b, d, e and f of the runner: one loaded model. Errors of one size leave the others."""
     from benchmarks import _gpu_decode as decode
     from benchmarks._gpu_model import Rig
 
-    scale, report = run.scale, run.report
-    ways = ["on", *(["off"] if "a" in run.parts else []), *(["depth1"] if "b" in run.parts else [])]
-    rig = await Rig.open(scale, folder, [way for way in ways if way != "depth1"], run.say)
+    scale, parts = run.scale, run.parts
+    ways = ["on", *(["off"] if "a" in parts else []), *(["depth1"] if "b" in parts else [])]
+    arms = [way for way in ways if way != "depth1"]
+    rig = await Rig.open(scale, folder, arms, run.say, skew="e" in parts)
     try:
-        await decode.begin(rig, report)
+        await decode.begin(rig, run.report)
         run.say("prefilled")
         run.save()
         gc.collect()
         gc.freeze()
-        steps_s: dict[int, float] = {}
+        found: dict[int, Found] = {}
         # from many to few: sequences leave, none joins
-        for count in reversed(scale.sizes):
-            steps_s[count] = await decode.compare(rig, report, ways, count)
-            run.say(f"{count} running: {steps_s[count] * 1e3:.3f} ms a step")
+        for count in reversed(scale.sizes if parts & {"a", "b", "d"} else ()):
+            found[count] = await decode.compare(rig, run.report, ways, count)
+            run.say(f"{count} running: {found[count].step_s * 1e3:.3f} ms a step")
             run.save()
-        if "d" in run.parts:
-            decode.floor(rig, report, steps_s)
-            run.save()
-        if "b" in run.parts:
+        rate = 0.0
+        if parts & {"d", "e"}:
+            rate = decode.copy_bytes_per_s(rig.device, scale.copy_nbytes)
+            run.report.add("copy_gbps", [rate / 1e9])
+        if "d" in parts:
+            decode.floor(rig, run.report, found, rate)
+        if "f" in parts:
+            await rig.arms["on"].grow(scale.sizes[-1])
+            for count in reversed([size for size in scale.sizes if size > 1]):
+                await decode.compare_samplers(rig, run.report, count)
+                run.save()
+        if "e" in parts:
+            await skewed(run, rig, rate)
+        if "b" in parts and rig.device.type == "cuda":
             # after all that is timed: a tracer that was there once may cost something for good
             await rig.arms["on"].grow(scale.sizes[-1])
             for count in reversed(scale.sizes):
                 await rig.arms["on"].shrink(count)
-                if rig.device.type != "cuda":
-                    continue
                 try:
-                    await profile(run, rig, count, steps_s[count])
+                    await profile(run, rig, count, found[count].step_s)
                 except Exception as error:  # traces come from elsewhere, in forms that change
                     run.failed(f"profile_{count}", error)
                 run.save()
     finally:
         gc.unfreeze()
         await rig.close()
+
+
+async def skewed(run: Run, rig: Rig, rate: float) -> None:
+    """Part e, on the arm "on"; the weights are afterwards what they were."""
+    from benchmarks import _gpu_decode as decode
+
+    await rig.arms["on"].grow(run.scale.sizes[-1])
+    await rig.set_skew(True)
+    found: dict[int, Found] = {}
+    for count in reversed(run.scale.sizes):
+        found[count] = await decode.skewed(rig, run.report, count)
+        run.say(f"{count} running, skewed: {found[count].step_s * 1e3:.3f} ms a step")
+    decode.skewed_floor(rig, run.report, found, rate)
+    assert rig.skew is not None
+    run.report.conditions["skew"] = {
+        "strength": run.scale.skew,
+        "spread_of_logits": [round(value, 3) for value in rig.skew.logits],
+        "spread_of_bias_over_tokens": [round(value, 3) for value in rig.skew.spread],
+    }
+    await rig.set_skew(False)
+    run.save()
 
 
 async def profile(run: Run, rig: Rig, count: int, step_s: float) -> None:
@@ -152,50 +205,20 @@ async def profile(run: Run, rig: Rig, count: int, step_s: float) -> None:
             "untraced_us": round(step_s * 1e6, 1) if depth == 2 else None,
             "idle_us": round(broken.idle_us, 2),
             "shares": {name: round(share, 5) for name, share in broken.shares.items()},
-            "kernels": {name: round(share, 5) for name, share in broken.kernels},
+            "launches": round(broken.launches, 1),
         }
         idle = broken.shares[profiling.IDLE]
-        aim = _IDLE_AIM if depth == 2 else None
-        report.add(f"idle_share_depth{depth}_{count}", [idle], aim=aim)
-        if count == 64:
-            report.add(f"idle_share_depth{depth}", [idle], aim=aim)
+        for name in (f"idle_share_depth{depth}_{count}", *([f"idle_share_depth{depth}"] if count == 64 else [])):
+            report.add(name, [idle], aim=scale.aim(name))
+    report.add(f"launches_per_step_{count}", [found[2].launches])
+    report.conditions[f"kernels_{count}"] = profiling.table_of(found[2])
     profiling.show(count, found)
-
-
-def library(run: Run, folder: str, ours: float | None) -> None:
-    """Part c's other side, in a process of its own; whatever goes wrong there is a condition."""
-    requests, new_tokens = run.scale.library
-    out = Path(folder) / "library.json"
-    command = [sys.executable, "-m", "benchmarks._gpu_library", folder, str(requests), str(new_tokens), str(out)]
-    if run.scale.device == "cpu":
-        command += ["--device", "cpu"]
-    problem = ""
-    try:
-        limit_s = _LIBRARY_LOAD_S + _LIBRARY_ROUNDS_S
-        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=limit_s, check=False)
-        if done.returncode:
-            problem = f"exit status {done.returncode}: {done.stderr[-3000:]}"
-    except subprocess.TimeoutExpired as error:
-        # bytes, whatever was asked for
-        text = bytes(error.stderr or b"").decode(errors="replace")
-        problem = f"stopped after {error.timeout:.0f} s: {text[-1500:]}"
-    except OSError as error:
-        problem = f"{type(error).__name__}: {error}"
-    found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"rates": [], "notes": {}}
-    run.report.conditions["library"] = {**found["notes"], "rates": [round(rate, 1) for rate in found["rates"]]}
-    if problem:
-        run.report.conditions["library"]["problem"] = problem
-        run.say(f"the library: {problem}")
-    rates = found["rates"][1:] or found["rates"]
-    if rates:
-        theirs = run.report.add("library_new_tokens_per_s", rates)
-        if ours is not None:
-            run.report.add("ours_over_library_cb", [ours / theirs])
+    profiling.show_kernels(count, found[2])
 
 
 def measure(run: Run, folder: str) -> None:
     """All parts that were asked for, one after the other; each gives back the device."""
-    from benchmarks import _gpu_engine
+    from benchmarks import _gpu_children, _gpu_engine
 
     ours: float | None = None
 
@@ -204,10 +227,16 @@ def measure(run: Run, folder: str) -> None:
         wants = {"replies": "a" in run.parts, "library": "c" in run.parts}
         ours = await _gpu_engine.measure(run.scale, folder, run.report, **wants, save=run.save)
 
+    def library() -> None:
+        problem = _gpu_children.library(run.scale, run.report, folder, ours)
+        if problem:
+            run.say(f"the library: {problem}")
+
     stages: list[tuple[str, set[str], Callable[[], None]]] = [
-        ("by hand", {"a", "b", "d"}, lambda: uvloop.run(by_hand(run, folder))),
+        ("by hand", {"a", "b", "d", "e", "f"}, lambda: uvloop.run(by_hand(run, folder))),
         ("engine", {"a", "c"}, lambda: uvloop.run(engine())),
-        ("library", {"c"}, lambda: library(run, folder, ours)),
+        ("library", {"c"}, library),
+        ("start-up", {"g"}, lambda: _gpu_children.startup(run.scale, run.report, folder)),
     ]
     for name, parts, stage in stages:
         if not parts & run.parts:
@@ -238,32 +267,37 @@ def _free() -> int:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", help="write the figures here, after every part")
-    parser.add_argument("--only", metavar="PARTS", default="a,b,c,d", help="of a,b,c,d (default: all)")
+    parser.add_argument("--model", choices=sorted(MODELS), default=DEFAULT_MODEL, help=f"(default {DEFAULT_MODEL})")
+    parser.add_argument("--only", metavar="PARTS", default="a,b,c,d,e,f", help="of a to g (default: all but g)")
+    parser.add_argument("--startup", action="store_true", help="part g too")
     parser.add_argument("--sizes", metavar="N,N", help="running sequences (default 1,64,256)")
     parser.add_argument("--pairs", type=int, help="stretches of each arm (default 10)")
     parser.add_argument("--seconds", type=float, help="of one stretch (default 0.5)")
+    parser.add_argument("--skew", type=float, help="width of the routers' bias over the spread of their logits (1)")
     parser.add_argument("--quick", action="store_true", help="3 pairs of 0.2 s, one pair of the engine: a look")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal on a CPU in Triton's interpreter")
     args = parser.parse_args()
     args.parts = {part.strip() for part in args.only.split(",") if part.strip()}
-    if not args.parts or args.parts - set("abcd"):
-        parser.error(f"--only names {args.only!r}, parts are a, b, c and d")
+    if not args.parts or args.parts - set(_PARTS):
+        parser.error(f"--only names {args.only!r}, parts are a to g")
+    if args.startup:
+        args.parts.add("g")
     return args
 
 
 def scale_of(args: argparse.Namespace) -> Scale:
-    from benchmarks._gpu_scale import Scale, tiny
-
     changes: dict[str, Any] = {}
     if args.quick:
-        changes |= {"pairs": 3, "seconds": 0.2, "engine_pairs": 1}
+        changes |= {"pairs": 3, "side_pairs": 2, "seconds": 0.2, "engine_pairs": 1}
     if args.sizes:
         changes["sizes"] = tuple(sorted({int(size) for size in args.sizes.split(",")}))
     if args.pairs is not None:
-        changes["pairs"] = args.pairs
+        changes |= {"pairs": args.pairs, "side_pairs": min(args.pairs, Scale.side_pairs)}
     if args.seconds is not None:
         changes["seconds"] = args.seconds
-    return dataclasses.replace(tiny() if args.tiny else Scale(), **changes)
+    if args.skew is not None:
+        changes["skew"] = args.skew
+    return dataclasses.replace((tiny if args.tiny else large)(args.model), **changes)
 
 
 def main() -> None:
@@ -278,14 +312,14 @@ def main() -> None:
         raise SystemExit("this benchmark measures a CUDA GPU, and torch sees none here; --tiny rehearses it on a CPU")
     import transformers
 
-    from benchmarks._gpu_scale import write_folder
-
     scale = scale_of(args)
     run = Run(scale, args.parts, args.json)
     run.report.conditions |= {
         "gpu": "none" if args.tiny else torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        "model": scale.model,
+        "layers": scale.config["num_hidden_layers"],
         "parts": sorted(args.parts),
         "sizes": scale.sizes,
         "context": scale.context,
