@@ -96,9 +96,7 @@ def find_skew(model: Any, routers: Sequence[str], strength: float, *, prompts: i
     for _, place, value in _places(model, {}, held_by_all):
         place.copy_(value)
     hooks = [
-        model.get_submodule(name).register_forward_pre_hook(
-            lambda module, args, name=name: before(name, module, args)
-        )
+        model.get_submodule(name).register_forward_pre_hook(lambda module, args, name=name: before(name, module, args))
         for name in routers
     ]
     ids = torch.randint(0, model.config.vocab_size, (prompts, tokens), generator=random)
@@ -115,9 +113,7 @@ def find_skew(model: Any, routers: Sequence[str], strength: float, *, prompts: i
     return Skew(columns, held_by_all, tuple(spreads[name] for name in routers), tuple(logits[name] for name in routers))
 
 
-def _places(
-    model: Any, columns: dict[str, torch.Tensor], held: float
-) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+def _places(model: Any, columns: dict[str, torch.Tensor], held: float) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
     """Name, view of the weights, and what is written there."""
     found = []
     parameters = dict(model.named_parameters())

@@ -1,10 +1,10 @@
 """Attention of one query per sequence over paged KV (decode).
 
 The query heads that share a kv head are the rows of one program's tile, so KV is read once per tile. A sequence's keys
-are split among programs, in float32 partials that a second kernel joins. The number of splits depends on numbers that
-the host knows (sequences, heads, width of the tables) and never on lengths, which the device reads: so a CUDA graph can
-capture all of it. Knows views, tables and positions; knows no scheduling and no model. Called by the attention of the
-plugins' GPU runners.
+are split among programs, in float32 partials; the program that ends last joins them, in the order of the splits. Their
+number depends on what the host knows (sequences, heads, width of the tables) and never on lengths, which the device
+reads: so a CUDA graph can capture all of it. Knows views, tables and positions; knows no scheduling and no model.
+Called by the attention of the plugins' GPU runners.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from fdasync.gpu.kernels.attention_tile import (
 MAX_SPLITS = 64
 # programs per processor that a launch aims at: as many as run at once there
 PROGRAMS_PER_PROCESSOR = 4
+# splits whose partials are read together
+_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
@@ -40,18 +42,20 @@ class Workspace:
     Attributes:
         partials: [capacity, value_dim], sums of weighted values.
         stats: [2, capacity], the largest logit (base 2) and the sum of weights of each.
+        arrivals: int32 [capacity], of a tile's splits; 0 between calls.
         processors: of the device; more programs than it can hold are not worth a split.
     """
 
     partials: torch.Tensor
     stats: torch.Tensor
+    arrivals: torch.Tensor
     processors: int
 
 
 def decode_workspace(max_sequences: int, heads: int, value_dim: int, device: torch.device) -> Workspace:
     """Room for up to this many sequences of `heads` query heads with values up to `value_dim` wide.
 
-    Calls with more are not split. Allocates 4 * heads * max(256, max_sequences) * (value_dim + 2) bytes, once: the
+    Calls with more are not split. Allocates 4 * heads * max(256, max_sequences) * (value_dim + 3) bytes, once: the
     caller keeps it for as long as calls or graphs that use it may run.
     """
     # the same room for few sequences with many splits as for many with one or two
@@ -62,6 +66,7 @@ def decode_workspace(max_sequences: int, heads: int, value_dim: int, device: tor
     return Workspace(
         torch.empty(capacity, value_dim, dtype=torch.float32, device=device),
         torch.empty(2, capacity, dtype=torch.float32, device=device),
+        torch.zeros(capacity, dtype=torch.int32, device=device),
         processors,
     )
 
@@ -90,20 +95,20 @@ def count_splits(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _span(length, splits, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Keys per split, in whole tiles; both kernels must agree on it."""
+    """Keys per split, in whole tiles."""
     return tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
 
 
 @triton.jit(do_not_specialize=["lanes", "positions", "reach_size", "splits"])  # type: ignore[untyped-decorator]
 def _decode(  # type: ignore[no-untyped-def]
-    query, keys, values, tables, lanes, positions, sinks, out, partials, stats,
+    query, keys, values, tables, lanes, positions, sinks, out, partials, stats, arrivals,
     scale, reach_size, splits, capacity, width,
     query_row, query_head, keys_block, keys_token, keys_head, values_block, values_token, values_head,
     table_row, out_row, out_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, TILES: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     KEY_DIM: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr,
     SHARED: tl.constexpr, WIDEN: tl.constexpr, SINKS: tl.constexpr, REACH: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MOST: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     # a program does one sequence, BLOCK_M heads of one kv head's group, one split of the keys
     sequence = tl.program_id(0).to(tl.int64)
@@ -118,7 +123,7 @@ def _decode(  # type: ignore[no-untyped-def]
     out_rows = out + sequence * out_row + head[:, None] * out_head + value_dims[None, :]
     out_inside = inside[:, None] & (value_dims < VALUE_DIM)[None, :]
     if (lane < 0) | (position < 0):
-        if not SPLIT:
+        if split == 0:
             tl.store(out_rows, tl.zeros([BLOCK_M, DV], out.dtype.element_ty), mask=out_inside)
         return
     begin = first_visible(position, REACH, reach_size)
@@ -154,50 +159,58 @@ def _decode(  # type: ignore[no-untyped-def]
         tl.store(partials + partial[:, None] * width + value_dims[None, :], sums, mask=out_inside)
         tl.store(stats + partial, best, mask=inside)
         tl.store(stats + capacity + partial, total, mask=inside)
+        # all of this program's stores come before its arrival, and those of all others before the last one's
+        tl.debug_barrier()
+        arrival = arrivals + sequence * tl.num_programs(1) + tl.program_id(1)
+        used = tl.cdiv(position + 1 - begin, span)
+        if tl.atomic_add(arrival, 1) == used - 1:
+            tl.debug_barrier()
+            tl.store(arrival, 0)
+            sums, total = _joined(
+                partials, stats, sequence * splits, head, inside, out_inside, used, capacity, width,
+                HEADS, DV, BLOCK_M, MOST, AT_ONCE,
+            )  # fmt: skip
+            tl.store(out_rows, (sums / total[:, None]).to(out.dtype.element_ty), mask=out_inside)
     else:
         tl.store(out_rows, (sums / total[:, None]).to(out.dtype.element_ty), mask=out_inside)
 
 
-@triton.jit(do_not_specialize=["lanes", "positions", "reach_size", "splits"])  # type: ignore[untyped-decorator]
-def _join(  # type: ignore[no-untyped-def]
-    partials, stats, lanes, positions, out, reach_size, splits, capacity, width, out_row, out_head,
-    HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr, REACH: tl.constexpr,
-    BLOCK_N: tl.constexpr, AT_ONCE: tl.constexpr,
+@triton.jit  # type: ignore[untyped-decorator]
+def _joined(  # type: ignore[no-untyped-def]
+    partials, stats, first, head, inside, out_inside, used, capacity, width,
+    HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, MOST: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    # a program does one head of one sequence
-    sequence = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    lane = tl.load(lanes + sequence)
-    position = tl.load(positions + sequence).to(tl.int32)
+    """Sums and weights of all splits, added in their order. Others wrote them: past this processor's own cache."""
+    numbers = tl.arange(0, MOST)[:, None]
+    peaks = tl.load(
+        stats + (first + numbers) * HEADS + head[None, :],
+        mask=(numbers < used) & inside[None, :],
+        other=float("-inf"),
+        cache_modifier=".cg",
+    )
+    best = tl.where(inside, tl.max(peaks, 0), 0.0)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    sums = tl.zeros([BLOCK_M, DV], tl.float32)
     dims = tl.arange(0, DV)
-    out_rows = out + sequence * out_row + head * out_head + dims
-    if (lane < 0) | (position < 0):
-        tl.store(out_rows, tl.zeros([DV], out.dtype.element_ty), mask=dims < VALUE_DIM)
-        return
-    length = position + 1 - first_visible(position, REACH, reach_size)
-    used = tl.cdiv(length, _span(length, splits, BLOCK_N))
-    best = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
-    sums = tl.zeros([DV], tl.float32)
     for start in range(0, used, AT_ONCE):
-        numbers = start + tl.arange(0, AT_ONCE)
-        live = numbers < used
-        rows = (sequence * splits + numbers) * HEADS + head
-        peaks = tl.load(stats + rows, mask=live, other=float("-inf"))
-        weights = tl.load(stats + capacity + rows, mask=live, other=0.0)
-        parts = tl.load(
-            partials + rows[:, None] * width + dims[None, :],
-            mask=live[:, None] & (dims < VALUE_DIM)[None, :],
-            other=0.0,
-        )
-        # every used split saw a key, so its peak is finite
-        above = tl.maximum(best, tl.max(peaks, 0))
-        grow = tl.math.exp2(peaks - above)
-        shrink = tl.math.exp2(best - above)
-        total = total * shrink + tl.sum(weights * grow, 0)
-        sums = sums * shrink + tl.sum(parts * grow[:, None], 0)
-        best = above
-    tl.store(out_rows, (sums / total).to(out.dtype.element_ty), mask=dims < VALUE_DIM)
+        # unrolled, so that the loads of one do not wait for the sums of the one before it
+        for number in tl.static_range(AT_ONCE):
+            row = (first + start + number) * HEADS + head
+            real = inside & (head * 0 + start + number < used)
+            # every used split saw a key, so its peak is finite; the weight of the others is exp2(-inf)
+            peak = tl.load(stats + row, mask=real, other=float("-inf"), cache_modifier=".cg")
+            weight = tl.load(stats + capacity + row, mask=real, other=0.0, cache_modifier=".cg")
+            part = tl.load(
+                partials + row[:, None] * width + dims[None, :],
+                mask=out_inside & real[:, None],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            grow = tl.math.exp2(peak - best)
+            total += weight * grow
+            sums += part * grow[:, None]
+    # rows that are no head have no weights
+    return sums, tl.where(inside, total, 1.0)
 
 
 def attend_decode(
@@ -228,7 +241,7 @@ def attend_decode(
     `sinks` [H] or None: one more logit per head (not scaled), whose weight is dropped. `out` [S, H, Dv] is written in
     full; rows whose lane or position is negative are padding and become zeros, whatever their query holds.
 
-    One or two launches on the current stream (the device of the tensors must be current), no synchronisation, nothing
+    One launch on the current stream (the device of the tensors must be current), no synchronisation, nothing
     allocated, so a graph can capture it. All tensors must live until it ran; the next call on the stream may use
     `workspace`. `launch` and `splits` replace the table's choice, for measurements. Raises BadInput for shapes or
     strides that do not fit each other.
@@ -260,18 +273,13 @@ def attend_decode(
     code = REACH_CODES[reach_kind]
     partials, stats = workspace.partials, workspace.stats
     _decode[(sequences, kv_heads * tiles, splits)](
-        query, keys, values, tables, lanes, positions, sinks, out, partials, stats,
+        query, keys, values, tables, lanes, positions, sinks, out, partials, stats, workspace.arrivals,
         scale * LOG2E, reach_size, splits, stats.stride(0), partials.stride(0),
         query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), keys.stride(2),
         values.stride(0), values.stride(1), values.stride(2), tables.stride(0), out.stride(0), out.stride(1),
         HEADS=heads, GROUP=group, TILES=tiles, BLOCK_TOKENS=keys.shape[1],
         KEY_DIM=key_dim, D1=d1, D2=d2, VALUE_DIM=width, DV=dv,
         SHARED=shared, WIDEN=query.device.type == "cpu", SINKS=sinks is not None, REACH=code, SPLIT=splits > 1,
-        BLOCK_M=launch.rows, BLOCK_N=launch.keys, num_warps=launch.warps, num_stages=launch.stages,
+        BLOCK_M=launch.rows, BLOCK_N=launch.keys, MOST=MAX_SPLITS, AT_ONCE=_AT_ONCE,
+        num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
-    if splits > 1:
-        _join[(sequences, heads)](
-            partials, stats, lanes, positions, out, reach_size, splits, stats.stride(0), partials.stride(0),
-            out.stride(0), out.stride(1),
-            HEADS=heads, VALUE_DIM=width, DV=dv, REACH=code, BLOCK_N=launch.keys, AT_ONCE=8, num_warps=4,
-        )  # fmt: skip
