@@ -27,6 +27,7 @@ from fdasync.gpu.kernels.attention_tile import (
     load_rows,
     split_dims,
 )
+from fdasync.gpu.kernels.overlap import overlap, wait_for_inputs
 
 MAX_SPLITS = 64
 # programs per processor that a launch aims at: as many as run at once there
@@ -109,7 +110,9 @@ def _decode(  # type: ignore[no-untyped-def]
     KEY_DIM: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr,
     SHARED: tl.constexpr, WIDEN: tl.constexpr, SINKS: tl.constexpr, REACH: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MOST: tl.constexpr, AT_ONCE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(OVERLAP)
     # a program does one sequence, BLOCK_M heads of one kv head's group, one split of the keys
     sequence = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1) // TILES
@@ -281,5 +284,5 @@ def attend_decode(
         KEY_DIM=key_dim, D1=d1, D2=d2, VALUE_DIM=width, DV=dv,
         SHARED=shared, WIDEN=query.device.type == "cpu", SINKS=sinks is not None, REACH=code, SPLIT=splits > 1,
         BLOCK_M=launch.rows, BLOCK_N=launch.keys, MOST=MAX_SPLITS, AT_ONCE=_AT_ONCE,
-        num_warps=launch.warps, num_stages=launch.stages,
+        num_warps=launch.warps, num_stages=launch.stages, **overlap(query.device),
     )  # fmt: skip

@@ -24,6 +24,7 @@ import triton.language as tl
 from fdasync.errors import BadInput
 from fdasync.gpu.kernels.experts_activation import Activation, activate
 from fdasync.gpu.kernels.experts_tiles import choose_tiles
+from fdasync.gpu.kernels.overlap import overlap, wait_for_inputs
 
 if TYPE_CHECKING:
     from fdasync.gpu.kernels.experts_tiles import Tile, Tiles
@@ -37,9 +38,10 @@ _SILU = Activation("silu")
 def _experts_group(  # type: ignore[no-untyped-def]
     ids, live, order, tiles, pairs, capacity,
     TOPK: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, MASKED: tl.constexpr,
-    BM: tl.constexpr, CHUNK: tl.constexpr,
+    BM: tl.constexpr, CHUNK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A program takes one expert: counts all pairs, then ranks its own. `tiles` gets (expert, first row, rows)."""
+    wait_for_inputs(OVERLAP)
     e = tl.program_id(0)
     expert = tl.arange(0, EP)
     counts = tl.zeros((EP,), tl.int32)
@@ -135,9 +137,10 @@ def _experts_gate_up(  # type: ignore[no-untyped-def]
     TOPK: tl.constexpr, E: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
     KIND: tl.constexpr, FORM: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, INTERLEAVED: tl.constexpr,
     MASKED: tl.constexpr, SINGLE: tl.constexpr, WIDEN: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, COLUMNS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A program takes BN columns of the activation for one tile of pairs; `out` is in grouped order."""
+    wait_for_inputs(OVERLAP)
     tile = tl.program_id(0) // COLUMNS
     e = _expert_of(tiles, ids, live, tile, TOPK, E, MASKED, SINGLE)
     if e < 0:
@@ -196,9 +199,10 @@ def _experts_down(  # type: ignore[no-untyped-def]
     w_expert, wn, wk, bias_expert,
     TOPK: tl.constexpr, E: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BIASED: tl.constexpr,
     MASKED: tl.constexpr, SINGLE: tl.constexpr, WIDEN: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, COLUMNS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A program takes BN columns of the down product of a tile; rows times their weights go to their pairs' places."""
+    wait_for_inputs(OVERLAP)
     tile = tl.program_id(0) // COLUMNS
     e = _expert_of(tiles, ids, live, tile, TOPK, E, MASKED, SINGLE)
     if e < 0:
@@ -238,8 +242,10 @@ def _experts_down(  # type: ignore[no-untyped-def]
 def _experts_combine(  # type: ignore[no-untyped-def]
     parts, ids, live, out,
     TOPK: tl.constexpr, E: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, BN: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A program sums BN columns of one token's parts, in float32, in the order of the slots."""
+    wait_for_inputs(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BN + tl.arange(0, BN)
     inside = column < N
@@ -327,10 +333,12 @@ def experts(
             ids, alive, order, table, pairs, capacity,
             TOPK=top_k, E=num_experts, EP=triton.next_power_of_2(num_experts), MASKED=masked,
             BM=tiles.rows, CHUNK=tiles.chunk, num_warps=4 if tiles.chunk <= 1024 else 8,
+            **overlap(hidden.device),
         )  # fmt: skip
     shared: dict[str, Any] = {
         "TOPK": top_k, "E": num_experts, "MASKED": masked, "SINGLE": tiles.single,
         "WIDEN": hidden.device.type == "cpu", "BIASED": up_bias is not None, "BM": tiles.rows,
+        **overlap(hidden.device),
     }  # fmt: skip
     _experts_gate_up[(capacity * triton.cdiv(inner, tiles.up.columns),)](
         hidden, _operand(up, tiles.up), up if up_bias is None else up_bias, held, order, table, ids, alive,
@@ -351,6 +359,7 @@ def experts(
     _experts_combine[(tokens, triton.cdiv(width, columns))](
         found, ids, alive, out,
         TOPK=top_k, E=num_experts, N=width, MASKED=masked, BN=columns, num_warps=2 if tokens <= 64 else 4,
+        **overlap(hidden.device),
     )  # fmt: skip
     return out
 

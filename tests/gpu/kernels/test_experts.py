@@ -169,7 +169,7 @@ def test_the_grouping_is_a_stable_sort(data):
     table = torch.full((capacity, 4), -7, dtype=torch.int32, device=device)
     kernels._experts_group[(E,)](
         ids.to(device), live.to(device), order, table, pairs, capacity,
-        TOPK=K, E=E, EP=8, MASKED=True, BM=rows, CHUNK=32,
+        TOPK=K, E=E, EP=8, MASKED=True, BM=rows, CHUNK=32, OVERLAP=False,
     )  # fmt: skip
     real = ((ids >= 0) & (ids < E) & (live >= 0)[:, None]).flatten()
     flat = torch.where(real, ids.flatten(), E)
