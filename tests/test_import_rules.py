@@ -134,6 +134,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         "fdasync_transformers.capture": (
             "fdasync.cache.aux", "fdasync.cache.debug_rows", "fdasync.gpu.*", "fdasync_transformers.model.*",
         ),
+        "fdasync_transformers.fused": ("fdasync.gpu.*", "fdasync_transformers.model.*"),
         "fdasync_transformers.replay": ("fdasync.result", "fdasync_transformers.model.*"),
     },
     {
@@ -147,7 +148,8 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     {
         "fdasync_transformers.start": (
             *_RUNNER, "fdasync.request", "fdasync.runner.report", "fdasync_transformers.capture.*",
-            "fdasync_transformers.execution.*", "fdasync_transformers.model.*", "fdasync_transformers.weights.*",
+            "fdasync_transformers.execution.*", "fdasync_transformers.fused.*", "fdasync_transformers.model.*",
+            "fdasync_transformers.weights.*",
         ),
     },
     {
