@@ -148,8 +148,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     {
         "fdasync_transformers.start": (
             *_RUNNER, "fdasync.request", "fdasync.runner.report", "fdasync_transformers.capture.*",
-            "fdasync_transformers.execution.*", "fdasync_transformers.fused.*", "fdasync_transformers.model.*",
-            "fdasync_transformers.weights.*",
+            "fdasync_transformers.execution.*", "fdasync_transformers.model.*", "fdasync_transformers.weights.*",
         ),
     },
     {
