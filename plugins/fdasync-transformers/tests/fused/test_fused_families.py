@@ -110,6 +110,8 @@ def test_every_family_is_in_the_table():
 def test_a_fused_family_answers_as_before(family):
     norms, rotary, dense, own = EXPECTED[family]
     model = make_tiny_model(family).to(DEVICE)
+    # what the experts compute is not looked at, and the other ways have limits on a device
+    model.set_experts_implementation("eager")
     ids = torch.randint(3, 60, (1, TOKENS), generator=torch.Generator().manual_seed(3)).to(DEVICE)
     with torch.inference_mode():
         before = model(ids, use_cache=False).logits
