@@ -2,7 +2,7 @@
 
 A fused kernel computes in float32 and keeps the library's bits by rounding at the same places. The device has an
 instruction for it. Triton's interpreter cuts bfloat16 off instead of rounding to nearest, so there the bits are rounded
-by hand. Used by `qkv.py` and `finish.py`.
+by hand. Used by the fused kernels beside it.
 """
 
 from __future__ import annotations
