@@ -1,19 +1,20 @@
-"""Samples tokens from logits on the device, and never waits for it.
+"""Samples tokens from logits by torch's own operations: the sampler of CPUs, and what the kernels are held to.
 
-No operation here reads a value back or has an output whose shape depends on values, and no tensor is made of host data:
-the plan has all numbers of the host. So a step can be launched while the device computes the step before it. Knows
-nothing of models, sequences or requests. Called by the executors, once per step, between `plan_samples` and
-`read_samples`; pure, no state.
+Works row by row, so that a row's tables stay in the caches of a CPU, and a row's results depend on that row alone. A
+probability is a whole number, its mass: exp of a float64 log times 2^b, rounded. Sums of masses are exact in any order;
+`fdasync.gpu.kernels.sample` does the same arithmetic on a GPU. Top-k and top-p keep the first ids of one order (the
+larger logit first, then the lower id); a sort is only made of the few ids that stand at the cut. Reads values back, so
+a device would be waited for. Knows nothing of models, sequences or requests. Called by `sampler.py`; pure, no state.
 
 The order is: penalties, bias, stop mask, grammars, temperature, top-k, top-p over what top-k left, min-p.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch.nn.functional import pad
 
 from fdasync.errors import InvariantBroken
 from fdasync_transformers.sampling.plan import MASKS
@@ -21,260 +22,302 @@ from fdasync_transformers.sampling.plan import MASKS
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from fdasync_transformers.sampling.plan import Pick, Report, SamplePlan
+    from fdasync_transformers.sampling.plan import SamplePlan
 
 _NEG_INF = float("-inf")
-_WORD_BITS = 32
+# a row's masses must add up in an int64, and float64 must hold one
+_SUM_BITS, _MOST_BITS = 62, 52
+# of the histogram that finds the cut of a top-p, and how many to a unit of log-probability
+_BINS, _BINS_EACH = 2048, 48.0
 
 
-def compute_samples(
-    logits: torch.Tensor,
-    plan: SamplePlan,
-    sent: Mapping[str, torch.Tensor],
-    tokens: torch.Tensor | None,
-) -> dict[str, torch.Tensor]:
-    """Sample one token per row; queues work on the current stream and returns.
+class Job(NamedTuple):
+    """The numbers of one distribution: a row of `plan.arrays["ints"]` and `["floats"]`."""
 
-    Args:
-        logits: [N, V] of any float dtype; read only.
-        sent: `plan.arrays`, and the masks of grammars where the plan has rows under one, as tensors on the device of
-            `logits`; read only.
-        plan: of the same rows.
-        tokens: int [lanes, max_tokens] on that device, the known tokens by lane, prompt first; those of row i are
-            `tokens[lanes[i], :positions[i]]`. Read only, and only where `plan.needs_history`; else may be None.
-            Ids outside the vocabulary are passed over.
+    row: int
+    edit: int
+    stop: int
+    mask: int
+    mass: int
+    drawn: int
+    top_k: int
+    raw: int
+    scale: float
+    noise: float
+    top_p: float
+    floor: float
 
-    Returns:
-        New tensors on the device of `logits`, the caller's, for `read_samples` (entries in the plan's order):
-        `tokens` int64 [N], each within the vocabulary whatever the logits are; `finite` bool [N], False for rows
-        that have NaN or +inf, or nothing finite; `raw` float32 [rows that ask]; `processed` float64 [random rows,
-        then greedy rows that ask]; `top_values` float64 and `top_ids` int64, both [rows that ask, most of any],
-        unordered, -inf behind a row's last alternative. Only the entries that the plan needs.
 
-    Raises:
-        InvariantBroken: the logits are not the plan's, or the known tokens are missing.
+class Spread(NamedTuple):
+    """A distribution.
+
+    Attributes:
+        ids: int64, ascending: those that filters keep; None: all.
+        masses: int64, of these ids.
+        total, whole: sums of these masses; of all, where a job without filters or raw log-probs need it, else 0.
     """
-    if logits.ndim != 2 or logits.shape[0] != plan.count:
-        raise InvariantBroken(f"sample: logits {tuple(logits.shape)}, {plan.count} planned")
-    if plan.plain:
-        best, picks = logits.max(dim=-1)
-        return {"tokens": picks, "finite": torch.isfinite(best)}
-    logits = logits.float()
-    adjusted = _mask_stops(_bias(_penalise(logits, plan, sent, tokens), plan, sent), plan, sent)
-    adjusted = _mask_grammars(adjusted, plan, sent)
-    best, picks = adjusted.max(dim=-1)
-    # NaN wins a maximum, so the largest logit shows any bad one
-    finite = torch.isfinite(best if adjusted is logits else logits.amax(dim=-1))
-    processed: list[torch.Tensor] = []
-    tops: list[tuple[torch.Tensor, torch.Tensor]] = []
-    if plan.random.count:
-        chosen = [_take(values, plan.random, sent) for values in (adjusted, best, picks)]
-        table = _distribution(chosen[0], chosen[1], plan, sent)
-        drawn = _draw(table, sent["noise"], chosen[2])
-        picks = _put(picks, plan.random, sent, drawn)
-        if plan.processed:
-            processed.append(_at(table, drawn))
-        tops += _alternatives(table, plan.drawn_report, sent, plan.most_tops)
-        del table, chosen  # the widest tensors: free them before the next tables are made
-    if plan.greedy.count:
-        table = torch.log_softmax(_take(adjusted, plan.greedy, sent).double(), dim=-1)
-        processed.append(_at(table, _take(picks, plan.greedy, sent)))
-        tops += _alternatives(table, plan.greedy_report, sent, plan.most_tops)
-    results = {"tokens": picks, "finite": finite}
-    if plan.raw.count:
-        table = torch.log_softmax(_take(logits, plan.raw, sent), dim=-1)
-        results["raw"] = _at(table, _take(picks, plan.raw, sent))
-        tops += _alternatives(table, plan.raw_report, sent, plan.most_tops)
-    if processed:
-        results["processed"] = _joined(processed)
-    if tops:
-        results["top_values"] = _joined([values for values, _ in tops])
-        results["top_ids"] = _joined([ids for _, ids in tops])
-    return results
+
+    ids: torch.Tensor | None
+    masses: torch.Tensor
+    total: int
+    whole: int
 
 
-def _take(table: torch.Tensor, pick: Pick, sent: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The picked rows; the tensor itself if they are all its rows."""
-    return table.index_select(0, sent[pick.name]) if pick.name else table
+def sample_on_host(
+    logits: torch.Tensor, plan: SamplePlan, sent: Mapping[str, torch.Tensor], tokens: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """As `compute_samples` of `sampler.py`, which says what arguments and results are; waits for the results."""
+    jobs = [
+        Job(*ints, *floats) for ints, floats in zip(sent["ints"].tolist(), sent["floats"].tolist(), strict=True)
+    ]
+    changes = Changes(logits, plan, sent, tokens)
+    tops = _asked_tops(plan, sent)
+    unit = 2.0 ** min(_MOST_BITS, _SUM_BITS - logits.shape[1].bit_length())
+    picks: list[int] = []
+    finite: list[bool] = []
+    raws: list[float] = []
+    logs: list[float] = []
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for number, job in enumerate(jobs[: plan.count]):
+        given = logits[number].float()
+        first = float(given.max())
+        finite.append(math.isfinite(first))
+        x = _ordered(changes.apply(given, job))
+        best, pick = x.max(dim=-1)
+        top = float(best)
+        token = int(pick)
+        spread = spread_of(x, top, job, unit) if job.mass else None
+        if spread is not None and job.drawn and spread.total:
+            token = _draw(spread, job.noise)
+        picks.append(token)
+        log = _scaled_one(float(x[token]), top, job.scale)
+        logs.append(log - _log_mass(spread.total, unit) if spread is not None else 0.0)
+        raw_job = jobs[job.raw] if job.raw >= 0 else None
+        raw = None
+        if raw_job is not None:
+            given = _ordered(given)
+            raw = spread if raw_job is job else spread_of(given, first, raw_job, unit)
+            assert raw is not None
+            raws.append(_scaled_one(float(given[token]), first, 1.0) - _log_mass(raw.whole, unit))
+        else:
+            raws.append(0.0)
+        if number in tops:
+            count, by_raw = tops[number]
+            found.append(
+                _alternatives(given, first, None, 1.0, _log_mass(raw.whole, unit), count)
+                if by_raw and raw is not None
+                else _alternatives(x, top, spread, job.scale, _log_mass(spread.total if spread else 0, unit), count)
+            )
+    results = {
+        "tokens": torch.tensor(picks, dtype=torch.int64),
+        "finite": torch.tensor(finite, dtype=torch.bool),
+        "raw": torch.tensor(raws, dtype=torch.float32),
+        "processed": torch.tensor(logs, dtype=torch.float64),
+    }
+    if found:
+        most = min(plan.most_tops, logits.shape[1])
+        results["top_values"] = torch.full((len(found), most), _NEG_INF, dtype=torch.float64)
+        results["top_ids"] = torch.zeros((len(found), most), dtype=torch.int64)
+        for row, (values, ids) in enumerate(found):
+            results["top_values"][row, : len(ids)] = values
+            results["top_ids"][row, : len(ids)] = ids
+    return {name: values.to(logits.device) for name, values in results.items()}
 
 
-def _put(table: torch.Tensor, pick: Pick, sent: Mapping[str, torch.Tensor], part: torch.Tensor) -> torch.Tensor:
-    """A new table with the picked rows replaced."""
-    return table.index_copy(0, sent[pick.name], part) if pick.name else part
-
-
-def _at(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """One value of each row."""
-    return table.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-
-
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _asked_tops(plan: SamplePlan, sent: Mapping[str, torch.Tensor]) -> dict[int, tuple[int, bool]]:
+    """How many alternatives of each row that asks, and whether by raw log-probs."""
+    if not plan.top_rows:
+        return {}
+    asked = zip(sent["top_counts"].tolist(), sent["top_raw"].tolist(), strict=True)
+    return {row: (count, bool(raw)) for row, (count, raw) in zip(plan.top_rows, asked, strict=True)}
 
 
 # -- before the softmax -------------------------------------------------------------------------
 
 
-def _penalise(
-    logits: torch.Tensor, plan: SamplePlan, sent: Mapping[str, torch.Tensor], tokens: torch.Tensor | None
-) -> torch.Tensor:
-    """Repetition (arXiv 1909.05858; prompt and output), presence and frequency penalties (output)."""
-    if not plan.penalised.count:
-        return logits
-    if tokens is None or tokens.shape[1] < plan.longest:
-        width = "no" if tokens is None else tokens.shape[1]
-        raise InvariantBroken(f"sample: {width} known tokens a lane, and penalties that look at {plan.longest}")
-    part = _take(logits, plan.penalised, sent)
-    width = logits.shape[-1]
-    ids = tokens.narrow(1, 0, plan.longest).index_select(0, sent["lanes"]).long()
-    places = torch.arange(plan.longest, device=logits.device)
-    counted = (ids >= 0) & (ids < width) & (places < sent["ends"].unsqueeze(-1))
-    # one column more than the vocabulary, for tokens that do not count
-    wide = (plan.penalised.count, width + 1)
-    if "repetition" in sent:
-        seen = torch.zeros(wide, dtype=torch.bool, device=logits.device)
-        seen = seen.scatter_(-1, ids.masked_fill(~counted, width), True)[:, :width]
-        factor = sent["repetition"].unsqueeze(-1)
-        part = torch.where(seen, torch.where(part > 0, part / factor, part * factor), part)
-    if "presence" in sent:
-        counted &= places >= sent["prompt_lens"].unsqueeze(-1)
-        counts = torch.zeros(wide, dtype=part.dtype, device=logits.device)
-        ones = torch.ones_like(ids, dtype=part.dtype)
+class Changes:
+    """Penalties, bias, stop masks and grammars of a step, applied row by row."""
+
+    def __init__(
+        self, logits: torch.Tensor, plan: SamplePlan, sent: Mapping[str, torch.Tensor], tokens: torch.Tensor | None
+    ) -> None:
+        self._sent = sent
+        self._tokens = tokens
+        self._penalised = {edit[0]: (at, *edit[2:]) for at, edit in enumerate(_lists(sent, "edits"))}
+        self._biased = _spans(_lists(sent, "bias_cells"))
+        self._stopped = _spans(_lists(sent, "stop_cells"))
+        self._width = logits.shape[1]
+
+    def apply(self, given: torch.Tensor, job: Job) -> torch.Tensor:
+        """Logits of a job, float32; the row itself where nothing changes it."""
+        x = given
+        if job.edit in self._penalised:
+            x = self._penalise(x, *self._penalised[job.edit])
+        if job.edit in self._biased:
+            part = self._biased[job.edit]
+            ids, values = self._inside(self._sent["bias_cells"][part, 2], self._sent["bias"][part])
+            x = x.clone() if x is given else x
+            x[ids] += values
+        if job.stop >= 0:
+            cells = self._sent["stop_cells"][self._stopped[job.stop], 2]
+            ids, _ = self._inside(cells, cells)
+            masked = x.index_fill(0, ids, _NEG_INF)
+            # a mask that leaves nothing is passed over
+            x = x if masked.max() == _NEG_INF else masked
+        if job.mask >= 0:
+            words = self._sent[MASKS][job.mask]
+            bits = torch.arange(32, dtype=torch.int32, device=words.device)
+            # an arithmetic shift: the lowest bit is the token's whatever the sign
+            allowed = ((words.unsqueeze(-1) >> bits) & 1).bool().flatten()[: self._width]
+            x = x.masked_fill(~allowed, _NEG_INF)
+        return x
+
+    def _inside(self, ids: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        here = ids < self._width
+        return ids[here], values[here]
+
+    def _penalise(self, x: torch.Tensor, at: int, lane: int, end: int, prompt_len: int) -> torch.Tensor:
+        """Repetition (arXiv 1909.05858; prompt and output), presence and frequency penalties (output)."""
+        assert self._tokens is not None
+        known = self._tokens[lane, :end].long()
+        real = (known >= 0) & (known < self._width)
+        repetition, presence, frequency = self._sent["penalties"][at]
+        seen = known[real].unique()
+        part = x[seen]
+        part = torch.where(part > 0, part / repetition, part * repetition)
+        output = known[prompt_len:][real[prompt_len:]]
+        counts = torch.zeros(self._width, dtype=torch.float32, device=x.device)
         # whole numbers: the order of the additions changes nothing
-        counts = counts.scatter_add_(-1, ids.masked_fill(~counted, width), ones)[:, :width]
-        presence, frequency = sent["presence"].unsqueeze(-1), sent["frequency"].unsqueeze(-1)
+        counts = counts.index_add_(0, output, torch.ones_like(output, dtype=torch.float32))[seen]
         part = part - frequency * counts - presence * (counts > 0)
-    return _put(logits, plan.penalised, sent, part)
+        return x.index_copy(0, seen, part)
 
 
-def _bias(logits: torch.Tensor, plan: SamplePlan, sent: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    if not plan.biased.count:
-        return logits
-    part = _take(logits, plan.biased, sent)
-    width = logits.shape[-1]
-    # one column more than the vocabulary, for ids outside it; no cell of the vocabulary stands twice
-    cells = sent["bias_at"] * (width + 1) + sent["bias_ids"].clamp(max=width)
-    part = pad(part, (0, 1)).view(-1).index_add_(0, cells, sent["bias"]).view(-1, width + 1)[:, :width]
-    return _put(logits, plan.biased, sent, part)
+def _lists(sent: Mapping[str, torch.Tensor], name: str) -> list[list[int]]:
+    return sent[name].tolist() if name in sent else []
 
 
-def _mask_stops(logits: torch.Tensor, plan: SamplePlan, sent: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    if not plan.stopped.count:
-        return logits
-    before = _take(logits, plan.stopped, sent)
-    width = logits.shape[-1]
-    # one column more than the vocabulary, for ids outside it
-    cells = sent["stop_at"] * (width + 1) + sent["stop_ids"].clamp(max=width)
-    after = pad(before, (0, 1)).view(-1).index_fill_(0, cells, _NEG_INF).view(-1, width + 1)[:, :width]
-    nothing_left = after.amax(dim=-1, keepdim=True) == _NEG_INF
-    return _put(logits, plan.stopped, sent, torch.where(nothing_left, before, after))
+def _spans(cells: list[list[int]]) -> dict[int, slice]:
+    """Where the cells of each slot stand; those of one slot stand together."""
+    spans: dict[int, slice] = {}
+    for number, cell in enumerate(cells):
+        spans[cell[0]] = slice(spans[cell[0]].start if cell[0] in spans else number, number + 1)
+    return spans
 
 
-def _mask_grammars(logits: torch.Tensor, plan: SamplePlan, sent: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    if not plan.masked.count:
-        return logits
-    words = sent[MASKS]
-    bits = torch.arange(_WORD_BITS, dtype=torch.int32, device=words.device)
-    # an arithmetic shift: the lowest bit is the token's whatever the sign
-    allowed = ((words.unsqueeze(-1) >> bits) & 1).bool().flatten(1)[:, : logits.shape[-1]]
-    part = _take(logits, plan.masked, sent).masked_fill(~allowed, _NEG_INF)
-    return _put(logits, plan.masked, sent, part)
+def _ordered(x: torch.Tensor) -> torch.Tensor:
+    """With -inf for NaN, so that an order exists."""
+    return x.masked_fill(x.isnan(), _NEG_INF) if math.isnan(float(x.max())) else x
 
 
 # -- the distribution and the draw --------------------------------------------------------------
 
 
-def _distribution(
-    logits: torch.Tensor, best: torch.Tensor, plan: SamplePlan, sent: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
-    """Log-probs after temperature and filters: float64 [n, V], -inf for dropped ids."""
-    # the largest logit becomes 0 first, so that no temperature, however small, makes an overflow or a NaN; the
-    # subtraction also makes the table float64
-    scaled = logits - best.double().unsqueeze(-1)
-    if "temperature" in sent:
-        scaled.div_(sent["temperature"].unsqueeze(-1))
-    if plan.top_k.count:
-        part = _take(scaled, plan.top_k, sent)
-        keep = _largest(part, sent["top_k"], plan.most)
-        scaled = _put(scaled, plan.top_k, sent, part.masked_fill(~keep, _NEG_INF))
-    if plan.top_p.count:
-        part = _take(scaled, plan.top_p, sent)
-        keep = _nucleus(part, sent["top_p"].unsqueeze(-1))
-        scaled = _put(scaled, plan.top_p, sent, part.masked_fill(~keep, _NEG_INF))
-    if "min_p" in sent:
-        # the largest is 0 here, and every filter above keeps it
-        floor = torch.log(sent["min_p"]).unsqueeze(-1)
-        scaled.masked_fill_(scaled < floor, _NEG_INF)
-    return torch.log_softmax(scaled, dim=-1)
+def spread_of(x: torch.Tensor, best: float, job: Job, unit: float) -> Spread:
+    """The distribution of a job: x float32 [V], `best` the largest of it."""
+    top_k = job.top_k if job.top_k < len(x) else 0
+    ids: torch.Tensor | None = None
+    if top_k and job.raw < 0:
+        ids = first_ids(x, top_k)
+        logs = _scaled(x[ids], best, job.scale)
+    else:
+        logs = _scaled(x, best, job.scale)
+    masses = _masses(logs, unit)
+    whole = int(masses.sum())
+    if top_k and ids is None:
+        ids = first_ids(x, top_k)
+        logs, masses = logs[ids], masses[ids]
+    if job.top_p < 1.0 and whole:
+        total = whole if ids is None else int(masses.sum())
+        target = max(min(math.ceil(job.top_p * total), total), 1)
+        kept = _nucleus(logs, x if ids is None else x[ids], masses, target)
+        ids = kept if ids is None else ids[kept]
+        logs, masses = logs[kept], masses[kept]
+    if job.floor > _NEG_INF:
+        kept = (logs >= job.floor).nonzero().squeeze(-1)
+        ids = kept if ids is None else ids[kept]
+        masses = masses[kept]
+    return Spread(ids, masses, whole if ids is None else int(masses.sum()), whole)
 
 
-def _largest(table: torch.Tensor, ks: torch.Tensor, most: int) -> torch.Tensor:
-    """Mask of the k largest of each row, exactly k, the lower id first among equals.
+def _scaled(x: torch.Tensor, best: float, scale: float) -> torch.Tensor:
+    """Logs of probabilities over the largest one; 0 at the largest, also where that is infinite."""
+    logs = x.double()
+    if math.isinf(best):
+        return torch.where(x == best, 0.0 if best > 0 else _NEG_INF, _NEG_INF).double()
+    return logs.sub_(best).mul_(scale)
 
-    By value of the k-th largest, since topk's order of equals may change with the batch.
 
-    Args:
-        ks: int64, one for each row, 1 to `most`; a k above the width takes all.
+def _scaled_one(x: float, best: float, scale: float) -> float:
+    return 0.0 if x == best else (x - best) * scale
+
+
+def _masses(logs: torch.Tensor, unit: float) -> torch.Tensor:
+    return logs.exp().mul_(unit).add_(0.5).long()
+
+
+def _log_mass(total: int, unit: float) -> float:
+    return math.log(float(total) / unit) if total else _NEG_INF
+
+
+def first_ids(x: torch.Tensor, k: int) -> torch.Tensor:
+    """Ids, ascending, of the k largest; exactly k, the lower id first among equals."""
+    bound = x.topk(k).values[-1]
+    ids = (x >= bound).nonzero().squeeze(-1)
+    if len(ids) > k:
+        equal = x[ids] == bound
+        room = k - int((~equal).sum())
+        ids = ids[~equal | (equal.cumsum(0) <= room)]
+    return ids
+
+
+def _nucleus(logs: torch.Tensor, x: torch.Tensor, masses: torch.Tensor, target: int) -> torch.Tensor:
+    """Places, ascending, of the ids that are kept: those before which less than `target` stands in the order.
+
+    A histogram over falling probability finds where that is, so only the ids of one of its bins are sorted.
     """
-    width = table.shape[-1]
-    k = ks.clamp(max=width).unsqueeze(-1)
-    bound = table.topk(min(most, width), dim=-1).values.gather(-1, k - 1)
-    above, equal = table > bound, table == bound
-    room = k - above.sum(dim=-1, keepdim=True)
-    return above | (equal & (equal.cumsum(dim=-1, dtype=torch.int32) <= room))
+    bins = logs.mul(-_BINS_EACH).clamp_(max=_BINS - 1).long()
+    sums = torch.zeros(_BINS, dtype=torch.int64, device=x.device).index_add_(0, bins, masses)
+    before = sums.cumsum(0) - sums
+    last = int((before < target).sum()) - 1
+    at = (bins == last).nonzero().squeeze(-1)
+    order = x[at].sort(descending=True, stable=True).indices
+    part = masses[at[order]]
+    over = part.cumsum(0) - part + before[last] >= target
+    keep = bins <= last
+    keep[at[order[over]]] = False
+    return keep.nonzero().squeeze(-1)
 
 
-def _nucleus(table: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """Mask of the smallest set of each row whose probability reaches p; the lower id first among equals."""
-    ordered, ids = table.sort(dim=-1, descending=True, stable=True)
-    probs = torch.softmax(ordered, dim=-1)
-    before = probs.cumsum(dim=-1) - probs
-    keep = before < p
-    keep[:, :1].fill_(True)
-    return torch.zeros_like(keep).scatter(-1, ids, keep)
-
-
-def _draw(logprobs: torch.Tensor, noise: torch.Tensor, likeliest: torch.Tensor) -> torch.Tensor:
-    """Inverse CDF over ascending ids: int64 [n]. Never an id of probability 0, nor one outside the vocabulary.
-
-    A parallel prefix sum need not be monotonic to the last bit. So on some devices, with noise within that bit of a
-    step of the CDF, the search can end beside the step, on an id of probability 0. A sequential sum cannot: the found
-    id raised it. Then the result is the likeliest id: that costs [n], and a search for the nearest possible id would
-    cost passes over [n, V] in every step.
-    """
-    cumulative = logprobs.exp().cumsum_(dim=-1)
-    # the target is scaled by the sum, which is 1 only up to rounding; it is below the sum, as noise is below 1
-    target = noise.unsqueeze(-1) * cumulative[:, -1:]
-    # in range whatever the sums are: the index of a row of NaN must not break the device
-    found = torch.searchsorted(cumulative, target, right=True).clamp_(max=logprobs.shape[-1] - 1)
-    possible = logprobs.gather(-1, found).exp() > 0
-    return torch.where(possible, found, likeliest.unsqueeze(-1)).squeeze(-1)
+def _draw(spread: Spread, noise: float) -> int:
+    """Inverse CDF over ascending ids, by whole numbers: never an id of probability 0."""
+    left = min(int(noise * float(spread.total)), spread.total - 1)
+    place = int(torch.searchsorted(spread.masses.cumsum(0), left, right=True))
+    return place if spread.ids is None else int(spread.ids[place])
 
 
 # -- log-probs ----------------------------------------------------------------------------------
 
 
 def _alternatives(
-    table: torch.Tensor, report: Report, sent: Mapping[str, torch.Tensor], most: int
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Values (float64) and ids of the best of each row that asks: [(values, ids)], or [] if no row asks.
-
-    Exactly k of each row are kept before topk, so that topk has no choice among equals.
-    """
-    if not report.tops.count:
-        return []
-    part = _take(table, report.tops, sent)
-    values, ids = _best(part, sent[report.ks], most)
-    return [(values.double(), ids)]
+    x: torch.Tensor, best: float, spread: Spread | None, scale: float, log_mass: float, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs, float64, and ids of the best that have a probability, unordered."""
+    ids = None if spread is None else spread.ids
+    table = x if ids is None else x[ids]
+    first = first_ids(table, min(count, len(table))) if len(table) else torch.zeros(0, dtype=torch.int64)
+    values = table[first]
+    logs = torch.where(values == _NEG_INF, _NEG_INF, _scaled(values, best, scale) - log_mass)
+    return logs, first if ids is None else ids[first]
 
 
 def best_of(table: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Values and ids, both [n, k], of the k largest of each row, exactly those of lower ids among equals; unordered. k
-    is at most the width."""
-    return _best(table, torch.full((table.shape[0],), k, dtype=torch.int64, device=table.device), k)
-
-
-def _best(table: torch.Tensor, ks: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-    keep = _largest(table, ks, most)
-    values, ids = table.masked_fill(~keep, _NEG_INF).topk(min(most, table.shape[-1]), dim=-1)
+    is at most the width. Waits for nothing."""
+    bound = table.topk(k, dim=-1).values[:, -1:]
+    above, equal = table > bound, table == bound
+    room = k - above.sum(dim=-1, keepdim=True)
+    # by value of the k-th largest, since topk's order of equals may change with the batch
+    keep = above | (equal & (equal.cumsum(dim=-1, dtype=torch.int32) <= room))
+    values, ids = table.masked_fill(~keep, _NEG_INF).topk(k, dim=-1)
     return values, ids
