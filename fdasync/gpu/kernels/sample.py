@@ -309,7 +309,7 @@ class _Work:
     def find_peaks(self) -> None:
         _peaks_kernel[(self._tiles, self._asked.jobs)](
             *self._read, self._sent["ints"], self._chunk_best, self._tile_best, self._flags, *self._edits.arguments(),
-            tiles=self._tiles, chunks=TILE // CHUNK, chunk=CHUNK,
+            tiles=self._tiles, chunks=TILE // CHUNK, chunk=CHUNK, num_warps=8,
         )  # fmt: skip
 
     def add_masses(self) -> None:

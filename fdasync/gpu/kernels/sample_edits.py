@@ -185,7 +185,7 @@ def prepare_edits(
         )
         _left_kernel[(triton.cdiv(width, TILE), asked.jobs)](
             sent["ints"], logits, logits.stride(0), width, edits.bits, edits.values, edits.stop_bits, edits.stop_left,
-            columns, tile=TILE,
+            columns, tile=TILE, num_warps=8,
         )  # fmt: skip
     return edits
 
