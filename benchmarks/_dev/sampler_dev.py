@@ -76,7 +76,7 @@ for n in (256,64,1):
     bufs=[(torch.randn(n,V,device=D)*sc).bfloat16() for _ in range(3)]
     hist=torch.randint(0,V,(n,2000),device=D,dtype=torch.int32); masks=torch.randint(-2**31,2**31-1,(n,-(-V//32)),device=D,dtype=torch.int32)
     for kind,ch in KINDS.items():
-        if dist=="sharp" and kind not in ("top_p.95","top_k50","temp1 raw"): continue
+        if dist=="sharp" and (n<256 or kind not in ("top_p.95","top_k50")): continue
         own=[spec(seed=i,**ch) for i in range(n)]
         plan,sent=setup(own,n,np.zeros((n,2000)),D); sent["masks"]=masks
         oldp=OP.plan_samples(own,[2000]*n,range(n)); olds={k:torch.from_numpy(a).to(D) for k,a in oldp.arrays.items()}; olds["masks"]=masks
@@ -86,15 +86,26 @@ for n in (256,64,1):
         except Exception as e: a=c=-1; print(kind,repr(e)[:300])
         try: b=timed(old)
         except Exception as e: b=-1
-        print(f"{n:4d} {dist:5s} {kind:16s} now {a:8.1f} us (host {c:5.0f}), before {b:8.1f}",flush=True)
+        oc=cpu(old[0]) if n<256 or kind=="temp1 raw" else 0
+        print(f"{n:4d} {dist:5s} {kind:16s} now {a:8.1f} us (host {c:5.0f}), before {b:8.1f} (host {oc:5.0f})",flush=True)
 # by kernel
-print('checks and times done',round(time.time()-BEGAN),flush=True)
+for dist,mk in (("uniform",lambda: torch.zeros(64,V,device=D)),("ties",lambda: torch.randint(0,3,(64,V),device=D).float())):
+    own=[spec(seed=i,temperature=1.,top_p=.95) for i in range(64)]; plan,sent=setup(own,64,np.zeros((64,9)),D); x=mk()
+    print(dist,64,"rows top_p",round(timed([lambda:S.compute_samples(x,plan,sent,None)])),"us",flush=True)
+print("checks and times done",round(time.time()-BEGAN),flush=True)
 from torch.profiler import profile, ProfilerActivity
 bufs=[(torch.randn(256,V,device=D)*.9).bfloat16() for _ in range(3)]
-for kind in ("temp1 raw","top_p.95","top_k50"):
+def kernels(kind,note=""):
     own=[spec(seed=i,**KINDS[kind]) for i in range(256)]; plan,sent=setup(own,256,np.zeros((256,2000)),D)
     for b in bufs: S.compute_samples(b,plan,sent,None)
     with profile(activities=[ProfilerActivity.CUDA]) as prof:
         for b in bufs: S.compute_samples(b,plan,sent,None)
         torch.cuda.synchronize()
-    print(kind,{e.key[:28]:round(e.device_time_total/3) for e in sorted(prof.key_averages(),key=lambda e:-e.device_time_total)[:9]})
+    print(note,kind,{e.key[:22]:round(e.device_time_total/3) for e in sorted(prof.key_averages(),key=lambda e:-e.device_time_total)[:9] if e.device_time_total>3},flush=True)
+for kind in ("temp1 raw","top_p.95","top_k50"): kernels(kind)
+for span,w in ((4096,4),(8192,8),(16384,8)):
+    K.SPAN=span; K.WARPS["narrow"]=w; kernels("top_p.95",f"span {span} w{w}")
+K.SPAN=8192; K.WARPS["narrow"]=4
+for d in ({"peaks":4,"masses":4,"list":4,"cut":8},{"peaks":16,"masses":8,"list":16,"cut":4}):
+    K.WARPS.update(d); kernels("top_p.95",str(d))
+    if d["peaks"]==16: kernels("temp1 raw")

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from fdasync.errors import BadInput
 from fdasync.gpu.kernels.sample_edits import prepare_edits
-from fdasync.gpu.kernels.sample_search import PIVOTS, closer, cut_kernel, narrow_kernel, slow_cut_kernel, top_k_of
+from fdasync.gpu.kernels.sample_search import PIVOTS, cut_kernel, list_kernel, narrow_kernel, slow_cut_kernel, top_k_of
 from fdasync.gpu.kernels.sample_tile import (
     CHUNK,
     DRAWN,
@@ -48,10 +48,14 @@ from fdasync.gpu.kernels.sample_tile import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from fdasync.gpu.kernels.sample_edits import Edits
-
+    
 # ids between the bounds of a cut that are listed; a row with more takes the slow way
 _LISTED = 8192
+# a list of so many is bisected faster
+_FEW = 2048
+# ids of a program that narrows
+SPAN = 8192
+WARPS = {"peaks": 8, "narrow": 4, "list": 8, "masses": 16, "cut": 16}
 # a row's masses must add up in an int64, and float64 must hold one
 _SUM_BITS, _MOST_BITS = 62, 52
 
@@ -102,89 +106,78 @@ class Sampled(NamedTuple):
 
 @triton.jit(do_not_specialize=["stride"])  # type: ignore[untyped-decorator]
 def _peaks_kernel(  # type: ignore[no-untyped-def]
-    logits, stride, width, ints, chunk_best, tile_best, flags,
-    edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns,
+    logits, stride, width, ints, chunk_best, tile_best, tile_given,
+    edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain: tl.constexpr,
     tiles, chunks: tl.constexpr, chunk: tl.constexpr,
 ):  # fmt: skip
-    """The orders of the largest logits of a tile and its chunks. flags: 1, the logits have NaN or +inf; 2, anything
-    finite."""
+    """The orders of the largest logits of a tile and its chunks, and the largest logit as given, +inf for NaN."""
     job = tl.program_id(1).to(tl.int64)
     number = tl.program_id(0)
     line = tl.arange(0, chunks)
     ids = number * (chunks * chunk) + line[:, None] * chunk + tl.arange(0, chunk)[None, :]
     raw, x = read_tile(
         logits, stride, width, ints, job, ids,
-        edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns,
+        edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain,
     )  # fmt: skip
-    best = tl.max(order_of(x, ids, width), axis=1)
-    tl.store(chunk_best + (job * tiles + number) * chunks + line, best)
-    tl.store(tile_best + job * tiles + number, tl.max(best, axis=0))
-    bad = (raw != raw) | (raw == float("inf"))
-    flag = bad.to(tl.int32) | ((raw > float("-inf")) & (raw < float("inf"))).to(tl.int32) * 2
-    has_bad = tl.max(tl.max(flag & 1, axis=1), axis=0)
-    has_any = tl.max(tl.max(flag & 2, axis=1), axis=0)
-    tl.store(flags + job * tiles + number, has_bad | has_any)
+    # two reductions of 32 bits are cheaper than one of the orders
+    best = tl.max(x, axis=1)
+    first = tl.min(tl.where(x == best[:, None], ids, 0x7FFFFFFF), axis=1)
+    order = order_of(best, first, width)
+    tl.store(chunk_best + (job * tiles + number) * chunks + line, order)
+    tl.store(tile_best + job * tiles + number, tl.max(order, axis=0))
+    largest = tl.max(tl.max(tl.where(raw != raw, float("inf"), raw), axis=1), axis=0)
+    tl.store(tile_given + job * tiles + number, largest)
 
 
 @triton.jit(do_not_specialize=["stride"])  # type: ignore[untyped-decorator]
 def _masses_kernel(  # type: ignore[no-untyped-def]
-    logits, stride, width, unit, ints, floats, tile_best, floors, bounds, sums, listed, counts, total, above, kept,
-    edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns,
-    tiles, padded: tl.constexpr, most: tl.constexpr, filtered: tl.constexpr, tile: tl.constexpr,
+    logits, stride, width, unit, ints, floats, tile_best, bounds, total, above, kept,
+    edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain: tl.constexpr,
+    tiles, padded: tl.constexpr, filtered: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """Masses of a tile: all; those above the bounds of a cut; those of them that min-p keeps. Lists the ids between
-    the bounds."""
+    """Masses of a tile: all; those above the bounds of a cut; those of them that min-p keeps."""
     job = tl.program_id(1).to(tl.int64)
     if job_int(ints, job, MASS) == 0:
         return
+    listed = False
+    if filtered:
+        listed = top_k_of(ints, job, width) > 0
+        if listed & (job_int(ints, job, RAW) != job):
+            return
     number = tl.program_id(0)
     ids = number * tile + tl.arange(0, tile)
     _, x = read_tile(
         logits, stride, width, ints, job, ids,
-        edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns,
+        edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain,
     )  # fmt: skip
     best = value_of(best_of(tile_best, job, tiles, padded))
     at = job * tiles + number
     logs = scaled(x, best, job_float(floats, job, SCALE))
     mass = mass_of(logs, unit)
-    top = (x > float("-inf")) & (logs >= job_float(floats, job, FLOOR))
     tl.store(total + at, tl.sum(mass, axis=0))
     if filtered:
-        k = top_k_of(ints, job, width)
-        top_p = job_float(floats, job, TOP_P)
-        if k > 0:
-            between = order_of(x, ids, width) >= tl.load(floors + job)
-            over = between & False
-        elif top_p < 1.0:
-            low = tl.load(bounds + job * 2)
-            high = tl.load(bounds + job * 2 + 1)
-            low, high = closer(sums, job, low, high, best, top_p, tiles, padded, False)
-            over = x >= high
-            between = (x >= low) & (x < high) & (mass > 0)
-        else:
-            over = x == x
-            between = x != x
-        mass = tl.where(over, mass, 0)
-        tl.store(above + at, tl.sum(mass, axis=0))
-        found = tl.sum(between.to(tl.int32), axis=0)
-        if found > 0:
-            first = tl.atomic_add(counts + job, found)
-            place = first + tl.cumsum(between.to(tl.int32), axis=0) - 1
-            tl.store(listed + job * most + place, order_of(x, ids, width), mask=between & (place < most))
-    tl.store(kept + at, tl.sum(tl.where(top, mass, 0), axis=0))
+        if listed:
+            return
+        if job_float(floats, job, TOP_P) < 1.0:
+            mass = tl.where(x >= tl.load(bounds + (tl.num_programs(1) + job) * 2 + 1), mass, 0)
+            tl.store(above + at, tl.sum(mass, axis=0))
+    # no log is NaN, and that of no probability has no mass
+    floor = job_float(floats, job, FLOOR)
+    tl.store(kept + at, tl.sum(tl.where(logs >= floor, mass, 0), axis=0))
 
 
 @triton.jit(do_not_specialize=["stride"])  # type: ignore[untyped-decorator]
 def _draw_kernel(  # type: ignore[no-untyped-def]
-    logits, stride, width, unit, ints, floats, tile_best, flags, total, kept, cuts, tokens, finite, raws, processed,
-    edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns,
+    logits, stride, width, unit, ints, floats, tile_best, tile_given, total, kept, cuts, tokens, finite, raws, processed,
+    edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain: tl.constexpr,
     tiles, padded: tl.constexpr, filtered: tl.constexpr, chunks: tl.constexpr, chunk: tl.constexpr,
 ):  # fmt: skip
     """The token of a row: inverse CDF over ascending ids, by whole numbers; and its log-probs."""
     job = tl.program_id(0).to(tl.int64)
     number = tl.arange(0, padded)
-    flag = tl.load(flags + job * tiles + number, mask=number < tiles, other=0)
-    tl.store(finite + job, (tl.max(flag & 1, axis=0) == 0) & (tl.max(flag & 2, axis=0) > 0))
+    given = tl.load(tile_given + job * tiles + number, mask=number < tiles, other=float("-inf"))
+    largest = tl.max(given, axis=0)
+    tl.store(finite + job, (largest > float("-inf")) & (largest < float("inf")))
     highest = best_of(tile_best, job, tiles, padded)
     best = value_of(highest)
     token = id_of(highest)
@@ -201,7 +194,7 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
         ids = at * (chunks * chunk) + line[:, None] * chunk + column[None, :]
         _, x = read_tile(
             logits, stride, width, ints, job, ids,
-            edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns,
+            edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain,
         )  # fmt: skip
         logs = scaled(x, best, job_float(floats, job, SCALE))
         keep = logs >= job_float(floats, job, FLOOR)
@@ -231,7 +224,7 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["stride"])  # type: ignore[untyped-decorator]
 def _chunk_kernel(  # type: ignore[no-untyped-def]
     logits, stride, width, ints, jobs, picked, into,
-    edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns,
+    edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain: tl.constexpr,
     columns, chunk: tl.constexpr,
 ):  # fmt: skip
     """The orders of all ids of a chunk, named by the order of its largest."""
@@ -242,7 +235,7 @@ def _chunk_kernel(  # type: ignore[no-untyped-def]
     ids = id_of(best) // chunk * chunk + column
     _, x = read_tile(
         logits, stride, width, ints, job, ids,
-        edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns,
+        edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain,
     )  # fmt: skip
     # a chunk without ids has no place of its own
     order = tl.where(best == NOTHING, NOTHING, order_of(x, ids, width))
@@ -294,11 +287,11 @@ class _Work:
         self._unit = float(2 ** min(_MOST_BITS, _SUM_BITS - width.bit_length()))
         self._tiles = triton.cdiv(width, TILE)
         self._sizes: dict[str, Any] = {"tiles": self._tiles, "padded": triton.next_power_of_2(self._tiles)}
-        self._edits: Edits = prepare_edits(logits, asked, sent, tokens)
+        self._edits = prepare_edits(logits, asked, sent, tokens)
         self._read = (logits, logits.stride(0), width)
         self._chunk_best = self._new(torch.int64, self._tiles * (TILE // CHUNK))
         self._tile_best = self._new(torch.int64, self._tiles)
-        self._flags = self._new(torch.int32, self._tiles)
+        self._given = self._new(torch.float32, self._tiles)
         self._total, self._kept, self._above = (self._new(torch.int64, self._tiles) for _ in range(3))
         self._cuts = self._new(torch.int64, 1)
         self._filtered = asked.nuclei or asked.most > 0
@@ -308,37 +301,51 @@ class _Work:
 
     def find_peaks(self) -> None:
         _peaks_kernel[(self._tiles, self._asked.jobs)](
-            *self._read, self._sent["ints"], self._chunk_best, self._tile_best, self._flags, *self._edits.arguments(),
-            tiles=self._tiles, chunks=TILE // CHUNK, chunk=CHUNK, num_warps=8,
+            *self._read, self._sent["ints"], self._chunk_best, self._tile_best, self._given, *self._edits,
+            tiles=self._tiles, chunks=TILE // CHUNK, chunk=CHUNK, num_warps=WARPS["peaks"],
         )  # fmt: skip
 
     def add_masses(self) -> None:
-        sent, jobs, device = self._sent, self._asked.jobs, self._logits.device
-        most = _LISTED if self._filtered else 1
-        floors = bounds = sums = listed = self._cuts
-        counts = slow = self._flags
+        sent, jobs = self._sent, self._asked.jobs
+        bounds = self._cuts
+        numbers = (sent["ints"], sent["floats"], self._tile_best)
         if self._filtered:
-            zeros = torch.zeros((2, jobs), dtype=torch.int32, device=device)
-            counts, slow = zeros[0], zeros[1]
-            listed = self._new(torch.int64, most)
-            if self._asked.most:
-                floors = self._floors()
-            if self._asked.nuclei:
-                bounds, sums = self._narrow()
-        numbers = (self._unit, sent["ints"], sent["floats"], self._tile_best)
-        edits = self._edits.arguments()
+            zeros = torch.zeros((2, jobs), dtype=torch.int32, device=self._logits.device)
+            listed = self._new(torch.int64, _LISTED)
+            bounds = self._list(numbers, listed, zeros[0])
         _masses_kernel[(self._tiles, jobs)](
-            *self._read, *numbers, floors, bounds, sums, listed, counts, self._total, self._above, self._kept, *edits,
-            most=most, filtered=self._filtered, tile=TILE, **self._sizes, num_warps=8,
+            *self._read, self._unit, *numbers, bounds, self._total, self._above, self._kept, *self._edits,
+            filtered=self._filtered, tile=TILE, **self._sizes, num_warps=WARPS["masses"],
         )  # fmt: skip
         if self._filtered:
+            width = self._read[2]
             cut_kernel[(jobs,)](
-                self._read[2], *numbers, listed, counts, self._total, self._above, self._kept, self._cuts, slow,
-                most=most, tile=TILE, **self._sizes, num_warps=16,
+                width, width.bit_length(), self._unit, *numbers, listed, zeros[0], self._total, self._above,
+                self._kept, self._cuts, zeros[1],
+                most=_LISTED, tile=TILE, few=_FEW, **self._sizes, num_warps=WARPS["cut"],
             )  # fmt: skip
             slow_cut_kernel[(jobs,)](
-                *self._read, *numbers, self._kept, self._cuts, slow, *edits, tile=TILE, **self._sizes, num_warps=16
-            )
+                *self._read, self._unit, *numbers, self._kept, self._cuts, zeros[1], *self._edits,
+                tile=TILE, **self._sizes, num_warps=16,
+            )  # fmt: skip
+
+    def _list(self, numbers: tuple[torch.Tensor, ...], listed: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """List the ids that may stand at a cut; returns the bounds between which they stand."""
+        jobs = self._asked.jobs
+        spans = triton.cdiv(self._read[2], SPAN)
+        sizes = {**self._sizes, "spans": spans, "padded_spans": triton.next_power_of_2(spans)}
+        floors = self._floors() if self._asked.most else self._cuts
+        bounds, sums = self._new(torch.float32, 4), [self._new(torch.float32, spans * PIVOTS) for _ in range(2)]
+        for number in range(2 if self._asked.nuclei else 0):
+            narrow_kernel[(spans, jobs)](
+                *self._read, *numbers, sums[0], bounds, sums[number], *self._edits,
+                first=number == 0, span=SPAN, **sizes, num_warps=WARPS["narrow"],
+            )  # fmt: skip
+        list_kernel[(self._tiles, jobs)](
+            *self._read, *numbers, floors, bounds, sums[1], listed, counts, self._above, self._kept, *self._edits,
+            most=_LISTED, tile=TILE, **sizes, num_warps=WARPS["list"],
+        )  # fmt: skip
+        return bounds
 
     def _floors(self) -> torch.Tensor:
         """A lower bound of each top-k: the k-th largest of the chunks' largest, which is one of as many ids."""
@@ -348,16 +355,6 @@ class _Work:
         floor = best.gather(-1, k.clamp(max=best.shape[1]) - 1)
         return torch.where(k > best.shape[1], _LOWEST, floor)
 
-    def _narrow(self) -> tuple[torch.Tensor, torch.Tensor]:
-        sums = [self._new(torch.float32, self._tiles * PIVOTS) for _ in range(2)]
-        bounds = self._new(torch.float32, 2)
-        for number in range(2):
-            narrow_kernel[(self._tiles, self._asked.jobs)](
-                *self._read, self._sent["ints"], self._sent["floats"], self._tile_best, sums[0], bounds, sums[number],
-                *self._edits.arguments(), first=number == 0, tile=TILE, **self._sizes, num_warps=8,
-            )  # fmt: skip
-        return bounds, sums[1]
-
     def draw(self) -> Sampled:
         count, device = self._asked.count, self._logits.device
         tokens = torch.empty((count,), dtype=torch.int64, device=device)
@@ -365,8 +362,8 @@ class _Work:
         raw = torch.zeros((count,), dtype=torch.float32, device=device)
         processed = torch.zeros((count,), dtype=torch.float64, device=device)
         _draw_kernel[(count,)](
-            *self._read, self._unit, self._sent["ints"], self._sent["floats"], self._tile_best, self._flags,
-            self._total, self._kept, self._cuts, tokens, finite, raw, processed, *self._edits.arguments(),
+            *self._read, self._unit, self._sent["ints"], self._sent["floats"], self._tile_best, self._given,
+            self._total, self._kept, self._cuts, tokens, finite, raw, processed, *self._edits,
             filtered=self._filtered, chunks=TILE // CHUNK, chunk=CHUNK, **self._sizes, num_warps=8,
         )  # fmt: skip
         values = ids = None
@@ -382,7 +379,7 @@ class _Work:
         picked = best.topk(min(most, best.shape[1]), dim=-1).values
         orders = torch.empty((len(jobs), picked.shape[1] * CHUNK), dtype=torch.int64, device=jobs.device)
         _chunk_kernel[tuple(picked.shape)](
-            *self._read, sent["ints"], jobs, picked, orders, *self._edits.arguments(), picked.shape[1], chunk=CHUNK
+            *self._read, sent["ints"], jobs, picked, orders, *self._edits, picked.shape[1], chunk=CHUNK
         )
         orders = orders.topk(most, dim=-1).values
         values, ids = _decoded(orders)

@@ -154,13 +154,21 @@ class Edits:
             self.bits.shape[1],
             self.masks,
             self.masks.shape[1],
+            False,
         )
+
+
+#: of `read_tile`, where no job has edits, a stop mask or a grammar
+NO_EDITS: tuple[Any, ...] = (None, None, None, None, 0, None, 0, True)
 
 
 def prepare_edits(
     logits: torch.Tensor, asked: SampleJobs, sent: Mapping[str, torch.Tensor], tokens: torch.Tensor | None
-) -> Edits:
-    """Queue the kernels that write the cells of the edits; `sample.py` says what the arguments are."""
+) -> tuple[Any, ...]:
+    """Queue the kernels that write the cells of the edits; returns the last arguments of `read_tile`. `sample.py` says
+    what the arguments are."""
+    if not (asked.edited or asked.stopped or asked.masked):
+        return NO_EDITS
     device, width = logits.device, logits.shape[1]
     columns = -(-width // 32)
     edits = Edits(
@@ -187,7 +195,7 @@ def prepare_edits(
             sent["ints"], logits, logits.stride(0), width, edits.bits, edits.values, edits.stop_bits, edits.stop_left,
             columns, tile=TILE, num_warps=8,
         )  # fmt: skip
-    return edits
+    return edits.arguments()
 
 
 def _penalise(

@@ -62,20 +62,23 @@ def edited(x, edit, ids, width, edit_bits, edit_values, bit_columns):  # type: i
 
 @triton.jit  # type: ignore[untyped-decorator]
 def read_tile(  # type: ignore[no-untyped-def]
-    logits, stride, width, ints, job, ids, edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns
+    logits, stride, width, ints, job, ids,
+    edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain: tl.constexpr,
 ):  # fmt: skip
     """Logits of a job as given, and after edits, stop mask and grammar; in the latter NaN is -inf, so they have an
-    order."""
+    order. plain: no job has any of these."""
     raw = read_raw(logits, stride, job_int(ints, job, ROW), ids, width)
-    x = edited(raw, job_int(ints, job, EDIT), ids, width, edit_bits, edit_values, bit_columns)
-    stop = job_int(ints, job, STOP)
-    mask = job_int(ints, job, MASK)
-    if stop >= 0:
-        # a mask that leaves nothing is passed over
-        if tl.load(stop_left + stop) > 0:
-            x = tl.where(bits_of(stop_bits, stop, bit_columns, ids, width), float("-inf"), x)
-    if mask >= 0:
-        x = tl.where(bits_of(masks, mask, mask_columns, ids, width), x, float("-inf"))
+    x = raw
+    if not plain:
+        x = edited(x, job_int(ints, job, EDIT), ids, width, edit_bits, edit_values, bit_columns)
+        stop = job_int(ints, job, STOP)
+        mask = job_int(ints, job, MASK)
+        if stop >= 0:
+            # a mask that leaves nothing is passed over
+            if tl.load(stop_left + stop) > 0:
+                x = tl.where(bits_of(stop_bits, stop, bit_columns, ids, width), float("-inf"), x)
+        if mask >= 0:
+            x = tl.where(bits_of(masks, mask, mask_columns, ids, width), x, float("-inf"))
     return raw, tl.where(x != x, float("-inf"), x)
 
 
