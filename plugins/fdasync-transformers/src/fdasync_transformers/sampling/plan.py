@@ -1,12 +1,16 @@
 """Plans a step's sampling on the host, before the logits exist.
 
-Makes a `SamplePlan` of the rows' `SamplerSpec`s and positions: the rows of each stage, and every number that the device
+Makes a `SamplePlan` of the rows' `SamplerSpec`s and positions: the jobs of the step, and every number that the device
 needs, as numpy arrays that can be sent in one copy. Draws the noise. numpy only; knows nothing of torch, logits or the
 width of the vocabulary. Called by the executors before they launch a step; pure, no state.
+
+A job is one distribution over the vocabulary. Job i is that of row i, after all that its request asks for. A row that
+wants raw log-probs of logits that its own job changes has a second job behind those, of the logits as given.
 """
 
 from __future__ import annotations
 
+import math
 from hashlib import blake2b
 from struct import Struct as Layout
 from typing import TYPE_CHECKING, Any
@@ -25,35 +29,8 @@ if TYPE_CHECKING:
 #: depend on the tokens of the step before
 MASKS = "masks"
 _NOISE_KEY = Layout("<QQQ")
-
-
-class Pick(msgspec.Struct, frozen=True):
-    """Some rows of a table, ascending.
-
-    Attributes:
-        name: of the index array in `SamplePlan.arrays`; "" where all rows of the table, or none, are picked.
-        count: how many rows; a pick of none has no arrays.
-    """
-
-    name: str = ""
-    count: int = 0
-
-
-_NO_ROWS = Pick()
-
-
-class Report(msgspec.Struct, frozen=True):
-    """The alternatives that are read from one table of log-probs.
-
-    Attributes:
-        tops: rows of the table whose alternatives are wanted.
-        ks: name of their array in `SamplePlan.arrays`: int64, how many alternatives of each row.
-        top_rows: the same rows by their number in the batch.
-    """
-
-    tops: Pick = _NO_ROWS
-    ks: str = ""
-    top_rows: tuple[int, ...] = ()
+# a scale that makes 0 of every finite difference of float32 numbers but 0 itself, and overflows with none
+_MOST_SCALE = 1e250
 
 
 class SamplePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,44 +38,37 @@ class SamplePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         count: rows, N.
+        jobs: distributions, J >= N.
         arrays: the numbers for the device; the caller sends them, and gives them to `compute_samples` as tensors of
             the same names, shapes and dtypes (int64, float32 or float64; none is empty). Empty dict: nothing to send.
+            `ints` and `floats` are those of the jobs (`fdasync.gpu.kernels.sample` says what each column is), `edits`
+            and `penalties` of the penalised rows, `bias_cells`, `bias` and `stop_cells` of single logits, `top_jobs`,
+            `top_counts` and `top_raw` (1: of the logits as given, whatever the job filters) of the alternatives.
         longest: known tokens of the longest row with a penalty; 0 where no row has one.
-        penalised, biased, stopped, masked, random: rows of the batch with a penalty; with a logit bias; under a stop
-            mask; under a grammar, whose masks the caller adds to the arrays (`MASKS`); with a temperature above 0.
-        raw: rows of the batch that ask for raw log-probs.
-        greedy: rows of the batch without temperature that ask for processed log-probs.
-        top_k, top_p: rows of `random` with that filter.
-        most: the largest top_k.
-        processed: whether a row of `random` asks for processed log-probs.
-        drawn_report, greedy_report, raw_report: alternatives, in this order.
+        edited, stopped, masked: how many rows have a penalty or a bias; are under a stop mask; under a grammar, whose
+            masks the caller adds to the arrays (`MASKS`).
+        masses: whether a job needs the sum of its probabilities.
+        nuclei: whether a job without top-k has a top-p.
+        most: the largest top_k; 0: there is none.
+        raw, processed: bool [N], rows that ask for those log-probs.
+        top_rows: rows that ask for alternatives.
         most_tops: most alternatives of a row.
-        raw_rows, random_rows, greedy_rows: int64, the rows by number, for reading.
-        asked: bool [N], rows that ask for processed log-probs.
     """
 
     count: int
+    jobs: int
     arrays: dict[str, np.ndarray[Any, Any]]
     longest: int
-    penalised: Pick
-    biased: Pick
-    stopped: Pick
-    masked: Pick
-    random: Pick
-    raw: Pick
-    greedy: Pick
-    top_k: Pick
-    top_p: Pick
+    edited: int
+    stopped: int
+    masked: int
+    masses: bool
+    nuclei: bool
     most: int
-    processed: bool
-    drawn_report: Report
-    greedy_report: Report
-    raw_report: Report
+    raw: np.ndarray[Any, Any]
+    processed: np.ndarray[Any, Any]
+    top_rows: tuple[int, ...]
     most_tops: int
-    raw_rows: np.ndarray[Any, Any]
-    random_rows: np.ndarray[Any, Any]
-    greedy_rows: np.ndarray[Any, Any]
-    asked: np.ndarray[Any, Any]
 
     @property
     def needs_history(self) -> bool:
@@ -106,10 +76,14 @@ class SamplePlan(msgspec.Struct, frozen=True, kw_only=True):
         return self.longest > 0
 
     @property
+    def filtered(self) -> bool:
+        """Whether a job has top-k or top-p."""
+        return self.nuclei or self.most > 0
+
+    @property
     def plain(self) -> bool:
         """Whether every row only needs its largest logit."""
-        picks = (self.penalised, self.biased, self.stopped, self.masked, self.random, self.raw, self.greedy)
-        return not any(pick.count for pick in picks)
+        return not (self.edited or self.stopped or self.masked or self.masses)
 
 
 def uniform(seed: int, index: int, position: int) -> float:
@@ -138,141 +112,128 @@ def plan_samples(
     """
     count = len(specs)
     at = np.asarray(positions, np.int64).tolist()
-    ends = at if lengths is None else lengths
+    ends = at if lengths is None else list(lengths)
     if not count == len(at) == len(lanes) == len(ends):
         raise InvariantBroken(f"plan_samples: {count} specs, {len(at)} positions, {len(lanes)} lanes")
-    penalised: list[int] = []
-    biased: list[int] = []
-    stopped: list[int] = []
-    masked: list[int] = []
-    random: list[int] = []
-    raw: list[int] = []
-    greedy: list[int] = []
+    changes = _Changes(specs, at, np.asarray(lanes, np.int64).tolist(), ends)
+    jobs = _Jobs()
     for row, spec in enumerate(specs):
-        if _has_penalty(spec) and ends[row] > 0:
-            penalised.append(row)
-        if spec.bias_ids:
-            biased.append(row)
-        if spec.stop_ids and at[row] - spec.prompt_len < spec.min_tokens:
-            stopped.append(row)
-        if spec.grammar:
-            masked.append(row)
-        if spec.temperature > 0.0:
-            random.append(row)
-        elif spec.processed:
-            greedy.append(row)
-        if spec.raw:
-            raw.append(row)
-
-    arrays = _Arrays()
-    drawn = [specs[row] for row in random]
-    ks = [(i, spec.top_k) for i, spec in enumerate(drawn) if spec.top_k > 0]
-    ps = [(i, spec.top_p) for i, spec in enumerate(drawn) if spec.top_p < 1.0]
-    if random:
-        arrays.add("noise", [uniform(s.seed, s.index, at[row]) for s, row in zip(drawn, random, strict=True)])
-        temperatures = [spec.temperature for spec in drawn]
-        if any(value != 1.0 for value in temperatures):
-            arrays.add("temperature", temperatures)
-        if ks:
-            arrays.add("top_k", [k for _, k in ks], np.int64)
-        if ps:
-            arrays.add("top_p", [p for _, p in ps])
-        if any(spec.min_p > 0.0 for spec in drawn):
-            arrays.add("min_p", [spec.min_p for spec in drawn])
-    _plan_penalties(arrays, [specs[row] for row in penalised], [ends[row] for row in penalised])
-    if penalised:
-        arrays.add("lanes", np.asarray(lanes, np.int64)[penalised], np.int64)
-    shows_raw = [specs[row].top if specs[row].raw else 0 for row in raw]
-    # a row that asks for both gets the alternatives by raw log-probs
-    shows_drawn = [spec.top if spec.processed and not spec.raw else 0 for spec in drawn]
-    shows_greedy = [0 if specs[row].raw else specs[row].top for row in greedy]
-    return SamplePlan(
+        jobs.add(row, spec, at[row], changes)
+    for row, spec in enumerate(specs):
+        if spec.raw and jobs.changed[row]:
+            jobs.add_raw(row)
+    tops = [row for row, spec in enumerate(specs) if spec.top > 0 and (spec.raw or spec.processed)]
+    plan = SamplePlan(
         count=count,
-        longest=max((ends[row] for row in penalised), default=0),
-        penalised=arrays.pick("penalised_rows", penalised, count),
-        biased=_plan_bias(arrays, specs, biased),
-        stopped=_plan_stops(arrays, specs, stopped),
-        masked=arrays.pick("masked_rows", masked, count),
-        random=arrays.pick("random_rows", random, count),
-        raw=arrays.pick("raw_rows", raw, count),
-        greedy=arrays.pick("greedy_rows", greedy, count),
-        top_k=arrays.pick("top_k_rows", [i for i, _ in ks], len(random)),
-        top_p=arrays.pick("top_p_rows", [i for i, _ in ps], len(random)),
-        most=max((k for _, k in ks), default=0),
-        processed=any(spec.processed for spec in drawn),
-        drawn_report=arrays.report("drawn", random, shows_drawn),
-        greedy_report=arrays.report("greedy", greedy, shows_greedy),
-        raw_report=arrays.report("raw", raw, shows_raw),
-        most_tops=max((*shows_drawn, *shows_greedy, *shows_raw), default=0),
-        raw_rows=np.array(raw, np.int64),
-        random_rows=np.array(random, np.int64),
-        greedy_rows=np.array(greedy, np.int64),
-        asked=np.array([spec.processed for spec in specs], np.bool_),
-        arrays=arrays.of,
+        jobs=len(jobs.ints),
+        arrays={},
+        longest=max((end for _, _, _, end, _ in changes.penalised), default=0),
+        edited=len(changes.edited),
+        stopped=len(changes.stopped),
+        masked=len(changes.masked),
+        masses=any(job[_MASS] for job in jobs.ints),
+        nuclei=any(p < 1.0 and not job[_TOP_K] for job, (_, _, p, _) in zip(jobs.ints, jobs.floats, strict=True)),
+        most=max((job[_TOP_K] for job in jobs.ints), default=0),
+        raw=np.array([spec.raw for spec in specs], np.bool_),
+        processed=np.array([spec.processed for spec in specs], np.bool_),
+        top_rows=tuple(tops),
+        most_tops=max((specs[row].top for row in tops), default=0),
     )
+    if not plan.plain:
+        plan.arrays["ints"] = np.array(jobs.ints, np.int64)
+        plan.arrays["floats"] = np.array(jobs.floats, np.float64)
+        plan.arrays.update(changes.arrays())
+    if tops:
+        # a row that asks for both gets the alternatives by raw log-probs
+        of = [jobs.ints[row][_RAW] if specs[row].raw else row for row in tops]
+        plan.arrays["top_jobs"] = np.array(of, np.int64)
+        plan.arrays["top_counts"] = np.array([specs[row].top for row in tops], np.int64)
+        plan.arrays["top_raw"] = np.array([specs[row].raw for row in tops], np.int64)
+    return plan
 
 
-class _Arrays:
-    """The arrays of a plan while it is made."""
+# columns of a job's integers
+_ROW, _EDIT, _STOP, _MASK, _MASS, _DRAWN, _TOP_K, _RAW = range(8)
+_PLAIN_FLOATS = (1.0, 0.0, 1.0, -math.inf)
+
+
+class _Jobs:
+    """The numbers of jobs while a plan is made; `changed` says whose distribution is not that of the logits."""
 
     def __init__(self) -> None:
-        self.of: dict[str, np.ndarray[Any, Any]] = {}
+        self.ints: list[list[int]] = []
+        self.floats: list[tuple[float, float, float, float]] = []
+        self.changed: list[bool] = []
 
-    def add(self, name: str, values: Any, dtype: Any = np.float64) -> None:
-        self.of[name] = np.array(values, dtype)
+    def add(self, row: int, spec: SamplerSpec, position: int, changes: _Changes) -> None:
+        slots = [changes.edited.get(row, -1), changes.stopped.get(row, -1), changes.masked.get(row, -1)]
+        drawn = spec.temperature > 0.0
+        floats, top_k = _PLAIN_FLOATS, 0
+        if drawn:
+            scale = 1.0 / spec.temperature if spec.temperature > 1.0 / _MOST_SCALE else _MOST_SCALE
+            floor = math.log(spec.min_p) if spec.min_p > 0.0 else -math.inf
+            floats = (scale, uniform(spec.seed, spec.index, position), spec.top_p, floor)
+            top_k = max(spec.top_k, 0)
+        # filters leave the sum of all probabilities what it is
+        changed = max(slots) >= 0 or floats[0] != 1.0
+        raw = row if spec.raw and not changed else -1
+        mass = drawn or spec.processed or raw >= 0
+        self.ints.append([row, *slots, int(mass), int(drawn), top_k, raw])
+        self.floats.append(floats)
+        self.changed.append(changed)
 
-    def pick(self, name: str, rows: Sequence[int], count: int) -> Pick:
-        """`rows` of a table of `count` rows."""
-        if len(rows) in (0, count):
-            return Pick("", len(rows))
-        self.add(name, rows, np.int64)
-        return Pick(name, len(rows))
+    def add_raw(self, row: int) -> None:
+        self.ints[row][_RAW] = len(self.ints)
+        self.ints.append([row, -1, -1, -1, 1, 0, 0, -1])
+        self.floats.append(_PLAIN_FLOATS)
 
-    def report(self, kind: str, rows: Sequence[int], ks: Sequence[int]) -> Report:
-        """Alternatives: `ks` of each of `rows`, 0 for none."""
-        where = [i for i, k in enumerate(ks) if k > 0]
-        if not where:
-            return Report()
-        self.add(f"{kind}_top", [ks[i] for i in where], np.int64)
-        tops = self.pick(f"{kind}_top_rows", where, len(rows))
-        return Report(tops, f"{kind}_top", tuple(rows[i] for i in where))
+
+class _Changes:
+    """What changes logits before the softmax: `edited`, `stopped` and `masked` number the rows of each kind."""
+
+    def __init__(
+        self, specs: Sequence[SamplerSpec], positions: Sequence[int], lanes: Sequence[int], ends: Sequence[int]
+    ) -> None:
+        self._specs = specs
+        self.edited: dict[int, int] = {}
+        self.stopped: dict[int, int] = {}
+        self.masked: dict[int, int] = {}
+        self.penalised: list[tuple[int, int, int, int, int]] = []
+        for row, spec in enumerate(specs):
+            penalised = _has_penalty(spec) and ends[row] > 0
+            if penalised or spec.bias_ids:
+                slot = self.edited[row] = len(self.edited)
+                if penalised:
+                    self.penalised.append((slot, row, lanes[row], ends[row], spec.prompt_len))
+            in_range = any(stop >= 0 for stop in spec.stop_ids)
+            if in_range and positions[row] - spec.prompt_len < spec.min_tokens:
+                self.stopped[row] = len(self.stopped)
+            if spec.grammar:
+                self.masked[row] = len(self.masked)
+
+    def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
+        made: dict[str, np.ndarray[Any, Any]] = {}
+        specs = self._specs
+        if self.penalised:
+            made["edits"] = np.array(self.penalised, np.int64)
+            own = [specs[row] for _, row, _, _, _ in self.penalised]
+            # float32, as the logits are
+            made["penalties"] = np.array(
+                [(s.repetition_penalty, s.presence_penalty, s.frequency_penalty) for s in own], np.float32
+            )
+        biased = [row for row in self.edited if specs[row].bias_ids]
+        if biased:
+            cells = [np.frombuffer(specs[row].bias_ids, "<i4").astype(np.int64) for row in biased]
+            heads = [(self.edited[row], row) for row in biased]
+            at = np.repeat(np.array(heads, np.int64), [len(part) for part in cells], axis=0)
+            made["bias_cells"] = np.column_stack([at, np.concatenate(cells)])
+            values = b"".join([specs[row].bias_values for row in biased])
+            made["bias"] = np.frombuffer(values, "<f4").astype(np.float32)
+        if self.stopped:
+            stops = [(slot, row, stop) for row, slot in self.stopped.items() for stop in specs[row].stop_ids]
+            made["stop_cells"] = np.array([cell for cell in stops if cell[2] >= 0], np.int64)
+        return made
 
 
 def _has_penalty(spec: SamplerSpec) -> bool:
     return spec.repetition_penalty != 1.0 or spec.presence_penalty != 0.0 or spec.frequency_penalty != 0.0
-
-
-def _plan_penalties(arrays: _Arrays, specs: Sequence[SamplerSpec], ends: Sequence[int]) -> None:
-    """Add the numbers of each penalised row; float32, as the logits are."""
-    if not specs:
-        return
-    arrays.add("ends", ends, np.int64)
-    if any(spec.repetition_penalty != 1.0 for spec in specs):
-        arrays.add("repetition", [spec.repetition_penalty for spec in specs], np.float32)
-    if any(spec.presence_penalty or spec.frequency_penalty for spec in specs):
-        arrays.add("prompt_lens", [spec.prompt_len for spec in specs], np.int64)
-        arrays.add("presence", [spec.presence_penalty for spec in specs], np.float32)
-        arrays.add("frequency", [spec.frequency_penalty for spec in specs], np.float32)
-
-
-def _plan_bias(arrays: _Arrays, specs: Sequence[SamplerSpec], biased: Sequence[int]) -> Pick:
-    """Add the biased cells: number of the row among those with a bias (`bias_at`), the id, and what is added."""
-    if not biased:
-        return _NO_ROWS
-    ids = [np.frombuffer(specs[row].bias_ids, "<i4") for row in biased]
-    arrays.add("bias_at", np.repeat(np.arange(len(biased)), [len(part) for part in ids]), np.int64)
-    arrays.add("bias_ids", np.concatenate(ids), np.int64)
-    arrays.add("bias", np.frombuffer(b"".join([specs[row].bias_values for row in biased]), "<f4"), np.float32)
-    return arrays.pick("biased_rows", biased, len(specs))
-
-
-def _plan_stops(arrays: _Arrays, specs: Sequence[SamplerSpec], stopped: Sequence[int]) -> Pick:
-    """Add the masked cells: number of the row among those under a mask (`stop_at`), and the id (`stop_ids`)."""
-    cells = [(row, stop) for row in stopped for stop in specs[row].stop_ids if stop >= 0]
-    rows = sorted({row for row, _ in cells})
-    if not rows:
-        return _NO_ROWS
-    number = {row: i for i, row in enumerate(rows)}
-    arrays.add("stop_at", [number[row] for row, _ in cells], np.int64)
-    arrays.add("stop_ids", [stop for _, stop in cells], np.int64)
-    return arrays.pick("stopped_rows", rows, len(specs))

@@ -4,6 +4,7 @@
 it. `read_samples` makes lists of the results on the host, after they have arrived. `sample` does the three in a row,
 for callers that may wait.
 
+GPUs sample by the kernels of `fdasync.gpu.kernels.sample`, CPUs by `math.py`: the same arithmetic, of whole numbers.
 Every row is sampled on its own: the result for a row depends on its logits, its `SamplerSpec`, its position
 and (for penalties) its history, never on the rows beside it. Noise is a function of (seed, sample index,
 position) alone, so recomputing a position gives the same token. Knows nothing of models, sequences or
@@ -25,7 +26,7 @@ import torch
 from fdasync.errors import InvariantBroken, RunnerError
 from fdasync.result import TopLogprobs
 from fdasync.runner.base import StepOutput
-from fdasync_transformers.sampling.math import compute_samples
+from fdasync_transformers.sampling.math import sample_on_host
 from fdasync_transformers.sampling.plan import MASKS, SamplePlan, plan_samples, uniform
 
 if TYPE_CHECKING:
@@ -109,6 +110,65 @@ def sample(
     return read_samples(plan, {name: values.cpu().numpy() for name, values in results.items()})
 
 
+def compute_samples(
+    logits: torch.Tensor,
+    plan: SamplePlan,
+    sent: Mapping[str, torch.Tensor],
+    tokens: torch.Tensor | None,
+) -> dict[str, torch.Tensor]:
+    """Sample one token per row; on a GPU it queues work on the current stream and returns.
+
+    On a GPU no operation reads a value back or has an output whose shape depends on values, and no tensor is made of
+    host data: the plan has all numbers of the host. So a step can be launched while the device computes the step
+    before it.
+
+    Args:
+        logits: [N, V] bfloat16, float16 or float32; read only.
+        plan: of the same rows.
+        sent: `plan.arrays`, and the masks of grammars where the plan has rows under one, as tensors on the device of
+            `logits`; read only.
+        tokens: int [lanes, max_tokens] on that device, the known tokens by lane, prompt first; those of row i are
+            `tokens[lanes[i], :positions[i]]`. Read only, and only where `plan.needs_history`; else may be None.
+            Ids outside the vocabulary are passed over.
+
+    Returns:
+        New tensors on the device of `logits`, the caller's, for `read_samples` (entries in the plan's order):
+        `tokens` int64 [N], each within the vocabulary whatever the logits are; `finite` bool [N], False for rows
+        that have NaN or +inf, or nothing finite; `raw` float32 and `processed` float64 [N], without a meaning for
+        rows that do not ask; `top_values` float64 and `top_ids` int64, both [rows that ask, most of any], unordered,
+        -inf behind a row's last alternative. Only the entries that the plan needs.
+
+    Raises:
+        InvariantBroken: the logits are not the plan's, or the known tokens are missing.
+    """
+    if logits.ndim != 2 or logits.shape[0] != plan.count:
+        raise InvariantBroken(f"sample: logits {tuple(logits.shape)}, {plan.count} planned")
+    if plan.needs_history and (tokens is None or tokens.shape[1] < plan.longest):
+        width = "no" if tokens is None else tokens.shape[1]
+        raise InvariantBroken(f"sample: {width} known tokens a lane, and penalties that look at {plan.longest}")
+    if plan.plain:
+        # NaN wins a maximum, so the largest logit shows any bad one
+        best, picks = logits.max(dim=-1)
+        return {"tokens": picks, "finite": torch.isfinite(best)}
+    on_device = sample_on_device if logits.is_cuda else sample_on_host
+    results = on_device(logits, plan, sent, tokens)
+    for name, wanted in (("raw", plan.raw), ("processed", plan.processed)):
+        if not wanted.any():
+            del results[name]
+    return results
+
+
+def sample_on_device(
+    logits: torch.Tensor, plan: SamplePlan, sent: Mapping[str, torch.Tensor], tokens: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """By the kernels."""
+    # not above: machines without a GPU need no Triton
+    from fdasync.gpu.kernels.sample import sample_rows
+
+    sampled = sample_rows(logits, plan, sent, tokens)
+    return {name: values for name, values in sampled._asdict().items() if values is not None}
+
+
 def read_samples(plan: SamplePlan, arrays: Mapping[str, np.ndarray[Any, Any]]) -> SampleOutput:
     """Make lists of the results of `compute_samples`.
 
@@ -125,20 +185,13 @@ def read_samples(plan: SamplePlan, arrays: Mapping[str, np.ndarray[Any, Any]]) -
     raw: list[float] | None = None
     processed: list[float] | None = None
     top: list[TopLogprobs | None] | None = None
-    if plan.raw.count:
-        chosen = np.zeros(plan.count, np.float32)
-        chosen[plan.raw_rows] = arrays["raw"]
-        raw = chosen.tolist()
+    if "raw" in arrays:
+        raw = np.where(plan.raw, arrays["raw"], 0.0).tolist()
     if "processed" in arrays:
-        drawn = [plan.random_rows] if plan.processed else []
-        chosen = np.zeros(plan.count, np.float64)
-        chosen[np.concatenate([*drawn, plan.greedy_rows])] = arrays["processed"]
-        chosen[~plan.asked] = 0.0
-        processed = chosen.tolist()
+        processed = np.where(plan.processed, arrays["processed"], 0.0).tolist()
     if "top_ids" in arrays:
         top = [None] * plan.count
-        rows = [*plan.drawn_report.top_rows, *plan.greedy_report.top_rows, *plan.raw_report.top_rows]
-        for row, values, ids in zip(rows, arrays["top_values"], arrays["top_ids"], strict=True):
+        for row, values, ids in zip(plan.top_rows, arrays["top_values"], arrays["top_ids"], strict=True):
             order = np.lexsort((ids, -values))
             order = order[: np.count_nonzero(values > _NEG_INF)]
             top[row] = TopLogprobs(tuple(ids[order].tolist()), tuple(values[order].tolist()))

@@ -1,0 +1,421 @@
+"""Kernels that sample a token for each row of logits, without a sort and without a table of the vocabulary's size.
+
+A step is a handful of launches, each over all jobs (`SampleJobs`): the largest logits of chunks; where a job has top-k
+or top-p, what bounds its cut; exact masses of tiles; the cut; then one program a row that finds the tile of its noise,
+and the id in it. `sample_tile.py` says what a mass is, `sample_search.py` what a cut is, and `sample_edits.py` how
+penalties, bias and stop masks come in. Nothing here waits for the device, and no two programs share a float sum, so a
+row's results depend on that row alone. Knows no requests, only numbers. Called by the plugins' samplers; runs on CUDA,
+or on the CPU under Triton's interpreter (tests).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+import triton
+import triton.language as tl
+
+from fdasync.errors import BadInput
+from fdasync.gpu.kernels.sample_edits import prepare_edits
+from fdasync.gpu.kernels.sample_search import PIVOTS, cut_kernel, list_kernel, narrow_kernel, slow_cut_kernel, top_k_of
+from fdasync.gpu.kernels.sample_tile import (
+    CHUNK,
+    DRAWN,
+    FLOOR,
+    FLOATS,
+    INTS,
+    MASS,
+    NOISE,
+    NOTHING,
+    RAW,
+    ROW,
+    SCALE,
+    TILE,
+    TOP_P,
+    best_of,
+    id_of,
+    job_float,
+    job_int,
+    mass_of,
+    order_of,
+    read_raw,
+    read_tile,
+    scaled,
+    value_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    
+# ids between the bounds of a cut that are listed; a row with more takes the slow way
+_LISTED = 8192
+# a list of so many is bisected faster
+_FEW = 2048
+# ids of a program that narrows
+SPAN = 8192
+WARPS = {"peaks": 8, "narrow": 4, "list": 8, "masses": 16, "cut": 16}
+# a row's masses must add up in an int64, and float64 must hold one
+_SUM_BITS, _MOST_BITS = 62, 52
+
+
+class SampleJobs(Protocol):
+    """What the host knows of a step: `sample_rows` says what each is."""
+
+    @property
+    def count(self) -> int: ...
+    @property
+    def jobs(self) -> int: ...
+    @property
+    def longest(self) -> int: ...
+    @property
+    def edited(self) -> int: ...
+    @property
+    def stopped(self) -> int: ...
+    @property
+    def masked(self) -> int: ...
+    @property
+    def masses(self) -> bool: ...
+    @property
+    def nuclei(self) -> bool: ...
+    @property
+    def most(self) -> int: ...
+    @property
+    def most_tops(self) -> int: ...
+
+
+class Sampled(NamedTuple):
+    """Results of `sample_rows`: new tensors on the device, the caller's.
+
+    Attributes:
+        tokens: int64 [N], within the vocabulary whatever the logits are.
+        finite: bool [N], False for rows that have NaN or +inf, or nothing finite.
+        raw, processed: float32 and float64 [N], log-probs of the tokens; no meaning for rows that did not ask.
+        top_values, top_ids: float64 and int64 [A, most_tops at most], the alternatives of the rows that ask, best
+            first, the lower id first among equals; -inf behind a row's last. None: no row asks.
+    """
+
+    tokens: torch.Tensor
+    finite: torch.Tensor
+    raw: torch.Tensor
+    processed: torch.Tensor
+    top_values: torch.Tensor | None
+    top_ids: torch.Tensor | None
+
+
+@triton.jit(do_not_specialize=["stride"])  # type: ignore[untyped-decorator]
+def _peaks_kernel(  # type: ignore[no-untyped-def]
+    logits, stride, width, ints, chunk_best, tile_best, tile_given,
+    edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain: tl.constexpr,
+    tiles, chunks: tl.constexpr, chunk: tl.constexpr,
+):  # fmt: skip
+    """The orders of the largest logits of a tile and its chunks, and the largest logit as given, +inf for NaN."""
+    job = tl.program_id(1).to(tl.int64)
+    number = tl.program_id(0)
+    line = tl.arange(0, chunks)
+    ids = number * (chunks * chunk) + line[:, None] * chunk + tl.arange(0, chunk)[None, :]
+    raw, x = read_tile(
+        logits, stride, width, ints, job, ids,
+        edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain,
+    )  # fmt: skip
+    # two reductions of 32 bits are cheaper than one of the orders
+    best = tl.max(x, axis=1)
+    first = tl.min(tl.where(x == best[:, None], ids, 0x7FFFFFFF), axis=1)
+    order = order_of(best, first, width)
+    tl.store(chunk_best + (job * tiles + number) * chunks + line, order)
+    tl.store(tile_best + job * tiles + number, tl.max(order, axis=0))
+    largest = tl.max(tl.max(tl.where(raw != raw, float("inf"), raw), axis=1), axis=0)
+    tl.store(tile_given + job * tiles + number, largest)
+
+
+@triton.jit(do_not_specialize=["stride"])  # type: ignore[untyped-decorator]
+def _masses_kernel(  # type: ignore[no-untyped-def]
+    logits, stride, width, unit, ints, floats, tile_best, bounds, total, above, kept,
+    edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain: tl.constexpr,
+    tiles, padded: tl.constexpr, filtered: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
+    """Masses of a tile: all; those above the bounds of a cut; those of them that min-p keeps."""
+    job = tl.program_id(1).to(tl.int64)
+    if job_int(ints, job, MASS) == 0:
+        return
+    listed = False
+    if filtered:
+        listed = top_k_of(ints, job, width) > 0
+        if listed & (job_int(ints, job, RAW) != job):
+            return
+    number = tl.program_id(0)
+    ids = number * tile + tl.arange(0, tile)
+    _, x = read_tile(
+        logits, stride, width, ints, job, ids,
+        edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain,
+    )  # fmt: skip
+    best = value_of(best_of(tile_best, job, tiles, padded))
+    at = job * tiles + number
+    logs = scaled(x, best, job_float(floats, job, SCALE))
+    mass = mass_of(logs, unit)
+    tl.store(total + at, tl.sum(mass, axis=0))
+    if filtered:
+        if listed:
+            return
+        if job_float(floats, job, TOP_P) < 1.0:
+            mass = tl.where(x >= tl.load(bounds + (tl.num_programs(1) + job) * 2 + 1), mass, 0)
+            tl.store(above + at, tl.sum(mass, axis=0))
+    # no log is NaN, and that of no probability has no mass
+    floor = job_float(floats, job, FLOOR)
+    tl.store(kept + at, tl.sum(tl.where(logs >= floor, mass, 0), axis=0))
+
+
+@triton.jit(do_not_specialize=["stride"])  # type: ignore[untyped-decorator]
+def _draw_kernel(  # type: ignore[no-untyped-def]
+    logits, stride, width, unit, ints, floats, tile_best, tile_given, total, kept, cuts, tokens, finite, raws, processed,
+    edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain: tl.constexpr,
+    tiles, padded: tl.constexpr, filtered: tl.constexpr, chunks: tl.constexpr, chunk: tl.constexpr,
+):  # fmt: skip
+    """The token of a row: inverse CDF over ascending ids, by whole numbers; and its log-probs."""
+    job = tl.program_id(0).to(tl.int64)
+    number = tl.arange(0, padded)
+    given = tl.load(tile_given + job * tiles + number, mask=number < tiles, other=float("-inf"))
+    largest = tl.max(given, axis=0)
+    tl.store(finite + job, (largest > float("-inf")) & (largest < float("inf")))
+    highest = best_of(tile_best, job, tiles, padded)
+    best = value_of(highest)
+    token = id_of(highest)
+    log = (highest * 0).to(tl.float64)
+    mass = tl.load(kept + job * tiles + number, mask=number < tiles, other=0)
+    whole = tl.sum(mass, axis=0)
+    if (job_int(ints, job, DRAWN) > 0) & (whole > 0):
+        # below the sum, whatever the product rounds to
+        left = tl.minimum((job_float(floats, job, NOISE) * whole.to(tl.float64)).to(tl.int64), whole - 1)
+        at = tl.sum((tl.cumsum(mass, axis=0) <= left).to(tl.int32), axis=0)
+        left -= tl.sum(tl.where(number < at, mass, 0), axis=0)
+        line = tl.arange(0, chunks)
+        column = tl.arange(0, chunk)
+        ids = at * (chunks * chunk) + line[:, None] * chunk + column[None, :]
+        _, x = read_tile(
+            logits, stride, width, ints, job, ids,
+            edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain,
+        )  # fmt: skip
+        logs = scaled(x, best, job_float(floats, job, SCALE))
+        keep = logs >= job_float(floats, job, FLOOR)
+        if filtered:
+            keep = keep & (order_of(x, ids, width) >= tl.load(cuts + job))
+        cell = tl.where(keep, mass_of(logs, unit), 0)
+        lines = tl.sum(cell, axis=1)
+        in_line = tl.sum((tl.cumsum(lines, axis=0) <= left).to(tl.int32), axis=0)
+        left -= tl.sum(tl.where(line < in_line, lines, 0), axis=0)
+        own = tl.sum(tl.where(line[:, None] == in_line, cell, 0), axis=0)
+        in_column = tl.sum((tl.cumsum(own, axis=0) <= left).to(tl.int32), axis=0)
+        token = at * (chunks * chunk) + in_line * chunk + in_column
+        token = tl.minimum(token, width - 1)
+        value = tl.sum(tl.sum(tl.where(ids == token, x, 0.0), axis=1), axis=0)
+        log = scaled(value, best, job_float(floats, job, SCALE))
+    tl.store(tokens + job, token.to(tl.int64))
+    tl.store(processed + job, log - tl.log(whole.to(tl.float64) / unit))
+    raw_job = job_int(ints, job, RAW)
+    if raw_job >= 0:
+        first = value_of(best_of(tile_best, raw_job, tiles, padded)).to(tl.float64)
+        mass = tl.load(total + raw_job * tiles + number, mask=number < tiles, other=0)
+        own = tl.load(logits + job_int(ints, job, ROW) * stride + token).to(tl.float64)
+        scored = own - first - tl.log(tl.sum(mass, axis=0).to(tl.float64) / unit)
+        tl.store(raws + job, scored.to(tl.float32))
+
+
+@triton.jit(do_not_specialize=["stride"])  # type: ignore[untyped-decorator]
+def _chunk_kernel(  # type: ignore[no-untyped-def]
+    logits, stride, width, ints, jobs, picked, into,
+    edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain: tl.constexpr,
+    columns, chunk: tl.constexpr,
+):  # fmt: skip
+    """The orders of all ids of a chunk, named by the order of its largest."""
+    asked = tl.program_id(0).to(tl.int64)
+    job = tl.load(jobs + asked)
+    best = tl.load(picked + asked * columns + tl.program_id(1))
+    column = tl.arange(0, chunk)
+    ids = id_of(best) // chunk * chunk + column
+    _, x = read_tile(
+        logits, stride, width, ints, job, ids,
+        edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain,
+    )  # fmt: skip
+    # a chunk without ids has no place of its own
+    order = tl.where(best == NOTHING, NOTHING, order_of(x, ids, width))
+    tl.store(into + (asked * columns + tl.program_id(1)) * chunk + column, order)
+
+
+def sample_rows(
+    logits: torch.Tensor, asked: SampleJobs, sent: Mapping[str, torch.Tensor], tokens: torch.Tensor | None
+) -> Sampled:
+    """Sample one token for each row; queues work on the current stream and returns.
+
+    A job is one distribution over the vocabulary. Jobs 0 to N - 1 are those of the rows; further ones are of logits
+    that a row's job changes, as given, for raw log-probs. A probability is exp of a float64 log, rounded to 2^-b of
+    the largest one of its row, where b = 62 - the bits of V, 52 at most (44 for 152k ids).
+
+    Args:
+        logits: [N, V] bfloat16, float16 or float32; rows of any stride. Read only.
+        asked: numbers that the host knows: rows, jobs; known tokens of the longest penalised row; rows with edits,
+            under a stop mask, under a grammar; whether a job wants its sum, whether one has top-p and no top-k; the
+            largest top-k; the most alternatives.
+        sent: tensors on the device of the logits; read only. `ints` int64 [jobs, 8] and `floats` float64 [jobs, 4]:
+            see `sample_tile.py`; `edits` int64 [P, 5] (slot, row, lane, known tokens, tokens of the prompt) and
+            `penalties` float32 [P, 3] (repetition, presence, frequency); `bias_cells` and `stop_cells` int64 [n, 3]
+            (slot, row, id) and `bias` float32 [n]; `masks` int32 [rows under a grammar, words]; `top_jobs`,
+            `top_counts` and `top_raw` int64 [A].
+        tokens: int [lanes, max_tokens], the known tokens; read where `asked.longest`.
+
+    Raises:
+        BadInput: another shape or dtype.
+    """
+    _check(logits, asked, sent)
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    work = _Work(logits, asked, sent, tokens)
+    work.find_peaks()
+    if asked.masses:
+        work.add_masses()
+    return work.draw()
+
+
+class _Work:
+    """The tensors of one call."""
+
+    def __init__(
+        self, logits: torch.Tensor, asked: SampleJobs, sent: Mapping[str, torch.Tensor], tokens: torch.Tensor | None
+    ) -> None:
+        self._logits, self._asked, self._sent = logits, asked, sent
+        width = logits.shape[1]
+        self._unit = float(2 ** min(_MOST_BITS, _SUM_BITS - width.bit_length()))
+        self._tiles = triton.cdiv(width, TILE)
+        self._sizes: dict[str, Any] = {"tiles": self._tiles, "padded": triton.next_power_of_2(self._tiles)}
+        self._edits = prepare_edits(logits, asked, sent, tokens)
+        self._read = (logits, logits.stride(0), width)
+        self._chunk_best = self._new(torch.int64, self._tiles * (TILE // CHUNK))
+        self._tile_best = self._new(torch.int64, self._tiles)
+        self._given = self._new(torch.float32, self._tiles)
+        self._total, self._kept, self._above = (self._new(torch.int64, self._tiles) for _ in range(3))
+        self._cuts = self._new(torch.int64, 1)
+        self._filtered = asked.nuclei or asked.most > 0
+
+    def _new(self, dtype: torch.dtype, columns: int) -> torch.Tensor:
+        return torch.empty((self._asked.jobs, columns), dtype=dtype, device=self._logits.device)
+
+    def find_peaks(self) -> None:
+        _peaks_kernel[(self._tiles, self._asked.jobs)](
+            *self._read, self._sent["ints"], self._chunk_best, self._tile_best, self._given, *self._edits,
+            tiles=self._tiles, chunks=TILE // CHUNK, chunk=CHUNK, num_warps=WARPS["peaks"],
+        )  # fmt: skip
+
+    def add_masses(self) -> None:
+        sent, jobs = self._sent, self._asked.jobs
+        bounds = self._cuts
+        numbers = (sent["ints"], sent["floats"], self._tile_best)
+        if self._filtered:
+            zeros = torch.zeros((2, jobs), dtype=torch.int32, device=self._logits.device)
+            listed = self._new(torch.int64, _LISTED)
+            bounds = self._list(numbers, listed, zeros[0])
+        _masses_kernel[(self._tiles, jobs)](
+            *self._read, self._unit, *numbers, bounds, self._total, self._above, self._kept, *self._edits,
+            filtered=self._filtered, tile=TILE, **self._sizes, num_warps=WARPS["masses"],
+        )  # fmt: skip
+        if self._filtered:
+            width = self._read[2]
+            cut_kernel[(jobs,)](
+                width, width.bit_length(), self._unit, *numbers, listed, zeros[0], self._total, self._above,
+                self._kept, self._cuts, zeros[1],
+                most=_LISTED, tile=TILE, few=_FEW, **self._sizes, num_warps=WARPS["cut"],
+            )  # fmt: skip
+            slow_cut_kernel[(jobs,)](
+                *self._read, self._unit, *numbers, self._kept, self._cuts, zeros[1], *self._edits,
+                tile=TILE, **self._sizes, num_warps=16,
+            )  # fmt: skip
+
+    def _list(self, numbers: tuple[torch.Tensor, ...], listed: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """List the ids that may stand at a cut; returns the bounds between which they stand."""
+        jobs = self._asked.jobs
+        spans = triton.cdiv(self._read[2], SPAN)
+        sizes = {**self._sizes, "spans": spans, "padded_spans": triton.next_power_of_2(spans)}
+        floors = self._floors() if self._asked.most else self._cuts
+        bounds, sums = self._new(torch.float32, 4), [self._new(torch.float32, spans * PIVOTS) for _ in range(2)]
+        for number in range(2 if self._asked.nuclei else 0):
+            narrow_kernel[(spans, jobs)](
+                *self._read, *numbers, sums[0], bounds, sums[number], *self._edits,
+                first=number == 0, span=SPAN, **sizes, num_warps=WARPS["narrow"],
+            )  # fmt: skip
+        list_kernel[(self._tiles, jobs)](
+            *self._read, *numbers, floors, bounds, sums[1], listed, counts, self._above, self._kept, *self._edits,
+            most=_LISTED, tile=TILE, **sizes, num_warps=WARPS["list"],
+        )  # fmt: skip
+        return bounds
+
+    def _floors(self) -> torch.Tensor:
+        """A lower bound of each top-k: the k-th largest of the chunks' largest, which is one of as many ids."""
+        width = self._chunk_best.shape[1]
+        k = self._sent["ints"][:, 6:7].clamp(min=1)
+        best = self._chunk_best.topk(min(self._asked.most, width), dim=-1).values
+        floor = best.gather(-1, k.clamp(max=best.shape[1]) - 1)
+        return torch.where(k > best.shape[1], _LOWEST, floor)
+
+    def draw(self) -> Sampled:
+        count, device = self._asked.count, self._logits.device
+        tokens = torch.empty((count,), dtype=torch.int64, device=device)
+        finite = torch.empty((count,), dtype=torch.bool, device=device)
+        raw = torch.zeros((count,), dtype=torch.float32, device=device)
+        processed = torch.zeros((count,), dtype=torch.float64, device=device)
+        _draw_kernel[(count,)](
+            *self._read, self._unit, self._sent["ints"], self._sent["floats"], self._tile_best, self._given,
+            self._total, self._kept, self._cuts, tokens, finite, raw, processed, *self._edits,
+            filtered=self._filtered, chunks=TILE // CHUNK, chunk=CHUNK, **self._sizes, num_warps=8,
+        )  # fmt: skip
+        values = ids = None
+        if "top_jobs" in self._sent:
+            values, ids = self._alternatives()
+        return Sampled(tokens, finite, raw, processed, values, ids)
+
+    def _alternatives(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The k largest ids stand in the k chunks with the largest of all."""
+        sent, jobs = self._sent, self._sent["top_jobs"]
+        most = min(self._asked.most_tops, self._read[2])
+        best = self._chunk_best.index_select(0, jobs)
+        picked = best.topk(min(most, best.shape[1]), dim=-1).values
+        orders = torch.empty((len(jobs), picked.shape[1] * CHUNK), dtype=torch.int64, device=jobs.device)
+        _chunk_kernel[tuple(picked.shape)](
+            *self._read, sent["ints"], jobs, picked, orders, *self._edits, picked.shape[1], chunk=CHUNK
+        )
+        orders = orders.topk(most, dim=-1).values
+        values, ids = _decoded(orders)
+        first, _ = _decoded(self._tile_best.index_select(0, jobs).amax(dim=-1, keepdim=True))
+        raw = sent["top_raw"].unsqueeze(-1) > 0
+        floats = sent["floats"].index_select(0, jobs)
+        kept = torch.where(raw, self._total.index_select(0, jobs), self._kept.index_select(0, jobs))
+        mass = kept.sum(dim=-1, keepdim=True).double() / self._unit
+        logs = torch.where(values == first, 0.0, values.double() - first.double()) * floats[:, :1]
+        real = torch.arange(most, device=jobs.device) < sent["top_counts"].unsqueeze(-1)
+        passed = logs >= floats[:, 3:4]
+        if self._filtered:
+            cut = self._cuts.index_select(0, jobs)
+            limited = (sent["ints"].index_select(0, jobs)[:, 6:7] > 0) | (floats[:, 2:3] < 1.0)
+            passed &= (orders >= cut) | ~limited
+        real &= (passed | raw) & (values > float("-inf"))
+        return torch.where(real, logs - mass.log(), float("-inf")), ids
+
+
+_LOWEST = -(2**63)
+
+
+def _decoded(orders: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits, float32, and ids, int64, of orders."""
+    keys = (orders >> 32).int()
+    values = torch.where(keys < 0, keys ^ 0x7FFFFFFF, keys).view(torch.float32)
+    return values, 0x7FFFFFFF - (orders & 0xFFFFFFFF)
+
+
+def _check(logits: torch.Tensor, asked: SampleJobs, sent: Mapping[str, torch.Tensor]) -> None:
+    floats = (torch.bfloat16, torch.float16, torch.float32)
+    if logits.dim() != 2 or logits.dtype not in floats or logits.shape[0] != asked.count or not logits.numel():
+        raise BadInput("logits", f"{logits.dtype} {tuple(logits.shape)} for {asked.count} rows")
+    if logits.shape[1] >= 1 << 31:
+        raise BadInput("logits", f"{logits.shape[1]} ids", limit=(1 << 31) - 1)
+    for name, columns, dtype in (("ints", INTS, torch.int64), ("floats", FLOATS, torch.float64)):
+        table = sent[name]
+        if tuple(table.shape) != (asked.jobs, columns) or table.dtype is not dtype or not table.is_contiguous():
+            raise BadInput(name, f"{table.dtype} {tuple(table.shape)} where {dtype} {(asked.jobs, columns)} is due")

@@ -1,0 +1,121 @@
+"""What the sampler's kernels share: how a tile of logits is read, ordered and made probabilities.
+
+A row of logits is read in tiles of `TILE` ids at fixed places. Each read applies what changes the logits (see
+`sample_edits.py`) on the way. A probability is a whole number, its *mass*: exp of the scaled distance to the largest
+logit, in float64, times 2^b, rounded. Sums of masses are exact in any order and over any number of programs, so that
+each row has the same bits whatever runs beside it. Knows no requests. Used by `sample.py` and `sample_search.py`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+#: ids of a tile, and of each of its chunks, whose largest logits are kept
+TILE = 4096
+CHUNK = 128
+#: columns of a job's integers, and of its floats
+INTS, FLOATS = 8, 4
+
+# the row of logits; slots of edits, stop mask and grammar, -1 for none; whether the sum of masses is wanted; whether a
+# token is drawn; the top-k, 0 for none; the job whose sum scores raw logits, -1 for none
+ROW, EDIT, STOP, MASK, MASS, DRAWN, TOP_K, RAW = (tl.constexpr(number) for number in range(INTS))
+# what the distance to the largest logit is multiplied by; the noise; top-p, 1 for none; the log of min-p
+SCALE, NOISE, TOP_P, FLOOR = (tl.constexpr(number) for number in range(FLOATS))
+_INTS, _FLOATS = tl.constexpr(INTS), tl.constexpr(FLOATS)
+#: below the order of every id
+NOTHING = tl.constexpr(-0x8000000000000000)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def job_int(ints, job, column: tl.constexpr):  # type: ignore[no-untyped-def]
+    return tl.load(ints + job * _INTS + column)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def job_float(floats, job, column: tl.constexpr):  # type: ignore[no-untyped-def]
+    return tl.load(floats + job * _FLOATS + column)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def read_raw(logits, stride, row, ids, width):  # type: ignore[no-untyped-def]
+    """float32 logits of `ids`; -inf outside the vocabulary."""
+    return tl.load(logits + row * stride + ids, mask=ids < width, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def bits_of(words, slot, columns, ids, width):  # type: ignore[no-untyped-def]
+    """Whether the bit of each id is set in row `slot` of a table of int32 words, `columns` a row."""
+    word = ids >> 5
+    held = tl.load(words + slot * columns + word, mask=(ids < width) & (word < columns), other=0)
+    return ((held >> (ids & 31)) & 1) != 0
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def edited(x, edit, ids, width, edit_bits, edit_values, bit_columns):  # type: ignore[no-untyped-def]
+    """`x` with the values of row `edit` of the edits where they are set."""
+    if edit >= 0:
+        known = bits_of(edit_bits, edit, bit_columns, ids, width)
+        x = tl.where(known, tl.load(edit_values + edit * width + ids, mask=known, other=0.0), x)
+    return x
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def read_tile(  # type: ignore[no-untyped-def]
+    logits, stride, width, ints, job, ids,
+    edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain: tl.constexpr,
+):  # fmt: skip
+    """Logits of a job as given, and after edits, stop mask and grammar; in the latter NaN is -inf, so they have an
+    order. plain: no job has any of these."""
+    raw = read_raw(logits, stride, job_int(ints, job, ROW), ids, width)
+    x = raw
+    if not plain:
+        x = edited(x, job_int(ints, job, EDIT), ids, width, edit_bits, edit_values, bit_columns)
+        stop = job_int(ints, job, STOP)
+        mask = job_int(ints, job, MASK)
+        if stop >= 0:
+            # a mask that leaves nothing is passed over
+            if tl.load(stop_left + stop) > 0:
+                x = tl.where(bits_of(stop_bits, stop, bit_columns, ids, width), float("-inf"), x)
+        if mask >= 0:
+            x = tl.where(bits_of(masks, mask, mask_columns, ids, width), x, float("-inf"))
+    return raw, tl.where(x != x, float("-inf"), x)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def order_of(x, ids, width):  # type: ignore[no-untyped-def]
+    """int64: larger for the larger logit, then for the lower id; all differ within a row."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # -0.0 ties with 0.0
+    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+    return tl.where(ids < width, key * 4294967296 + (0x7FFFFFFF - ids).to(tl.int64), NOTHING)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def id_of(order):  # type: ignore[no-untyped-def]
+    return 0x7FFFFFFF - (order & 0xFFFFFFFF).to(tl.int32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def value_of(order):  # type: ignore[no-untyped-def]
+    key = (order >> 32).to(tl.int32)
+    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def best_of(tile_best, job, tiles, padded: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The order of a job's largest logit."""
+    number = tl.arange(0, padded)
+    return tl.max(tl.load(tile_best + job * tiles + number, mask=number < tiles, other=NOTHING), axis=0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def scaled(x, best, scale):  # type: ignore[no-untyped-def]
+    """float64 log of each probability over the largest one; 0 at the largest, also where that is infinite."""
+    distance = tl.where(x == best, 0.0, x.to(tl.float64) - best.to(tl.float64))
+    return tl.where(x == float("-inf"), float("-inf"), distance * scale)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def mass_of(logs, unit):  # type: ignore[no-untyped-def]
+    """int64 masses; `unit`, a power of two, is that of the largest logit."""
+    return (tl.exp(logs) * unit + 0.5).to(tl.int64)
