@@ -38,22 +38,17 @@ def _first_visible(position, REACH: gl.constexpr, reach_size):
 
 @gluon.jit
 def _ask_pages(
-    descriptor, pages, full, table, start, low, high, kv_head, block_rows, place,
-    BLOCK_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr,
+    descriptor, pages, full, blocks, block_rows, place, kv_head,
+    COUNT: gl.constexpr, HALVES: gl.constexpr, NBYTES: gl.constexpr,
 ):  # fmt: skip
-    """Load keys or values start .. start + BLOCK_N, 64 elements of a page's tokens at a time; pages outside are zeros."""
-    COUNT: gl.constexpr = BLOCK_N // BLOCK_TOKENS
-    HALVES: gl.constexpr = DIM // 64
-    mbarrier.expect(full, BLOCK_N * DIM * 2)
+    """Load a tile of keys or values, 64 elements of a page's tokens at a time; a block of -1 becomes zeros."""
+    mbarrier.expect(full, NBYTES)
     for page in gl.static_range(COUNT):
-        number = start + page * BLOCK_TOKENS
-        real = (number < high) & (number + BLOCK_TOKENS > low)
-        block = gl.load(table + number // BLOCK_TOKENS, mask=real, other=0)
         # a row past the end: the copy engine writes zeros
-        row = gl.where(real, block * block_rows, 1 << 30)
+        row = gl.where(blocks[page] < 0, 1 << 30, blocks[page] * block_rows)
         for half in gl.static_range(HALVES):
             target = pages.index((place * HALVES + half) * COUNT + page)
-            tma.async_copy_global_to_shared(descriptor, [row, kv_head * DIM + half * 64], full, target)
+            tma.async_copy_global_to_shared(descriptor, [row, (kv_head * HALVES + half) * 64], full, target)
 
 
 @gluon.jit
@@ -63,21 +58,26 @@ def _load(
     BLOCK_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """What the loading warp does: keep the ring full."""
+    COUNT: gl.constexpr = BLOCK_N // BLOCK_TOKENS
+    HALVES: gl.constexpr = DIM // 64
+    NBYTES: gl.constexpr = BLOCK_N * DIM * 2
     begin = low // BLOCK_N
     for tile in range(begin, (high + BLOCK_N - 1) // BLOCK_N):
         turn = tile - begin
         place = turn % STAGES
         phase = (turn // STAGES) & 1
+        # all entries before any of them is used: they arrive together
+        blocks = ()
+        for page in gl.static_range(COUNT):
+            number = tile * BLOCK_N + page * BLOCK_TOKENS
+            real = (number < high) & (number + BLOCK_TOKENS > low)
+            blocks = blocks + (gl.load(table + number // BLOCK_TOKENS, mask=real, other=-1),)
         mbarrier.wait(key_free.index(place), phase ^ 1)
-        _ask_pages(
-            keys, key_pages, key_full.index(place), table, tile * BLOCK_N, low, high, kv_head, key_rows, place,
-            BLOCK_TOKENS, BLOCK_N, DIM,
-        )  # fmt: skip
+        _ask_pages(keys, key_pages, key_full.index(place), blocks, key_rows, place, kv_head, COUNT, HALVES, NBYTES)
         mbarrier.wait(value_free.index(place), phase ^ 1)
         _ask_pages(
-            values, value_pages, value_full.index(place), table, tile * BLOCK_N, low, high, kv_head, value_rows, place,
-            BLOCK_TOKENS, BLOCK_N, DIM,
-        )  # fmt: skip
+            values, value_pages, value_full.index(place), blocks, value_rows, place, kv_head, COUNT, HALVES, NBYTES
+        )
 
 
 @gluon.jit
@@ -300,7 +300,7 @@ def prefill_hopper(
             )),
         ],
         [4, 1],
-        [240, 24],
+        [232, 40],
     )  # fmt: skip
 
 
