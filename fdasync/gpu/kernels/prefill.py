@@ -1,8 +1,11 @@
 """Attention of many queries per sequence over paged KV (prefill, and chunks of it after a cached prefix).
 
 A step's sequences are cut into tiles of queries on the host; rows of a program's tile are (query, head of the group),
-so that a few kv heads fill the tensor cores as well as many do. Shares its inner loop with `attention.py`. Knows views,
-tables and positions; knows no scheduling and no model. Called by the attention of the plugins' GPU runners.
+so that a few kv heads fill the tensor cores as well as many do. A query's bits do not depend on the queries beside it:
+tiles of keys are as large for every query of a layer and stand at multiples of their size, sums go through them in
+order, and a tile of which a row sees nothing changes nothing. On Hopper `prefill_hopper.py` attends the heads that fit
+it. Knows views, tables and positions; knows no scheduling and no model. Called by the attention of the plugins' GPU
+runners.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from fdasync.gpu.kernels.attention_tile import (
     multiply,
     split_dims,
 )
+from fdasync.gpu.kernels.prefill_hopper import attend_hopper, fits_hopper
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,12 +62,13 @@ def prefill_launch(key_dim: int, dtype: torch.dtype) -> Launch:
     if key_dim > 192:
         # queries and two stages of keys and values of 128 rows would be 128 KB
         return Launch(64, 32, 4, 2)
-    # two groups of four warps with 64 rows each, the least that Hopper's products take; 96 KB at 128 dimensions
-    return Launch(128, 64 if key_dim <= 128 else 32, 8, 2)
+    # two groups of four warps with 64 rows each, the least that Hopper's products take; 96 KB at 128 dimensions, and
+    # registers for two programs on a processor: one multiplies while the other takes exponents
+    return Launch(128, 64, 8, 2, registers=128) if key_dim <= 128 else Launch(128, 32, 8, 2)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _softmax_step(logits, best, total, scale, REACH: tl.constexpr):  # type: ignore[no-untyped-def]
+def softmax_step(logits, best, total, scale, REACH: tl.constexpr):  # type: ignore[no-untyped-def]
     """A running softmax (base 2) takes one more tile of raw logits.
 
     Returns the largest scaled logit and the sum of weights so far, the tile's weights, and what earlier sums shrink by.
@@ -147,10 +152,8 @@ def _prefill(  # type: ignore[no-untyped-def]
         real = numbers < high
         if REACH != 0:
             real = real & (numbers >= low)
-        if BLOCK_N % BLOCK_TOKENS == 0:
-            tokens = offsets % BLOCK_TOKENS
-        else:
-            tokens = numbers % BLOCK_TOKENS
+        # numbers begin at a multiple of BLOCK_N: the first choice does not change from tile to tile
+        tokens = offsets % BLOCK_TOKENS if BLOCK_N % BLOCK_TOKENS == 0 else numbers % BLOCK_TOKENS
         here = blocks.to(tl.int64)
         # the next tile's entries: by the time that their keys are wanted they are here
         ahead = numbers + BLOCK_N
@@ -166,7 +169,7 @@ def _prefill(  # type: ignore[no-untyped-def]
             if REACH != 0:
                 seen = seen & (numbers[None, :] >= first[:, None])
             logits = tl.where(seen, logits, float("-inf"))
-        best, total, weights, shrink = _softmax_step(logits, best, total, scale, REACH)
+        best, total, weights, shrink = softmax_step(logits, best, total, scale, REACH)
         sums = sums * shrink[:, None]
         if SHARED:
             value = key
@@ -178,6 +181,10 @@ def _prefill(  # type: ignore[no-untyped-def]
     out_rows = out + (token * out_row + head * out_head)[:, None] + value_dims[None, :]
     out_inside = inside[:, None] & (value_dims < VALUE_DIM)[None, :]
     tl.store(out_rows, (sums / total[:, None]).to(out.dtype.element_ty), mask=out_inside)
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def attend_prefill(
@@ -206,11 +213,19 @@ def attend_prefill(
     `lanes`[s] (int32 [S], not negative) of `tables`. `tiles` int32 [n, 2] is `prefill_tiles(counts)` on the device:
     sequences that have no tile are left out, and their rows of `out` [T, H, Dv] are not written. Everything else
     is as in `attend_decode`: views of the pool, reach, sinks, latent layers, errors, the stream, and how long tensors
-    must live. Nothing is allocated, but the host sets the number of tiles, so a graph serves one number of tiles.
+    must live. Nothing is allocated, but the host sets the number of tiles, so a graph serves one number of tiles; a
+    tile of a sequence without queries is padding. `scale` is positive. `launch` replaces the table's choice.
     """
     _, heads, key_dim = query.shape
     width = check_views(query, keys, values, value_dim)
     if not len(tiles):
+        return
+    if launch is None and values is not None and _is_hopper(query.device) and fits_hopper(query, keys, values):
+        attend_hopper(
+            query, keys, values, tables, lanes, starts, first_rows, counts, tiles,
+            tile=PREFILL_TILE, scale=scale * LOG2E, reach=REACH_CODES[reach_kind], reach_size=reach_size,
+            sinks=sinks, out=out,
+        )  # fmt: skip
         return
     kv_heads = keys.shape[2]
     group = heads // kv_heads
@@ -228,4 +243,5 @@ def attend_prefill(
         KEY_DIM=key_dim, D1=d1, D2=d2, VALUE_DIM=width, DV=max(16, triton.next_power_of_2(width)),
         SHARED=shared, WIDEN=query.device.type == "cpu", SINKS=sinks is not None, REACH=REACH_CODES[reach_kind],
         BLOCK_M=launch.rows, BLOCK_N=launch.keys, num_warps=launch.warps, num_stages=launch.stages,
+        maxnreg=launch.registers,
     )  # fmt: skip
