@@ -17,6 +17,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+# of the threads of a partition; Triton 3.6 has the longer name
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def first_visible(position, REACH: gl.constexpr, reach_size):  # type: ignore[no-untyped-def]
@@ -69,7 +72,7 @@ def _zero_rows(  # type: ignore[no-untyped-def]
         value = target.load(LAYOUT)
         target.store(gl.where(inside[:, None], value, gl.full_like(value, 0.0)))
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
 
 
 @gluon.jit  # type: ignore[untyped-decorator]

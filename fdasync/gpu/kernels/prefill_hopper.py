@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from fdasync.gpu.kernels.hopper_tile import attend_rows, first_visible
+from fdasync.gpu.kernels.hopper_tile import attend_rows, barrier, first_visible
 
 ROWS = 64  # of a group of four warps: what one of its products takes
 # keys of a tile and places in the ring, by the width of a head: 160 KB at 64 x 2 rows of 128, 192 KB at 256
@@ -182,7 +182,7 @@ def _prefill_hopper(  # type: ignore[no-untyped-def]
         mbarrier.init(value_full.index(place), count=1)
         mbarrier.init(value_free.index(place), count=2)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     # a product's operand of DIM elements lies in parts of 64, each with all tokens: pages of a part follow each other
     key_tiles = key_pages._reinterpret(DTYPE, [STAGES, BLOCK_N, DIM], SHARED)
     value_tiles = value_pages._reinterpret(DTYPE, [STAGES, BLOCK_N, DIM], SHARED)
