@@ -13,12 +13,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-# of the threads of a partition; Triton 3.6 has the longer name
-barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+# Triton 3.6 names some things otherwise than later versions do
+LATER_NAMES = gl.constexpr(hasattr(gl, "barrier"))
+barrier = gl.barrier if LATER_NAMES.value else gl.thread_barrier  # of the threads of a partition
+copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
 @gluon.jit  # type: ignore[untyped-decorator]

@@ -15,10 +15,10 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from fdasync.gpu.kernels.hopper_tile import attend_rows, barrier, first_visible
+from fdasync.gpu.kernels.hopper_tile import LATER_NAMES, attend_rows, barrier, copy_in, first_visible
 
 ROWS = 64  # of a group of four warps: what one of its products takes
 # keys of a tile and places in the ring, by the width of a head: 160 KB at 64 x 2 rows of 128, 192 KB at 256
@@ -81,7 +81,7 @@ def _ask_pages(  # type: ignore[no-untyped-def]
         row = gl.where(blocks[page] < 0, 1 << 30, blocks[page] * block_rows)
         for part in gl.static_range(PARTS):
             target = pages.index((place * PARTS + part) * COUNT + page)
-            tma.async_copy_global_to_shared(descriptor, [row, (kv_head * PARTS + part) * 64], full, target)
+            copy_in(descriptor, [row, (kv_head * PARTS + part) * 64], full, target)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -184,8 +184,12 @@ def _prefill_hopper(  # type: ignore[no-untyped-def]
     fence_async_shared()
     barrier()
     # a product's operand of DIM elements lies in parts of 64, each with all tokens: pages of a part follow each other
-    key_tiles = key_pages._reinterpret(DTYPE, [STAGES, BLOCK_N, DIM], SHARED)
-    value_tiles = value_pages._reinterpret(DTYPE, [STAGES, BLOCK_N, DIM], SHARED)
+    if LATER_NAMES:
+        key_tiles = key_pages.reinterpret(DTYPE, [STAGES, BLOCK_N, DIM], SHARED)
+        value_tiles = value_pages.reinterpret(DTYPE, [STAGES, BLOCK_N, DIM], SHARED)
+    else:
+        key_tiles = key_pages._reinterpret(DTYPE, [STAGES, BLOCK_N, DIM], SHARED)
+        value_tiles = value_pages._reinterpret(DTYPE, [STAGES, BLOCK_N, DIM], SHARED)
     ring = (key_tiles, value_tiles)
     bars = (key_full, key_free, value_full, value_free)
     step = (tables, lanes, starts, first_rows, counts, tiles)
