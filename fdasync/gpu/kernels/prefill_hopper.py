@@ -21,7 +21,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from fdasync.gpu.kernels.hopper_tile import LATER_NAMES, attend_rows, barrier, copy_in, first_visible
 
 ROWS = 64  # of a group of four warps: what one of its products takes
-# keys of a tile and places in the ring, by the width of a head: 160 KB at 64 x 2 rows of 128, 192 KB at 256
+# of a thread when it starts, with 12 warps; `_prefill_hopper` shares them out again
+REGISTERS = 168
+# keys of a tile and places in the ring, by the width of a head: 160 KB with the queries at 128, 192 KB at 256
 _TILES = {64: (128, 2), 128: (128, 2), 256: (64, 2)}
 
 
@@ -213,7 +215,7 @@ def _prefill_hopper(  # type: ignore[no-untyped-def]
             )),
         ],
         [4, 1],
-        # of a thread's registers: 168 x 12 warps are shared out again
+        # of a thread of the second group and of the loading warp; the first group has as many as the second
         [232, 40],
     )  # fmt: skip
 
@@ -282,5 +284,5 @@ def attend_hopper(
         query.stride(0), query.stride(1), tables.stride(0), out.stride(0), out.stride(1),
         KV_HEADS=kv_heads, GROUP=group, PIECES=pieces, TILE=tile, BLOCK_TOKENS=keys.shape[1], DIM=dim,
         SINKS=sinks is not None, REACH=reach, BLOCK_N=keys_at_once or table[0], STAGES=stages or table[1], ROWS=ROWS,
-        OVERLAP=overlap, num_warps=4, maxnreg=168,
+        OVERLAP=overlap, num_warps=4, maxnreg=REGISTERS,
     )  # fmt: skip

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -52,6 +55,20 @@ def test_which_heads_and_pools_fit() -> None:
     assert not fits_hopper(query, apart, apart), "blocks that do not stand on the grid of tokens"
     shifted = torch.zeros(3 * 16 * 256 + 4, dtype=BF16)[4:].view(3, 16, 2, 128)
     assert not fits_hopper(query, shifted, shifted), "an address that the copy engine cannot take"
+
+
+@pytest.mark.parametrize(("dim", "reach"), [(64, 1), (128, 0)])
+def test_it_compiles_for_hopper_without_one(dim: int, reach: int) -> None:
+    """Its products are of the tensor cores' asynchronous kind, its loads are the copy engine's, and the ring fits."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.gpu.kernels._compile_hopper", str(dim), str(reach)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    shared, products, copies = map(int, done.stdout.split())
+    assert 80_000 < shared <= 227 << 10
+    assert products > 0
+    keys_at_once, _ = prefill_hopper._TILES[dim]
+    assert copies == 2 * keys_at_once // 16 * dim // 64
 
 
 # -- what only a GPU can show -------------------------------------------------------------------
