@@ -159,7 +159,12 @@ def _multiply(  # type: ignore[no-untyped-def]
             )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["lanes", "starts", "first_rows", "counts", "tiles", "programs", "reach_size"])  # type: ignore[untyped-decorator]
+@gluon.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=[
+        "lanes", "starts", "first_rows", "counts", "tiles", "programs", "reach_size", "table_row", "key_rows",
+        "value_rows",
+    ]
+)  # fmt: skip
 def _prefill_hopper(  # type: ignore[no-untyped-def]
     keys, values, query, tables, lanes, starts, first_rows, counts, tiles, sinks, out,
     programs, scale, reach_size, key_rows, value_rows, query_row, query_head, table_row, out_row, out_head,
