@@ -5,11 +5,13 @@ layers, 1.5 MiB, and a sequence's blocks are scattered. Decode is timed inside a
 layer finds its KV in the L2 cache because it was just read. Medians of interleaved rounds; the first warms up.
 
     limit_copy_gbps        of one large copy on the device, read plus written
-    limit_sdpa_tflops_*    torch's own attention over contiguous keys and values, as many sequences of as many tokens
+    limit_sdpa_tflops_*    torch's own attention over contiguous keys and values, as many queries of as many sequences;
+                           limit_flash_tflops_* its flash attention, which it takes where cuDNN's is missing
     decode_us_SxN          one layer's decode of S sequences of N tokens; decode_gbps_* of KV read, decode_share_* of
                            the copy's rate
-    prefill_us_SxN         one layer's prefill of S prompts of N tokens; prefill_tflops_* of the causal half,
-                           prefill_share_* of torch's own
+    prefill_us_SxN         one layer's prefill of S prompts of N tokens, SxN@C: of N tokens each after C cached ones;
+                           prefill_tflops_* of the products that the mask leaves, prefill_share_* of torch's own,
+                           prefill_flash_share_* of its flash attention
     store_us_N             one layer's new keys and values of N tokens, inside a graph
 """
 
@@ -20,12 +22,15 @@ import math
 import statistics
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks._report import Report
@@ -47,12 +52,15 @@ DECODE_SWEEP = [
         (32, 2, 4), (32, 4, 3), (32, 4, 5), (64, 4, 2), (64, 4, 3), (64, 4, 5), (64, 8, 3), (128, 4, 3), (128, 8, 3),
     )
 ]  # fmt: skip
+# what torch chooses among
+TORCHS_OWN = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 SPLIT_SWEEP = (1, 2, 4, 8, 16, 32, 64)
+# of the kernel that is not for Hopper alone
 PREFILL_SWEEP = [
-    Launch(rows, keys, warps, stages)
-    for rows, keys, warps, stages in (
-        (64, 64, 4, 2), (64, 64, 4, 3), (128, 32, 8, 3), (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 5),
-        (128, 128, 8, 2), (128, 128, 8, 3),
+    Launch(rows, keys, warps, stages, registers)
+    for rows, keys, warps, stages, registers in (
+        (64, 64, 4, 2, None), (64, 64, 4, 3, None), (128, 32, 8, 3, 128), (128, 64, 8, 2, None), (128, 64, 8, 2, 128),
+        (128, 64, 8, 3, None), (128, 128, 8, 2, None),
     )
 ]  # fmt: skip
 
@@ -63,13 +71,13 @@ class Sizes:
 
     layers: int = 48
     decodes: tuple[tuple[int, int], ...] = ((1, 1024), (64, 1024), (256, 1024), (1, 8192), (64, 8192))
-    prefills: tuple[tuple[int, int], ...] = ((1, 8192), (8, 1024))
+    prefills: tuple[tuple[int, int, int], ...] = ((1, 0, 8192), (8, 0, 1024), (64, 1024, 128), (256, 1023, 1))
     prefill_layers: int = 4
     stores: tuple[int, ...] = (1, 256, 8192)
     copy_nbytes: int = 4 << 30
 
 
-REHEARSAL = Sizes(2, ((1, 40), (3, 40)), ((1, 40), (2, 20)), 1, (1, 8), 1 << 20)
+REHEARSAL = Sizes(2, ((1, 40), (3, 40)), ((1, 0, 40), (2, 20, 3)), 1, (1, 8), 1 << 20)
 
 
 @dataclass
@@ -83,8 +91,9 @@ class Rig:
     values: list[torch.Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        tokens = max(count * length for count, length in (*self.sizes.decodes, *self.sizes.prefills))
-        blocks = tokens // BLOCK_TOKENS + 2 * max(count for count, _ in (*self.sizes.decodes, *self.sizes.prefills))
+        prefills = [(count, cached + length) for count, cached, length in self.sizes.prefills]
+        tokens = max(count * length for count, length in (*self.sizes.decodes, *prefills))
+        blocks = tokens // BLOCK_TOKENS + 2 * max(count for count, _ in (*self.sizes.decodes, *prefills))
         width = BLOCK_TOKENS * KV_HEADS * DIM
         self.pool = torch.empty(blocks, 2 * self.sizes.layers * width, dtype=torch.bfloat16, device=self.device)
         self.pool.normal_()
@@ -146,11 +155,11 @@ class Rig:
 
         return self.graph(run)
 
-    def prefill(self, sequences: int, length: int, launch: Launch | None = None) -> Callable[[], object]:
-        """Some layers' prefill of `sequences` prompts."""
-        tables = self.tables(sequences, length)
+    def prefill(self, sequences: int, cached: int, length: int, launch: Launch | None = None) -> Callable[[], object]:
+        """Some layers' prefill of `length` tokens of `sequences` prompts, each after as many `cached` ones."""
+        tables = self.tables(sequences, cached + length)
         lanes = torch.arange(sequences, dtype=torch.int32, device=self.device)
-        starts = torch.zeros(sequences, dtype=torch.int64, device=self.device)
+        starts = torch.full((sequences,), cached, device=self.device)
         first_rows = torch.arange(sequences, device=self.device) * length
         counts = torch.full((sequences,), length, device=self.device)
         tiles = torch.from_numpy(prefill_tiles([length] * sequences)).to(self.device)
@@ -164,21 +173,28 @@ class Rig:
                     reach_kind="full", reach_size=0, sinks=None, out=out, launch=launch,
                 )  # fmt: skip
 
-        run()
-        return run
+        return self.graph(run)
 
-    def sdpa(self, sequences: int, length: int) -> Callable[[], object]:
-        """What torch does with as many prompts whose keys and values are contiguous, each head's own."""
-        query, key, value = (
-            torch.randn(sequences, HEADS, length, DIM, device=self.device).bfloat16() for _ in range(3)
+    def sdpa(self, sequences: int, cached: int, length: int, backends: list[SDPBackend]) -> Callable[[], object]:
+        """What torch does with as many prompts whose keys and values are contiguous: each head's own, or, behind cached
+        tokens, those of the group."""
+        kv_heads = KV_HEADS if cached else HEADS
+        query = torch.randn(sequences, HEADS, length, DIM, device=self.device).bfloat16()
+        key, value = (
+            torch.randn(sequences, kv_heads, cached + length, DIM, device=self.device).bfloat16() for _ in range(2)
         )
+        more: dict[str, Any] = {"enable_gqa": kv_heads < HEADS}
+        if not cached:
+            more["is_causal"] = True
+        elif length > 1:
+            more["attn_mask"] = causal_lower_right(length, cached + length)
 
         def run() -> None:
-            for _ in range(self.sizes.prefill_layers):
-                scaled_dot_product_attention(query, key, value, is_causal=True)
+            with nullcontext() if self.device.type == "cpu" else sdpa_kernel(backends):
+                for _ in range(self.sizes.prefill_layers):
+                    scaled_dot_product_attention(query, key, value, **more)
 
-        run()
-        return run
+        return self.graph(run)
 
     def store(self, tokens: int) -> Callable[[], object]:
         """All layers' new keys and values."""
@@ -203,9 +219,13 @@ def decode_bytes(sequences: int, length: int) -> int:
     return sequences * length * KV_HEADS * DIM * 2 * 2
 
 
-def prefill_flops(sequences: int, length: int) -> float:
+def prefill_flops(sequences: int, cached: int, length: int) -> float:
     """Of the products that a causal mask leaves."""
-    return 4.0 * sequences * HEADS * DIM * length * (length + 1) / 2
+    return 4.0 * sequences * HEADS * DIM * (length * cached + length * (length + 1) / 2)
+
+
+def name_of(sequences: int, cached: int, length: int) -> str:
+    return f"{sequences}x{length}" + (f"@{cached}" if cached else "")
 
 
 def measure(rig: Rig, rounds: int, report: Report) -> None:
@@ -216,9 +236,10 @@ def measure(rig: Rig, rounds: int, report: Report) -> None:
     works["copy"] = (lambda: target.copy_(source), 1, 3)
     for count, length in sizes.decodes:
         works[f"decode_{count}x{length}"] = (rig.decode(count, length), sizes.layers, 1)
-    for count, length in sizes.prefills:
-        works[f"prefill_{count}x{length}"] = (rig.prefill(count, length), sizes.prefill_layers, 1)
-        works[f"sdpa_{count}x{length}"] = (rig.sdpa(count, length), sizes.prefill_layers, 1)
+    for case in sizes.prefills:
+        works[f"prefill_{name_of(*case)}"] = (rig.prefill(*case), sizes.prefill_layers, 1)
+        works[f"sdpa_{name_of(*case)}"] = (rig.sdpa(*case, TORCHS_OWN), sizes.prefill_layers, 1)
+        works[f"flash_{name_of(*case)}"] = (rig.sdpa(*case, TORCHS_OWN[1:2]), sizes.prefill_layers, 1)
     for count in sizes.stores:
         works[f"store_{count}"] = (rig.store(count), sizes.layers, 1)
     times: dict[str, list[float]] = {name: [] for name in works}
@@ -233,14 +254,14 @@ def measure(rig: Rig, rounds: int, report: Report) -> None:
         report.add(f"decode_us_{count}x{length}", took)
         speed = report.add(f"decode_gbps_{count}x{length}", [decode_bytes(count, length) / us / 1e3 for us in took])
         report.add(f"decode_share_{count}x{length}", [speed / copied])
-    for count, length in sizes.prefills:
-        took, flops = times[f"prefill_{count}x{length}"], prefill_flops(count, length)
-        report.add(f"prefill_us_{count}x{length}", took)
-        speed = report.add(f"prefill_tflops_{count}x{length}", [flops / us / 1e6 for us in took])
-        limit = report.add(
-            f"limit_sdpa_tflops_{count}x{length}", [flops / us / 1e6 for us in times[f"sdpa_{count}x{length}"]]
-        )
-        report.add(f"prefill_share_{count}x{length}", [speed / limit])
+    for case in sizes.prefills:
+        name, flops = name_of(*case), prefill_flops(*case)
+        took = times[f"prefill_{name}"]
+        report.add(f"prefill_us_{name}", took)
+        speed = report.add(f"prefill_tflops_{name}", [flops / us / 1e6 for us in took])
+        for limit, share in (("sdpa", "prefill_share"), ("flash", "prefill_flash_share")):
+            reached = report.add(f"limit_{limit}_tflops_{name}", [flops / us / 1e6 for us in times[f"{limit}_{name}"]])
+            report.add(f"{share}_{name}", [speed / reached], aim=0.8)
     for count in sizes.stores:
         report.add(f"store_us_{count}", times[f"store_{count}"])
 
@@ -263,13 +284,13 @@ def sweep(rig: Rig, budget_s: float, report: Report) -> None:
     def spent() -> bool:
         return time.perf_counter() - began > budget_s
 
-    for count, length in sizes.prefills:
-        note(f"prefill {count}x{length}", "table", best_of(rig, rig.prefill(count, length), sizes.prefill_layers))
+    for case in sizes.prefills:
+        note(f"prefill {name_of(*case)}", "table", best_of(rig, rig.prefill(*case), sizes.prefill_layers))
     for launch in PREFILL_SWEEP:
-        for count, length in sizes.prefills:
+        for case in sizes.prefills:
             if not spent():
-                us = best_of(rig, rig.prefill(count, length, launch), sizes.prefill_layers)
-                note(f"prefill {count}x{length}", str(launch), us)
+                us = best_of(rig, rig.prefill(*case, launch), sizes.prefill_layers)
+                note(f"prefill {name_of(*case)}", str(launch), us)
     for count, length in sizes.decodes:
         note(f"decode {count}x{length}", "table", best_of(rig, rig.decode(count, length), sizes.layers))
     for launch in DECODE_SWEEP:

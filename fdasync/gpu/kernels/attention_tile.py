@@ -32,12 +32,14 @@ class Launch:
         rows, keys: of a tile.
         warps: of a program.
         stages: of a program's pipeline of loads.
+        registers: of a thread, at most; None: as many as the compiler likes.
     """
 
     rows: int
     keys: int
     warps: int
     stages: int
+    registers: int | None = None
 
 
 def split_dims(dim: int) -> tuple[int, int]:

@@ -1,8 +1,11 @@
 """Attention of many queries per sequence over paged KV (prefill, and chunks of it after a cached prefix).
 
 A step's sequences are cut into tiles of queries on the host; rows of a program's tile are (query, head of the group),
-so that a few kv heads fill the tensor cores as well as many do. Shares its inner loop with `attention.py`. Knows views,
-tables and positions; knows no scheduling and no model. Called by the attention of the plugins' GPU runners.
+so that a few kv heads fill the tensor cores as well as many do. A query's bits do not depend on the queries beside it:
+tiles of keys are as large for every query of a layer and stand at multiples of their size, sums go through them in
+order, and a tile of which a row sees nothing changes nothing. On Hopper `prefill_hopper.py` attends the heads that fit
+it. Knows views, tables and positions; knows no scheduling and no model. Called by the attention of the plugins' GPU
+runners.
 """
 
 from __future__ import annotations
@@ -21,10 +24,11 @@ from fdasync.gpu.kernels.attention_tile import (
     ReachKind,
     check_views,
     first_visible,
-    fold_keys,
     load_rows,
+    multiply,
     split_dims,
 )
+from fdasync.gpu.kernels.prefill_hopper import attend_hopper, fits_hopper
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,8 +62,28 @@ def prefill_launch(key_dim: int, dtype: torch.dtype) -> Launch:
     if key_dim > 192:
         # queries and two stages of keys and values of 128 rows would be 128 KB
         return Launch(64, 32, 4, 2)
-    # two groups of four warps with 64 rows each, the least that Hopper's products take; 96 KB at 128 dimensions
-    return Launch(128, 64 if key_dim <= 128 else 32, 8, 2)
+    # two groups of four warps with 64 rows each, the least that Hopper's products take; 96 KB at 128 dimensions, and
+    # registers for two programs on a processor: one multiplies while the other takes exponents
+    return Launch(128, 64, 8, 2, registers=128) if key_dim <= 128 else Launch(128, 32, 8, 2)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def softmax_step(logits, best, total, scale, REACH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A running softmax (base 2) takes one more tile of raw logits.
+
+    Returns the largest scaled logit and the sum of weights so far, the tile's weights, and what earlier sums shrink by.
+    Every multiplication that an addition follows is a fused one by name: whether a compiler fuses it by itself could
+    differ between kernels, and a query's bits with it.
+    """
+    above = tl.maximum(best, tl.max(logits, 1) * scale)
+    base = above
+    if REACH != 0:
+        # a row that has seen nothing yet: -inf less -inf would be NaN
+        base = tl.where(above == float("-inf"), 0.0, above)
+    weights = tl.math.exp2(tl.fma(logits, scale, -base[:, None]))
+    shrink = tl.math.exp2(best - base)
+    total = tl.fma(total, shrink, tl.sum(weights, 1))
+    return above, total, weights, shrink
 
 
 @triton.jit(do_not_specialize=["lanes", "starts", "first_rows", "counts", "tiles", "reach_size"])  # type: ignore[untyped-decorator]
@@ -68,30 +92,48 @@ def _prefill(  # type: ignore[no-untyped-def]
     scale, reach_size,
     query_row, query_head, keys_block, keys_token, keys_head, values_block, values_token, values_head,
     table_row, out_row, out_head,
-    GROUP: tl.constexpr, PIECES: tl.constexpr, TILE: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PIECES: tl.constexpr, TILE: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     KEY_DIM: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr,
     SHARED: tl.constexpr, WIDEN: tl.constexpr, SINKS: tl.constexpr, REACH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # a program does BLOCK_M rows (query, head in group) of one tile and one kv head; the later rows first
-    tile = tl.program_id(0) // PIECES
-    piece = PIECES - 1 - tl.program_id(0) % PIECES
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(0) % KV_HEADS
+    piece = tl.program_id(0) // KV_HEADS
+    tile = piece // PIECES
+    piece = PIECES - 1 - piece % PIECES
     sequence = tl.load(tiles + 2 * tile)
     begin = tl.load(tiles + 2 * tile + 1) * TILE
+    # all that is known of the sequence in one go, before anything depends on it
     count = tl.load(counts + sequence).to(tl.int32)
+    start_position = tl.load(starts + sequence).to(tl.int32)
+    first_row = tl.load(first_rows + sequence).to(tl.int64)
+    table = tables + tl.load(lanes + sequence).to(tl.int64) * table_row
     if begin + piece * BLOCK_M // GROUP >= count:
         return
     row = piece * BLOCK_M + tl.arange(0, BLOCK_M)
     number = begin + row // GROUP
     inside = (row < TILE * GROUP) & (number < count)
     head = (kv_head * GROUP + row % GROUP).to(tl.int64)
-    start_position = tl.load(starts + sequence).to(tl.int32)
     lowest = start_position + begin + piece * BLOCK_M // GROUP
     highest = start_position + tl.minimum(begin + (piece * BLOCK_M + BLOCK_M - 1) // GROUP, count - 1)
     # rows that are padding see what the last query sees: a softmax over nothing would be 0 / 0
     position = tl.minimum(start_position + number, highest)
-    token = tl.load(first_rows + sequence).to(tl.int64) + number
+    first = first_visible(position, REACH, reach_size)
+    low = first_visible(lowest, REACH, reach_size)
+    high = highest + 1
+    # keys that every query sees need no mask
+    open_from = first_visible(highest, REACH, reach_size)
+    open_to = lowest + 1 - BLOCK_N
+    # tiles of keys lie where they lie for every query: multiples of BLOCK_N
+    offsets = tl.arange(0, BLOCK_N)
+    numbers = low // BLOCK_N * BLOCK_N + offsets
+    real = numbers < high
+    if REACH != 0:
+        real = real & (numbers >= low)
+    blocks = tl.load(table + numbers // BLOCK_TOKENS, mask=real, other=0)
+
+    token = first_row + number
     query_rows = query + token * query_row + head * query_head
     queries = load_rows(query_rows, inside, KEY_DIM, 0, D1, True)
     queries_rest = queries
@@ -103,34 +145,46 @@ def _prefill(  # type: ignore[no-untyped-def]
         best = tl.load(sinks + head, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
         total += 1.0
     sums = tl.zeros([BLOCK_M, DV], tl.float32)
-    table = tables + tl.load(lanes + sequence).to(tl.int64) * table_row
-    first = first_visible(position, REACH, reach_size)
-    low = first_visible(lowest, REACH, reach_size)
-    high = highest + 1
     keys += kv_head * keys_head
     values += kv_head * values_head
-    # whole blocks that every query sees need no mask: all but the last few, where the reach is full
-    middle = low
-    if REACH == 0:
-        middle = (lowest + 1) // BLOCK_N * BLOCK_N
-        for start in range(0, middle, BLOCK_N):
-            best, total, sums = fold_keys(
-                queries, queries_rest, best, total, sums,
-                keys, values, table, start, high, first, position, scale,
-                keys_block, keys_token, values_block, values_token,
-                BLOCK_TOKENS, KEY_DIM, D1, D2, VALUE_DIM, DV, SHARED, WIDEN, BLOCK_N, False,
-            )  # fmt: skip
-    for start in range(middle, high, BLOCK_N):
-        best, total, sums = fold_keys(
-            queries, queries_rest, best, total, sums,
-            keys, values, table, start, high, first, position, scale,
-            keys_block, keys_token, values_block, values_token,
-            BLOCK_TOKENS, KEY_DIM, D1, D2, VALUE_DIM, DV, SHARED, WIDEN, BLOCK_N, True,
-        )  # fmt: skip
+    for start in range(low // BLOCK_N * BLOCK_N, high, BLOCK_N):
+        numbers = start + offsets
+        real = numbers < high
+        if REACH != 0:
+            real = real & (numbers >= low)
+        # numbers begin at a multiple of BLOCK_N: the first choice does not change from tile to tile
+        tokens = offsets % BLOCK_TOKENS if BLOCK_N % BLOCK_TOKENS == 0 else numbers % BLOCK_TOKENS
+        here = blocks.to(tl.int64)
+        # the next tile's entries: by the time that their keys are wanted they are here
+        ahead = numbers + BLOCK_N
+        blocks = tl.load(table + ahead // BLOCK_TOKENS, mask=ahead < high, other=0)
+        rows = keys + here * keys_block + tokens * keys_token
+        key = load_rows(rows, real, KEY_DIM, 0, D1, True)
+        logits = multiply(queries, tl.trans(key), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), WIDEN)
+        if D2 > 0:
+            key_rest = load_rows(rows, real, KEY_DIM, D1, D2, True)
+            logits = multiply(queries_rest, tl.trans(key_rest), logits, WIDEN)
+        if (start > open_to) | (start < open_from):
+            seen = numbers[None, :] <= position[:, None]
+            if REACH != 0:
+                seen = seen & (numbers[None, :] >= first[:, None])
+            logits = tl.where(seen, logits, float("-inf"))
+        best, total, weights, shrink = softmax_step(logits, best, total, scale, REACH)
+        sums = sums * shrink[:, None]
+        if SHARED:
+            value = key
+        else:
+            value_rows = values + here * values_block + tokens * values_token
+            value = load_rows(value_rows, real, VALUE_DIM, 0, DV, True)
+        sums = multiply(weights.to(value.dtype), value, sums, WIDEN)
     value_dims = tl.arange(0, DV)
     out_rows = out + (token * out_row + head * out_head)[:, None] + value_dims[None, :]
     out_inside = inside[:, None] & (value_dims < VALUE_DIM)[None, :]
     tl.store(out_rows, (sums / total[:, None]).to(out.dtype.element_ty), mask=out_inside)
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def attend_prefill(
@@ -159,11 +213,19 @@ def attend_prefill(
     `lanes`[s] (int32 [S], not negative) of `tables`. `tiles` int32 [n, 2] is `prefill_tiles(counts)` on the device:
     sequences that have no tile are left out, and their rows of `out` [T, H, Dv] are not written. Everything else
     is as in `attend_decode`: views of the pool, reach, sinks, latent layers, errors, the stream, and how long tensors
-    must live. Nothing is allocated, but the host sets the number of tiles, so a graph serves one number of tiles.
+    must live. Nothing is allocated, but the host sets the number of tiles, so a graph serves one number of tiles; a
+    tile of a sequence without queries is padding. `scale` is positive. `launch` replaces the table's choice.
     """
     _, heads, key_dim = query.shape
     width = check_views(query, keys, values, value_dim)
     if not len(tiles):
+        return
+    if launch is None and values is not None and _is_hopper(query.device) and fits_hopper(query, keys, values):
+        attend_hopper(
+            query, keys, values, tables, lanes, starts, first_rows, counts, tiles,
+            tile=PREFILL_TILE, scale=scale * LOG2E, reach=REACH_CODES[reach_kind], reach_size=reach_size,
+            sinks=sinks, out=out,
+        )  # fmt: skip
         return
     kv_heads = keys.shape[2]
     group = heads // kv_heads
@@ -172,13 +234,14 @@ def attend_prefill(
     d1, d2 = split_dims(key_dim)
     shared = values is None and width == d1
     values = keys if values is None else values
-    _prefill[(len(tiles) * pieces, kv_heads)](
+    _prefill[(len(tiles) * pieces * kv_heads,)](
         query, keys, values, tables, lanes, starts, first_rows, counts, tiles, sinks, out,
         scale * LOG2E, reach_size,
         query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), keys.stride(2),
         values.stride(0), values.stride(1), values.stride(2), tables.stride(0), out.stride(0), out.stride(1),
-        GROUP=group, PIECES=pieces, TILE=PREFILL_TILE, BLOCK_TOKENS=keys.shape[1],
+        KV_HEADS=kv_heads, GROUP=group, PIECES=pieces, TILE=PREFILL_TILE, BLOCK_TOKENS=keys.shape[1],
         KEY_DIM=key_dim, D1=d1, D2=d2, VALUE_DIM=width, DV=max(16, triton.next_power_of_2(width)),
         SHARED=shared, WIDEN=query.device.type == "cpu", SINKS=sinks is not None, REACH=REACH_CODES[reach_kind],
         BLOCK_M=launch.rows, BLOCK_N=launch.keys, num_warps=launch.warps, num_stages=launch.stages,
+        maxnreg=launch.registers,
     )  # fmt: skip
