@@ -86,9 +86,7 @@ def main() -> None:
         found["notes"] |= {
             "attention": str(model.config._attn_implementation),
             "experts": str(model.config._experts_implementation),
-            "settings": {
-                name: str(value) for name, value in vars(_chosen(model, config)).items() if value is not None
-            },
+            "settings": {name: str(value) for name, value in vars(_chosen(model, config)).items() if value is not None},
         }
         out.write_text(json.dumps(found))
         print(f"  library: {made / seconds:.1f} tokens/s", flush=True)

@@ -3,10 +3,10 @@
 Routers of most families have no bias that reaches their weights, and a wrapper would not be the model's own path. So
 weights are changed, as trained models do it by themselves: one coordinate of the residual stream is the same number for
 all tokens (the embedding has it there, and nothing that writes to the stream changes it), nothing but routers reads it,
-and the routers' columns for it hold the bias. Behind the norm that coordinate still depends on the layer, so one pass of the library's own model
-finds what each router gets there, and the column is the bias over that. The bias of an expert is drawn once, normal,
-`strength` times as wide as the spread of the logits over tokens: 0 is uniform routing. Routing, kernels and captured
-graphs stay as they are; they read other numbers at the same places.
+and the routers' columns for it hold the bias. Behind the norm that coordinate still depends on the layer, so one pass
+of the library's own model finds what each router gets there, and the column is the bias over that. The bias of an
+expert is drawn once, normal, `strength` times as wide as the spread of the logits over tokens: 0 is uniform routing.
+Routing, kernels and captured graphs stay as they are; they read other numbers at the same places.
 
 Holds for families whose routers are linear in the normed stream. Knows no figures. Used by `_gpu_model.py`.
 """
@@ -96,9 +96,7 @@ def find_skew(model: Any, routers: Sequence[str], strength: float, *, prompts: i
     for _, place, value in _places(model, {}, held_by_all):
         place.copy_(value)
     hooks = [
-        model.get_submodule(name).register_forward_pre_hook(
-            lambda module, args, name=name: before(name, module, args)
-        )
+        model.get_submodule(name).register_forward_pre_hook(lambda module, args, name=name: before(name, module, args))
         for name in routers
     ]
     ids = torch.randint(0, model.config.vocab_size, (prompts, tokens), generator=random)
@@ -115,9 +113,7 @@ def find_skew(model: Any, routers: Sequence[str], strength: float, *, prompts: i
     return Skew(columns, held_by_all, tuple(spreads[name] for name in routers), tuple(logits[name] for name in routers))
 
 
-def _places(
-    model: Any, columns: dict[str, torch.Tensor], held: float
-) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+def _places(model: Any, columns: dict[str, torch.Tensor], held: float) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
     """Name, view of the weights, and what is written there."""
     found = []
     parameters = dict(model.named_parameters())
