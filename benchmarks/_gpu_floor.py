@@ -43,8 +43,8 @@ class StepBytes:
         return [self.num_experts * (1 - (1 - k / self.num_experts) ** count) for k in self.top_k]
 
     def step(self, count: int, context: int, chosen: Sequence[float] | None = None) -> float:
-        """Bytes of a step of `count` sequences with so many tokens each. `chosen`: distinct experts of each layer; None:
-        as many as are expected."""
+        """Bytes of a step of `count` sequences with so many tokens each. `chosen`: distinct experts of each layer;
+        None: as many as are expected."""
         experts = self.expected(count) if chosen is None else chosen
         routed = sum(number * nbytes for number, nbytes in zip(experts, self.expert, strict=True))
         return self.dense + count * self.embedding_row + routed + count * context * self.kv_token

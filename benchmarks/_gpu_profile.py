@@ -41,15 +41,18 @@ _GEMM = "other products"
 # the first that matches has it; names of Triton's kernels are those of their functions
 _GROUPS: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("tables and layout", re.compile(r"^_step_layout|^_scatter_kernel")),
-    (SAMPLING, re.compile(r"^_sample|^_penal|^_mask_logits")),
-    ("router and capture", re.compile(r"^_route|^_write_ids|^_router")),
-    ("grouping and sum of experts", re.compile(r"^_experts_(group|combine|order|sum)|^_expert_of")),
+    (
+        SAMPLING,
+        re.compile(r"^_sample|^_(bias|chunk|clear|count|cut|draw|left|masses|peaks|penalise|stop)_kernel"),
+    ),
+    ("router and capture", re.compile(r"^_route|^_write_ids|^_in_turn|^_product_kernel")),
+    ("grouping and sum of experts", re.compile(r"^_experts_(group|combine)")),
     (_GROUPED, re.compile(r"group_?problem|grouped|group_?gemm|^_expert|moe", re.IGNORECASE)),
     (
-        "norms, rotary, activations, fused",
-        re.compile(r"^_finish|^_qkv|^_rms|^_norm|^_rotary|^_gate|^_act|^_silu|^_add|^_residual"),
+        "fused norms, rotary, activations",
+        re.compile(r"^_finish|^_prepare|^_qkv|^_rms|^_norm|^_rota|^_gate"),
     ),
-    ("attention", re.compile(r"^_decode|^_join|^_prefill|^_store|^_latent|flash|fmha")),
+    ("attention", re.compile(r"^_decode|^_join|^_prefill|^_store|^_latent|^_hopper|flash|fmha")),
     (_GEMM, re.compile(r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|dot_kernel", re.IGNORECASE)),
     (
         "sort, index, scatter",

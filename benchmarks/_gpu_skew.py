@@ -3,10 +3,10 @@
 Routers of most families have no bias that reaches their weights, and a wrapper would not be the model's own path. So
 weights are changed, as trained models do it by themselves: one coordinate of the residual stream is the same number for
 all tokens (the embedding has it there, and nothing that writes to the stream changes it), nothing but routers reads it,
-and the routers' columns for it hold the bias. Behind the norm that coordinate still depends on the layer, so one pass of the library's own model
-finds what each router gets there, and the column is the bias over that. The bias of an expert is drawn once, normal,
-`strength` times as wide as the spread of the logits over tokens: 0 is uniform routing. Routing, kernels and captured
-graphs stay as they are; they read other numbers at the same places.
+and the routers' columns for it hold the bias. Behind the norm that coordinate still depends on the layer, so one pass
+of the library's own model finds what each router gets there, and the column is the bias over that. The bias of an
+expert is drawn once, normal, `strength` times as wide as the spread of the logits over tokens: 0 is uniform routing.
+Routing, kernels and captured graphs stay as they are; they read other numbers at the same places.
 
 Holds for families whose routers are linear in the normed stream. Knows no figures. Used by `_gpu_model.py`.
 """

@@ -33,9 +33,9 @@ e   `decode_tokens_per_s_N_skewed`, `step_ms_N_skewed`: the arm "on" where the l
     by expert, drawn once from a seed, `--skew` times as wide as their spread over tokens (`_gpu_skew.py`).
     `experts_chosen_N_skewed`: distinct ones of a layer and step, counted in captured rows; `floor_share_N_skewed`
     counts those, `floor_N_skewed` in the conditions has them by layer.
-f   `sampled_over_greedy_N`: temperature 1 with raw log-probs of the sampled tokens; `top_p_over_greedy_N`: the same with
-    top-p 0.95; both against the arm "on" in turns, N above 1. Drawn weights make nearly uniform distributions, which
-    is the most that top-p can have to keep.
+f   `sampled_over_greedy_N`: temperature 1 with raw log-probs of the sampled tokens; `top_p_over_greedy_N`: the same
+    with top-p 0.95; both against the arm "on" in turns, N above 1. Drawn weights make nearly uniform distributions,
+    which is the most that top-p can have to keep.
 g   (`--startup`) `startup_cold_s`, `startup_warm_s`: imports, `open` and `bind` of the runner in a fresh process, with
     an empty cache of compiled kernels (TRITON_CACHE_DIR) and with the one that the first start filled.
 
@@ -264,7 +264,7 @@ def _free() -> int:
     return int(torch.cuda.memory_allocated())
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", help="write the figures here, after every part")
     parser.add_argument("--model", choices=sorted(MODELS), default=DEFAULT_MODEL, help=f"(default {DEFAULT_MODEL})")
@@ -276,7 +276,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--skew", type=float, help="width of the routers' bias over the spread of their logits (1)")
     parser.add_argument("--quick", action="store_true", help="3 pairs of 0.2 s, one pair of the engine: a look")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal on a CPU in Triton's interpreter")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     args.parts = {part.strip() for part in args.only.split(",") if part.strip()}
     if not args.parts or args.parts - set(_PARTS):
         parser.error(f"--only names {args.only!r}, parts are a to g")

@@ -7,24 +7,33 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks import _gpu_children, gpu_serving
 from benchmarks import _gpu_profile as profiling
 from benchmarks._gpu_decode import ratio
 from benchmarks._gpu_profile import Event
+from benchmarks._gpu_scale import Scale, large, tiny, write_folder
+from benchmarks._report import Report
 
 ROOT = Path(__file__).parents[2]
 
 
+def rehearse(out: Path, *arguments: str) -> dict[str, Any]:
+    """The report of a rehearsal that went well."""
+    command = [sys.executable, "-m", "benchmarks.gpu_serving", "--tiny", "--json", str(out), *arguments]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+    report: dict[str, Any] = json.loads(out.read_text())
+    return report
+
+
 @pytest.mark.slow
 def test_a_rehearsal_writes_figures_that_make_sense(tmp_path: Path) -> None:
-    out = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "benchmarks.gpu_serving", "--tiny", "--json", str(out)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(out.read_text())
+    report = rehearse(tmp_path / "figures.json")
     figures, conditions = report["figures"], report["conditions"]
     for size in (1, 2):
         for way in ("on", "off", "depth1"):
@@ -40,11 +49,92 @@ def test_a_rehearsal_writes_figures_that_make_sense(tmp_path: Path) -> None:
         assert figures[f"floor_ms_{size}"] > 0
         # top 2 of 8: each layer of a step of one has 2, of two no more than 4; 0 would mean that no row came
         assert 2 <= conditions[f"floor_{size}"]["experts_chosen_per_layer"] <= 2 * size
+        assert len(conditions[f"floor_{size}"]["experts_chosen_by_layer"]) == 2
+        skewed = conditions[f"floor_{size}_skewed"]["experts_chosen_by_layer"]
+        assert figures[f"experts_chosen_{size}_skewed"] == pytest.approx(sum(skewed) / 2, abs=0.1)
+        assert figures[f"decode_tokens_per_s_{size}_skewed"] > 0
+    for way in ("sampled", "top_p"):
+        assert figures[f"{way}_over_greedy_2"] > 0
+        assert f"{way}_over_greedy_1" not in figures
+    assert len(conditions["skew"]["spread_of_logits"]) == 2
+    assert max(conditions["skew"]["spread_of_bias_over_tokens"]) < 0.5
     assert figures["floor_ms_2"] > figures["floor_ms_1"]
     assert figures["engine_tokens_per_s_2_replies"] > 0
     assert figures["engine_tokens_per_s_2_none"] > 0
     assert "void" in conditions
     assert "errors" not in conditions
+    # aims are of a GPU
+    assert conditions["aims"] == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["glm-4.5-air", "deepseek-v2-lite"])
+def test_other_models_are_rehearsed(model: str, tmp_path: Path) -> None:
+    """Latents, shared experts, a dense layer at the head, and routers of other kinds."""
+    report = rehearse(tmp_path / "figures.json", "--model", model, "--only", "d,e")
+    assert report["conditions"]["model"] == model
+    # top 4 of 16
+    assert report["figures"]["experts_chosen_1_skewed"] == 4
+    assert 4 <= report["figures"]["experts_chosen_2_skewed"] <= 8
+    assert report["figures"]["floor_share_2"] > 0
+
+
+@pytest.mark.slow
+def test_a_start_is_timed_twice_in_processes_of_its_own(tmp_path: Path) -> None:
+    report = rehearse(tmp_path / "figures.json", "--only", "g")
+    for name in ("startup_cold_s", "startup_warm_s"):
+        parts = report["conditions"][name]
+        assert set(parts) == {"import", "open", "bind"}
+        assert report["figures"][name] == pytest.approx(sum(parts.values()), abs=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["qwen3-30b-a3b", "glm-4.5-air"])
+def test_the_library_answers_in_a_process_of_its_own(model: str, tmp_path: Path) -> None:
+    scale = tiny(model)
+    report = Report("the library")
+    problem = _gpu_children.library(scale, report, write_folder(tmp_path, scale), 100.0)
+    if "MemoryError" in problem:
+        pytest.skip("this build of the library finds no memory on a CPU")
+    assert problem == ""
+    rate = report.figures["library_new_tokens_per_s"]
+    assert report.figures["ours_over_library_cb"] == pytest.approx(100.0 / rate, rel=1e-3)
+
+
+def test_a_child_that_fails_or_hangs_is_told() -> None:
+    assert "exit status 2" in _gpu_children.child(["benchmarks._gpu_startup", "--no-such-option"], 60.0)
+    assert "stopped after 0 s" in _gpu_children.child(["benchmarks._gpu_startup", "."], 0.01)
+
+
+def arguments(*given: str) -> Scale:
+    return gpu_serving.scale_of(gpu_serving.parse([*given]))
+
+
+def test_options_make_a_scale(capsys: pytest.CaptureFixture[str]) -> None:
+    assert arguments() == large("qwen3-30b-a3b") == Scale()
+    quick = arguments("--model", "deepseek-v2-lite", "--quick", "--sizes", "64,1", "--skew", "0.5")
+    assert quick.config["model_type"] == "deepseek_v2"
+    assert (quick.sizes, quick.skew, quick.pairs, quick.side_pairs) == ((1, 64), 0.5, 3, 2)
+    assert arguments("--pairs", "2").side_pairs == 2
+    assert arguments("--tiny", "--model", "glm-4.5-air").device == "cpu"
+    assert gpu_serving.parse(["--startup"]).parts == set("abcdefg")
+    assert gpu_serving.parse([]).parts == set("abcdef")
+    for wrong in (["--only", "h"], ["--model", "gpt-5"], ["--only", ""]):
+        with pytest.raises(SystemExit):
+            gpu_serving.parse(wrong)
+        assert wrong[0] in capsys.readouterr().err
+
+
+def test_aims_are_of_the_default_model_on_a_gpu() -> None:
+    figures = {"floor_share_64": 0.86, "idle_share_depth2": 0.02, "startup_warm_s": 18.0, "step_ms_64": 18.0}
+    found = gpu_serving.aims_of(large("qwen3-30b-a3b"), figures)
+    assert {name: one["met"] for name, one in found.items()} == {
+        "floor_share_64": True,
+        "idle_share_depth2": False,
+        "startup_warm_s": True,
+    }
+    assert gpu_serving.aims_of(large("glm-4.5-air"), figures) == {}
+    assert gpu_serving.aims_of(tiny(), figures) == {}
 
 
 def test_without_a_gpu_it_says_so() -> None:
@@ -90,16 +180,83 @@ def test_a_trace_is_divided_into_groups_that_add_up() -> None:
             "tables and layout": 5,
             "attention": 10,
             "router and capture": 5,
-            "grouped GEMMs of experts": 20,
-            "other GEMMs": 20,
-            "sort, index, scatter of grouping": 5,
+            "products of experts": 20,
+            "grouping and sum of experts": 0,
+            "fused norms, rotary, activations": 0,
+            "other products": 20,
+            "sort, index, scatter": 5,
             "element-wise, norms, copies": 5,
             "sampling, staging of rows": 10,
             "idle between steps": 25,
             "gaps inside the step": 20,
         }
     )
-    assert found.kernels[0] == pytest.approx(("void cutlass::device_kernel<cutlass::gemm::GroupProblemShape>", 0.16))
+    # the table by kernel: all of the step but gaps and idle time
+    assert found.launches == 10
+    rows = {kernel.name: kernel for kernel in found.kernels}
+    assert found.kernels[0].name == "void cutlass::device_kernel<cutlass::gemm::GroupProblemShape>"
+    assert found.kernels[0].us == pytest.approx(20)
+    assert found.kernels[0].share == pytest.approx(0.16)
+    assert rows["_scatter_kernel"].launches == 2
+    assert rows["_scatter_kernel"].us == pytest.approx(7)
+    # 5 us of it are at the head of the step, 2 behind the logits
+    assert rows["_scatter_kernel"].group == "tables and layout"
+    assert sum(kernel.us for kernel in found.kernels) == pytest.approx(80)
+    table = profiling.table_of(found)
+    assert [row["name"] for row in table] == [kernel.name for kernel in found.kernels]
+    assert table[0] == {
+        "name": found.kernels[0].name,
+        "group": "products of experts",
+        "launches": 1.0,
+        "us": 20.0,
+        "share": 0.16,
+    }
+
+
+def test_the_smallest_kernels_are_one_row() -> None:
+    def step(start: float) -> list[Event]:
+        sent = Event("Memcpy HtoD (Pinned -> Device)", start - 1, start)
+        return [sent, *[Event(f"kernel {number}", start + number, start + number + 1) for number in range(70)]]
+
+    found = profiling.break_down([event for number in range(5) for event in step(number * 100.0)])
+    table = profiling.table_of(found)
+    assert len(table) == 61
+    assert table[-1] == {"name": "10 others", "group": "", "launches": 10.0, "us": 10.0, "share": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        ("_experts_group", "grouping and sum of experts"),
+        ("_experts_combine", "grouping and sum of experts"),
+        ("_experts_gate_up", "products of experts"),
+        ("_experts_down", "products of experts"),
+        ("_finish", "fused norms, rotary, activations"),
+        ("_prepare", "fused norms, rotary, activations"),
+        ("_norm_kernel", "fused norms, rotary, activations"),
+        ("_rotate_kernel", "fused norms, rotary, activations"),
+        ("_gate_kernel", "fused norms, rotary, activations"),
+        ("_product_kernel", "router and capture"),
+        ("_route_kernel", "router and capture"),
+        ("_latents", "attention"),
+        ("_join_latents", "attention"),
+        ("_prefill_hopper", "attention"),
+        ("_masses_kernel", "sampling, staging of rows"),
+        ("_sample_greedy", "sampling, staging of rows"),
+        ("nvjet_sm90_tst_64x8", "other products"),
+        ("void at::native::radixSortKVInPlace", "sort, index, scatter"),
+        ("void at::native::vectorized_elementwise_kernel<4>", "element-wise, norms, copies"),
+    ],
+)
+def test_kernels_are_known_by_their_names(name: str, group: str) -> None:
+    def step(start: float) -> list[Event]:
+        # a product behind it, so that it is not taken for sampling
+        kernels = [Event(name, start, start + 10), Event("nvjet_head", start + 10, start + 20)]
+        return [Event("Memcpy HtoD (Pinned -> Device)", start - 1, start), *kernels]
+
+    found = profiling.break_down([event for number in range(5) for event in step(number * 20.0)])
+    assert found.kernels[0].group == group or found.kernels[1].group == group
+    assert found.shares[group] == pytest.approx(0.5 if group != "other products" else 1.0)
 
 
 def test_steps_that_touch_have_no_idle_time() -> None:
