@@ -17,7 +17,7 @@ import triton.language as tl
 
 from fdasync.errors import BadInput
 from fdasync.gpu.kernels.router_kernel import route_kernel
-from fdasync.gpu.kernels.router_rule import CLOSED_CODES, SCORE_CODES, RouterRule
+from fdasync.gpu.kernels.router_rule import SCORE_CODES, RouterRule
 
 _MOST_EXPERTS = 1024
 _NARROW = (torch.bfloat16, torch.float16)
@@ -126,7 +126,7 @@ def route(
         EACH=triton.next_power_of_2(experts // groups),
         OPEN=rule.open_groups if rule.grouped else 1,
         TWO=rule.group_score == "two_largest",
-        CLOSED=CLOSED_CODES[rule.closed] if rule.grouped else 0,
+        CLOSED_ARE_ZERO=rule.closed == "zero",
         TOP_K=k,
         SLOTS=triton.next_power_of_2(k),
         SCORE=SCORE_CODES[rule.score],

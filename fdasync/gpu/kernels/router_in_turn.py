@@ -41,12 +41,14 @@ def _in_turn_kernel(  # type: ignore[no-untyped-def]
     raw = tl.where(expert < NUM_EXPERTS, raw.to(tl.float32), float("-inf"))
     key = tl.where(expert < NUM_EXPERTS, ordered(raw), GONE)
     for slot in tl.static_range(TOP_K):
-        _, best = largest(key, ROWS, WIDTH)
+        best = largest(key, ROWS, WIDTH)
         left = key != GONE
         top = row_max(tl.where(left, raw, float("-inf")), ROWS)
         # each operation rounds as the library's does
         gap = rounded(tl.where(left, top - raw, 0.0), logits, True)
-        far = rounded(tl.div_rn(gap, tl.maximum(tl.abs(raw), top)), logits, True) > NEAR
+        # no gap is near, without a division of 0 by 0
+        span = tl.where(gap == 0.0, 1.0, tl.maximum(tl.abs(raw), top))
+        far = rounded(tl.div_rn(gap, span), logits, True) > NEAR
         power = tl.where(left & (far == 0), tl.exp(raw - top), 0.0)
         weight = tl.div_rn(row_max(tl.where(expert == best, power, 0.0), ROWS), row_sum(power, ROWS))
         key = tl.where(expert == best, GONE, key)

@@ -48,7 +48,7 @@ def route_kernel(  # type: ignore[no-untyped-def]
     EACH: tl.constexpr,
     OPEN: tl.constexpr,
     TWO: tl.constexpr,
-    CLOSED: tl.constexpr,
+    CLOSED_ARE_ZERO: tl.constexpr,
     TOP_K: tl.constexpr,
     SLOTS: tl.constexpr,
     SCORE: tl.constexpr,
@@ -87,20 +87,18 @@ def route_kernel(  # type: ignore[no-untyped-def]
     able = real
     if OPEN < NUM_GROUPS:
         opened = open_groups(choice, real, logits, ROWS, GROUPS, EACH, NUM_GROUPS, OPEN, TWO, ROUNDED_CHOICE)
-        if CLOSED == 0:
-            able = real & opened
-        else:
+        if CLOSED_ARE_ZERO:
             choice = tl.where(opened, choice, 0.0)
+        else:
+            able = real & opened
     slot = tl.arange(0, SLOTS)[None, :]
     chosen = tl.zeros((ROWS, SLOTS), dtype=tl.int32)
-    compared = tl.zeros((ROWS, SLOTS), dtype=tl.int32)
     key = tl.where(able, packed(choice, logits, WIDTH) if PACKED else ordered(choice), GONE)
     for number in tl.static_range(TOP_K):
         if PACKED:
             best = WIDTH - 1 - (row_max(key, ROWS) & 0xFFFF)
         else:
-            most, best = largest(key, ROWS, WIDTH)
-            compared = tl.where(slot == number, most, compared)
+            best = largest(key, ROWS, WIDTH)
         chosen = tl.where(slot == number, best, chosen)
         key = tl.where(place == best, GONE, key)
 
@@ -113,8 +111,6 @@ def route_kernel(  # type: ignore[no-untyped-def]
         share = rounded(tl.div_rn(share, row_sum(share, ROWS)), logits, ROUNDED)
     else:
         share = tl.where(slot < TOP_K, score(picked, top, total, logits, SCORE, ROUNDED), 0.0)
-    if CLOSED == 2:
-        share = tl.where(compared == 0, 0.0, share)
     if RENORMALISE:
         sums = rounded(row_sum(share, ROWS), logits, ROUNDED)
         if CLAMP_SUM:

@@ -1,9 +1,11 @@
 """The product of a router: logits of tokens, with sums of one order whatever else runs beside a token.
 
-The hidden dimension is cut into a few parts at places that its size alone fixes. Each part is summed in rising order
-and the parts are joined in order. A small batch sums its parts side by side, which hides the latency of the products; a
-large one sums them in turn; the bits are the same. There is no split over programs and no atomic. Knows no models and
-no choice of experts. Called by the plugins' fused routers. Runs on CUDA, or on the CPU under Triton's interpreter.
+The hidden dimension is cut into blocks of 128 values. A block is summed by itself, and blocks are added in rising order
+in float32. So there is one order of sums for all tiles and every T, without a split over programs and without atomics;
+blocks do not wait for each other, which hides the latency of the products in a small batch; and a tensor core, which
+cuts off what is small beside a large sum, sums little at a time: logits are as exact as those of a float32 product.
+Knows no models and no choice of experts. Called by the plugins' fused routers. Runs on CUDA, or on the CPU under
+Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -17,34 +19,42 @@ import triton.language as tl
 from fdasync.errors import BadInput
 
 _NARROW = (torch.bfloat16, torch.float16)
-# a part is a multiple of this many values: of every tile's depth
-_GRAIN = 256
-_PARTS = 4
+_BLOCK = 128
+# how the factors of a product are taken
+_AS_THEY_ARE = 0
+_WIDENED = 1
+_SPLIT = 2
 
 
 class Tile(NamedTuple):
     """How a product is cut.
 
     Attributes:
-        tokens, experts, depth: of a program's tile; `depth` divides 256.
+        tokens, experts: of a program's tile.
+        beside: blocks of 128 values that are multiplied side by side: 1, 2 or 4.
         warps: of a program.
         stages: of a program's pipeline of loads.
-        together: parts are summed side by side; else in turn.
         swapped: the experts are the rows of the product, so that few tokens waste little.
     """
 
     tokens: int
     experts: int
-    depth: int
+    beside: int
     warps: int
     stages: int
-    together: bool
     swapped: bool
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _add_tile(  # type: ignore[no-untyped-def]
-    total,
+def _dot(x, weight, total, SWAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
+    if SWAPPED:
+        return tl.dot(weight, x, total, input_precision="ieee")
+    else:
+        return tl.dot(x, weight, total, input_precision="ieee")
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _block(  # type: ignore[no-untyped-def]
     x,
     weight,
     x_offset,
@@ -53,25 +63,30 @@ def _add_tile(  # type: ignore[no-untyped-def]
     real,
     begin,
     HIDDEN: tl.constexpr,
-    DEPTH: tl.constexpr,
+    BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
-    WIDE: tl.constexpr,
+    FACTORS: tl.constexpr,
     SWAPPED: tl.constexpr,
+    zero,
 ):
-    """`total` plus the products of DEPTH values from `begin` on."""
+    """The products of BLOCK values from `begin` on."""
     if MASKED:
-        inside = begin + tl.arange(0, DEPTH) < HIDDEN
+        inside = begin + tl.arange(0, BLOCK) < HIDDEN
         here = here & (inside[:, None] if SWAPPED else inside[None, :])
         real = real & (inside[None, :] if SWAPPED else inside[:, None])
     x_tile = tl.load(x + begin + x_offset, mask=here, other=0.0)
     weight_tile = tl.load(weight + begin + weight_offset, mask=real, other=0.0)
-    if WIDE:
-        x_tile = x_tile.to(tl.float32)
-        weight_tile = weight_tile.to(tl.float32)
-    if SWAPPED:
-        return tl.dot(weight_tile, x_tile, total, input_precision="ieee")
+    if FACTORS == 0:
+        return _dot(x_tile, weight_tile, zero, SWAPPED)
+    elif FACTORS == 1:
+        return _dot(x_tile.to(tl.float32), weight_tile.to(tl.float32), zero, SWAPPED)
     else:
-        return tl.dot(x_tile, weight_tile, total, input_precision="ieee")
+        # a float32 is the sum of three bfloat16, and products of two bfloat16 are exact
+        high = weight_tile.to(tl.bfloat16)
+        rest = weight_tile - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        return _dot(x_tile, high, _dot(x_tile, middle, _dot(x_tile, low, zero, SWAPPED), SWAPPED), SWAPPED)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])  # type: ignore[untyped-decorator]
@@ -85,25 +100,23 @@ def _product_kernel(  # type: ignore[no-untyped-def]
     weight_stride,
     NUM_EXPERTS: tl.constexpr,
     HIDDEN: tl.constexpr,
-    PART: tl.constexpr,
-    PARTS: tl.constexpr,
     TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BESIDE: tl.constexpr,
     SWAPPED: tl.constexpr,
-    WIDE: tl.constexpr,
+    FACTORS: tl.constexpr,
     BIASED: tl.constexpr,
     ROUNDED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """A program makes the logits of TOKENS tokens for EXPERTS experts."""
-    tiles: tl.constexpr = (NUM_EXPERTS + EXPERTS - 1) // EXPERTS
-    masked: tl.constexpr = PART * PARTS != HIDDEN
-    first = tl.program_id(0) // tiles * TOKENS
+    TILES: tl.constexpr = (NUM_EXPERTS + EXPERTS - 1) // EXPERTS
+    MASKED: tl.constexpr = HIDDEN % (BLOCK * BESIDE) != 0
+    first = tl.program_id(0) // TILES * TOKENS
     token = tl.arange(0, TOKENS)
-    expert = tl.program_id(0) % tiles * EXPERTS + tl.arange(0, EXPERTS)
-    depth = tl.arange(0, DEPTH)
+    expert = tl.program_id(0) % TILES * EXPERTS + tl.arange(0, EXPERTS)
+    depth = tl.arange(0, BLOCK)
     # scalar places are wide, places within a tile are narrow and live in fewer registers
     x += first.to(tl.int64) * x_stride
     logits += first.to(tl.int64) * NUM_EXPERTS
@@ -113,48 +126,42 @@ def _product_kernel(  # type: ignore[no-untyped-def]
         here = (first + token < num_tokens)[None, :]
         real = (expert < NUM_EXPERTS)[:, None]
         zero = tl.zeros((EXPERTS, TOKENS), dtype=tl.float32)
+        offset = token[None, :] * NUM_EXPERTS + expert[:, None]
     else:
         x_offset = token[:, None] * x_stride + depth[None, :]
         weight_offset = expert[None, :] * weight_stride + depth[:, None]
         here = (first + token < num_tokens)[:, None]
         real = (expert < NUM_EXPERTS)[None, :]
         zero = tl.zeros((TOKENS, EXPERTS), dtype=tl.float32)
-    if TOGETHER and PARTS == 4:
-        one = zero
-        two = zero
-        three = zero
-        four = zero
-        for at in tl.range(0, PART, DEPTH, num_stages=STAGES):
-            one = _add_tile(
-                one, x, weight, x_offset, weight_offset, here, real, at, HIDDEN, DEPTH, masked, WIDE, SWAPPED
-            )
-            two = _add_tile(
-                two, x, weight, x_offset, weight_offset, here, real, PART + at, HIDDEN, DEPTH, masked, WIDE, SWAPPED
-            )
-            three = _add_tile(
-                three, x, weight, x_offset, weight_offset, here, real, 2 * PART + at, HIDDEN, DEPTH, masked, WIDE,
-                SWAPPED,
+        offset = token[:, None] * NUM_EXPERTS + expert[None, :]
+    total = zero
+    for at in tl.range(0, HIDDEN, BLOCK * BESIDE, num_stages=STAGES):
+        one = _block(
+            x, weight, x_offset, weight_offset, here, real, at, HIDDEN, BLOCK, MASKED, FACTORS, SWAPPED, zero
+        )  # fmt: skip
+        if BESIDE > 1:
+            two = _block(
+                x, weight, x_offset, weight_offset, here, real, at + BLOCK, HIDDEN, BLOCK, MASKED, FACTORS, SWAPPED, zero
             )  # fmt: skip
-            four = _add_tile(
-                four, x, weight, x_offset, weight_offset, here, real, 3 * PART + at, HIDDEN, DEPTH, masked, WIDE,
-                SWAPPED,
+        if BESIDE > 2:
+            three = _block(
+                x, weight, x_offset, weight_offset, here, real, at + 2 * BLOCK, HIDDEN, BLOCK, MASKED, FACTORS, SWAPPED, zero
             )  # fmt: skip
-        total = ((one + two) + three) + four
-    else:
-        total = zero
-        for part in tl.static_range(PARTS):
-            some = zero
-            for at in tl.range(part * PART, (part + 1) * PART, DEPTH, num_stages=STAGES):
-                some = _add_tile(
-                    some, x, weight, x_offset, weight_offset, here, real, at, HIDDEN, DEPTH, masked, WIDE, SWAPPED
-                )
-            total = some if part == 0 else total + some
+            four = _block(
+                x, weight, x_offset, weight_offset, here, real, at + 3 * BLOCK, HIDDEN, BLOCK, MASKED, FACTORS, SWAPPED, zero
+            )  # fmt: skip
+        # past the end a block is 0, which changes no sum
+        total += one
+        if BESIDE > 1:
+            total += two
+        if BESIDE > 2:
+            total += three
+            total += four
     if BIASED:
         each = tl.load(bias + expert, mask=expert < NUM_EXPERTS, other=0.0).to(tl.float32)
         total += each[:, None] if SWAPPED else each[None, :]
     if ROUNDED:
         total = total.to(x.dtype.element_ty)
-    offset = token[None, :] * NUM_EXPERTS + expert[:, None] if SWAPPED else token[:, None] * NUM_EXPERTS + expert[None, :]
     tl.store(logits + offset, total.to(logits.dtype.element_ty), mask=here & real)
 
 
@@ -168,9 +175,10 @@ def router_logits(
 ) -> torch.Tensor:
     """Logits [T, E] = x [T, H] @ weight [E, H]^T (+ bias), summed in float32.
 
-    A token's bits depend on its row of `x`, on the weight and on the device, and not on T. Two tensors of one narrow
-    dtype are multiplied as they are, which is exact; else both are widened to float32. One launch on the current
-    stream, without synchronising; may be captured in a CUDA graph. T compiles a kernel per regime and no more.
+    A token's bits depend on its row of `x`, on the weight and on the device, and not on T. Products are exact for two
+    tensors of one narrow dtype, and for a float32 weight with bfloat16 `x`; else both are widened to float32. One
+    launch on the current stream, without synchronising; may be captured in a CUDA graph. T compiles a kernel per regime
+    and no more.
 
     Args:
         x: [T, H] float32, bfloat16 or float16; rows may be strided, a row may not. Read.
@@ -190,42 +198,36 @@ def router_logits(
     experts = weight.shape[0]
     logits = torch.empty((tokens, experts), dtype=dtype or x.dtype, device=x.device)
     if tokens:
-        wide = x.dtype not in _NARROW or weight.dtype != x.dtype
-        _launch(x, weight, bias, logits, rounded, wide, choose_tile(tokens, experts, hidden, wide))
+        factors = _factors(x.dtype, weight.dtype)
+        launch_product(x, weight, bias, logits, rounded, choose_tile(tokens, experts, factors))
     return logits
 
 
-def choose_tile(tokens: int, experts: int, hidden: int, wide: bool) -> Tile:
-    """The tile for a shape, of those that were measured; `wide`: factors are float32."""
-    if wide:
-        return Tile(16, 16, 64, 2, 3, True, False) if tokens <= 256 else Tile(32, 64, 32, 4, 2, False, False)
-    if tokens <= 64:
-        return Tile(16, 16, 128, 4, 3, True, True)
+def choose_tile(tokens: int, experts: int, factors: int) -> Tile:
+    """The tile for a shape, of those that were measured."""
+    if factors == _WIDENED:
+        return Tile(16, 16, 1, 4, 2, False) if tokens <= 256 else Tile(32, 32, 1, 4, 2, False)
+    if tokens <= 16:
+        return Tile(8, 16, 4, 1, 2, True)
     if tokens <= 512:
-        return Tile(16, 32, 128, 4, 3, True, True)
-    return Tile(64, 64, 64, 4, 4, False, False)
+        return Tile(16, 16, 4, 4, 2, True)
+    return Tile(64, 64, 1, 4, 3, False)
 
 
-def parts_of(hidden: int) -> tuple[int, int]:
-    """Number and size of the parts of a hidden dimension: of its size alone, so that all tiles sum in one order."""
-    if hidden < _PARTS * _GRAIN:
-        return 1, triton.cdiv(hidden, _GRAIN) * _GRAIN
-    return _PARTS, triton.cdiv(hidden, _PARTS * _GRAIN) * _GRAIN
+def _factors(x: torch.dtype, weight: torch.dtype) -> int:
+    if not isinstance(_product_kernel, triton.runtime.JITFunction):
+        return _WIDENED  # the interpreter multiplies the bits of bfloat16 as integers
+    if x == weight and x in _NARROW:
+        return _AS_THEY_ARE
+    return _SPLIT if (x, weight) == (torch.bfloat16, torch.float32) else _WIDENED
 
 
-def _launch(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    logits: torch.Tensor,
-    rounded: bool,
-    wide: bool,
-    tile: Tile,
-    parts: tuple[int, int] | None = None,
+def launch_product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, logits: torch.Tensor, rounded: bool, tile: Tile
 ) -> None:
+    """`router_logits` by a tile of the caller's, without its checks: for measurements, and for tests of the bits."""
     tokens, hidden = x.shape
     experts = weight.shape[0]
-    number, size = parts or parts_of(hidden)
     grid: Any = (triton.cdiv(tokens, tile.tokens) * triton.cdiv(experts, tile.experts),)
     _product_kernel[grid](
         x,
@@ -239,15 +241,12 @@ def _launch(
         weight.stride(0) if experts > 1 else hidden,
         NUM_EXPERTS=experts,
         HIDDEN=hidden,
-        PART=size,
-        PARTS=number,
         TOKENS=tile.tokens,
         EXPERTS=tile.experts,
-        DEPTH=tile.depth,
-        TOGETHER=tile.together,
+        BLOCK=_BLOCK,
+        BESIDE=tile.beside,
         SWAPPED=tile.swapped,
-        # the interpreter multiplies the bits of bfloat16 as integers
-        WIDE=wide or not isinstance(_product_kernel, triton.runtime.JITFunction),
+        FACTORS=_factors(x.dtype, weight.dtype),
         BIASED=bias is not None,
         ROUNDED=rounded and x.dtype in _NARROW,
         STAGES=tile.stages,

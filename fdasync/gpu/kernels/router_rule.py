@@ -14,10 +14,9 @@ import msgspec
 from fdasync.errors import BadInput
 
 Score = Literal["softmax", "sigmoid", "sqrtsoftplus", "softmax_of_chosen"]
-Closed = Literal["never", "zero", "zero_weight"]
+Closed = Literal["never", "zero"]
 
 SCORE_CODES: dict[Score, int] = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2, "softmax_of_chosen": 3}
-CLOSED_CODES: dict[Closed, int] = {"never": 0, "zero": 1, "zero_weight": 2}
 
 
 class RouterRule(msgspec.Struct, frozen=True):
@@ -30,7 +29,7 @@ class RouterRule(msgspec.Struct, frozen=True):
         groups: of as many experts each, in the order of ids; 1: none.
         open_groups: how many groups stay open, those of the highest score.
         group_score: of the two largest scores of the selection, or the largest alone.
-        closed: experts of closed groups are never chosen, or compare as 0.0; "zero_weight": and weigh 0.0 as well.
+        closed: experts of closed groups are never chosen, or compare as 0.0.
         renormalise: divide the weights by their sum.
         least_sum: with `renormalise`: added to the sum, or the least that the sum counts as, by `clamp_sum`.
         clamp_sum: see `least_sum`.

@@ -47,10 +47,9 @@ def ordered(values):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def largest(order, ROWS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The largest value of each row of `order` [ROWS, WIDTH] and its first place."""
-    top = row_max(order, ROWS)
+    """The first place of the largest value of each row of `order` [ROWS, WIDTH]."""
     place = tl.arange(0, WIDTH)[None, :]
-    return top, row_min(tl.where(order == top, place, WIDTH), ROWS)
+    return row_min(tl.where(order == row_max(order, ROWS), place, WIDTH), ROWS)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
