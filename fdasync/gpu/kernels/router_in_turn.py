@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from fdasync.gpu.kernels.router import check_capture, check_logits, rows_of_program
-from fdasync.gpu.kernels.router_select import GONE, largest, ordered, rounded, row_max, row_sum
+from fdasync.gpu.kernels.router_select import GONE, largest, nearest, ordered, rounded, row_max, row_sum
 
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["capture"])  # type: ignore[untyped-decorator]
@@ -55,7 +55,7 @@ def _in_turn_kernel(  # type: ignore[no-untyped-def]
         at = row * TOP_K + slot
         # [ROWS, 1] of a scalar too
         chosen = tl.zeros((ROWS, 1), dtype=tl.int32) + best
-        tl.store(weights + at, (tl.zeros((ROWS, 1), dtype=tl.float32) + weight).to(weights.dtype.element_ty), mask=here)
+        tl.store(weights + at, nearest(tl.zeros((ROWS, 1), dtype=tl.float32) + weight, weights), mask=here)
         tl.store(ids + at, chosen.to(ids.dtype.element_ty), mask=here)
         if RECORDED:
             tl.store(capture + row * capture_stride + slot, chosen.to(capture.dtype.element_ty), mask=here)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fdasync.gpu.kernels.router_select import GONE, largest, open_groups, ordered, packed, rounded, row_max, row_sum
+from fdasync.gpu.kernels.router_select import GONE, largest, nearest, open_groups, ordered, packed, rounded, row_max, row_sum
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -122,7 +122,7 @@ def route_kernel(  # type: ignore[no-untyped-def]
     if SCALED:
         share *= tl.load(expert_scale + chosen, mask=mask, other=0.0).to(tl.float32)
     at = row[:, None] * TOP_K + slot
-    tl.store(weights + at, share.to(weights.dtype.element_ty), mask=mask)
+    tl.store(weights + at, nearest(share, weights), mask=mask)
     tl.store(ids + at, chosen.to(ids.dtype.element_ty), mask=mask)
     if RECORDED:
         tl.store(capture + row[:, None] * capture_stride + slot, chosen.to(capture.dtype.element_ty), mask=mask)

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from fdasync.errors import BadInput
+from fdasync.gpu.kernels.router_select import nearest, rounded
 
 _NARROW = (torch.bfloat16, torch.float16)
 _BLOCK = 128
@@ -160,9 +161,7 @@ def _product_kernel(  # type: ignore[no-untyped-def]
     if BIASED:
         each = tl.load(bias + expert, mask=expert < NUM_EXPERTS, other=0.0).to(tl.float32)
         total += each[:, None] if SWAPPED else each[None, :]
-    if ROUNDED:
-        total = total.to(x.dtype.element_ty)
-    tl.store(logits + offset, total.to(logits.dtype.element_ty), mask=here & real)
+    tl.store(logits + offset, nearest(rounded(total, x, ROUNDED), logits), mask=here & real)
 
 
 def router_logits(

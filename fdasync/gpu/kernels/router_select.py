@@ -32,9 +32,22 @@ def row_sum(values, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def nearest(values, like):  # type: ignore[no-untyped-def]
+    """float32 values in the dtype that the pointer `like` points to, to nearest and even.
+
+    By its bits for bfloat16: the interpreter would cut them off.
+    """
+    if like.dtype.element_ty == tl.bfloat16:
+        bits = values.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        values = tl.where(values == values, bits.to(tl.float32, bitcast=True), values)
+    return values.to(like.dtype.element_ty)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def rounded(values, like, ON: tl.constexpr):  # type: ignore[no-untyped-def]
     """float32 values, rounded to the dtype that the pointer `like` points to if ON."""
-    return values.to(like.dtype.element_ty).to(tl.float32) if ON else values
+    return nearest(values, like).to(tl.float32) if ON else values
 
 
 @triton.jit  # type: ignore[untyped-decorator]
