@@ -131,10 +131,14 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     },
     {
         "fdasync_mooncake.testing": ("fdasync.ipc.*", "fdasync.testing.*", "fdasync_mooncake.*"),
-        "fdasync_transformers.capture": (
-            "fdasync.cache.aux", "fdasync.cache.debug_rows", "fdasync.gpu.*", "fdasync_transformers.model.*",
-        ),
+        "fdasync_transformers.fused": ("fdasync.gpu.*", "fdasync_transformers.model.*"),
         "fdasync_transformers.replay": ("fdasync.result", "fdasync_transformers.model.*"),
+    },
+    {
+        "fdasync_transformers.capture": (
+            "fdasync.cache.aux", "fdasync.cache.debug_rows", "fdasync.gpu.*", "fdasync_transformers.fused.*",
+            "fdasync_transformers.model.*",
+        ),
     },
     {
         "fdasync_transformers.execution": (

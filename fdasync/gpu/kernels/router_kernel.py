@@ -9,7 +9,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fdasync.gpu.kernels.router_select import GONE, largest, nearest, open_groups, ordered, packed, rounded, row_max, row_sum
+from fdasync.gpu.kernels.router_select import (
+    GONE,
+    largest,
+    nearest,
+    open_groups,
+    ordered,
+    packed,
+    rounded,
+    row_max,
+    row_sum,
+)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -95,10 +105,7 @@ def route_kernel(  # type: ignore[no-untyped-def]
     chosen = tl.zeros((ROWS, SLOTS), dtype=tl.int32)
     key = tl.where(able, packed(choice, logits, WIDTH) if PACKED else ordered(choice), GONE)
     for number in tl.static_range(TOP_K):
-        if PACKED:
-            best = WIDTH - 1 - (row_max(key, ROWS) & 0xFFFF)
-        else:
-            best = largest(key, ROWS, WIDTH)
+        best = WIDTH - 1 - (row_max(key, ROWS) & 0xFFFF) if PACKED else largest(key, ROWS, WIDTH)
         chosen = tl.where(slot == number, best, chosen)
         key = tl.where(place == best, GONE, key)
 

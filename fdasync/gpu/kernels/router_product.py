@@ -56,6 +56,7 @@ def _dot(x, weight, total, SWAPPED: tl.constexpr):  # type: ignore[no-untyped-de
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _block(  # type: ignore[no-untyped-def]
+    zero,
     x,
     weight,
     x_offset,
@@ -68,7 +69,6 @@ def _block(  # type: ignore[no-untyped-def]
     MASKED: tl.constexpr,
     FACTORS: tl.constexpr,
     SWAPPED: tl.constexpr,
-    zero,
 ):
     """The products of BLOCK values from `begin` on."""
     if MASKED:
@@ -137,19 +137,20 @@ def _product_kernel(  # type: ignore[no-untyped-def]
         offset = token[:, None] * NUM_EXPERTS + expert[None, :]
     total = zero
     for at in tl.range(0, HIDDEN, BLOCK * BESIDE, num_stages=STAGES):
-        one = _block(
-            x, weight, x_offset, weight_offset, here, real, at, HIDDEN, BLOCK, MASKED, FACTORS, SWAPPED, zero
-        )  # fmt: skip
+        one = _block(zero, x, weight, x_offset, weight_offset, here, real, at, HIDDEN, BLOCK, MASKED, FACTORS, SWAPPED)
         if BESIDE > 1:
             two = _block(
-                x, weight, x_offset, weight_offset, here, real, at + BLOCK, HIDDEN, BLOCK, MASKED, FACTORS, SWAPPED, zero
+                zero, x, weight, x_offset, weight_offset, here, real, at + BLOCK, HIDDEN, BLOCK, MASKED, FACTORS,
+                SWAPPED,
             )  # fmt: skip
         if BESIDE > 2:
             three = _block(
-                x, weight, x_offset, weight_offset, here, real, at + 2 * BLOCK, HIDDEN, BLOCK, MASKED, FACTORS, SWAPPED, zero
+                zero, x, weight, x_offset, weight_offset, here, real, at + 2 * BLOCK, HIDDEN, BLOCK, MASKED, FACTORS,
+                SWAPPED,
             )  # fmt: skip
             four = _block(
-                x, weight, x_offset, weight_offset, here, real, at + 3 * BLOCK, HIDDEN, BLOCK, MASKED, FACTORS, SWAPPED, zero
+                zero, x, weight, x_offset, weight_offset, here, real, at + 3 * BLOCK, HIDDEN, BLOCK, MASKED, FACTORS,
+                SWAPPED,
             )  # fmt: skip
         # past the end a block is 0, which changes no sum
         total += one
@@ -193,16 +194,15 @@ def router_logits(
         BadInput: shapes, strides or dtypes that the kernel does not take.
     """
     _check(x, weight, bias)
-    tokens, hidden = x.shape
-    experts = weight.shape[0]
+    tokens, experts = len(x), len(weight)
     logits = torch.empty((tokens, experts), dtype=dtype or x.dtype, device=x.device)
     if tokens:
         factors = _factors(x.dtype, weight.dtype)
-        launch_product(x, weight, bias, logits, rounded, choose_tile(tokens, experts, factors))
+        launch_product(x, weight, bias, logits, rounded, choose_tile(tokens, factors))
     return logits
 
 
-def choose_tile(tokens: int, experts: int, factors: int) -> Tile:
+def choose_tile(tokens: int, factors: int) -> Tile:
     """The tile for a shape, of those that were measured."""
     if factors == _WIDENED:
         return Tile(16, 16, 1, 4, 2, False) if tokens <= 256 else Tile(32, 32, 1, 4, 2, False)

@@ -125,7 +125,9 @@ def test_the_capture_gets_the_very_ids_and_nothing_else(device, narrow, experts)
 
 def test_strided_rows_narrow_ids_and_no_tokens(device):
     wide = torch.randn((4, 50), generator=torch.Generator().manual_seed(4)).to(device)
-    weights, ids = route(wide[:, 9:29], 3, RouterRule(renormalise=False), weights_dtype=torch.float32, ids_dtype=torch.int32)
+    weights, ids = route(
+        wide[:, 9:29], 3, RouterRule(renormalise=False), weights_dtype=torch.float32, ids_dtype=torch.int32
+    )
     assert ids.dtype == torch.int32
     assert torch.equal(ids.long(), chosen(wide[:, 9:29], 3))
     # torch gives the single row of such a view the stride of its parent

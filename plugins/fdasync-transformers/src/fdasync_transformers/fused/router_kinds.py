@@ -32,6 +32,7 @@ class RouterKind:
         bias_argument: that bias is the forward's second argument.
         expert_scale: path of the experts' own factors of their weights; "": none.
         prepare: makes the linear's input of the hidden states, by the library's operations; None: they are it.
+        other_tensors: paths of those that `prepare` reads, and of those that the library reads nowhere.
         probabilities: the forward returns the softmax where others return logits.
         batched: the forward takes hidden states [1, T, H] alone.
     """
@@ -44,6 +45,7 @@ class RouterKind:
     bias_argument: bool = False
     expert_scale: str = ""
     prepare: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
+    other_tensors: tuple[str, ...] = ()
     probabilities: bool = False
     batched: bool = False
 
@@ -87,7 +89,12 @@ def _gemma(_: Any) -> RouterKind:
         return normed
 
     return RouterKind(
-        RouterRule(), weight="proj.weight", expert_scale="per_expert_scale", prepare=prepare, probabilities=True
+        RouterRule(),
+        weight="proj.weight",
+        expert_scale="per_expert_scale",
+        prepare=prepare,
+        other_tensors=("scale",),
+        probabilities=True,
     )
 
 
@@ -217,7 +224,12 @@ def _ernie(module: Any) -> RouterKind:
 
 def _longcat(module: Any) -> RouterKind:
     rule = _biased("softmax", renormalise=False, scale=float(module.routed_scaling_factor))
-    return RouterKind(rule, weight="classifier.weight", selection_bias="e_score_correction_bias")
+    return RouterKind(
+        rule,
+        weight="classifier.weight",
+        selection_bias="e_score_correction_bias",
+        other_tensors=("classifier.bias",),
+    )
 
 
 def _phimoe(module: Any) -> RouterKind:

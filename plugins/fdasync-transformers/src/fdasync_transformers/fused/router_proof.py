@@ -70,6 +70,7 @@ def prove(module: Any, kind: RouterKind, k: int, dtype: torch.dtype, product: Pr
         Differs: the module does otherwise.
     """
     weight = part_of(module, kind.weight)
+    _refuse_other_tensors(module, kind)
     form = _prove_product(module, kind, k, dtype, product)
     logits = _telling_logits(len(weight)).to(weight.device)
     logits = logits.to(dtype if form.rounded else torch.float32)
@@ -77,7 +78,7 @@ def prove(module: Any, kind: RouterKind, k: int, dtype: torch.dtype, product: Pr
     biases = _biases(module, kind, len(weight))
     for bias in biases:
         with _selection_bias(module, kind, bias) as used:
-            watch, answer = run_watched(module, kind, _hidden(len(logits), weight, dtype), used, logits)
+            watch, answer = _run(module, kind, _hidden(len(logits), weight, dtype), used, logits)
             parts = _named(answer, form.order)
             same = logits.softmax(-1, torch.float32) if kind.probabilities else logits.to(form.logits_dtype)
             if "logits" in parts and not torch.equal(parts["logits"], same):
@@ -90,13 +91,21 @@ def prove(module: Any, kind: RouterKind, k: int, dtype: torch.dtype, product: Pr
     return form
 
 
+def _refuse_other_tensors(module: Any, kind: RouterKind) -> None:
+    """A tensor that the kind does not name may be one that changes nothing now, and something after an update."""
+    known = {kind.weight, kind.bias, kind.selection_bias, kind.expert_scale, *kind.other_tensors}
+    names = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+    if names - known:
+        raise Differs(f"has tensors of no known use: {', '.join(sorted(names - known))}")
+
+
 def _prove_product(module: Any, kind: RouterKind, k: int, dtype: torch.dtype, product: Product) -> RouterForm:
     """Compare the logits of random rows, and learn the shape of the answer."""
     weight = part_of(module, kind.weight)
     linear_bias = part_of(module, kind.bias) if kind.bias else None
     hidden = _hidden(_PRODUCT_ROWS, weight, dtype)
     used = torch.zeros(len(weight), device=weight.device) if kind.bias_argument else None
-    watch, answer = run_watched(module, kind, hidden, used, None)
+    watch, answer = _run(module, kind, hidden, used, None)
     if len(watch.linears) != 1:
         raise Differs(f"has {len(watch.linears)} linears")
     x, factor, added = watch.linears[0]
@@ -149,6 +158,14 @@ def _form_of(answer: Any, k: int, experts: int, rounded: bool, dtype: torch.dtyp
         raise Differs(f"returns ids {parts['ids'].dtype} {tuple(parts['ids'].shape)}")
     own = parts["logits"].dtype if "logits" in parts and not kind.probabilities else None
     return RouterForm(tuple(order), own or (dtype if rounded else torch.float32), parts["weights"].dtype, rounded)
+
+
+def _run(module: Any, *arguments: Any) -> tuple[Watch, Any]:
+    try:
+        return run_watched(module, *arguments)
+    except Exception as error:
+        # whatever the library's code cannot do with such rows, it is not what its kind says
+        raise Differs(f"does not run on made-up rows: {error}") from error
 
 
 def _compare(

@@ -134,7 +134,7 @@ def _fused(
     if len(weight) > _MOST_EXPERTS:
         raise Differs(f"has {len(weight)} experts, more than the kernel takes")
     form = prove(module, kind, k, dtype, router_logits, choose)
-    return _forward(module, kind, form, k, capture, row, positions)
+    return make_forward(module, kind, form, k, capture, row, positions)
 
 
 def choose(
@@ -157,7 +157,7 @@ def choose(
     )
 
 
-def _forward(
+def make_forward(
     module: Any,
     kind: RouterKind,
     form: RouterForm,
@@ -166,6 +166,7 @@ def _forward(
     row: int,
     positions: Callable[[], torch.Tensor] | None,
 ) -> Forward:
+    """A router's forward by kernels, unproven; arguments as in `fuse_routers`, of one layer."""
     from fdasync.gpu.kernels.router_product import router_logits
 
     def forward(hidden_states: torch.Tensor, selection_bias: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
