@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from fdasync_transformers import TransformersConfig, TransformersRunner
 from fdasync_transformers.capture.aux_data import AuxData
-from fdasync_transformers.capture.fused_router import fuse_routers
 from fdasync_transformers.capture.routing import RoutingCapture
 from fdasync_transformers.execution.device_executor import DeviceExecutor
 from fdasync_transformers.execution.executor import Bound
 from fdasync_transformers.execution.gpu_services import make_services
 from fdasync_transformers.execution.lane_matchers import LaneMatchers
+from fdasync_transformers.fused.routers import fuse_routers
 from fdasync_transformers.model.kv import KVPool
 from fdasync_transformers.model.moe_layers import find_experts
 from fdasync_transformers.weights import loading

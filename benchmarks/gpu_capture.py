@@ -58,7 +58,7 @@ class Step:
         capture = self.captures[way]
         if way.startswith("router"):
             place = capture.claim(row, self.tokens, TOP_K) if way == "router_capture" else None
-            return route(logits, TOP_K, renormalise=True, weights_dtype=logits.dtype, capture=place)
+            return route(logits, TOP_K, weights_dtype=logits.dtype, capture=place)
         scores = functional.softmax(logits, dtype=torch.float, dim=-1)
         weights, ids = torch.topk(scores, TOP_K, dim=-1)
         weights /= weights.sum(dim=-1, keepdim=True)

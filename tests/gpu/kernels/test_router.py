@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from fdasync.errors import BadInput
 from fdasync.gpu.kernels.router import route, runs_on, write_ids
+from fdasync.gpu.kernels.router_rule import RouterRule
 
 # what Triton's interpreter computes with says so where a row has no finite softmax
 NO_SOFTMAX = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning", "ignore:All-NaN:RuntimeWarning")
@@ -20,7 +21,7 @@ def chosen(logits: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def check(logits: torch.Tensor, k: int, renormalise: bool = True) -> None:
-    weights, ids = route(logits, k, renormalise=renormalise, weights_dtype=torch.float32)
+    weights, ids = route(logits, k, RouterRule(renormalise=renormalise), weights_dtype=torch.float32)
     assert torch.equal(ids, chosen(logits, k))
     exact = torch.softmax(logits.double(), -1)
     share = exact.gather(1, ids)
@@ -61,7 +62,7 @@ def test_logits_that_the_softmax_rounds_together_keep_their_order(device):
     for low in (64.0, 1e-6):
         logits = torch.full((1, 32), low)
         logits[0, 20] = torch.nextafter(torch.tensor(low), torch.tensor(1e9))
-        weights, ids = route(logits.to(device), 2, renormalise=False, weights_dtype=torch.float32)
+        weights, ids = route(logits.to(device), 2, RouterRule(renormalise=False), weights_dtype=torch.float32)
         assert ids.tolist() == [[20, 0]]
         assert weights[0, 0] >= weights[0, 1]
 
@@ -78,7 +79,7 @@ def test_large_logits_and_masked_experts(device, dtype):
     logits[5] = 0.25
     logits = logits.to(device, dtype)
     check(logits, 4)
-    _, ids = route(logits, 4, renormalise=True, weights_dtype=dtype)
+    _, ids = route(logits, 4, RouterRule(), weights_dtype=dtype)
     assert ids[3].tolist() == [7, 0, 1, 2]
     assert ids[5].tolist() == [0, 1, 2, 3]
 
@@ -95,7 +96,7 @@ def test_a_row_without_a_softmax_still_names_experts(device, dtype, experts):
     logits[3, :3] = inf
     # a NaN with its sign bit set, which compares as a large or a small number where bits are looked at
     logits[4, experts - 1] = torch.tensor([-1], dtype=torch.int32).view(torch.float32)[0]
-    weights, ids = route(logits.to(device, dtype), experts, renormalise=True, weights_dtype=torch.float32)
+    weights, ids = route(logits.to(device, dtype), experts, RouterRule(), weights_dtype=torch.float32)
     weights, ids = weights.cpu(), ids.cpu()
     assert torch.equal(ids.sort(-1).values, torch.arange(experts).expand(6, -1)), "out of range, or twice"
     assert weights[:5].isnan().all()
@@ -111,8 +112,8 @@ def test_the_capture_gets_the_very_ids_and_nothing_else(device, narrow, experts)
     fill = 7
     buffer = torch.full((20, 3, 5), fill, dtype=narrow, device=device)
     logits = torch.randn((18, experts), generator=torch.Generator().manual_seed(3)).to(device)
-    plain = route(logits, 4, renormalise=True, weights_dtype=torch.bfloat16)
-    with_capture = route(logits, 4, renormalise=True, weights_dtype=torch.bfloat16, capture=buffer[:18, 1, :])
+    plain = route(logits, 4, RouterRule(), weights_dtype=torch.bfloat16)
+    with_capture = route(logits, 4, RouterRule(), weights_dtype=torch.bfloat16, capture=buffer[:18, 1, :])
     for one, other in zip(plain, with_capture, strict=True):
         assert torch.equal(one, other)
     assert torch.equal(buffer[:18, 1, :4], plain[1].to(narrow))
@@ -124,13 +125,15 @@ def test_the_capture_gets_the_very_ids_and_nothing_else(device, narrow, experts)
 
 def test_strided_rows_narrow_ids_and_no_tokens(device):
     wide = torch.randn((4, 50), generator=torch.Generator().manual_seed(4)).to(device)
-    weights, ids = route(wide[:, 9:29], 3, renormalise=False, weights_dtype=torch.float32, ids_dtype=torch.int32)
+    weights, ids = route(
+        wide[:, 9:29], 3, RouterRule(renormalise=False), weights_dtype=torch.float32, ids_dtype=torch.int32
+    )
     assert ids.dtype == torch.int32
     assert torch.equal(ids.long(), chosen(wide[:, 9:29], 3))
     # torch gives the single row of such a view the stride of its parent
-    _, one = route(wide[2:3, 9:29], 3, renormalise=False, weights_dtype=torch.float32)
+    _, one = route(wide[2:3, 9:29], 3, RouterRule(renormalise=False), weights_dtype=torch.float32)
     assert torch.equal(one, ids[2:3].long())
-    weights, ids = route(wide[:0], 3, renormalise=True, weights_dtype=torch.float32)
+    weights, ids = route(wide[:0], 3, RouterRule(), weights_dtype=torch.float32)
     assert weights.shape == ids.shape == (0, 3)
 
 
@@ -150,7 +153,7 @@ def test_bad_input_is_refused(device):
     place = torch.zeros((2, 8), dtype=torch.uint8, device=device)
 
     def ask(logits=logits, k=2, **others):
-        route(logits, k, **{"renormalise": True, "weights_dtype": torch.float32, **others})
+        route(logits, k, **{"weights_dtype": torch.float32, **others})
 
     ask(capture=place)
     for field, call in {
@@ -187,7 +190,7 @@ def test_a_graph_replays_the_capture_for_new_logits(device):
     buffer = torch.zeros((256, 3, 8), dtype=torch.uint8, device=device)
 
     def once():
-        return route(logits, 8, renormalise=True, weights_dtype=torch.bfloat16, capture=buffer[:, 1, :])
+        return route(logits, 8, RouterRule(), weights_dtype=torch.bfloat16, capture=buffer[:, 1, :])
 
     once()
     graph = torch.cuda.CUDAGraph()

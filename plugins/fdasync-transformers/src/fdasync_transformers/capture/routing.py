@@ -1,6 +1,6 @@
 """Expert routing, captured where it takes effect.
 
-On GPUs a kernel replaces routers where possible, and writes the ids as it routes (`fused_router.py`). For all other
+On GPUs a kernel replaces routers where possible, and writes the ids as it routes (`fused/routers.py`). For all other
 routers a forward pre-hook on the experts copies the ids that they are about to use. Either way the one transient buffer
 (`fdasync.gpu.capture`) gets the ids that were computed with, never recomputed ones. Shared experts and dense layers are
 no routing. Knows no sequences. Made by `aux_data.py`, and by `selfcheck.py` at start-up.
@@ -16,7 +16,7 @@ from fdasync.cache.debug_rows import check_debug_rows
 from fdasync.errors import RunnerError
 from fdasync.gpu.capture import CaptureBuffer
 from fdasync_transformers.capture.aux_producer import AuxProducer
-from fdasync_transformers.capture.fused_router import fuse_routers
+from fdasync_transformers.fused.routers import fuse_routers
 from fdasync_transformers.model.moe_layers import router_of_dense_experts
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
     from transformers import PreTrainedModel
 
-    from fdasync_transformers.capture.fused_router import FusedRouters
+    from fdasync_transformers.fused.routers import FusedRouters
     from fdasync_transformers.model.moe_layers import MoELayers
 
 

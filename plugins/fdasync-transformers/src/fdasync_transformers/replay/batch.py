@@ -242,7 +242,7 @@ def _replayable(model: torch.nn.Module) -> tuple[str, dict[int, RouterSite]]:
                 kind, "it samples its experts in training, and gradients through forced ones are of no use"
             )
         forward = vars(site.router).get("forward")
-        if getattr(forward, "__module__", "") == "fdasync_transformers.capture.fused_router":
+        if getattr(forward, "__module__", "") == "fdasync_transformers.fused.routers":
             raise UnsupportedModel(kind, f"{name} is fused and has no gradient; undo it first (FusedRouters.undo)")
         if site.top_k is None:
             raise UnsupportedModel(kind, f"{name} does not tell how many experts it chooses")

@@ -1,0 +1,193 @@
+"""Replaces routers of the library by two kernels, which also record the chosen experts: the product, and the choice.
+
+A token's logits, ids and weights do not depend on how many tokens run beside it. Each router is proven against its own
+forward before it is replaced (`router_proof.py`); one that differs, or is of no known kind (`router_kinds.py`), stays
+the library's. The kernels read the module's own tensors, so new weights need no change here. Fused routers have no
+gradient, and `forced_routing` (replay) does not see inside them: undo first. Knows no steps. Called by
+`capture/routing.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fdasync.errors import BadInput, RunnerError
+from fdasync_transformers.fused.router_kinds import RouterKind, kind_of, part_of
+from fdasync_transformers.fused.router_proof import Differs, RouterForm, prove
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transformers import PreTrainedModel
+
+    from fdasync.gpu.capture import CaptureBuffer
+    from fdasync_transformers.model.moe_layers import MoELayers
+
+    Forward = Callable[..., tuple[torch.Tensor, ...]]
+
+_MOST_EXPERTS = 1024
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass
+class FusedRouters:
+    """Routers that were replaced.
+
+    Attributes:
+        rows: layer rows whose router is fused, rising: these routers record their own routing.
+        notes: for people: why other routers are not fused, once for each reason.
+    """
+
+    rows: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
+    _replaced: list[tuple[torch.nn.Module, Any]] = field(default_factory=list)
+
+    def undo(self) -> None:
+        """Give every router its own forward back; may be called twice."""
+        for module, before in self._replaced:
+            if before is None:
+                del module.forward
+            else:
+                module.forward = before
+        self._replaced.clear()
+        self.rows = ()
+
+
+def fuse_routers(
+    model: PreTrainedModel,
+    moe_layers: MoELayers,
+    capture: CaptureBuffer | None = None,
+    positions: Callable[[], torch.Tensor] | None = None,
+) -> FusedRouters:
+    """Replace the routers of a model's MoE layers by fused ones, in place.
+
+    A fused router returns what the library's does: the same parts in the same order, of the same shapes and dtypes. Its
+    ids are the very tensor that the experts read. Runs each router several times on made-up rows, with biases of the
+    selection that are put back, and compares; so it waits for the device: for start-up.
+
+    Args:
+        model: in inference; its routers' weights are on one device and have their final dtype.
+        moe_layers: of the model.
+        capture: gets each fused layer's ids as it routes, in the layer's row; None: no recording.
+        positions: gives the [T] int64 positions of the pass's tokens; called in each layer where `capture.debug`.
+
+    Returns:
+        The fused layer rows, and notes of the others. `undo` restores all routers.
+
+    Raises:
+        BadInput: `capture` is in debug, without `positions`.
+    """
+    if capture is not None and capture.debug and positions is None:
+        raise BadInput("positions", "a capture buffer in debug needs the positions of the tokens")
+    try:
+        from fdasync.gpu.kernels.router import runs_on
+    except ModuleNotFoundError as error:
+        return FusedRouters(notes=(f"routers are the library's own: no module {error.name}",))
+    if not runs_on(model.device):
+        return FusedRouters(notes=(f"routers are the library's own: no kernels on {model.device}",))
+    rows: list[int] = []
+    reasons: dict[str, list[int]] = {}
+    replaced: list[tuple[torch.nn.Module, Any]] = []
+    for row, (name, k) in enumerate(zip(moe_layers.names, moe_layers.top_k, strict=True)):
+        module = _router_beside(model, name)
+        try:
+            forward = _fused(module, k, model.dtype, capture, row, positions)
+        except Differs as difference:
+            reasons.setdefault(f"{type(module).__name__} {difference}", []).append(moe_layers.ids[row])
+            continue
+        rows.append(row)
+        replaced.append((module, module.__dict__.get("forward")))
+        module.forward = forward
+    notes = [f"routers of layers {_listed(layers)} are the library's own: {why}" for why, layers in reasons.items()]
+    return FusedRouters(tuple(rows), tuple(notes), replaced)
+
+
+def _listed(layers: list[int]) -> str:
+    return ", ".join(map(str, layers))
+
+
+def _router_beside(model: PreTrainedModel, experts: str) -> Any:
+    block = model.get_submodule(experts.rpartition(".")[0])
+    return getattr(block, "gate", None) or getattr(block, "router", None)
+
+
+def _fused(
+    module: Any,
+    k: int,
+    dtype: torch.dtype,
+    capture: CaptureBuffer | None,
+    row: int,
+    positions: Callable[[], torch.Tensor] | None,
+) -> Forward:
+    """The forward that replaces a router's; raises Differs where there is none."""
+    from fdasync.gpu.kernels.router_product import router_logits
+
+    kind = kind_of(module)
+    if isinstance(kind, str):
+        raise Differs(kind)
+    weight = part_of(module, kind.weight)
+    if weight.dim() != 2 or weight.dtype not in _DTYPES or dtype not in _DTYPES:
+        raise Differs(f"has a weight {weight.dtype} {tuple(weight.shape)}")
+    if len(weight) > _MOST_EXPERTS:
+        raise Differs(f"has {len(weight)} experts, more than the kernel takes")
+    form = prove(module, kind, k, dtype, router_logits, choose)
+    return make_forward(module, kind, form, k, capture, row, positions)
+
+
+def choose(
+    kind: RouterKind,
+    logits: torch.Tensor,
+    k: int,
+    weights_dtype: torch.dtype,
+    bias: torch.Tensor | None,
+    expert_scale: torch.Tensor | None,
+    capture: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and ids by a kind, in one launch."""
+    from fdasync.gpu.kernels.router import route
+    from fdasync.gpu.kernels.router_in_turn import route_in_turn
+
+    if kind.near is not None:
+        return route_in_turn(logits, k, kind.near, capture)
+    return route(
+        logits, k, kind.rule, weights_dtype=weights_dtype, bias=bias, expert_scale=expert_scale, capture=capture
+    )
+
+
+def make_forward(
+    module: Any,
+    kind: RouterKind,
+    form: RouterForm,
+    k: int,
+    capture: CaptureBuffer | None,
+    row: int,
+    positions: Callable[[], torch.Tensor] | None,
+) -> Forward:
+    """A router's forward by kernels, unproven; arguments as in `fuse_routers`, of one layer."""
+    from fdasync.gpu.kernels.router_product import router_logits
+
+    def forward(hidden_states: torch.Tensor, selection_bias: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        weight = part_of(module, kind.weight)
+        hidden = hidden_states.reshape(-1, weight.shape[1])
+        if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+            raise RunnerError("a fused router has no gradient: undo it before training")
+        if kind.prepare is not None:
+            hidden = kind.prepare(module, hidden)
+        linear_bias = part_of(module, kind.bias) if kind.bias else None
+        logits = router_logits(hidden, weight, linear_bias, rounded=form.rounded, dtype=form.logits_dtype)
+        bias = part_of(module, kind.selection_bias) if kind.selection_bias else selection_bias
+        scale = part_of(module, kind.expert_scale) if kind.expert_scale else None
+        place = None
+        if capture is not None and not capture.debug:
+            place = capture.claim(row, len(logits), k)
+        weights, ids = choose(kind, logits, k, form.weights_dtype, bias, scale, place)
+        if capture is not None and capture.debug:
+            capture.put(ids, row, k, None if positions is None else positions())
+        returned = logits.softmax(-1, torch.float32) if kind.probabilities and "logits" in form.order else logits
+        parts = {"logits": returned, "weights": weights, "ids": ids}
+        return tuple(parts[name] for name in form.order)
+
+    return forward

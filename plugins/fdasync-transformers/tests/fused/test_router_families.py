@@ -1,0 +1,73 @@
+"""Every family of the catalogue: its routers are fused, or a note says why; ids, rows and outputs are the library's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fdasync_transformers.fused.routers import fuse_routers
+from fdasync_transformers.model.moe_layers import find_moe_layers
+from fdasync_transformers.tiny.checkpoints import make_tiny_model
+from fdasync_transformers.tiny.families import FAMILIES
+
+from fdasync.errors import UnsupportedModel
+from fdasync.gpu.capture import CaptureBuffer
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TOKENS = 13
+# experts without ids, so nothing to record and no layers
+NO_LAYERS = {"doge", "jetmoe"}
+# class of the router, and words of the note
+LEFT = {
+    "dbrx": "DbrxRouter makes logits, and the block around it chooses",
+    "deepseek_v4": "DeepseekV4HashRouter chooses by the token's id",
+    "inkling_text": "InklingTopkRouter weighs shared experts with the chosen ones",
+    "llama4": "Llama4Router scores all experts",
+    "llama4_text": "Llama4Router scores all experts",
+    "zaya": "ZayaRouter is a network with a state",
+}
+PLAYED = [name for name, entry in FAMILIES.items() if not entry.quantised and not entry.dense]
+
+
+@torch.inference_mode()
+def run(model: Any) -> torch.Tensor:
+    ids = torch.randint(0, 50, (1, TOKENS), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    return model(ids, use_cache=False).logits
+
+
+@pytest.mark.parametrize("family", PLAYED)
+def test_a_family_is_fused_or_says_why(family):
+    model = make_tiny_model(family).to(DEVICE)
+    model.set_experts_implementation("eager")
+    if family in NO_LAYERS:
+        with pytest.raises(UnsupportedModel, match="handed no expert ids"):
+            find_moe_layers(model)
+        return
+    layers = find_moe_layers(model)
+    assert layers is not None
+    chosen: dict[int, list[torch.Tensor]] = {row: [] for row in range(len(layers.ids))}
+    for row, name in enumerate(layers.names):
+        experts = model.get_submodule(name)
+        experts.register_forward_pre_hook(lambda _, args, row=row: chosen[row].append(args[1] if args[1:] else None))
+    capture = CaptureBuffer(TOKENS, layers.spec, DEVICE)
+    before = run(model)
+    fused = fuse_routers(model, layers, capture)
+    if family in LEFT:
+        assert len(fused.notes) == 1
+        assert LEFT[family] in fused.notes[0]
+        assert len(fused.rows) < len(layers.ids)
+    else:
+        assert fused.notes == ()
+        assert fused.rows == tuple(range(len(layers.ids)))
+    capture.begin()
+    after = run(model)
+    torch.testing.assert_close(after, before, rtol=2e-4, atol=2e-4)
+    rows = capture.stage(TOKENS)
+    for row in fused.rows:
+        library, ours = chosen[row]
+        assert ours.dtype == torch.int64
+        assert torch.equal(library.sort(-1).values, ours.sort(-1).values), f"layer row {row} chose others"
+        assert torch.equal(rows[:, row, : layers.top_k[row]].long(), ours), "other ids were recorded"
+    fused.undo()
+    assert torch.equal(run(model), before)
