@@ -81,11 +81,20 @@ def test_every_layer_is_proven(family: str, dtype: torch.dtype) -> None:
 async def test_a_fused_model_answers_as_the_path_of_cpus(
     tmp_path: Path, family: str, fusing: list[FusedLayers]
 ) -> None:
-    """Tokens, rows and norms of layers; decodes, chunks, padding, several tokens of a sequence as decodes."""
+    """Tokens and rows: decodes, chunks, late arrivals."""
     make_tiny_checkpoint(tmp_path, family)
     wanted = await answers(tmp_path, {"device": "cpu"})
     assert_same(await answers(tmp_path, DEVICE), wanted)
+    assert [one.indices for one in fusing] == [(0, 1, 2, 3)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+async def test_padding_and_chunks_as_decodes(tmp_path: Path, family: str, fusing: list[FusedLayers]) -> None:
+    make_tiny_checkpoint(tmp_path, family)
+    wanted = await answers(tmp_path, {"device": "cpu"})
     assert_same(await answers(tmp_path, DEVICE, tiled_tokens=(6, 16)), wanted)
+    assert_same(await answers(tmp_path, DEVICE, flat_tokens=16), wanted)
     assert [one.indices for one in fusing] == [(0, 1, 2, 3)] * 2
 
 
@@ -222,7 +231,7 @@ CHANGES: dict[str, Any] = {
 
 @pytest.mark.parametrize("why", CHANGES)
 def test_a_layer_that_differs_keeps_the_librarys_code(why: str) -> None:
-    model = build("qwen3_moe", torch.bfloat16, num_hidden_layers=2)
+    model = build("qwen3_moe", torch.bfloat16, num_hidden_layers=2, mlp_only_layers=[0])
     layer: Any = model.model.layers[1]
     CHANGES[why](layer)
     own = layer.__dict__.get("forward")
