@@ -76,7 +76,7 @@ def _clipped(value, dtype: tl.constexpr, CLIP: tl.constexpr):  # type: ignore[no
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _turn(  # type: ignore[no-untyped-def]
-    source, target, target_head, weight, cos, sin, first, wanted,
+    source, target, target_head, weight, cos, sin, cos_column, sin_column, first, wanted,
     HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, HALF_WIDTH: tl.constexpr, REST_WIDTH: tl.constexpr,
     GROUP: tl.constexpr, INTERLEAVED: tl.constexpr, FULL: tl.constexpr, NORM: tl.constexpr, ONCE: tl.constexpr,
     EPS: tl.constexpr, CLIP: tl.constexpr,
@@ -100,8 +100,8 @@ def _turn(  # type: ignore[no-untyped-def]
         other = tl.load(source + head * DIM + HALF + pair, mask=inside, other=0.0).to(tl.float32)
     if REST_WIDTH:
         passed = tl.load(source + head * DIM + rest, mask=passing, other=0.0).to(tl.float32)
-    c = tl.load(cos + pair, mask=pair < HALF, other=0.0).to(tl.float32)
-    s = tl.load(sin + pair, mask=pair < HALF, other=0.0).to(tl.float32)
+    c = tl.load(cos + pair * cos_column, mask=pair < HALF, other=0.0).to(tl.float32)
+    s = tl.load(sin + pair * sin_column, mask=pair < HALF, other=0.0).to(tl.float32)
     if NORM:
         # a weight for each dim of a head, or of the row
         at = head * DIM if NORM == 2 else head * 0
@@ -142,11 +142,12 @@ def _turn(  # type: ignore[no-untyped-def]
         tl.store(target + rest, passed.to(target.dtype.element_ty), mask=passing & wanted)
 
 
-# a model's strides never change; the alignment of a step's slots may
-@triton.jit(do_not_specialize=["slots"])  # type: ignore[untyped-decorator]
+# a model's strides never change, but the columns of some libraries' angles are T apart, and slots may lie anywhere
+@triton.jit(do_not_specialize=["slots"], do_not_specialize_on_alignment=["cos_column", "sin_column"])  # type: ignore[untyped-decorator]
 def _prepare(  # type: ignore[no-untyped-def]
     qkv, query, keys, values, slots, cos, sin, query_weight, key_weight,
-    qkv_row, cos_row, sin_row, keys_block, keys_token, keys_head, values_block, values_token, values_head,
+    qkv_row, cos_row, sin_row, cos_column, sin_column,
+    keys_block, keys_token, keys_head, values_block, values_token, values_head,
     BLOCK_TOKENS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     HALF: tl.constexpr, HALF_WIDTH: tl.constexpr, REST_WIDTH: tl.constexpr, GROUP: tl.constexpr, KV_GROUP: tl.constexpr,
     INTERLEAVED: tl.constexpr, FULL: tl.constexpr, NORM: tl.constexpr, ONCE: tl.constexpr, EPS: tl.constexpr,
@@ -162,7 +163,7 @@ def _prepare(  # type: ignore[no-untyped-def]
     if part < query_parts:
         every = tl.arange(0, 1)[None, :] == 0
         _turn(
-            source, query + row * HEADS * DIM, DIM, query_weight, cos, sin, part * GROUP, every,
+            source, query + row * HEADS * DIM, DIM, query_weight, cos, sin, cos_column, sin_column, part * GROUP, every,
             HEADS, DIM, HALF, HALF_WIDTH, REST_WIDTH, GROUP, INTERLEAVED, FULL, NORM, ONCE, EPS, CLIP,
         )  # fmt: skip
     else:
@@ -178,7 +179,7 @@ def _prepare(  # type: ignore[no-untyped-def]
         value = tl.load(source + (HEADS + KV_HEADS + head) * DIM + dim, mask=inside, other=0.0).to(tl.float32)
         _turn(
             source + HEADS * DIM, keys + block * keys_block + offset * keys_token, keys_head, key_weight, cos, sin,
-            first, stored,
+            cos_column, sin_column, first, stored,
             KV_HEADS, DIM, HALF, HALF_WIDTH, REST_WIDTH, KV_GROUP, INTERLEAVED, FULL, NORM, ONCE, EPS, CLIP,
         )  # fmt: skip
         value = _clipped(value, qkv.dtype.element_ty, CLIP)
@@ -202,7 +203,7 @@ def prepare_qkv(
     Args:
         qkv: [T, (heads + 2 kv_heads) * D] float32, bfloat16 or float16: queries, then keys, then values, head after
             head. Rows may be strided. Read.
-        cos, sin: [T, at least rotary_dim / 2], rows may be strided; the first rotary_dim / 2 columns are the pairs'.
+        cos, sin: [T, at least rotary_dim / 2], any strides; the first rotary_dim / 2 columns are the pairs'.
         keys, values: [num_blocks, block_tokens, kv_heads, D], views of the pool, written in place; the last dimension
             is contiguous. The rest of the pool stays as it is.
         slots: int64 [T], block * block_tokens + offset; -1: not stored. No slot may occur twice.
@@ -218,7 +219,7 @@ def prepare_qkv(
         raise BadInput("qkv", f"{tuple(qkv.shape)} is no contiguous product", limit=form.width)
     if not 2 <= form.rotary_dim <= form.head_dim or form.rotary_dim % 2:
         raise BadInput("rotary_dim", f"{form.rotary_dim} is no even part of a head", limit=form.head_dim)
-    if cos.shape != sin.shape or cos.shape[0] != rows or cos.shape[1] < half or cos.stride(1) != 1 != sin.stride(1):
+    if cos.shape != sin.shape or cos.shape[0] != rows or cos.shape[1] < half:
         raise BadInput("cos", f"shape {tuple(cos.shape)} where [{rows}, at least {half}] was expected")
     if keys.shape[2:] != (form.kv_heads, form.head_dim) or values.shape != keys.shape or len(slots) != rows:
         raise BadInput("keys", f"pool views {tuple(keys.shape)} and {tuple(values.shape)} are not of this form")
@@ -240,7 +241,7 @@ def prepare_qkv(
     grid: Any = (rows, triton.cdiv(form.heads, group) + triton.cdiv(form.kv_heads, kv_group))
     _prepare[grid](
         qkv, query, keys, values, slots, cos, sin, query_weight, key_weight,
-        qkv.stride(0), cos.stride(0), sin.stride(0),
+        qkv.stride(0), cos.stride(0), sin.stride(0), cos.stride(1), sin.stride(1),
         keys.stride(0), keys.stride(1), keys.stride(2), values.stride(0), values.stride(1), values.stride(2),
         BLOCK_TOKENS=keys.shape[1], HEADS=form.heads, KV_HEADS=form.kv_heads, DIM=form.head_dim, WIDTH=width,
         HALF=half, HALF_WIDTH=triton.next_power_of_2(half), REST_WIDTH=triton.next_power_of_2(rest) if rest else 0,
