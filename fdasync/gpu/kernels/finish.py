@@ -50,6 +50,11 @@ def _finish(  # type: ignore[no-untyped-def]
     dtype: tl.constexpr = block.dtype.element_ty
     at = tl.arange(0, WIDTH)
     inside = at < SIZE
+    # what is behind the sums is read before them: it would wait for them
+    if ADDED:
+        before = tl.load(residual + row * residual_row + at, mask=inside, other=0.0).to(tl.float32)
+    if NORMED:
+        factor = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
     if SLOTS:
         total = tl.zeros((WIDTH,), dtype=tl.float32)
         owned = 0
@@ -57,10 +62,10 @@ def _finish(  # type: ignore[no-untyped-def]
             owned = tl.load(live + row)
         for slot in tl.static_range(SLOTS):
             expert = tl.load(ids + row * SLOTS + slot)
-            # other parts are undefined memory
+            # other parts are undefined memory: they are read, so that no read waits for an id, and dropped
+            part = tl.load(block + row * block_row + slot * block_slot + at, mask=inside, other=0.0).to(tl.float32)
             count = tl.where((expert >= 0) & (expert < EXPERTS) & (owned >= 0), SIZE, 0)
-            part = tl.load(block + row * block_row + slot * block_slot + at, mask=at < count, other=0.0)
-            total += part.to(tl.float32)
+            total += tl.where(at < count, part, 0.0)
         total = rounded(total, dtype)
     else:
         total = tl.load(block + row * block_row + at, mask=inside, other=0.0).to(tl.float32)
@@ -71,15 +76,14 @@ def _finish(  # type: ignore[no-untyped-def]
             more = rounded(rounded(share, dtype) * more, dtype)
         total = rounded(total + more, dtype)
     if ADDED:
-        before = tl.load(residual + row * residual_row + at, mask=inside, other=0.0).to(tl.float32)
         total = rounded(before + total, dtype)
         tl.store(hidden + row * SIZE + at, total.to(dtype), mask=inside)
     if NORMED:
-        scale = tl.rsqrt(tl.sum(total * total) * (1.0 / SIZE) + EPS)
+        scale = tl.rsqrt(tl.div_rn(tl.sum(total * total), SIZE + 0.0) + EPS)
         value = total * scale
         if not ONCE:
             value = rounded(value, dtype)
-        value = rounded(tl.load(weight + at, mask=inside, other=0.0).to(tl.float32) * value, dtype)
+        value = rounded(factor * value, dtype)
         tl.store(normed + row * SIZE + at, value.to(dtype), mask=inside)
 
 
@@ -130,12 +134,12 @@ def finish_experts(
 
     Args:
         parts: [T, k, H], times their routing weights; a token's parts and their elements may be strided apart, the
-            elements of a part may not. Parts of ids outside of [0, num_experts) are not read.
+            elements of a part may not. Parts of ids outside of [0, num_experts) may hold anything.
         ids: [T, k] int64 or int32, contiguous.
         num_experts: ids below it have parts.
         residual: [T, H].
         norm: of the next block.
-        live: int64 [T]; no parts are read of rows whose entry is negative. None: all rows have parts.
+        live: int64 [T]; parts of rows whose entry is negative may hold anything. None: all rows have parts.
         shared: [T, H], of shared experts; None: there are none.
         shared_gate: [T] or [T, 1], contiguous: logits of the sigmoid that `shared` is multiplied with.
     """

@@ -20,7 +20,7 @@ from fdasync.errors import BadInput
 from fdasync.gpu.kernels.rounding import rounded
 
 # heads of one program where norms are by head or none
-_GROUP = 4
+_GROUP = 8
 # of a program's heads, for each of its warps: a thread moves 16 bytes
 _WARP_ELEMENTS = 256
 _NORMS = {"": 0, "head": 1, "row": 2}
@@ -76,12 +76,12 @@ def _clipped(value, dtype: tl.constexpr, CLIP: tl.constexpr):  # type: ignore[no
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _turn(  # type: ignore[no-untyped-def]
-    source, target, target_head, weight, cos, sin, first,
+    source, target, target_head, weight, cos, sin, cos_column, sin_column, first, wanted,
     HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, HALF_WIDTH: tl.constexpr, REST_WIDTH: tl.constexpr,
     GROUP: tl.constexpr, INTERLEAVED: tl.constexpr, FULL: tl.constexpr, NORM: tl.constexpr, ONCE: tl.constexpr,
     EPS: tl.constexpr, CLIP: tl.constexpr,
 ):  # fmt: skip
-    """Norm and turn GROUP heads of a token, from `first` on."""
+    """Norm and turn GROUP heads of a token, from `first` on; store them where they are wanted."""
     dtype: tl.constexpr = source.dtype.element_ty
     head = first + tl.arange(0, GROUP)[:, None]
     here = head < HEADS
@@ -90,6 +90,7 @@ def _turn(  # type: ignore[no-untyped-def]
     rest = 2 * HALF + tl.arange(0, REST_WIDTH if REST_WIDTH else 1)[None, :]
     passing = here & (rest < DIM)
     both = tl.arange(0, 2 * HALF_WIDTH)[None, :]
+    # everything is read first: what is behind the sums would wait for them
     if INTERLEAVED:
         # neighbours are read together, and parted in registers
         read = tl.load(source + head * DIM + both, mask=here & (both < 2 * HALF), other=0.0).to(tl.float32)
@@ -99,27 +100,28 @@ def _turn(  # type: ignore[no-untyped-def]
         other = tl.load(source + head * DIM + HALF + pair, mask=inside, other=0.0).to(tl.float32)
     if REST_WIDTH:
         passed = tl.load(source + head * DIM + rest, mask=passing, other=0.0).to(tl.float32)
+    c = tl.load(cos + pair * cos_column, mask=pair < HALF, other=0.0).to(tl.float32)
+    s = tl.load(sin + pair * sin_column, mask=pair < HALF, other=0.0).to(tl.float32)
     if NORM:
-        squares = tl.sum(one * one, 1, keep_dims=True) + tl.sum(other * other, 1, keep_dims=True)
-        if REST_WIDTH:
-            squares += tl.sum(passed * passed, 1, keep_dims=True)
-        at = head * 0
-        size: tl.constexpr = DIM * HEADS if NORM == 2 else DIM
-        if NORM == 2:
-            squares = tl.sum(squares, 0, keep_dims=True)
-            at = head * DIM
-        scale = tl.rsqrt(squares * (1.0 / size) + EPS)
+        # a weight for each dim of a head, or of the row
+        at = head * DIM if NORM == 2 else head * 0
         dim = 2 * pair if INTERLEAVED else pair
         step: tl.constexpr = 1 if INTERLEAVED else HALF
-        one = _scaled(one, scale, tl.load(weight + at + dim, mask=inside, other=0.0).to(tl.float32), dtype, ONCE)
-        factor = tl.load(weight + at + dim + step, mask=inside, other=0.0).to(tl.float32)
-        other = _scaled(other, scale, factor, dtype, ONCE)
+        one_weight = tl.load(weight + at + dim, mask=inside, other=0.0).to(tl.float32)
+        other_weight = tl.load(weight + at + dim + step, mask=inside, other=0.0).to(tl.float32)
+        squares = tl.sum(one * one, 1, keep_dims=True) + tl.sum(other * other, 1, keep_dims=True)
         if REST_WIDTH:
-            factor = tl.load(weight + at + rest, mask=passing, other=0.0).to(tl.float32)
-            passed = _scaled(passed, scale, factor, dtype, ONCE)
+            passed_weight = tl.load(weight + at + rest, mask=passing, other=0.0).to(tl.float32)
+            squares += tl.sum(passed * passed, 1, keep_dims=True)
+        if NORM == 2:
+            squares = tl.sum(squares, 0, keep_dims=True)
+        size: tl.constexpr = DIM * HEADS if NORM == 2 else DIM
+        scale = tl.rsqrt(tl.div_rn(squares, size + 0.0) + EPS)
+        one = _scaled(one, scale, one_weight, dtype, ONCE)
+        other = _scaled(other, scale, other_weight, dtype, ONCE)
+        if REST_WIDTH:
+            passed = _scaled(passed, scale, passed_weight, dtype, ONCE)
     one, other = _clipped(one, dtype, CLIP), _clipped(other, dtype, CLIP)
-    c = tl.load(cos + pair, mask=pair < HALF, other=0.0).to(tl.float32)
-    s = tl.load(sin + pair, mask=pair < HALF, other=0.0).to(tl.float32)
     if FULL:
         ahead = one * c + -other * s
         back = other * c + one * s
@@ -128,22 +130,24 @@ def _turn(  # type: ignore[no-untyped-def]
         back = rounded(other * c, dtype) + rounded(one * s, dtype)
     ahead = rounded(ahead, dtype).to(target.dtype.element_ty)
     back = rounded(back, dtype).to(target.dtype.element_ty)
+    target += head * target_head
     if INTERLEAVED:
         joined = tl.reshape(tl.join(ahead, back), (GROUP, 2 * HALF_WIDTH))
-        tl.store(target + head * target_head + both, joined, mask=here & (both < 2 * HALF))
+        tl.store(target + both, joined, mask=here & (both < 2 * HALF) & wanted)
     else:
-        tl.store(target + head * target_head + pair, ahead, mask=inside)
-        tl.store(target + head * target_head + HALF + pair, back, mask=inside)
+        tl.store(target + pair, ahead, mask=inside & wanted)
+        tl.store(target + HALF + pair, back, mask=inside & wanted)
     if REST_WIDTH:
         passed = _clipped(passed, dtype, CLIP)
-        tl.store(target + head * target_head + rest, passed.to(target.dtype.element_ty), mask=passing)
+        tl.store(target + rest, passed.to(target.dtype.element_ty), mask=passing & wanted)
 
 
-# a model's strides never change; the alignment of a step's slots may
-@triton.jit(do_not_specialize=["slots"])  # type: ignore[untyped-decorator]
+# a model's strides never change, but the columns of some libraries' angles are T apart, and slots may lie anywhere
+@triton.jit(do_not_specialize=["slots"], do_not_specialize_on_alignment=["cos_column", "sin_column"])  # type: ignore[untyped-decorator]
 def _prepare(  # type: ignore[no-untyped-def]
     qkv, query, keys, values, slots, cos, sin, query_weight, key_weight,
-    qkv_row, cos_row, sin_row, keys_block, keys_token, keys_head, values_block, values_token, values_head,
+    qkv_row, cos_row, sin_row, cos_column, sin_column,
+    keys_block, keys_token, keys_head, values_block, values_token, values_head,
     BLOCK_TOKENS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     HALF: tl.constexpr, HALF_WIDTH: tl.constexpr, REST_WIDTH: tl.constexpr, GROUP: tl.constexpr, KV_GROUP: tl.constexpr,
     INTERLEAVED: tl.constexpr, FULL: tl.constexpr, NORM: tl.constexpr, ONCE: tl.constexpr, EPS: tl.constexpr,
@@ -157,27 +161,30 @@ def _prepare(  # type: ignore[no-untyped-def]
     cos += row * cos_row
     sin += row * sin_row
     if part < query_parts:
+        every = tl.arange(0, 1)[None, :] == 0
         _turn(
-            source, query + row * HEADS * DIM, DIM, query_weight, cos, sin, part * GROUP,
+            source, query + row * HEADS * DIM, DIM, query_weight, cos, sin, cos_column, sin_column, part * GROUP, every,
             HEADS, DIM, HALF, HALF_WIDTH, REST_WIDTH, GROUP, INTERLEAVED, FULL, NORM, ONCE, EPS, CLIP,
         )  # fmt: skip
     else:
-        slot = tl.load(slots + row)
-        if slot >= 0:
-            block = slot // BLOCK_TOKENS
-            offset = slot % BLOCK_TOKENS
-            first = (part - query_parts) * KV_GROUP
-            _turn(
-                source + HEADS * DIM, keys + block * keys_block + offset * keys_token, keys_head, key_weight, cos, sin,
-                first, KV_HEADS, DIM, HALF, HALF_WIDTH, REST_WIDTH, KV_GROUP, INTERLEAVED, FULL, NORM, ONCE, EPS, CLIP,
-            )  # fmt: skip
-            head = first + tl.arange(0, KV_GROUP)[:, None]
-            dim = tl.arange(0, WIDTH)[None, :]
-            inside = (head < KV_HEADS) & (dim < DIM)
-            value = tl.load(source + (HEADS + KV_HEADS + head) * DIM + dim, mask=inside, other=0.0).to(tl.float32)
-            value = _clipped(value, qkv.dtype.element_ty, CLIP)
-            place = values + block * values_block + offset * values_token + head * values_head + dim
-            tl.store(place, value.to(values.dtype.element_ty), mask=inside)
+        # a mask, and no branch: reading need not wait for the slot
+        slot = tl.load(slots + row + tl.arange(0, 1)[None, :])
+        stored = slot >= 0
+        block = slot // BLOCK_TOKENS
+        offset = slot % BLOCK_TOKENS
+        first = (part - query_parts) * KV_GROUP
+        head = first + tl.arange(0, KV_GROUP)[:, None]
+        dim = tl.arange(0, WIDTH)[None, :]
+        inside = (head < KV_HEADS) & (dim < DIM)
+        value = tl.load(source + (HEADS + KV_HEADS + head) * DIM + dim, mask=inside, other=0.0).to(tl.float32)
+        _turn(
+            source + HEADS * DIM, keys + block * keys_block + offset * keys_token, keys_head, key_weight, cos, sin,
+            cos_column, sin_column, first, stored,
+            KV_HEADS, DIM, HALF, HALF_WIDTH, REST_WIDTH, KV_GROUP, INTERLEAVED, FULL, NORM, ONCE, EPS, CLIP,
+        )  # fmt: skip
+        value = _clipped(value, qkv.dtype.element_ty, CLIP)
+        place = values + block * values_block + offset * values_token + head * values_head + dim
+        tl.store(place, value.to(values.dtype.element_ty), mask=inside & stored)
 
 
 def prepare_qkv(
@@ -196,7 +203,7 @@ def prepare_qkv(
     Args:
         qkv: [T, (heads + 2 kv_heads) * D] float32, bfloat16 or float16: queries, then keys, then values, head after
             head. Rows may be strided. Read.
-        cos, sin: [T, at least rotary_dim / 2], rows may be strided; the first rotary_dim / 2 columns are the pairs'.
+        cos, sin: [T, at least rotary_dim / 2], any strides; the first rotary_dim / 2 columns are the pairs'.
         keys, values: [num_blocks, block_tokens, kv_heads, D], views of the pool, written in place; the last dimension
             is contiguous. The rest of the pool stays as it is.
         slots: int64 [T], block * block_tokens + offset; -1: not stored. No slot may occur twice.
@@ -212,7 +219,7 @@ def prepare_qkv(
         raise BadInput("qkv", f"{tuple(qkv.shape)} is no contiguous product", limit=form.width)
     if not 2 <= form.rotary_dim <= form.head_dim or form.rotary_dim % 2:
         raise BadInput("rotary_dim", f"{form.rotary_dim} is no even part of a head", limit=form.head_dim)
-    if cos.shape != sin.shape or cos.shape[0] != rows or cos.shape[1] < half or cos.stride(1) != 1 != sin.stride(1):
+    if cos.shape != sin.shape or cos.shape[0] != rows or cos.shape[1] < half:
         raise BadInput("cos", f"shape {tuple(cos.shape)} where [{rows}, at least {half}] was expected")
     if keys.shape[2:] != (form.kv_heads, form.head_dim) or values.shape != keys.shape or len(slots) != rows:
         raise BadInput("keys", f"pool views {tuple(keys.shape)} and {tuple(values.shape)} are not of this form")
@@ -234,7 +241,7 @@ def prepare_qkv(
     grid: Any = (rows, triton.cdiv(form.heads, group) + triton.cdiv(form.kv_heads, kv_group))
     _prepare[grid](
         qkv, query, keys, values, slots, cos, sin, query_weight, key_weight,
-        qkv.stride(0), cos.stride(0), sin.stride(0),
+        qkv.stride(0), cos.stride(0), sin.stride(0), cos.stride(1), sin.stride(1),
         keys.stride(0), keys.stride(1), keys.stride(2), values.stride(0), values.stride(1), values.stride(2),
         BLOCK_TOKENS=keys.shape[1], HEADS=form.heads, KV_HEADS=form.kv_heads, DIM=form.head_dim, WIDTH=width,
         HALF=half, HALF_WIDTH=triton.next_power_of_2(half), REST_WIDTH=triton.next_power_of_2(rest) if rest else 0,

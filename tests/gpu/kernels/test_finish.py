@@ -126,7 +126,7 @@ def test_a_token_of_no_experts_keeps_its_stream(device):
     assert torch.equal(hidden[1], residual[1])
 
 
-def test_parts_of_rows_that_are_nobodys_are_not_read(device):
+def test_parts_of_rows_that_are_nobodys_count_for_nothing(device):
     parts, ids = experts(4, 3, 32, device, torch.float32)
     residual = rows(4, 32, device, torch.float32, 3)
     wanted, _ = finish_experts(parts, ids, EXPERTS, residual, None)
@@ -191,6 +191,6 @@ def test_the_bits_of_a_row_at_every_number_of_rows(device, dtype, size):
         assert its_norm is not None
         assert torch.equal(its_norm, plain_normed[first:last])
     wanted = rms_norm(hidden, norm.weight, norm.eps)
-    far = (normed.float() - wanted.float()).abs() > 2 * torch.finfo(dtype).eps * wanted.float().abs() + 1e-30
+    far = (normed.float() - wanted.float()).abs() > 8 * torch.finfo(dtype).eps * wanted.float().abs() + 1e-30
     assert not far.any()
     assert dtype is torch.float32 or (normed != wanted).float().mean() < 0.01

@@ -104,6 +104,13 @@ def test_it_writes_its_slots_alone(device):
     assert written == 2 * len(kept) * case.form.kv_heads * case.form.head_dim
 
 
+def test_angles_whose_columns_lie_apart(device):
+    case = Case(FORMS["a part turned"], 6, device, torch.float32)
+    wanted = case.run()
+    case.cos, case.sin = (x.T.contiguous().T for x in (case.cos, case.sin))
+    assert torch.equal(case.run(), wanted)
+
+
 def test_a_row_depends_on_itself_alone(device):
     case = Case(FORMS["norms of heads"], 9, device, torch.bfloat16)
     query = case.run()

@@ -95,6 +95,7 @@ class ExpertsBlock:
             shared = self._shared(normed)
             if self._gate is not None:
                 gate = self._gate(normed)
+        ids = ids.contiguous()
         parts = self._experts(normed, ids, weights, parts=True)
         return self._finish(parts, ids, self._num_experts, residual, norm, live=live, shared=shared, shared_gate=gate)
 

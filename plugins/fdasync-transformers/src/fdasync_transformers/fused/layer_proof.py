@@ -21,7 +21,7 @@ from fdasync_transformers.model.kv import LayerSpec
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from fdasync_transformers.fused.layers import FusedLayer
+    from fdasync_transformers.fused.layer import FusedLayer
 
 _ROWS = 16
 _BLOCK_TOKENS = 8

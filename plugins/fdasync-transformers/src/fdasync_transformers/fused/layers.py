@@ -1,13 +1,9 @@
 """Replaces decoder layers of known families by few kernels each.
 
 A fused layer is: merged product, preparation with the write of KV, attention, output projection, residual and norm,
-router, experts, and the end of the layer, which also norms the next layer's input (or the model's last norm). That norm
-is handed on beside the hidden states (`Carry`) and holds for that very tensor; for any other the norm is computed.
-
-Layers are known by class: someone read the library's code and found the structure below (transformers 5.17 and 5.23).
-Each is compared with the library's own before it is replaced (`layer_proof.py`); what differs keeps the library's code.
-A fused layer runs where a step's KV can be written by a kernel, and calls the library's code in any other pass. It has
-no gradient. Knows no steps. Called at start-up.
+router, experts, and the end of the layer with the norm of the next one (`layer.py`). Layers are known by class: someone
+read the library's code and found that structure (transformers 5.17 and 5.23). Each is compared with the library's own
+before it is replaced (`layer_proof.py`); what differs keeps the library's code. Knows no steps. Called at start-up.
 """
 
 from __future__ import annotations
@@ -17,16 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fdasync_transformers.fused.attention import AttentionKind, FusedAttention, fuse_attention
+from fdasync_transformers.fused.attention import AttentionKind, fuse_attention
 from fdasync_transformers.fused.feed_forward import BlockKind, make_block
-from fdasync_transformers.model.attention import StepContext
+from fdasync_transformers.fused.layer import Carry, FusedLayer, LastNorm
+from fdasync_transformers.fused.layer_proof import difference, hidden_of
 from fdasync_transformers.model.families import decoder_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from fdasync.gpu.kernels.finish import Norm
-    from fdasync_transformers.fused.feed_forward import DenseBlock, ExpertsBlock
 
 
 @dataclass(frozen=True)
@@ -59,78 +53,6 @@ _KNOWN = {
     # norms of heads, dense layers perhaps
     "Qwen3MoeDecoderLayer": LayerKind(),
 }
-
-
-class Carry:
-    """The norm of the hidden states that a fused layer has just handed on, until the next one takes it."""
-
-    def __init__(self) -> None:
-        self._held: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-
-    def give(self, hidden: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
-        """Hidden states [1, T, H] of a stream [T, H] whose norm is `normed`."""
-        whole = hidden.unsqueeze(0)
-        self._held = (whole, hidden, normed)
-        return whole
-
-    def take(self, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The stream [T, H] and its norm, if they were given for this very tensor. Holds nothing afterwards."""
-        held, self._held = self._held, None
-        return held[1:] if held is not None and held[0] is whole else None
-
-
-class FusedLayer:
-    """The forward of one decoder layer.
-
-    Attributes:
-        layer: the library's.
-        attention, block: its halves.
-        norms: of the inputs of both; then that of the next layer's input, None where it is not fused.
-        carry: of the model.
-    """
-
-    def __init__(
-        self,
-        layer: Any,
-        attention: FusedAttention,
-        block: DenseBlock | ExpertsBlock,
-        norms: tuple[Norm, Norm, Norm | None],
-        carry: Carry,
-    ) -> None:
-        from fdasync.gpu.kernels.finish import add_norm, norm_rows
-
-        self.layer = layer
-        self.attention = attention
-        self.block = block
-        self.norms = norms
-        self.carry = carry
-        self._own = layer.forward
-        self._index = int(layer.self_attn.layer_idx)
-        self._add_norm = add_norm
-        self._norm_rows = norm_rows
-
-    def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As the layer's own forward: hidden states [1, T, H] -> the same."""
-        context: Any = kwargs.get("fd_ctx")
-        places = None
-        if isinstance(context, StepContext) and not args:
-            spec = context.layers[self._index]
-            places = context.paging.places(spec)
-        if places is None:
-            own: torch.Tensor = self._own(hidden_states, *args, **kwargs)
-            return own
-        first, second, third = self.norms
-        held = self.carry.take(hidden_states)
-        if held is None:
-            stream = hidden_states[0]
-            normed = self._norm_rows(stream, first)
-        else:
-            stream, normed = held
-        qkv = self.attention.product(normed)
-        block = self.attention.attend(qkv, kwargs["position_embeddings"], spec, context.paging, places)
-        stream, normed = self._add_norm(block, stream, second)
-        stream, following = self.block(normed, stream, third, places.slots)
-        return stream.unsqueeze(0) if following is None else self.carry.give(stream, following)
 
 
 @dataclass
@@ -172,8 +94,6 @@ def fuse_layers(model: PreTrainedModel) -> FusedLayers:
     Returns:
         What was fused, and notes on the rest.
     """
-    from fdasync_transformers.fused.layer_proof import difference, hidden_of
-
     try:
         from fdasync.gpu.kernels.router import runs_on
     except ModuleNotFoundError as error:
@@ -209,7 +129,7 @@ def fuse_layers(model: PreTrainedModel) -> FusedLayers:
         layers[number].forward = fused[number]
     if len(layers) - 1 in fused:
         replaced.append((decoder.norm, decoder.norm.__dict__.get("forward")))
-        decoder.norm.forward = _LastNorm(decoder.norm, carry)
+        decoder.norm.forward = LastNorm(decoder.norm, carry)
     if model.device.type == "cuda":
         # the parts' former memory
         torch.cuda.empty_cache()
@@ -218,19 +138,6 @@ def fuse_layers(model: PreTrainedModel) -> FusedLayers:
         for problem, numbers in kept.items()
     ]
     return FusedLayers(tuple(sorted(fused)), tuple(notes), replaced)
-
-
-class _LastNorm:
-    """The forward of the norm behind the last layer."""
-
-    def __init__(self, module: Any, carry: Carry) -> None:
-        self._own = module.forward
-        self._carry = carry
-
-    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        held = self._carry.take(hidden_states)
-        normed: torch.Tensor = self._own(hidden_states) if held is None else held[1].unsqueeze(0)
-        return normed
 
 
 def _fuse(layer: Any, follower: Any, carry: Carry, columns: int) -> FusedLayer | str:

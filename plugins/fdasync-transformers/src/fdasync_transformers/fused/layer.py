@@ -1,0 +1,108 @@
+"""The forward of one fused decoder layer, and the norm that it hands on to the next one.
+
+A layer's last kernel norms the next layer's input too (or the model's last hidden states). That norm is handed on with
+the hidden states (`Carry`), and holds for that very tensor: for any other it is computed. A fused layer runs where a
+kernel can write a step's KV, and calls the library's code in any other pass. It has no gradient. Knows no families and
+no steps. Made by `layers.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fdasync_transformers.model.attention import StepContext
+
+if TYPE_CHECKING:
+    import torch
+
+    from fdasync.gpu.kernels.finish import Norm
+    from fdasync_transformers.fused.attention import FusedAttention
+    from fdasync_transformers.fused.feed_forward import DenseBlock, ExpertsBlock
+
+
+class Carry:
+    """The norm of the hidden states that a fused layer has just handed on, until the next one takes it.
+
+    It is found by the identity of that tensor, so nothing may change the tensor in place.
+    """
+
+    def __init__(self) -> None:
+        self._held: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+
+    def give(self, hidden: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
+        """Hidden states [1, T, H] of a stream [T, H] whose norm is `normed`."""
+        whole = hidden.unsqueeze(0)
+        self._held = (whole, hidden, normed)
+        return whole
+
+    def take(self, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The stream [T, H] and its norm, if they were given for this very tensor. Holds nothing afterwards."""
+        held, self._held = self._held, None
+        return held[1:] if held is not None and held[0] is whole else None
+
+
+class FusedLayer:
+    """The forward of one decoder layer.
+
+    Attributes:
+        layer: the library's.
+        attention, block: its halves.
+        norms: of the inputs of both; then that of the next layer's input, None where it is not fused.
+        carry: of the model.
+    """
+
+    def __init__(
+        self,
+        layer: Any,
+        attention: FusedAttention,
+        block: DenseBlock | ExpertsBlock,
+        norms: tuple[Norm, Norm, Norm | None],
+        carry: Carry,
+    ) -> None:
+        from fdasync.gpu.kernels.finish import add_norm, norm_rows
+
+        self.layer = layer
+        self.attention = attention
+        self.block = block
+        self.norms = norms
+        self.carry = carry
+        self._own = layer.forward
+        self._index = int(layer.self_attn.layer_idx)
+        self._add_norm = add_norm
+        self._norm_rows = norm_rows
+
+    def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As the layer's own forward: hidden states [1, T, H] -> the same."""
+        context: Any = kwargs.get("fd_ctx")
+        places = None
+        if isinstance(context, StepContext) and not args:
+            spec = context.layers[self._index]
+            places = context.paging.places(spec)
+        if places is None:
+            own: torch.Tensor = self._own(hidden_states, *args, **kwargs)
+            return own
+        first, second, third = self.norms
+        held = self.carry.take(hidden_states)
+        if held is None:
+            stream = hidden_states[0]
+            normed = self._norm_rows(stream, first)
+        else:
+            stream, normed = held
+        qkv = self.attention.product(normed)
+        block = self.attention.attend(qkv, kwargs["position_embeddings"], spec, context.paging, places)
+        stream, normed = self._add_norm(block, stream, second)
+        stream, following = self.block(normed, stream, third, places.slots)
+        return stream.unsqueeze(0) if following is None else self.carry.give(stream, following)
+
+
+class LastNorm:
+    """The forward of the norm behind the last layer."""
+
+    def __init__(self, module: Any, carry: Carry) -> None:
+        self._own = module.forward
+        self._carry = carry
+
+    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        held = self._carry.take(hidden_states)
+        normed: torch.Tensor = self._own(hidden_states) if held is None else held[1].unsqueeze(0)
+        return normed

@@ -1,0 +1,270 @@
+"""Fused decoder layers against the library's own: `fused/layers.py`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from device_path import DEVICE, ON_GPU, answers, assert_same
+from fdasync_transformers import TransformersRunner
+from fdasync_transformers.fused import layer_proof
+from fdasync_transformers.fused.layers import FusedLayers, fuse_layers
+from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint, make_tiny_model
+from parts_of_experts import use_parts
+from step_driver import Driver
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fdasync.gpu.kernels import finish, qkv
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from fdasync_transformers.fused.layer import FusedLayer
+
+PLACE = torch.device("cuda" if ON_GPU else "cpu")
+FAMILIES = ["qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "glm4_moe", "ernie4_5_moe", "gpt_oss"]
+# Triton's interpreter takes seconds for each
+SOME = [pytest.param(one, marks=() if one == "qwen3_moe" else pytest.mark.slow) for one in FAMILIES]
+
+
+def build(family: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
+    model = make_tiny_model(family, **overrides).to(PLACE, dtype)
+    use_parts(model)
+    return model
+
+
+@torch.inference_mode()
+def run(model: Any) -> torch.Tensor:
+    ids = torch.randint(0, 50, (1, 9), generator=torch.Generator().manual_seed(3)).to(PLACE)
+    logits: torch.Tensor = model(ids, use_cache=False).logits
+    return logits
+
+
+@pytest.fixture
+def fusing(monkeypatch: pytest.MonkeyPatch) -> list[FusedLayers]:
+    """Runners with kernels fuse the layers of their models; gets what was fused."""
+    found: list[FusedLayers] = []
+    make = TransformersRunner._make_step_model
+
+    def fuse_first(self: Any, model: Any, layout: Any) -> Any:
+        if self.config.kernels == "triton":
+            use_parts(model)
+            found.append(fuse_layers(model))
+        return make(self, model, layout)
+
+    monkeypatch.setattr(TransformersRunner, "_make_step_model", fuse_first)
+    return found
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        pytest.param(torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(torch.float16, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_layer_is_proven(family: str, dtype: torch.dtype) -> None:
+    # two layers: with and without one behind it, dense and of experts
+    model = build(family, dtype, **_two_layers(family))
+    before = run(model)
+    fused = fuse_layers(model)
+    assert fused.notes == ()
+    assert fused.indices == (0, 1)
+    # a pass without paging is the library's own
+    assert torch.equal(run(model), before)
+
+
+@pytest.mark.parametrize("family", SOME)
+async def test_a_fused_model_answers_as_the_path_of_cpus(
+    tmp_path: Path, family: str, fusing: list[FusedLayers]
+) -> None:
+    """Tokens and rows: decodes, chunks, late arrivals."""
+    make_tiny_checkpoint(tmp_path, family)
+    wanted = await answers(tmp_path, {"device": "cpu"})
+    assert_same(await answers(tmp_path, DEVICE), wanted)
+    assert [one.indices for one in fusing] == [(0, 1, 2, 3)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+async def test_padding_and_chunks_as_decodes(tmp_path: Path, family: str, fusing: list[FusedLayers]) -> None:
+    make_tiny_checkpoint(tmp_path, family)
+    wanted = await answers(tmp_path, {"device": "cpu"})
+    assert_same(await answers(tmp_path, DEVICE, tiled_tokens=(6, 16)), wanted)
+    assert_same(await answers(tmp_path, DEVICE, flat_tokens=16), wanted)
+    assert [one.indices for one in fusing] == [(0, 1, 2, 3)] * 2
+
+
+@pytest.mark.slow
+async def test_rows_of_layers_are_the_same(tmp_path: Path, fusing: list[FusedLayers]) -> None:
+    make_tiny_checkpoint(tmp_path, "glm4_moe")
+    aux = {"aux": ("layer_norms", "routing_weights"), "self_check": False}
+    seen = []
+    for config in ({"device": "cpu", **aux}, {**DEVICE, **aux}):
+        driver = await Driver.open(tmp_path, config=config)
+        try:
+            one = driver.sequence([1, 9, 4, 7, 3], 3)
+            await driver.run([one])
+            seen.append({name: driver.rows(one, name) for name in ("routing", "layer_norms", "routing_weights")})
+        finally:
+            await driver.close()
+    assert fusing[0].indices == (0, 1, 2, 3)
+    assert (seen[0]["routing"] == seen[1]["routing"]).all()
+    for name in ("layer_norms", "routing_weights"):
+        assert abs(seen[0][name].astype("float64") - seen[1][name]).max() < 2e-3
+
+
+@pytest.mark.slow
+async def test_hidden_states_that_are_changed_between_layers(tmp_path: Path, fusing: list[FusedLayers]) -> None:
+    """A hook hands on another tensor: its norm is computed, and not the one that was handed on."""
+    make_tiny_checkpoint(tmp_path, "qwen3_moe")
+    tokens = []
+    for config in ({"device": "cpu"}, DEVICE):
+        driver = await Driver.open(tmp_path, config={**config, "self_check": False})
+        try:
+            layers = driver.runner._step_model.model.model.layers
+            layers[1].register_forward_hook(lambda _module, _args, out: out * -1.5)
+            layers[3].register_forward_hook(lambda _module, _args, out: out + 0.5)
+            one = driver.sequence([1, 9, 4, 7, 3], 3)
+            await driver.run([one])
+            tokens.append(one.tokens)
+        finally:
+            await driver.close()
+    assert fusing[0].indices == (0, 1, 2, 3)
+    assert tokens[0] == tokens[1]
+
+
+class _Launches(TorchDispatchMode):
+    """Names of the operations that are a kernel each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        if not function.is_view and "empty" not in function.name():
+            self.names.append(function.name().removeprefix("aten::"))
+        return found
+
+
+def test_launches_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two products and three kernels beside attention, router and experts."""
+    model = build("qwen3_moe", **_two_layers("qwen3_moe"))
+    fused = fuse_layers(model)
+    layer: Any = model.model.layers[0]
+    one: FusedLayer = layer.forward
+    form = one.attention.form
+    hidden = layer_proof.hidden_of(model, 3)
+    # what these compute is counted with the experts' own kernels
+    ids = torch.zeros((3, 3), dtype=torch.int64, device=PLACE)
+    parts, out = torch.zeros((3, 3, 32), device=PLACE), torch.zeros((3, 4, form.head_dim), device=PLACE)
+    layer.mlp.gate.forward = lambda _: (None, None, ids)
+    layer.mlp.experts.forward = lambda *_args, **_parts: parts
+    monkeypatch.setattr(layer_proof._Catch, "attend", lambda *_: out)
+    monkeypatch.setattr(layer_proof, "_ROWS", 3)
+    context = layer_proof._context(one, hidden, torch.arange(3, device=PLACE)[None], pooled=True)
+    turns = model.model.rotary_emb(hidden, position_ids=torch.arange(3, device=PLACE)[None])
+    launched: list[str] = []
+    for module, name in ((finish, "_finish"), (qkv, "_prepare")):
+        monkeypatch.setattr(module, name, _Counted(name, launched))
+    one.carry.give(hidden[0], one._norm_rows(hidden[0], one.norms[0]))
+    whole = one.carry._held[0]  # type: ignore[index]
+    launched.clear()
+    with torch.inference_mode(), _Launches() as operations:
+        layer(whole, position_embeddings=turns, fd_ctx=context)
+    assert launched == ["_prepare", "_finish", "_finish"]
+    # in inference mode a product is not taken apart
+    assert operations.names == ["linear", "linear"]
+    fused.undo()
+
+
+class _Counted:
+    """In the place of a kernel: notes that it is launched."""
+
+    def __init__(self, name: str, seen: list[str]) -> None:
+        self._name, self._seen = name, seen
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *_args, **_kwargs: self._seen.append(self._name)
+
+
+def _doubled(module: Any) -> None:
+    own = module.forward
+    module.forward = lambda *args, **kwargs: own(*args, **kwargs) * 2
+
+
+def _other_eps(module: Any) -> None:
+    own, eps = module.forward, module.variance_epsilon
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        module.variance_epsilon = 0.1
+        found: torch.Tensor = own(x)
+        module.variance_epsilon = eps
+        return found
+
+    module.forward = forward
+
+
+def _rounds_once(module: Any) -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + module.variance_epsilon)
+        return (module.weight.float() * wide).to(x.dtype)
+
+    module.forward = forward
+
+
+CHANGES: dict[str, Any] = {
+    "its second block differs": lambda layer: _doubled(layer.mlp),
+    "it returns other hidden states": _doubled,
+    "its norms differ": lambda layer: _other_eps(layer.post_attention_layernorm),
+    "its queries differ": lambda layer: _rounds_once(layer.self_attn.q_norm),
+    "its keys differ": lambda layer: _other_eps(layer.self_attn.k_norm),
+    "its merged product differs": lambda layer: _doubled(layer.self_attn.k_proj),
+    "either its queries or its keys have a norm": lambda layer: delattr(layer.self_attn, "k_norm"),
+}
+
+
+@pytest.mark.parametrize("why", CHANGES)
+def test_a_layer_that_differs_keeps_the_librarys_code(why: str) -> None:
+    model = build("qwen3_moe", torch.bfloat16, num_hidden_layers=2, mlp_only_layers=[0])
+    layer: Any = model.model.layers[1]
+    CHANGES[why](layer)
+    own = layer.__dict__.get("forward")
+    fused = fuse_layers(model)
+    assert fused.indices == (0,)
+    assert fused.notes == (f"decoder layers 1 are the library's own: {why}",)
+    assert layer.__dict__.get("forward") is own
+    # the layer before it hands on no norm for it
+    assert model.model.layers[0].forward.norms[2] is None
+
+
+def test_a_norm_that_differs_behind_the_last_layer() -> None:
+    model = build("mixtral", num_hidden_layers=1)
+    _other_eps(model.model.norm)
+    assert fuse_layers(model).notes == ("decoder layers 0 are the library's own: the norm that it hands on differs",)
+
+
+def test_undo_and_families_that_are_not_known() -> None:
+    model = build("mixtral", num_hidden_layers=2)
+    fused = fuse_layers(model)
+    assert fused.indices == (0, 1)
+    for _ in range(2):
+        fused.undo()
+        assert fused.indices == ()
+        assert "forward" not in model.model.layers[0].__dict__
+        assert "forward" not in model.model.norm.__dict__
+    other = fuse_layers(make_tiny_model("phimoe"))
+    assert other.indices == ()
+    assert other.notes == ("decoder layers are the library's own: PhimoeDecoderLayer is of no known kind",)
+
+
+def _two_layers(family: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"num_hidden_layers": 2}
+    if family in ("gpt_oss", "qwen2_moe"):
+        found["layer_types"] = ["sliding_attention", "full_attention"]
+    return found
