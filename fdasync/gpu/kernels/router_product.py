@@ -127,15 +127,14 @@ def _product_kernel(  # type: ignore[no-untyped-def]
         weight_offset = expert[:, None] * weight_stride + depth[None, :]
         here = (first + token < num_tokens)[None, :]
         real = (expert < NUM_EXPERTS)[:, None]
-        shape: tl.constexpr = (EXPERTS, TOKENS)
         offset = token[None, :] * NUM_EXPERTS + expert[:, None]
     else:
         x_offset = token[:, None] * x_stride + depth[None, :]
         weight_offset = expert[None, :] * weight_stride + depth[:, None]
         here = (first + token < num_tokens)[:, None]
         real = (expert < NUM_EXPERTS)[None, :]
-        shape: tl.constexpr = (TOKENS, EXPERTS)
         offset = token[:, None] * NUM_EXPERTS + expert[None, :]
+    shape: tl.constexpr = (EXPERTS, TOKENS) if SWAPPED else (TOKENS, EXPERTS)
     total = tl.zeros(shape, dtype=tl.float32)
     # 0.0 that the compiler does not know: it would sum a block that begins with a known zero into the total at once
     zero = tl.zeros(shape, dtype=tl.float32) + nothing

@@ -11,8 +11,9 @@ from fdasync.gpu.kernels.router_product import Tile, choose_tile, launch_product
 EPS = torch.finfo(torch.float32).eps
 # tiles of every form: few and many tokens, either side as rows, one block and several beside each other
 TILES = [
-    Tile(1, 8, 4, 1, 3, False), Tile(16, 16, 4, 4, 2, True), Tile(8, 16, 4, 1, 3, True), Tile(16, 4, 4, 1, 3, False), Tile(16, 8, 2, 2, 3, False),
-    Tile(32, 16, 4, 4, 2, True), Tile(64, 64, 1, 4, 3, False), Tile(64, 128, 1, 8, 3, False),
+    Tile(1, 8, 4, 1, 3, False), Tile(16, 16, 4, 4, 2, True), Tile(8, 16, 4, 1, 3, True), Tile(16, 4, 4, 1, 3, False),
+    Tile(16, 8, 2, 2, 3, False), Tile(32, 16, 4, 4, 2, True), Tile(64, 64, 1, 4, 3, False),
+    Tile(64, 128, 1, 8, 3, False),
 ]  # fmt: skip
 WIDE_TILES = [Tile(16, 16, 1, 4, 2, False), Tile(32, 32, 1, 4, 2, False)]
 DTYPES = [
