@@ -152,7 +152,7 @@ def rows_of_program(tokens: int) -> int:
     serves every T; in the interpreter the number of programs is the cost."""
     if isinstance(route_kernel, triton.runtime.JITFunction):
         return 1
-    return min(triton.next_power_of_2(tokens), _INTERPRETED_ROWS)
+    return int(min(triton.next_power_of_2(tokens), _INTERPRETED_ROWS))
 
 
 def check_logits(logits: torch.Tensor, k: int) -> None:

@@ -99,6 +99,7 @@ def _product_kernel(  # type: ignore[no-untyped-def]
     num_tokens,
     x_stride,
     weight_stride,
+    nothing,
     NUM_EXPERTS: tl.constexpr,
     HIDDEN: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -126,16 +127,17 @@ def _product_kernel(  # type: ignore[no-untyped-def]
         weight_offset = expert[:, None] * weight_stride + depth[None, :]
         here = (first + token < num_tokens)[None, :]
         real = (expert < NUM_EXPERTS)[:, None]
-        zero = tl.zeros((EXPERTS, TOKENS), dtype=tl.float32)
         offset = token[None, :] * NUM_EXPERTS + expert[:, None]
     else:
         x_offset = token[:, None] * x_stride + depth[None, :]
         weight_offset = expert[None, :] * weight_stride + depth[:, None]
         here = (first + token < num_tokens)[:, None]
         real = (expert < NUM_EXPERTS)[None, :]
-        zero = tl.zeros((TOKENS, EXPERTS), dtype=tl.float32)
         offset = token[:, None] * NUM_EXPERTS + expert[None, :]
-    total = zero
+    shape: tl.constexpr = (EXPERTS, TOKENS) if SWAPPED else (TOKENS, EXPERTS)
+    total = tl.zeros(shape, dtype=tl.float32)
+    # 0.0 that the compiler does not know: it would sum a block that begins with a known zero into the total at once
+    zero = tl.zeros(shape, dtype=tl.float32) + nothing
     for at in tl.range(0, HIDDEN, BLOCK * BESIDE, num_stages=STAGES):
         one = _block(zero, x, weight, x_offset, weight_offset, here, real, at, HIDDEN, BLOCK, MASKED, FACTORS, SWAPPED)
         if BESIDE > 1:
@@ -198,19 +200,25 @@ def router_logits(
     logits = torch.empty((tokens, experts), dtype=dtype or x.dtype, device=x.device)
     if tokens:
         factors = _factors(x.dtype, weight.dtype)
-        launch_product(x, weight, bias, logits, rounded, choose_tile(tokens, factors))
+        launch_product(x, weight, bias, logits, rounded, choose_tile(tokens, experts, factors))
     return logits
 
 
-def choose_tile(tokens: int, factors: int) -> Tile:
-    """The tile for a shape, of those that were measured."""
+def choose_tile(tokens: int, experts: int, factors: int) -> Tile:
+    """The tile for a shape: measured on one chip, and a rule for all; the bits are those of every other tile."""
     if factors == _WIDENED:
         return Tile(16, 16, 1, 4, 2, False) if tokens <= 256 else Tile(32, 32, 1, 4, 2, False)
-    if tokens <= 16:
-        return Tile(8, 16, 4, 1, 2, True)
+    if factors == _SPLIT:
+        return Tile(16, 8, 2, 2, 3, False) if tokens <= 256 else Tile(64, 32, 1, 4, 2, False)
+    if tokens == 1:
+        return Tile(1, 8, 4, 1, 3, False)
+    if tokens <= 64:
+        return Tile(16, 8, 4, 2, 3, False)
     if tokens <= 512:
-        return Tile(16, 16, 4, 4, 2, True)
-    return Tile(64, 64, 1, 4, 3, False)
+        return Tile(16, 16, 4, 2, 3, True)
+    if tokens <= 4096:
+        return Tile(64, 32, 1, 4, 4, False) if experts <= 128 else Tile(64, 64, 1, 4, 4, False)
+    return Tile(64, 64, 1, 4, 3, False) if experts <= 128 else Tile(128, 128, 1, 8, 3, False)
 
 
 def _factors(x: torch.dtype, weight: torch.dtype) -> int:
@@ -238,6 +246,7 @@ def launch_product(
         # the stride of a single row may be anything in torch
         x.stride(0) if tokens > 1 else hidden,
         weight.stride(0) if experts > 1 else hidden,
+        0.0,
         NUM_EXPERTS=experts,
         HIDDEN=hidden,
         TOKENS=tile.tokens,

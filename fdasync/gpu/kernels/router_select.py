@@ -31,7 +31,7 @@ def row_sum(values, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     return tl.sum(values) if ROWS == 1 else tl.sum(values, axis=1, keep_dims=True)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def nearest(values, like):  # type: ignore[no-untyped-def]
     """float32 values in the dtype that the pointer `like` points to, to nearest and even.
 
@@ -50,7 +50,7 @@ def rounded(values, like, ON: tl.constexpr):  # type: ignore[no-untyped-def]
     return nearest(values, like).to(tl.float32) if ON else values
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def ordered(values):  # type: ignore[no-untyped-def]
     """int32 in the order of float32 values: both zeros are 0, a NaN is below every number and above GONE."""
     whole = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)

@@ -11,8 +11,9 @@ from fdasync.gpu.kernels.router_product import Tile, choose_tile, launch_product
 EPS = torch.finfo(torch.float32).eps
 # tiles of every form: few and many tokens, either side as rows, one block and several beside each other
 TILES = [
-    Tile(16, 16, 4, 4, 2, True), Tile(8, 16, 4, 1, 3, True), Tile(16, 4, 4, 1, 3, False), Tile(16, 8, 2, 2, 3, False),
-    Tile(32, 16, 4, 4, 2, True), Tile(64, 64, 1, 4, 3, False), Tile(64, 128, 1, 8, 3, False),
+    Tile(1, 8, 4, 1, 3, False), Tile(16, 16, 4, 4, 2, True), Tile(8, 16, 4, 1, 3, True), Tile(16, 4, 4, 1, 3, False),
+    Tile(16, 8, 2, 2, 3, False), Tile(32, 16, 4, 4, 2, True), Tile(64, 64, 1, 4, 3, False),
+    Tile(64, 128, 1, 8, 3, False),
 ]  # fmt: skip
 WIDE_TILES = [Tile(16, 16, 1, 4, 2, False), Tile(32, 32, 1, 4, 2, False)]
 DTYPES = [
@@ -128,11 +129,22 @@ def test_a_token_has_the_same_bits_at_every_size(device, x_dtype, weight_dtype, 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("hidden", [2048, 7168])
+def test_logits_are_as_exact_as_a_float32_product(device, hidden):
+    """Tensor cores cut off what is small beside a large sum: blocks of their own keep sums small."""
+    x, weight = factors(256, 128, hidden, torch.bfloat16, torch.bfloat16, device)
+    exact = x.double() @ weight.double().T
+    ours = (router_logits(x, weight, rounded=False, dtype=torch.float32) - exact).abs().max()
+    library = (torch.nn.functional.linear(x.float(), weight.float()) - exact).abs().max()
+    assert float(ours) <= 4 * float(library)
+
+
+@pytest.mark.gpu
 def test_a_graph_replays_it_and_sizes_compile_nothing(device):
     from fdasync.gpu.kernels.router_product import _product_kernel
 
     x, weight = factors(4096, 128, 2048, torch.bfloat16, torch.bfloat16, device)
-    regimes = {choose_tile(tokens, 0): tokens for tokens in range(1, 4097)}
+    regimes = {choose_tile(tokens, 128, 0): tokens for tokens in range(1, 4097)}
     for tokens in regimes.values():
         router_logits(x[:tokens], weight, rounded=True)
     kernels = [len(cache[0]) for cache in _product_kernel.device_caches.values()]
