@@ -167,7 +167,7 @@ async def _turns(
 ) -> tuple[dict[str, list[float]], Found]:
     """Tokens per second of each way's stretches."""
     scale = rig.scale
-    for name in {WAYS[way].arm for way in ways}:
+    for name in dict.fromkeys(WAYS[way].arm for way in ways):
         await rig.arms[name].shrink(count)
     steps = 2
     if scale.seconds:

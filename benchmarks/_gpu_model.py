@@ -142,6 +142,7 @@ class Arm:
         if count < self.running:
             leaves = tuple(range(count, self.running))
             self.running = count
+            self.select()
             self.rewind()
             await self.decode(leaves)
 
