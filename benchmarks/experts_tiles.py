@@ -1,4 +1,4 @@
-"""Times tiles of the fused experts on a GPU, to make the table of `fdasync/gpu/kernels/experts_tiles.py`.
+"""Times tiles of the fused experts on a GPU, to make the table of `fdasync/gpu/kernels/experts/tiles.py`.
 
     python -m benchmarks.experts_tiles [--shape qwen3-30b-a3b] [--tokens 1,64,256] [--json FILE]
 
@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 
-from fdasync.gpu.kernels.experts import experts
-from fdasync.gpu.kernels.experts_tiles import Tile, Tiles
+from fdasync.gpu.kernels.experts.chain import experts
+from fdasync.gpu.kernels.experts.tiles import Tile, Tiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -34,9 +34,9 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks._report import Report
-from fdasync.gpu.kernels.attention import attend_decode, decode_workspace
-from fdasync.gpu.kernels.attention_tile import Launch
-from fdasync.gpu.kernels.prefill import attend_prefill, prefill_tiles
+from fdasync.gpu.kernels.attention.decode import attend_decode, decode_workspace
+from fdasync.gpu.kernels.attention.prefill import attend_prefill, prefill_tiles
+from fdasync.gpu.kernels.attention.tile import Launch
 from fdasync.gpu.kernels.store import store_kv
 
 if TYPE_CHECKING:

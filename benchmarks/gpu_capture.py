@@ -52,7 +52,7 @@ class Step:
 
     def _layer(self, way: str, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         # imported where there is a GPU only
-        from fdasync.gpu.kernels.router import route
+        from fdasync.gpu.kernels.router.route import route
 
         logits = functional.linear(self.hidden, self.weights[row]) if self.linear else self.logits[row]
         capture = self.captures[way]

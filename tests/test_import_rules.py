@@ -52,6 +52,13 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         "fdasync.scheduler.state": (*_PURE_CACHE, "fdasync.events.*"),
     },
     {
+        "fdasync.gpu.kernels.attention": ("fdasync.gpu.kernels.*",),
+        "fdasync.gpu.kernels.experts": ("fdasync.gpu.kernels.*",),
+        "fdasync.gpu.kernels.layer": ("fdasync.gpu.kernels.*",),
+        "fdasync.gpu.kernels.router": ("fdasync.gpu.kernels.*",),
+        "fdasync.gpu.kernels.sampling": ("fdasync.gpu.kernels.*",),
+    },
+    {
         "fdasync.gpu": ("fdasync.cache.aux", "fdasync.cache.host_arena", "fdasync.gpu.kernels.*", "fdasync.ipc.*"),
         "fdasync.runner.worker": (
             *_ARENAS, "fdasync.events.actions", "fdasync.ipc.*", "fdasync.request", "fdasync.runner.base",
@@ -131,7 +138,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     },
     {
         "fdasync_mooncake.testing": ("fdasync.ipc.*", "fdasync.testing.*", "fdasync_mooncake.*"),
-        "fdasync_transformers.fused": ("fdasync.gpu.*", "fdasync_transformers.model.*"),
+        "fdasync_transformers.fused": ("fdasync.gpu.kernels.*", "fdasync_transformers.model.*"),
         "fdasync_transformers.replay": ("fdasync.result", "fdasync_transformers.model.*"),
     },
     {

@@ -180,7 +180,7 @@ class CaptureBuffer(StepRows):
         place = self.claim(row, len(ids), k)
         if self._kernel:
             # imported here: a machine without CUDA may have no triton either
-            from fdasync.gpu.kernels.router import write_ids
+            from fdasync.gpu.kernels.router.route import write_ids
 
             write_ids(ids, place)
         else:

@@ -12,7 +12,7 @@ from fdasync.cache.aux import AuxSpec
 from fdasync.cache.debug_rows import debug_rows
 from fdasync.errors import BadInput, RunnerError
 from fdasync.gpu.capture import CaptureBuffer
-from fdasync.gpu.kernels.router import route
+from fdasync.gpu.kernels.router.route import route
 
 SPEC = AuxSpec("routing", (3, 4), "uint8")
 WIDE = AuxSpec("routing", (3, 4), "uint16")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from fdasync.gpu.kernels.qkv import QkvForm
+    from fdasync.gpu.kernels.layer.qkv import QkvForm
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, once: bool = False) -> torch.Tensor:

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fdasync.errors import BadInput
-from fdasync.gpu.kernels.attention import attend_decode, count_splits, decode_launch, decode_workspace
-from fdasync.gpu.kernels.attention_tile import Launch, split_dims
-from fdasync.gpu.kernels.prefill import PREFILL_TILE, attend_prefill, prefill_launch, prefill_tiles
+from fdasync.gpu.kernels.attention.decode import attend_decode, count_splits, decode_launch, decode_workspace
+from fdasync.gpu.kernels.attention.prefill import PREFILL_TILE, attend_prefill, prefill_launch, prefill_tiles
+from fdasync.gpu.kernels.attention.tile import Launch, split_dims
 from fdasync.gpu.kernels.store import store_kv
 from tests.gpu.kernels.attention_reference import Case, assert_close, make_case, reference
 
@@ -435,11 +435,13 @@ def test_a_graph_follows_lengths_and_tables(device: torch.device) -> None:
 
 @pytest.mark.gpu
 def test_steps_of_other_sizes_compile_nothing(device: torch.device) -> None:
-    from fdasync.gpu.kernels import attention, prefill, store
+    from fdasync.gpu.kernels import store
+    from fdasync.gpu.kernels.attention import decode as attention
+    from fdasync.gpu.kernels.attention import prefill
 
     shape = SHAPES["four heads a group"]
     case, _ = make_layer(shape, [60, 61, 62, 63, 64], device, block_tokens=16)
-    kernels = (attention._decode, attention._join, prefill._prefill, store._store)
+    kernels = (attention._decode, prefill._prefill, store._store)
 
     def compiled() -> int:
         return sum(len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels)

@@ -1,4 +1,4 @@
-"""The experts' kernels against float64, one pair at a time: `gpu/kernels/experts.py`."""
+"""The experts' kernels against float64, one pair at a time: `gpu/kernels/experts/chain.py`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fdasync.errors import BadInput
-from fdasync.gpu.kernels import experts as kernels
-from fdasync.gpu.kernels.experts import experts
-from fdasync.gpu.kernels.experts_activation import KINDS, Activation, activation_of
-from fdasync.gpu.kernels.experts_tiles import Tile, Tiles, choose_tiles
-from fdasync.gpu.kernels.router import route
+from fdasync.gpu.kernels.experts import chain as kernels
+from fdasync.gpu.kernels.experts.activation import KINDS, Activation, activation_of
+from fdasync.gpu.kernels.experts.chain import experts
+from fdasync.gpu.kernels.experts.tiles import Tile, Tiles, choose_tiles
+from fdasync.gpu.kernels.router.route import route
 
 ON_GPU = torch.cuda.is_available()
 # relative size of the error; Triton's interpreter cuts bfloat16 off where a device rounds it

@@ -1,4 +1,4 @@
-"""Sums of experts, the residual stream and the next norm in one kernel: `gpu/kernels/finish.py`."""
+"""Sums of experts, the residual stream and the next norm in one kernel: `gpu/kernels/layer/finish.py`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fdasync.errors import BadInput
-from fdasync.gpu.kernels.finish import Norm, add_norm, finish_experts, norm_rows
+from fdasync.gpu.kernels.layer.finish import Norm, add_norm, finish_experts, norm_rows
 from tests.gpu.kernels.layer_reference import even, rms_norm
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

@@ -1,4 +1,4 @@
-"""The kernel of gated dense layers against float64 and against torch's operations: `gpu/kernels/gate.py`."""
+"""The kernel of gated dense layers against float64 and against torch's operations: `gpu/kernels/layer/gate.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from fdasync.errors import BadInput
-from fdasync.gpu.kernels.gate import KINDS, gated, runs_on
+from fdasync.gpu.kernels.layer.gate import KINDS, gated, runs_on
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 IN_TORCH: dict[str, Any] = {
@@ -130,7 +130,7 @@ def test_the_bits_of_a_row_alone_in_a_batch_and_padded(device, dtype):
 
 @pytest.mark.gpu
 def test_one_kernel_for_all_numbers_of_rows_and_a_graph_replays_it(device):
-    from fdasync.gpu.kernels.gate import _gate_kernel
+    from fdasync.gpu.kernels.layer.gate import _gate_kernel
 
     gate, up = (torch.randn((64, 768), device=device, dtype=torch.bfloat16) for _ in range(2))
     gated(gate, up)

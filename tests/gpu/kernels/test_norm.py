@@ -1,4 +1,4 @@
-"""The RMSNorm kernel against float64 and against torch's separate operations: `gpu/kernels/norm.py`."""
+"""The RMSNorm kernel against float64 and against torch's separate operations: `gpu/kernels/layer/norm.py`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fdasync.errors import BadInput
-from fdasync.gpu.kernels.norm import MOST_COLUMNS, add_rms_norm, rms_norm, runs_on, tile_of
+from fdasync.gpu.kernels.layer.norm import MOST_COLUMNS, add_rms_norm, rms_norm, runs_on, tile_of
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 WEIGHTED = ["normed", "product", "one_plus"]
@@ -170,7 +170,7 @@ def test_the_bits_of_a_row_alone_in_a_batch_and_padded(device, dtype, columns):
 
 @pytest.mark.gpu
 def test_one_kernel_for_all_numbers_of_rows_and_a_graph_replays_it(device):
-    from fdasync.gpu.kernels.norm import _norm_kernel
+    from fdasync.gpu.kernels.layer.norm import _norm_kernel
 
     x, weight = (torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in ((64, 2048), (2048,)))
     rms_norm(x, weight, EPS)

@@ -1,4 +1,4 @@
-"""Norms of heads, rotary embedding and the write of KV in one kernel: `gpu/kernels/qkv.py`."""
+"""Norms of heads, rotary embedding and the write of KV in one kernel: `gpu/kernels/layer/qkv.py`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fdasync.errors import BadInput
-from fdasync.gpu.kernels.qkv import QkvForm, prepare_qkv
+from fdasync.gpu.kernels.layer.qkv import QkvForm, prepare_qkv
 from tests.gpu.kernels.layer_reference import even, prepared
 
 BLOCK_TOKENS = 4

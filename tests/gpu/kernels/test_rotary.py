@@ -1,4 +1,4 @@
-"""The rotary kernel against float64 and, bit for bit, against the library's ways to rotate: `gpu/kernels/rotary.py`."""
+"""The rotary kernel against float64 and, bit for bit, against the library's ways to rotate: `gpu/kernels/layer/rotary.py`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fdasync.errors import BadInput
-from fdasync.gpu.kernels.rotary import CONTRACTIONS, Style, rotate, runs_on
+from fdasync.gpu.kernels.layer.rotary import CONTRACTIONS, Style, rotate, runs_on
 
 # dtypes, and whether all of a head is rotated
 CASES = [(torch.bfloat16, False), (torch.bfloat16, False), (torch.float16, True), (torch.float32, False)]
@@ -180,7 +180,7 @@ def test_a_complex_product_of_torch_is_one_of_the_contractions(device):
 
 @pytest.mark.gpu
 def test_one_kernel_for_all_numbers_of_tokens_and_a_graph_replays_it(device):
-    from fdasync.gpu.kernels.rotary import _rotate_kernel
+    from fdasync.gpu.kernels.layer.rotary import _rotate_kernel
 
     def made(tokens):
         q, k = (torch.randn((1, tokens, heads, 128), device=device).transpose(1, 2) for heads in (32, 4))

@@ -1,4 +1,4 @@
-"""The router kernel against float64 and against torch's own softmax and top-k: `gpu/kernels/router.py`."""
+"""The router kernel against float64 and against torch's own softmax and top-k: `gpu/kernels/router/route.py`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fdasync.errors import BadInput
-from fdasync.gpu.kernels.router import route, runs_on, write_ids
-from fdasync.gpu.kernels.router_rule import RouterRule
+from fdasync.gpu.kernels.router.route import route, runs_on, write_ids
+from fdasync.gpu.kernels.router.rule import RouterRule
 
 # what Triton's interpreter computes with says so where a row has no finite softmax
 NO_SOFTMAX = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning", "ignore:All-NaN:RuntimeWarning")
@@ -205,7 +205,7 @@ def test_a_graph_replays_the_capture_for_new_logits(device):
 
 @pytest.mark.gpu
 def test_many_tokens_and_one_kernel_for_all(device):
-    from fdasync.gpu.kernels.router import _route_kernel
+    from fdasync.gpu.kernels.router.route import _route_kernel
 
     logits = torch.randn((8192, 128), device=device, dtype=torch.bfloat16)
     check(logits, 8)

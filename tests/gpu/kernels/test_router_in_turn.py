@@ -1,11 +1,11 @@
-"""Slots that are chosen one after the other against float64: `gpu/kernels/router_in_turn.py`."""
+"""Slots that are chosen one after the other against float64: `gpu/kernels/router/in_turn.py`."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from fdasync.gpu.kernels.router_in_turn import route_in_turn
+from fdasync.gpu.kernels.router.in_turn import route_in_turn
 
 
 def in_turn(logits: torch.Tensor, k: int, near: float) -> tuple[torch.Tensor, torch.Tensor]:

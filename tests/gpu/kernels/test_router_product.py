@@ -1,4 +1,4 @@
-"""The router's product against float64, and its bits at every T: `gpu/kernels/router_product.py`."""
+"""The router's product against float64, and its bits at every T: `gpu/kernels/router/product.py`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fdasync.errors import BadInput
-from fdasync.gpu.kernels.router_product import Tile, choose_tile, launch_product, router_logits
+from fdasync.gpu.kernels.router.product import Tile, choose_tile, launch_product, router_logits
 
 EPS = torch.finfo(torch.float32).eps
 # tiles of every form: few and many tokens, either side as rows, one block and several beside each other
@@ -141,7 +141,7 @@ def test_logits_are_as_exact_as_a_float32_product(device, hidden):
 
 @pytest.mark.gpu
 def test_a_graph_replays_it_and_sizes_compile_nothing(device):
-    from fdasync.gpu.kernels.router_product import _product_kernel
+    from fdasync.gpu.kernels.router.product import _product_kernel
 
     x, weight = factors(4096, 128, 2048, torch.bfloat16, torch.bfloat16, device)
     regimes = {choose_tile(tokens, 128, 0): tokens for tokens in range(1, 4097)}

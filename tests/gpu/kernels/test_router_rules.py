@@ -1,4 +1,4 @@
-"""Routers of all kinds against float64: scores, biases, groups, sums: `gpu/kernels/router.py` by `router_rule.py`."""
+"""Routers of all kinds against float64: scores, biases, groups, sums: `gpu/kernels/router/route.py` by `router_rule.py`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fdasync.errors import BadInput
-from fdasync.gpu.kernels.router import route
-from fdasync.gpu.kernels.router_rule import RouterRule
+from fdasync.gpu.kernels.router.route import route
+from fdasync.gpu.kernels.router.rule import RouterRule
 
 GROUPED = RouterRule("sigmoid", by_logits=False, groups=4, open_groups=2, least_sum=1e-20, scale=2.5)
 

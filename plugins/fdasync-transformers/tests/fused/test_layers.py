@@ -1,4 +1,4 @@
-"""Fused decoder layers against the library's own: `fused/layers.py`."""
+"""Fused decoder layers against the library's own: `fused/layers/fuse.py`."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import pytest
 import torch
 from device_path import DEVICE, ON_GPU, answers, assert_same
 from fdasync_transformers import TransformersRunner
-from fdasync_transformers.fused import layer_proof
-from fdasync_transformers.fused.layers import FusedLayers, fuse_layers
+from fdasync_transformers.fused.layers.fuse import FusedLayers, fuse_layers
+from fdasync_transformers.fused.layers.fuse import proof as layer_proof
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint, make_tiny_model
 from parts_of_experts import use_parts
 from step_driver import Driver
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fdasync.gpu.kernels import finish, qkv
+from fdasync.gpu.kernels.layer import finish, qkv
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from fdasync_transformers.fused.layer import FusedLayer
+    from fdasync_transformers.fused.layers.layer import FusedLayer
 
 PLACE = torch.device("cuda" if ON_GPU else "cpu")
 FAMILIES = ["qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "glm4_moe", "ernie4_5_moe", "gpt_oss"]

@@ -1,4 +1,4 @@
-"""Linears whose weights are views of one storage: `fused/merged.py`."""
+"""Linears whose weights are views of one storage: `fused/layers/merged.py`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from fdasync_transformers.fused.merged import Merged, merge_linears
+from fdasync_transformers.fused.layers.merged import Merged, merge_linears
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 from live_weights import Live, assert_equal, stored
 from torch.nn import Linear

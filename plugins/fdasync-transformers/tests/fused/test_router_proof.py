@@ -14,7 +14,7 @@ from fdasync_transformers.fused.routers import choose
 from fdasync_transformers.model.moe_layers import find_experts
 from fdasync_transformers.tiny.checkpoints import make_tiny_model
 
-from fdasync.gpu.kernels.router_product import router_logits
+from fdasync.gpu.kernels.router.product import router_logits
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

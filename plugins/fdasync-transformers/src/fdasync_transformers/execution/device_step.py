@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 
+from fdasync.gpu.kernels.attention.prefill import prefill_tiles
 from fdasync.gpu.kernels.layout import step_layout
-from fdasync.gpu.kernels.prefill import prefill_tiles
 from fdasync_transformers.execution.device_lanes import DeviceLanes
 from fdasync_transformers.execution.step import StepModel
 from fdasync_transformers.execution.triton_paging import DeviceBatch, TritonPaging, Workspaces

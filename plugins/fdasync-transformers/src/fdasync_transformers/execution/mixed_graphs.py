@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fdasync.gpu.kernels.prefill import PREFILL_TILE
+from fdasync.gpu.kernels.attention.prefill import PREFILL_TILE
 from fdasync_transformers.execution.graphs import MOST_ERROR
 from fdasync_transformers.execution.triton_paging import DeviceBatch
 

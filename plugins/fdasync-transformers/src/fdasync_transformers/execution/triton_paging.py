@@ -10,15 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fdasync.gpu.kernels.attention import attend_decode, decode_workspace
-from fdasync.gpu.kernels.prefill import attend_prefill
+from fdasync.gpu.kernels.attention.decode import attend_decode, decode_workspace
+from fdasync.gpu.kernels.attention.prefill import attend_prefill
 from fdasync.gpu.kernels.store import store_kv
 from fdasync_transformers.model.attention import Paging, Places
 
 if TYPE_CHECKING:
     import torch
 
-    from fdasync.gpu.kernels.attention import Workspace
+    from fdasync.gpu.kernels.attention.decode import Workspace
     from fdasync_transformers.model.kv import KVPool, LayerSpec
 
 

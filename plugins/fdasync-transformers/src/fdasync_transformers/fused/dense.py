@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from fdasync.gpu.kernels.gate import KINDS, gated_unchecked
+from fdasync.gpu.kernels.layer.gate import KINDS, gated_unchecked
 from fdasync_transformers.fused.replaced import (
     Noise,
     Replaced,

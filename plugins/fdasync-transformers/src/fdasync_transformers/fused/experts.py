@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-    from fdasync.gpu.kernels.experts_activation import Activation
+    from fdasync.gpu.kernels.experts.activation import Activation
     from fdasync_transformers.fused.live_rows import LiveRows
     from fdasync_transformers.model.moe_layers import MoELayers
 
@@ -77,10 +77,10 @@ def fused_experts(
 ) -> torch.Tensor:
     """The experts of one layer, for the library's interface: [T, H], or with `parts` the weighted results [T, k, H].
 
-    See `fdasync.gpu.kernels.experts.experts`. Raises RunnerError for a module that was not described, and where a
+    See `fdasync.gpu.kernels.experts.chain.experts`. Raises RunnerError for a module that was not described, and where a
     gradient is asked for.
     """
-    from fdasync.gpu.kernels.experts import experts
+    from fdasync.gpu.kernels.experts.chain import experts
 
     described: Description | None = getattr(module, "fd_experts", None)
     if described is None:
@@ -116,7 +116,7 @@ def fuse_experts(model: PreTrainedModel, layers: MoELayers, live: LiveRows) -> F
         live: says in each pass which rows count.
     """
     try:
-        from fdasync.gpu.kernels.router import runs_on
+        from fdasync.gpu.kernels.router.route import runs_on
     except ModuleNotFoundError as error:
         return FusedExperts(False, (f"experts are the library's own: no module {error.name}",))
     if not runs_on(model.device):
@@ -163,7 +163,7 @@ def _up_bias(module: Any) -> torch.Tensor:
 
 
 def _candidates(module: Any, gated: bool) -> list[Activation]:
-    from fdasync.gpu.kernels.experts_activation import KINDS, Activation
+    from fdasync.gpu.kernels.experts.activation import KINDS, Activation
 
     plain = [Activation(kind) for kind in KINDS]
     if not gated:
@@ -180,7 +180,7 @@ def _candidates(module: Any, gated: bool) -> list[Activation]:
 @torch.inference_mode()
 def _activation_of(module: Any, gated: bool, weight: torch.Tensor) -> Activation | None:
     """The kernels' activation that equals the module's own on rows of all sizes; None if there is none."""
-    from fdasync.gpu.kernels.experts_activation import activation_of
+    from fdasync.gpu.kernels.experts.activation import activation_of
 
     make = torch.Generator().manual_seed(0)
     width = _ACTIVATION_WIDTH * (2 if gated else 1)

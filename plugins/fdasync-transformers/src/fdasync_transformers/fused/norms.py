@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from fdasync.errors import BadInput
-from fdasync.gpu.kernels.norm import KINDS, check, norm_unchecked
+from fdasync.gpu.kernels.layer.norm import KINDS, check, norm_unchecked
 from fdasync_transformers.fused.replaced import (
     Noise,
     Replaced,
@@ -29,7 +29,7 @@ from fdasync_transformers.fused.replaced import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
-    from fdasync.gpu.kernels.norm import Rounding
+    from fdasync.gpu.kernels.layer.norm import Rounding
 
 _NAME = re.compile(r"RMSNorm")
 _EPSILONS = ("variance_epsilon", "eps")

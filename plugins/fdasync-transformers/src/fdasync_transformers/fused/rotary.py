@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fdasync.errors import UnsupportedModel
-from fdasync.gpu.kernels.rotary import rotate_unchecked
+from fdasync.gpu.kernels.layer.rotary import rotate_unchecked
 from fdasync_transformers.fused.replaced import Replaced, refuse_gradient, text_modules
 from fdasync_transformers.fused.rotary_styles import Call, Proof, call_of, form_of, prove, tensors_of
 from fdasync_transformers.model.moe_layers import without_experts

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from fdasync.gpu.kernels.rotary import CONTRACTIONS, Style, rotate_unchecked
+from fdasync.gpu.kernels.layer.rotary import CONTRACTIONS, Style, rotate_unchecked
 from fdasync_transformers.fused.replaced import Noise
 
 if TYPE_CHECKING:

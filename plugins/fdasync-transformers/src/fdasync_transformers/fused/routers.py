@@ -83,7 +83,7 @@ def fuse_routers(
     if capture is not None and capture.debug and positions is None:
         raise BadInput("positions", "a capture buffer in debug needs the positions of the tokens")
     try:
-        from fdasync.gpu.kernels.router import runs_on
+        from fdasync.gpu.kernels.router.route import runs_on
     except ModuleNotFoundError as error:
         return FusedRouters(notes=(f"routers are the library's own: no module {error.name}",))
     if not runs_on(model.device):
@@ -123,7 +123,7 @@ def _fused(
     positions: Callable[[], torch.Tensor] | None,
 ) -> Forward:
     """The forward that replaces a router's; raises Differs where there is none."""
-    from fdasync.gpu.kernels.router_product import router_logits
+    from fdasync.gpu.kernels.router.product import router_logits
 
     kind = kind_of(module)
     if isinstance(kind, str):
@@ -147,8 +147,8 @@ def choose(
     capture: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights and ids by a kind, in one launch."""
-    from fdasync.gpu.kernels.router import route
-    from fdasync.gpu.kernels.router_in_turn import route_in_turn
+    from fdasync.gpu.kernels.router.in_turn import route_in_turn
+    from fdasync.gpu.kernels.router.route import route
 
     if kind.near is not None:
         return route_in_turn(logits, k, kind.near, capture)
@@ -167,7 +167,7 @@ def make_forward(
     positions: Callable[[], torch.Tensor] | None,
 ) -> Forward:
     """A router's forward by kernels, unproven; arguments as in `fuse_routers`, of one layer."""
-    from fdasync.gpu.kernels.router_product import router_logits
+    from fdasync.gpu.kernels.router.product import router_logits
 
     def forward(hidden_states: torch.Tensor, selection_bias: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         weight = part_of(module, kind.weight)

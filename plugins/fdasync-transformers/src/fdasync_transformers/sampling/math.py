@@ -69,7 +69,9 @@ def sample_on_host(
     arrays = {name: values.cpu().numpy() for name, values in sent.items()}
     known = None if tokens is None else tokens.cpu().numpy()
     changes = _Changes(arrays, known, logits.shape[1])
-    jobs = [_Job(*ints, *floats) for ints, floats in zip(*(arrays[n].tolist() for n in ("ints", "floats")), strict=True)]
+    jobs = [
+        _Job(*ints, *floats) for ints, floats in zip(*(arrays[n].tolist() for n in ("ints", "floats")), strict=True)
+    ]
     tops: dict[int, tuple[int, bool]] = {}
     if plan.top_rows:
         asked = zip(arrays["top_counts"].tolist(), arrays["top_raw"].tolist(), strict=True)
@@ -125,9 +127,7 @@ def _score(given: Row, job: _Job, jobs: Sequence[_Job], changes: _Changes, top: 
     return _Scored(token, finite, raw, processed, found)
 
 
-def _alternatives(
-    x: Row, spread: Spread | None, filters: Filters, log_mass: float, count: int
-) -> tuple[Logs, Whole]:
+def _alternatives(x: Row, spread: Spread | None, filters: Filters, log_mass: float, count: int) -> tuple[Logs, Whole]:
     """Log-probs and ids of the best that filters keep, unordered; -inf where there is no probability."""
     ids = None if spread is None else spread.ids
     table = x if ids is None else x[ids]

@@ -12,7 +12,7 @@ import torch
 
 from fdasync.errors import ConfigError
 from fdasync_transformers.fused.experts import fuse_experts
-from fdasync_transformers.fused.layers import fuse_layers
+from fdasync_transformers.fused.layers.fuse import fuse_layers
 from fdasync_transformers.fused.operations import fuse_operations
 from fdasync_transformers.start.runner_config import fuses_experts, fuses_layers, set_experts
 

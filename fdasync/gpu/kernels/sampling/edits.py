@@ -14,12 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
-from fdasync.gpu.kernels.sample_tile import EDIT, ROW, STOP, TILE, bits_of, edited, job_int, read_raw
+from fdasync.gpu.kernels.sampling.tile import EDIT, ROW, STOP, TILE, bits_of, edited, job_int, read_raw
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from fdasync.gpu.kernels.sample import SampleJobs
+    from fdasync.gpu.kernels.sampling.sample import SampleJobs
 
 _CELLS = 256
 

@@ -15,9 +15,9 @@ from fdasync_transformers.model.attention import StepContext
 if TYPE_CHECKING:
     import torch
 
-    from fdasync.gpu.kernels.finish import Norm
-    from fdasync_transformers.fused.attention import FusedAttention
-    from fdasync_transformers.fused.feed_forward import DenseBlock, ExpertsBlock
+    from fdasync.gpu.kernels.layer.finish import Norm
+    from fdasync_transformers.fused.layers.attention import FusedAttention
+    from fdasync_transformers.fused.layers.feed_forward import DenseBlock, ExpertsBlock
 
 
 class Carry:
@@ -59,7 +59,7 @@ class FusedLayer:
         norms: tuple[Norm, Norm, Norm | None],
         carry: Carry,
     ) -> None:
-        from fdasync.gpu.kernels.finish import add_norm, norm_rows
+        from fdasync.gpu.kernels.layer.finish import add_norm, norm_rows
 
         self.layer = layer
         self.attention = attention

@@ -17,13 +17,20 @@ import triton
 import triton.language as tl
 
 from fdasync.errors import BadInput
-from fdasync.gpu.kernels.sample_edits import prepare_edits
-from fdasync.gpu.kernels.sample_search import PIVOTS, cut_kernel, list_kernel, narrow_kernel, slow_cut_kernel, top_k_of
-from fdasync.gpu.kernels.sample_tile import (
+from fdasync.gpu.kernels.sampling.edits import prepare_edits
+from fdasync.gpu.kernels.sampling.search import (
+    PIVOTS,
+    cut_kernel,
+    list_kernel,
+    narrow_kernel,
+    slow_cut_kernel,
+    top_k_of,
+)
+from fdasync.gpu.kernels.sampling.tile import (
     CHUNK,
     DRAWN,
-    FLOOR,
     FLOATS,
+    FLOOR,
     INTS,
     MASS,
     NOISE,
@@ -39,7 +46,6 @@ from fdasync.gpu.kernels.sample_tile import (
     job_int,
     mass_of,
     order_of,
-    read_raw,
     read_tile,
     scaled,
     value_of,
@@ -48,7 +54,7 @@ from fdasync.gpu.kernels.sample_tile import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    
+
 # ids between the bounds of a cut that are listed; a row with more takes the slow way
 _LISTED = 8192
 # a list of so many is bisected faster

@@ -17,7 +17,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fdasync.gpu.kernels.finish import Norm
+    from fdasync.gpu.kernels.layer.finish import Norm
 
     #: normed input [T, H], residual stream [T, H], norm of the next block, live rows -> stream and its norm
     Block = Callable[
@@ -44,7 +44,7 @@ class DenseBlock:
     """A dense MLP."""
 
     def __init__(self, module: Any) -> None:
-        from fdasync.gpu.kernels.finish import add_norm
+        from fdasync.gpu.kernels.layer.finish import add_norm
 
         self.module = module
         self._add_norm = add_norm
@@ -71,7 +71,7 @@ class ExpertsBlock:
     """
 
     def __init__(self, module: Any, kind: BlockKind) -> None:
-        from fdasync.gpu.kernels.finish import add_norm, finish_experts
+        from fdasync.gpu.kernels.layer.finish import add_norm, finish_experts
 
         self._add_norm = add_norm
         self._finish = finish_experts

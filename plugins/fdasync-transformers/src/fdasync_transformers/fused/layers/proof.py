@@ -21,7 +21,7 @@ from fdasync_transformers.model.kv import LayerSpec
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from fdasync_transformers.fused.layer import FusedLayer
+    from fdasync_transformers.fused.layers.layer import FusedLayer
 
 _ROWS = 16
 _BLOCK_TOKENS = 8
@@ -92,7 +92,7 @@ def difference(model: PreTrainedModel, fused: FusedLayer, follower: Any, rotary:
 
 
 def _difference(model: PreTrainedModel, fused: FusedLayer, follower: Any, rotary: Any) -> str:
-    from fdasync.gpu.kernels.finish import add_norm, norm_rows
+    from fdasync.gpu.kernels.layer.finish import add_norm, norm_rows
 
     hidden = hidden_of(model, _ROWS)
     positions = torch.arange(_ROWS, device=hidden.device)[None]

@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from fdasync.gpu.kernels.hopper_tile import LATER_NAMES, attend_rows, barrier, copy_in, first_visible
+from fdasync.gpu.kernels.attention.hopper_tile import LATER_NAMES, attend_rows, barrier, copy_in, first_visible
 
 ROWS = 64  # of a group of four warps: what one of its products takes
 # of a thread when it starts, with 12 warps; `_prefill_hopper` shares them out again

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fdasync.gpu.kernels.sample_tile import (
+from fdasync.gpu.kernels.sampling.tile import (
     FLOOR,
     MASS,
     NOTHING,

@@ -17,7 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from fdasync.gpu.kernels.attention_tile import (
+from fdasync.gpu.kernels.attention.prefill_hopper import attend_hopper, fits_hopper
+from fdasync.gpu.kernels.attention.tile import (
     LOG2E,
     REACH_CODES,
     Launch,
@@ -28,7 +29,6 @@ from fdasync.gpu.kernels.attention_tile import (
     multiply,
     split_dims,
 )
-from fdasync.gpu.kernels.prefill_hopper import attend_hopper, fits_hopper
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

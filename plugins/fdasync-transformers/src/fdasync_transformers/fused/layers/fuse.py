@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fdasync_transformers.fused.attention import AttentionKind, fuse_attention
-from fdasync_transformers.fused.feed_forward import BlockKind, make_block
-from fdasync_transformers.fused.layer import Carry, FusedLayer, LastNorm
-from fdasync_transformers.fused.layer_proof import difference, hidden_of
+from fdasync_transformers.fused.layers.attention import AttentionKind, fuse_attention
+from fdasync_transformers.fused.layers.feed_forward import BlockKind, make_block
+from fdasync_transformers.fused.layers.layer import Carry, FusedLayer, LastNorm
+from fdasync_transformers.fused.layers.proof import difference, hidden_of
 from fdasync_transformers.model.families import decoder_of
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def fuse_layers(model: PreTrainedModel) -> FusedLayers:
         What was fused, and notes on the rest.
     """
     try:
-        from fdasync.gpu.kernels.router import runs_on
+        from fdasync.gpu.kernels.router.route import runs_on
     except ModuleNotFoundError as error:
         return FusedLayers(notes=(f"decoder layers are the library's own: no module {error.name}",))
     decoder: Any = decoder_of(model)
@@ -142,7 +142,7 @@ def fuse_layers(model: PreTrainedModel) -> FusedLayers:
 
 def _fuse(layer: Any, follower: Any, carry: Carry, columns: int) -> FusedLayer | str:
     """A fused layer, not yet in use; a reason where it is not built as it was known."""
-    from fdasync.gpu.kernels.finish import Norm
+    from fdasync.gpu.kernels.layer.finish import Norm
 
     kind = _KNOWN[type(layer).__name__]
     attention = fuse_attention(layer.self_attn, kind.attention, columns)

@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from fdasync.errors import BadInput
-from fdasync.gpu.kernels.norm import as_rows
+from fdasync.gpu.kernels.layer.norm import as_rows
 from fdasync.gpu.kernels.rounding import rounded
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid"]

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from fdasync.errors import BadInput
-from fdasync.gpu.kernels.attention_tile import (
+from fdasync.gpu.kernels.attention.tile import (
     LOG2E,
     REACH_CODES,
     Launch,

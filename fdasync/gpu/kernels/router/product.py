@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from fdasync.errors import BadInput
-from fdasync.gpu.kernels.router_select import nearest, rounded
+from fdasync.gpu.kernels.router.select import nearest, rounded
 
 _NARROW = (torch.bfloat16, torch.float16)
 _BLOCK = 128

@@ -22,12 +22,12 @@ import triton
 import triton.language as tl
 
 from fdasync.errors import BadInput
-from fdasync.gpu.kernels.experts_activation import Activation, activate
-from fdasync.gpu.kernels.experts_tiles import choose_tiles
+from fdasync.gpu.kernels.experts.activation import Activation, activate
+from fdasync.gpu.kernels.experts.tiles import choose_tiles
 from fdasync.gpu.kernels.overlap import overlap, wait_for_inputs
 
 if TYPE_CHECKING:
-    from fdasync.gpu.kernels.experts_tiles import Tile, Tiles
+    from fdasync.gpu.kernels.experts.tiles import Tile, Tiles
 
 _MOST_EXPERTS = 1024
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

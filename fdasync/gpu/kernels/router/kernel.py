@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fdasync.gpu.kernels.router_select import (
+from fdasync.gpu.kernels.router.select import (
     GONE,
     largest,
     nearest,

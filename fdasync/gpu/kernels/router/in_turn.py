@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from fdasync.gpu.kernels.router import check_capture, check_logits, rows_of_program
-from fdasync.gpu.kernels.router_select import GONE, largest, nearest, ordered, rounded, row_max, row_sum
+from fdasync.gpu.kernels.router.route import check_capture, check_logits, rows_of_program
+from fdasync.gpu.kernels.router.select import GONE, largest, nearest, ordered, rounded, row_max, row_sum
 
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["capture"])  # type: ignore[untyped-decorator]

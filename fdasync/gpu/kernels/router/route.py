@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 
 from fdasync.errors import BadInput
-from fdasync.gpu.kernels.router_kernel import route_kernel
-from fdasync.gpu.kernels.router_rule import SCORE_CODES, RouterRule
+from fdasync.gpu.kernels.router.kernel import route_kernel
+from fdasync.gpu.kernels.router.rule import SCORE_CODES, RouterRule
 
 _MOST_EXPERTS = 1024
 _NARROW = (torch.bfloat16, torch.float16)

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn import functional
 
-from fdasync_transformers.fused.merged import merge_linears
+from fdasync_transformers.fused.layers.merged import merge_linears
 
 if TYPE_CHECKING:
     import torch
 
-    from fdasync.gpu.kernels.qkv import QkvForm
-    from fdasync_transformers.fused.merged import Merged
+    from fdasync.gpu.kernels.layer.qkv import QkvForm
+    from fdasync_transformers.fused.layers.merged import Merged
     from fdasync_transformers.model.attention import Paging, Places
     from fdasync_transformers.model.kv import LayerSpec
 
@@ -54,7 +54,7 @@ class FusedAttention:
     """
 
     def __init__(self, module: Any, form: QkvForm, merged: Merged) -> None:
-        from fdasync.gpu.kernels.qkv import prepare_qkv
+        from fdasync.gpu.kernels.layer.qkv import prepare_qkv
 
         self.module = module
         self.form = form
@@ -92,7 +92,7 @@ def fuse_attention(module: Any, kind: AttentionKind, columns: int) -> FusedAtten
 
     `columns`: of the cosines and sines that it is handed.
     """
-    from fdasync.gpu.kernels.qkv import QkvForm
+    from fdasync.gpu.kernels.layer.qkv import QkvForm
 
     projections = [module.q_proj, module.k_proj, module.v_proj]
     dim = int(module.head_dim)
