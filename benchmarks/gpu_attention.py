@@ -11,6 +11,9 @@ layer finds its KV in the L2 cache because it was just read. Medians of interlea
     prefill_us_SxN         one layer's prefill of S prompts of N tokens; prefill_tflops_* of the causal half,
                            prefill_share_* of torch's own
     store_us_N             one layer's new keys and values of N tokens, inside a graph
+    latent16_*, latent128_* one latent (MLA) layer's decode by 16 and by 128 heads, likewise: gbps of latents read
+                           once, tflops of both products, share of the floor, the longer of reading at the copy's rate
+                           and multiplying at limit_product_tflops, which is torch's own of large matrices
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks._gpu_latents import measure_latents
 from benchmarks._report import Report
 from fdasync.gpu.kernels.attention import attend_decode, decode_workspace
 from fdasync.gpu.kernels.attention_tile import Launch
@@ -243,6 +247,7 @@ def measure(rig: Rig, rounds: int, report: Report) -> None:
         report.add(f"prefill_share_{count}x{length}", [speed / limit])
     for count in sizes.stores:
         report.add(f"store_us_{count}", times[f"store_{count}"])
+    measure_latents(rig, rounds, copied, report)
 
 
 def best_of(rig: Rig, run: Callable[[], object], layers: int) -> float:
