@@ -13,6 +13,9 @@ layer finds its KV in the L2 cache because it was just read. Medians of interlea
                            prefill_tflops_* of the products that the mask leaves, prefill_share_* of torch's own,
                            prefill_flash_share_* of its flash attention
     store_us_N             one layer's new keys and values of N tokens, inside a graph
+    latent16_*, latent128_* one latent (MLA) layer's decode by 16 and by 128 heads, likewise: gbps of latents read
+                           once, tflops of both products, share of the floor, the longer of reading at the copy's rate
+                           and multiplying at limit_product_tflops, which is torch's own of large matrices
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks._gpu_latents import measure_latents
 from benchmarks._report import Report
 from fdasync.gpu.kernels.attention.decode import attend_decode, decode_workspace
 from fdasync.gpu.kernels.attention.prefill import attend_prefill, prefill_tiles
@@ -264,6 +268,7 @@ def measure(rig: Rig, rounds: int, report: Report) -> None:
             report.add(f"{share}_{name}", [speed / reached], aim=0.8)
     for count in sizes.stores:
         report.add(f"store_us_{count}", times[f"store_{count}"])
+    measure_latents(rig, rounds, copied, report)
 
 
 def best_of(rig: Rig, run: Callable[[], object], layers: int) -> float:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fdasync.errors import BadInput
-from fdasync.gpu.kernels.experts import chain as kernels
+from fdasync.gpu.kernels.experts.chain import chain as kernels
 from fdasync.gpu.kernels.experts.activation import KINDS, Activation, activation_of
 from fdasync.gpu.kernels.experts.chain import experts
 from fdasync.gpu.kernels.experts.tiles import Tile, Tiles, choose_tiles

@@ -7,17 +7,18 @@ number only. Made by `device_step.py`, used by `model/attention.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from fdasync.gpu.kernels.attention.decode import attend_decode, decode_workspace
+from fdasync.gpu.kernels.attention.latent import attend_latents
 from fdasync.gpu.kernels.attention.prefill import attend_prefill
 from fdasync.gpu.kernels.store import store_kv
 from fdasync_transformers.model.attention import Paging, Places
 
 if TYPE_CHECKING:
-    import torch
-
     from fdasync.gpu.kernels.attention.decode import Workspace
     from fdasync_transformers.model.kv import KVPool, LayerSpec
 
@@ -136,3 +137,40 @@ class TritonPaging(Paging):
                 **shared,
             )
         return out
+
+    def store_latents(self, layer: LayerSpec, latent: torch.Tensor, rotary: torch.Tensor) -> None:
+        # the two parts of a key, each to its part of the pool's row: no copy puts them together first
+        keys, rank = self.pool.keys[layer.index], layer.latent_rank
+        store_kv(_rows(latent), _rows(rotary), keys[..., :rank], keys[..., rank:], self.slots)
+
+    def attend_latents(
+        self, layer: LayerSpec, query: torch.Tensor, rotary: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        batch, heads, rank = self.batch, query.shape[1], layer.latent_rank
+        if layer.reach.kind != "full":
+            return super().attend_latents(layer, query, rotary, scaling)
+        if batch.tiles is None:
+            # all rows are decodes, whose kernel writes zeros to those that belong to no sequence
+            out = query.new_empty(query.shape)
+        else:
+            chunks = replace(self, batch=replace(batch, decodes=0))
+            out = chunks.attend(layer, torch.cat((query, rotary), dim=-1), scaling, None)
+        if batch.decodes:
+            ours = slice(batch.decodes)
+            attend_latents(
+                query[ours],
+                _rows(rotary[ours]),
+                self.pool.keys[layer.index],
+                self.tables,
+                batch.lanes[ours],
+                self.positions[ours],
+                scale=scaling,
+                out=out[ours],
+                workspace=self.workspaces.of(heads, rank),
+            )
+        return out
+
+
+def _rows(part: torch.Tensor) -> torch.Tensor:
+    """Contiguous in its last dimension, which the rotation of some models does not leave so."""
+    return part if part.stride(-1) == 1 else part.contiguous()

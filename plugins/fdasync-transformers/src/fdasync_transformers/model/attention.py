@@ -52,13 +52,13 @@ class LatentCatcher:
         del layer_idx
         return 0
 
-    def take(self) -> torch.Tensor:
-        """The latents and rotary keys of the running layer, [T, 1, rank + dims]."""
+    def take(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The latents [T, 1, rank] and the rotary keys [T, 1, dims] of the running layer."""
         if self._held is None:
             raise RunnerError("a latent attention layer did not show its latents")
         latent, rotary = self._held
         self._held = None
-        return torch.cat((latent, rotary), dim=-1)[0].transpose(0, 1)
+        return latent[0].transpose(0, 1), rotary[0].transpose(0, 1)
 
 
 class Places(NamedTuple):
@@ -92,6 +92,16 @@ class Paging(ABC):
         """For a kernel that does the work of `store`; None: no such kernel runs here."""
         del layer
         return None
+
+    def store_latents(self, layer: LayerSpec, latent: torch.Tensor, rotary: torch.Tensor) -> None:
+        """`store` of a latent layer, whose key is a latent [T, 1, rank] and a rotary part [T, 1, dims]."""
+        self.store(layer, torch.cat((latent, rotary), dim=-1), None)
+
+    def attend_latents(
+        self, layer: LayerSpec, query: torch.Tensor, rotary: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """`attend` of a latent layer by absorbed queries [T, H, rank] and their rotary part [T, H, dims]."""
+        return self.attend(layer, torch.cat((query, rotary), dim=-1), scaling, None)
 
 
 @dataclass(frozen=True)
@@ -144,13 +154,12 @@ def paged_attention(
     if spec.query_scale is not None:
         rows = _scale_queries(rows, fd_ctx.positions, *spec.query_scale)
     if spec.latent_rank:
-        fd_ctx.paging.store(spec, fd_ctx.latents.take(), None)
+        fd_ctx.paging.store_latents(spec, *fd_ctx.latents.take())
         up_keys, up_values = _latent_projections(module, spec.latent_rank)
         nope = up_keys.shape[1]
-        latent_query = torch.einsum("thn,hnr->thr", rows[..., :nope], up_keys)
-        absorbed = torch.cat((latent_query, rows[..., nope:]), dim=-1)
-        out = fd_ctx.paging.attend(spec, absorbed, scaling, None)
-        return torch.einsum("thr,hvr->thv", out, up_values).unsqueeze(0), None
+        absorbed = _by_head(rows[..., :nope], up_keys)
+        out = fd_ctx.paging.attend_latents(spec, absorbed, rows[..., nope:], scaling)
+        return _by_head(out, up_values.transpose(1, 2)).unsqueeze(0), None
     fd_ctx.paging.store(spec, key[0].transpose(0, 1), value[0].transpose(0, 1))
     return fd_ctx.paging.attend(spec, rows, scaling, s_aux).unsqueeze(0), None
 
@@ -241,6 +250,13 @@ def _latent_projections(module: torch.nn.Module, rank: int) -> tuple[torch.Tenso
     nope = int(layer.qk_nope_head_dim)
     weight: torch.Tensor = layer.kv_b_proj.weight.view(-1, nope + int(layer.v_head_dim), rank)
     return weight[:, :nope], weight[:, nope:]
+
+
+def _by_head(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Rows [T, H, a] by each head's weights [H, a, b]: [T, H, b], contiguous, by one product and no copy."""
+    out = rows.new_empty(*rows.shape[:2], weights.shape[2])
+    torch.bmm(rows.transpose(0, 1), weights, out=out.transpose(0, 1))
+    return out
 
 
 def _scale_queries(rows: torch.Tensor, positions: torch.Tensor, floor: float, scale: float) -> torch.Tensor:

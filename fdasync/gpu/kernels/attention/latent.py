@@ -1,0 +1,267 @@
+"""Attention of one query per sequence over paged latents (decode of MLA layers, with absorbed projections).
+
+All query heads share one latent per position, [rank | rotary part]: it is the key, and its first `rank` elements are
+the value. So a program loads each tile of latents once and multiplies it twice; heads are the rows of its tile. A
+sequence's positions are split among programs and joined as in `attention.py`. On Hopper `latent_hopper.py` attends many
+heads of the published shape. Knows views, tables and positions; knows no scheduling and no model. Called by the
+attention of the plugins' GPU runners.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from fdasync.errors import BadInput
+from fdasync.gpu.kernels.attention.decode import MAX_SPLITS, _span
+from fdasync.gpu.kernels.attention.tile import LOG2E, load_rows, multiply
+from fdasync.gpu.kernels.attention.latent_hopper import HEADS_TILE, POSITIONS_TILE, fits_hopper, latents_hopper
+
+if TYPE_CHECKING:
+    from fdasync.gpu.kernels.attention.decode import Workspace
+
+# what one more split costs beside a program's walk over a few thousand positions: its start, its partial, the join
+SPLIT_COST = 0.02
+
+
+@dataclass(frozen=True)
+class LatentLaunch:
+    """How the kernel is cut.
+
+    Attributes:
+        heads, positions: of a tile.
+        warps: of a program.
+        stages: of a program's pipeline of loads.
+        resident: programs that a processor holds at once.
+    """
+
+    heads: int
+    positions: int
+    warps: int
+    stages: int
+    resident: int
+
+
+# of the kernel in `latent_hopper.py`, which has two tiles in memory
+HOPPER = LatentLaunch(HEADS_TILE, POSITIONS_TILE, 8, 2, 1)
+
+
+def latent_launch(heads: int, dtype: torch.dtype) -> LatentLaunch:
+    """The tile for layers with so many query heads, of any rank up to 512, where Hopper's own kernel does not fit."""
+    if dtype == torch.float32:
+        # exact dots have no tensor cores: small tiles, or the unrolled code does not fit the registers
+        return LatentLaunch(16, 16, 4, 2, 2)
+    if heads <= 16:
+        # bound by memory: two tiles of 36 KB in flight in each of two programs
+        return LatentLaunch(16, 32, 4, 3, 2)
+    if heads <= 32:
+        return LatentLaunch(32, 32, 4, 3, 2)
+    # bound by products: 64 heads x 512 sums are half of the registers of 8 warps; queries 72 KB, three tiles 108 KB
+    return LatentLaunch(64, 32, 8, 3, 1)
+
+
+def latent_splits(
+    sequences: int, heads: int, max_context: int, launch: LatentLaunch, capacity: int, processors: int
+) -> int:
+    """Programs among which a sequence's positions are split, at least 1: from numbers that the host knows.
+
+    The fewest rounds of programs over the device for a sequence's share of positions, where a split costs something.
+    `capacity` is the workspace's.
+    """
+    programs = sequences * triton.cdiv(heads, launch.heads)
+    slots = processors * launch.resident
+    most = min(MAX_SPLITS, triton.cdiv(max_context, launch.positions), capacity // (sequences * heads))
+
+    def cost(splits: int) -> float:
+        return float(triton.cdiv(programs * splits, slots) * (1 / splits + SPLIT_COST))
+
+    return int(min(range(1, max(1, most) + 1), key=cost))
+
+
+@triton.jit(do_not_specialize=["lanes", "positions", "splits"])  # type: ignore[untyped-decorator]
+def _latents(  # type: ignore[no-untyped-def]
+    query, rotary, latents, tables, lanes, positions, out, partials, stats,
+    scale, splits, capacity, width,
+    query_row, query_head, rotary_row, rotary_head, latents_block, latents_token, table_row, out_row, out_head,
+    HEADS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    RANK: tl.constexpr, D1: tl.constexpr, ROTARY: tl.constexpr, D2: tl.constexpr,
+    WIDEN: tl.constexpr, SPLIT: tl.constexpr, APART: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    # a program does BLOCK_M heads of one sequence, one split of its positions; heads of a sequence run side by side,
+    # so that they find its latents in the L2 cache
+    head = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = head < HEADS
+    sequence = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    lane = tl.load(lanes + sequence)
+    position = tl.load(positions + sequence).to(tl.int32)
+    dims = tl.arange(0, D1)
+    out_rows = out + sequence * out_row + head[:, None] * out_head + dims[None, :]
+    out_inside = inside[:, None] & (dims < RANK)[None, :]
+    if (lane < 0) | (position < 0):
+        if not SPLIT:
+            tl.store(out_rows, tl.zeros([BLOCK_M, D1], out.dtype.element_ty), mask=out_inside)
+        return
+    span = _span(position + 1, splits, BLOCK_N)
+    low = split * span
+    high = tl.minimum(low + span, position + 1)
+    if low >= high:
+        return
+    queries = load_rows(query + sequence * query_row + head * query_head, inside, RANK, 0, D1, True)
+    rotaries = load_rows(rotary + sequence * rotary_row + head * rotary_head, inside, ROTARY, 0, D2, True)
+    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    sums = tl.zeros([BLOCK_M, D1], tl.float32)
+    # sums of weights as a product with ones: in the order of the other sums, whatever the tile
+    totals = tl.zeros([BLOCK_M, 16], tl.float32)
+    ones = tl.full([BLOCK_N, 16], 1.0, tl.float32).to(latents.dtype.element_ty)
+    table = tables + lane.to(tl.int64) * table_row
+    offsets = tl.arange(0, BLOCK_N)
+    blocks = tl.load(table + (low + offsets) // BLOCK_TOKENS, mask=low + offsets < high, other=0)
+    for start in range(low, high, BLOCK_N):
+        numbers = start + offsets
+        real = numbers < high
+        rows = latents + blocks.to(tl.int64) * latents_block + numbers % BLOCK_TOKENS * latents_token
+        # the next tile's blocks are looked up a tile earlier: a load that waits for another would halve the pipeline
+        later = numbers + BLOCK_N
+        blocks = tl.load(table + later // BLOCK_TOKENS, mask=later < high, other=0)
+        latent = load_rows(rows, real, RANK, 0, D1, True)
+        turned = load_rows(rows + RANK, real, ROTARY, 0, D2, True)
+        logits = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        if APART:
+            # always true, which the compiler does not know: a product that it does not see next to the last one below
+            # is shared among all warps by columns, where each group of warps would else do all of it
+            if start < high:
+                logits = multiply(queries, tl.trans(latent), logits, WIDEN)
+        else:
+            logits = multiply(queries, tl.trans(latent), logits, WIDEN)
+        logits = multiply(rotaries, tl.trans(turned), logits, WIDEN) * scale
+        # a tile has at least one real position, so `above` is finite
+        logits = tl.where(real[None, :], logits, float("-inf"))
+        above = tl.maximum(best, tl.max(logits, 1))
+        weights = tl.math.exp2(logits - above[:, None]).to(latent.dtype)
+        shrink = tl.math.exp2(best - above)
+        totals = multiply(weights, ones, totals * shrink[:, None], WIDEN)
+        sums = multiply(weights, latent, sums * shrink[:, None], WIDEN)
+        best = above
+    # all columns are the same sum
+    total = tl.max(totals, 1)
+    if SPLIT:
+        partial = (sequence * splits + split) * HEADS + head
+        tl.store(partials + partial[:, None] * width + dims[None, :], sums, mask=out_inside)
+        tl.store(stats + partial, best, mask=inside)
+        tl.store(stats + capacity + partial, total, mask=inside)
+    else:
+        tl.store(out_rows, (sums / total[:, None]).to(out.dtype.element_ty), mask=out_inside)
+
+
+@triton.jit(do_not_specialize=["lanes", "positions", "splits"])  # type: ignore[untyped-decorator]
+def _join_latents(  # type: ignore[no-untyped-def]
+    partials, stats, lanes, positions, out, splits, capacity, width, out_row, out_head,
+    HEADS: tl.constexpr, RANK: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    # a program does WIDTH elements of one head of one sequence, all splits at once
+    sequence = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    dims = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
+    inside = dims < RANK
+    lane = tl.load(lanes + sequence)
+    position = tl.load(positions + sequence).to(tl.int32)
+    out_rows = out + sequence * out_row + head * out_head + dims
+    if (lane < 0) | (position < 0):
+        tl.store(out_rows, tl.zeros([WIDTH], out.dtype.element_ty), mask=inside)
+        return
+    used = tl.cdiv(position + 1, _span(position + 1, splits, BLOCK_N))
+    numbers = tl.arange(0, SPLITS)
+    live = numbers < used
+    rows = (sequence * splits + numbers) * HEADS + head
+    peaks = tl.load(stats + rows, mask=live, other=float("-inf"))
+    totals = tl.load(stats + capacity + rows, mask=live, other=0.0)
+    parts = tl.load(
+        partials + rows[:, None] * width + dims[None, :], mask=live[:, None] & inside[None, :], other=0.0
+    )  # fmt: skip
+    # a used split saw a position, so its peak is finite
+    grow = tl.math.exp2(peaks - tl.max(peaks, 0))
+    sums = tl.sum(parts * grow[:, None], 0) / tl.sum(totals * grow, 0)
+    tl.store(out_rows, sums.to(out.dtype.element_ty), mask=inside)
+
+
+def attend_latents(
+    query: torch.Tensor,
+    rotary: torch.Tensor,
+    latents: torch.Tensor,
+    tables: torch.Tensor,
+    lanes: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    scale: float,
+    out: torch.Tensor,
+    workspace: Workspace,
+    launch: LatentLaunch | None = None,
+    splits: int | None = None,
+) -> None:
+    """Attend one query per sequence to its latents in the pool, its own among them; writes `out`.
+
+    `query` [S, H, rank] (absorbed) and `rotary` [S, H, dims] are strided but in their last dimension and of one dtype;
+    `latents` [num_blocks, block_tokens, 1, rank + dims] is a view of the pool, whose row is the latent and then the
+    rotary part of the key. Tables, lanes, absolute positions, padding rows, the stream, the workspace and how long
+    tensors must live are as in `attend_decode`; a query at p sees positions 0 .. p. `out` [S, H, rank] is written in
+    full: the weighted latents, whose values the caller projects. One or two launches, no synchronisation, nothing
+    allocated. `launch` and `splits` replace the table's choice, for measurements. Raises BadInput for shapes, dtypes
+    or strides that do not fit each other.
+    """
+    sequences, heads, rank = query.shape
+    dims = rotary.shape[2]
+    if not sequences:
+        return
+    if not len(rotary) == len(lanes) == len(positions) == len(out) == sequences:
+        raise BadInput("lanes", f"{len(lanes)}, with {len(positions)} positions for {sequences} queries")
+    if query.stride(2) != 1 or rotary.stride(2) != 1 or latents.stride(3) != 1 or out.stride(2) != 1:
+        raise BadInput("query", "the last dimension of queries, latents and output must be contiguous")
+    if not dims or latents.shape[2:] != (1, rank + dims) or rotary.shape[1] != heads or out.shape[1:] != (heads, rank):
+        raise BadInput("query", f"{tuple(query.shape)} and {tuple(rotary.shape)} do not fit {tuple(latents.shape)}")
+    if not query.dtype == rotary.dtype == latents.dtype:
+        raise BadInput("query", f"is {query.dtype} and {rotary.dtype}, and the pool {latents.dtype}")
+    hopper = launch is None and fits_hopper(query, rotary, latents)
+    if launch is None:
+        launch = HOPPER if hopper else latent_launch(heads, query.dtype)
+    partials, stats = workspace.partials, workspace.stats
+    capacity = partials.shape[0] if partials.shape[1] >= rank else 0
+    if splits is None:
+        max_context = tables.shape[1] * latents.shape[1]
+        splits = latent_splits(sequences, heads, max_context, launch, capacity, workspace.processors)
+    elif splits > 1 and splits * sequences * heads > capacity:
+        raise BadInput("splits", "are more than the workspace has room for", limit=capacity // (sequences * heads))
+    arguments = (
+        query, rotary, latents, tables, lanes, positions, out, partials, stats,
+        scale * LOG2E, splits, stats.stride(0), partials.stride(0),
+        query.stride(0), query.stride(1), rotary.stride(0), rotary.stride(1), latents.stride(0), latents.stride(1),
+        tables.stride(0), out.stride(0), out.stride(1),
+    )  # fmt: skip
+    grid = (triton.cdiv(heads, launch.heads), sequences, splits)
+    if hopper:
+        latents_hopper[grid](
+            *arguments, HEADS=heads, BLOCK_TOKENS=latents.shape[1], SPLIT=splits > 1, num_warps=launch.warps
+        )
+    else:
+        _latents[grid](
+            *arguments,
+            HEADS=heads, BLOCK_TOKENS=latents.shape[1], RANK=rank, D1=max(16, triton.next_power_of_2(rank)),
+            ROTARY=dims, D2=max(16, triton.next_power_of_2(dims)), WIDEN=query.device.type == "cpu", SPLIT=splits > 1,
+            APART=launch.heads >= 64, BLOCK_M=launch.heads, BLOCK_N=launch.positions,
+            num_warps=launch.warps, num_stages=launch.stages,
+        )  # fmt: skip
+    if splits > 1:
+        at_once = triton.next_power_of_2(splits)
+        # few splits: wide programs, or there are thousands; many: narrow ones, whose loads are all in flight at once
+        wide = max(16, min(triton.next_power_of_2(rank), max(64, 4096 // at_once)))
+        _join_latents[(sequences, heads, triton.cdiv(rank, wide))](
+            partials, stats, lanes, positions, out, splits, stats.stride(0), partials.stride(0),
+            out.stride(0), out.stride(1),
+            HEADS=heads, RANK=rank, BLOCK_N=launch.positions, SPLITS=at_once, WIDTH=wide,
+            num_warps=4,
+        )  # fmt: skip
