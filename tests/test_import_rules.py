@@ -52,10 +52,10 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         "fdasync.scheduler.state": (*_PURE_CACHE, "fdasync.events.*"),
     },
     {
-        "fdasync.gpu.kernels.attention.decode": ("fdasync.gpu.kernels.*",),
-        "fdasync.gpu.kernels.experts.chain": ("fdasync.gpu.kernels.*",),
+        "fdasync.gpu.kernels.attention": ("fdasync.gpu.kernels.*",),
+        "fdasync.gpu.kernels.experts": ("fdasync.gpu.kernels.*",),
         "fdasync.gpu.kernels.layer": ("fdasync.gpu.kernels.*",),
-        "fdasync.gpu.kernels.router.route": ("fdasync.gpu.kernels.*",),
+        "fdasync.gpu.kernels.router": ("fdasync.gpu.kernels.*",),
         "fdasync.gpu.kernels.sampling": ("fdasync.gpu.kernels.*",),
     },
     {

@@ -1,10 +1,11 @@
 """Lets a kernel be launched while the one before it still runs (programmatic dependent launch, from Hopper on).
 
-A kernel that begins with `wait_for_inputs(OVERLAP)` and is launched with `**overlap(device)` is put on the device as
-soon as every program of the kernel before it has begun, and waits there for its end: the way of a launch is hidden,
-which is worth most where kernels are short. What stands behind that first line is ordered as ever. Every kernel of a
-chain must begin with it, also a program that then does nothing, or the end of a kernel would not mean the end of all
-before it. A graph keeps the order as it was captured. Used by the kernels of a decode step.
+A kernel that calls `wait_for_inputs(OVERLAP)` and is launched with `**overlap(device)` comes to the device as soon as
+every program of the kernel before it has begun, and waits there for its end: the way of a launch is hidden, which is
+worth most where kernels are short. Behind that call everything is ordered as ever; before it a kernel may read the
+model's weights, and nothing that a kernel wrote. Every program of a kernel must call it, also one that then does
+nothing, or the end of that kernel would not mean the end of all before it. A graph keeps the order as it was captured.
+Used by the kernels of a decode step.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit  # type: ignore[untyped-decorator]
 def wait_for_inputs(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The first line of a kernel: let the next one come, and wait for all before."""
+    """Let the next kernel come, and wait for the end of all before this one."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()

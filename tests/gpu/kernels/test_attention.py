@@ -436,8 +436,8 @@ def test_a_graph_follows_lengths_and_tables(device: torch.device) -> None:
 @pytest.mark.gpu
 def test_steps_of_other_sizes_compile_nothing(device: torch.device) -> None:
     from fdasync.gpu.kernels import store
-    from fdasync.gpu.kernels.attention.decode import decode as attention
-    from fdasync.gpu.kernels.attention.decode import prefill
+    from fdasync.gpu.kernels.attention import decode as attention
+    from fdasync.gpu.kernels.attention import prefill
 
     shape = SHAPES["four heads a group"]
     case, _ = make_layer(shape, [60, 61, 62, 63, 64], device, block_tokens=16)

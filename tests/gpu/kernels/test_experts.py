@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fdasync.errors import BadInput
-from fdasync.gpu.kernels.experts.chain import chain as kernels
+from fdasync.gpu.kernels.experts import chain as kernels
 from fdasync.gpu.kernels.experts.activation import KINDS, Activation, activation_of
 from fdasync.gpu.kernels.experts.chain import experts
 from fdasync.gpu.kernels.experts.tiles import Tile, Tiles, choose_tiles
@@ -191,7 +191,7 @@ def test_the_experts_that_ran_are_those_that_were_recorded(device, tokens):
     down = numbers[:, None, None].expand(E, H, INNER).contiguous()
     logits = torch.randn((tokens, E), generator=torch.Generator().manual_seed(tokens)).to(device)
     row = torch.full((tokens, K + 1), 99, dtype=torch.uint8, device=device)
-    weights, ids = route(logits, K, renormalise=True, weights_dtype=torch.float32, capture=row)
+    weights, ids = route(logits, K, weights_dtype=torch.float32, capture=row)
     hidden = torch.full((tokens, H), 1 / H, device=device)
     parts = experts(hidden, ids, torch.ones_like(weights), up, down, parts=True)
     # silu(1) * 1, over INNER columns

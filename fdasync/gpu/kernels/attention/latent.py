@@ -18,8 +18,8 @@ import triton.language as tl
 
 from fdasync.errors import BadInput
 from fdasync.gpu.kernels.attention.decode import MAX_SPLITS, _span
-from fdasync.gpu.kernels.attention.tile import LOG2E, load_rows, multiply
 from fdasync.gpu.kernels.attention.latent_hopper import HEADS_TILE, POSITIONS_TILE, fits_hopper, latents_hopper
+from fdasync.gpu.kernels.attention.tile import LOG2E, load_rows, multiply
 
 if TYPE_CHECKING:
     from fdasync.gpu.kernels.attention.decode import Workspace

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from fdasync.errors import BadInput
+from fdasync.gpu.kernels.overlap import overlap, wait_for_inputs
 from fdasync.gpu.kernels.rounding import rounded
 
 _WIDEST = 16384
@@ -44,17 +45,19 @@ def _finish(  # type: ignore[no-untyped-def]
     block_row, block_slot, shared_row, residual_row,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr, EXPERTS: tl.constexpr, MASKED: tl.constexpr,
     SHARED: tl.constexpr, GATED: tl.constexpr, ADDED: tl.constexpr, NORMED: tl.constexpr, ONCE: tl.constexpr,
-    EPS: tl.constexpr,
+    EPS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     dtype: tl.constexpr = block.dtype.element_ty
     at = tl.arange(0, WIDTH)
     inside = at < SIZE
+    if NORMED:
+        # a weight of the model is there before the kernels before this one have ended
+        factor = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    wait_for_inputs(OVERLAP)
     # what is behind the sums is read before them: it would wait for them
     if ADDED:
         before = tl.load(residual + row * residual_row + at, mask=inside, other=0.0).to(tl.float32)
-    if NORMED:
-        factor = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
     if SLOTS:
         total = tl.zeros((WIDTH,), dtype=tl.float32)
         owned = 0
@@ -205,5 +208,6 @@ def _launch(
         # the library's products and sums are operations of their own, so none may be joined
         num_warps=max(1, min(16, width // _WARP_ELEMENTS)),
         enable_fp_fusion=False,
+        **overlap(block.device),
     )
     return hidden, normed

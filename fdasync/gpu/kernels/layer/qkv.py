@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from fdasync.errors import BadInput
+from fdasync.gpu.kernels.overlap import overlap, wait_for_inputs
 from fdasync.gpu.kernels.rounding import rounded
 
 # heads of one program where norms are by head or none
@@ -151,8 +152,9 @@ def _prepare(  # type: ignore[no-untyped-def]
     BLOCK_TOKENS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     HALF: tl.constexpr, HALF_WIDTH: tl.constexpr, REST_WIDTH: tl.constexpr, GROUP: tl.constexpr, KV_GROUP: tl.constexpr,
     INTERLEAVED: tl.constexpr, FULL: tl.constexpr, NORM: tl.constexpr, ONCE: tl.constexpr, EPS: tl.constexpr,
-    CLIP: tl.constexpr,
+    CLIP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(OVERLAP)
     # a program does a few heads of one token: queries, or keys and values
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -249,5 +251,6 @@ def prepare_qkv(
         NORM=_NORMS[form.norm], ONCE=form.norm_rounds_once, EPS=form.eps, CLIP=form.clip,
         # the library's products and sums are operations of their own, so none may be joined
         num_warps=max(1, min(8, group * width // _WARP_ELEMENTS)), enable_fp_fusion=False,
+        **overlap(qkv.device),
     )  # fmt: skip
     return query

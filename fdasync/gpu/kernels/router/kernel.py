@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fdasync.gpu.kernels.overlap import wait_for_inputs
 from fdasync.gpu.kernels.router.select import (
     GONE,
     largest,
@@ -74,8 +75,10 @@ def route_kernel(  # type: ignore[no-untyped-def]
     SCALED: tl.constexpr,
     RECORDED: tl.constexpr,
     ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """A program routes ROWS rows (tokens) by one warp. A place is an expert, or padding of its group."""
+    wait_for_inputs(OVERLAP)
     WIDTH: tl.constexpr = GROUPS * EACH
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     place = tl.arange(0, WIDTH)[None, :]

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from fdasync.errors import BadInput
+from fdasync.gpu.kernels.overlap import overlap, wait_for_inputs
 from fdasync.gpu.kernels.router.select import nearest, rounded
 
 _NARROW = (torch.bfloat16, torch.float16)
@@ -111,8 +112,10 @@ def _product_kernel(  # type: ignore[no-untyped-def]
     BIASED: tl.constexpr,
     ROUNDED: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """A program makes the logits of TOKENS tokens for EXPERTS experts."""
+    wait_for_inputs(OVERLAP)
     TILES: tl.constexpr = (NUM_EXPERTS + EXPERTS - 1) // EXPERTS
     MASKED: tl.constexpr = HIDDEN % (BLOCK * BESIDE) != 0
     first = tl.program_id(0) // TILES * TOKENS
@@ -259,6 +262,7 @@ def launch_product(
         ROUNDED=rounded and x.dtype in _NARROW,
         STAGES=tile.stages,
         num_warps=tile.warps,
+        **overlap(x.device),
     )
 
 

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from fdasync.errors import BadInput
+from fdasync.gpu.kernels.overlap import overlap
 from fdasync.gpu.kernels.router.kernel import route_kernel
 from fdasync.gpu.kernels.router.rule import SCORE_CODES, RouterRule
 
@@ -143,6 +144,7 @@ def route(
         RECORDED=capture is not None,
         ROWS=rows,
         num_warps=1,
+        **overlap(logits.device),
     )
     return weights, ids
 

@@ -226,7 +226,7 @@ def test_a_forward_on_the_instance_stays():
 
 
 def test_nothing_is_fused_where_no_kernel_runs(monkeypatch):
-    from fdasync.gpu.kernels.router.route import route as router
+    from fdasync.gpu.kernels.router import route as router
 
     model = build("qwen3_moe")
     monkeypatch.setattr(router, "runs_on", lambda _: False)

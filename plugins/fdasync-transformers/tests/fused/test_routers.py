@@ -269,7 +269,7 @@ def test_debug_records_positions():
 
 
 def test_nothing_is_fused_where_no_kernel_runs(monkeypatch):
-    from fdasync.gpu.kernels.router.route import route as router
+    from fdasync.gpu.kernels.router import route as router
 
     model, layers, capture = build("qwen3_moe")
     monkeypatch.setattr(router, "runs_on", lambda _: False)
