@@ -131,14 +131,16 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         "fdasync_mooncake": (*_STORE, "fdasync.ipc.*"),
         "fdasync_transformers.model": (*_RUNNER, "fdasync.cache.aux"),
         "fdasync_transformers.sampling": (
-            "fdasync.ipc.*",
-            "fdasync.request", "fdasync.result", "fdasync.runner.base", "fdasync.runner.prompt_scores",
+            "fdasync.gpu.kernels.*", "fdasync.ipc.*", "fdasync.request", "fdasync.result", "fdasync.runner.base",
+            "fdasync.runner.prompt_scores",
         ),
         "fdasync_transformers.weights": ("fdasync.runner.base",),
     },
     {
         "fdasync_mooncake.testing": ("fdasync.ipc.*", "fdasync.testing.*", "fdasync_mooncake.*"),
-        "fdasync_transformers.fused": ("fdasync.gpu.kernels.*", "fdasync_transformers.model.*"),
+        "fdasync_transformers.fused": (
+            "fdasync.gpu.capture", "fdasync.gpu.kernels.*", "fdasync_transformers.model.*",
+        ),
         "fdasync_transformers.replay": ("fdasync.result", "fdasync_transformers.model.*"),
     },
     {

@@ -26,7 +26,7 @@ copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_globa
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def first_visible(position, REACH: gl.constexpr, reach_size):  # type: ignore[no-untyped-def]
-    """As in `attention_tile.py`."""
+    """As in `tile.py`."""
     if REACH == 1:
         return gl.maximum(position - reach_size + 1, 0)
     elif REACH == 2:

@@ -9,7 +9,7 @@ Nothing is added atomically, no product is split over its inner dimension, and e
 So the bits of a token depend on its own row, ids and weights alone, not on the tiles nor on the tokens beside it. Every
 id in range is computed: there is no capacity. Ids out of range, and rows that are nobody's, read no weights.
 
-Knows no models and no routing. The tiles come from `experts_tiles.py`, the activations from `experts_activation.py`.
+Knows no models and no routing. The tiles come from `tiles.py`, the activations from `activation.py`.
 Called by the plugins' fused experts. Runs on CUDA, or on the CPU under Triton's interpreter (tests).
 """
 
@@ -284,7 +284,7 @@ def experts(
     Sums are float32. They are rounded to the dtype of `hidden` after the first product, where torch rounds inside the
     activation, after the weighted second product, and at the end. Queues three or four launches on the current stream
     without synchronising; a graph can capture them. No gradient. Nothing is compiled anew for another T of the same
-    regime (`experts_tiles.py`).
+    regime (`tiles.py`).
 
     Args:
         hidden: [T, H] float32, bfloat16 or float16, rows may be strided. Read.

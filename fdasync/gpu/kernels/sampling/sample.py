@@ -2,7 +2,7 @@
 
 A step is a handful of launches, each over all jobs (`SampleJobs`): the largest logits of chunks; where a job has top-k
 or top-p, what bounds its cut; exact masses of tiles; the cut; then one program a row that finds the tile of its noise,
-and the id in it. `sample_tile.py` says what a mass is, `sample_search.py` what a cut is, and `sample_edits.py` how
+and the id in it. `tile.py` says what a mass is, `search.py` what a cut is, and `edits.py` how
 penalties, bias and stop masks come in. Nothing here waits for the device, and no two programs share a float sum, so a
 row's results depend on that row alone. Knows no requests, only numbers. Called by the plugins' samplers; runs on CUDA,
 or on the CPU under Triton's interpreter (tests).
@@ -263,7 +263,7 @@ def sample_rows(
             under a stop mask, under a grammar; whether a job wants its sum, whether one has top-p and no top-k; the
             largest top-k; the most alternatives.
         sent: tensors on the device of the logits; read only. `ints` int64 [jobs, 8] and `floats` float64 [jobs, 4]:
-            see `sample_tile.py`; `edits` int64 [P, 5] (slot, row, lane, known tokens, tokens of the prompt) and
+            see `tile.py`; `edits` int64 [P, 5] (slot, row, lane, known tokens, tokens of the prompt) and
             `penalties` float32 [P, 3] (repetition, presence, frequency); `bias_cells` and `stop_cells` int64 [n, 3]
             (slot, row, id) and `bias` float32 [n]; `masks` int32 [rows under a grammar, words]; `top_jobs`,
             `top_counts` and `top_raw` int64 [A].

@@ -1,9 +1,9 @@
 """What the sampler's kernels share: how a tile of logits is read, ordered and made probabilities.
 
 A row of logits is read in tiles of `TILE` ids at fixed places. Each read applies what changes the logits (see
-`sample_edits.py`) on the way. A probability is a whole number, its *mass*: exp of the scaled distance to the largest
+`edits.py`) on the way. A probability is a whole number, its *mass*: exp of the scaled distance to the largest
 logit, in float64, times 2^b, rounded. Sums of masses are exact in any order and over any number of programs, so that
-each row has the same bits whatever runs beside it. Knows no requests. Used by `sample.py` and `sample_search.py`.
+each row has the same bits whatever runs beside it. Knows no requests. Used by `sample.py` and `search.py`.
 """
 
 from __future__ import annotations
