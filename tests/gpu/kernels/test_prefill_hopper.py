@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from fdasync.gpu.kernels.attention import prefill_hopper
+from fdasync.gpu.kernels.attention.decode import prefill_hopper
 from fdasync.gpu.kernels.attention.prefill import attend_prefill, prefill_launch, prefill_tiles
 from fdasync.gpu.kernels.attention.prefill_hopper import fits_hopper
 from tests.gpu.kernels.attention_reference import Case, assert_close

@@ -1,4 +1,4 @@
-"""The rotary kernel against float64 and, bit for bit, against the library's ways to rotate: `gpu/kernels/layer/rotary.py`."""
+"""The rotary kernel against float64 and, bit for bit, the library's ways to rotate: `gpu/kernels/layer/rotary.py`."""
 
 from __future__ import annotations
 

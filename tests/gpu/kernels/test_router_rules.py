@@ -1,4 +1,4 @@
-"""Routers of all kinds against float64: scores, biases, groups, sums: `gpu/kernels/router/route.py` by `router/rule.py`."""
+"""Routers of all kinds against float64: scores, biases, groups and sums of `gpu/kernels/router/rule.py`."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ requests. Called by `sample.py`; runs on CUDA, or on the CPU under Triton's inte
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import triton
@@ -19,12 +19,35 @@ from fdasync.gpu.kernels.sampling.tile import EDIT, ROW, STOP, TILE, bits_of, ed
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from fdasync.gpu.kernels.sampling.sample import SampleJobs
-
 _CELLS = 256
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+class SampleJobs(Protocol):
+    """What the host knows of a step: `sample_rows` of `sample.py` says what each is."""
+
+    @property
+    def count(self) -> int: ...
+    @property
+    def jobs(self) -> int: ...
+    @property
+    def longest(self) -> int: ...
+    @property
+    def edited(self) -> int: ...
+    @property
+    def stopped(self) -> int: ...
+    @property
+    def masked(self) -> int: ...
+    @property
+    def masses(self) -> bool: ...
+    @property
+    def nuclei(self) -> bool: ...
+    @property
+    def most(self) -> int: ...
+    @property
+    def most_tops(self) -> int: ...
+
+
+@triton.jit
 def _set_bit(words, slot, columns, ids, mask):  # type: ignore[no-untyped-def]
     tl.atomic_or(words + slot * columns + (ids >> 5), 1 << (ids & 31), mask=mask)
 
@@ -62,7 +85,10 @@ def _count_kernel(  # type: ignore[no-untyped-def]
 def _penalise_kernel(  # type: ignore[no-untyped-def]
     edits, penalties, tokens, tokens_stride, counts, logits, logits_stride, values, width, cells: tl.constexpr
 ):
-    """Write the penalised logits: repetition (arXiv 1909.05858), then presence and frequency. A token that is there twice is written twice alike."""
+    """Write the penalised logits: repetition (arXiv 1909.05858), then presence and frequency.
+
+    A token that is there twice is written twice alike.
+    """
     number = tl.program_id(0)
     slot = tl.load(edits + number * 5)
     row = tl.load(edits + number * 5 + 1)

@@ -10,49 +10,21 @@ or on the CPU under Triton's interpreter (tests).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 
 from fdasync.errors import BadInput
 from fdasync.gpu.kernels.sampling.edits import prepare_edits
-from fdasync.gpu.kernels.sampling.search import (
-    PIVOTS,
-    cut_kernel,
-    list_kernel,
-    narrow_kernel,
-    slow_cut_kernel,
-    top_k_of,
-)
-from fdasync.gpu.kernels.sampling.tile import (
-    CHUNK,
-    DRAWN,
-    FLOATS,
-    FLOOR,
-    INTS,
-    MASS,
-    NOISE,
-    NOTHING,
-    RAW,
-    ROW,
-    SCALE,
-    TILE,
-    TOP_P,
-    best_of,
-    id_of,
-    job_float,
-    job_int,
-    mass_of,
-    order_of,
-    read_tile,
-    scaled,
-    value_of,
-)
+from fdasync.gpu.kernels.sampling.passes import chunk_kernel, draw_kernel, masses_kernel, peaks_kernel
+from fdasync.gpu.kernels.sampling.search import PIVOTS, cut_kernel, list_kernel, narrow_kernel, slow_cut_kernel
+from fdasync.gpu.kernels.sampling.tile import CHUNK, FLOATS, INTS, TILE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from fdasync.gpu.kernels.sampling.edits import SampleJobs
 
 
 # ids between the bounds of a cut that are listed; a row with more takes the slow way
@@ -64,31 +36,6 @@ SPAN = 8192
 WARPS = {"peaks": 8, "narrow": 4, "list": 8, "masses": 16, "cut": 16}
 # a row's masses must add up in an int64, and float64 must hold one
 _SUM_BITS, _MOST_BITS = 62, 52
-
-
-class SampleJobs(Protocol):
-    """What the host knows of a step: `sample_rows` says what each is."""
-
-    @property
-    def count(self) -> int: ...
-    @property
-    def jobs(self) -> int: ...
-    @property
-    def longest(self) -> int: ...
-    @property
-    def edited(self) -> int: ...
-    @property
-    def stopped(self) -> int: ...
-    @property
-    def masked(self) -> int: ...
-    @property
-    def masses(self) -> bool: ...
-    @property
-    def nuclei(self) -> bool: ...
-    @property
-    def most(self) -> int: ...
-    @property
-    def most_tops(self) -> int: ...
 
 
 class Sampled(NamedTuple):
@@ -108,144 +55,6 @@ class Sampled(NamedTuple):
     processed: torch.Tensor
     top_values: torch.Tensor | None
     top_ids: torch.Tensor | None
-
-
-@triton.jit(do_not_specialize=["stride"])  # type: ignore[untyped-decorator]
-def _peaks_kernel(  # type: ignore[no-untyped-def]
-    logits, stride, width, ints, chunk_best, tile_best, tile_given,
-    edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain: tl.constexpr,
-    tiles, chunks: tl.constexpr, chunk: tl.constexpr,
-):  # fmt: skip
-    """The orders of the largest logits of a tile and its chunks, and the largest logit as given, +inf for NaN."""
-    job = tl.program_id(1).to(tl.int64)
-    number = tl.program_id(0)
-    line = tl.arange(0, chunks)
-    ids = number * (chunks * chunk) + line[:, None] * chunk + tl.arange(0, chunk)[None, :]
-    raw, x = read_tile(
-        logits, stride, width, ints, job, ids,
-        edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain,
-    )  # fmt: skip
-    # two reductions of 32 bits are cheaper than one of the orders
-    best = tl.max(x, axis=1)
-    first = tl.min(tl.where(x == best[:, None], ids, 0x7FFFFFFF), axis=1)
-    order = order_of(best, first, width)
-    tl.store(chunk_best + (job * tiles + number) * chunks + line, order)
-    tl.store(tile_best + job * tiles + number, tl.max(order, axis=0))
-    largest = tl.max(tl.max(tl.where(raw != raw, float("inf"), raw), axis=1), axis=0)
-    tl.store(tile_given + job * tiles + number, largest)
-
-
-@triton.jit(do_not_specialize=["stride"])  # type: ignore[untyped-decorator]
-def _masses_kernel(  # type: ignore[no-untyped-def]
-    logits, stride, width, unit, ints, floats, tile_best, bounds, total, above, kept,
-    edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain: tl.constexpr,
-    tiles, padded: tl.constexpr, filtered: tl.constexpr, tile: tl.constexpr,
-):  # fmt: skip
-    """Masses of a tile: all; those above the bounds of a cut; those of them that min-p keeps."""
-    job = tl.program_id(1).to(tl.int64)
-    if job_int(ints, job, MASS) == 0:
-        return
-    listed = False
-    if filtered:
-        listed = top_k_of(ints, job, width) > 0
-        if listed & (job_int(ints, job, RAW) != job):
-            return
-    number = tl.program_id(0)
-    ids = number * tile + tl.arange(0, tile)
-    _, x = read_tile(
-        logits, stride, width, ints, job, ids,
-        edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain,
-    )  # fmt: skip
-    best = value_of(best_of(tile_best, job, tiles, padded))
-    at = job * tiles + number
-    logs = scaled(x, best, job_float(floats, job, SCALE))
-    mass = mass_of(logs, unit)
-    tl.store(total + at, tl.sum(mass, axis=0))
-    if filtered:
-        if listed:
-            return
-        if job_float(floats, job, TOP_P) < 1.0:
-            mass = tl.where(x >= tl.load(bounds + (tl.num_programs(1) + job) * 2 + 1), mass, 0)
-            tl.store(above + at, tl.sum(mass, axis=0))
-    # no log is NaN, and that of no probability has no mass
-    floor = job_float(floats, job, FLOOR)
-    tl.store(kept + at, tl.sum(tl.where(logs >= floor, mass, 0), axis=0))
-
-
-@triton.jit(do_not_specialize=["stride"])  # type: ignore[untyped-decorator]
-def _draw_kernel(  # type: ignore[no-untyped-def]
-    logits, stride, width, unit, ints, floats, tile_best, tile_given, total, kept, cuts, tokens, finite, raws, processed,
-    edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain: tl.constexpr,
-    tiles, padded: tl.constexpr, filtered: tl.constexpr, chunks: tl.constexpr, chunk: tl.constexpr,
-):  # fmt: skip
-    """The token of a row: inverse CDF over ascending ids, by whole numbers; and its log-probs."""
-    job = tl.program_id(0).to(tl.int64)
-    number = tl.arange(0, padded)
-    given = tl.load(tile_given + job * tiles + number, mask=number < tiles, other=float("-inf"))
-    largest = tl.max(given, axis=0)
-    tl.store(finite + job, (largest > float("-inf")) & (largest < float("inf")))
-    highest = best_of(tile_best, job, tiles, padded)
-    best = value_of(highest)
-    token = id_of(highest)
-    log = (highest * 0).to(tl.float64)
-    mass = tl.load(kept + job * tiles + number, mask=number < tiles, other=0)
-    whole = tl.sum(mass, axis=0)
-    if (job_int(ints, job, DRAWN) > 0) & (whole > 0):
-        # below the sum, whatever the product rounds to
-        left = tl.minimum((job_float(floats, job, NOISE) * whole.to(tl.float64)).to(tl.int64), whole - 1)
-        at = tl.sum((tl.cumsum(mass, axis=0) <= left).to(tl.int32), axis=0)
-        left -= tl.sum(tl.where(number < at, mass, 0), axis=0)
-        line = tl.arange(0, chunks)
-        column = tl.arange(0, chunk)
-        ids = at * (chunks * chunk) + line[:, None] * chunk + column[None, :]
-        _, x = read_tile(
-            logits, stride, width, ints, job, ids,
-            edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain,
-        )  # fmt: skip
-        logs = scaled(x, best, job_float(floats, job, SCALE))
-        keep = logs >= job_float(floats, job, FLOOR)
-        if filtered:
-            keep = keep & (order_of(x, ids, width) >= tl.load(cuts + job))
-        cell = tl.where(keep, mass_of(logs, unit), 0)
-        lines = tl.sum(cell, axis=1)
-        in_line = tl.sum((tl.cumsum(lines, axis=0) <= left).to(tl.int32), axis=0)
-        left -= tl.sum(tl.where(line < in_line, lines, 0), axis=0)
-        own = tl.sum(tl.where(line[:, None] == in_line, cell, 0), axis=0)
-        in_column = tl.sum((tl.cumsum(own, axis=0) <= left).to(tl.int32), axis=0)
-        token = at * (chunks * chunk) + in_line * chunk + in_column
-        token = tl.minimum(token, width - 1)
-        value = tl.sum(tl.sum(tl.where(ids == token, x, 0.0), axis=1), axis=0)
-        log = scaled(value, best, job_float(floats, job, SCALE))
-    tl.store(tokens + job, token.to(tl.int64))
-    tl.store(processed + job, log - tl.log(whole.to(tl.float64) / unit))
-    raw_job = job_int(ints, job, RAW)
-    if raw_job >= 0:
-        first = value_of(best_of(tile_best, raw_job, tiles, padded)).to(tl.float64)
-        mass = tl.load(total + raw_job * tiles + number, mask=number < tiles, other=0)
-        own = tl.load(logits + job_int(ints, job, ROW) * stride + token).to(tl.float64)
-        scored = own - first - tl.log(tl.sum(mass, axis=0).to(tl.float64) / unit)
-        tl.store(raws + job, scored.to(tl.float32))
-
-
-@triton.jit(do_not_specialize=["stride"])  # type: ignore[untyped-decorator]
-def _chunk_kernel(  # type: ignore[no-untyped-def]
-    logits, stride, width, ints, jobs, picked, into,
-    edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain: tl.constexpr,
-    columns, chunk: tl.constexpr,
-):  # fmt: skip
-    """The orders of all ids of a chunk, named by the order of its largest."""
-    asked = tl.program_id(0).to(tl.int64)
-    job = tl.load(jobs + asked)
-    best = tl.load(picked + asked * columns + tl.program_id(1))
-    column = tl.arange(0, chunk)
-    ids = id_of(best) // chunk * chunk + column
-    _, x = read_tile(
-        logits, stride, width, ints, job, ids,
-        edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain,
-    )  # fmt: skip
-    # a chunk without ids has no place of its own
-    order = tl.where(best == NOTHING, NOTHING, order_of(x, ids, width))
-    tl.store(into + (asked * columns + tl.program_id(1)) * chunk + column, order)
 
 
 def sample_rows(
@@ -306,7 +115,7 @@ class _Work:
         return torch.empty((self._asked.jobs, columns), dtype=dtype, device=self._logits.device)
 
     def find_peaks(self) -> None:
-        _peaks_kernel[(self._tiles, self._asked.jobs)](
+        peaks_kernel[(self._tiles, self._asked.jobs)](
             *self._read, self._sent["ints"], self._chunk_best, self._tile_best, self._given, *self._edits,
             tiles=self._tiles, chunks=TILE // CHUNK, chunk=CHUNK, num_warps=WARPS["peaks"],
         )  # fmt: skip
@@ -319,7 +128,7 @@ class _Work:
             zeros = torch.zeros((2, jobs), dtype=torch.int32, device=self._logits.device)
             listed = self._new(torch.int64, _LISTED)
             bounds = self._list(numbers, listed, zeros[0])
-        _masses_kernel[(self._tiles, jobs)](
+        masses_kernel[(self._tiles, jobs)](
             *self._read, self._unit, *numbers, bounds, self._total, self._above, self._kept, *self._edits,
             filtered=self._filtered, tile=TILE, **self._sizes, num_warps=WARPS["masses"],
         )  # fmt: skip
@@ -367,7 +176,7 @@ class _Work:
         finite = torch.empty((count,), dtype=torch.bool, device=device)
         raw = torch.zeros((count,), dtype=torch.float32, device=device)
         processed = torch.zeros((count,), dtype=torch.float64, device=device)
-        _draw_kernel[(count,)](
+        draw_kernel[(count,)](
             *self._read, self._unit, self._sent["ints"], self._sent["floats"], self._tile_best, self._given,
             self._total, self._kept, self._cuts, tokens, finite, raw, processed, *self._edits,
             filtered=self._filtered, chunks=TILE // CHUNK, chunk=CHUNK, **self._sizes, num_warps=8,
@@ -384,7 +193,7 @@ class _Work:
         best = self._chunk_best.index_select(0, jobs)
         picked = best.topk(min(most, best.shape[1]), dim=-1).values
         orders = torch.empty((len(jobs), picked.shape[1] * CHUNK), dtype=torch.int64, device=jobs.device)
-        _chunk_kernel[tuple(picked.shape)](
+        chunk_kernel[tuple(picked.shape)](
             *self._read, sent["ints"], jobs, picked, orders, *self._edits, picked.shape[1], chunk=CHUNK
         )
         orders = orders.topk(most, dim=-1).values

@@ -41,7 +41,7 @@ _SAFE = tl.constexpr(1e-4)
 _REACH = tl.constexpr(37.0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def top_k_of(ints, job, width):  # type: ignore[no-untyped-def]
     """0 where top-k keeps all."""
     k = job_int(ints, job, TOP_K)
@@ -57,8 +57,8 @@ def _pivots(low, high, squared: tl.constexpr):  # type: ignore[no-untyped-def]
     return high - (high - low) * part
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _first_low(best, ints, floats, job, width):  # type: ignore[no-untyped-def]
+@triton.jit
+def _first_low(best, floats, job, width):  # type: ignore[no-untyped-def]
     """All that is below has no part in the nucleus: together less than 1 - p of the largest alone."""
     rest = tl.maximum(1.0 - job_float(floats, job, TOP_P), 1e-17)
     reach = tl.minimum(tl.log(width.to(tl.float64) / rest) + 1e-3, _REACH)
@@ -102,7 +102,7 @@ def narrow_kernel(  # type: ignore[no-untyped-def]
         edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain,
     )  # fmt: skip
     best = value_of(best_of(tile_best, job, tiles, padded))
-    low = _first_low(best, ints, floats, job, width)
+    low = _first_low(best, floats, job, width)
     high = float("inf")
     if not first:
         low, high = closer(before, job, low, high, best, top_p, spans, padded_spans, True)
@@ -162,26 +162,26 @@ def list_kernel(  # type: ignore[no-untyped-def]
         tl.store(listed + job * most + place, order_of(x, ids, width), mask=between & (place < most))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _middle(low, high):  # type: ignore[no-untyped-def]
     """Rounded down; the sum of two orders may overflow."""
     return (low & high) + ((low ^ high) >> 1)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def target_of(top_p, total):  # type: ignore[no-untyped-def]
     """An id is kept while the masses before it are less: at least the first one is."""
     wanted = tl.ceil(top_p * total.to(tl.float64)).to(tl.int64)
     return tl.maximum(tl.minimum(wanted, total), 1)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _packed(order, id_bits):  # type: ignore[no-untyped-def]
     """An order without the bits that no id has, so that fewer steps bisect it."""
     return ((order >> 32) << id_bits) + ((order & 0xFFFFFFFF) - 0x7FFFFFFF + (tl.full((), 1, tl.int64) << id_bits) - 1)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _unpacked(packed, id_bits):  # type: ignore[no-untyped-def]
     ids = tl.full((), 1, tl.int64) << id_bits
     return ((packed >> id_bits) << 32) + (packed & (ids - 1)) + 0x7FFFFFFF - ids + 1
@@ -189,7 +189,7 @@ def _unpacked(packed, id_bits):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _cut_of(  # type: ignore[no-untyped-def]
-    width, id_bits, unit, ints, floats, tile_best, listed, total, above, kept, cuts, slow, job, count, top_p, k,
+    id_bits, unit, floats, tile_best, listed, total, above, kept, cuts, slow, job, count, top_p, k,
     tiles, padded: tl.constexpr, most: tl.constexpr, tile: tl.constexpr, size: tl.constexpr,
 ):  # fmt: skip
     place = tl.arange(0, size)
@@ -252,12 +252,12 @@ def cut_kernel(  # type: ignore[no-untyped-def]
         tl.store(slow + job, 1)
     elif count > few:
         _cut_of(
-            width, id_bits, unit, ints, floats, tile_best, listed, total, above, kept, cuts, slow, job, count, top_p, k,
+            id_bits, unit, floats, tile_best, listed, total, above, kept, cuts, slow, job, count, top_p, k,
             tiles, padded, most, tile, most,
         )  # fmt: skip
     else:
         _cut_of(
-            width, id_bits, unit, ints, floats, tile_best, listed, total, above, kept, cuts, slow, job, count, top_p, k,
+            id_bits, unit, floats, tile_best, listed, total, above, kept, cuts, slow, job, count, top_p, k,
             tiles, padded, most, tile, few,
         )  # fmt: skip
 

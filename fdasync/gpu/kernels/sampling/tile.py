@@ -37,13 +37,13 @@ def job_float(floats, job, column: tl.constexpr):  # type: ignore[no-untyped-def
     return tl.load(floats + job * _FLOATS + column)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def read_raw(logits, stride, row, ids, width):  # type: ignore[no-untyped-def]
     """float32 logits of `ids`; -inf outside the vocabulary."""
     return tl.load(logits + row * stride + ids, mask=ids < width, other=float("-inf")).to(tl.float32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def bits_of(words, slot, columns, ids, width):  # type: ignore[no-untyped-def]
     """Whether the bit of each id is set in row `slot` of a table of int32 words, `columns` a row."""
     word = ids >> 5
@@ -51,7 +51,7 @@ def bits_of(words, slot, columns, ids, width):  # type: ignore[no-untyped-def]
     return ((held >> (ids & 31)) & 1) != 0
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def edited(x, edit, ids, width, edit_bits, edit_values, bit_columns):  # type: ignore[no-untyped-def]
     """`x` with the values of row `edit` of the edits where they are set."""
     if edit >= 0:
@@ -73,7 +73,7 @@ def read_tile(  # type: ignore[no-untyped-def]
         x = edited(x, job_int(ints, job, EDIT), ids, width, edit_bits, edit_values, bit_columns)
         stop = job_int(ints, job, STOP)
         mask = job_int(ints, job, MASK)
-        if stop >= 0:
+        if stop >= 0:  # noqa: SIM102 - no row -1 may be read
             # a mask that leaves nothing is passed over
             if tl.load(stop_left + stop) > 0:
                 x = tl.where(bits_of(stop_bits, stop, bit_columns, ids, width), float("-inf"), x)
@@ -82,7 +82,7 @@ def read_tile(  # type: ignore[no-untyped-def]
     return raw, tl.where(x != x, float("-inf"), x)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def order_of(x, ids, width):  # type: ignore[no-untyped-def]
     """int64: larger for the larger logit, then for the lower id; all differ within a row."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # -0.0 ties with 0.0
@@ -90,12 +90,12 @@ def order_of(x, ids, width):  # type: ignore[no-untyped-def]
     return tl.where(ids < width, key * 4294967296 + (0x7FFFFFFF - ids).to(tl.int64), NOTHING)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def id_of(order):  # type: ignore[no-untyped-def]
     return 0x7FFFFFFF - (order & 0xFFFFFFFF).to(tl.int32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def value_of(order):  # type: ignore[no-untyped-def]
     key = (order >> 32).to(tl.int32)
     return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
@@ -108,14 +108,14 @@ def best_of(tile_best, job, tiles, padded: tl.constexpr):  # type: ignore[no-unt
     return tl.max(tl.load(tile_best + job * tiles + number, mask=number < tiles, other=NOTHING), axis=0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def scaled(x, best, scale):  # type: ignore[no-untyped-def]
     """float64 log of each probability over the largest one; 0 at the largest, also where that is infinite."""
     distance = tl.where(x == best, 0.0, x.to(tl.float64) - best.to(tl.float64))
     return tl.where(x == float("-inf"), float("-inf"), distance * scale)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def mass_of(logs, unit):  # type: ignore[no-untyped-def]
     """int64 masses; `unit`, a power of two, is that of the largest logit."""
     return (tl.exp(logs) * unit + 0.5).to(tl.int64)

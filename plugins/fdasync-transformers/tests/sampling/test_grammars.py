@@ -246,7 +246,7 @@ def test_masks_are_applied_as_the_plan_says(grammars: Grammars) -> None:
     own = [spec(grammar=b"x"), spec()]
     plan = plan_samples(own, [3, 3], [0, 1])
     assert not plan.plain
-    assert plan.masked.count == 1
+    assert plan.masked == 1
     logits = torch.zeros(2, 64)
     logits[:, 9] = 1.0
     sent = {name: torch.from_numpy(array) for name, array in plan.arrays.items()}

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from fdasync_transformers.execution.lane_matchers import LaneMatchers
     from fdasync_transformers.model.kv import KVPool
 
+_NARROW = (torch.bfloat16, torch.float16)
+
 
 @dataclass(frozen=True)
 class Bound:
@@ -50,8 +52,14 @@ class Bound:
     logits_dtype: str
 
     def trim(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits of the vocabulary alone, in the dtype that sampling works in."""
-        return logits[:, : self.vocab_size].to(getattr(torch, self.logits_dtype))
+        """Logits of the vocabulary alone, a view; rounded where sampling works in a narrower dtype than float32.
+
+        Sampling reads narrow logits as float32: a float32 copy of them would say the same.
+        """
+        logits = logits[:, : self.vocab_size]
+        if self.logits_dtype == "float32" and logits.dtype in _NARROW:
+            return logits
+        return logits.to(getattr(torch, self.logits_dtype))
 
 
 class Executor(ABC):

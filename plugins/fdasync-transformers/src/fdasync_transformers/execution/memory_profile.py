@@ -30,6 +30,9 @@ _GPU_SHARE = 0.92
 # bytes that a process takes of a GPU at its start: context, kernels, libraries
 _CONTEXT_NBYTES = 1 << 30
 
+# of a row's two jobs: 8,192 ids between the bounds of a cut, the peaks of 2^18 ids' chunks, 20 chunks of alternatives
+_SAMPLER_ROW_NBYTES = 256 << 10
+
 # enough to measure the cost of a token, and few enough for a quick start
 _SPEED_TOKENS = 256
 
@@ -98,10 +101,11 @@ def _beside_nbytes(step_model: StepModel, limits: RunnerLimits, max_context_toke
     tables = limits.max_running * columns * (1 + block_tokens) * 4
     # the logits of every captured size, at most those of twice the largest, in the model's dtype
     graphs = 2 * limits.max_running * vocab * step_model.layout.dtype.itemsize
-    # float32 logits, and tables in float64 of values, ids and probabilities where a row asks for top-p; scores of
-    # prompts take less for each row
-    sampling = max(limits.max_running, SCORE_ROWS) * vocab * (4 + 4 * 8)
-    return tables + graphs + sampling
+    # penalised logits with a count and a bit for each token; a row's sums, lists of ids and alternatives
+    sampling = limits.max_running * (vocab * (4 + 4 + 1) + _SAMPLER_ROW_NBYTES)
+    # float32 logits and log-probs, and the masks, places and values of alternatives
+    scoring = SCORE_ROWS * vocab * (4 + 4 + 16)
+    return tables + graphs + max(sampling, scoring)
 
 
 def _step_peak_nbytes(step_model: StepModel, limits: RunnerLimits, max_context_tokens: int, block_tokens: int) -> int:

@@ -1,7 +1,7 @@
 """One row of logits on the host: its order, its distribution, the draw and the best ids; numpy only.
 
 A probability is a whole number, its *mass*: exp of a float64 log times 2^b, rounded. Sums of masses are exact in any
-order; the kernels of `fdasync.gpu.kernels.sampling.sample` do the same arithmetic. Top-k and top-p keep the first ids of one
+order; the kernels of `fdasync.gpu.kernels.sampling` do the same arithmetic. Top-k and top-p keep the first ids of one
 order (the larger logit first, then the lower id), and only the few ids that may stand at a cut are sorted. No table is
 larger than a row, which a CPU's caches hold. Knows no requests and no steps. Called by `math.py`; pure, no state.
 """
@@ -125,7 +125,8 @@ def _masses(logs: Logs, unit: float) -> Whole:
     numbers = np.exp(logs)
     numbers *= unit
     numbers += 0.5
-    return numbers.astype(np.int64)
+    whole: Whole = numbers.astype(np.int64)
+    return whole
 
 
 def first_ids(x: Row, k: int) -> Whole:
@@ -135,7 +136,8 @@ def first_ids(x: Row, k: int) -> Whole:
     bound = np.partition(values, len(values) - k)[len(values) - k]
     room = k - int(np.count_nonzero(values > bound))
     equal = values == bound
-    return few[(values > bound) | (equal & (equal.cumsum() <= room))]
+    found: Whole = few[(values > bound) | (equal & (equal.cumsum() <= room))]
+    return found
 
 
 def _at_or_above(x: Row, k: int) -> Whole:

@@ -135,7 +135,9 @@ def _alternatives(x: Row, spread: Spread | None, filters: Filters, log_mass: flo
         return np.zeros(0), np.zeros(0, np.int64)
     first = host_rows.first_ids(table, min(count, len(table)))
     values = table[first]
-    logs = np.where(values == _NEG_INF, _NEG_INF, host_rows.scaled(values, float(x.max()), filters.scale) - log_mass)
+    logs = host_rows.scaled(values, float(x.max()), filters.scale)
+    # not before: the sum of no masses is -inf too
+    logs[values > _NEG_INF] -= log_mass
     return logs, first if ids is None else ids[first]
 
 
