@@ -5,10 +5,10 @@
 
 Shapes: qwen3-30b-a3b (128 experts, 8 of a token, width 2,048, inner 768), glm-4.5-air (128, 8, 4,096, 1,408),
 deepseek-v2-lite (64, 6, 2,048, 1,408); mixtral-8x7b (8, 2, 4,096, 14,336) where it is named. The modules are the
-library's own, in bfloat16, drawn on the device, four layers of each. "ours" is
-`fdasync.gpu.kernels.experts.chain`, "library" `grouped_mm_experts_forward` of transformers on the same module; both begin with hidden states, ids and weights and end
-with the sum. 1 to 8,192 tokens; ids drawn from normal logits, and skewed: with a bias by expert, as wide as `--skew`
-times their spread.
+library's own, in bfloat16, drawn on the device, four layers of each. "ours" is `fdasync.gpu.kernels.experts.chain`,
+"library" `grouped_mm_experts_forward` of transformers on the same module; both begin with hidden states, ids and
+weights and end with the sum. 1 to 8,192 tokens; ids drawn from normal logits, and skewed: with a bias by expert, as
+wide as `--skew` times their spread.
 
 Each chain is captured in a CUDA graph of several calls that take the layers in turns, each call with ids of its own, so
 many that a round reads 1 GB or more before it comes to the same weights: L2 flatters none. Median of `--replays`
