@@ -13,7 +13,7 @@ from triton.compiler import compile as compile_kernel
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from fdasync.gpu.kernels.attention.decode import prefill_hopper
+from fdasync.gpu.kernels.attention import prefill_hopper
 
 
 def main(dim: int, reach: int) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from fdasync.gpu.kernels.attention.decode import prefill_hopper
+from fdasync.gpu.kernels.attention import prefill_hopper
 from fdasync.gpu.kernels.attention.prefill import attend_prefill, prefill_launch, prefill_tiles
 from fdasync.gpu.kernels.attention.prefill_hopper import fits_hopper
 from tests.gpu.kernels.attention_reference import Case, assert_close
@@ -22,8 +22,6 @@ QWEN = Shape(heads=32, kv_heads=4, key_dim=128, value_dim=128, dtype=BF16)
 SHAPES = {
     "Qwen3": QWEN,
     "gpt-oss": Shape(heads=64, kv_heads=8, key_dim=64, value_dim=64, reach=("window", 128), sinks=True, dtype=BF16),
-    "256 wide": Shape(heads=16, kv_heads=2, key_dim=256, value_dim=256, dtype=BF16),
-    "256 wide, window": Shape(heads=4, kv_heads=1, key_dim=256, value_dim=256, reach=("window", 70), dtype=FP16),
     "chunk, five a group": Shape(heads=10, kv_heads=2, key_dim=128, value_dim=128, reach=("chunk", 500), dtype=FP16),
     "one a group, sinks": Shape(heads=4, kv_heads=4, key_dim=64, value_dim=64, sinks=True, dtype=FP16),
     "twenty a group": Shape(heads=20, kv_heads=1, key_dim=128, value_dim=128, reach=("window", 33), dtype=BF16),

@@ -205,11 +205,11 @@ def test_a_graph_replays_the_capture_for_new_logits(device):
 
 @pytest.mark.gpu
 def test_many_tokens_and_one_kernel_for_all(device):
-    from fdasync.gpu.kernels.router.route import _route_kernel
+    from fdasync.gpu.kernels.router.kernel import route_kernel
 
     logits = torch.randn((8192, 128), device=device, dtype=torch.bfloat16)
     check(logits, 8)
-    kernels = [len(cache[0]) for cache in _route_kernel.device_caches.values()]
+    kernels = [len(cache[0]) for cache in route_kernel.device_caches.values()]
     for tokens in (1, 2, 16, 255, 4096):
         check(logits[:tokens], 8)
-    assert [len(cache[0]) for cache in _route_kernel.device_caches.values()] == kernels
+    assert [len(cache[0]) for cache in route_kernel.device_caches.values()] == kernels

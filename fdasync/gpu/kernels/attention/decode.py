@@ -1,10 +1,11 @@
 """Attention of one query per sequence over paged KV (decode).
 
 The query heads that share a kv head are the rows of one program's tile, so KV is read once per tile. A sequence's keys
-are split among programs, in float32 partials; the program that ends last joins them, in the order of the splits. Their
-number depends on what the host knows (sequences, heads, width of the tables) and never on lengths, which the device
-reads: so a CUDA graph can capture all of it. Knows views, tables and positions; knows no scheduling and no model.
-Called by the attention of the plugins' GPU runners.
+are split among programs, in float32 partials that are joined in the order of the splits: a few by the program that ends
+last, many by a second kernel, whose programs share that work. The number of splits depends on what the host knows
+(sequences, heads, width of the tables) and never on lengths, which the device reads: so a CUDA graph can capture all of
+it. Knows views, tables and positions; knows no scheduling and no model. Called by the attention of the plugins' GPU
+runners.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ MAX_SPLITS = 64
 PROGRAMS_PER_PROCESSOR = 4
 # splits whose partials are read together
 _AT_ONCE = 4
+# most splits that the program which ends last joins: one kernel less, but one program reads all partials
+_MOST_JOINED = 4
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ def _decode(  # type: ignore[no-untyped-def]
     KEY_DIM: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr,
     SHARED: tl.constexpr, WIDEN: tl.constexpr, SINKS: tl.constexpr, REACH: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MOST: tl.constexpr, AT_ONCE: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    JOINED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(OVERLAP)
     # a program does one sequence, BLOCK_M heads of one kv head's group, one split of the keys
@@ -162,18 +165,19 @@ def _decode(  # type: ignore[no-untyped-def]
         tl.store(partials + partial[:, None] * width + value_dims[None, :], sums, mask=out_inside)
         tl.store(stats + partial, best, mask=inside)
         tl.store(stats + capacity + partial, total, mask=inside)
-        # all of this program's stores come before its arrival, and those of all others before the last one's
-        tl.debug_barrier()
-        arrival = arrivals + sequence * tl.num_programs(1) + tl.program_id(1)
-        used = tl.cdiv(position + 1 - begin, span)
-        if tl.atomic_add(arrival, 1) == used - 1:
+        if JOINED:
+            # all of this program's stores come before its arrival, and those of all others before the last one's
             tl.debug_barrier()
-            tl.store(arrival, 0)
-            sums, total = _joined(
-                partials, stats, sequence * splits, head, inside, out_inside, used, capacity, width,
-                HEADS, DV, BLOCK_M, MOST, AT_ONCE,
-            )  # fmt: skip
-            tl.store(out_rows, (sums / total[:, None]).to(out.dtype.element_ty), mask=out_inside)
+            arrival = arrivals + sequence * tl.num_programs(1) + tl.program_id(1)
+            used = tl.cdiv(position + 1 - begin, span)
+            if tl.atomic_add(arrival, 1) == used - 1:
+                tl.debug_barrier()
+                tl.store(arrival, 0)
+                sums, total = _joined(
+                    partials, stats, sequence * splits, head, inside, out_inside, used, capacity, width,
+                    HEADS, DV, BLOCK_M, MOST, AT_ONCE,
+                )  # fmt: skip
+                tl.store(out_rows, (sums / total[:, None]).to(out.dtype.element_ty), mask=out_inside)
     else:
         tl.store(out_rows, (sums / total[:, None]).to(out.dtype.element_ty), mask=out_inside)
 
@@ -216,6 +220,33 @@ def _joined(  # type: ignore[no-untyped-def]
     return sums, tl.where(inside, total, 1.0)
 
 
+@triton.jit(do_not_specialize=["lanes", "positions", "reach_size", "splits"])  # type: ignore[untyped-decorator]
+def _join(  # type: ignore[no-untyped-def]
+    partials, stats, lanes, positions, out, reach_size, splits, capacity, width, out_row, out_head,
+    HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr, REACH: tl.constexpr,
+    BLOCK_N: tl.constexpr, MOST: tl.constexpr, AT_ONCE: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    # a program does one head of one sequence
+    wait_for_inputs(OVERLAP)
+    sequence = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) + tl.arange(0, 1)
+    lane = tl.load(lanes + sequence)
+    position = tl.load(positions + sequence).to(tl.int32)
+    if (lane < 0) | (position < 0):
+        return
+    length = position + 1 - first_visible(position, REACH, reach_size)
+    used = tl.cdiv(length, _span(length, splits, BLOCK_N))
+    dims = tl.arange(0, DV)
+    inside = head < HEADS
+    out_inside = inside[:, None] & (dims < VALUE_DIM)[None, :]
+    sums, total = _joined(
+        partials, stats, sequence * splits, head, inside, out_inside, used, capacity, width,
+        HEADS, DV, 1, MOST, AT_ONCE,
+    )  # fmt: skip
+    out_rows = out + sequence * out_row + head[:, None] * out_head + dims[None, :]
+    tl.store(out_rows, (sums / total[:, None]).to(out.dtype.element_ty), mask=out_inside)
+
+
 def attend_decode(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -244,7 +275,7 @@ def attend_decode(
     `sinks` [H] or None: one more logit per head (not scaled), whose weight is dropped. `out` [S, H, Dv] is written in
     full; rows whose lane or position is negative are padding and become zeros, whatever their query holds.
 
-    One launch on the current stream (the device of the tensors must be current), no synchronisation, nothing
+    One or two launches on the current stream (the device of the tensors must be current), no synchronisation, nothing
     allocated, so a graph can capture it. All tensors must live until it ran; the next call on the stream may use
     `workspace`. `launch` and `splits` replace the table's choice, for measurements. Raises BadInput for shapes or
     strides that do not fit each other.
@@ -275,6 +306,7 @@ def attend_decode(
     values = keys if values is None else values
     code = REACH_CODES[reach_kind]
     partials, stats = workspace.partials, workspace.stats
+    joined = splits <= _MOST_JOINED
     _decode[(sequences, kv_heads * tiles, splits)](
         query, keys, values, tables, lanes, positions, sinks, out, partials, stats, workspace.arrivals,
         scale * LOG2E, reach_size, splits, stats.stride(0), partials.stride(0),
@@ -283,6 +315,13 @@ def attend_decode(
         HEADS=heads, GROUP=group, TILES=tiles, BLOCK_TOKENS=keys.shape[1],
         KEY_DIM=key_dim, D1=d1, D2=d2, VALUE_DIM=width, DV=dv,
         SHARED=shared, WIDEN=query.device.type == "cpu", SINKS=sinks is not None, REACH=code, SPLIT=splits > 1,
-        BLOCK_M=launch.rows, BLOCK_N=launch.keys, MOST=MAX_SPLITS, AT_ONCE=_AT_ONCE,
+        BLOCK_M=launch.rows, BLOCK_N=launch.keys, MOST=_MOST_JOINED, AT_ONCE=_AT_ONCE, JOINED=joined,
         num_warps=launch.warps, num_stages=launch.stages, **overlap(query.device),
     )  # fmt: skip
+    if splits > 1 and not joined:
+        _join[(sequences, heads)](
+            partials, stats, lanes, positions, out, reach_size, splits, stats.stride(0), partials.stride(0),
+            out.stride(0), out.stride(1),
+            HEADS=heads, VALUE_DIM=width, DV=dv, REACH=code, BLOCK_N=launch.keys, MOST=MAX_SPLITS, AT_ONCE=16,
+            num_warps=4, **overlap(query.device),
+        )  # fmt: skip

@@ -8,8 +8,8 @@ import pytest
 import torch
 from device_path import DEVICE, ON_GPU, answers, assert_same
 from fdasync_transformers import TransformersRunner
+from fdasync_transformers.fused.layers import proof as layer_proof
 from fdasync_transformers.fused.layers.fuse import FusedLayers, fuse_layers
-from fdasync_transformers.fused.layers.fuse import proof as layer_proof
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint, make_tiny_model
 from parts_of_experts import use_parts
 from step_driver import Driver
