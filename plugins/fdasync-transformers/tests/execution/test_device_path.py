@@ -99,9 +99,11 @@ async def test_long_contexts_do_not_decode_in_tiles(tmp_path: Path, monkeypatch:
 
 
 def test_sizes_of_steps_with_prompts() -> None:
-    assert token_ladder(2048) == token_ladder(8192) == (512, 768, 1024, 1280, 1536, 1792, 2048)
-    assert token_ladder(600) == (512, 600)
-    assert token_ladder(256) == token_ladder(64) == ()
+    assert token_ladder(2048, 256) == token_ladder(8192, 256) == (512, 768, 1024, 1280, 1536, 1792, 2048)
+    assert token_ladder(600, 256) == (512, 600)
+    assert token_ladder(256, 256) == token_ladder(64, 256) == ()
+    assert token_ladder(600, 48) == (64, 128, 256, 512, 600)
+    assert token_ladder(40, 2) == (16, 32, 40)
 
 
 @pytest.mark.slow

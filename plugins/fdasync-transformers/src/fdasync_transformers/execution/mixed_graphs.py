@@ -22,16 +22,21 @@ if TYPE_CHECKING:
     from fdasync_transformers.execution.device_step import DeviceStepModel
     from fdasync_transformers.model.kv import KVPool
 
+# a step of few tokens, such as what is left of a prompt behind a prefix hit, is not padded to many
+_FEW = (16, 32, 64, 128, 256)
 _STEP = 256
 # a larger step computes for longer than it takes to launch
 _MOST_TOKENS = 2048
 
 
-def token_ladder(max_step_tokens: int) -> tuple[int, ...]:
-    """Numbers of tokens to capture: multiples of 256, up to 2,048 or to the most of a step."""
+def token_ladder(max_step_tokens: int, flat_tokens: int) -> tuple[int, ...]:
+    """Numbers of tokens to capture: powers of two from 16, and multiples of 256 up to 2,048 or to the most of a step.
+
+    A step of at most `flat_tokens` has another graph: each of its tokens is computed as a decode.
+    """
     most = min(max_step_tokens, _MOST_TOKENS)
-    sizes = list(range(2 * _STEP, most + 1, _STEP))
-    if sizes and sizes[-1] < most:
+    sizes = [size for size in (*_FEW, *range(2 * _STEP, most + 1, _STEP)) if flat_tokens < size <= most]
+    if most > flat_tokens and (not sizes or sizes[-1] < most):
         sizes.append(most)
     return tuple(sizes)
 

@@ -52,8 +52,8 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
             proven at start-up; None: on GPUs.
         cuda_graphs: replay decode steps from CUDA graphs.
         graph_sizes: batch sizes of decode steps to capture, rising; None: a ladder up to `max_running`.
-        graph_tokens: tokens of steps with prompts to capture, rising; None: multiples of 256 up to 2,048, at most
-            `max_step_tokens`; (): none.
+        graph_tokens: tokens of steps with prompts to capture, rising; None: powers of two from 16, where decodes are
+            fewer, and multiples of 256 up to 2,048, at most `max_step_tokens`; (): none.
         aux: data that each step records for every token beside the routing, and that lives with its KV block as the
             routing does (`Sample.aux`). "routing_weights": the router's weights of the chosen experts, float16, slot
             for slot those of the ids. "layer_norms": the norm of each decoder layer's output, float32.
@@ -182,7 +182,8 @@ def graph_tokens(
     gathers = model.config._experts_implementation == "batched_mm"
     if gathers and _gathered_nbytes(model, layers, limits.max_step_tokens) > _MOST_KEPT_NBYTES:
         return ()
-    return token_ladder(limits.max_step_tokens)
+    flat_tokens = config.graph_sizes[-1] if config.graph_sizes else limits.max_running
+    return token_ladder(limits.max_step_tokens, flat_tokens)
 
 
 def _gathered_nbytes(model: PreTrainedModel, layers: MoELayers | None, max_step_tokens: int) -> int:
