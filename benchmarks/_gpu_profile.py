@@ -43,11 +43,11 @@ _GROUPS: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("tables and layout", re.compile(r"^_step_layout|^_scatter_kernel")),
     (
         SAMPLING,
-        re.compile(r"^_sample|^_(bias|chunk|clear|count|cut|draw|left|masses|peaks|penalise|stop)_kernel"),
+        re.compile(r"^_?(bias|chunk|clear|count|cut|draw|left|list|masses|narrow|peaks|penalise|slow_cut|stop)_kernel"),
     ),
-    ("router and capture", re.compile(r"^_route|^_write_ids|^_in_turn|^_product_kernel")),
-    ("grouping and sum of experts", re.compile(r"^_experts_(group|combine)")),
-    (_GROUPED, re.compile(r"group_?problem|grouped|group_?gemm|^_expert|moe", re.IGNORECASE)),
+    ("router and capture", re.compile(r"^_?route|^_write_ids|^_in_turn|^_product_kernel")),
+    ("grouping and sum of experts", re.compile(r"^experts_(group|combine)")),
+    (_GROUPED, re.compile(r"group_?problem|grouped|group_?gemm|^expert|moe", re.IGNORECASE)),
     (
         "fused norms, rotary, activations",
         re.compile(r"^_finish|^_prepare|^_qkv|^_rms|^_norm|^_rota|^_gate"),

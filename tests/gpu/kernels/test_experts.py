@@ -14,6 +14,7 @@ from fdasync.errors import BadInput
 from fdasync.gpu.kernels.experts import chain as kernels
 from fdasync.gpu.kernels.experts.activation import KINDS, Activation, activation_of
 from fdasync.gpu.kernels.experts.chain import experts
+from fdasync.gpu.kernels.experts.kernels import experts_group
 from fdasync.gpu.kernels.experts.tiles import Tile, Tiles, choose_tiles
 from fdasync.gpu.kernels.router.route import route
 
@@ -167,7 +168,7 @@ def test_the_grouping_is_a_stable_sort(data):
     pairs, capacity = tokens * K, min(tokens * K, E) + tokens * K // rows
     order = torch.full((pairs,), -7, dtype=torch.int32, device=device)
     table = torch.full((capacity, 4), -7, dtype=torch.int32, device=device)
-    kernels._experts_group[(E,)](
+    experts_group[(E,)](
         ids.to(device), live.to(device), order, table, pairs, capacity,
         TOPK=K, E=E, EP=8, MASKED=True, BM=rows, CHUNK=32, OVERLAP=False,
     )  # fmt: skip

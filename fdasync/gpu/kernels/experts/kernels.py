@@ -1,0 +1,241 @@
+"""The four kernels of the experts: group, gate and up, down, sum.
+
+A tile is up to BM pairs (token, slot) of one expert. Products walk their inner dimension in order, in float32, whatever
+the tile is. Knows no shapes to check and no tiles to choose: `chain.py` launches them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fdasync.gpu.kernels.experts.activation import activate
+from fdasync.gpu.kernels.overlap import wait_for_inputs
+
+
+@triton.jit(do_not_specialize=["pairs", "capacity"])  # type: ignore[untyped-decorator]
+def experts_group(  # type: ignore[no-untyped-def]
+    ids, live, order, tiles, pairs, capacity,
+    TOPK: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, MASKED: tl.constexpr,
+    BM: tl.constexpr, CHUNK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """A program takes one expert: counts all pairs, then ranks its own. `tiles` gets (expert, first row, rows)."""
+    wait_for_inputs(OVERLAP)
+    e = tl.program_id(0)
+    expert = tl.arange(0, EP)
+    counts = tl.zeros((EP,), tl.int32)
+    for start in range(0, pairs, CHUNK):
+        pair = start + tl.arange(0, CHUNK)
+        inside = pair < pairs
+        found = tl.load(ids + pair, mask=inside, other=-1).to(tl.int32)
+        good = inside & (found >= 0) & (found < E)
+        if MASKED:
+            good = good & (tl.load(live + pair // TOPK, mask=inside, other=-1) >= 0)
+        counts += tl.histogram(tl.where(good, found, 0), EP, mask=good)
+    before = tl.sum(tl.where(expert < e, counts, 0))
+    mine = tl.sum(tl.where(expert == e, counts, 0))
+    needed = (counts + BM - 1) // BM
+    first = tl.sum(tl.where(expert < e, needed, 0))
+    number = tl.arange(0, 32)
+    for start in range(0, (mine + BM - 1) // BM, 32):
+        at = start + number
+        real = at * BM < mine
+        place = tiles + (first + at) * 4
+        tl.store(place, e + at * 0, mask=real)
+        tl.store(place + 1, before + at * BM, mask=real)
+        tl.store(place + 2, tl.minimum(BM, mine - at * BM), mask=real)
+    for at in range(tl.sum(needed) + e, capacity, E):
+        tl.store(tiles + at * 4, -1)
+    rank = before
+    for start in range(0, pairs, CHUNK):
+        pair = start + tl.arange(0, CHUNK)
+        inside = pair < pairs
+        hit = tl.load(ids + pair, mask=inside, other=-1).to(tl.int32) == e
+        if MASKED:
+            hit = hit & (tl.load(live + pair // TOPK, mask=inside, other=-1) >= 0)
+        ones = hit.to(tl.int32)
+        tl.store(order + rank + tl.cumsum(ones, 0) - ones, pair, mask=hit)
+        rank += tl.sum(ones)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _expert_of(tiles, ids, live, tile, TOPK: tl.constexpr, E: tl.constexpr, MASKED: tl.constexpr, SINGLE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The expert of a tile; -1: nothing to do. SINGLE: the tile is one pair."""
+    if SINGLE:
+        found = tl.load(ids + tile).to(tl.int32)
+        if MASKED:
+            found = tl.where(tl.load(live + tile // TOPK) >= 0, found, -1)
+        return tl.where(found < E, found, -1)
+    else:
+        return tl.load(tiles + tile * 4)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rows_of(tiles, order, tile, BM: tl.constexpr, SINGLE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of a tile's rows: their places in grouped order, their pairs, and which are real; others repeat the first."""
+    row = tl.arange(0, BM)
+    if SINGLE:
+        return tile + row * 0, tile + row * 0, row < 1
+    else:
+        first = tl.load(tiles + tile * 4 + 1)
+        real = row < tl.load(tiles + tile * 4 + 2)
+        place = first + tl.where(real, row, 0)
+        return place, tl.load(order + place), real
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _weights(  # type: ignore[no-untyped-def]
+    w, base, row, k, wn, wk, rows, K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr
+):
+    """Weights of output rows `row` and inner places `k`: [rows, k] with SWAP, else [k, rows]. Zeros past the ends."""
+    if SWAP:
+        at = w + base + row[:, None].to(tl.int64) * wn + k[None, :] * wk
+        inside = (row < rows)[:, None] & (k < K)[None, :]
+    else:
+        at = w + base + row[None, :].to(tl.int64) * wn + k[:, None] * wk
+        inside = (row < rows)[None, :] & (k < K)[:, None]
+    if EVEN_N and EVEN_K:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=inside, other=0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _times(left, right, sums, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """sums + left @ right in float32, in order; WIDEN: for the interpreter, which takes bfloat16 for its bits."""
+    if WIDEN:
+        left = left.to(tl.float32)
+        right = right.to(tl.float32)
+    return tl.dot(left, right, sums, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize_on_alignment=["live"])  # type: ignore[untyped-decorator]
+def experts_gate_up(  # type: ignore[no-untyped-def]
+    x, w, bias, out, order, tiles, ids, live, alpha, limit,
+    x_row, w_expert, wn, wk, bias_expert,
+    TOPK: tl.constexpr, E: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
+    KIND: tl.constexpr, FORM: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    MASKED: tl.constexpr, SINGLE: tl.constexpr, WIDEN: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """A program takes BN columns of the activation for one tile of pairs; `out` is in grouped order."""
+    wait_for_inputs(OVERLAP)
+    tile = tl.program_id(0) // COLUMNS
+    e = _expert_of(tiles, ids, live, tile, TOPK, E, MASKED, SINGLE)
+    if e < 0:
+        return
+    place, pair, real = _rows_of(tiles, order, tile, BM, SINGLE)
+    token = (pair // TOPK).to(tl.int64)
+    first = tl.program_id(0) % COLUMNS * BN
+    column = first + tl.arange(0, BN)
+    gate_row = column * 2 if INTERLEAVED else column
+    up_row = column * 2 + 1 if INTERLEAVED else N + column
+    # rows of the gate past its end are masked by the gate's end, those of the up half by the whole
+    base = e.to(tl.int64) * w_expert
+    EVEN_N: tl.constexpr = N % BN == 0
+    EVEN_K: tl.constexpr = K % BK == 0
+    gate = tl.zeros((BN, BM), tl.float32) if SWAP else tl.zeros((BM, BN), tl.float32)
+    up = gate
+    for start in range(0, K, BK):
+        k = start + tl.arange(0, BK)
+        if SWAP:
+            at = x + token[None, :] * x_row + k[:, None]
+            rows = tl.load(at) if EVEN_K else tl.load(at, mask=(k < K)[:, None], other=0.0)
+        else:
+            at = x + token[:, None] * x_row + k[None, :]
+            rows = tl.load(at) if EVEN_K else tl.load(at, mask=(k < K)[None, :], other=0.0)
+        if TMA:
+            row = e * (2 * N if GATED else N) + first
+            gates = w.load([row, start])
+            gates = gates if SWAP else gates.T
+        else:
+            gates = _weights(w, base, gate_row, k, wn, wk, 2 * N if INTERLEAVED else N, K, EVEN_N, EVEN_K, SWAP)
+        gate = _times(gates, rows, gate, WIDEN) if SWAP else _times(rows, gates, gate, WIDEN)
+        if GATED:
+            if TMA:
+                ups = w.load([row + N, start])
+                ups = ups if SWAP else ups.T
+            else:
+                ups = _weights(w, base, up_row, k, wn, wk, 2 * N, K, EVEN_N, EVEN_K, SWAP)
+            up = _times(ups, rows, up, WIDEN) if SWAP else _times(rows, ups, up, WIDEN)
+    if SWAP:
+        gate = tl.trans(gate)
+        up = tl.trans(up)
+    inside = column < N
+    if BIASED:
+        biases = bias + e.to(tl.int64) * bias_expert
+        gate += tl.load(biases + gate_row, mask=inside, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            up += tl.load(biases + up_row, mask=inside, other=0.0).to(tl.float32)[None, :]
+    value = activate(gate, up, alpha, limit, out.dtype.element_ty, KIND, FORM, GATED)
+    at = out + place[:, None].to(tl.int64) * N + column[None, :]
+    tl.store(at, value, mask=real[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize_on_alignment=["live"])  # type: ignore[untyped-decorator]
+def experts_down(  # type: ignore[no-untyped-def]
+    x, w, bias, weights, out, order, tiles, ids, live,
+    w_expert, wn, wk, bias_expert,
+    TOPK: tl.constexpr, E: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BIASED: tl.constexpr,
+    MASKED: tl.constexpr, SINGLE: tl.constexpr, WIDEN: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """A program takes BN columns of the down product of a tile; rows times their weights go to their pairs' places."""
+    wait_for_inputs(OVERLAP)
+    tile = tl.program_id(0) // COLUMNS
+    e = _expert_of(tiles, ids, live, tile, TOPK, E, MASKED, SINGLE)
+    if e < 0:
+        return
+    place, pair, real = _rows_of(tiles, order, tile, BM, SINGLE)
+    first = tl.program_id(0) % COLUMNS * BN
+    column = first + tl.arange(0, BN)
+    base = e.to(tl.int64) * w_expert
+    EVEN_N: tl.constexpr = N % BN == 0
+    EVEN_K: tl.constexpr = K % BK == 0
+    sums = tl.zeros((BN, BM), tl.float32) if SWAP else tl.zeros((BM, BN), tl.float32)
+    for start in range(0, K, BK):
+        k = start + tl.arange(0, BK)
+        if SWAP:
+            at = x + place[None, :].to(tl.int64) * K + k[:, None]
+            rows = tl.load(at) if EVEN_K else tl.load(at, mask=(k < K)[:, None], other=0.0)
+        else:
+            at = x + place[:, None].to(tl.int64) * K + k[None, :]
+            rows = tl.load(at) if EVEN_K else tl.load(at, mask=(k < K)[None, :], other=0.0)
+        if TMA:
+            downs = w.load([e * N + first, start])
+            downs = downs if SWAP else downs.T
+        else:
+            downs = _weights(w, base, column, k, wn, wk, N, K, EVEN_N, EVEN_K, SWAP)
+        sums = _times(downs, rows, sums, WIDEN) if SWAP else _times(rows, downs, sums, WIDEN)
+    if SWAP:
+        sums = tl.trans(sums)
+    inside = column < N
+    if BIASED:
+        sums += tl.load(bias + e.to(tl.int64) * bias_expert + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    sums *= tl.load(weights + pair).to(tl.float32)[:, None]
+    at = out + pair[:, None].to(tl.int64) * N + column[None, :]
+    tl.store(at, sums.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize_on_alignment=["live"])  # type: ignore[untyped-decorator]
+def experts_combine(  # type: ignore[no-untyped-def]
+    parts, ids, live, out,
+    TOPK: tl.constexpr, E: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, BN: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """A program sums BN columns of one token's parts, in float32, in the order of the slots."""
+    wait_for_inputs(OVERLAP)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BN + tl.arange(0, BN)
+    inside = column < N
+    owned = 0
+    if MASKED:
+        owned = tl.load(live + token)
+    sums = tl.zeros((BN,), tl.float32)
+    for slot in tl.static_range(TOPK):
+        found = tl.load(ids + token * TOPK + slot).to(tl.int32)
+        # what is not computed is not written either: it may hold NaN
+        end = tl.where((found >= 0) & (found < E) & (owned >= 0), N, 0)
+        at = parts + (token * TOPK + slot) * N + column
+        sums += tl.load(at, mask=column < end, other=0.0).to(tl.float32)
+    tl.store(out + token * N + column, sums.to(out.dtype.element_ty), mask=inside)
