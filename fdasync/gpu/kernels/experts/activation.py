@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from fdasync.gpu.kernels.rounding import rounded
+
 Kind = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2"]
 Form = Literal["plain", "wide", "clamped", "clamped_after", "swiglu_oai"]
 
@@ -50,11 +52,6 @@ class Activation:
         return _FORMS[self.form]
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _rounded(value, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    return value.to(dtype).to(tl.float32)
-
-
 @triton.jit
 def _one_and_exp(value):  # type: ignore[no-untyped-def]
     """1 + exp(-value), whose exp does not overflow: past this bound the quotient is as good as 0."""
@@ -78,7 +75,7 @@ def _function(value, dtype: tl.constexpr, KIND: tl.constexpr):  # type: ignore[n
         # tanh(z) = 2 sigmoid(2 z) - 1
         return value * _sigmoid(2.0 * inner)
     elif KIND == 3:
-        return value * _rounded(_sigmoid(_rounded(1.702 * value, dtype)), dtype)
+        return value * rounded(_sigmoid(rounded(1.702 * value, dtype)), dtype)
     elif KIND == 4:
         return tl.maximum(value, 0.0)
     else:
@@ -91,26 +88,26 @@ def activate(  # type: ignore[no-untyped-def]
     gate, up, alpha, limit, dtype: tl.constexpr, KIND: tl.constexpr, FORM: tl.constexpr, GATED: tl.constexpr
 ):
     """float32 sums of both products -> the activation, in `dtype`. Without GATED `up` is passed over."""
-    gate = _rounded(gate, dtype)
+    gate = rounded(gate, dtype)
     if not GATED:
-        return _function(gate, dtype, KIND).to(dtype)
+        return rounded(_function(gate, dtype, KIND), dtype).to(dtype)
     else:
-        up = _rounded(up, dtype)
+        up = rounded(up, dtype)
         if FORM == 2 or FORM == 4:
             # NaN stays, as in torch's clamp
             gate = tl.where(gate > limit, limit, gate)
         if FORM >= 2:
             up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
         if FORM == 4:
-            part = _rounded(gate * _rounded(_sigmoid(_rounded(gate * alpha, dtype)), dtype), dtype)
-            return (_rounded(up + 1.0, dtype) * part).to(dtype)
+            part = rounded(gate * rounded(_sigmoid(rounded(gate * alpha, dtype)), dtype), dtype)
+            return rounded(rounded(up + 1.0, dtype) * part, dtype).to(dtype)
         else:
             value = _function(gate, dtype, KIND)
             if FORM != 1:
-                value = _rounded(value, dtype)
+                value = rounded(value, dtype)
             if FORM == 3:
                 value = tl.where(value > limit, limit, value)
-            return (value * up).to(dtype)
+            return rounded(value * up, dtype).to(dtype)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from fdasync.gpu.kernels.experts.activation import activate
 from fdasync.gpu.kernels.overlap import wait_for_inputs
+from fdasync.gpu.kernels.rounding import rounded
 
 
 @triton.jit(do_not_specialize=["pairs", "capacity"])  # type: ignore[untyped-decorator]
@@ -214,7 +215,7 @@ def experts_down(  # type: ignore[no-untyped-def]
         sums += tl.load(bias + e.to(tl.int64) * bias_expert + column, mask=inside, other=0.0).to(tl.float32)[None, :]
     sums *= tl.load(weights + pair).to(tl.float32)[:, None]
     at = out + pair[:, None].to(tl.int64) * N + column[None, :]
-    tl.store(at, sums.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
+    tl.store(at, rounded(sums, out.dtype.element_ty).to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
 
 
 @triton.jit(do_not_specialize_on_alignment=["live"])  # type: ignore[untyped-decorator]
@@ -238,4 +239,4 @@ def experts_combine(  # type: ignore[no-untyped-def]
         end = tl.where((found >= 0) & (found < E) & (owned >= 0), N, 0)
         at = parts + (token * TOPK + slot) * N + column
         sums += tl.load(at, mask=column < end, other=0.0).to(tl.float32)
-    tl.store(out + token * N + column, sums.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + token * N + column, rounded(sums, out.dtype.element_ty).to(out.dtype.element_ty), mask=inside)
