@@ -294,7 +294,6 @@ async def test_fused_experts_are_the_same(tmp_path: Path) -> None:
     """By name, so that in the interpreter they run too."""
     make_tiny_checkpoint(tmp_path, "qwen3_moe")
     wanted = await answers(tmp_path, {"device": "cpu"})
-    assert_same(await answers(tmp_path, {**DEVICE, "experts": "fused"}), wanted)
     # padding rows, of which graphs are full
     assert_same(await answers(tmp_path, {**DEVICE, "experts": "fused"}, tiled_tokens=(16,)), wanted)
 
