@@ -26,7 +26,7 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
     from benchmarks._gpu_model import Arm
 
@@ -188,25 +188,36 @@ def _groups(step: Sequence[Event]) -> list[str]:
 
 async def trace(arm: Arm, depth: int, steps: int) -> list[Event]:
     """Decode steps of what runs in this arm, traced on the device."""
+    arm.select()
+    arm.rewind()
+    await _flights(arm.decode, depth, 4)
+    return await _traced(lambda: _flights(arm.decode, depth, steps))
+
+
+async def trace_prefills(arm: Arm, prompts: int, steps: int) -> list[Event]:
+    """Steps that prefill so many new prompts each, two in flight, traced; their keys are those behind the running."""
+    arm.select()
+    arm.rewind()
+    return await _traced(lambda: _flights(lambda: arm.prefill(range(arm.running, arm.running + prompts), 0), 2, steps))
+
+
+async def _flights(launch: Callable[[], asyncio.Future[Any]], depth: int, count: int) -> None:
+    flights: deque[asyncio.Future[Any]] = deque()
+    for _ in range(count):
+        if len(flights) == depth:
+            await flights.popleft()
+        flights.append(launch())
+    while flights:
+        await flights.popleft()
+
+
+async def _traced(run: Callable[[], Awaitable[None]]) -> list[Event]:
     from torch.profiler import ProfilerActivity, profile
 
     # what was captured in graphs does not survive the tracer's leaving and coming again
     os.environ.setdefault("TEARDOWN_CUPTI", "0")
-    arm.select()
-    arm.rewind()
-    flights: deque[asyncio.Future[Any]] = deque()
-
-    async def run(count: int) -> None:
-        for _ in range(count):
-            if len(flights) == depth:
-                await flights.popleft()
-            flights.append(arm.decode())
-        while flights:
-            await flights.popleft()
-
-    await run(4)
     with profile(activities=[ProfilerActivity.CUDA]) as traced:
-        await run(steps)
+        await run()
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/trace.json"
         traced.export_chrome_trace(path)
@@ -243,9 +254,9 @@ def table_of(found: Breakdown) -> list[dict[str, object]]:
     ]
 
 
-def show_kernels(count: int, found: Breakdown) -> None:
-    """A table of the kernels of a step of `count` sequences."""
-    table = Table(title=f"Kernels of a decode step of {count}: {found.launches:.0f}, {found.step_us:.0f} us, traced")
+def show_kernels(step: str, found: Breakdown) -> None:
+    """A table of the kernels of a step."""
+    table = Table(title=f"Kernels of {step}: {found.launches:.0f}, {found.step_us:.0f} us, traced")
     for column in ("kernel", "group", "launches", "us", "share"):
         table.add_column(column, justify="left" if column in ("kernel", "group") else "right", no_wrap=True)
     for row in found.kernels[:_SHOWN]:

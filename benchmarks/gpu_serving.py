@@ -21,7 +21,8 @@ b   `depth2_over_depth1_N`: two steps in flight against one, capture on, as abov
     (64; _1, _64, _256): share of the device's time between the last kernel of a step and the first of the next, from a
     trace. Where the rest goes: tables on the way, by group and by kernel; in the conditions `profile_N_depthD`, and
     `kernels_N` with name, group, launches, us and share of each kernel; traced, so with the tracer's own cost
-    (`untraced_us` beside it). `launches_per_step_N`: kernels, copies and fills.
+    (`untraced_us` beside it). `launches_per_step_N`: kernels, copies and fills. `kernels_prefill`, `prefill_step_ms`:
+    the same of steps of 8 new prompts.
 c   `ours_over_library_cb`: 64 prompts of 1,024 + 128 new tokens, sent at once, in new tokens per second with prefill in
     it; our engine with routing in the replies against the library's own continuous batching, at its own settings, in a
     process of its own. Context, not a claim: a failure there is reported in the conditions and is no error.
@@ -161,6 +162,11 @@ async def by_hand(run: Run, folder: str) -> None:
                 except Exception as error:  # traces come from elsewhere, in forms that change
                     run.failed(f"profile_{count}", error)
                 run.save()
+            try:
+                await profile_prefill(run, rig)
+            except Exception as error:  # as above
+                run.failed("profile_prefill", error)
+            run.save()
     finally:
         gc.unfreeze()
         await rig.close()
@@ -213,7 +219,19 @@ async def profile(run: Run, rig: Rig, count: int, step_s: float) -> None:
     report.add(f"launches_per_step_{count}", [found[2].launches])
     report.conditions[f"kernels_{count}"] = profiling.table_of(found[2])
     profiling.show(count, found)
-    profiling.show_kernels(count, found[2])
+    profiling.show_kernels(f"a decode step of {count}", found[2])
+
+
+async def profile_prefill(run: Run, rig: Rig) -> None:
+    """A table of the kernels of steps with new prompts alone; needs the device's room for six of them."""
+    from benchmarks import _gpu_profile as profiling
+
+    arm, prompts = rig.arms["on"], run.scale.prefill_prompts
+    steps = (run.scale.sizes[-1] - arm.running) // prompts
+    broken = profiling.break_down(await profiling.trace_prefills(arm, prompts, min(steps, 8)))
+    run.report.conditions["kernels_prefill"] = profiling.table_of(broken)
+    run.report.add("prefill_step_ms", [broken.step_us / 1e3])
+    profiling.show_kernels(f"a step of {prompts} prompts of {run.scale.context}", broken)
 
 
 def measure(run: Run, folder: str) -> None:
