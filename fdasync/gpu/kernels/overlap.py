@@ -10,13 +10,16 @@ Used by the kernels of a decode step.
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from fdasync.gpu.kernels.chip import chip_of
+
+if TYPE_CHECKING:
+    import torch
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -29,10 +32,6 @@ def wait_for_inputs(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
 
 def overlap(device: torch.device) -> dict[str, Any]:
     """The arguments of a launch on this device: whether kernels may overlap there."""
-    return _overlap(device.index or 0) if device.type == "cuda" else {"OVERLAP": False}
-
-
-@cache
-def _overlap(index: int) -> dict[str, Any]:
-    can = torch.cuda.get_device_capability(index) >= (9, 0)
-    return {"OVERLAP": can, "launch_pdl": can}
+    if device.type == "cuda" and chip_of(device).overlaps:
+        return {"OVERLAP": True, "launch_pdl": True}
+    return {"OVERLAP": False}

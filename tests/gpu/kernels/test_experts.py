@@ -15,7 +15,7 @@ from fdasync.gpu.kernels.experts import chain as kernels
 from fdasync.gpu.kernels.experts.activation import KINDS, Activation, activation_of
 from fdasync.gpu.kernels.experts.chain import experts
 from fdasync.gpu.kernels.experts.kernels import experts_group
-from fdasync.gpu.kernels.experts.tiles import Tile, Tiles, choose_tiles
+from fdasync.gpu.kernels.experts.tiles import Tile, Tiles, all_tiles, choose_tiles
 from fdasync.gpu.kernels.router.route import route
 
 ON_GPU = torch.cuda.is_available()
@@ -140,13 +140,14 @@ def test_half_precision(device, dtype, tiles):
     [
         {"transposed": True},
         {"transposed": True, "interleaved": True, "biased": True},
+        {"interleaved": True},
         {"biased": True},
         {"gated": False},
         {"gated": False, "biased": True, "transposed": True},
     ],
     ids=str,
 )
-@pytest.mark.parametrize("tiles", [SINGLE, SWAPPED], ids=["single", "grouped"])
+@pytest.mark.parametrize("tiles", [SINGLE, SWAPPED, None], ids=["single", "grouped", "table"])
 def test_layouts_of_families(device, options, tiles):
     check(make(device, 9, padded=True, **options), tiles)
 
@@ -267,14 +268,23 @@ def test_every_regime_has_tiles() -> None:
     seen = set()
     for tokens in (1, 4, 8, 192, 256, 1024, 2048, 8192):
         for dtype in (torch.bfloat16, torch.float32):
-            tiles = choose_tiles(tokens, 8, 128, dtype, bulk=True)
-            plain = choose_tiles(tokens, 8, 128, dtype, bulk=False)
+            tiles = choose_tiles(tokens, 8, 128, dtype, large=True, bulk=True)
+            plain = choose_tiles(tokens, 8, 128, dtype, large=True, bulk=False)
+            small = choose_tiles(tokens, 8, 128, dtype, large=False, bulk=True)
+            assert not small.up.tma
+            assert small.rows == tiles.rows
+            # gate and up rows, and the pairs' own
+            for tile, columns in ((small.up, 2 * small.up.columns), (small.down, small.down.columns)):
+                assert (columns + small.rows) * tile.depth * tile.stages * 2 <= 96 << 10
             assert not plain.up.tma
             assert not plain.down.tma
             assert tiles.rows == plain.rows
             assert tiles.single == (tokens <= 4)
             seen.add((tiles.rows, tiles.single))
     assert seen == {(16, True), (16, False), (32, False), (64, False), (128, False)}
+    for large, bulk in ((True, True), (True, False), (False, False)):
+        found = all_tiles(torch.bfloat16, large=large, bulk=bulk)
+        assert {(one.rows, one.single) for one in found} == seen
 
 
 @pytest.mark.gpu

@@ -20,6 +20,7 @@ from fdasync.errors import BadInput
 from fdasync.gpu.kernels.attention.decode import MAX_SPLITS, _span
 from fdasync.gpu.kernels.attention.latent_hopper import HEADS_TILE, POSITIONS_TILE, fits_hopper, latents_hopper
 from fdasync.gpu.kernels.attention.tile import LOG2E, load_rows, multiply
+from fdasync.gpu.kernels.chip import chip_of
 
 if TYPE_CHECKING:
     from fdasync.gpu.kernels.attention.decode import Workspace
@@ -50,14 +51,17 @@ class LatentLaunch:
 HOPPER = LatentLaunch(HEADS_TILE, POSITIONS_TILE, 8, 2, 1)
 
 
-def latent_launch(heads: int, dtype: torch.dtype) -> LatentLaunch:
-    """The tile for layers with so many query heads, of any rank up to 512, where Hopper's own kernel does not fit."""
+def latent_launch(heads: int, dtype: torch.dtype, *, large: bool = True) -> LatentLaunch:
+    """The tile for layers with so many query heads, of any rank up to 512, where Hopper's own kernel does not fit.
+    `large`: the device has Hopper's shared memory; others have 99 KB at least."""
     if dtype == torch.float32:
         # exact dots have no tensor cores: small tiles, or the unrolled code does not fit the registers
         return LatentLaunch(16, 16, 4, 2, 2)
     if heads <= 16:
         # bound by memory: two tiles of 36 KB in flight in each of two programs
         return LatentLaunch(16, 32, 4, 3, 2)
+    if not large:
+        return LatentLaunch(16, 32, 4, 2, 1)
     if heads <= 32:
         return LatentLaunch(32, 32, 4, 3, 2)
     # bound by products: 64 heads x 512 sums are half of the registers of 8 warps; queries 72 KB, three tiles 108 KB
@@ -228,7 +232,7 @@ def attend_latents(
         raise BadInput("query", f"is {query.dtype} and {rotary.dtype}, and the pool {latents.dtype}")
     hopper = launch is None and fits_hopper(query, rotary, latents)
     if launch is None:
-        launch = HOPPER if hopper else latent_launch(heads, query.dtype)
+        launch = HOPPER if hopper else latent_launch(heads, query.dtype, large=chip_of(query.device).large)
     partials, stats = workspace.partials, workspace.stats
     capacity = partials.shape[0] if partials.shape[1] >= rank else 0
     if splits is None:

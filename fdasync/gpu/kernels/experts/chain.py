@@ -21,6 +21,7 @@ import torch
 import triton
 
 from fdasync.errors import BadInput
+from fdasync.gpu.kernels.chip import chip_of
 from fdasync.gpu.kernels.experts.activation import Activation
 from fdasync.gpu.kernels.experts.kernels import experts_combine, experts_down, experts_gate_up, experts_group
 from fdasync.gpu.kernels.experts.tiles import choose_tiles
@@ -90,8 +91,8 @@ def experts(
     if not tokens:
         return found if parts else torch.empty_like(hidden)
     if tiles is None:
-        bulk = not transposed and width * up.element_size() % 16 == inner * up.element_size() % 16 == 0
-        tiles = choose_tiles(tokens, top_k, num_experts, hidden.dtype, bulk=bulk)
+        cut = {"large": chip_of(hidden.device).large, "bulk": fits_bulk(up, down, transposed, interleaved)}
+        tiles = choose_tiles(tokens, top_k, num_experts, hidden.dtype, **cut)
     held = torch.empty((pairs, inner), dtype=hidden.dtype, device=hidden.device)
     capacity = pairs if tiles.single else min(pairs, num_experts) + pairs // tiles.rows
     order, table = ids, ids
@@ -99,8 +100,9 @@ def experts(
     alive = ids if live is None else live
     masked = live is not None
     if not tiles.single:
-        order = torch.empty(pairs + 4 * capacity, dtype=torch.int32, device=hidden.device)
-        table = order[pairs:]
+        # the table first: so both begin at multiples of 16 bytes, whatever T is, and nothing is compiled anew
+        table = torch.empty(4 * capacity + pairs, dtype=torch.int32, device=hidden.device)
+        order = table[4 * capacity :]
         experts_group[(num_experts,)](
             ids, alive, order, table, pairs, capacity,
             TOPK=top_k, E=num_experts, EP=triton.next_power_of_2(num_experts), MASKED=masked,
@@ -134,6 +136,11 @@ def experts(
         **overlap(hidden.device),
     )  # fmt: skip
     return out
+
+
+def fits_bulk(up: torch.Tensor, down: torch.Tensor, transposed: bool, interleaved: bool) -> bool:
+    """Whether the bulk copy engine can read these weights (`choose_tiles`)."""
+    return not transposed and not interleaved and all(w.shape[2] * w.element_size() % 16 == 0 for w in (up, down))
 
 
 def _operand(weights: torch.Tensor, tile: Tile) -> Any:

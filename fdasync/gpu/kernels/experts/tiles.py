@@ -61,27 +61,45 @@ _TABLE: tuple[tuple[float, Tiles], ...] = (
     (float("inf"), Tiles(128, Tile(128, 64, 8, 4, tma=True), Tile(256, 64, 8, 3, tma=True), chunk=4096)),
 )
 _SINGLE = Tiles(16, Tile(64, 128, 4, 4, swap=True), Tile(64, 128, 4, 4, swap=True), single=True)
-# without the bulk copy engine a program of the largest tiles has too few registers
-_WIDE_PLAIN = Tiles(128, Tile(64, 64, 8, 3), Tile(128, 64, 8, 3), chunk=4096)
+# The rule elsewhere: at most 96 KB of shared memory, no bulk copies. On Hopper it holds where weights do not fit the
+# bulk copy engine and tiles are wide, as a program of the table's widest has too few registers without it.
+_ELSEWHERE: tuple[tuple[float, Tiles], ...] = (
+    (12.0, Tiles(16, Tile(64, 64, 4, 3), Tile(128, 64, 4, 3))),
+    (24.0, Tiles(32, Tile(64, 64, 4, 3), Tile(128, 64, 4, 3), chunk=1024)),
+    (96.0, Tiles(64, Tile(64, 64, 4, 3), Tile(128, 64, 4, 3), chunk=4096)),
+    (float("inf"), Tiles(128, Tile(64, 64, 8, 3), Tile(128, 64, 8, 3), chunk=4096)),
+)
+_SINGLE_ELSEWHERE = Tiles(16, Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), single=True)
 # exact products of float32 have no tensor cores: small tiles, or the unrolled code does not fit the registers
 _FLOAT32 = Tiles(16, Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), chunk=1024)
 _FLOAT32_SINGLE = Tiles(16, Tile(16, 32, 4, 2), Tile(32, 32, 4, 2), single=True)
 
 
-def choose_tiles(tokens: int, top_k: int, num_experts: int, dtype: torch.dtype, *, bulk: bool) -> Tiles:
+def choose_tiles(tokens: int, top_k: int, num_experts: int, dtype: torch.dtype, *, large: bool, bulk: bool) -> Tiles:
     """The tiles of a step.
 
     Args:
-        bulk: the bulk copy engine can read the weights: rows are contiguous and begin at multiples of 16 bytes.
+        large: the device has the shared memory and the bulk copy engine of Hopper.
+        bulk: the bulk copy engine can read the weights: gate rows before up rows, each contiguous and beginning at a
+            multiple of 16 bytes.
     """
     pairs = tokens * top_k
     if dtype == torch.float32:
         return _FLOAT32_SINGLE if pairs <= _SINGLE_PAIRS else _FLOAT32
     if pairs <= _SINGLE_PAIRS:
-        return _SINGLE
-    found = next(tiles for most, tiles in _TABLE if pairs <= most * num_experts)
-    if bulk:
-        return found
-    if found.rows == _WIDE_PLAIN.rows:
-        return _WIDE_PLAIN
-    return replace(found, up=replace(found.up, tma=False), down=replace(found.down, tma=False))
+        return _SINGLE if large else _SINGLE_ELSEWHERE
+    regime = next(number for number, (most, _) in enumerate(_TABLE) if pairs <= most * num_experts)
+    if not large or (not bulk and regime == len(_TABLE) - 1):
+        return _ELSEWHERE[regime][1]
+    return _TABLE[regime][1] if bulk else _without_bulk(_TABLE[regime][1])
+
+
+def all_tiles(dtype: torch.dtype, *, large: bool, bulk: bool) -> tuple[Tiles, ...]:
+    """Whatever `choose_tiles` may answer for a model: for proofs."""
+    many = 1 << 10  # experts, so that every regime groups
+    counts = (1, *(int(min(most, 2 * _TABLE[-2][0])) * many for most, _ in _TABLE))
+    return tuple(dict.fromkeys(choose_tiles(count, 1, many, dtype, large=large, bulk=bulk) for count in counts))
+
+
+def _without_bulk(tiles: Tiles) -> Tiles:
+    return replace(tiles, up=replace(tiles.up, tma=False), down=replace(tiles.down, tma=False))

@@ -38,6 +38,7 @@ from fdasync_transformers.execution.lane_matchers import LaneMatchers
 from fdasync_transformers.execution.memory_profile import choose_num_blocks, prefill_tokens_per_s
 from fdasync_transformers.execution.step import StepModel
 from fdasync_transformers.fused.live_rows import LiveRows
+from fdasync_transformers.fused.routers import fuse_routers
 from fdasync_transformers.model.families import decoder_layers
 from fdasync_transformers.model.head import decoder_of
 from fdasync_transformers.model.kv import KVLayout, KVPool
@@ -49,6 +50,7 @@ from fdasync_transformers.start.open_model import Opened, open_model
 from fdasync_transformers.start.runner_config import (
     TransformersConfig,
     check_config,
+    check_device,
     device_of,
     graph_tokens,
     memory_share,
@@ -71,6 +73,7 @@ if TYPE_CHECKING:
     from fdasync.runner.base import CopyOutput, StepOutput, TensorMeta
     from fdasync.runner.report import ModelReport
     from fdasync_transformers.execution.gpu_services import GpuServices
+    from fdasync_transformers.fused.routers import FusedRouters
     from fdasync_transformers.model.moe_layers import MoELayers
 
 
@@ -87,7 +90,9 @@ class TransformersRunner(Runner):
     def __init__(self, config: TransformersConfig, limits: RunnerLimits) -> None:
         super().__init__(config, limits)
         self._step_model: StepModel | None = None
+        self._experts: MoELayers | None = None
         self._moe: MoELayers | None = None
+        self._routers: FusedRouters | None = None
         self._capacity: Capacity | None = None
         self._aux: AuxData | None = None
         self._executor: Executor | None = None
@@ -101,7 +106,9 @@ class TransformersRunner(Runner):
     def examine(self) -> ModelReport:
         """As `Runner.examine`: builds the model on the meta device. Raises CheckpointError and ConfigError."""
         check_config(self.config, self.limits)
-        return examine(self.config, self.limits, device_of(self.config))
+        device = device_of(self.config)
+        check_device(self.config, device)
+        return examine(self.config, self.limits, device)
 
     async def open(self) -> Capacity:
         """Load, mend, probe, check, size. Blocks its loop meanwhile.
@@ -127,6 +134,7 @@ class TransformersRunner(Runner):
         config = self.config
         check_config(config, self.limits)
         device = device_of(config)
+        check_device(config, device)
         with _current(device):
             return self._load(device)
 
@@ -139,7 +147,8 @@ class TransformersRunner(Runner):
         checkpoint = loading.read_checkpoint(limits.model, with_tensors=config.weights != "random")
         facts = identity.config_facts(checkpoint.config)
         opened = open_model(checkpoint, config, limits, device, self._make_step_model, self._live)
-        self._step_model, self._moe = opened.step_model, opened.experts if limits.capture is not False else None
+        self._step_model, self._experts = opened.step_model, opened.experts
+        self._moe = opened.experts if limits.capture is not False else None
         model = opened.step_model.model
         specs = aux_specs(model, self._moe, config.aux)
         self._graph_tokens = graph_tokens(config, limits, model, opened.experts)
@@ -205,7 +214,7 @@ class TransformersRunner(Runner):
                 executor.capture_mixed(self._graph_tokens, self.limits.max_running)
         except torch.OutOfMemoryError:
             raise
-        except (RuntimeError, FdasyncError) as error:
+        except Exception as error:  # models, kernels' compilers and drivers raise errors of many types
             problem = f"steps of this model cannot be captured: {error}"
             raise ConfigError("runner_config.cuda_graphs", problem, hint="set it to False") from error
 
@@ -231,6 +240,9 @@ class TransformersRunner(Runner):
             debug=limits.routing_debug,
             fuse=step_model.fuses,
         )
+        if self._moe is None and self._experts is not None and step_model.fuses:
+            # what captures the routing fuses the routers; without it they are fused all the same
+            self._routers = fuse_routers(step_model.model, self._experts)
         table = InputBatch(limits.max_running, capacity.max_context_tokens, capacity.block_tokens, num_blocks)
         bound = Bound(
             pool=pool,
@@ -319,8 +331,10 @@ class TransformersRunner(Runner):
             dead = isinstance(executor, DeviceExecutor) and executor.device_failed
             if self._aux is not None:
                 self._aux.close()
+            if self._routers is not None:
+                self._routers.undo()
             on_gpu = self._step_model is not None and self._step_model.model.device.type == "cuda"
-            self._aux = self._step_model = self._weights = executor = None
+            self._aux = self._routers = self._step_model = self._weights = executor = None
             if on_gpu and not dead:
                 # models are reference cycles: collect them, then give their memory back to the device
                 gc.collect()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from device_path import DEVICE, ON_GPU, answers, assert_same
@@ -112,9 +113,12 @@ async def test_rows_of_layers_are_the_same(tmp_path: Path, fusing: list[FusedLay
         finally:
             await driver.close()
     assert fusing[0].indices == (0, 1, 2, 3)
-    assert (seen[0]["routing"] == seen[1]["routing"]).all()
-    for name in ("layer_norms", "routing_weights"):
-        assert abs(seen[0][name].astype("float64") - seen[1][name]).max() < 2e-3
+    # the library leaves the order of the slots open in this family
+    order = [one["routing"].argsort(-1) for one in seen]
+    for name in ("routing", "routing_weights"):
+        ours, library = (np.take_along_axis(one[name], at, -1) for one, at in zip(seen, order, strict=True))
+        assert abs(ours.astype("float64") - library).max() < 2e-3
+    assert abs(seen[0]["layer_norms"].astype("float64") - seen[1]["layer_norms"]).max() < 2e-3
 
 
 @pytest.mark.slow

@@ -7,11 +7,13 @@ every gate there is in a narrow dtype, and must give what the kernel gives; then
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from fdasync.gpu.kernels.layer.gate import KINDS, gated_unchecked
+from fdasync_transformers.fused.proofs import guarded
 from fdasync_transformers.fused.replaced import (
     Noise,
     Replaced,
@@ -103,7 +105,7 @@ def fuse_dense(model: torch.nn.Module, dtype: torch.dtype, device: torch.device)
             continue
         key = signature_of(module)
         if key not in proofs:
-            proofs[key] = _prove(module, linears, dtype, device)
+            proofs[key] = guarded(partial(_prove, module, linears, dtype, device), lambda reason: (None, reason))
         activation, reason = proofs[key]
         if activation is None:
             replaced.leave(kind, reason)

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fdasync.errors import RunnerError
+from fdasync_transformers.fused.proofs import guarded
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from fdasync.gpu.kernels.experts.activation import Activation
+    from fdasync.gpu.kernels.experts.tiles import Tiles
     from fdasync_transformers.fused.live_rows import LiveRows
     from fdasync_transformers.model.moe_layers import MoELayers
 
@@ -61,7 +64,7 @@ class FusedExperts:
 
     Attributes:
         fused: whether the model has them.
-        notes: for people: why it has not.
+        notes: for people: why it has not, or what is not as promised.
     """
 
     fused: bool
@@ -80,17 +83,29 @@ def fused_experts(
     See `fdasync.gpu.kernels.experts.chain.experts`. Raises RunnerError for a module that was not described, and where a
     gradient is asked for.
     """
-    from fdasync.gpu.kernels.experts.chain import experts
-
-    described: Description | None = getattr(module, "fd_experts", None)
-    if described is None:
+    if getattr(module, "fd_experts", None) is None:
         raise RunnerError(f"{type(module).__name__} was never described: its model was not fused")
     if torch.is_grad_enabled() and (hidden_states.requires_grad or module.down_proj.requires_grad):
         raise RunnerError("fused experts have no gradient: choose another implementation before training")
+    return _run(module, hidden_states, top_k_index, top_k_weights, parts=parts)
+
+
+def _run(
+    module: Any,
+    hidden: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    parts: bool = False,
+    tiles: Tiles | None = None,
+) -> torch.Tensor:
+    from fdasync.gpu.kernels.experts.chain import experts
+
+    described: Description = module.fd_experts
     return experts(
-        hidden_states,
-        top_k_index.contiguous(),
-        top_k_weights.contiguous(),
+        hidden,
+        ids.contiguous(),
+        weights.contiguous(),
         module.gate_up_proj if described.gated else module.up_proj,
         module.down_proj,
         activation=described.activation,
@@ -101,6 +116,7 @@ def fused_experts(
         interleaved=described.interleaved,
         live=described.live.slots,
         parts=parts,
+        tiles=tiles,
     )
 
 
@@ -123,8 +139,11 @@ def fuse_experts(model: PreTrainedModel, layers: MoELayers, live: LiveRows) -> F
         return FusedExperts(False, (f"experts are the library's own: no kernels on {model.device}",))
     ALL_EXPERTS_FUNCTIONS.register(NAME, fused_experts)
     modules = [model.get_submodule(name) for name in layers.names]
+    kinds: set[type] = set()
+    told: list[str] = []
     for module, number, k in zip(modules, layers.ids, layers.top_k, strict=True):
-        problem = _describe(module, live) or _difference(module, k)
+        problem = guarded(partial(_compare, module, k, live, None if type(module) in kinds else told), str)
+        kinds.add(type(module))
         if problem:
             for each in modules:
                 each.__dict__.pop("fd_experts", None)
@@ -132,7 +151,19 @@ def fuse_experts(model: PreTrainedModel, layers: MoELayers, live: LiveRows) -> F
                 False, (f"experts are the library's own: layer {number} ({type(module).__name__}) {problem}",)
             )
     model.set_experts_implementation(NAME)
-    return FusedExperts(True)
+    return FusedExperts(True, tuple(told))
+
+
+def _compare(module: Any, k: int, live: LiveRows, notes: list[str] | None) -> str:
+    """Describe a module and compare it; returns why it keeps the library's experts, or "". `notes`: try the tiles of
+    every regime too, and add what people should know; None: another module of the class was tried."""
+    problem = _describe(module, live) or _difference(module, k)
+    if problem or notes is None:
+        return problem
+    problem, same = _regimes(module, k)
+    if not same:
+        notes.append(f"experts ({type(module).__name__}): a row's bits depend on how many run beside it on this device")
+    return problem
 
 
 def _describe(module: Any, live: LiveRows) -> str:
@@ -206,29 +237,52 @@ def _activation_of(module: Any, gated: bool, weight: torch.Tensor) -> Activation
 @torch.inference_mode()
 def _difference(module: Any, k: int) -> str:
     """How the described experts differ from the module's own forward on random rows; "" if they do not."""
+    dtype = module.down_proj.dtype
+    for count in _CHECK_ROWS:
+        rows = _random_rows(module, k, count)
+        with _implementation(module, "eager"):
+            wanted = module.forward(*rows).float()
+        ours = fused_experts(module, *rows).float()
+        distance = float((ours - wanted).norm() / wanted.norm())
+        if not distance <= _TOLERANCE[dtype]:
+            return f"gives other results ({distance:.1e} of their size, at {count} rows)"
+    return ""
+
+
+@torch.inference_mode()
+def _regimes(module: Any, k: int) -> tuple[str, bool]:
+    """Why the tiles of some regime cannot be used, or ""; and whether all give the same bits.
+
+    In Triton's interpreter a product is numpy's, whose order of sums goes by its shape: there bits say nothing.
+    """
+    from fdasync.gpu.kernels.chip import chip_of
+    from fdasync.gpu.kernels.experts.chain import fits_bulk
+    from fdasync.gpu.kernels.experts.tiles import all_tiles
+
     described: Description = module.fd_experts
     down: torch.Tensor = module.down_proj
-    width = down.shape[2] if described.transposed else down.shape[1]
-    # a generator of its own leaves the global random state alone
+    up = module.gate_up_proj if described.gated else module.up_proj
+    bulk = fits_bulk(up, down, described.transposed, described.interleaved)
+    rows = _random_rows(module, k, _CHECK_ROWS[-1])
+    wanted = fused_experts(module, *rows)
+    same = True
+    for tiles in all_tiles(down.dtype, large=chip_of(down.device).large, bulk=bulk):
+        ours = _run(module, *rows, tiles=tiles)
+        distance = float((ours.float() - wanted.float()).norm() / wanted.float().norm())
+        if not distance <= _TOLERANCE[down.dtype]:
+            return f"gives other results with {tiles} ({distance:.1e} of their size)", False
+        same = same and torch.equal(ours, wanted)
+    return "", same or down.device.type == "cpu"
+
+
+def _random_rows(module: Any, k: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states, ids and weights; by a generator of its own, which leaves the global random state alone."""
+    down: torch.Tensor = module.down_proj
+    width = down.shape[2] if module.is_transposed else down.shape[1]
     make = torch.Generator().manual_seed(1)
-    slots, described.live.slots = described.live.slots, None
-    try:
-        for count in _CHECK_ROWS:
-            hidden = torch.randn((count, width), generator=make).to(down.device, down.dtype)
-            order = torch.rand((count, len(down)), generator=make)
-            ids = order.topk(k, dim=-1).indices.to(down.device)
-            weights = torch.rand((count, k), generator=make).to(down.device, down.dtype)
-            with _implementation(module, "eager"):
-                wanted = module.forward(hidden, ids, weights).float()
-            ours = fused_experts(module, hidden, ids, weights).float()
-            distance = float((ours - wanted).norm() / wanted.norm())
-            if not distance <= _TOLERANCE[down.dtype]:
-                return f"gives other results ({distance:.1e} of their size, at {count} rows)"
-    except (RuntimeError, TypeError, ValueError) as error:
-        return f"cannot be compared: {type(error).__name__}: {error}"
-    finally:
-        described.live.slots = slots
-    return ""
+    hidden = torch.randn((count, width), generator=make).to(down.device, down.dtype)
+    ids = torch.rand((count, len(down)), generator=make).topk(k, dim=-1).indices.to(down.device)
+    return hidden, ids, torch.rand((count, k), generator=make).to(down.device, down.dtype)
 
 
 @contextmanager

@@ -8,12 +8,14 @@ places alone, and of narrow dtypes rarely, since only the order of the mean's su
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from fdasync.errors import BadInput
 from fdasync.gpu.kernels.layer.norm import KINDS, check, norm_unchecked
+from fdasync_transformers.fused.proofs import guarded
 from fdasync_transformers.fused.replaced import (
     Noise,
     Replaced,
@@ -75,7 +77,7 @@ def fuse_norms(model: torch.nn.Module, dtype: torch.dtype, device: torch.device)
             continue
         key = signature_of(module)
         if key not in proofs:
-            proofs[key] = _prove(module, dtype, device)
+            proofs[key] = guarded(partial(_prove, module, dtype, device), lambda reason: _Proof(None, reason))
         rounding, reason = proofs[key]
         if rounding is None:
             replaced.leave(kind, reason)

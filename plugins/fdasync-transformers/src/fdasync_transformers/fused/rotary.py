@@ -10,6 +10,7 @@ Called by `operations.py`.
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ import torch
 
 from fdasync.errors import UnsupportedModel
 from fdasync.gpu.kernels.layer.rotary import rotate_unchecked
+from fdasync_transformers.fused.proofs import guarded
 from fdasync_transformers.fused.replaced import Replaced, refuse_gradient, text_modules
 from fdasync_transformers.fused.rotary_styles import Call, Proof, call_of, form_of, prove, tensors_of
 from fdasync_transformers.model.moe_layers import without_experts
@@ -55,7 +57,7 @@ def fuse_rotary(model: Any, device: torch.device) -> Replaced:
         reason = "it calls its function in a way unknown here" if calls is None else ""
         for function, call in calls or ():
             if (function, call) not in proofs:
-                proofs[function, call] = prove(function, call, device)
+                proofs[function, call] = guarded(partial(prove, function, call, device), _refused)
             reason = reason or proofs[function, call].reason
         if reason or calls is None:
             replaced.leave(type(module).__name__, reason)
@@ -71,6 +73,10 @@ def fuse_rotary(model: Any, device: torch.device) -> Replaced:
             copies[key] = _copy_with(forward, wrapped)
         replaced.put(name, module, MethodType(copies[key], module))
     return replaced
+
+
+def _refused(reason: str) -> Proof:
+    return Proof(None, False, reason)
 
 
 def _candidates(

@@ -10,11 +10,13 @@ gradient, and `forced_routing` (replay) does not see inside them: undo first. Kn
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fdasync.errors import BadInput, RunnerError
+from fdasync_transformers.fused.proofs import guarded
 from fdasync_transformers.fused.router_kinds import RouterKind, kind_of, part_of
 from fdasync_transformers.fused.router_proof import Differs, RouterForm, prove
 
@@ -93,10 +95,9 @@ def fuse_routers(
     replaced: list[tuple[torch.nn.Module, Any]] = []
     for row, (name, k) in enumerate(zip(moe_layers.names, moe_layers.top_k, strict=True)):
         module = _router_beside(model, name)
-        try:
-            forward = _fused(module, k, model.dtype, capture, row, positions)
-        except Differs as difference:
-            reasons.setdefault(f"{type(module).__name__} {difference}", []).append(moe_layers.ids[row])
+        forward = guarded(partial(_fused_or_reason, module, k, model.dtype, capture, row, positions), str)
+        if isinstance(forward, str):
+            reasons.setdefault(f"{type(module).__name__} {forward}", []).append(moe_layers.ids[row])
             continue
         rows.append(row)
         replaced.append((module, module.__dict__.get("forward")))
@@ -112,6 +113,13 @@ def _listed(layers: list[int]) -> str:
 def _router_beside(model: PreTrainedModel, experts: str) -> Any:
     block = model.get_submodule(experts.rpartition(".")[0])
     return getattr(block, "gate", None) or getattr(block, "router", None)
+
+
+def _fused_or_reason(*args: Any) -> Forward | str:
+    try:
+        return _fused(*args)
+    except Differs as difference:
+        return str(difference)
 
 
 def _fused(

@@ -132,6 +132,12 @@ def memory_share(config: TransformersConfig, device: torch.device) -> float:
     return 1 / len(others)
 
 
+def check_device(config: TransformersConfig, device: torch.device) -> None:
+    """Raise ConfigError naming the first key that asks for what this device cannot do."""
+    fuses_experts(config, device)
+    fuses_layers(config, device)
+
+
 def uses_kernels(config: TransformersConfig, device: torch.device) -> bool:
     """Whether steps run by kernels: on GPUs, or where the configuration says so."""
     return device.type == "cuda" if config.kernels == "auto" else config.kernels == "triton"

@@ -9,6 +9,7 @@ before it is replaced (`proof.py`); what differs keeps the library's code. Knows
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,8 @@ import torch
 from fdasync_transformers.fused.layers.attention import AttentionKind, fuse_attention
 from fdasync_transformers.fused.layers.feed_forward import BlockKind, make_block
 from fdasync_transformers.fused.layers.layer import Carry, FusedLayer, LastNorm
-from fdasync_transformers.fused.layers.proof import difference, hidden_of
+from fdasync_transformers.fused.layers.proof import hidden_of
+from fdasync_transformers.fused.proofs import guarded
 from fdasync_transformers.model.families import decoder_of
 
 if TYPE_CHECKING:
@@ -117,10 +119,9 @@ def fuse_layers(model: PreTrainedModel) -> FusedLayers:
     for number, layer in reversed(list(enumerate(layers))):
         last = number == len(layers) - 1
         follower = decoder.norm if last else layers[number + 1].input_layernorm if number + 1 in fused else None
-        made = _fuse(layer, follower, carry, cos.shape[-1])
-        problem = made if isinstance(made, str) else difference(model, made, follower, decoder.rotary_emb)
-        if isinstance(made, str) or problem:
-            kept.setdefault(problem, []).append(number)
+        made = guarded(partial(_proven, model, layer, follower, carry, cos.shape[-1]), str)
+        if isinstance(made, str):
+            kept.setdefault(made, []).append(number)
         else:
             fused[number] = made
     replaced: list[tuple[Any, Any]] = []
@@ -138,6 +139,17 @@ def fuse_layers(model: PreTrainedModel) -> FusedLayers:
         for problem, numbers in kept.items()
     ]
     return FusedLayers(tuple(sorted(fused)), tuple(notes), replaced)
+
+
+def _proven(model: Any, layer: Any, follower: Any, carry: Carry, columns: int) -> FusedLayer | str:
+    """A fused layer that computes what the layer does; a reason where there is none."""
+    from fdasync_transformers.fused.layers.proof import difference
+
+    made = _fuse(layer, follower, carry, columns)
+    if isinstance(made, str):
+        return made
+    rotary: Any = decoder_of(model).rotary_emb
+    return difference(model, made, follower, rotary) or made
 
 
 def _fuse(layer: Any, follower: Any, carry: Carry, columns: int) -> FusedLayer | str:

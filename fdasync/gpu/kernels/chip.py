@@ -1,0 +1,44 @@
+"""What a device can do that kernels are cut by: asked of the driver once, since it never changes."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+
+class Chip(NamedTuple):
+    """A device.
+
+    Attributes:
+        capability: of CUDA; (0, 0) for other makers' devices.
+    """
+
+    capability: tuple[int, int]
+
+    @property
+    def large(self) -> bool:
+        """Whether a program may take 227 KB of shared memory, and the bulk copy engine fills it: Hopper, and the
+        Blackwell of data centres. Others have 99 or 163 KB."""
+        return self.capability[0] in (9, 10)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a kernel may be launched while the one before it runs."""
+        return self.capability >= (9, 0)
+
+
+def chip_of(device: torch.device) -> Chip:
+    """Of a CUDA device; a CPU, where Triton's interpreter runs kernels, has all of it but the overlap."""
+    if device.type != "cuda":
+        return Chip((9, 0))
+    return _asked(torch.cuda.current_device() if device.index is None else device.index)
+
+
+# no state: the answer is a property of the machine
+@cache
+def _asked(index: int) -> Chip:
+    # AMD's devices call themselves CUDA devices too, and count capabilities of their own
+    hip: str | None = getattr(torch.version, "hip", None)
+    return Chip((0, 0)) if hip else Chip(torch.cuda.get_device_capability(index))

@@ -1,0 +1,23 @@
+"""Proofs that cannot end a start: whatever a proof raises is a reason to keep the library's own code.
+
+A proof runs the library's code on made-up rows and compiles kernels for a device that nobody has tried them on. Both
+may raise errors of any type, a kernel's that needs more shared memory than the device has among them. Used by all that
+is fused.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
+
+
+def guarded(prove: Callable[[], T], refuse: Callable[[str], T]) -> T:
+    """The result of `prove`; of `refuse`, called with the reason, where `prove` raises."""
+    try:
+        return prove()
+    except Exception as error:  # models, compilers and drivers raise errors of many types
+        return refuse(f"it cannot be compared: {type(error).__name__}: {str(error)[:200]}")
