@@ -1,0 +1,190 @@
+"""What is fused at the start, by the options `experts` and `fused_layers`: `start/fuse.py`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from device_path import DEVICE, ON_GPU
+from fdasync_transformers import TransformersConfig
+from fdasync_transformers.fused.experts import NAME
+from fdasync_transformers.fused.layers.layer import FusedLayer
+from fdasync_transformers.fused.live_rows import LiveRows
+from fdasync_transformers.model.moe_layers import find_moe_layers
+from fdasync_transformers.start import fuse as fuse_module
+from fdasync_transformers.start import open_model
+from fdasync_transformers.start.fuse import fuse, set_plain_experts
+from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint, make_tiny_model
+from step_driver import Driver
+
+from fdasync.errors import ConfigError, UnsupportedModel
+from fdasync.gpu.kernels.experts import chain
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from fdasync_transformers.model.moe_layers import MoELayers
+
+NO_INTERFACE = "experts are the library's own: layer 0 (DbrxExperts) does not take the library's experts interface"
+FUSED = {**DEVICE, "experts": "fused", "fused_layers": True}
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no GPU, "auto" tries the fused experts too, as there."""
+    if not ON_GPU:
+        monkeypatch.setattr(fuse_module, "fuses_experts", lambda *_: True)
+
+
+def build(family: str, **overrides: Any) -> tuple[Any, MoELayers | None]:
+    model = make_tiny_model(family, num_hidden_layers=2, **overrides).to(DEVICE["device"])
+    return model, find_moe_layers(model)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+@pytest.mark.parametrize(("key", "value"), [("experts", "fused"), ("fused_layers", True)])
+async def test_what_needs_kernels_is_refused_without_them(
+    tmp_path: Path, kernels: str, key: str, value: object
+) -> None:
+    make_tiny_checkpoint(tmp_path, "qwen3_moe", num_hidden_layers=2)
+    with pytest.raises(ConfigError, match="needs kernels, which cpu has not") as caught:
+        await Driver.open(tmp_path, config={"device": "cpu", "kernels": kernels, "self_check": False, key: value})
+    assert caught.value.field == f"runner_config.{key}"
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("self_check", [True, False])
+async def test_experts_that_cannot_be_fused_are_refused_by_name(tmp_path: Path, *, self_check: bool) -> None:
+    make_tiny_checkpoint(tmp_path, "dbrx", n_layers=2)
+    with pytest.raises(ConfigError) as caught:
+        await Driver.open(tmp_path, config={**DEVICE, "experts": "fused", "self_check": self_check})
+    error = caught.value
+    assert (error.field, error.problem, error.hint) == ("runner_config.experts", NO_INTERFACE, 'use "auto"')
+
+
+def test_auto_keeps_the_librarys_with_a_note(as_on_a_gpu: None) -> None:
+    model, layers = build("dbrx")
+    config = TransformersConfig(fused_layers=False)
+    set_plain_experts(model, config, layers, 16)
+    assert fuse(model, config, layers, LiveRows(), 16) == (NO_INTERFACE,)
+    assert model.config._experts_implementation != NAME
+
+
+def test_auto_fuses_what_can_be(as_on_a_gpu: None) -> None:
+    model, layers = build("qwen3_moe")
+    config = TransformersConfig(fused_layers=False)
+    set_plain_experts(model, config, layers, 16)
+    # the plain passes are the library's code
+    assert model.config._experts_implementation != NAME
+    live = LiveRows()
+    assert fuse(model, config, layers, live, 16) == ()
+    assert model.config._experts_implementation == NAME
+    assert layers is not None
+    assert model.get_submodule(layers.names[0]).fd_experts.live is live
+
+
+def test_a_dense_model_has_no_experts_to_fuse() -> None:
+    model, layers = build("qwen3_dense")
+    assert layers is None
+    config = TransformersConfig(kernels="triton", experts="fused", fused_layers=False)
+    set_plain_experts(model, config, layers, 16)
+    assert fuse(model, config, layers, LiveRows(), 16) == ()
+    assert model.config._experts_implementation != NAME
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_nothing_is_fused_on_a_cpu_unless_asked(kernels: Any) -> None:
+    model = make_tiny_model("qwen3_moe", num_hidden_layers=2)
+    layers = find_moe_layers(model)
+    config = TransformersConfig(kernels=kernels)
+    before = model.config._experts_implementation
+    set_plain_experts(model, config, layers, 16)
+    assert fuse(model, config, layers, LiveRows(), 16) == ()
+    assert model.config._experts_implementation == before
+    assert not any("forward" in module.__dict__ or hasattr(module, "fd_experts") for module in model.modules())
+
+
+@pytest.mark.parametrize("experts", ["eager", "batched_mm"])
+def test_experts_of_the_library_by_name(experts: Any) -> None:
+    model, layers = build("qwen3_moe")
+    config = TransformersConfig(kernels="triton", experts=experts, fused_layers=False)
+    set_plain_experts(model, config, layers, 16)
+    assert fuse(model, config, layers, LiveRows(), 16) == ()
+    assert model.config._experts_implementation == experts
+
+
+async def play(driver: Driver) -> list[tuple[list[int], Any, list[float]]]:
+    """Tokens, rows as sets and log-probs of a sampled and a greedy request that run together."""
+    asked = [
+        driver.sequence([3, 5, 9, 11, 2], 2, temperature=1.0, seed=4, raw=True),
+        driver.sequence([7, 8, 9], 2, raw=True),
+    ]
+    await driver.run(asked)
+    return [(one.tokens, np.sort(driver.rows(one), -1), one.raw) for one in asked]
+
+
+async def answers_of(folder: Path) -> list[tuple[list[int], Any, list[float]]]:
+    driver = await Driver.open(folder, config={"device": "cpu", "num_threads": 1, "self_check": False})
+    try:
+        return await play(driver)
+    finally:
+        await driver.close()
+
+
+def same(got: list[Any], wanted: list[Any]) -> bool:
+    return all(
+        tokens == right_tokens and np.array_equal(rows, right_rows) and np.allclose(raw, right_raw, atol=2e-4)
+        for (tokens, rows, raw), (right_tokens, right_rows, right_raw) in zip(got, wanted, strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("qwen3_moe", {"mlp_only_layers": []}),
+        # experts of all tokens beside the others
+        pytest.param("qwen2_moe", {"layer_types": ["full_attention"] * 2}, marks=pytest.mark.slow),
+    ],
+)
+async def test_a_fused_model_answers_as_the_path_of_cpus_before_and_after_new_weights(
+    tmp_path: Path, family: str, overrides: dict[str, Any]
+) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    for seed, folder in enumerate((old, new)):
+        make_tiny_checkpoint(folder, family, seed=seed, num_hidden_layers=2, **overrides)
+    wanted = [await answers_of(folder) for folder in (old, new)]
+    assert not same(wanted[0], wanted[1])
+    driver = await Driver.open(old, config={**FUSED, "self_check": False})
+    try:
+        assert f"experts: {NAME}" in driver.capacity.notes
+        assert not [note for note in driver.capacity.notes if "the library's own" in note]
+        runner: Any = driver.runner
+        model = runner._step_model.model
+        assert [type(layer.forward) for layer in model.model.layers] == [FusedLayer] * 2
+        assert same(await play(driver), wanted[0])
+        await driver.runner.load_folder(str(new))
+        assert same(await play(driver), wanted[1])
+        assert torch.equal(
+            model.model.layers[1].mlp.experts.down_proj.cpu(),
+            make_tiny_model(family, seed=1, num_hidden_layers=2, **overrides).model.layers[1].mlp.experts.down_proj,
+        )
+    finally:
+        await driver.close()
+
+
+@pytest.mark.slow
+async def test_the_self_check_compares_the_fused_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that turn wrong behind their proof are found before anything is served."""
+    make_tiny_checkpoint(tmp_path, "qwen3_moe", num_hidden_layers=2)
+    honest = chain.experts
+
+    def fuse_and_break(*args: Any) -> tuple[str, ...]:
+        notes = fuse(*args)
+        monkeypatch.setattr(chain, "experts", lambda *rows, **how: honest(*rows, **how) * 1.5)
+        return notes
+
+    monkeypatch.setattr(open_model, "fuse", fuse_and_break)
+    with pytest.raises(UnsupportedModel, match="a mixed paged batch differs"):
+        await Driver.open(tmp_path, config={**FUSED, "fused_layers": False})
