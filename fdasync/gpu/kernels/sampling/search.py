@@ -4,7 +4,7 @@ The ids of a row have one order: by logit, the larger first, then by id, the low
 the first ids of that order, so all that is looked for is the last of them, the *cut*. Two passes over all rows narrow
 the place of a top-p to logits between two bounds, by float32 sums that err to the safe side; the largest logits of
 chunks bound a top-k. `sample.py` then makes exact sums above the bounds and lists what stands between them, and
-`_cut_kernel` bisects the list by whole numbers. So the cut is exact, whatever the bounds are. A row whose list
+`cut_kernel` bisects the list by whole numbers. So the cut is exact, whatever the bounds are. A row whose list
 overflows (thousands of equal logits at the cut, or a very large k) is searched by one program that reads it again and
 again. Knows no requests. Called by `sample.py`; runs on CUDA, or on the CPU under Triton's interpreter (tests).
 """
