@@ -28,12 +28,13 @@ VOCAB = 333
 
 def kernels() -> dict[str, Any]:
     """Every function of the room that is launched: those that ask for their program's number."""
-    found = {}
-    for module in pkgutil.iter_modules(sampling.__path__, sampling.__name__ + "."):
-        for name, value in vars(importlib.import_module(module.name)).items():
-            if isinstance(value, type(draw_kernel)) and "tl.program_id(" in inspect.getsource(value.fn):
-                found[name] = value
-    return found
+    modules = pkgutil.iter_modules(sampling.__path__, sampling.__name__ + ".")
+    return {
+        name: value
+        for module in modules
+        for name, value in vars(importlib.import_module(module.name)).items()
+        if isinstance(value, type(draw_kernel)) and "tl.program_id(" in inspect.getsource(value.fn)
+    }
 
 
 def table() -> torch.Tensor:
