@@ -1,7 +1,7 @@
 """Writes a step's new keys and values into the paged pool: one kernel for both.
 
 Knows strided views and flat slots; knows no sequences. Called by the attention of a runner, once per layer,
-before `attention.py` or `kernels/attention/prefill.py` read what it wrote.
+before `attention/decode.py` or `attention/prefill.py` read what it wrote.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 All query heads share one latent per position, [rank | rotary part]: it is the key, and its first `rank` elements are
 the value. So a program loads each tile of latents once and multiplies it twice; heads are the rows of its tile. A
-sequence's positions are split among programs and joined as in `attention.py`. On Hopper `latent_hopper.py` attends many
+sequence's positions are split among programs and joined as in `decode.py`. On Hopper `latent_hopper.py` attends many
 heads of the published shape. Knows views, tables and positions; knows no scheduling and no model. Called by the
 attention of the plugins' GPU runners.
 """

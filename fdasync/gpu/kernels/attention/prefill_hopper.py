@@ -1,6 +1,6 @@
 """Prefill attention for Hopper: the copy engine loads pages, two groups of warps multiply and take exponents in turns.
 
-The same tiles and tables as `prefill.py`, for heads that fit: 64, 128 or 256 wide, two bytes an element, a pool whose
+The same tiles and tables as `prefill.py`, for heads that fit: 64 or 128 wide, two bytes an element, a pool whose
 tokens stand at one distance. One warp asks the copy engine for keys and values, page by page, into a ring in shared
 memory; each of two groups of four warps owns 64 rows (query, head of the group) and reads the ring (`hopper_tile.py`).
 A processor takes one program after another, so that the next program's keys are loaded while the last one is stored,

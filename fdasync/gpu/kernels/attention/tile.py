@@ -2,7 +2,7 @@
 
 A head's dimensions are two parts, the largest power of two and a padded rest, so that 192 or 576 waste little. Keys
 and values past the end are loaded as zeros: a block that is used again may hold NaN, and 0 * NaN is NaN. Knows views
-and one sequence's table, and not which sequences the rows belong to. Called by `attention.py` and `prefill.py`.
+and one sequence's table, and not which sequences the rows belong to. Called by `decode.py` and `prefill.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Activations of gated experts, as a part of other kernels: kinds, forms, and their rounding.
 
 An activation is a kind (of the gate) and a form (how gate and up meet). Every operation is rounded to the model's dtype
-where torch, which runs them one by one, rounds. Knows no products. Used by `experts.py`.
+where torch, which runs them one by one, rounds. Knows no products. Used by `chain.py`.
 """
 
 from __future__ import annotations

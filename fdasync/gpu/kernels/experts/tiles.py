@@ -2,7 +2,7 @@
 
 Regimes go by the pairs of a step and by how many of them an expert gets on average. Tiles change the time and never a
 bit of the results, so the table may be made anew at any time (`python -m benchmarks.experts_tiles`). Knows no
-tensors. Called by `experts.py`.
+tensors. Called by `chain.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The kernel of `router.py`: one program routes one token, from its logits to ids, weights and the captured row.
+"""The kernel of `route.py`: one program routes one token, from its logits to ids, weights and the captured row.
 
 A `RouterRule` is compiled into it. All reductions stay within a warp, whose number of registers is fixed by the number
-of experts, so a token's bits do not depend on how many run beside it. Knows no shapes to check. Called by `router.py`.
+of experts, so a token's bits do not depend on how many run beside it. Knows no shapes to check. Called by `route.py`.
 """
 
 from __future__ import annotations

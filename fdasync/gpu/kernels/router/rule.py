@@ -2,7 +2,7 @@
 
 Order: scores of the logits; the selection compares the scores or the logits, plus a bias if there is one; groups of
 experts may be closed; the k largest are chosen; their weights are the scores without the bias, then renormalised, then
-scaled. Knows no models and no tensors. Used by `router.py`; made by the plugins' fused routers.
+scaled. Knows no models and no tensors. Used by `route.py`; made by the plugins' fused routers.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A row is a tile's row; reductions stay within a warp. Values are compared as integers of the same order, so that a NaN
 is below every number and a place that was taken or is none is below a NaN: places exist and do not repeat. Knows no
-experts and no memory. Called by `router.py` and `in_turn.py`.
+experts and no memory. Called by `route.py` and `in_turn.py`.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from fdasync.gpu.kernels.sampling.tile import (
 )
 
 
-@triton.jit(do_not_specialize=["stride"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["stride", "mask_columns"])  # type: ignore[untyped-decorator]
 def peaks_kernel(  # type: ignore[no-untyped-def]
     logits, stride, width, ints, chunk_best, tile_best, tile_given,
     edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain: tl.constexpr,
@@ -57,7 +57,7 @@ def peaks_kernel(  # type: ignore[no-untyped-def]
     tl.store(tile_given + job * tiles + number, largest)
 
 
-@triton.jit(do_not_specialize=["stride"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["stride", "mask_columns"])  # type: ignore[untyped-decorator]
 def masses_kernel(  # type: ignore[no-untyped-def]
     logits, stride, width, unit, ints, floats, tile_best, bounds, total, above, kept,
     edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain: tl.constexpr,
@@ -94,7 +94,7 @@ def masses_kernel(  # type: ignore[no-untyped-def]
     tl.store(kept + at, tl.sum(tl.where(logs >= floor, mass, 0), axis=0))
 
 
-@triton.jit(do_not_specialize=["stride"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["stride", "mask_columns"])  # type: ignore[untyped-decorator]
 def draw_kernel(  # type: ignore[no-untyped-def]
     logits, stride, width, unit, ints, floats, tile_best, tile_given, total, kept, cuts,
     tokens, finite, raws, processed,
@@ -150,7 +150,7 @@ def draw_kernel(  # type: ignore[no-untyped-def]
         tl.store(raws + job, scored.to(tl.float32))
 
 
-@triton.jit(do_not_specialize=["stride"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["stride", "mask_columns", "columns"])  # type: ignore[untyped-decorator]
 def chunk_kernel(  # type: ignore[no-untyped-def]
     logits, stride, width, ints, jobs, picked, into,
     edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain: tl.constexpr,

@@ -4,7 +4,7 @@ The ids of a row have one order: by logit, the larger first, then by id, the low
 the first ids of that order, so all that is looked for is the last of them, the *cut*. Two passes over all rows narrow
 the place of a top-p to logits between two bounds, by float32 sums that err to the safe side; the largest logits of
 chunks bound a top-k. `sample.py` then makes exact sums above the bounds and lists what stands between them, and
-`_cut_kernel` bisects the list by whole numbers. So the cut is exact, whatever the bounds are. A row whose list
+`cut_kernel` bisects the list by whole numbers. So the cut is exact, whatever the bounds are. A row whose list
 overflows (thousands of equal logits at the cut, or a very large k) is searched by one program that reads it again and
 again. Knows no requests. Called by `sample.py`; runs on CUDA, or on the CPU under Triton's interpreter (tests).
 """
@@ -83,7 +83,7 @@ def closer(  # type: ignore[no-untyped-def]
     return tl.maximum(low, new_low), tl.minimum(high, new_high)
 
 
-@triton.jit(do_not_specialize=["stride"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["stride", "mask_columns"])  # type: ignore[untyped-decorator]
 def narrow_kernel(  # type: ignore[no-untyped-def]
     logits, stride, width, ints, floats, tile_best, before, bounds, sums,
     edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain: tl.constexpr,
@@ -120,7 +120,7 @@ def narrow_kernel(  # type: ignore[no-untyped-def]
     tl.store(sums + (job * spans + number) * _PIVOTS + column, found)
 
 
-@triton.jit(do_not_specialize=["stride"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["stride", "mask_columns"])  # type: ignore[untyped-decorator]
 def list_kernel(  # type: ignore[no-untyped-def]
     logits, stride, width, ints, floats, tile_best, floors, bounds, sums, listed, counts, above, kept,
     edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain: tl.constexpr,
@@ -234,7 +234,7 @@ def _cut_of(  # type: ignore[no-untyped-def]
         tl.atomic_add(kept + job * tiles + id_of(order) // tile, mass, mask=keep)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize_on_alignment=["slow"])  # type: ignore[untyped-decorator]
 def cut_kernel(  # type: ignore[no-untyped-def]
     width, id_bits, unit, ints, floats, tile_best, listed, counts, total, above, kept, cuts, slow,
     tiles, padded: tl.constexpr, most: tl.constexpr, tile: tl.constexpr, few: tl.constexpr,
@@ -284,7 +284,9 @@ def _before(  # type: ignore[no-untyped-def]
     return whole
 
 
-@triton.jit(do_not_specialize=["stride"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["stride", "mask_columns"], do_not_specialize_on_alignment=["slow"]
+)
 def slow_cut_kernel(  # type: ignore[no-untyped-def]
     logits, stride, width, unit, ints, floats, tile_best, kept, cuts, slow,
     edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain: tl.constexpr,

@@ -39,6 +39,7 @@ from fdasync_transformers.execution.mixed_graphs import MixedLadder
 from fdasync_transformers.sampling.plan import MASKS
 from fdasync_transformers.sampling.sampler import compute_samples, plan_samples, read_samples
 from fdasync_transformers.sampling.scoring import compute_scores, plan_scores, read_scores
+from fdasync_transformers.sampling.warm_up import warm_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping
@@ -185,7 +186,8 @@ class DeviceExecutor(Executor):
         return self._services.port.problem is not None
 
     def warm(self, max_step_tokens: int) -> None:
-        """Page-lock the buffers that steps will need and compile the kernel of their deltas. Blocks its loop."""
+        """Page-lock the buffers that steps will need, and compile the kernels of their deltas and samples. Blocks its
+        loop."""
         services, depth = self._services, 3
         largest = max_step_tokens * (0 if self._bound.aux is None else self._bound.aux.token_nbytes) + (1 << 16)
         holds = []
@@ -196,6 +198,9 @@ class DeviceExecutor(Executor):
         with services.streams.on("compute"):
             nothing = torch.full((1,), -1, dtype=torch.int64, device=services.streams.device)
             scatter_updates(self._lanes.flat, nothing, nothing.to(torch.int32))
+            if self.on_gpu:
+                logits = torch.empty((0, self._bound.vocab_size), dtype=self.model.model.dtype)
+                warm_up(self._bound.vocab_size, self._bound.trim(logits).dtype, self._lanes.tokens)
         for hold in holds:
             hold.release()
 

@@ -2,7 +2,7 @@
 
 Queries, keys and values come from one merged product. One kernel norms and turns them and writes keys and values to the
 pool. The attention itself is the step's `Paging`. Knows modules of the library by their parts; knows no decoder layers.
-Made by `layers.py`.
+Made by `fuse.py`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Router, experts, shared experts and dense MLPs are called as the modules that they are, so hooks on them fire and what
 replaced their forwards stays. Experts that can are asked for their parts, whose sum is then a part of that kernel.
-Knows modules of the library by their parts. Made by `layers.py`.
+Knows modules of the library by their parts. Made by `fuse.py`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A layer's last kernel norms the next layer's input too (or the model's last hidden states). That norm is handed on with
 the hidden states (`Carry`), and holds for that very tensor: for any other it is computed. A fused layer runs where a
 kernel can write a step's KV, and calls the library's code in any other pass. It has no gradient. Knows no families and
-no steps. Made by `layers.py`.
+no steps. Made by `fuse.py`.
 """
 
 from __future__ import annotations

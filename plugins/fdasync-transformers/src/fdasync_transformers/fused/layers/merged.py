@@ -1,7 +1,7 @@
 """Makes linears that read the same input one product: their weights become views of one storage.
 
 Names, shapes and parameters stay what they were, so weights are loaded and updated by name as before, and what is
-written to a part is in the whole. Knows linears; knows no families. Called by `layers.py`.
+written to a part is in the whole. Knows linears; knows no families. Called by `fuse.py`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Stage by stage on the same inputs, as far as a stage only rounds: equal bits; across norms, whose sums may end in
 another last bit: few values on another side of a rounding. Products and the whole layer, whose sums have other orders,
 are compared row by row. KV goes to a small pool, and a stand-in for the attention hands the values on. Knows the parts
-of fused layers. Called by `layers.py`.
+of fused layers. Called by `fuse.py`.
 """
 
 from __future__ import annotations
