@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+_AMD = bool(vars(torch.version).get("hip"))
+
 
 class Chip(NamedTuple):
     """A device.
@@ -33,12 +35,11 @@ def chip_of(device: torch.device) -> Chip:
     """Of a CUDA device; a CPU, where Triton's interpreter runs kernels, has all of it but the overlap."""
     if device.type != "cuda":
         return Chip((9, 0))
-    return _asked(torch.cuda.current_device() if device.index is None else device.index)
+    return _asked(device.index or 0)
 
 
 # no state: the answer is a property of the machine
 @cache
 def _asked(index: int) -> Chip:
     # AMD's devices call themselves CUDA devices too, and count capabilities of their own
-    hip: str | None = getattr(torch.version, "hip", None)
-    return Chip((0, 0)) if hip else Chip(torch.cuda.get_device_capability(index))
+    return Chip((0, 0)) if _AMD else Chip(torch.cuda.get_device_capability(index))

@@ -222,8 +222,8 @@ def test_a_proof_that_raises_is_a_note(monkeypatch: pytest.MonkeyPatch, error: E
 
     def raises(*args: Any, **kwargs: Any) -> torch.Tensor:
         calls.append(len(args[0]))
-        # in the middle of the second layer's proof
-        if len(calls) == 4:
+        # in the middle of the second layer's proof; the first one tries the tiles of all regimes too
+        if calls[-2:] == [3, 40] and calls.count(3) == 2:
             raise error
         return honest(*args, **kwargs)
 
@@ -231,7 +231,8 @@ def test_a_proof_that_raises_is_a_note(monkeypatch: pytest.MonkeyPatch, error: E
     note = refused(model, layers, modules)
     assert note.startswith("layer 1 (Qwen3MoeExperts) ")
     assert f"{type(error).__name__}: {error}" in note
-    assert calls == [3, 40, 3, 40]
+    assert calls[:2] == [3, 40]
+    assert calls[-2:] == [3, 40]
 
 
 def test_a_model_that_was_refused_can_be_fused_later(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,19 +139,32 @@ def fuse_experts(model: PreTrainedModel, layers: MoELayers, live: LiveRows) -> F
         return FusedExperts(False, (f"experts are the library's own: no kernels on {model.device}",))
     ALL_EXPERTS_FUNCTIONS.register(NAME, fused_experts)
     modules = [model.get_submodule(name) for name in layers.names]
-    kinds: set[type] = set()
+    slots, live.slots = live.slots, None
     told: list[str] = []
-    for module, number, k in zip(modules, layers.ids, layers.top_k, strict=True):
-        problem = guarded(partial(_compare, module, k, live, None if type(module) in kinds else told), str)
-        kinds.add(type(module))
+    problem = ""
+    try:
+        problem = _first_problem(modules, layers, live, told)
+    finally:
+        live.slots = slots
         if problem:
             for each in modules:
                 each.__dict__.pop("fd_experts", None)
-            return FusedExperts(
-                False, (f"experts are the library's own: layer {number} ({type(module).__name__}) {problem}",)
-            )
+    if problem:
+        return FusedExperts(False, (f"experts are the library's own: {problem}",))
     model.set_experts_implementation(NAME)
     return FusedExperts(True, tuple(told))
+
+
+def _first_problem(modules: list[Any], layers: MoELayers, live: LiveRows, told: list[str]) -> str:
+    """Describe and compare all layers; the first one that differs, and how, or ""."""
+    kinds: set[type] = set()
+    for module, number, k in zip(modules, layers.ids, layers.top_k, strict=True):
+        notes = None if type(module) in kinds else told
+        kinds.add(type(module))
+        problem = guarded(partial(_compare, module, k, live, notes), str)
+        if problem:
+            return f"layer {number} ({type(module).__name__}) {problem}"
+    return ""
 
 
 def _compare(module: Any, k: int, live: LiveRows, notes: list[str] | None) -> str:

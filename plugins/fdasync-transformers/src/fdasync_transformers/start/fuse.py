@@ -47,8 +47,6 @@ def fuse(
     Raises ConfigError where fused experts are asked for by name and a layer differs, and as `set_experts`.
     """
     notes: tuple[str, ...] = ()
-    if config.experts == "fused" and layers is None:
-        notes = ("experts are not fused: the model has none whose ids can be read",)
     if fuses_experts(config, model.device) and layers is not None:
         experts = fuse_experts(model, layers, live)
         notes = experts.notes
