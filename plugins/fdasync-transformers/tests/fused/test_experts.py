@@ -106,7 +106,9 @@ def assert_close(ours: torch.Tensor, wanted: torch.Tensor, room: float = 1e-5) -
     assert float((ours - wanted).abs().max()) <= room * float(wanted.abs().max())
 
 
-@pytest.mark.parametrize("family", FOUND)
+@pytest.mark.parametrize(
+    "family", [pytest.param(one, marks=() if one == "gpt_oss" else pytest.mark.slow) for one in FOUND]
+)
 def test_every_layer_is_fused(family: str) -> None:
     model, layers, modules = build(family)
     live = LiveRows()
@@ -203,7 +205,9 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.parametrize(
+    "what", [pytest.param(one, marks=() if one in ("function", "norm") else pytest.mark.slow) for one in CHANGES]
+)
 def test_one_layer_that_differs_leaves_all_to_the_library(what: str) -> None:
     model, layers, modules = build("qwen3_moe")
     change, why = CHANGES[what]
