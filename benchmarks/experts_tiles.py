@@ -22,18 +22,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 
+from benchmarks._gpu_decode import copy_bytes_per_s
+from benchmarks._gpu_experts import EXPERTS
 from fdasync.gpu.kernels.experts.chain import experts
 from fdasync.gpu.kernels.experts.tiles import Tile, Tiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# experts, of a token, hidden width, inner width
-SHAPES = {
-    "qwen3-30b-a3b": (128, 8, 2048, 768),
-    "glm-4.5-air": (128, 8, 4096, 1408),
-    "deepseek-v2-lite": (64, 6, 2048, 1408),
-}
 _LAYERS = 8
 _DTYPE = torch.bfloat16
 # multiplications and additions of bfloat16 of an H200
@@ -58,6 +54,12 @@ _DECODE: tuple[_Cut, ...] = (
 )
 _MIDDLE: tuple[_Cut, ...] = ((64, 64, 4, 4), (64, 64, 4, 3), (128, 64, 8, 3), (128, 64, 4, 3), (64, 128, 4, 3))
 _MANY: tuple[_Cut, ...] = ((128, 64, 8, 3), (128, 64, 8, 4), (64, 64, 4, 4), (64, 64, 8, 4), (256, 64, 8, 3))
+
+
+def shape_of(name: str) -> tuple[int, int, int, int]:
+    """Experts, those of a token, hidden width, inner width."""
+    found = EXPERTS[name]
+    return found.num_experts, found.top_k, found.hidden, found.inner
 
 
 def candidates(tokens: int, top_k: int, num_experts: int) -> list[tuple[int, bool, Tile]]:
@@ -93,7 +95,7 @@ class Layers:
     """Weights of some layers, and rows that are routed uniformly."""
 
     def __init__(self, shape: str, tokens: int, layers: int = _LAYERS) -> None:
-        self.shape = SHAPES[shape]
+        self.shape = shape_of(shape)
         num_experts, _, width, inner = self.shape
         make = torch.Generator("cuda").manual_seed(1)
         self.up = [_draw((num_experts, 2 * inner, width), make) for _ in range(layers)]
@@ -192,29 +194,14 @@ def tune(layers: Layers, tokens: int) -> dict[str, Any]:
     return {"tokens": tokens, "best_us": best_us, "tiles": repr(tiles), "table_us": table_us, "tops": tops}
 
 
-def copy_bytes_per_s() -> float:
-    source = torch.empty(4 << 30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    source.zero_()
-    took = []
-    for _ in range(7):  # no graph: there a copy is the copy engine's, which is slower
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        began.record()
-        target.copy_(source)
-        ended.record()
-        ended.synchronize()
-        took.append(began.elapsed_time(ended) / 1e3)
-    return 2 * len(source) / statistics.median(took)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-30b-a3b")
+    parser.add_argument("--shape", choices=sorted(EXPERTS), default="qwen3-30b-a3b")
     parser.add_argument("--tokens", default="1,4,8,32,64,128,256,512,1024,2048,8192")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
     counts = [int(count) for count in args.tokens.split(",")]
-    num_experts, top_k, width, inner = SHAPES[args.shape]
+    num_experts, top_k, width, inner = shape_of(args.shape)
     jobs = [(tokens, *each) for tokens in counts for each in candidates(tokens, top_k, num_experts)]
     workers = max(1, (os.cpu_count() or 2) - 2)
     context = multiprocessing.get_context("spawn")
@@ -223,7 +210,7 @@ def main() -> None:
         child.start()
     for child in children:
         child.join()
-    rate = copy_bytes_per_s()
+    rate = copy_bytes_per_s(torch.device("cuda"), 4 << 30)
     print(f"{args.shape}: copy {rate / 1e9:.0f} GB/s", flush=True)
     layers = Layers(args.shape, counts[0])
     results = []

@@ -6,7 +6,9 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+import triton
 
+_INTERPRETED = bool(triton.knobs.runtime.interpret)
 _AMD = bool(vars(torch.version).get("hip"))
 
 
@@ -29,6 +31,11 @@ class Chip(NamedTuple):
     def overlaps(self) -> bool:
         """Whether a kernel may be launched while the one before it runs."""
         return self.capability >= (9, 0)
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether kernels run on tensors of a device: on CUDA, and anywhere under Triton's interpreter."""
+    return device.type == "cuda" or _INTERPRETED
 
 
 def chip_of(device: torch.device) -> Chip:

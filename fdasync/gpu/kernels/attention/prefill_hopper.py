@@ -269,13 +269,10 @@ def attend_hopper(
     reach_size: int,
     sinks: torch.Tensor | None,
     out: torch.Tensor,
-    keys_at_once: int = 0,
-    stages: int = 0,
-    overlap: bool = True,
 ) -> None:
     """`attend_prefill` where it fits, on a GPU of capability 9.0; see there for the tensors.
 
-    `scale` is in base 2, `reach` the kernels' code, a tile has `tile` queries. The rest is for measurements.
+    `scale` is in base 2, `reach` the kernels' code, a tile has `tile` queries.
     """
     heads, dim = query.shape[1:]
     kv_heads = keys.shape[2]
@@ -283,12 +280,12 @@ def attend_hopper(
     pieces = triton.cdiv(tile * group, 2 * ROWS)
     programs = len(tiles) * pieces * kv_heads
     processors = torch.cuda.get_device_properties(query.device).multi_processor_count
-    table = _TILES[dim]
+    keys_at_once, stages = _TILES[dim]
     _prefill_hopper[(min(programs, processors),)](
         _descriptor(keys), _descriptor(values), query, tables, lanes, starts, first_rows, counts, tiles, sinks, out,
         programs, scale, reach_size, keys.stride(0) // keys.stride(1), values.stride(0) // values.stride(1),
         query.stride(0), query.stride(1), tables.stride(0), out.stride(0), out.stride(1),
         KV_HEADS=kv_heads, GROUP=group, PIECES=pieces, TILE=tile, BLOCK_TOKENS=keys.shape[1], DIM=dim,
-        SINKS=sinks is not None, REACH=reach, BLOCK_N=keys_at_once or table[0], STAGES=stages or table[1], ROWS=ROWS,
-        OVERLAP=overlap, num_warps=4, maxnreg=REGISTERS,
+        SINKS=sinks is not None, REACH=reach, BLOCK_N=keys_at_once, STAGES=stages, ROWS=ROWS,
+        OVERLAP=True, num_warps=4, maxnreg=REGISTERS,
     )  # fmt: skip

@@ -7,7 +7,7 @@ place; `experts_combine` sums a token's parts in the order of its slots. Few pai
 
 Nothing is added atomically, no product is split over its inner dimension, and every tile walks that dimension in order.
 So the bits of a token depend on its own row, ids and weights alone, not on the tiles nor on the tokens beside it. Every
-id in range is computed: there is no capacity. Ids out of range, and rows that are nobody's, read no weights.
+id in range is computed: there is no capacity. Ids out of range and padding rows read no weights.
 
 Knows no models and no routing. The tiles come from `tiles.py`, the activations from `activation.py`.
 Called by the plugins' fused experts. Runs on CUDA, or on the CPU under Triton's interpreter (tests).
@@ -71,7 +71,7 @@ def experts(
         gated: whether `up` holds gates.
         up_bias: [E, 2I] or [E, I]; down_bias: [E, H]. Both or none.
         interleaved: rows of `up` take turns, gate and up.
-        live: int64 [T]; a row whose entry is negative belongs to nobody: no expert is read for it, its result is 0.
+        live: int64 [T]; a row whose entry is negative is padding: no expert is read for it, its result is 0.
             None: all rows count.
         parts: return the weighted results of the slots, [T, k, H], instead of their sum. Slots that add nothing hold
             anything.

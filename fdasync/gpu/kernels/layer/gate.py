@@ -90,11 +90,6 @@ def _gate_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + row * WIDTH + column, rounded(active * other, DTYPE).to(DTYPE), mask=here)
 
 
-def runs_on(device: torch.device) -> bool:
-    """Whether these kernels run on tensors of a device: on CUDA, and anywhere under Triton's interpreter."""
-    return device.type == "cuda" or not isinstance(_gate_kernel, triton.runtime.JITFunction)
-
-
 def gated(gate: torch.Tensor, up: torch.Tensor, *, activation: Activation = "silu", wide: bool = False) -> torch.Tensor:
     """`act(gate) * up`, with the activation rounded to the dtype, and then the product. One launch; no gradient.
 

@@ -84,11 +84,6 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + row * COLUMNS + column, rounded(normed, DTYPE).to(DTYPE), mask=here)
 
 
-def runs_on(device: torch.device) -> bool:
-    """Whether these kernels run on tensors of a device: on CUDA, and anywhere under Triton's interpreter."""
-    return device.type == "cuda" or not isinstance(_norm_kernel, triton.runtime.JITFunction)
-
-
 def tile_of(columns: int) -> Tile:
     """The tile of rows of a size; by the size alone, so that a row's bits never depend on the number of rows."""
     padded = triton.next_power_of_2(columns)

@@ -142,11 +142,6 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]
         )  # fmt: skip
 
 
-def runs_on(device: torch.device) -> bool:
-    """Whether these kernels run on tensors of a device: on CUDA, and anywhere under Triton's interpreter."""
-    return device.type == "cuda" or not isinstance(_rotate_kernel, triton.runtime.JITFunction)
-
-
 def rotate(
     q: torch.Tensor,
     k: torch.Tensor | None,

@@ -102,6 +102,7 @@ def route_in_turn(
             NUM_EXPERTS=experts,
             WIDTH=triton.next_power_of_2(experts),
             TOP_K=k,
+            # of a tensor on the host: it waits for no device
             NEAR=torch.tensor(near, dtype=logits.dtype).item(),
             RECORDED=capture is not None,
             ROWS=rows,

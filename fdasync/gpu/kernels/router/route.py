@@ -50,11 +50,6 @@ def _write_ids_kernel(  # type: ignore[no-untyped-def]
     tl.store(capture + token * capture_stride + slot, found.to(capture.dtype.element_ty), mask=mask)
 
 
-def runs_on(device: torch.device) -> bool:
-    """Whether these kernels run on tensors of a device: on CUDA, and anywhere under Triton's interpreter."""
-    return device.type == "cuda" or not isinstance(route_kernel, triton.runtime.JITFunction)
-
-
 def route(
     logits: torch.Tensor,
     k: int,

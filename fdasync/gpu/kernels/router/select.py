@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fdasync.gpu.kernels.rounding import rounded as to_nearest
+
 # below every number, and below a NaN, in the order of `ordered`
 GONE = tl.constexpr(-0x80000000)
 _NAN = tl.constexpr(-0x7FFFFFFF)
@@ -33,21 +35,14 @@ def row_sum(values, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def nearest(values, like):  # type: ignore[no-untyped-def]
-    """float32 values in the dtype that the pointer `like` points to, to nearest and even.
-
-    By its bits for bfloat16: the interpreter would cut them off.
-    """
-    if like.dtype.element_ty == tl.bfloat16:
-        bits = values.to(tl.int32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
-        values = tl.where(values == values, bits.to(tl.float32, bitcast=True), values)
-    return values.to(like.dtype.element_ty)
+    """float32 values in the dtype that the pointer `like` points to, to nearest and even."""
+    return to_nearest(values, like.dtype.element_ty).to(like.dtype.element_ty)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def rounded(values, like, ON: tl.constexpr):  # type: ignore[no-untyped-def]
     """float32 values, rounded to the dtype that the pointer `like` points to if ON."""
-    return nearest(values, like).to(tl.float32) if ON else values
+    return to_nearest(values, like.dtype.element_ty) if ON else values
 
 
 @triton.jit

@@ -14,9 +14,9 @@ from fdasync_transformers.tiny.checkpoints import make_tiny_model
 from triton.runtime.errors import OutOfResources
 
 from fdasync.errors import RunnerError
+from fdasync.gpu.kernels import chip
 from fdasync.gpu.kernels.experts import chain
 from fdasync.gpu.kernels.experts.activation import Activation
-from fdasync.gpu.kernels.router import route as route_module
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -250,7 +250,7 @@ def test_a_model_that_was_refused_can_be_fused_later(monkeypatch: pytest.MonkeyP
 
 def test_a_device_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     model, layers, modules = build("qwen3_moe")
-    monkeypatch.setattr(route_module, "runs_on", lambda _device: False)
+    monkeypatch.setattr(chip, "runs_on", lambda _device: False)
     assert refused(model, layers, modules) == f"no kernels on {model.device}"
 
 

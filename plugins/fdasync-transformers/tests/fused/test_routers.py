@@ -269,10 +269,10 @@ def test_debug_records_positions():
 
 
 def test_nothing_is_fused_where_no_kernel_runs(monkeypatch):
-    from fdasync.gpu.kernels.router import route as router
+    from fdasync.gpu.kernels import chip
 
     model, layers, capture = build("qwen3_moe")
-    monkeypatch.setattr(router, "runs_on", lambda _: False)
+    monkeypatch.setattr(chip, "runs_on", lambda _: False)
     fused = fuse_routers(model, layers, capture)
     assert isinstance(fused, FusedRouters)
     assert fused.rows == ()

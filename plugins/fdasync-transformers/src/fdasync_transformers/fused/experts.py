@@ -132,7 +132,7 @@ def fuse_experts(model: PreTrainedModel, layers: MoELayers, live: LiveRows) -> F
         live: says in each pass which rows count.
     """
     try:
-        from fdasync.gpu.kernels.router.route import runs_on
+        from fdasync.gpu.kernels.chip import runs_on
     except ModuleNotFoundError as error:
         return FusedExperts(False, (f"experts are the library's own: no module {error.name}",))
     if not runs_on(model.device):

@@ -17,7 +17,7 @@ class LiveRows:
     """See the module.
 
     Attributes:
-        slots: int64 [T], on the device: negative for rows that are nobody's. None: all rows count.
+        slots: int64 [T], on the device: negative for padding rows. None: all rows count.
     """
 
     slots: torch.Tensor | None = None

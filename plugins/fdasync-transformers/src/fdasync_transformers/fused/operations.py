@@ -56,7 +56,7 @@ def fuse_operations(model: PreTrainedModel) -> FusedOperations:
         for: undo before training. Where kernels do not run, nothing is replaced.
     """
     try:
-        from fdasync.gpu.kernels.router.route import runs_on
+        from fdasync.gpu.kernels.chip import runs_on
     except ModuleNotFoundError as error:
         return FusedOperations(
             notes=(f"norms, rotary embeddings and gates are the library's own: no module {error.name}",)

@@ -1,7 +1,7 @@
 """Proofs that cannot end a start: whatever a proof raises is a reason to keep the library's own code.
 
-A proof runs the library's code on made-up rows and compiles kernels for a device that nobody has tried them on. Both
-may raise errors of any type, a kernel's that needs more shared memory than the device has among them. Used by all that
+A proof runs the library's code on made-up rows and compiles kernels for a device that they may not fit. Both may
+raise errors of any type, a kernel's that needs more shared memory than the device has among them. Used by all that
 is fused.
 """
 

@@ -85,7 +85,7 @@ def fuse_routers(
     if capture is not None and capture.debug and positions is None:
         raise BadInput("positions", "a capture buffer in debug needs the positions of the tokens")
     try:
-        from fdasync.gpu.kernels.router.route import runs_on
+        from fdasync.gpu.kernels.chip import runs_on
     except ModuleNotFoundError as error:
         return FusedRouters(notes=(f"routers are the library's own: no module {error.name}",))
     if not runs_on(model.device):

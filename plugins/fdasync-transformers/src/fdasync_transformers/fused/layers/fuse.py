@@ -97,7 +97,7 @@ def fuse_layers(model: PreTrainedModel) -> FusedLayers:
         What was fused, and notes on the rest.
     """
     try:
-        from fdasync.gpu.kernels.router.route import runs_on
+        from fdasync.gpu.kernels.chip import runs_on
     except ModuleNotFoundError as error:
         return FusedLayers(notes=(f"decoder layers are the library's own: no module {error.name}",))
     decoder: Any = decoder_of(model)

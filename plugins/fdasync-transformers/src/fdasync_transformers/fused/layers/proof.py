@@ -174,7 +174,7 @@ def _block(fused: FusedLayer, stream: torch.Tensor, normed: torch.Tensor, follow
     if not _alike(apart, (own[0] if isinstance(own, tuple) else own)[0]):
         return "its second block differs", out
     if (follower is None) != (next_normed is None):
-        return "it hands on a norm for nobody", out
+        return "it hands on a norm where no fused layer follows", out
     if next_normed is not None and _moved(next_normed, follower(out)):
         return "the norm that it hands on differs", out
     return "", out
