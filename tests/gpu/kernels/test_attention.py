@@ -441,7 +441,7 @@ def test_steps_of_other_sizes_compile_nothing(device: torch.device) -> None:
 
     shape = SHAPES["four heads a group"]
     case, _ = make_layer(shape, [60, 61, 62, 63, 64], device, block_tokens=16)
-    kernels = (attention._decode, prefill._prefill, store._store)
+    kernels = (attention._decode, attention._join, prefill._prefill, store._store)
 
     def compiled() -> int:
         return sum(len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels)
@@ -466,9 +466,10 @@ def test_steps_of_other_sizes_compile_nothing(device: torch.device) -> None:
         slots = torch.full((8,), -1, device=device)[offset : offset + count]
         store_kv(query[:, :2], query[:, 2:4], case.keys, case.values, slots)
 
-    step(4, 0)
+    step(4, 0)  # many splits, joined by a kernel of its own
+    step(1, 0)  # few, joined by the program that ends last
     before = compiled()
-    assert before >= 4
-    for count, offset in ((1, 0), (3, 1), (2, 3), (4, 1)):
+    assert before >= 5
+    for count, offset in ((1, 1), (3, 1), (2, 3), (4, 1)):
         step(count, offset)
     assert compiled() == before

@@ -131,7 +131,7 @@ class DeviceExecutor(Executor):
         Raises RuntimeError where a graph cannot hold what the model does, or computes other logits.
         """
         with self._services.streams.on("compute"):
-            graphs = GraphLadder(self.model, self._lanes, self._bound.pool, sizes)
+            graphs = GraphLadder(self.model, self._lanes, self._bound.pool, sizes, self._services.graph_memory)
             wrong = graphs.differing(self.model, self._lanes, self._bound.pool)
             if wrong:
                 raise RuntimeError(f"the graph of {wrong} sequences does not answer as its operations do")
@@ -144,7 +144,8 @@ class DeviceExecutor(Executor):
         """Capture steps with prompts in them, of these numbers of tokens and at most `sequences` sequences, and check
         them. As `capture_graphs`."""
         with self._services.streams.on("compute"):
-            mixed = MixedLadder(self.model, self._lanes, self._bound.pool, sizes, sequences)
+            memory = self._services.graph_memory
+            mixed = MixedLadder(self.model, self._lanes, self._bound.pool, sizes, sequences, memory)
             wrong = mixed.differing() if self.on_gpu else 0
             if wrong:
                 raise RuntimeError(f"the graph of {wrong} tokens does not answer as its operations do")

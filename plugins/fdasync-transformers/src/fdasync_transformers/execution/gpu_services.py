@@ -32,12 +32,15 @@ class GpuServices:
         events: held until their completion was seen.
         pinned: page-locked buffers of copies to and from the device.
         port: makes futures of events.
+        graph_memory: where all CUDA graphs keep what they compute on the way: they run one after the other on one
+            stream. None on a CPU.
     """
 
     streams: Streams
     events: EventPool[Any]
     pinned: PinnedPool
     port: CompletionPort
+    graph_memory: Any
 
 
 def make_services(device: torch.device) -> GpuServices:
@@ -48,4 +51,5 @@ def make_services(device: torch.device) -> GpuServices:
         EventPool(torch.cuda.Event if on_gpu else AlreadyDone),
         PinnedPool(_PINNED_NBYTES, pinned=on_gpu, name="buffers of steps"),
         AdaptivePort() if on_gpu else FakePort(),
+        torch.cuda.graph_pool_handle() if on_gpu else None,
     )

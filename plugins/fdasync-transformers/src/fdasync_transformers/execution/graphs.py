@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -50,8 +50,12 @@ class GraphLadder:
         sizes: batch sizes captured, rising.
     """
 
-    def __init__(self, model: DeviceStepModel, lanes: DeviceLanes, pool: KVPool, sizes: tuple[int, ...]) -> None:
+    def __init__(
+        self, model: DeviceStepModel, lanes: DeviceLanes, pool: KVPool, sizes: tuple[int, ...], memory: Any
+    ) -> None:
         """Capture on the current stream, which must not be the default one. Waits for the device; blocks its loop.
+
+        `memory` is a handle of torch's pools, of graphs that never run beside these.
 
         Raises RuntimeError where a graph cannot hold what the model does.
         """
@@ -63,7 +67,6 @@ class GraphLadder:
         # graphs read these three at their addresses for as long as they live
         self._first_rows = torch.arange(most + 1, dtype=torch.int32, device=device)
         self._captured: dict[int, _Captured] = {}
-        memory = None
         # the largest first: the smaller ones then fit into its memory
         for size in reversed(sizes):
             batch = DeviceBatch(size, size, self._lanes[:size], self._starts[:size], self._first_rows[: size + 1])
@@ -73,7 +76,6 @@ class GraphLadder:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=memory, stream=torch.cuda.current_stream(device)):
                 logits = model.forward(batch, lanes, pool)
-            memory = graph.pool()
             self._captured[size] = _Captured(graph, logits)
         torch.cuda.synchronize(device)  # blocking: start-up, in a process of its own
 

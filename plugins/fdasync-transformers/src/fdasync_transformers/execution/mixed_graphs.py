@@ -9,7 +9,7 @@ too. Knows no sampling. Made by `device_executor.py`; decode steps are in `graph
 from __future__ import annotations
 
 import bisect
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -50,9 +50,17 @@ class MixedLadder:
     """
 
     def __init__(
-        self, model: DeviceStepModel, lanes: DeviceLanes, pool: KVPool, sizes: tuple[int, ...], sequences: int
+        self,
+        model: DeviceStepModel,
+        lanes: DeviceLanes,
+        pool: KVPool,
+        sizes: tuple[int, ...],
+        sequences: int,
+        memory: Any,
     ) -> None:
         """Capture on the current stream, which must not be the default one. Waits for the device; blocks its loop.
+
+        `memory` is a handle of torch's pools, of graphs that never run beside these.
 
         Raises RuntimeError where a graph cannot hold what the model does.
         """
@@ -71,10 +79,9 @@ class MixedLadder:
         self._captured: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._pad(0, 0, 0, 0)
         if device.type == "cuda":
-            self._capture(device)
+            self._capture(device, memory)
 
-    def _capture(self, device: torch.device) -> None:
-        memory = None
+    def _capture(self, device: torch.device, memory: Any) -> None:
         # the largest first: the smaller ones then fit into its memory
         for size in reversed(self.sizes):
             # compile kernels and have libraries take their workspaces before the capture
@@ -83,7 +90,6 @@ class MixedLadder:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=memory, stream=torch.cuda.current_stream(device)):
                 logits = self._forward(size)
-            memory = graph.pool()
             self._captured[size] = graph, logits
         torch.cuda.synchronize(device)  # blocking: start-up, in a process of its own
 
