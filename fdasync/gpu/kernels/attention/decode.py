@@ -33,8 +33,9 @@ from fdasync.gpu.kernels.overlap import overlap, wait_for_inputs
 MAX_SPLITS = 64
 # programs per processor that a launch aims at: as many as run at once there
 PROGRAMS_PER_PROCESSOR = 4
-# splits whose partials are read together
+# splits whose partials are read together, by the program that ends last and by a second kernel
 _AT_ONCE = 4
+_JOINED_AT_ONCE = 16
 # most splits that the program which ends last joins: one kernel less, but one program reads all partials
 _MOST_JOINED = 4
 
@@ -224,27 +225,59 @@ def _joined(  # type: ignore[no-untyped-def]
 def _join(  # type: ignore[no-untyped-def]
     partials, stats, lanes, positions, out, reach_size, splits, capacity, width, out_row, out_head,
     HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr, REACH: tl.constexpr,
-    BLOCK_N: tl.constexpr, MOST: tl.constexpr, AT_ONCE: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_N: tl.constexpr, AT_ONCE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     # a program does one head of one sequence
     wait_for_inputs(OVERLAP)
     sequence = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) + tl.arange(0, 1)
+    head = tl.program_id(1)
     lane = tl.load(lanes + sequence)
     position = tl.load(positions + sequence).to(tl.int32)
+    dims = tl.arange(0, DV)
+    numbers = tl.arange(0, AT_ONCE)
+    first = sequence * splits * HEADS + head
+    # the first ones are read beside the length: those that no program wrote count for nothing
+    peaks, weights, parts = _partials(partials, stats, first, numbers, numbers < splits, dims, capacity, width, HEADS)
     if (lane < 0) | (position < 0):
         return
     length = position + 1 - first_visible(position, REACH, reach_size)
     used = tl.cdiv(length, _span(length, splits, BLOCK_N))
-    dims = tl.arange(0, DV)
-    inside = head < HEADS
-    out_inside = inside[:, None] & (dims < VALUE_DIM)[None, :]
-    sums, total = _joined(
-        partials, stats, sequence * splits, head, inside, out_inside, used, capacity, width,
-        HEADS, DV, 1, MOST, AT_ONCE,
-    )  # fmt: skip
-    out_rows = out + sequence * out_row + head[:, None] * out_head + dims[None, :]
-    tl.store(out_rows, (sums / total[:, None]).to(out.dtype.element_ty), mask=out_inside)
+    best, total, sums = _added(peaks, weights, parts, numbers < used, float("-inf"), 0.0, tl.zeros([DV], tl.float32))
+    for start in range(AT_ONCE, used, AT_ONCE):
+        real = start + numbers < used
+        peaks, weights, parts = _partials(
+            partials, stats, first, start + numbers, real, dims, capacity, width, HEADS
+        )  # fmt: skip
+        best, total, sums = _added(peaks, weights, parts, real, best, total, sums)
+    out_row_at = out + sequence * out_row + head.to(tl.int64) * out_head + dims
+    tl.store(out_row_at, (sums / total).to(out.dtype.element_ty), mask=dims < VALUE_DIM)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _partials(  # type: ignore[no-untyped-def]
+    partials, stats, first, numbers, real, dims, capacity, width, HEADS: tl.constexpr
+):
+    """Peaks, weights and sums of one head's splits."""
+    row = first + numbers * HEADS
+    peaks = tl.load(stats + row, mask=real, other=float("-inf"))
+    weights = tl.load(stats + capacity + row, mask=real, other=0.0)
+    parts = tl.load(
+        partials + row[:, None] * width + dims[None, :], mask=real[:, None] & (dims < width)[None, :], other=0.0
+    )
+    return peaks, weights, parts
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _added(peaks, weights, parts, real, best, total, sums):  # type: ignore[no-untyped-def]
+    """What was summed, and these splits with it."""
+    peaks = tl.where(real, peaks, float("-inf"))
+    # every used split saw a key, so its peak is finite
+    higher = tl.maximum(best, tl.max(peaks, 0))
+    grow = tl.math.exp2(peaks - higher)
+    shrink = tl.math.exp2(best - higher)
+    total = total * shrink + tl.sum(tl.where(real, weights, 0.0) * grow, 0)
+    sums = sums * shrink + tl.sum(tl.where(real[:, None], parts, 0.0) * grow[:, None], 0)
+    return higher, total, sums
 
 
 def attend_decode(
@@ -322,6 +355,6 @@ def attend_decode(
         _join[(sequences, heads)](
             partials, stats, lanes, positions, out, reach_size, splits, stats.stride(0), partials.stride(0),
             out.stride(0), out.stride(1),
-            HEADS=heads, VALUE_DIM=width, DV=dv, REACH=code, BLOCK_N=launch.keys, MOST=MAX_SPLITS, AT_ONCE=16,
+            HEADS=heads, VALUE_DIM=width, DV=dv, REACH=code, BLOCK_N=launch.keys, AT_ONCE=_JOINED_AT_ONCE,
             num_warps=4, **overlap(query.device),
         )  # fmt: skip
