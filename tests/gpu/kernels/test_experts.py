@@ -7,18 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fdasync.errors import BadInput
 from fdasync.gpu.kernels.experts import chain as kernels
 from fdasync.gpu.kernels.experts.activation import KINDS, Activation, activation_of
 from fdasync.gpu.kernels.experts.chain import experts
-from fdasync.gpu.kernels.experts.kernels import experts_group
 from fdasync.gpu.kernels.experts.tiles import Tile, Tiles, all_tiles, choose_tiles
 from fdasync.gpu.kernels.router.route import route
 
-ON_GPU = torch.cuda.is_available()
 # relative size of the error
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 # experts, slots of a token, width of rows, width between the products
@@ -26,6 +22,7 @@ E, K, H, INNER = 6, 3, 64, 48
 SINGLE = Tiles(16, Tile(16, 32, 4, 2), Tile(32, 32, 4, 2), single=True)
 SMALL = Tiles(16, Tile(32, 32, 4, 2), Tile(32, 16, 4, 2), chunk=32)
 SWAPPED = Tiles(16, Tile(32, 32, 4, 2, swap=True), Tile(32, 32, 4, 2, swap=True), chunk=64)
+APART = Tiles(16, Tile(32, 32, 4, 2), Tile(32, 16, 4, 2), apart=True)
 BULK = Tiles(16, Tile(32, 32, 4, 2, tma=True), Tile(64, 16, 4, 2, swap=True, tma=True), chunk=32)
 
 
@@ -121,7 +118,9 @@ def check(case: Case, tiles: Tiles | None) -> None:
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("tokens", [1, 7, 40])
 @pytest.mark.parametrize(
-    "tiles", [None, SINGLE, SMALL, SWAPPED, BULK], ids=["table", "single", "small", "swap", "bulk"]
+    "tiles",
+    [None, SINGLE, SMALL, SWAPPED, BULK, APART],
+    ids=["table", "single", "small", "swap", "bulk", "apart"],
 )
 def test_it_computes_what_was_chosen(device, tokens, tiles):
     check(make(device, tokens, padded=tokens > 1), tiles)
@@ -157,32 +156,6 @@ def test_parts_are_what_the_slots_add(device):
     wanted, got = reference(case), case.run(parts=True).double().cpu()
     counted = ((case.ids >= 0) & (case.ids < E)).cpu()
     torch.testing.assert_close(got[counted], wanted[counted], rtol=1e-5, atol=1e-6)
-
-
-@settings(max_examples=20, deadline=None)
-@given(data=st.data())
-def test_the_grouping_is_a_stable_sort(data):
-    device = torch.device("cuda" if ON_GPU else "cpu")
-    tokens, rows = data.draw(st.integers(1, 40), label="tokens"), data.draw(st.sampled_from([16, 32]), label="rows")
-    ids = torch.tensor(data.draw(st.lists(st.integers(-1, E), min_size=tokens * K, max_size=tokens * K))).view(-1, K)
-    live = torch.tensor(data.draw(st.lists(st.integers(-1, 1), min_size=tokens, max_size=tokens)))
-    pairs, capacity = tokens * K, min(tokens * K, E) + tokens * K // rows
-    order = torch.full((pairs,), -7, dtype=torch.int32, device=device)
-    table = torch.full((capacity, 4), -7, dtype=torch.int32, device=device)
-    experts_group[(E,)](
-        ids.to(device), live.to(device), order, table, pairs, capacity,
-        TOPK=K, E=E, EP=8, MASKED=True, BM=rows, CHUNK=32, OVERLAP=False,
-    )  # fmt: skip
-    real = ((ids >= 0) & (ids < E) & (live >= 0)[:, None]).flatten()
-    flat = torch.where(real, ids.flatten(), E)
-    count = int(real.sum())
-    assert order[:count].tolist() == torch.argsort(flat, stable=True)[:count].tolist()
-    wanted = []
-    for expert in range(E):
-        before, mine = int((flat < expert).sum()), int((flat == expert).sum())
-        wanted += [[expert, before + at, min(rows, mine - at)] for at in range(0, mine, rows)]
-    assert table[: len(wanted), :3].tolist() == wanted
-    assert (table[len(wanted) :, 0] == -1).all()
 
 
 @pytest.mark.parametrize("tokens", [2, 21])

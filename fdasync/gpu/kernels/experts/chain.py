@@ -1,6 +1,6 @@
-"""The experts of a MoE layer in four launches: group, gate and up with the activation, down, sum of the slots.
+"""The experts of a MoE layer in a few launches: group, gate and up with the activation, down, sum of the slots.
 
-A library runs some twenty kernels for this. Here pairs (token, slot) are grouped by expert without padding in memory;
+A library runs some twenty kernels for this. Here `grouping.py` groups pairs (token, slot) by expert without padding;
 `experts_gate_up` gathers the rows of its tile, makes both products and the activation, and writes rows in grouped
 order; `experts_down` makes the second product, times the routing weight, and writes each pair's part to the pair's own
 place; `experts_combine` sums a token's parts in the order of its slots. Few pairs are not grouped: each is a tile.
@@ -23,7 +23,8 @@ import triton
 from fdasync.errors import BadInput
 from fdasync.gpu.kernels.chip import chip_of
 from fdasync.gpu.kernels.experts.activation import Activation
-from fdasync.gpu.kernels.experts.kernels import experts_combine, experts_down, experts_gate_up, experts_group
+from fdasync.gpu.kernels.experts.grouping import group
+from fdasync.gpu.kernels.experts.kernels import experts_combine, experts_down, experts_gate_up
 from fdasync.gpu.kernels.experts.tiles import choose_tiles
 from fdasync.gpu.kernels.overlap import overlap
 
@@ -55,7 +56,7 @@ def experts(
     """Compute the chosen experts of every token: sum over slots of weight * down(activation(gate, up)).
 
     Sums are float32. They are rounded to the dtype of `hidden` after the first product, where torch rounds inside the
-    activation, after the weighted second product, and at the end. Queues three or four launches on the current stream
+    activation, after the weighted second product, and at the end. Queues three to six launches on the current stream
     without synchronising; a graph can capture them. No gradient. Nothing is compiled anew for another T of the same
     regime (`tiles.py`).
 
@@ -94,21 +95,10 @@ def experts(
         cut = {"large": chip_of(hidden.device).large, "bulk": fits_bulk(up, down, transposed, interleaved)}
         tiles = choose_tiles(tokens, top_k, num_experts, hidden.dtype, **cut)
     held = torch.empty((pairs, inner), dtype=hidden.dtype, device=hidden.device)
-    capacity = pairs if tiles.single else min(pairs, num_experts) + pairs // tiles.rows
-    order, table = ids, ids
+    order, table, capacity = (ids, ids, pairs) if tiles.single else group(ids, live, num_experts, tiles)
     # without a mask any pointer does: that kernel has no instruction for it
     alive = ids if live is None else live
     masked = live is not None
-    if not tiles.single:
-        # the table first: so both begin at multiples of 16 bytes, whatever T is, and nothing is compiled anew
-        table = torch.empty(4 * capacity + pairs, dtype=torch.int32, device=hidden.device)
-        order = table[4 * capacity :]
-        experts_group[(num_experts,)](
-            ids, alive, order, table, pairs, capacity,
-            TOPK=top_k, E=num_experts, EP=triton.next_power_of_2(num_experts), MASKED=masked,
-            BM=tiles.rows, CHUNK=tiles.chunk, num_warps=4 if tiles.chunk <= 1024 else 8,
-            **overlap(hidden.device),
-        )  # fmt: skip
     shared: dict[str, Any] = {
         "TOPK": top_k, "E": num_experts, "MASKED": masked, "SINGLE": tiles.single,
         "WIDEN": hidden.device.type == "cpu", "BIASED": up_bias is not None, "BM": tiles.rows,

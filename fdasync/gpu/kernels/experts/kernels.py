@@ -1,4 +1,4 @@
-"""The four kernels of the experts: group, gate and up, down, sum.
+"""Three kernels of the experts: gate and up, down, sum.
 
 A tile is up to BM pairs (token, slot) of one expert. Products walk their inner dimension in order, in float32, whatever
 the tile is. Knows no shapes to check and no tiles to choose: `chain.py` launches them.
@@ -12,51 +12,6 @@ import triton.language as tl
 from fdasync.gpu.kernels.experts.activation import activate
 from fdasync.gpu.kernels.overlap import wait_for_inputs
 from fdasync.gpu.kernels.rounding import rounded
-
-
-@triton.jit(do_not_specialize=["pairs", "capacity"])  # type: ignore[untyped-decorator]
-def experts_group(  # type: ignore[no-untyped-def]
-    ids, live, order, tiles, pairs, capacity,
-    TOPK: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, MASKED: tl.constexpr,
-    BM: tl.constexpr, CHUNK: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """A program takes one expert: counts all pairs, then ranks its own. `tiles` gets (expert, first row, rows)."""
-    wait_for_inputs(OVERLAP)
-    e = tl.program_id(0)
-    expert = tl.arange(0, EP)
-    counts = tl.zeros((EP,), tl.int32)
-    for start in range(0, pairs, CHUNK):
-        pair = start + tl.arange(0, CHUNK)
-        inside = pair < pairs
-        found = tl.load(ids + pair, mask=inside, other=-1).to(tl.int32)
-        good = inside & (found >= 0) & (found < E)
-        if MASKED:
-            good = good & (tl.load(live + pair // TOPK, mask=inside, other=-1) >= 0)
-        counts += tl.histogram(tl.where(good, found, 0), EP, mask=good)
-    before = tl.sum(tl.where(expert < e, counts, 0))
-    mine = tl.sum(tl.where(expert == e, counts, 0))
-    needed = (counts + BM - 1) // BM
-    first = tl.sum(tl.where(expert < e, needed, 0))
-    number = tl.arange(0, 32)
-    for start in range(0, (mine + BM - 1) // BM, 32):
-        at = start + number
-        real = at * BM < mine
-        place = tiles + (first + at) * 4
-        tl.store(place, e + at * 0, mask=real)
-        tl.store(place + 1, before + at * BM, mask=real)
-        tl.store(place + 2, tl.minimum(BM, mine - at * BM), mask=real)
-    for at in range(tl.sum(needed) + e, capacity, E):
-        tl.store(tiles + at * 4, -1)
-    rank = before
-    for start in range(0, pairs, CHUNK):
-        pair = start + tl.arange(0, CHUNK)
-        inside = pair < pairs
-        hit = tl.load(ids + pair, mask=inside, other=-1).to(tl.int32) == e
-        if MASKED:
-            hit = hit & (tl.load(live + pair // TOPK, mask=inside, other=-1) >= 0)
-        ones = hit.to(tl.int32)
-        tl.store(order + rank + tl.cumsum(ones, 0) - ones, pair, mask=hit)
-        rank += tl.sum(ones)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -43,7 +43,8 @@ class Tiles:
         rows: pairs of a tile; of both products, since one grouping serves them.
         up, down: columns of `up` are those of the activation, so a program multiplies with twice as many.
         single: each pair is a tile of its own; nothing is grouped.
-        chunk: ids that a program of the grouping takes at a time.
+        chunk: ids that a program of the grouping takes at a time, in one launch.
+        apart: the grouping takes three launches, for many pairs.
     """
 
     rows: int
@@ -51,6 +52,7 @@ class Tiles:
     down: Tile
     single: bool = False
     chunk: int = 512
+    apart: bool = False
 
 
 # By the most pairs of an expert on average. Best at 64, 256, 1,024 and 8,192 tokens of Qwen3-30B-A3B on an H200.
@@ -58,7 +60,7 @@ _TABLE: tuple[tuple[float, Tiles], ...] = (
     (12.0, Tiles(16, Tile(64, 128, 4, 3, swap=True, tma=True), Tile(128, 64, 4, 4, swap=True, tma=True))),
     (24.0, Tiles(32, Tile(64, 128, 4, 3), Tile(128, 64, 8, 3, swap=True, tma=True), chunk=1024)),
     (96.0, Tiles(64, Tile(64, 64, 4, 3, swap=True, tma=True), Tile(128, 64, 4, 3, tma=True), chunk=4096)),
-    (float("inf"), Tiles(128, Tile(128, 64, 8, 4, tma=True), Tile(256, 64, 8, 3, tma=True), chunk=4096)),
+    (float("inf"), Tiles(128, Tile(128, 64, 8, 4, tma=True), Tile(256, 64, 8, 3, tma=True), apart=True)),
 )
 _SINGLE = Tiles(16, Tile(64, 128, 4, 4, swap=True), Tile(64, 128, 4, 4, swap=True), single=True)
 # The rule elsewhere: at most 96 KB of shared memory, no bulk copies. On Hopper it holds where weights do not fit the
@@ -67,7 +69,7 @@ _ELSEWHERE: tuple[tuple[float, Tiles], ...] = (
     (12.0, Tiles(16, Tile(64, 64, 4, 3), Tile(128, 64, 4, 3))),
     (24.0, Tiles(32, Tile(64, 64, 4, 3), Tile(128, 64, 4, 3), chunk=1024)),
     (96.0, Tiles(64, Tile(64, 64, 4, 3), Tile(128, 64, 4, 3), chunk=4096)),
-    (float("inf"), Tiles(128, Tile(64, 64, 8, 3), Tile(128, 64, 8, 3), chunk=4096)),
+    (float("inf"), Tiles(128, Tile(64, 64, 8, 3), Tile(128, 64, 8, 3), apart=True)),
 )
 _SINGLE_ELSEWHERE = Tiles(16, Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), single=True)
 # exact products of float32 have no tensor cores: small tiles, or the unrolled code does not fit the registers
