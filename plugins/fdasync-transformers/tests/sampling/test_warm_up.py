@@ -54,11 +54,12 @@ def test_the_warm_up_launches_every_kernel_of_the_sampler(monkeypatch: pytest.Mo
     warm_up(VOCAB, torch.bfloat16, table())
     assert len(kernels()) >= 14
     assert set(launched) == set(kernels())
-    assert launched["draw_kernel"] == len(USUAL) < 20
+    # one of them only needs its largest logit
+    assert launched["draw_kernel"] == len(USUAL) - 1 < 20
 
 
-def test_nothing_of_the_warm_up_is_plain() -> None:
-    assert not [name for name, own in USUAL.items() if plan_samples([own], [2], [0]).plain]
+def test_one_row_of_the_warm_up_is_plain() -> None:
+    assert [name for name, own in USUAL.items() if plan_samples([own], [2], [0]).plain] == ["greedy"]
 
 
 def test_a_table_that_holds_no_history_is_left_alone() -> None:

@@ -146,15 +146,17 @@ def compute_samples(
     if plan.needs_history and (tokens is None or tokens.shape[1] < plan.longest):
         width = "no" if tokens is None else tokens.shape[1]
         raise InvariantBroken(f"sample: {width} known tokens a lane, and penalties that look at {plan.longest}")
-    if plan.plain:
+    if logits.is_cuda:
+        results = sample_on_device(logits, plan, sent, tokens)
+    elif plan.plain:
         # NaN wins a maximum, so the largest logit shows any bad one
         best, picks = logits.max(dim=-1)
-        return {"tokens": picks, "finite": torch.isfinite(best)}
-    on_device = sample_on_device if logits.is_cuda else sample_on_host
-    results = on_device(logits, plan, sent, tokens)
+        results = {"tokens": picks, "finite": torch.isfinite(best)}
+    else:
+        results = sample_on_host(logits, plan, sent, tokens)
     for name, wanted in (("raw", plan.raw), ("processed", plan.processed)):
         if not wanted.any():
-            del results[name]
+            results.pop(name, None)
     return results
 
 
@@ -163,7 +165,12 @@ def sample_on_device(
 ) -> dict[str, torch.Tensor]:
     """By the kernels."""
     # not above: machines without a GPU need no Triton
+    from fdasync.gpu.kernels.sampling.largest import largest_of_rows
     from fdasync.gpu.kernels.sampling.sample import sample_rows
+
+    if plan.plain:
+        picks, finite = largest_of_rows(logits)
+        return {"tokens": picks, "finite": finite}
 
     sampled = sample_rows(logits, plan, sent, tokens)
     return {name: values for name, values in sampled._asdict().items() if values is not None}

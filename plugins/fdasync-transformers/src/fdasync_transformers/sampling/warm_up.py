@@ -42,8 +42,9 @@ _PENALTIES: dict[str, Any] = {"repetition_penalty": 1.1, "presence_penalty": 0.1
 _BIAS: dict[str, Any] = {"bias_ids": struct.pack("<i", 0), "bias_values": struct.pack("<f", 1.0)}
 _STOPS: dict[str, Any] = {"stop_ids": (0,), "min_tokens": _POSITION}
 
-#: what requests usually ask for, by name; none is plain (`SamplePlan.plain`), which needs no kernel of ours
+#: what requests usually ask for, by name
 USUAL: Mapping[str, SamplerSpec] = {
+    "greedy": _spec(temperature=0.0),
     "temperature": _spec(),
     "raw log-probs": _spec(raw=True),
     "raw log-probs of another temperature": _spec(temperature=0.7, raw=True),
