@@ -74,6 +74,12 @@ def candidates(tokens: int, top_k: int, num_experts: int) -> list[tuple[int, boo
             for tma in (False, True)
         ]
         found += [(16, True, Tile(*cut, tma=True)) for cut in ((16, 128, 4, 4), (32, 128, 4, 4))]
+        found += [
+            (rows, True, Tile(*cut, swap=True, paired=True))
+            for rows in (8, 16)
+            for cut in ((32, 128, 4, 4), (32, 128, 4, 3), (32, 64, 4, 8))
+        ]
+        found += [(8, True, Tile(64, 128, 4, 4, swap=True))]
     if tokens * top_k > 32:
         if each <= 24:
             rows = (16,) if each <= 8 else (16, 32)

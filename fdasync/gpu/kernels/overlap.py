@@ -23,11 +23,19 @@ if TYPE_CHECKING:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def wait_for_inputs(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Let the next kernel come, and wait for the end of all before this one."""
+def wait_for_inputs(OVERLAP: tl.constexpr, LATE: tl.constexpr = False):  # type: ignore[no-untyped-def]
+    """Let the next kernel come, and wait for the end of all before this one. LATE: the caller lets it come."""
+    if OVERLAP:
+        if not LATE:
+            gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def let_next_come(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Let the next kernel come, where its programs would have taken room from this one's before."""
     if OVERLAP:
         gdc_launch_dependents()
-        gdc_wait()
 
 
 def overlap(device: torch.device) -> dict[str, Any]:

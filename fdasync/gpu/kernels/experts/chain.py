@@ -109,7 +109,7 @@ def experts(
         activation.alpha, activation.limit,
         hidden.stride(0), up.stride(0), *_strides(up, transposed), 0 if up_bias is None else up_bias.stride(0),
         K=width, N=inner, KIND=activation.kind_code, FORM=activation.form_code, GATED=gated, INTERLEAVED=interleaved,
-        COLUMNS=triton.cdiv(inner, tiles.up.columns), **_launch(tiles.up), **shared,
+        COLUMNS=triton.cdiv(inner, tiles.up.columns), PAIRED=tiles.up.paired and gated, **_launch(tiles.up), **shared,
     )  # fmt: skip
     experts_down[(capacity * triton.cdiv(width, tiles.down.columns),)](
         held, _operand(down, tiles.down), down if down_bias is None else down_bias, weights, found, order, table, ids,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from fdasync.gpu.kernels.experts.activation import activate
-from fdasync.gpu.kernels.overlap import wait_for_inputs
+from fdasync.gpu.kernels.overlap import let_next_come, wait_for_inputs
 from fdasync.gpu.kernels.rounding import rounded
 
 
@@ -72,10 +72,11 @@ def experts_gate_up(  # type: ignore[no-untyped-def]
     TOPK: tl.constexpr, E: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
     KIND: tl.constexpr, FORM: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, INTERLEAVED: tl.constexpr,
     MASKED: tl.constexpr, SINGLE: tl.constexpr, WIDEN: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, COLUMNS: tl.constexpr, PAIRED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A program takes BN columns of the activation for one tile of pairs; `out` is in grouped order."""
-    wait_for_inputs(OVERLAP)
+    wait_for_inputs(OVERLAP, SINGLE)
     tile = tl.program_id(0) // COLUMNS
     e = _expert_of(tiles, ids, live, tile, TOPK, E, MASKED, SINGLE)
     if e < 0:
@@ -92,28 +93,45 @@ def experts_gate_up(  # type: ignore[no-untyped-def]
     EVEN_K: tl.constexpr = K % BK == 0
     gate = tl.zeros((BN, BM), tl.float32) if SWAP else tl.zeros((BM, BN), tl.float32)
     up = gate
+    both = tl.zeros((2 * BN, BM), tl.float32)
+    each = tl.arange(0, 2 * BN)
+    # PAIRED: rows of gate and up, one below the other
+    both_row = first * 2 + each if INTERLEAVED else tl.where(each < BN, first + each, N - BN + first + each)
     for start in range(0, K, BK):
         k = start + tl.arange(0, BK)
         if SWAP:
             at = x + token[None, :] * x_row + k[:, None]
-            rows = tl.load(at) if EVEN_K else tl.load(at, mask=(k < K)[:, None], other=0.0)
+            # of a single pair's tile one row is read, and not as often as there are rows
+            wanted = (k < K)[:, None] & real[None, :] if SINGLE else (k < K)[:, None]
+            rows = tl.load(at) if EVEN_K and not SINGLE else tl.load(at, mask=wanted, other=0.0)
         else:
             at = x + token[:, None] * x_row + k[None, :]
             rows = tl.load(at) if EVEN_K else tl.load(at, mask=(k < K)[None, :], other=0.0)
-        if TMA:
-            row = e * (2 * N if GATED else N) + first
-            gates = w.load([row, start])
-            gates = gates if SWAP else gates.T
+        if PAIRED:
+            halves = _weights(w, base, both_row, k, wn, wk, 2 * N, K, EVEN_N, EVEN_K, SWAP)
+            both = _times(halves, rows, both, WIDEN)
         else:
-            gates = _weights(w, base, gate_row, k, wn, wk, 2 * N if INTERLEAVED else N, K, EVEN_N, EVEN_K, SWAP)
-        gate = _times(gates, rows, gate, WIDEN) if SWAP else _times(rows, gates, gate, WIDEN)
-        if GATED:
             if TMA:
-                ups = w.load([row + N, start])
-                ups = ups if SWAP else ups.T
+                row = e * (2 * N if GATED else N) + first
+                gates = w.load([row, start])
+                gates = gates if SWAP else gates.T
             else:
-                ups = _weights(w, base, up_row, k, wn, wk, 2 * N, K, EVEN_N, EVEN_K, SWAP)
-            up = _times(ups, rows, up, WIDEN) if SWAP else _times(rows, ups, up, WIDEN)
+                gates = _weights(w, base, gate_row, k, wn, wk, 2 * N if INTERLEAVED else N, K, EVEN_N, EVEN_K, SWAP)
+            gate = _times(gates, rows, gate, WIDEN) if SWAP else _times(rows, gates, gate, WIDEN)
+            if GATED:
+                if TMA:
+                    ups = w.load([row + N, start])
+                    ups = ups if SWAP else ups.T
+                else:
+                    ups = _weights(w, base, up_row, k, wn, wk, 2 * N, K, EVEN_N, EVEN_K, SWAP)
+                up = _times(ups, rows, up, WIDEN) if SWAP else _times(rows, ups, up, WIDEN)
+    if PAIRED:
+        if INTERLEAVED:
+            gate, up = tl.split(tl.permute(tl.reshape(both, (BN, 2, BM)), (0, 2, 1)))
+        else:
+            gate, up = tl.split(tl.permute(tl.reshape(both, (2, BN, BM)), (1, 2, 0)))
+    if SINGLE:
+        let_next_come(OVERLAP)
     if SWAP:
         gate = tl.trans(gate)
         up = tl.trans(up)
@@ -137,7 +155,7 @@ def experts_down(  # type: ignore[no-untyped-def]
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A program takes BN columns of the down product of a tile; rows times their weights go to their pairs' places."""
-    wait_for_inputs(OVERLAP)
+    wait_for_inputs(OVERLAP, SINGLE)
     tile = tl.program_id(0) // COLUMNS
     e = _expert_of(tiles, ids, live, tile, TOPK, E, MASKED, SINGLE)
     if e < 0:
@@ -153,7 +171,9 @@ def experts_down(  # type: ignore[no-untyped-def]
         k = start + tl.arange(0, BK)
         if SWAP:
             at = x + place[None, :].to(tl.int64) * K + k[:, None]
-            rows = tl.load(at) if EVEN_K else tl.load(at, mask=(k < K)[:, None], other=0.0)
+            # of a single pair's tile one row is read, and not as often as there are rows
+            wanted = (k < K)[:, None] & real[None, :] if SINGLE else (k < K)[:, None]
+            rows = tl.load(at) if EVEN_K and not SINGLE else tl.load(at, mask=wanted, other=0.0)
         else:
             at = x + place[:, None].to(tl.int64) * K + k[None, :]
             rows = tl.load(at) if EVEN_K else tl.load(at, mask=(k < K)[None, :], other=0.0)
@@ -163,6 +183,8 @@ def experts_down(  # type: ignore[no-untyped-def]
         else:
             downs = _weights(w, base, column, k, wn, wk, N, K, EVEN_N, EVEN_K, SWAP)
         sums = _times(downs, rows, sums, WIDEN) if SWAP else _times(rows, downs, sums, WIDEN)
+    if SINGLE:
+        let_next_come(OVERLAP)
     if SWAP:
         sums = tl.trans(sums)
     inside = column < N

@@ -25,6 +25,8 @@ class Tile:
         warps, stages: of a program, and of its pipeline of loads.
         swap: weights are the left side of the product: its hardware wants 64 rows there, and tokens are few.
         tma: weights come by the bulk copy engine; for weights that are not transposed.
+        paired: gate and up rows are one operand of one product, so that 32 columns fill the hardware's 64 rows; for
+            `up` with `swap` and without `tma`, and only where there are gates.
     """
 
     columns: int
@@ -33,6 +35,7 @@ class Tile:
     stages: int
     swap: bool = False
     tma: bool = False
+    paired: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ _TABLE: tuple[tuple[float, Tiles], ...] = (
     (96.0, Tiles(64, Tile(64, 64, 4, 3, swap=True, tma=True), Tile(128, 64, 4, 3, tma=True), chunk=4096)),
     (float("inf"), Tiles(128, Tile(128, 64, 8, 4, tma=True), Tile(256, 64, 8, 3, tma=True), apart=True)),
 )
-_SINGLE = Tiles(16, Tile(64, 128, 4, 4, swap=True), Tile(64, 128, 4, 4, swap=True), single=True)
+_SINGLE = Tiles(8, Tile(32, 128, 4, 4, swap=True, paired=True), Tile(64, 128, 4, 4, swap=True), single=True)
 # The rule elsewhere: at most 96 KB of shared memory, no bulk copies. On Hopper it holds where weights do not fit the
 # bulk copy engine and tiles are wide, as a program of the table's widest has too few registers without it.
 _ELSEWHERE: tuple[tuple[float, Tiles], ...] = (

@@ -70,17 +70,20 @@ def fuse_operations(model: PreTrainedModel) -> FusedOperations:
         return FusedOperations(
             notes=(f"norms, rotary embeddings and gates are the library's own: no kernels for {dtype}",)
         )
+    from fdasync_transformers.fused.angles import fuse_angles
     from fdasync_transformers.fused.dense import fuse_dense
     from fdasync_transformers.fused.norms import fuse_norms
     from fdasync_transformers.fused.rotary import fuse_rotary
 
     # the rotary embedding first: its pass shall see the library's modules alone
     rotary = fuse_rotary(model, device)
+    angles = fuse_angles(model, dtype, device)
     norms = fuse_norms(model, dtype, device)
     dense = fuse_dense(model, dtype, device)
     notes = [f"fused: {len(norms.names)} norms, {len(rotary.names)} rotary embeddings, {len(dense.names)} gates"]
-    for what, each in (("norm", norms), ("rotary embedding", rotary), ("gate", dense)):
+    notes += [f"angles of {name} are read from a table" for name in angles.names]
+    for what, each in (("norm", norms), ("rotary embedding", rotary), ("gate", dense), ("table of angles", angles)):
         notes += [f"{what} of {kind} is the library's own: {reason}" for kind, reason in each.reasons.items()]
     return FusedOperations(
-        tuple(norms.names), tuple(rotary.names), tuple(dense.names), tuple(notes), (norms, rotary, dense)
+        tuple(norms.names), tuple(rotary.names), tuple(dense.names), tuple(notes), (norms, rotary, dense, angles)
     )
