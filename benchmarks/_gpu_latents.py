@@ -73,10 +73,10 @@ def limit_tflops(rig: Rig, rounds: int, report: Report) -> float:
 
 
 def measure_latents(rig: Rig, rounds: int, copy_gbps: float, report: Report) -> None:
-    """Adds `latent<heads>_*` for every size of the decodes; `copy_gbps` is what a copy reads plus writes."""
+    """Adds `latent<heads>_*` for every size of the latents; `copy_gbps` is what a copy reads plus writes."""
     most = limit_tflops(rig, rounds, report)
     for heads in HEADS:
-        for count, length in rig.sizes.decodes:
+        for count, length in rig.sizes.latents:
             run, layers = decode(rig, count, length, heads)
             run()
             us = [rig.ms(run) * 1e3 / layers for _ in range(rounds)]

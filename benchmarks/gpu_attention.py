@@ -26,7 +26,7 @@ import statistics
 import sys
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -78,10 +78,11 @@ class Sizes:
     prefills: tuple[tuple[int, int, int], ...] = ((1, 0, 8192), (8, 0, 1024), (64, 1024, 128), (256, 1023, 1))
     prefill_layers: int = 4
     stores: tuple[int, ...] = (1, 256, 8192)
+    latents: tuple[tuple[int, int], ...] = ((1, 8192), (64, 1024), (128, 1024), (256, 1024), (64, 4096), (256, 4096))
     copy_nbytes: int = 4 << 30
 
 
-REHEARSAL = Sizes(2, ((1, 40), (3, 40)), ((1, 0, 40), (2, 20, 3)), 1, (1, 8), 1 << 20)
+REHEARSAL = Sizes(2, ((1, 40), (3, 40)), ((1, 0, 40), (2, 20, 3)), 1, (1, 8), ((1, 40), (3, 40)), 1 << 20)
 
 
 @dataclass
@@ -317,6 +318,7 @@ def sweep(rig: Rig, budget_s: float, report: Report) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9, help="of everything (default 9)")
+    parser.add_argument("--decodes", action="store_true", help="only decodes, of KV and of latents")
     parser.add_argument("--sweep", action="store_true", help="try other launches and splits as well")
     parser.add_argument("--sweep-s", type=float, default=60.0, help="seconds that the sweep may take (default 60)")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes on the CPU: shows that it runs, no figures")
@@ -328,7 +330,8 @@ def main() -> None:
     report = Report("paged attention, one layer of Qwen3-30B-A3B's heads")
     report.conditions["torch"] = torch.__version__
     report.conditions["gpu"] = "rehearsal" if options.rehearse else torch.cuda.get_device_name(device)
-    rig = Rig(device, REHEARSAL if options.rehearse else Sizes())
+    sizes = REHEARSAL if options.rehearse else Sizes()
+    rig = Rig(device, replace(sizes, prefills=(), stores=()) if options.decodes else sizes)
     measure(rig, options.rounds, report)
     if options.sweep:
         sweep(rig, options.sweep_s, report)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fdasync.errors import BadInput
 from fdasync.gpu.kernels.attention.decode import attend_decode, decode_workspace
 from fdasync.gpu.kernels.attention.latent import HOPPER, LatentLaunch, attend_latents, latent_launch, latent_splits
+from fdasync.gpu.kernels.attention.latent_hopper import fits_hopper
 from tests.gpu.kernels.attention_reference import Case, assert_close, make_case, reference
 
 SCALE = 0.3
@@ -179,6 +180,25 @@ def test_splits_fill_the_device_and_no_more() -> None:
     assert ask(1, 16, few, room=0) == 1
 
 
+def test_which_heads_and_pools_fit_hoppers_kernel() -> None:
+    def fits(heads: int = 128, rank: int = 512, block_tokens: int = 16, dtype: torch.dtype = torch.bfloat16) -> bool:
+        query, latents = torch.zeros(2, heads, rank + 64, dtype=dtype), torch.zeros(6, block_tokens, 1, rank + 64)
+        return fits_hopper(query[..., :rank], query[..., rank:], latents.to(dtype)[::3])
+
+    assert fits()
+    assert fits(heads=40, dtype=torch.float16)
+    assert fits(block_tokens=64)
+    assert not fits(heads=32), "half of the products would be for nothing"
+    assert not fits(rank=256)
+    assert not fits(block_tokens=4), "pages smaller than what the copy engine writes as one"
+    assert not fits(dtype=torch.float32)
+    query, pool = torch.zeros(1, 128, 576, dtype=torch.bfloat16), torch.zeros(1 << 16, dtype=torch.bfloat16)
+    apart = pool.as_strided((3, 16, 1, 576), (16 * 576 + 8, 576, 576, 1))
+    assert not fits_hopper(query[..., :512], query[..., 512:], apart), "blocks that do not stand on the grid of tokens"
+    odd = pool[4:].as_strided((3, 16, 1, 576), (16 * 576, 576, 576, 1), 4)
+    assert not fits_hopper(query[..., :512], query[..., 512:], odd), "an address that the copy engine cannot take"
+
+
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     shape = Shape()
     case = make_latents(shape, [40], device)
@@ -246,6 +266,18 @@ def test_large(device: torch.device, shape: Shape) -> None:
         sinks=None, out=generic, workspace=decode_workspace(8, shape.heads, shape.rank, device), value_dim=shape.rank,
     )  # fmt: skip
     assert_close(generic, want, shape.dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_tokens", [4, 8, 32, 64])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_large_pages(device: torch.device, block_tokens: int, splits: int) -> None:
+    """Of all sizes, with every number of tiles, odd and even, and a last one of every kind."""
+    shape, lengths = LARGE["DeepSeek-V3"], [1, 63, 64, 65, 127, 128, 129, 192, 250, 256]
+    case = make_latents(shape, lengths, device, block_tokens=block_tokens)
+    query, positions = make_query(shape, len(lengths), device), last(lengths, device)
+    out = decode(shape, case, query, case.lanes, positions, splits=splits)
+    assert_close(out, dense(case, query, lengths), shape.dtype)
 
 
 @pytest.mark.gpu

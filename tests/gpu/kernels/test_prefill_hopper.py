@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -55,20 +52,6 @@ def test_which_heads_and_pools_fit() -> None:
     assert not fits_hopper(query, shifted, shifted), "an address that the copy engine cannot take"
 
 
-@pytest.mark.parametrize(("dim", "reach"), [(64, 1), (128, 0)])
-def test_it_compiles_for_hopper_without_one(dim: int, reach: int) -> None:
-    """Its products are of the tensor cores' asynchronous kind, its loads are the copy engine's, and the ring fits."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.gpu.kernels._compile_hopper", str(dim), str(reach)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    shared, products, copies = map(int, done.stdout.split())
-    assert 80_000 < shared <= 227 << 10
-    assert products > 0
-    keys_at_once, _ = prefill_hopper._TILES[dim]
-    assert copies == 2 * keys_at_once // 16 * dim // 64
-
-
 # -- what only a GPU can show -------------------------------------------------------------------
 
 
@@ -111,6 +94,20 @@ def test_many_more_programs_than_processors(hopper: torch.device) -> None:
                              block_tokens=16)  # fmt: skip
     query = make_query(shape, sum(counts) + len(counts), hopper) / shape.key_dim**0.25
     ragged(shape, case, sinks, query, starts, counts)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("reach", [("window", 40), ("chunk", 50)])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_a_page_with_the_first_key_and_the_last(hopper: torch.device, reach: tuple[Any, int], dim: int) -> None:
+    """Both ends of it are made zeros, by two groups of warps that must not undo each other's."""
+    shape = QWEN._replace(heads=8, kv_heads=2, key_dim=dim, value_dim=dim, reach=reach)
+    starts, counts = [number % 23 for number in range(200)], [17 + number % 13 for number in range(200)]
+    lengths = [start + count for start, count in zip(starts, counts, strict=True)]
+    case, sinks = make_layer(shape, lengths, hopper, block_tokens=64)
+    query = make_query(shape, sum(counts) + len(counts), hopper) / shape.key_dim**0.25
+    for _ in range(5):
+        ragged(shape, case, sinks, query, starts, counts)
 
 
 @pytest.mark.gpu

@@ -65,7 +65,8 @@ def _zero_rows(  # type: ignore[no-untyped-def]
 ):
     """Tokens of a page of values outside begin .. end become zeros: they may hold NaN, and 0 * NaN is NaN.
 
-    Both groups of warps do it, each before its own product, and write the same.
+    Both groups of warps do it, each before its own product, and must write the same whichever comes first: every call
+    for a page names all of its tokens that are outside, but for those that this group has made zeros already.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     token = gl.arange(0, BLOCK_TOKENS, gl.SliceLayout(1, LAYOUT))
@@ -171,10 +172,12 @@ def attend_rows(  # type: ignore[no-untyped-def]
     best, total, raw, _shrink = _softmax_step(logits, best, total, scale, REACH)
     weights = gl.convert_layout(raw.to(DTYPE), WEIGHTS)
     if REACH != 0:
-        # what a window left behind
+        # what a window left behind. What lies behind the last key, where that is in this page too: or one group would
+        # write back here what the other has made zeros already
         mbarrier.wait(value_full.index(place), (turn // STAGES) & 1)
         page = place * PARTS * COUNT + low % BLOCK_N // BLOCK_TOKENS
-        _zero_rows(value_pages, page, low % BLOCK_TOKENS, BLOCK_TOKENS, COUNT, PARTS, BLOCK_TOKENS)
+        end = gl.minimum(highest + 1 - low // BLOCK_TOKENS * BLOCK_TOKENS, BLOCK_TOKENS)
+        _zero_rows(value_pages, page, low % BLOCK_TOKENS, end, COUNT, PARTS, BLOCK_TOKENS)
     turn += 1
     # tiles that every row sees in full need no mask
     open_begin = (first_visible(highest, REACH, reach_size) + BLOCK_N - 1) // BLOCK_N

@@ -18,9 +18,17 @@ import triton.language as tl
 
 from fdasync.errors import BadInput
 from fdasync.gpu.kernels.attention.decode import MAX_SPLITS, _span
-from fdasync.gpu.kernels.attention.latent_hopper import HEADS_TILE, POSITIONS_TILE, fits_hopper, latents_hopper
+from fdasync.gpu.kernels.attention.hopper_pages import page_descriptor
+from fdasync.gpu.kernels.attention.latent_hopper import (
+    HEADS_TILE,
+    POSITIONS_TILE,
+    REGISTERS,
+    fits_hopper,
+    latents_hopper,
+)
 from fdasync.gpu.kernels.attention.tile import LOG2E, load_rows, multiply
 from fdasync.gpu.kernels.chip import chip_of
+from fdasync.gpu.kernels.overlap import overlap, wait_for_inputs
 
 if TYPE_CHECKING:
     from fdasync.gpu.kernels.attention.decode import Workspace
@@ -47,8 +55,8 @@ class LatentLaunch:
     resident: int
 
 
-# of the kernel in `latent_hopper.py`, which has two tiles in memory
-HOPPER = LatentLaunch(HEADS_TILE, POSITIONS_TILE, 8, 2, 1)
+# of the kernel in `latent_hopper.py`, which starts eight more warps itself and has two tiles in memory
+HOPPER = LatentLaunch(HEADS_TILE, POSITIONS_TILE, 4, 2, 1)
 
 
 def latent_launch(heads: int, dtype: torch.dtype, *, large: bool = True) -> LatentLaunch:
@@ -94,8 +102,9 @@ def _latents(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     RANK: tl.constexpr, D1: tl.constexpr, ROTARY: tl.constexpr, D2: tl.constexpr,
     WIDEN: tl.constexpr, SPLIT: tl.constexpr, APART: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(OVERLAP)
     # a program does BLOCK_M heads of one sequence, one split of its positions; heads of a sequence run side by side,
     # so that they find its latents in the L2 cache
     head = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -167,7 +176,9 @@ def _latents(  # type: ignore[no-untyped-def]
 def _join_latents(  # type: ignore[no-untyped-def]
     partials, stats, lanes, positions, out, splits, capacity, width, out_row, out_head,
     HEADS: tl.constexpr, RANK: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(OVERLAP)
     # a program does WIDTH elements of one head of one sequence, all splits at once
     sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -230,7 +241,12 @@ def attend_latents(
         raise BadInput("query", f"{tuple(query.shape)} and {tuple(rotary.shape)} do not fit {tuple(latents.shape)}")
     if not query.dtype == rotary.dtype == latents.dtype:
         raise BadInput("query", f"is {query.dtype} and {rotary.dtype}, and the pool {latents.dtype}")
-    hopper = launch is None and fits_hopper(query, rotary, latents)
+    hopper = (
+        launch is None
+        and query.is_cuda
+        and chip_of(query.device).capability[0] == 9
+        and fits_hopper(query, rotary, latents)
+    )
     if launch is None:
         launch = HOPPER if hopper else latent_launch(heads, query.dtype, large=chip_of(query.device).large)
     partials, stats = workspace.partials, workspace.stats
@@ -240,24 +256,26 @@ def attend_latents(
         splits = latent_splits(sequences, heads, max_context, launch, capacity, workspace.processors)
     elif splits > 1 and splits * sequences * heads > capacity:
         raise BadInput("splits", "are more than the workspace has room for", limit=capacity // (sequences * heads))
-    arguments = (
-        query, rotary, latents, tables, lanes, positions, out, partials, stats,
+    rows = (tables, lanes, positions, out, partials, stats)
+    numbers = (
         scale * LOG2E, splits, stats.stride(0), partials.stride(0),
-        query.stride(0), query.stride(1), rotary.stride(0), rotary.stride(1), latents.stride(0), latents.stride(1),
-        tables.stride(0), out.stride(0), out.stride(1),
+        query.stride(0), query.stride(1), rotary.stride(0), rotary.stride(1),
     )  # fmt: skip
+    behind = (tables.stride(0), out.stride(0), out.stride(1))
     grid = (triton.cdiv(heads, launch.heads), sequences, splits)
     if hopper:
         latents_hopper[grid](
-            *arguments, HEADS=heads, BLOCK_TOKENS=latents.shape[1], SPLIT=splits > 1, num_warps=launch.warps
-        )
+            query, rotary, page_descriptor(latents), *rows, *numbers, latents.stride(0) // latents.stride(1), *behind,
+            HEADS=heads, BLOCK_TOKENS=latents.shape[1], SPLIT=splits > 1, num_warps=launch.warps, maxnreg=REGISTERS,
+            **overlap(query.device),
+        )  # fmt: skip
     else:
         _latents[grid](
-            *arguments,
+            query, rotary, latents, *rows, *numbers, latents.stride(0), latents.stride(1), *behind,
             HEADS=heads, BLOCK_TOKENS=latents.shape[1], RANK=rank, D1=max(16, triton.next_power_of_2(rank)),
             ROTARY=dims, D2=max(16, triton.next_power_of_2(dims)), WIDEN=query.device.type == "cpu", SPLIT=splits > 1,
             APART=launch.heads >= 64, BLOCK_M=launch.heads, BLOCK_N=launch.positions,
-            num_warps=launch.warps, num_stages=launch.stages,
+            num_warps=launch.warps, num_stages=launch.stages, **overlap(query.device),
         )  # fmt: skip
     if splits > 1:
         at_once = triton.next_power_of_2(splits)
@@ -267,5 +285,5 @@ def attend_latents(
             partials, stats, lanes, positions, out, splits, stats.stride(0), partials.stride(0),
             out.stride(0), out.stride(1),
             HEADS=heads, RANK=rank, BLOCK_N=launch.positions, SPLITS=at_once, WIDTH=wide,
-            num_warps=4,
+            num_warps=4, **overlap(query.device),
         )  # fmt: skip

@@ -16,15 +16,15 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from fdasync.gpu.kernels.attention.hopper_pages import fits_pages, page_descriptor
 from fdasync.gpu.kernels.attention.hopper_tile import LATER_NAMES, attend_rows, barrier, copy_in, first_visible
 
 ROWS = 64  # of a group of four warps: what one of its products takes
 # of a thread when it starts, with 12 warps; `_prefill_hopper` shares them out again
 REGISTERS = 168
 # Keys of a tile and places in the ring, by the width of a head: 160 KB with the queries at 128. Heads of 256 are the
-# other kernel's: with a window they gave NaN here.
+# other kernel's: this one was not timed with them.
 _TILES = {64: (128, 2), 128: (128, 2)}
 
 
@@ -226,30 +226,12 @@ def _prefill_hopper(  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-def _descriptor(view: torch.Tensor) -> TensorDescriptor:
-    """Of pages of 64 elements of a layer's keys or values: a row is a token of any block, all at one distance."""
-    blocks, block_tokens, heads, dim = view.shape
-    distance = view.stride(1)
-    rows = (blocks - 1) * (view.stride(0) // distance) + block_tokens
-    layout = gl.NVMMASharedLayout(128, 16, 2)
-    return TensorDescriptor(view, [rows, heads * dim], [distance, 1], [block_tokens, 64], layout)
-
-
 def fits_hopper(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None) -> bool:
     """Whether this module's kernel can attend such heads in such a pool: by shapes and strides, on any device."""
     if values is None or query.dtype not in (torch.bfloat16, torch.float16):
         return False
-    dim, block_tokens = query.shape[2], keys.shape[1]
-    if dim not in _TILES or values.shape[3] != dim or block_tokens not in (8, 16, 32, 64):
-        return False
-    return all(
-        view.stride(2) == dim
-        and view.stride(0) % view.stride(1) == 0
-        and view.stride(1) % 8 == 0
-        and view.data_ptr() % 16 == 0
-        and view.shape[0] * (view.stride(0) // view.stride(1)) < 1 << 30
-        for view in (keys, values)
-    )
+    dim = query.shape[2]
+    return dim in _TILES and values.shape[3] == dim and fits_pages(keys) and fits_pages(values)
 
 
 def attend_hopper(
@@ -282,8 +264,8 @@ def attend_hopper(
     processors = torch.cuda.get_device_properties(query.device).multi_processor_count
     keys_at_once, stages = _TILES[dim]
     _prefill_hopper[(min(programs, processors),)](
-        _descriptor(keys), _descriptor(values), query, tables, lanes, starts, first_rows, counts, tiles, sinks, out,
-        programs, scale, reach_size, keys.stride(0) // keys.stride(1), values.stride(0) // values.stride(1),
+        page_descriptor(keys), page_descriptor(values), query, tables, lanes, starts, first_rows, counts, tiles, sinks,
+        out, programs, scale, reach_size, keys.stride(0) // keys.stride(1), values.stride(0) // values.stride(1),
         query.stride(0), query.stride(1), tables.stride(0), out.stride(0), out.stride(1),
         KV_HEADS=kv_heads, GROUP=group, PIECES=pieces, TILE=tile, BLOCK_TOKENS=keys.shape[1], DIM=dim,
         SINKS=sinks is not None, REACH=reach, BLOCK_N=keys_at_once, STAGES=stages, ROWS=ROWS,
