@@ -6,13 +6,16 @@ import pytest
 import torch
 
 from fdasync.errors import BadInput
+from fdasync.gpu.kernels.chip import chip_of
 from fdasync.gpu.kernels.router.product import Tile, choose_tile, launch_product, router_logits
 
 EPS = torch.finfo(torch.float32).eps
-# tiles of every form: few and many tokens, either side as rows, one block and several beside each other
+COUNTS = (1, 16, 64, 65, 128, 256, 384, 512, 1024, 2048, 4096, 8192)
+CHOSEN = {choose_tile(tokens, experts, 0, large=large): large
+          for large in (True, False) for experts in (8, 128, 256) for tokens in COUNTS}  # fmt: skip
+# those that are chosen, and others of every form: either side as rows, one block and several beside each other
 TILES = [
-    Tile(1, 8, 4, 1, 3, False), Tile(16, 16, 4, 4, 2, True), Tile(8, 16, 4, 1, 3, True), Tile(16, 4, 4, 1, 3, False),
-    Tile(16, 8, 2, 2, 3, False), Tile(32, 16, 4, 4, 2, True), Tile(64, 64, 1, 4, 3, False),
+    *CHOSEN, Tile(16, 16, 4, 4, 2, True), Tile(16, 4, 4, 1, 3, False), Tile(32, 16, 4, 4, 2, True),
     Tile(64, 128, 1, 8, 3, False),
 ]  # fmt: skip
 WIDE_TILES = [Tile(16, 16, 1, 4, 2, False), Tile(32, 32, 1, 4, 2, False)]
@@ -55,6 +58,14 @@ def test_every_tile_writes_every_logit_and_nothing_else(device, tile):
     assert bool(((around[1:20].double() - exact).abs() <= reach(x, weight)).all())
     assert around[0].isnan().all()
     assert around[20].isnan().all()
+
+
+def test_small_devices_get_tiles_that_fit():
+    small = [tile for tile, large in CHOSEN.items() if not large]
+    assert small
+    for tile in small:
+        stage = (tile.tokens + tile.experts) * 128 * tile.beside * 2
+        assert stage * (tile.stages - 1) <= 96 * 1024, tile
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -121,7 +132,8 @@ def test_a_token_has_the_same_bits_at_every_size(device, x_dtype, weight_dtype, 
             assert torch.equal(some, whole[begin : begin + tokens]), (tokens, begin)
     wide = x_dtype == torch.float32
     for tile in WIDE_TILES if wide else TILES:
-        if weight_dtype == torch.float32 and not wide and (tile.tokens > 64 or tile.experts > 64):
+        stage = (2 * tile.tokens + 4 * tile.experts) * 128 * tile.beside
+        if weight_dtype == torch.float32 and not wide and (tile.experts > 64 or stage * (tile.stages - 1) > 1 << 17):
             continue  # three factors of a weight do not fit
         other = torch.full_like(whole, float("nan"))
         launch_product(x, weight, None, other, False, tile)
@@ -144,7 +156,7 @@ def test_a_graph_replays_it_and_sizes_compile_nothing(device):
     from fdasync.gpu.kernels.router.product import _product_kernel
 
     x, weight = factors(4096, 128, 2048, torch.bfloat16, torch.bfloat16, device)
-    regimes = {choose_tile(tokens, 128, 0): tokens for tokens in range(1, 4097)}
+    regimes = {choose_tile(tokens, 128, 0, large=chip_of(device).large): tokens for tokens in range(1, 4097)}
     for tokens in regimes.values():
         router_logits(x[:tokens], weight, rounded=True)
     kernels = [len(cache[0]) for cache in _product_kernel.device_caches.values()]
