@@ -51,22 +51,24 @@ class Tile(NamedTuple):
 # By the most tokens. Best of Qwen3-30B-A3B's router on an H200, between the norm before it and the choice behind it.
 _FEW_EXPERTS: tuple[tuple[float, Tile], ...] = (
     (1, Tile(1, 8, 4, 1, 3, False)),
-    (64, Tile(8, 16, 4, 1, 4, True)),
-    (128, Tile(16, 8, 4, 1, 4, False)),
-    (384, Tile(16, 16, 2, 2, 6, False)),
-    (1024, Tile(16, 64, 2, 4, 4, True)),
-    (4096, Tile(64, 32, 1, 4, 4, False)),
+    (128, Tile(8, 16, 4, 1, 4, True)),
+    (256, Tile(32, 8, 4, 2, 4, False)),
+    (1024, Tile(16, 64, 1, 4, 8, True)),
+    (4096, Tile(32, 64, 2, 4, 3, True)),
     (float("inf"), Tile(64, 64, 1, 4, 3, False)),
 )
 _MANY_EXPERTS: tuple[tuple[float, Tile], ...] = (
-    *_FEW_EXPERTS[:2],
+    (1, Tile(1, 8, 4, 1, 3, False)),
+    (64, Tile(16, 8, 4, 2, 3, False)),
     (512, Tile(16, 16, 4, 2, 3, True)),
     (4096, Tile(64, 64, 1, 4, 4, False)),
     (float("inf"), Tile(128, 128, 1, 8, 3, False)),
 )
 # in the place of tiles that need more than 99 KB of shared memory
 _ELSEWHERE = {
-    Tile(16, 64, 2, 4, 4, True): Tile(64, 32, 1, 4, 4, False),
+    Tile(32, 8, 4, 2, 4, False): Tile(16, 16, 4, 2, 3, True),
+    Tile(16, 64, 1, 4, 8, True): Tile(64, 32, 1, 4, 4, False),
+    Tile(32, 64, 2, 4, 3, True): Tile(64, 32, 1, 4, 4, False),
     Tile(64, 64, 1, 4, 4, False): Tile(64, 64, 1, 4, 3, False),
     Tile(128, 128, 1, 8, 3, False): Tile(64, 64, 1, 4, 3, False),
 }
@@ -93,16 +95,20 @@ def _block(  # type: ignore[no-untyped-def]
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
+    EVEN: tl.constexpr,
     FACTORS: tl.constexpr,
     SWAPPED: tl.constexpr,
 ):
-    """The products of BLOCK values from `begin` on."""
+    """The products of BLOCK values from `begin` on; EVEN: all experts are real."""
     if MASKED:
         inside = begin + tl.arange(0, BLOCK) < HIDDEN
         here = here & (inside[:, None] if SWAPPED else inside[None, :])
         real = real & (inside[None, :] if SWAPPED else inside[:, None])
     x_tile = tl.load(x + begin + x_offset, mask=here, other=0.0)
-    weight_tile = tl.load(weight + begin + weight_offset, mask=real, other=0.0)
+    if EVEN and not MASKED:
+        weight_tile = tl.load(weight + begin + weight_offset)
+    else:
+        weight_tile = tl.load(weight + begin + weight_offset, mask=real, other=0.0)
     if FACTORS == 0:
         return _dot(x_tile, weight_tile, zero, SWAPPED)
     elif FACTORS == 1:
@@ -143,22 +149,26 @@ def _product_kernel(  # type: ignore[no-untyped-def]
     wait_for_inputs(OVERLAP)
     TILES: tl.constexpr = (NUM_EXPERTS + EXPERTS - 1) // EXPERTS
     MASKED: tl.constexpr = HIDDEN % (BLOCK * BESIDE) != 0
+    EVEN: tl.constexpr = NUM_EXPERTS % EXPERTS == 0
     first = tl.program_id(0) // TILES * TOKENS
     token = tl.arange(0, TOKENS)
-    expert = tl.program_id(0) % TILES * EXPERTS + tl.arange(0, EXPERTS)
+    first_expert = tl.program_id(0) % TILES * EXPERTS
+    place = tl.arange(0, EXPERTS)
+    expert = first_expert + place
     depth = tl.arange(0, BLOCK)
     # scalar places are wide, places within a tile are narrow and live in fewer registers
     x += first.to(tl.int64) * x_stride
+    weight += first_expert.to(tl.int64) * weight_stride
     logits += first.to(tl.int64) * NUM_EXPERTS
     if SWAPPED:
         x_offset = token[None, :] * x_stride + depth[:, None]
-        weight_offset = expert[:, None] * weight_stride + depth[None, :]
+        weight_offset = place[:, None] * weight_stride + depth[None, :]
         here = (first + token < num_tokens)[None, :]
         real = (expert < NUM_EXPERTS)[:, None]
         offset = token[None, :] * NUM_EXPERTS + expert[:, None]
     else:
         x_offset = token[:, None] * x_stride + depth[None, :]
-        weight_offset = expert[None, :] * weight_stride + depth[:, None]
+        weight_offset = place[None, :] * weight_stride + depth[:, None]
         here = (first + token < num_tokens)[:, None]
         real = (expert < NUM_EXPERTS)[None, :]
         offset = token[:, None] * NUM_EXPERTS + expert[None, :]
@@ -167,20 +177,22 @@ def _product_kernel(  # type: ignore[no-untyped-def]
     # 0.0 that the compiler does not know: it would sum a block that begins with a known zero into the total at once
     zero = tl.zeros(shape, dtype=tl.float32) + nothing
     for at in tl.range(0, HIDDEN, BLOCK * BESIDE, num_stages=STAGES):
-        one = _block(zero, x, weight, x_offset, weight_offset, here, real, at, HIDDEN, BLOCK, MASKED, FACTORS, SWAPPED)
+        one = _block(
+            zero, x, weight, x_offset, weight_offset, here, real, at, HIDDEN, BLOCK, MASKED, EVEN, FACTORS, SWAPPED
+        )
         if BESIDE > 1:
             two = _block(
-                zero, x, weight, x_offset, weight_offset, here, real, at + BLOCK, HIDDEN, BLOCK, MASKED, FACTORS,
-                SWAPPED,
+                zero, x, weight, x_offset, weight_offset, here, real, at + BLOCK, HIDDEN, BLOCK, MASKED, EVEN,
+                FACTORS, SWAPPED,
             )  # fmt: skip
         if BESIDE > 2:
             three = _block(
-                zero, x, weight, x_offset, weight_offset, here, real, at + 2 * BLOCK, HIDDEN, BLOCK, MASKED, FACTORS,
-                SWAPPED,
+                zero, x, weight, x_offset, weight_offset, here, real, at + 2 * BLOCK, HIDDEN, BLOCK, MASKED, EVEN,
+                FACTORS, SWAPPED,
             )  # fmt: skip
             four = _block(
-                zero, x, weight, x_offset, weight_offset, here, real, at + 3 * BLOCK, HIDDEN, BLOCK, MASKED, FACTORS,
-                SWAPPED,
+                zero, x, weight, x_offset, weight_offset, here, real, at + 3 * BLOCK, HIDDEN, BLOCK, MASKED, EVEN,
+                FACTORS, SWAPPED,
             )  # fmt: skip
         # past the end a block is 0, which changes no sum
         total += one
