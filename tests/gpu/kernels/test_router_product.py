@@ -11,8 +11,9 @@ from fdasync.gpu.kernels.router.product import Tile, choose_tile, launch_product
 
 EPS = torch.finfo(torch.float32).eps
 COUNTS = (1, 16, 64, 65, 128, 256, 384, 512, 1024, 2048, 4096, 8192)
-CHOSEN = {choose_tile(tokens, experts, 0, large=large): large
-          for large in (True, False) for experts in (8, 128, 256) for tokens in COUNTS}  # fmt: skip
+SHAPES = ((128, 2048), (72, 2880), (256, 7168))
+CHOSEN = {choose_tile(tokens, experts, hidden, 0, large=large): large
+          for large in (True, False) for experts, hidden in SHAPES for tokens in COUNTS}  # fmt: skip
 # those that are chosen, and others of every form: either side as rows, one block and several beside each other
 TILES = [
     *CHOSEN, Tile(16, 16, 4, 4, 2, True), Tile(16, 4, 4, 1, 3, False), Tile(32, 16, 4, 4, 2, True),
@@ -122,7 +123,7 @@ def test_bad_input_is_refused(device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("x_dtype", "weight_dtype"), DTYPES)
-@pytest.mark.parametrize(("experts", "hidden"), [(128, 2048), (72, 2880), (256, 7168)])
+@pytest.mark.parametrize(("experts", "hidden"), SHAPES)
 def test_a_token_has_the_same_bits_at_every_size(device, x_dtype, weight_dtype, experts, hidden):
     x, weight = factors(2048, experts, hidden, x_dtype, weight_dtype, device)
     whole = router_logits(x, weight, rounded=False, dtype=torch.float32)
@@ -156,7 +157,7 @@ def test_a_graph_replays_it_and_sizes_compile_nothing(device):
     from fdasync.gpu.kernels.router.product import _product_kernel
 
     x, weight = factors(4096, 128, 2048, torch.bfloat16, torch.bfloat16, device)
-    regimes = {choose_tile(tokens, 128, 0, large=chip_of(device).large): tokens for tokens in range(1, 4097)}
+    regimes = {choose_tile(tokens, 128, 2048, 0, large=chip_of(device).large): tokens for tokens in range(1, 4097)}
     for tokens in regimes.values():
         router_logits(x[:tokens], weight, rounded=True)
     kernels = [len(cache[0]) for cache in _product_kernel.device_caches.values()]
