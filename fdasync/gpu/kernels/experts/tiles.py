@@ -25,6 +25,7 @@ class Tile:
         warps, stages: of a program, and of its pipeline of loads.
         swap: weights are the left side of the product: its hardware wants 64 rows there, and tokens are few.
         tma: weights come by the bulk copy engine; for weights that are not transposed.
+        many: by the kernels of `many.py`, which need `tma` and no `swap`.
     """
 
     columns: int
@@ -33,6 +34,7 @@ class Tile:
     stages: int
     swap: bool = False
     tma: bool = False
+    many: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,11 @@ class Tiles:
 _TABLE: tuple[tuple[float, Tiles], ...] = (
     (12.0, Tiles(16, Tile(64, 128, 4, 3, swap=True, tma=True), Tile(128, 64, 4, 4, swap=True, tma=True))),
     (24.0, Tiles(32, Tile(64, 128, 4, 3), Tile(128, 64, 8, 3, swap=True, tma=True), chunk=1024)),
-    (96.0, Tiles(64, Tile(64, 64, 4, 3, swap=True, tma=True), Tile(128, 64, 4, 3, tma=True), chunk=4096)),
-    (float("inf"), Tiles(128, Tile(128, 64, 8, 4, tma=True), Tile(256, 64, 8, 3, tma=True), apart=True)),
+    (56.0, Tiles(64, Tile(64, 64, 4, 3, swap=True, tma=True), Tile(128, 64, 4, 3, tma=True), chunk=4096)),
+    (
+        float("inf"),
+        Tiles(128, Tile(64, 64, 4, 3, tma=True, many=True), Tile(256, 64, 8, 4, tma=True, many=True), apart=True),
+    ),
 )
 _SINGLE = Tiles(16, Tile(64, 128, 4, 4, swap=True), Tile(64, 128, 4, 4, swap=True), single=True)
 # The rule elsewhere: at most 96 KB of shared memory, no bulk copies. On Hopper it holds where weights do not fit the
@@ -68,7 +73,7 @@ _SINGLE = Tiles(16, Tile(64, 128, 4, 4, swap=True), Tile(64, 128, 4, 4, swap=Tru
 _ELSEWHERE: tuple[tuple[float, Tiles], ...] = (
     (12.0, Tiles(16, Tile(64, 64, 4, 3), Tile(128, 64, 4, 3))),
     (24.0, Tiles(32, Tile(64, 64, 4, 3), Tile(128, 64, 4, 3), chunk=1024)),
-    (96.0, Tiles(64, Tile(64, 64, 4, 3), Tile(128, 64, 4, 3), chunk=4096)),
+    (56.0, Tiles(64, Tile(64, 64, 4, 3), Tile(128, 64, 4, 3), chunk=4096)),
     (float("inf"), Tiles(128, Tile(64, 64, 8, 3), Tile(128, 64, 8, 3), apart=True)),
 )
 _SINGLE_ELSEWHERE = Tiles(16, Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), single=True)
