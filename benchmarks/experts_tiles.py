@@ -54,6 +54,7 @@ _DECODE: tuple[_Cut, ...] = (
 )
 _MIDDLE: tuple[_Cut, ...] = ((64, 64, 4, 4), (64, 64, 4, 3), (128, 64, 8, 3), (128, 64, 4, 3), (64, 128, 4, 3))
 _MANY: tuple[_Cut, ...] = ((128, 64, 8, 3), (128, 64, 8, 4), (64, 64, 4, 4), (64, 64, 8, 4), (256, 64, 8, 3))
+_MOST: tuple[_Cut, ...] = ((64, 64, 4, 3), (64, 64, 8, 3), (128, 64, 8, 4), (128, 64, 4, 3), (256, 64, 8, 4))
 
 
 def shape_of(name: str) -> tuple[int, int, int, int]:
@@ -93,6 +94,7 @@ def candidates(tokens: int, top_k: int, num_experts: int) -> list[tuple[int, boo
         else:
             for row, cut in itertools.product((64, 128), _MANY):
                 found.append((row, False, Tile(*cut, tma=True)))
+            found += [(row, False, Tile(*cut, tma=True, many=True)) for row in (64, 128) for cut in _MOST]
             found += [(128, False, Tile(*cut)) for cut in _MANY[:1]]
     return found
 
@@ -149,7 +151,8 @@ def graph_us(run: Callable[[int], Any], layers: int, repeat: int = 7) -> float:
 
 
 def _tiles(rows: int, single: bool, up: Tile, down: Tile, tokens: int) -> Tiles:
-    return Tiles(rows, up, down, single=single, chunk=512 if tokens <= 64 else 1024 if tokens <= 256 else 4096)
+    chunk = 512 if tokens <= 64 else 1024 if tokens <= 256 else 4096
+    return Tiles(rows, up, down, single=single, chunk=chunk, apart=tokens > 512)
 
 
 def _compile(shape: str, jobs: list[tuple[int, int, bool, Tile]]) -> None:

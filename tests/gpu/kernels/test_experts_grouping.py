@@ -41,6 +41,7 @@ def check(ids: torch.Tensor, live: torch.Tensor | None, num_experts: int, tiles:
     entries = table.view(capacity, 4)
     assert entries[: len(wanted), :3].tolist() == wanted
     assert (entries[len(wanted) :, 0] == -1).all()
+    assert entries[0, 3] == len(wanted)
 
 
 @settings(max_examples=30, deadline=None)

@@ -20,6 +20,7 @@ Form = Literal["plain", "wide", "clamped", "clamped_after", "swiglu_oai"]
 
 #: codes of the kinds in the kernels
 KINDS: dict[Kind, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "quick_gelu": 3, "relu": 4, "relu2": 5}
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _FORMS: dict[Form, int] = {"plain": 0, "wide": 1, "clamped": 2, "clamped_after": 3, "swiglu_oai": 4}
 
 
@@ -59,6 +60,23 @@ def _one_and_exp(value):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _over(value, whole):  # type: ignore[no-untyped-def]
+    """value / whole, rounded once, for a whole from 1 on; of infinity over more than 1 a NaN, as torch's silu has it.
+
+    The device's own division asks of each number whether it needs a slower way, and waits at each branch.
+    """
+    if _INTERPRETED:
+        return tl.div_rn(value, whole)
+    # not exact: two steps correct it, as the remainder of the first is exact; zeros keep their sign
+    negative = -1.0 / whole
+    other = value * -1.0
+    result = other * negative
+    result = tl.fma(tl.fma(whole, result, other), negative, result)
+    result = tl.fma(tl.fma(whole, result, other), negative, result)
+    return tl.where(whole == 1.0, value, result)
+
+
+@triton.jit
 def _sigmoid(value):  # type: ignore[no-untyped-def]
     return tl.div_rn(1.0, _one_and_exp(value))
 
@@ -67,7 +85,7 @@ def _sigmoid(value):  # type: ignore[no-untyped-def]
 def _function(value, dtype: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     """f(value) in float32, not rounded at the end."""
     if KIND == 0:
-        return tl.div_rn(value, _one_and_exp(value))
+        return _over(value, _one_and_exp(value))
     elif KIND == 1:
         return 0.5 * value * (1.0 + tl.math.erf(value * 0.7071067811865476))
     elif KIND == 2:

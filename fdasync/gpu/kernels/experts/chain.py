@@ -25,6 +25,7 @@ from fdasync.gpu.kernels.chip import chip_of
 from fdasync.gpu.kernels.experts.activation import Activation
 from fdasync.gpu.kernels.experts.grouping import group
 from fdasync.gpu.kernels.experts.kernels import experts_combine, experts_down, experts_gate_up
+from fdasync.gpu.kernels.experts.many import down_many, gate_up_many
 from fdasync.gpu.kernels.experts.tiles import choose_tiles
 from fdasync.gpu.kernels.overlap import overlap
 
@@ -104,18 +105,28 @@ def experts(
         "WIDEN": hidden.device.type == "cpu", "BIASED": up_bias is not None, "BM": tiles.rows,
         **overlap(hidden.device),
     }  # fmt: skip
-    experts_gate_up[(capacity * triton.cdiv(inner, tiles.up.columns),)](
-        hidden, _operand(up, tiles.up), up if up_bias is None else up_bias, held, order, table, ids, alive,
-        activation.alpha, activation.limit,
-        hidden.stride(0), up.stride(0), *_strides(up, transposed), 0 if up_bias is None else up_bias.stride(0),
-        K=width, N=inner, KIND=activation.kind_code, FORM=activation.form_code, GATED=gated, INTERLEAVED=interleaved,
-        COLUMNS=triton.cdiv(inner, tiles.up.columns), PAIRED=tiles.up.paired and gated, **_launch(tiles.up), **shared,
-    )  # fmt: skip
-    experts_down[(capacity * triton.cdiv(width, tiles.down.columns),)](
-        held, _operand(down, tiles.down), down if down_bias is None else down_bias, weights, found, order, table, ids,
-        alive, down.stride(0), *_strides(down, transposed), 0 if down_bias is None else down_bias.stride(0),
-        K=inner, N=width, COLUMNS=triton.cdiv(width, tiles.down.columns), **_launch(tiles.down), **shared,
-    )  # fmt: skip
+    if tiles.up.many:
+        gate_up_many(
+            hidden, up, up_bias, held, order, table,
+            top_k=top_k, gated=gated, activation=activation, rows=tiles.rows, tile=tiles.up,
+        )  # fmt: skip
+    else:
+        experts_gate_up[(capacity * triton.cdiv(inner, tiles.up.columns),)](
+            hidden, _operand(up, tiles.up), up if up_bias is None else up_bias, held, order, table, ids, alive,
+            activation.alpha, activation.limit,
+            hidden.stride(0), up.stride(0), *_strides(up, transposed), 0 if up_bias is None else up_bias.stride(0),
+            K=width, N=inner, KIND=activation.kind_code, FORM=activation.form_code, GATED=gated,
+            INTERLEAVED=interleaved, COLUMNS=triton.cdiv(inner, tiles.up.columns),
+            PAIRED=tiles.up.paired and gated, **_launch(tiles.up), **shared,
+        )  # fmt: skip
+    if tiles.down.many:
+        down_many(held, down, down_bias, weights, found, order, table, rows=tiles.rows, tile=tiles.down)
+    else:
+        experts_down[(capacity * triton.cdiv(width, tiles.down.columns),)](
+            held, _operand(down, tiles.down), down if down_bias is None else down_bias, weights, found, order, table,
+            ids, alive, down.stride(0), *_strides(down, transposed), 0 if down_bias is None else down_bias.stride(0),
+            K=inner, N=width, COLUMNS=triton.cdiv(width, tiles.down.columns), **_launch(tiles.down), **shared,
+        )  # fmt: skip
     if parts:
         return found
     out = torch.empty_like(hidden, memory_format=torch.contiguous_format)

@@ -30,8 +30,9 @@ def group(
 
     Returns:
         int32 [T * k]: the pairs by expert, those of an expert in their own order; past the last, anything. int32
-        [4 * capacity]: of each tile its expert, its first place in the former, its rows, and anything; the expert of
-        entries past the last tile is -1. And that capacity. Both new, the caller's.
+        [4 * capacity]: of each tile its expert, its first place in the former, its rows, and anything, but for the
+        first: the number of tiles; the expert of entries past the last tile is -1. And that capacity. Both new, the
+        caller's.
     """
     pairs = ids.numel()
     capacity = min(pairs, num_experts) + pairs // tiles.rows
@@ -78,6 +79,8 @@ def _list_tiles(tiles, counts, e, capacity, E: tl.constexpr, EP: tl.constexpr, B
     mine = tl.sum(tl.where(expert == e, counts, 0))
     needed = (counts + BM - 1) // BM
     first = tl.sum(tl.where(expert < e, needed, 0))
+    if e == 0:
+        tl.store(tiles + 3, tl.sum(needed))
     number = tl.arange(0, 32)
     for start in range(0, (mine + BM - 1) // BM, 32):
         at = start + number

@@ -57,7 +57,7 @@ def _weights(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _times(left, right, sums, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
+def times(left, right, sums, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
     """sums + left @ right in float32, in order; WIDEN: for the interpreter, which takes bfloat16 for its bits."""
     if WIDEN:
         left = left.to(tl.float32)
@@ -109,7 +109,7 @@ def experts_gate_up(  # type: ignore[no-untyped-def]
             rows = tl.load(at) if EVEN_K else tl.load(at, mask=(k < K)[None, :], other=0.0)
         if PAIRED:
             halves = _weights(w, base, both_row, k, wn, wk, 2 * N, K, EVEN_N, EVEN_K, SWAP)
-            both = _times(halves, rows, both, WIDEN)
+            both = times(halves, rows, both, WIDEN)
         else:
             if TMA:
                 row = e * (2 * N if GATED else N) + first
@@ -117,14 +117,14 @@ def experts_gate_up(  # type: ignore[no-untyped-def]
                 gates = gates if SWAP else gates.T
             else:
                 gates = _weights(w, base, gate_row, k, wn, wk, 2 * N if INTERLEAVED else N, K, EVEN_N, EVEN_K, SWAP)
-            gate = _times(gates, rows, gate, WIDEN) if SWAP else _times(rows, gates, gate, WIDEN)
+            gate = times(gates, rows, gate, WIDEN) if SWAP else times(rows, gates, gate, WIDEN)
             if GATED:
                 if TMA:
                     ups = w.load([row + N, start])
                     ups = ups if SWAP else ups.T
                 else:
                     ups = _weights(w, base, up_row, k, wn, wk, 2 * N, K, EVEN_N, EVEN_K, SWAP)
-                up = _times(ups, rows, up, WIDEN) if SWAP else _times(rows, ups, up, WIDEN)
+                up = times(ups, rows, up, WIDEN) if SWAP else times(rows, ups, up, WIDEN)
     if PAIRED:
         if INTERLEAVED:
             gate, up = tl.split(tl.permute(tl.reshape(both, (BN, 2, BM)), (0, 2, 1)))
@@ -182,7 +182,7 @@ def experts_down(  # type: ignore[no-untyped-def]
             downs = downs if SWAP else downs.T
         else:
             downs = _weights(w, base, column, k, wn, wk, N, K, EVEN_N, EVEN_K, SWAP)
-        sums = _times(downs, rows, sums, WIDEN) if SWAP else _times(rows, downs, sums, WIDEN)
+        sums = times(downs, rows, sums, WIDEN) if SWAP else times(rows, downs, sums, WIDEN)
     if SINGLE:
         let_next_come(OVERLAP)
     if SWAP:

@@ -27,6 +27,7 @@ class Tile:
         tma: weights come by the bulk copy engine; for weights that are not transposed.
         paired: gate and up rows are one operand of one product, so that 32 columns fill the hardware's 64 rows; for
             `up` with `swap` and without `tma`, and only where there are gates.
+        many: by the kernels of `many.py`, which need `tma` and no `swap`.
     """
 
     columns: int
@@ -36,6 +37,7 @@ class Tile:
     swap: bool = False
     tma: bool = False
     paired: bool = False
+    many: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,11 @@ class Tiles:
 _TABLE: tuple[tuple[float, Tiles], ...] = (
     (12.0, Tiles(16, Tile(64, 128, 4, 3, swap=True, tma=True), Tile(128, 64, 4, 4, swap=True, tma=True))),
     (24.0, Tiles(32, Tile(64, 128, 4, 3), Tile(128, 64, 8, 3, swap=True, tma=True), chunk=1024)),
-    (96.0, Tiles(64, Tile(64, 64, 4, 3, swap=True, tma=True), Tile(128, 64, 4, 3, tma=True), chunk=4096)),
-    (float("inf"), Tiles(128, Tile(128, 64, 8, 4, tma=True), Tile(256, 64, 8, 3, tma=True), apart=True)),
+    (56.0, Tiles(64, Tile(64, 64, 4, 3, swap=True, tma=True), Tile(128, 64, 4, 3, tma=True), chunk=4096)),
+    (
+        float("inf"),
+        Tiles(128, Tile(64, 64, 4, 3, tma=True, many=True), Tile(256, 64, 8, 4, tma=True, many=True), apart=True),
+    ),
 )
 _SINGLE = Tiles(8, Tile(32, 128, 4, 4, swap=True, paired=True), Tile(64, 128, 4, 4, swap=True), single=True)
 # The rule elsewhere: at most 96 KB of shared memory, no bulk copies. On Hopper it holds where weights do not fit the
@@ -71,7 +76,7 @@ _SINGLE = Tiles(8, Tile(32, 128, 4, 4, swap=True, paired=True), Tile(64, 128, 4,
 _ELSEWHERE: tuple[tuple[float, Tiles], ...] = (
     (12.0, Tiles(16, Tile(64, 64, 4, 3), Tile(128, 64, 4, 3))),
     (24.0, Tiles(32, Tile(64, 64, 4, 3), Tile(128, 64, 4, 3), chunk=1024)),
-    (96.0, Tiles(64, Tile(64, 64, 4, 3), Tile(128, 64, 4, 3), chunk=4096)),
+    (56.0, Tiles(64, Tile(64, 64, 4, 3), Tile(128, 64, 4, 3), chunk=4096)),
     (float("inf"), Tiles(128, Tile(64, 64, 8, 3), Tile(128, 64, 8, 3), apart=True)),
 )
 _SINGLE_ELSEWHERE = Tiles(16, Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), single=True)
