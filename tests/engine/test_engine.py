@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import numpy as np
 import pytest
@@ -21,6 +20,7 @@ from fdasync.testing import (
     synthetic_engine,
     until,
 )
+from tests.support.helpers import hold_up
 
 GREEDY = SamplingParams(max_tokens=10, temperature=0.0)
 PROMPT = list(range(1, 11))
@@ -401,9 +401,7 @@ async def test_lateness_of_the_loop_is_reported():
     async with synthetic_engine() as engine:
         await asyncio.sleep(0.01)
         engine.stats()
-        end = time.perf_counter() + 0.25
-        while time.perf_counter() < end:
-            pass
+        hold_up(0.25)
         await asyncio.sleep(0.12)
         assert engine.stats().loop_late_max_s > 0.1
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from fdasync.events.catalog import BlockDamaged, LoopHeldUp, RequestEnded, Store
 from fdasync.telemetry.event_metrics import EventMetrics
 from fdasync.telemetry.prometheus import PrometheusTap
 from fdasync.testing import held_engine, run_sim, synthetic_config, synthetic_engine, until
+from tests.support.helpers import hold_up
 from tests.telemetry.scrape import Scrape, check_counters, check_histogram
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0)
@@ -127,9 +127,7 @@ async def test_weights_and_pauses():
 async def test_every_reader_hears_of_a_loop_that_was_held_up():
     async with synthetic_engine() as engine, PrometheusTap(engine) as one, PrometheusTap(engine) as two:
         async with engine.bus.subscribe(LoopHeldUp) as late:
-            end = time.perf_counter() + 0.25
-            while time.perf_counter() < end:
-                pass
+            hold_up(0.25)
             event = await anext(late)
         assert event.seconds > 0.1
         await until(lambda: not one.pending and not two.pending)

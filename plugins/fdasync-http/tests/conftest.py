@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from contextlib import AsyncExitStack, asynccontextmanager
+from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import httpx2
@@ -13,14 +15,16 @@ from fdasync_http.server import Listen, serving
 
 import fdasync
 from fdasync import Generator, Instance
+from fdasync.runner.plugins import make_runner
 from fdasync.runner.synthetic import WEIGHTS_FILE
-from fdasync.testing import LetterTokenizer, oracle_of, synthetic_config, synthetic_engine
+from fdasync.testing import FaultRunner, LetterTokenizer, oracle_of, synthetic_config, synthetic_engine, until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from contextlib import AbstractAsyncContextManager
     from pathlib import Path
 
+    from fdasync.engine.config import EngineConfig
     from fdasync.engine.tokenizer import Tokenizer
     from fdasync.runner.oracle import Oracle
 
@@ -29,6 +33,54 @@ STEP = {"step_s": 0.002}
 ROLES = {"engine": (), "router": ("prefill", "decode"), "fleet": ("mixed", "mixed")}
 KEY = "sk-0123456789abcdef"
 ADMIN = "sk-admin-0123456789"
+
+
+class Steps:
+    """The steps of every engine of a scene, let go by hand: what a client has read so far does not depend on the clock.
+
+    Scenes that ask for `held` steps begin with none held.
+    """
+
+    def __init__(self) -> None:
+        self._runners: list[FaultRunner] = []
+
+    def runner_of(self, config: EngineConfig) -> FaultRunner:
+        """The runner that this configuration names, whose steps are held with the others."""
+        inner = make_runner(config.runner, config.runner_config, config.runner_limits())
+        self._runners.append(FaultRunner(inner, Random(0)))
+        return self._runners[-1]
+
+    def hold(self) -> None:
+        """From now on no step ends but those that `let` lets go."""
+        for runner in self._runners:
+            runner.hold()
+
+    def release(self) -> None:
+        """Hold no longer."""
+        for runner in self._runners:
+            runner.release()
+
+    async def let(self, count: int) -> None:
+        """Let so many more steps end, wherever they are computed, and hold those behind them."""
+        most = self._ended + count
+        await until(lambda: self._let_up_to(most))
+
+    async def each(self, events: AsyncIterator[Any], count: int) -> AsyncIterator[Any]:
+        """The first `count` events of a stream that has not begun. An event is there before the next step ends."""
+        for _ in range(count):
+            let = asyncio.ensure_future(self.let(1))
+            yield await anext(events)
+            await let
+
+    def _let_up_to(self, most: int) -> bool:
+        for runner in self._runners:
+            if self._ended < most:
+                runner.release(1)
+        return self._ended == most
+
+    @property
+    def _ended(self) -> int:
+        return sum(runner.completed for runner in self._runners)
 
 
 class Scene(NamedTuple):
@@ -41,6 +93,7 @@ class Scene(NamedTuple):
         weights: a folder in which weights lie, each in a folder of its own.
         url: where it listens.
         port: the same.
+        steps: of a scene that asked for `held` ones.
     """
 
     client: httpx2.AsyncClient
@@ -49,6 +102,7 @@ class Scene(NamedTuple):
     weights: Path
     url: str
     port: int
+    steps: Steps
 
     def new_weights(self, name: str, weights_id: int) -> Path:
         """A folder of weights that clients may name."""
@@ -60,10 +114,10 @@ class Scene(NamedTuple):
 
 @asynccontextmanager
 async def generator_of(
-    kind: str, folder: Path, tokenizer: Tokenizer | None = None, **runner: Any
+    kind: str, folder: Path, tokenizer: Tokenizer | None = None, steps: Steps | None = None, **runner: Any
 ) -> AsyncIterator[Generator]:
     """A generator that has started: "engine", "router" of a prefill and a decode instance, or "fleet", a router of two
-    mixed ones."""
+    mixed ones. `steps`: takes on the steps of its engines."""
     values = {**STEP, **runner}
     own = tokenizer or LetterTokenizer()
     async with AsyncExitStack() as stack:
@@ -71,12 +125,14 @@ async def generator_of(
         addresses = [f"ipc://{folder}/{role}{number}" for number, role in enumerate(roles)]
         for role, address in zip(roles, addresses, strict=True):
             config = synthetic_config(values, role=role, host_blocks=64)
-            instance = Instance(config, listen=address, tokenizer=own, transport="shm")
+            held = steps and steps.runner_of(config)
+            instance = Instance(config, listen=address, runner=held, tokenizer=own, transport="shm")
             await stack.enter_async_context(instance)
         if roles:
             made: Generator = fdasync.connect(addresses)
         else:
-            made = synthetic_engine(synthetic_config(values), tokenizer=own)
+            config = synthetic_config(values)
+            made = synthetic_engine(config, runner=steps and steps.runner_of(config), tokenizer=own)
         yield await stack.enter_async_context(made)
 
 
@@ -89,13 +145,15 @@ def kind(request: pytest.FixtureRequest) -> str:
 def scene_of(tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[Scene]]:
     @asynccontextmanager
     async def make(
-        kind: str = "engine", listen: Listen | None = None, headers: dict[str, str] | None = None, **config: Any
-    ) -> AsyncIterator[Scene]:
+        kind: str = "engine", listen: Listen | None = None, headers: dict[str, str] | None = None,
+        held: bool = False, **config: Any,
+    ) -> AsyncIterator[Scene]:  # fmt: skip
         weights = tmp_path / "weights"
         runner = config.pop("runner", {})
         tokenizer = config.pop("tokenizer", None) or LetterTokenizer()
+        steps = Steps()
         weights.mkdir(exist_ok=True)
-        async with generator_of(kind, tmp_path, tokenizer, **runner) as generator:
+        async with generator_of(kind, tmp_path, tokenizer, steps if held else None, **runner) as generator:
             settings = HttpConfig(**{"weights_root": str(weights), **config})
             service = app(generator, settings, tokenizer=tokenizer)
             async with (
@@ -103,7 +161,11 @@ def scene_of(tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[Scene]
                 httpx2.AsyncClient(base_url=served.url, timeout=20.0, headers=headers) as client,
             ):
                 oracle = oracle_of(synthetic_config({**STEP, **runner}))
-                yield Scene(client, generator, oracle, weights, served.url, served.port)
+                try:
+                    yield Scene(client, generator, oracle, weights, served.url, served.port, steps)
+                finally:
+                    # an engine that closes waits for its steps
+                    steps.release()
 
     return make
 

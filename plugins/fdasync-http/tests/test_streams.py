@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
@@ -29,21 +30,34 @@ def told_by(path, event):
     return choice["index"], choice.get("token_ids", []), choice["finish_reason"], choice.get("routed_experts")
 
 
+# after so many steps more the next sample has ended, and the one behind it cannot have
+STEPS = [35, 55, 50]
+
+
 @pytest.mark.parametrize("path", BODIES)
-async def test_each_sample_ends_when_it_has_ended(scene, path):
-    ends, tokens, after = [], {index: [] for index in range(4)}, 0
-    async with scene.client.stream("POST", path, json={**BODIES[path], "stream": True}) as response:
-        assert response.status_code == 200
-        async for line in response.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            index, new, reason, rows = told_by(path, json.loads(line.removeprefix("data: ")))
-            assert index not in ends, "something follows the end of a sample"
-            tokens[index] = new if path == "/generate" else tokens[index] + new
-            after += bool(ends)
-            assert (rows is not None) == (reason is not None)
-            if reason is not None:
+async def test_each_sample_ends_when_it_has_ended(kind, scene_of, path):
+    ends, tokens = [], {index: [] for index in range(4)}
+    async with scene_of(kind, held=True) as scene:
+        scene.steps.hold()
+        # an answer begins with its first event
+        let = asyncio.ensure_future(scene.steps.let(STEPS[0]))
+        async with scene.client.stream("POST", path, json={**BODIES[path], "stream": True}) as response:
+            assert response.status_code == 200
+            async for line in response.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                index, new, reason, rows = told_by(path, json.loads(line.removeprefix("data: ")))
+                assert index not in ends, "something follows the end of a sample"
+                tokens[index] = new if path == "/generate" else tokens[index] + new
+                assert (rows is not None) == (reason is not None)
+                if reason is None:
+                    continue
                 ends.append(index)
+                await let
+                # the others go on only now
+                if len(ends) < len(STEPS):
+                    let = asyncio.ensure_future(scene.steps.let(STEPS[len(ends)]))
+                else:
+                    scene.steps.release()
     assert ends == [1, 2, 3, 0]
     assert [len(tokens[index]) for index in range(4)] == LENGTHS
-    assert after > 50, "all of it comes at the end"

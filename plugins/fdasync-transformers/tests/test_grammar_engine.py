@@ -79,10 +79,11 @@ async def test_the_path_of_gpus_samples_under_them_alike(folder: Path, depth: in
     # the interpreter takes seconds for a step
     grammar = JSON if ON_GPU else Grammar("regex", "[a-d]{2}")
     runner = {**CPU, **DEVICE}
-    params = {"n": 4 if ON_GPU else 1}
+    params = {"n": 4} if ON_GPU else {"n": 1, "max_tokens": 8}
+    values = {} if ON_GPU else {"max_context_tokens": 32}
     texts = {}
     for name, own in (("kernels", runner), ("plain", CPU)):
-        async with Engine(config(folder, own, pipeline_depth=depth)) as engine:
+        async with Engine(config(folder, own, pipeline_depth=depth, **values)) as engine:
             free = engine.complete("free", under(None, n=1, max_tokens=2))
             result, _ = await asyncio.gather(engine.complete("say", under(grammar, **params)), free)
             engine.check()

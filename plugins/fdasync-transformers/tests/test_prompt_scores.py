@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from device_path import DEVICE
+from device_path import DEVICE, make_small_checkpoint
 from fdasync_transformers.sampling import scoring
 from fdasync_transformers.sampling.scoring import compute_scores, plan_scores, read_scores
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
@@ -87,7 +87,7 @@ async def test_scores_are_the_librarys_log_softmax(tmp_path: Path, family: str) 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", *[pytest.param(one, marks=pytest.mark.gpu) for one in ("gpt_oss",)]])
 async def test_the_path_of_gpus_scores_alike(tmp_path: Path, family: str) -> None:
-    model = make_tiny_checkpoint(tmp_path, family)
+    model = make_small_checkpoint(tmp_path, family)
     driver = await Driver.open(tmp_path, config={"self_check": False, **DEVICE})
     for start, top, chunks in ((0, 3, 1), (5, 2, 3)):
         check(await scores(driver, PROMPT, start, top, chunks), wanted(model, PROMPT), start, 2e-3)

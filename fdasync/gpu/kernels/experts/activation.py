@@ -1,26 +1,27 @@
 """Activations of gated experts, as a part of other kernels: kinds, forms, and their rounding.
 
-An activation is a kind (of the gate) and a form (how gate and up meet). Every operation is rounded to the model's dtype
-where torch, which runs them one by one, rounds. Knows no products. Used by `chain.py`.
+An activation is a kind (of the gate, `kernels/activation.py`) and a form (how gate and up meet). Every operation is
+rounded to the model's dtype where torch, which runs them one by one, rounds. Knows no products. Used by `chain.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import triton
 import triton.language as tl
 
+from fdasync.gpu.kernels import activation as functions
+from fdasync.gpu.kernels.activation import function, sigmoid
 from fdasync.gpu.kernels.rounding import rounded
 
 Kind = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2"]
 Form = Literal["plain", "wide", "clamped", "clamped_after", "swiglu_oai"]
 
-#: codes of the kinds in the kernels
-KINDS: dict[Kind, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "quick_gelu": 3, "relu": 4, "relu2": 5}
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+#: codes in the kernels, of the kinds that experts have
+KINDS: dict[Kind, int] = {kind: functions.KINDS[kind] for kind in get_args(Kind)}
 _FORMS: dict[Form, int] = {"plain": 0, "wide": 1, "clamped": 2, "clamped_after": 3, "swiglu_oai": 4}
 
 
@@ -53,54 +54,6 @@ class Activation:
         return _FORMS[self.form]
 
 
-@triton.jit
-def _one_and_exp(value):  # type: ignore[no-untyped-def]
-    """1 + exp(-value), whose exp does not overflow: past this bound the quotient is as good as 0."""
-    return 1.0 + tl.exp(tl.minimum(-value, 88.0))
-
-
-@triton.jit
-def _over(value, whole):  # type: ignore[no-untyped-def]
-    """value / whole, rounded once, for a whole from 1 on; of infinity over more than 1 a NaN, as torch's silu has it.
-
-    The device's own division asks of each number whether it needs a slower way, and waits at each branch.
-    """
-    if _INTERPRETED:
-        return tl.div_rn(value, whole)
-    # not exact: two steps correct it, as the remainder of the first is exact; zeros keep their sign
-    negative = -1.0 / whole
-    other = value * -1.0
-    result = other * negative
-    result = tl.fma(tl.fma(whole, result, other), negative, result)
-    result = tl.fma(tl.fma(whole, result, other), negative, result)
-    return tl.where(whole == 1.0, value, result)
-
-
-@triton.jit
-def _sigmoid(value):  # type: ignore[no-untyped-def]
-    return tl.div_rn(1.0, _one_and_exp(value))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _function(value, dtype: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """f(value) in float32, not rounded at the end."""
-    if KIND == 0:
-        return _over(value, _one_and_exp(value))
-    elif KIND == 1:
-        return 0.5 * value * (1.0 + tl.math.erf(value * 0.7071067811865476))
-    elif KIND == 2:
-        inner = 0.7978845608028654 * (value + 0.044715 * value * value * value)
-        # tanh(z) = 2 sigmoid(2 z) - 1
-        return value * _sigmoid(2.0 * inner)
-    elif KIND == 3:
-        return value * rounded(_sigmoid(rounded(1.702 * value, dtype)), dtype)
-    elif KIND == 4:
-        return tl.maximum(value, 0.0)
-    else:
-        positive = tl.maximum(value, 0.0)
-        return positive * positive
-
-
 @triton.jit  # type: ignore[untyped-decorator]
 def activate(  # type: ignore[no-untyped-def]
     gate, up, alpha, limit, dtype: tl.constexpr, KIND: tl.constexpr, FORM: tl.constexpr, GATED: tl.constexpr
@@ -108,7 +61,7 @@ def activate(  # type: ignore[no-untyped-def]
     """float32 sums of both products -> the activation, in `dtype`. Without GATED `up` is passed over."""
     gate = rounded(gate, dtype)
     if not GATED:
-        return rounded(_function(gate, dtype, KIND), dtype).to(dtype)
+        return rounded(function(gate, dtype, KIND, False), dtype).to(dtype)
     else:
         up = rounded(up, dtype)
         if FORM == 2 or FORM == 4:
@@ -117,10 +70,10 @@ def activate(  # type: ignore[no-untyped-def]
         if FORM >= 2:
             up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
         if FORM == 4:
-            part = rounded(gate * rounded(_sigmoid(rounded(gate * alpha, dtype)), dtype), dtype)
+            part = rounded(gate * rounded(sigmoid(rounded(gate * alpha, dtype), False), dtype), dtype)
             return rounded(rounded(up + 1.0, dtype) * part, dtype).to(dtype)
         else:
-            value = _function(gate, dtype, KIND)
+            value = function(gate, dtype, KIND, False)
             if FORM != 1:
                 value = rounded(value, dtype)
             if FORM == 3:

@@ -3,80 +3,34 @@
 Rounds as torch does: the activation to the dtype, then the product. Exponentials and error functions on a device are
 those that torch is compiled with, so that the bits are torch's. Knows no models. Called by the plugins' fused dense
 layers and by benchmarks. Runs on CUDA, or on the CPU under Triton's interpreter (tests).
-
-For other kernels: `activate` computes an activation of values in registers.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import libdevice
 
 from fdasync.errors import BadInput
+from fdasync.gpu.kernels import activation as functions
+from fdasync.gpu.kernels.activation import function
 from fdasync.gpu.kernels.layer.norm import as_rows
 from fdasync.gpu.kernels.rounding import rounded
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid"]
 
-# as constants of kernels
-SILU, GELU, GELU_TANH, RELU, RELU2, SIGMOID = (tl.constexpr(kind) for kind in range(6))
-KINDS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "sigmoid": 5}
+KINDS: dict[Activation, int] = {kind: functions.KINDS[kind] for kind in get_args(Activation)}
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _COLUMNS = 1024
 _INTERPRETED_ROWS = 64
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _exp(x, DEVICE: tl.constexpr):  # type: ignore[no-untyped-def]
-    if DEVICE:
-        return libdevice.exp(x)
-    # numpy warns of what overflows
-    largest: tl.constexpr = 88.72283
-    return tl.where(x > largest, float("inf"), tl.exp(tl.minimum(x, largest)))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _tanh(x, DEVICE: tl.constexpr):  # type: ignore[no-untyped-def]
-    if DEVICE:
-        return libdevice.tanh(x)
-    wide = x.to(tl.float64)
-    far = tl.exp(-2.0 * tl.abs(wide))
-    size = (1.0 - far) / (1.0 + far)
-    return tl.where(wide < 0.0, -size, size).to(tl.float32)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def activate(x, KIND: tl.constexpr, DEVICE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """An activation of float32 values, in torch's order of operations; the caller rounds.
-
-    KIND: of `KINDS`. DEVICE: compiled, not interpreted.
-    """
-    if KIND == SILU:
-        return tl.div_rn(x, 1.0 + _exp(-x, DEVICE))
-    if KIND == SIGMOID:
-        return tl.div_rn(1.0, 1.0 + _exp(-x, DEVICE))
-    if KIND == GELU:
-        return x * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
-    if KIND == GELU_TANH:
-        cube = x * x * x
-        # torch's compiler contracts this sum on a device, and not on a CPU
-        inner = tl.fma(cube, 0.044715, x) if DEVICE else x + 0.044715 * cube
-        return 0.5 * x * (1.0 + _tanh(0.7978845608028654 * inner, DEVICE))
-    positive = tl.where(x < 0.0, 0.0, x)
-    if KIND == RELU2:
-        return positive * positive
-    return positive
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def _gate_kernel(  # type: ignore[no-untyped-def]
     gate, up, out, num_rows, gate_stride, up_stride,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, WIDE: tl.constexpr,
-    DEVICE: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = gate.dtype.element_ty
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
@@ -84,7 +38,7 @@ def _gate_kernel(  # type: ignore[no-untyped-def]
     here = (row < num_rows) & (column < WIDTH)
     value = tl.load(gate + row * gate_stride + column, mask=here, other=0.0).to(tl.float32)
     other = tl.load(up + row * up_stride + column, mask=here, other=0.0).to(tl.float32)
-    active = activate(value, KIND, DEVICE)
+    active = function(value, DTYPE, KIND, True)
     if not WIDE:
         active = rounded(active, DTYPE)
     tl.store(out + row * WIDTH + column, rounded(active * other, DTYPE).to(DTYPE), mask=here)
@@ -144,7 +98,6 @@ def gated_unchecked(gate: torch.Tensor, up: torch.Tensor, kind: int, wide: bool 
         ROWS=rows,
         KIND=kind,
         WIDE=wide,
-        DEVICE=device,
         num_warps=4,
         enable_fp_fusion=False,
     )

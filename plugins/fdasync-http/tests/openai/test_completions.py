@@ -51,24 +51,34 @@ async def test_a_whole_completion(chat_of):
         assert short.usage.completion_tokens == 16
 
 
-async def test_a_stream_is_the_whole_in_pieces(chat):
-    scene, openai = chat
-    whole = await raw(scene, prompt=PROMPT, logprobs=2)
-    stream = await openai.completions.create(
-        prompt=PROMPT, **SEEDED, logprobs=2, stream=True, stream_options={"include_usage": True},
-        extra_body={"return_token_ids": True},
-    )  # fmt: skip
-    chunks = [chunk async for chunk in stream]
-    *events, last, usage = chunks
+async def chunks_of(openai, **body):
+    async for chunk in await openai.completions.create(**body, stream=True):
+        yield chunk
+
+
+async def test_a_stream_is_the_whole_in_pieces(kind, chat_of):
+    async with chat_of(kind, held=True) as (scene, openai):
+        whole = await raw(scene, prompt=PROMPT, logprobs=2)
+        scene.steps.hold()
+        chunks = chunks_of(
+            openai, prompt=PROMPT, **SEEDED, logprobs=2, stream_options={"include_usage": True},
+            extra_body={"return_token_ids": True},
+        )  # fmt: skip
+        events = [event async for event in scene.steps.each(chunks, 12)]
+        last, usage = [chunk async for chunk in chunks]
+        check_pieces(scene, whole, events, last, usage)
+
+
+def check_pieces(scene, whole, events, last, usage):
+    chunks = [*events, last, usage]
     assert usage.choices == []
     assert usage.usage.total_tokens == 19
     assert all("usage" in chunk.model_fields_set and chunk.usage is None for chunk in chunks[:-1])
     assert len({chunk.id for chunk in chunks}) == 1
-    assert len(events) > 3
     assert [chunk.choices[0].finish_reason for chunk in events] == [None] * len(events)
     assert last.choices[0].finish_reason == "length"
     assert "".join(chunk.choices[0].text for chunk in (*events, last)) == whole["choices"][0]["text"]
-    assert [token for chunk in events for token in chunk.choices[0].token_ids] == want(scene)
+    assert [list(chunk.choices[0].token_ids) for chunk in events] == [[token] for token in want(scene)]
     assert events[0].choices[0].prompt_token_ids == PROMPT
     assert not hasattr(events[1].choices[0], "prompt_token_ids")
     told = whole["choices"][0]["logprobs"]
@@ -84,16 +94,21 @@ async def test_a_stream_is_the_whole_in_pieces(chat):
 async def test_every_event_tells_the_usage_so_far(chat, ask):
     """As `guidellm` asks for it."""
     _, openai = chat
-    sent = {"model": "any", "stream": True, "max_tokens": 6, "n": 2,
+    sent = {"model": "any", "stream": True, "max_tokens": 6, "n": 2, "extra_body": {"return_token_ids": True},
             "stream_options": {"include_usage": True, "continuous_usage_stats": True}}  # fmt: skip
     if ask == "chat":
         stream = await openai.chat.completions.create(messages=[{"role": "user", "content": "hi"}], **sent)
     else:
         stream = await openai.completions.create(prompt=PROMPT if ask == "ids" else "abc", **sent)
-    told = [chunk.usage async for chunk in stream]
-    counts = [usage.completion_tokens for usage in told]
-    assert counts == sorted(counts)
-    assert (counts[0] <= 2, counts[-1], len(set(counts)) > 4) == (True, 12, True)
+    told, so_far, counts = [], 0, []
+    async for chunk in stream:
+        told.append(chunk.usage)
+        so_far += sum(len(getattr(choice, "token_ids", None) or ()) for choice in chunk.choices)
+        counts.append(so_far)
+    assert [usage.completion_tokens for usage in told] == counts
+    # an event is of one sample: the first of them cannot tell the usage of both
+    assert counts[0] <= 6
+    assert counts[-1] == 12
     assert len({usage.prompt_tokens for usage in told}) == 1
     assert all(usage.total_tokens == usage.prompt_tokens + usage.completion_tokens for usage in told)
 

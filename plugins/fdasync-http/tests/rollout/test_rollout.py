@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import httpx2
@@ -58,26 +59,33 @@ async def files_of(response):
     assert not content
 
 
-async def test_samples_come_in_the_order_in_which_they_end(scene, tmp_path):
+async def test_samples_come_in_the_order_in_which_they_end(kind, scene_of, tmp_path):
     body = {"token_ids": PROMPT, "sampling": GROUP, "start": 1, "request_id": "mine"}
     found = {}
-    async with scene.client.stream("POST", "/v1/rollout", json=body) as response:
-        assert (response.status_code, response.headers["content-type"]) == (200, MANY)
-        async for file in files_of(response):
-            arrays, meta = read(tmp_path, file)
-            found[int(meta["index"])] = arrays
-            assert (meta["request_id"], meta["start"], meta["routing.complete"]) == ("mine", "1", "true")
-            assert arrays["prompt_token_ids"].tolist() == PROMPT
-            # the longest one still runs when the others are here
-            assert scene.generator.load().live == (meta["index"] != "0")
-    assert list(found) == [1, 2, 3, 0]
-    result = await scene.generator.complete(PROMPT, SamplingParams.from_mapping(GROUP), start=1)
-    for sample in result.samples:
-        check_sample(sample, PROMPT, SamplingParams.from_mapping(GROUP), scene.oracle, start=1)
-        arrays = found[sample.index]
-        assert arrays["token_ids"].tolist() == list(sample.token_ids)
-        np.testing.assert_array_equal(arrays["raw_logprobs"], sample.raw_logprobs)
-        np.testing.assert_array_equal(arrays["routing"], sample.routing.array)
+    async with scene_of(kind, held=True) as scene:
+        scene.steps.hold()
+        # the others have ended by then, and the longest has not
+        let = asyncio.ensure_future(scene.steps.let(140))
+        async with scene.client.stream("POST", "/v1/rollout", json=body) as response:
+            assert (response.status_code, response.headers["content-type"]) == (200, MANY)
+            async for file in files_of(response):
+                arrays, meta = read(tmp_path, file)
+                found[int(meta["index"])] = arrays
+                assert (meta["request_id"], meta["start"], meta["routing.complete"]) == ("mine", "1", "true")
+                assert arrays["prompt_token_ids"].tolist() == PROMPT
+                # the longest one still runs when the others are here
+                assert scene.generator.load().live == (meta["index"] != "0")
+                if len(found) == 3:
+                    await let
+                    scene.steps.release()
+        assert list(found) == [1, 2, 3, 0]
+        result = await scene.generator.complete(PROMPT, SamplingParams.from_mapping(GROUP), start=1)
+        for sample in result.samples:
+            check_sample(sample, PROMPT, SamplingParams.from_mapping(GROUP), scene.oracle, start=1)
+            arrays = found[sample.index]
+            assert arrays["token_ids"].tolist() == list(sample.token_ids)
+            np.testing.assert_array_equal(arrays["raw_logprobs"], sample.raw_logprobs)
+            np.testing.assert_array_equal(arrays["routing"], sample.routing.array)
 
 
 async def test_a_prompt_that_is_text_comes_as_tokens_with_every_sample(scene):
@@ -91,22 +99,30 @@ async def test_a_prompt_that_is_text_comes_as_tokens_with_every_sample(scene):
     assert sorted(found.values()) == sorted(list(sample.token_ids) for sample in result.samples)
 
 
-async def test_a_client_that_has_enough_aborts_the_rest(scene):
-    async with scene.client.stream("POST", "/v1/rollout", json={"token_ids": PROMPT, "sampling": GROUP}) as response:
-        files = files_of(response)
-        await anext(files)
-        assert scene.generator.load().live == 1
-        await files.aclose()
-    await until(lambda: not scene.generator.load().live)
-
-
-async def test_a_failure_between_samples_breaks_the_body_off(scene_of):
-    """No client may take what came for all of it."""
-    async with scene_of() as scene:
+async def test_a_client_that_has_enough_aborts_the_rest(kind, scene_of):
+    async with scene_of(kind, held=True) as scene:
+        scene.steps.hold()
+        let = asyncio.ensure_future(scene.steps.let(35))
         body = {"token_ids": PROMPT, "sampling": GROUP}
         async with scene.client.stream("POST", "/v1/rollout", json=body) as response:
             files = files_of(response)
             await anext(files)
+            assert scene.generator.load().live == 1
+            await let
+            await files.aclose()
+        await until(lambda: not scene.generator.load().live)
+
+
+async def test_a_failure_between_samples_breaks_the_body_off(scene_of):
+    """No client may take what came for all of it."""
+    async with scene_of(held=True) as scene:
+        scene.steps.hold()
+        let = asyncio.ensure_future(scene.steps.let(35))
+        body = {"token_ids": PROMPT, "sampling": GROUP}
+        async with scene.client.stream("POST", "/v1/rollout", json=body) as response:
+            files = files_of(response)
+            await anext(files)
+            await let
             scene.generator._runtime.driver._fail(RuntimeError("made up"))
             with pytest.raises(httpx2.RemoteProtocolError, match="incomplete"):
                 await anext(files)

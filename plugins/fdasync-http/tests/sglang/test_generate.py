@@ -105,51 +105,50 @@ async def test_a_conversation_asks_for_new_rows_only(scene):
     assert (rows.start, len(rows.array)) == (start, len(longer) + len(ids_of(second)) - 1 - start)
 
 
-async def events_of(scene, **body):
-    events = []
+async def events(scene, **body):
+    """The events of a stream, one after the other as they come."""
     async with scene.client.stream("POST", "/generate", json={**body, "stream": True}) as response:
         assert response.status_code == 200
         assert response.headers["content-type"].startswith("text/event-stream")
         text = ""
         async for some in response.aiter_text():
-            text += some
-    for event in text.split("\n\n"):
-        if event:
-            assert event.startswith("data: ")
-            events.append(event.removeprefix("data: "))
-    return events
+            *whole, text = (text + some).split("\n\n")
+            for event in whole:
+                assert event.startswith("data: ")
+                yield event.removeprefix("data: ")
+        assert text == ""
 
 
-async def test_events_are_cumulative_and_the_last_alone_has_rows(scene):
-    *events, done = await events_of(
-        scene, input_ids=PROMPT, sampling_params=SLIME, return_logprob=True, return_routed_experts=True
-    )
-    assert done == "[DONE]"
-    chunks = [json.loads(event) for event in events]
-    right = list(want(scene).token_ids)
-    seen = []
-    for chunk in chunks:
-        ids = ids_of(chunk)
-        assert ids[: len(seen)] == seen
-        assert ids == right[: len(ids)] == chunk["output_ids"]
-        assert chunk["meta_info"]["completion_tokens"] == len(ids)
-        seen = ids
-    assert seen == right
-    assert len(chunks) > 3
-    for chunk in chunks[:-1]:
-        assert chunk["meta_info"]["finish_reason"] is None
-        assert "routed_experts" not in chunk["meta_info"]
-    assert len(rows_of(scene, chunks[-1], PROMPT).array) == len(PROMPT) + len(right) - 1
-    whole = await generate(scene, input_ids=PROMPT, sampling_params=SLIME, return_logprob=True)
-    assert chunks[-1]["text"] == whole["text"]
-    assert chunks[-1]["meta_info"]["output_token_logprobs"] == whole["meta_info"]["output_token_logprobs"]
+async def events_of(scene, **body):
+    return [event async for event in events(scene, **body)]
+
+
+async def test_events_are_cumulative_and_the_last_alone_has_rows(kind, scene_of):
+    async with scene_of(kind, held=True) as scene:
+        right = list(want(scene).token_ids)
+        scene.steps.hold()
+        stream = events(scene, input_ids=PROMPT, sampling_params=SLIME, return_logprob=True, return_routed_experts=True)
+        chunks = [json.loads(event) async for event in scene.steps.each(stream, len(right))]
+        for count, chunk in enumerate(chunks, start=1):
+            assert ids_of(chunk) == right[:count] == chunk["output_ids"]
+            assert chunk["meta_info"]["completion_tokens"] == count
+        assert [event async for event in stream] == ["[DONE]"]
+        for chunk in chunks[:-1]:
+            assert chunk["meta_info"]["finish_reason"] is None
+            assert "routed_experts" not in chunk["meta_info"]
+        assert len(rows_of(scene, chunks[-1], PROMPT).array) == len(PROMPT) + len(right) - 1
+        scene.steps.release()
+        whole = await generate(scene, input_ids=PROMPT, sampling_params=SLIME, return_logprob=True)
+        assert chunks[-1]["text"] == whole["text"]
+        assert chunks[-1]["meta_info"]["output_token_logprobs"] == whole["meta_info"]["output_token_logprobs"]
 
 
 async def test_every_event_tells_the_tokens_of_a_text(scene):
     params = {**SLIME, "n": 2, "no_stop_trim": False}
-    *events, _done = await events_of(scene, text="letters", sampling_params=params)
-    assert len(events) > 3
-    assert {json.loads(event)["meta_info"]["prompt_tokens"] for event in events} == {len("letters")}
+    *told, _done = await events_of(scene, text="letters", sampling_params=params)
+    chunks = [json.loads(event) for event in told]
+    assert {chunk["index"] for chunk in chunks} == {0, 1}
+    assert {chunk["meta_info"]["prompt_tokens"] for chunk in chunks} == {len("letters")}
 
 
 async def test_an_abort_is_an_answer_and_never_an_error(scene):

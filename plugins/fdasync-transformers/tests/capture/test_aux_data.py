@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from aux_reference import assert_weights, chosen, plain, routers_of, watched
-from device_path import DEVICE, ON_GPU
+from device_path import DEVICE, ON_GPU, make_small_checkpoint
 from fdasync_transformers.capture.aux_data import aux_specs, make_aux
 from fdasync_transformers.model.moe_layers import find_moe_layers
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint, make_tiny_model
@@ -78,7 +78,7 @@ async def test_a_dense_model_has_norms_and_no_routing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["qwen3_moe", "ernie4_5_moe"])
 async def test_the_device_path_records_the_same(tmp_path: Path, family: str) -> None:
     """By a fused router and by the library's; prefill in chunks beside decodes. On a GPU decodes are graphs."""
-    model = make_tiny_checkpoint(tmp_path, family)
+    model = make_small_checkpoint(tmp_path, family)
     driver = await Driver.open(tmp_path, config={"self_check": False, **DEVICE, "aux": BOTH})
     sequences = [driver.sequence([5, 99, 3, 7, 8, 21, 40], 4), driver.sequence([9, 8, 7, 6, 5], 3, 1)]
     await driver.run(sequences, chunks=2)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from fdasync.runner.base import Runner, RunnerLimits
-from device_path import DEVICE, answers, assert_same
+from device_path import DEVICE, answers, assert_same, make_small_checkpoint
 
 FAMILIES = ["qwen3_moe", "ernie4_5_moe", "deepseek_v3", "gpt_oss", "llama4_text"]
 MORE = ["glm4_moe", "mixtral", "qwen2_moe", "olmoe", "hunyuan_v1_moe", "glm4_moe_lite", "phimoe", "granitemoe"]
@@ -69,7 +69,7 @@ async def test_few_tokens_are_computed_as_decodes(tmp_path: Path, family: str, m
 )
 async def test_steps_with_prompts_in_padded_tiles(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As graphs of a few numbers of tokens compute them: decodes in tiles too, padding rows and sequences."""
-    make_tiny_checkpoint(tmp_path, family)
+    make_small_checkpoint(tmp_path, family)
     wanted = await answers(tmp_path, {"device": "cpu"})
     ways = []
     plain = device_executor.batch_arrays
@@ -129,7 +129,7 @@ async def test_chunks_that_would_read_much_are_no_decodes(tmp_path: Path, monkey
 
 async def test_a_step_is_launched_before_the_one_before_it_is_done(tmp_path: Path) -> None:
     """The sampled token never comes to the host on its way to the next step; rows of both steps are right."""
-    make_tiny_checkpoint(tmp_path, "qwen3_moe")
+    make_small_checkpoint(tmp_path, "qwen3_moe")
     found = []
     for config, ahead in (({"device": "cpu"}, False), (DEVICE, True)):
         driver = await Driver.open(tmp_path, config={"self_check": False, **config}, pipeline_depth=2)
@@ -210,7 +210,7 @@ async def test_an_engine_with_little_memory(tmp_path: Path, process: Any) -> Non
 @pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("ernie4_5_moe", marks=pytest.mark.slow)])
 async def test_rows_name_their_positions_under_routing_debug(tmp_path: Path, family: str) -> None:
     """By the fused router and by the hook; the runner checks each row as it comes, and would fail."""
-    make_tiny_checkpoint(tmp_path, family)
+    make_small_checkpoint(tmp_path, family, **({"mlp_only_layers": []} if family == "qwen3_moe" else {}))
     driver = await Driver.open(tmp_path, config={"self_check": False, **DEVICE}, routing_debug=True)
     assert driver.capacity.routing_debug
     one = driver.sequence([5, 6, 7, 8, 9], 3)
@@ -292,7 +292,7 @@ async def test_steps_without_graphs_are_the_same(tmp_path: Path) -> None:
 
 async def test_fused_experts_are_the_same(tmp_path: Path) -> None:
     """By name, so that in the interpreter they run too."""
-    make_tiny_checkpoint(tmp_path, "qwen3_moe")
+    make_small_checkpoint(tmp_path, "qwen3_moe")
     wanted = await answers(tmp_path, {"device": "cpu"})
     # padding rows, of which graphs are full
     assert_same(await answers(tmp_path, {**DEVICE, "experts": "fused"}, tiled_tokens=(16,)), wanted)

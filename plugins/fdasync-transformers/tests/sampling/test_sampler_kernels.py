@@ -140,9 +140,14 @@ def drawn(width: int, kind: str) -> torch.Tensor:
     return torch.from_numpy(x).float()
 
 
+# one tile, two, and for one kind a tile between two others
+KINDS = ["flat", "sharp", "ties", "one", "zeros"]
+
+
 @pytest.mark.parametrize("on", [sample_on_device, sample_on_host])
-@pytest.mark.parametrize("kind", ["flat", "sharp", "ties", "one", "zeros"])
-@pytest.mark.parametrize("width", [40, 2 * TILE + 5])
+@pytest.mark.parametrize(
+    ("kind", "width"), [*[(kind, width) for kind in KINDS for width in (40, TILE + 5)], ("flat", 2 * TILE + 5)]
+)
 def test_they_follow_float64_with_a_sort(on: Any, kind: str, width: int) -> None:
     check(on, drawn(width, kind), asked())
 
@@ -150,7 +155,7 @@ def test_they_follow_float64_with_a_sort(on: Any, kind: str, width: int) -> None
 @pytest.mark.parametrize("on", [sample_on_device, sample_on_host])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_rows_with_holes_in_every_dtype(on: Any, dtype: torch.dtype) -> None:
-    check(on, drawn(TILE + 100, "holes").to(dtype), asked())
+    check(on, drawn(TILE + 100, "holes")[::2].to(dtype), asked()[::2])
 
 
 @pytest.mark.parametrize("on", [sample_on_device, sample_on_host])
@@ -171,8 +176,7 @@ def test_a_uniform_row_keeps_the_lower_ids(on: Any, width: int) -> None:
         assert int(results["tokens"][row]) == int(uniform(5, 0, POSITION) * kept)
 
 
-@pytest.mark.parametrize("width", [VOCAB, 500])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("width", "seed"), [(VOCAB, 0), (500, 1)])
 def test_a_list_that_overflows_is_searched_again(width: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fdasync.gpu.kernels.sampling.sample._LISTED", 8)
     monkeypatch.setattr("fdasync.gpu.kernels.sampling.sample._FEW", 4)
@@ -181,7 +185,7 @@ def test_a_list_that_overflows_is_searched_again(width: int, seed: int, monkeypa
     check(sample_on_device, logits, asked())
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(rows, st.booleans())
 def test_kernels_and_numpy_agree_on_all_that_requests_ask(drawn: Any, narrow: bool) -> None:
     logits, own, _, histories = make(drawn)
@@ -235,22 +239,24 @@ def test_penalties_bias_stops_and_grammars_over_several_tiles() -> None:
 
 
 @pytest.mark.parametrize("on", [sample_on_device, sample_on_host])
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_one_bad_row_is_found_and_changes_no_other(on: Any, bad: float) -> None:
-    own = asked()
-    logits = drawn(TILE + 9, "flat")
+def test_bad_rows_are_found_and_change_no_other(on: Any) -> None:
+    own = asked()[:10]
+    logits = drawn(TILE + 9, "flat")[:10]
     sound = run(on, logits, own)
-    for row in range(len(own)):
+    bads = [math.nan, math.inf, -math.inf]
+    # three rows, each bad in its own way, beside rows that are not
+    for first in (0, 1):
+        wrong = list(range(first, first + 9, 4))
         spoiled = logits.clone()
-        spoiled[row, :: 1 if bad < 0 else 977] = bad
+        for row, bad in zip(wrong, bads, strict=True):
+            spoiled[row, :: 1 if bad < 0 else 977] = bad
+        bads.append(bads.pop(0))
         results = run(on, spoiled, own)
-        others = [number for number in range(len(own)) if number != row]
-        assert not results["finite"][row]
-        assert 0 <= int(results["tokens"][row]) < logits.shape[1]
+        others = [number for number in range(len(own)) if number not in wrong]
+        assert not results["finite"][wrong].any()
+        assert ((results["tokens"][wrong] >= 0) & (results["tokens"][wrong] < logits.shape[1])).all()
         for name in ("tokens", "finite", "raw", "processed"):
             assert torch.equal(results[name][others], sound[name][others])
-        if row > 0:
-            break
 
 
 @pytest.mark.parametrize("on", [sample_on_device, sample_on_host])
@@ -259,7 +265,7 @@ def test_a_row_has_the_same_bits_alone(on: Any) -> None:
     wide = torch.nn.functional.pad(drawn(TILE + 300, "flat").bfloat16(), (3, 6), value=math.nan)
     logits = wide[:, 3:-6]
     whole = run(on, logits, own)
-    for row in range(0, len(own), 3):
+    for row in range(0, len(own), 6):
         alone = run(on, logits[row : row + 1], own[row : row + 1])
         for name in ("tokens", "finite", "raw", "processed"):
             assert torch.equal(alone[name][0], whole[name][row])

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 from step_driver import Driver
 
 if TYPE_CHECKING:
@@ -16,6 +17,12 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = {"kernels": "triton", "device": "cuda" if ON_GPU else "cpu", "num_threads": 1}
 # what the interpreter is given is small: a kernel takes it a tenth of a second
 NEW = 12 if ON_GPU else 2
+
+
+def make_small_checkpoint(folder: Path, family: str, **overrides: Any) -> Any:
+    """A tiny checkpoint; for the interpreter of two layers, of which "qwen3_moe" has one dense and one of experts."""
+    few = {} if ON_GPU else {"num_hidden_layers": 2}
+    return make_tiny_checkpoint(folder, family, **few, **overrides)
 
 
 async def answers(

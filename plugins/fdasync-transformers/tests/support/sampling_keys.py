@@ -1,8 +1,9 @@
 """Steps of the sampler's kernels behind a warm-up, and what each would compile: also without a GPU.
 
 Run as a process of its own by `test_warm_up.py`, since kernels in a process with Triton's interpreter are not compiled.
-It launches nothing: it asks Triton which variant of a kernel each launch would take on Hopper, and prints as JSON the
-number of variants that the warm-up takes, and the launches behind it that would take another one.
+It launches nothing: it asks Triton which variant of a kernel each launch would take on Hopper. For each argument, such
+as 333:bfloat16, it prints as JSON the number of variants that the warm-up of such logits takes, and the launches behind
+it that would take another one.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def sample_step(logits: torch.Tensor, own: list[SamplerSpec], tokens: torch.Tens
     sample_on_device(logits[: len(own)], plan, sent, tokens)
 
 
-def main(vocab_size: int, dtype: torch.dtype) -> None:
+def variants(vocab_size: int, dtype: torch.dtype) -> tuple[int, list[str]]:
+    """How many the warm-up takes, and the steps behind it that would take a new one."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import make_backend
     from triton.runtime.jit import JITFunction, compute_cache_key, create_function_from_signature
@@ -74,8 +76,9 @@ def main(vocab_size: int, dtype: torch.dtype) -> None:
     logits = torch.zeros((LANES, vocab_size), dtype=dtype)
     for step, own in other_steps():  # noqa: B007 - `run` reads it
         sample_step(logits, own, tokens)
-    print(json.dumps([warmed, new]))
+    return warmed, new
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), getattr(torch, sys.argv[2]))
+    sizes = {name: name.split(":") for name in sys.argv[1:]}
+    print(json.dumps({name: variants(int(size), getattr(torch, dtype)) for name, (size, dtype) in sizes.items()}))

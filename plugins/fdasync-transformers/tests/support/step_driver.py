@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from fdasync_transformers import TransformersConfig, TransformersRunner
 
 from fdasync.cache.aux_arena import AuxArena
@@ -75,6 +76,9 @@ class Driver:
     @classmethod
     async def open(cls, folder: Any, *, config: dict[str, Any] | None = None, seed: int = 0, **limits: Any) -> Driver:
         values = {"max_running": 4, "max_step_tokens": 128, "block_tokens": 4, "num_blocks": 64, **limits}
+        if "kernels" in (config or {}) and not torch.cuda.is_available():
+            # kernels launch a program for each part of a context: two, and not as many as fit a processor
+            values.setdefault("max_context_tokens", 64)
         runner = TransformersRunner(
             TransformersConfig(**{"dtype": "float32", "device": "cpu", **(config or {})}),
             RunnerLimits(model=str(folder), **values),

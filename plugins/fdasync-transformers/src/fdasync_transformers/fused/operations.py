@@ -13,12 +13,10 @@ import torch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from fdasync_transformers.fused.replaced import Replaced
-
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@dataclass
+@dataclass(frozen=True)
 class FusedOperations:
     """Operations of a model that were replaced.
 
@@ -31,13 +29,6 @@ class FusedOperations:
     rotary: tuple[str, ...] = ()
     dense: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    _replaced: tuple[Replaced, ...] = ()
-
-    def undo(self) -> None:
-        """Give every module its own forward back; may be called twice."""
-        for each in self._replaced:
-            each.undo()
-        self.norms = self.rotary = self.dense = ()
 
 
 def fuse_operations(model: PreTrainedModel) -> FusedOperations:
@@ -52,8 +43,8 @@ def fuse_operations(model: PreTrainedModel) -> FusedOperations:
             instance keeps it.
 
     Returns:
-        What was replaced, and notes. `undo` restores all. Replaced modules raise RunnerError where a gradient is asked
-        for: undo before training. Where kernels do not run, nothing is replaced.
+        What was replaced, and notes. Replaced modules stay so, and raise RunnerError where a gradient is asked for.
+        Where kernels do not run, nothing is replaced.
     """
     try:
         from fdasync.gpu.kernels.chip import runs_on
@@ -84,6 +75,4 @@ def fuse_operations(model: PreTrainedModel) -> FusedOperations:
     notes += [f"angles of {name} are read from a table" for name in angles.names]
     for what, each in (("norm", norms), ("rotary embedding", rotary), ("gate", dense), ("table of angles", angles)):
         notes += [f"{what} of {kind} is the library's own: {reason}" for kind, reason in each.reasons.items()]
-    return FusedOperations(
-        tuple(norms.names), tuple(rotary.names), tuple(dense.names), tuple(notes), (norms, rotary, dense, angles)
-    )
+    return FusedOperations(tuple(norms.names), tuple(rotary.names), tuple(dense.names), tuple(notes))

@@ -40,7 +40,7 @@ def fuse_rotary(model: Any, device: torch.device) -> Replaced:
         device: of the weights.
 
     Returns:
-        The replaced modules; `undo` restores them. They raise RunnerError where a gradient is asked for.
+        The replaced modules. They stay so, and raise RunnerError where a gradient is asked for.
     """
     replaced = Replaced()
     found = dict(_candidates(model, replaced))
