@@ -35,7 +35,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 @triton.jit  # type: ignore[untyped-decorator]
 def _pivot(low, high, number, squared: tl.constexpr):  # type: ignore[no-untyped-def]
     """Rising from number 1 to 15, between the bounds; squared: closer to `high`, where most of the mass is."""
-    part = (_PIVOTS - number).to(tl.float32) / _PIVOTS
+    part = 1.0 - number.to(tl.float32) / _PIVOTS
     if squared:
         part = part * part
     # an fma, so that it is the same wherever it is made
