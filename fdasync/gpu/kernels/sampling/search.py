@@ -3,8 +3,9 @@
 The ids of a row have one order: by logit, the larger first, then by id, the lower first. What top-k and top-p keep are
 the first ids of that order, so all that is looked for is the last of them, the *cut*. `narrow.py` bounds its place,
 `masses_kernel` makes exact sums above the bounds and lists what stands between them, and `cut_kernel` bisects the list
-by whole numbers. So the cut is exact, whatever the bounds are. A row whose list overflows (thousands of equal logits at the cut, or a very large k) is searched by one program that reads it again and
-again. Knows no requests. Called by `sample.py`; runs on CUDA, or on the CPU under Triton's interpreter (tests).
+by whole numbers. So the cut is exact, whatever the bounds are. A row whose list overflows (thousands of equal logits at
+the cut, or a very large k) is searched by one program that reads it again and again. Knows no requests. Called by
+`sample.py`; runs on CUDA, or on the CPU under Triton's interpreter (tests).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from fdasync.gpu.kernels.sampling.tile import (
     top_k_of,
     value_of,
 )
+
 
 @triton.jit
 def _middle(low, high):  # type: ignore[no-untyped-def]
