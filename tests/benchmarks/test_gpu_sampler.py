@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def no_blocking() -> None:
-    """A benchmark waits for the device on its loop, which serves nobody else."""
+    """In place of the one that looks: the benchmark samples on its own loop."""
 
 
 def test_it_is_rehearsed_on_every_kind(tmp_path: Path) -> None:

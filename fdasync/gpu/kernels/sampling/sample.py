@@ -30,11 +30,13 @@ if TYPE_CHECKING:
 
 # ids between the bounds of a cut that are listed; a row with more takes the slow way
 _LISTED = 8192
-# a list of so many is bisected faster
+# bounds with so few between them are close enough
 _FEW = 2048
+# ids of a list that are read at a time
+_BLOCK = 2048
 # ids of a program that narrows
 _SPAN = 8192
-_WARPS = {"peaks": 4, "narrow": 4, "bounds": 4, "masses": 4, "cut": 16, "draw": 8}
+_WARPS = {"peaks": 4, "narrow": 4, "bounds": 4, "masses": 4, "cut": 8, "draw": 8}
 # a row's masses must add up in an int64, and float64 must hold one
 _SUM_BITS, _MOST_BITS = 62, 52
 
@@ -137,9 +139,9 @@ class _Work:
         if self._filtered:
             width = self._read[2]
             cut_kernel[(jobs,)](
-                width, width.bit_length(), self._shift, *numbers, listed, counts, self._total, self._above,
-                self._kept, self._cuts, slow,
-                most=_LISTED, tile=TILE, few=_FEW, **self._sizes, num_warps=_WARPS["cut"],
+                width, width.bit_length(), self._shift, *numbers, listed, torch.empty_like(listed), counts,
+                self._total, self._above, self._kept, self._cuts, slow,
+                most=_LISTED, tile=TILE, block=_BLOCK, **self._sizes, num_warps=_WARPS["cut"],
             )  # fmt: skip
             slow_cut_kernel[(jobs,)](
                 *self._read, self._shift, *numbers, self._kept, self._cuts, slow, *self._edits,

@@ -59,61 +59,32 @@ def _unpacked(packed, id_bits):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _cut_of(  # type: ignore[no-untyped-def]
-    id_bits, shift, floats, tile_best, listed, total, above, kept, cuts, slow, job, count, top_p, k,
-    tiles, padded: tl.constexpr, most: tl.constexpr, tile: tl.constexpr, size: tl.constexpr,
-):  # fmt: skip
-    place = tl.arange(0, size)
-    here = place < count
-    order = tl.load(listed + job * most + place, mask=here, other=NOTHING)
-    best = best_of(tile_best, job, tiles, padded)
-    scale = job_float(floats, job, SCALE)
-    x = tl.where(here, value_of(order), best)
-    logs = scaled(x, best, scale)
-    mass = tl.where(here, mass_of(x, logs, reach_of(best, scale), shift), 0)
-    packed = tl.where(here, _packed(order, id_bits), NOTHING)
-    highest = tl.max(packed, axis=0)
-    cut = tl.minimum(tl.min(tl.where(here, packed, 0x7FFFFFFFFFFFFFFF), axis=0), highest)
+def _behind(packed, masses, count, bound, by_mass: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    """How many ids of a list stand at `bound` or before it, or their mass."""
+    whole = tl.full((), 0, tl.int64)
+    for start in range(0, count, block):
+        place = start + tl.arange(0, block)
+        here = tl.load(packed + place, mask=place < count, other=NOTHING) >= bound
+        if by_mass:
+            whole += tl.sum(tl.load(masses + place, mask=here, other=0), axis=0)
+        else:
+            whole += tl.sum(here.to(tl.int32), axis=0)
+    return whole
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum_of(table, job, tiles, padded: tl.constexpr):  # type: ignore[no-untyped-def]
     number = tl.arange(0, padded)
-    whole = tl.sum(tl.load(total + job * tiles + number, mask=number < tiles, other=0), axis=0)
-    over = tl.sum(tl.load(above + job * tiles + number, mask=number < tiles, other=0), axis=0)
-    if k > 0:
-        high = highest
-        while cut < high:
-            middle = _middle(cut, high) + ((cut ^ high) & 1)
-            if tl.sum((packed >= middle).to(tl.int32), axis=0) >= k:
-                cut = middle
-            else:
-                high = middle - 1
-        mass = tl.where(packed >= cut, mass, 0)
-        whole = tl.sum(mass, axis=0)
-    target = target_of(top_p, whole)
-    narrowed = (top_p < 1.0) & (whole > 0)
-    # whether the list holds the cut: the bounds were made of rounded sums
-    sound = (over < target) & (over + tl.sum(mass, axis=0) >= target)
-    if narrowed & sound:
-        high = highest
-        while cut < high:
-            middle = _middle(cut, high)
-            if over + tl.sum(tl.where(packed > middle, mass, 0), axis=0) < target:
-                high = middle
-            else:
-                cut = middle + 1
-    if narrowed & (sound == 0):
-        tl.store(slow + job, 1)
-    else:
-        tl.store(cuts + job, tl.where(count > 0, _unpacked(cut, id_bits), NOTHING))
-        keep = here & (packed >= cut) & (logs >= job_float(floats, job, FLOOR)) & (mass > 0)
-        tl.atomic_add(kept + job * tiles + id_of(order) // tile, mass, mask=keep)
+    return tl.sum(tl.load(table + job * tiles + number, mask=number < tiles, other=0), axis=0)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slow"])  # type: ignore[untyped-decorator]
 def cut_kernel(  # type: ignore[no-untyped-def]
-    width, id_bits, shift, ints, floats, tile_best, listed, counts, total, above, kept, cuts, slow,
-    tiles, padded: tl.constexpr, most: tl.constexpr, tile: tl.constexpr, few: tl.constexpr,
+    width, id_bits, shift, ints, floats, tile_best, listed, masses, counts, total, above, kept, cuts, slow,
+    tiles, padded: tl.constexpr, most: tl.constexpr, tile: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """The cut of a job from its list, and the masses of what the list adds to each tile. `slow` is set where the list
-    does not hold the cut."""
+    does not hold the cut. Overwrites the list; `masses` is room for as many numbers."""
     job = tl.program_id(0).to(tl.int64)
     top_p = job_float(floats, job, TOP_P)
     k = top_k_of(ints, job, width)
@@ -123,16 +94,61 @@ def cut_kernel(  # type: ignore[no-untyped-def]
     count = tl.load(counts + job)
     if count > most:
         tl.store(slow + job, 1)
-    elif count > few:
-        _cut_of(
-            id_bits, shift, floats, tile_best, listed, total, above, kept, cuts, slow, job, count, top_p, k,
-            tiles, padded, most, tile, most,
-        )  # fmt: skip
-    else:
-        _cut_of(
-            id_bits, shift, floats, tile_best, listed, total, above, kept, cuts, slow, job, count, top_p, k,
-            tiles, padded, most, tile, few,
-        )  # fmt: skip
+        return
+    listed += job * most
+    masses += job * most
+    best = best_of(tile_best, job, tiles, padded)
+    scale = job_float(floats, job, SCALE)
+    cut = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)
+    highest = tl.full((), NOTHING, tl.int64)
+    for start in range(0, count, block):
+        place = start + tl.arange(0, block)
+        here = place < count
+        order = tl.load(listed + place, mask=here, other=0)
+        x = value_of(order)
+        packed = _packed(order, id_bits)
+        tl.store(listed + place, packed, mask=here)
+        tl.store(masses + place, mass_of(x, scaled(x, best, scale), reach_of(best, scale), shift), mask=here)
+        cut = tl.minimum(cut, tl.min(tl.where(here, packed, 0x7FFFFFFFFFFFFFFF), axis=0))
+        highest = tl.maximum(highest, tl.max(tl.where(here, packed, NOTHING), axis=0))
+    # other threads wrote what is read now
+    tl.debug_barrier()
+    whole = tl.full((), 0, tl.int64)
+    if k > 0:
+        high = highest
+        while cut < high:
+            middle = _middle(cut, high) + ((cut ^ high) & 1)
+            if _behind(listed, masses, count, middle, False, block) >= k:
+                cut = middle
+            else:
+                high = middle - 1
+    if top_p < 1.0:
+        inside = _behind(listed, masses, count, cut, True, block)
+        over = _sum_of(above, job, tiles, padded)
+        whole = inside
+        if k <= 0:
+            whole = _sum_of(total, job, tiles, padded)
+        target = target_of(top_p, whole)
+        # the bounds were made of rounded sums
+        if (whole > 0) & ((over >= target) | (over + inside < target)):
+            tl.store(slow + job, 1)
+            return
+        high = highest
+        while (cut < high) & (whole > 0):
+            middle = _middle(cut, high)
+            if over + _behind(listed, masses, count, middle + 1, True, block) < target:
+                high = middle
+            else:
+                cut = middle + 1
+    tl.store(cuts + job, tl.where(count > 0, _unpacked(cut, id_bits), NOTHING))
+    floor = job_float(floats, job, FLOOR)
+    for start in range(0, count, block):
+        place = start + tl.arange(0, block)
+        packed = tl.load(listed + place, mask=place < count, other=NOTHING)
+        mass = tl.load(masses + place, mask=(place < count) & (packed >= cut), other=0)
+        order = _unpacked(packed, id_bits)
+        passed = (mass > 0) & (scaled(value_of(order), best, scale) >= floor)
+        tl.atomic_add(kept + job * tiles + id_of(order) // tile, mass, mask=passed)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
