@@ -89,10 +89,10 @@ class Step:
 def seconds_of(step: Step, replays: int) -> list[float]:
     """Seconds of a step's sampling, of each replay; the first replays do not count."""
     if not step.tables[0].is_cuda:
-        began = time.perf_counter()
+        started = time.perf_counter()
         step.sample(step.tables[0])
-        return [time.perf_counter() - began]
-    side = torch.cuda.Stream()
+        return [time.perf_counter() - started]
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         step.sample(step.tables[0])
@@ -124,11 +124,10 @@ def kernels_of(step: Step) -> dict[str, float]:
             step.sample(step.tables[number % len(step.tables)])
         torch.cuda.synchronize()
     found: dict[str, float] = defaultdict(float)
-    for event in profile.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            # operations of torch have names of hundreds of letters
-            name = event.name if event.name.endswith("_kernel") else "others"
-            found[name] += event.device_time / _PROFILED
+    for event in profile.key_averages():
+        # operations of torch have names of hundreds of letters
+        name = event.key if event.key.endswith("_kernel") else "others"
+        found[name] += event.self_device_time_total / _PROFILED
     return {name: short(us) for name, us in sorted(found.items(), key=lambda one: -one[1])}
 
 

@@ -1,7 +1,8 @@
 """Kernels that bound the cut of a top-k or a top-p: two logits between which it stands, for `masses_kernel` to list.
 
-The largest logits of chunks bound a top-k. A top-p takes one or two passes over its row, each of which sums the
-probabilities below 15 pivots between the bounds so far; the sums are float32, and err to the safe side. Knows no
+The largest logits of chunks bound a top-k. A top-p takes passes over its row, each of which sums the probabilities
+below 15 pivots between the bounds so far, until few ids are between them; the sums are float32, and err to the safe
+side. Knows no
 requests. Launched by `sample.py`; runs on CUDA, or on the CPU under Triton's interpreter (tests).
 """
 
@@ -92,11 +93,10 @@ def narrow_kernel(  # type: ignore[no-untyped-def]
     tl.store(sums + (job * spans + number) * _PIVOTS + column, found)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["few"])  # type: ignore[untyped-decorator]
 def bounds_kernel(  # type: ignore[no-untyped-def]
     width, ints, floats, chunk_best, tile_best, bounds, close, sums,
-    tiles, padded: tl.constexpr, chunks: tl.constexpr, spans, padded_spans: tl.constexpr, first: tl.constexpr,
-    few: tl.constexpr,
+    tiles, padded: tl.constexpr, chunks: tl.constexpr, spans, padded_spans: tl.constexpr, first: tl.constexpr, few,
 ):  # fmt: skip
     """The bounds of a job's cut: it stands at or above `bounds[job, 0]`, and below `bounds[job, 1]`. +inf and -inf
     where nothing is cut. `close`: 1 where it is certain that `few` ids at most are between."""
@@ -145,10 +145,11 @@ def _closer(  # type: ignore[no-untyped-def]
     too_little = (number > 0) & (below > rest * (1.0 + _SAFE))
     low = tl.maximum(low, tl.max(tl.where(enough, pivot, float("-inf")), axis=0))
     high = tl.minimum(high, tl.min(tl.where(too_little, pivot, float("inf")), axis=0))
-    between = tl.min(tl.where(too_little, below, whole), axis=0) - tl.max(tl.where(enough, below, 0.0), axis=0)
+    most = tl.min(tl.where(too_little, below, whole), axis=0) * (1.0 + _SAFE)
+    between = most - tl.max(tl.where(enough, below, 0.0), axis=0) * (1.0 - _SAFE)
     # each has at least the probability of the lower bound
     least = tl.exp2((low - best) * base_2).to(tl.float64)
-    count = tl.where(least > 0.0, (between + whole * _SAFE) / least, float("inf"))
+    count = tl.where(least > 0.0, between / least, float("inf"))
     return low, high, count
 
 

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 # ids between the bounds of a cut that are listed; a row with more takes the slow way
 _LISTED = 8192
-# bounds with so few between them are close enough
-_FEW = 2048
+# how many ids may stand between the bounds of a top-p before there is another pass
+_CLOSE = (2048, _LISTED, _LISTED)
 # ids of a list that are read at a time
 _BLOCK = 2048
 # ids of a program that narrows
@@ -155,16 +155,16 @@ class _Work:
         spans = triton.cdiv(width, _SPAN)
         bounds, close = self._new(torch.float32, 2), self._new(torch.int32, 1)
         sums = self._new(torch.float32, spans * PIVOTS)
-        for first in (True, False) if self._asked.nuclei else (True,):
+        for number, few in enumerate(_CLOSE if self._asked.nuclei else _CLOSE[:1]):
             if self._asked.nuclei:
                 narrow_kernel[(spans, jobs)](
                     *self._read, *numbers, bounds, close, sums, *self._edits,
-                    spans=spans, first=first, span=_SPAN, **self._sizes, num_warps=_WARPS["narrow"],
+                    spans=spans, first=number == 0, span=_SPAN, **self._sizes, num_warps=_WARPS["narrow"],
                 )  # fmt: skip
             bounds_kernel[(jobs,)](
                 width, ints, floats, self._chunk_best, tile_best, bounds, close, sums,
                 **self._sizes, chunks=TILE // CHUNK, spans=spans, padded_spans=triton.next_power_of_2(spans),
-                first=first, few=_FEW, num_warps=_WARPS["bounds"],
+                first=number == 0, few=few, num_warps=_WARPS["bounds"],
             )  # fmt: skip
         return bounds
 

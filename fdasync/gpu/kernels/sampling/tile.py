@@ -3,7 +3,7 @@
 A row of logits is read in tiles of `TILE` ids at fixed places. Each read applies what changes the logits (see
 `edits.py`) on the way. A probability is a whole number, its *mass*: exp of the scaled distance to the largest
 logit, in float64, times 2^b, rounded. Sums of masses are exact in any order and over any number of programs, so that
-each row has the same bits whatever runs beside it. Knows no requests. Used by `sample.py` and `search.py`.
+each row has the same bits whatever runs beside it. Knows no requests. Used by the other files of this room.
 """
 
 from __future__ import annotations
@@ -124,13 +124,13 @@ def scaled(x, best, scale):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def reach_of(best, scale):  # type: ignore[no-untyped-def]
-    """float32: no logit below has a mass (e^-37 of the largest is 2^-53). +inf where the largest is not finite: then
+    """float32: no logit below has a mass (e^-37 of the largest is 2^-53). NaN where the largest is not finite: then
     none has one."""
     low = tl.maximum(best.to(tl.float64) - 45.0 / scale, -3.4028234663852886e38).to(tl.float32)
-    return tl.where(tl.abs(best) < float("inf"), low, float("inf"))
+    return tl.where(tl.abs(best) < float("inf"), low, float("nan"))
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _float64(number: tl.constexpr):  # type: ignore[no-untyped-def]
     return tl.full((), number, tl.float64)
 
