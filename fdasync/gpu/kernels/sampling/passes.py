@@ -53,57 +53,64 @@ def peaks_kernel(  # type: ignore[no-untyped-def]
     order = order_of(best, number * (chunks * chunk) + line * chunk, width)
     tl.store(chunk_best + (job * tiles + number) * chunks + line, order)
     tl.store(tile_best + job * tiles + number, tl.max(best, axis=0))
-    # first over what one thread holds
-    given = tl.max(tl.where(raw != raw, float("inf"), raw), axis=0)
-    tl.store(tile_given + job * tiles + number, tl.max(given, axis=0))
+    # over all at once: each thread begins with its own
+    tl.store(tile_given + job * tiles + number, tl.max(tl.where(raw != raw, float("inf"), raw)))
 
 
 @triton.jit(do_not_specialize=["mask_columns"])  # type: ignore[untyped-decorator]
 def masses_kernel(  # type: ignore[no-untyped-def]
-    logits, stride, width, shift, ints, floats, tile_best, bounds, total, above, kept, listed, counts,
+    logits, stride, width, shift, ints, floats, tile_best, bounds, total, above, kept, marks,
     edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain: tl.constexpr,
-    tiles, padded: tl.constexpr, filtered: tl.constexpr, most: tl.constexpr, tile: tl.constexpr,
+    tiles, padded: tl.constexpr, filtered: tl.constexpr, tile: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """Masses of a tile: all; those above the bounds of a cut; those of them that min-p keeps. And a list of the ids
-    between the bounds, in any order."""
+    """Masses of a tile: all; those above the bounds of a cut; those of them that min-p keeps. And marks: a bit for each
+    id between the bounds."""
     job = tl.program_id(1).to(tl.int64)
     if job_int(ints, job, MASS) == 0:
         return
     number = tl.program_id(0)
-    ids = number * tile + tl.arange(0, tile)
-    _, x = read_tile(
-        logits, stride, width, ints, job, ids,
-        edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain,
-    )  # fmt: skip
-    at = job * tiles + number
+    best = best_of(tile_best, job, tiles, padded)
+    scale = job_float(floats, job, SCALE)
+    floor = job_float(floats, job, FLOOR)
+    reach = reach_of(best, scale)
     summed = True
+    low, high = float("inf"), float("-inf")
     if filtered:
-        # those of a top-k are made of its list
+        # the masses of a top-k are those of its list
         summed = (top_k_of(ints, job, width) == 0) | (job_int(ints, job, RAW) == job)
-    if summed:
-        best = best_of(tile_best, job, tiles, padded)
-        scale = job_float(floats, job, SCALE)
-        logs = scaled(x, best, scale)
-        mass = mass_of(x, logs, reach_of(best, scale), shift)
-        whole = tl.sum(mass, axis=0)
-        tl.store(total + at, whole)
+        low = tl.load(bounds + job * 2)
+        high = tl.load(bounds + job * 2 + 1)
+    whole = tl.full((), 0, tl.int64)
+    over = tl.full((), 0, tl.int64)
+    some = tl.full((), 0, tl.int64)
+    for start in range(0, tile, block):
+        ids = number * tile + start + tl.arange(0, block)
+        _, x = read_tile(
+            logits, stride, width, ints, job, ids,
+            edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain,
+        )  # fmt: skip
+        if summed:
+            logs = scaled(x, best, scale)
+            mass = mass_of(x, logs, reach, shift)
+            whole += tl.sum(mass, axis=0)
+            if filtered:
+                mass = tl.where(x >= high, mass, 0)
+                over += tl.sum(mass, axis=0)
+            if floor > float("-inf"):
+                some += tl.sum(tl.where(logs >= floor, mass, 0), axis=0)
         if filtered:
-            mass = tl.where(x >= tl.load(bounds + job * 2 + 1), mass, 0)
-            whole = tl.sum(mass, axis=0)
-            tl.store(above + at, whole)
-        floor = job_float(floats, job, FLOOR)
-        if floor > float("-inf"):
-            whole = tl.sum(tl.where(logs >= floor, mass, 0), axis=0)
-        tl.store(kept + at, whole)
-    else:
-        tl.store(above + at, tl.full((), 0, tl.int64))
-        tl.store(kept + at, tl.full((), 0, tl.int64))
+            between = (x >= low) & (x < high)
+            bits = tl.reshape(between.to(tl.int32), (block // 8, 8)) << tl.arange(0, 8)[None, :]
+            byte = (job * tiles + number) * (tile // 8) + start // 8 + tl.arange(0, block // 8)
+            tl.store(marks + byte, tl.sum(bits, axis=1).to(tl.uint8))
+    at = job * tiles + number
+    tl.store(total + at, whole)
     if filtered:
-        between = (x >= tl.load(bounds + job * 2)) & (x < tl.load(bounds + job * 2 + 1))
-        found = tl.sum(between.to(tl.int32), axis=0)
-        if found > 0:
-            place = tl.atomic_add(counts + job, found) + tl.cumsum(between.to(tl.int32), axis=0) - 1
-            tl.store(listed + job * most + place, order_of(x, ids, width), mask=between & (place < most))
+        tl.store(above + at, over)
+        whole = over
+    if floor > float("-inf"):
+        whole = some
+    tl.store(kept + at, whole)
 
 
 @triton.jit(do_not_specialize=["mask_columns"])  # type: ignore[untyped-decorator]

@@ -16,7 +16,7 @@ import torch
 import triton
 
 from fdasync.errors import BadInput
-from fdasync.gpu.kernels.sampling.edits import prepare_edits
+from fdasync.gpu.kernels.sampling.edits import NO_EDITS, prepare_edits
 from fdasync.gpu.kernels.sampling.narrow import PIVOTS, bounds_kernel, narrow_kernel
 from fdasync.gpu.kernels.sampling.passes import chunk_kernel, draw_kernel, masses_kernel, peaks_kernel
 from fdasync.gpu.kernels.sampling.search import cut_kernel, slow_cut_kernel
@@ -33,10 +33,13 @@ _LISTED = 8192
 # how many ids may stand between the bounds of a top-p before there is another pass
 _CLOSE = (2048, _LISTED, _LISTED)
 # ids of a list that are read at a time
-_BLOCK = 2048
+_BLOCK = 1024
+_MASSES_BLOCK = 512
+# of a logit as float32, those that are 0
+_SPARE_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 # ids of a program that narrows
-_SPAN = 8192
-_WARPS = {"peaks": 4, "narrow": 4, "bounds": 4, "masses": 4, "cut": 8, "draw": 8}
+_SPAN = 4096
+_WARPS = {"peaks": 2, "narrow": 2, "bounds": 4, "masses": 1, "cut": 4, "draw": 4}
 # a row's masses must add up in an int64, and float64 must hold one
 _SUM_BITS, _MOST_BITS = 62, 52
 
@@ -126,21 +129,22 @@ class _Work:
     def add_masses(self) -> None:
         sent, jobs = self._sent, self._asked.jobs
         numbers = (sent["ints"], sent["floats"], self._tile_best)
-        # read nowhere if nothing is filtered
-        bounds = listed = counts = slow = self._cuts
+        # written and read only where something is filtered
+        bounds = marks = self._cuts
         if self._filtered:
             bounds = self._bounds(numbers)
-            counts, slow = torch.zeros((2, jobs), dtype=torch.int32, device=self._logits.device)
-            listed = self._new(torch.int64, _LISTED)
+            marks = self._new(torch.uint8, self._tiles * TILE // 8)
         masses_kernel[(self._tiles, jobs)](
-            *self._read, self._shift, *numbers, bounds, self._total, self._above, self._kept, listed, counts,
-            *self._edits, filtered=self._filtered, most=_LISTED, tile=TILE, **self._sizes, num_warps=_WARPS["masses"],
+            *self._read, self._shift, *numbers, bounds, self._total, self._above, self._kept, marks, *self._edits,
+            filtered=self._filtered, tile=TILE, block=_MASSES_BLOCK, **self._sizes, num_warps=_WARPS["masses"],
         )  # fmt: skip
         if self._filtered:
-            width = self._read[2]
+            slow = torch.zeros((jobs,), dtype=torch.int32, device=self._logits.device)
+            listed, masses = (self._new(torch.int64, _LISTED) for _ in range(2))
+            spare = _SPARE_BITS[self._logits.dtype] if self._edits is NO_EDITS else 0
             cut_kernel[(jobs,)](
-                width, width.bit_length(), self._shift, *numbers, listed, torch.empty_like(listed), counts,
-                self._total, self._above, self._kept, self._cuts, slow,
+                *self._read, spare, self._shift, *numbers, marks.view(torch.int32), listed, masses,
+                self._total, self._above, self._kept, self._cuts, slow, *self._edits,
                 most=_LISTED, tile=TILE, block=_BLOCK, **self._sizes, num_warps=_WARPS["cut"],
             )  # fmt: skip
             slow_cut_kernel[(jobs,)](
