@@ -33,13 +33,13 @@ _LISTED = 8192
 # how many ids may stand between the bounds of a top-p before there is another pass
 _CLOSE = (2048, _LISTED, _LISTED)
 # ids of a list that are read at a time
-_BLOCK = 1024
+_BLOCK = 2048
 _MASSES_BLOCK = 512
 # of a logit as float32, those that are 0
 _SPARE_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 # ids of a program that narrows
-_SPAN = 4096
-_WARPS = {"peaks": 2, "narrow": 2, "bounds": 4, "masses": 1, "cut": 4, "draw": 4}
+_SPAN = 2048
+_WARPS = {"peaks": 2, "narrow": 1, "bounds": 4, "masses": 1, "cut": 8, "draw": 4}
 # a row's masses must add up in an int64, and float64 must hold one
 _SUM_BITS, _MOST_BITS = 62, 52
 
