@@ -19,7 +19,8 @@ from fdasync.errors import BadInput
 from fdasync.gpu.kernels.sampling.edits import NO_EDITS, prepare_edits
 from fdasync.gpu.kernels.sampling.narrow import PIVOTS, bounds_kernel, narrow_kernel
 from fdasync.gpu.kernels.sampling.passes import chunk_kernel, draw_kernel, masses_kernel, peaks_kernel
-from fdasync.gpu.kernels.sampling.search import cut_kernel, slow_cut_kernel
+from fdasync.gpu.kernels.sampling.search import cut_kernel
+from fdasync.gpu.kernels.sampling.slow import slow_cut_kernel
 from fdasync.gpu.kernels.sampling.tile import CHUNK, FLOATS, INTS, TILE
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ class _Work:
                 most=_LISTED, tile=TILE, block=_BLOCK, **self._sizes, num_warps=_WARPS["cut"],
             )  # fmt: skip
             slow_cut_kernel[(jobs,)](
-                *self._read, self._shift, *numbers, self._kept, self._cuts, slow, *self._edits,
+                *self._read, spare, self._shift, *numbers, self._kept, self._cuts, slow, *self._edits,
                 tile=TILE, **self._sizes, num_warps=16,
             )  # fmt: skip
 
