@@ -43,7 +43,7 @@ _GROUPS: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("tables and layout", re.compile(r"^_step_layout|^_scatter_kernel")),
     (
         SAMPLING,
-        re.compile(r"^_?(bias|chunk|clear|count|cut|draw|left|list|masses|narrow|peaks|penalise|slow_cut|stop)_kernel"),
+        re.compile(r"^_?(bias|bounds|chunk|clear|count|cut|draw|left|masses|narrow|peaks|penalise|slow_cut|stop)_kernel"),
     ),
     ("router and capture", re.compile(r"^_?route|^_write_ids|^_in_turn|^_product_kernel")),
     ("grouping and sum of experts", re.compile(r"^experts_(group|combine)")),

@@ -16,9 +16,11 @@ import torch
 import triton
 
 from fdasync.errors import BadInput
-from fdasync.gpu.kernels.sampling.edits import prepare_edits
+from fdasync.gpu.kernels.sampling.edits import NO_EDITS, prepare_edits
+from fdasync.gpu.kernels.sampling.narrow import PIVOTS, bounds_kernel, narrow_kernel
 from fdasync.gpu.kernels.sampling.passes import chunk_kernel, draw_kernel, masses_kernel, peaks_kernel
-from fdasync.gpu.kernels.sampling.search import PIVOTS, cut_kernel, list_kernel, narrow_kernel, slow_cut_kernel
+from fdasync.gpu.kernels.sampling.search import cut_kernel
+from fdasync.gpu.kernels.sampling.slow import slow_cut_kernel
 from fdasync.gpu.kernels.sampling.tile import CHUNK, FLOATS, INTS, TILE
 
 if TYPE_CHECKING:
@@ -29,11 +31,16 @@ if TYPE_CHECKING:
 
 # ids between the bounds of a cut that are listed; a row with more takes the slow way
 _LISTED = 8192
-# a list of so many is bisected faster
-_FEW = 2048
+# how many ids may stand between the bounds of a top-p before there is another pass
+_CLOSE = (2048, _LISTED, _LISTED)
+# ids of a list that are read at a time
+_BLOCK = 2048
+_MASSES_BLOCK = 512
+# of a logit as float32, those that are 0
+_SPARE_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 # ids of a program that narrows
-SPAN = 8192
-WARPS = {"peaks": 8, "narrow": 4, "list": 8, "masses": 16, "cut": 16}
+_SPAN = 2048
+_WARPS = {"peaks": 2, "narrow": 1, "bounds": 4, "masses": 1, "cut": 8, "draw": 4}
 # a row's masses must add up in an int64, and float64 must hold one
 _SUM_BITS, _MOST_BITS = 62, 52
 
@@ -99,13 +106,13 @@ class _Work:
     ) -> None:
         self._logits, self._asked, self._sent = logits, asked, sent
         width = logits.shape[1]
-        self._unit = float(2 ** min(_MOST_BITS, _SUM_BITS - width.bit_length()))
+        self._shift = min(_MOST_BITS, _SUM_BITS - width.bit_length())
         self._tiles = triton.cdiv(width, TILE)
         self._sizes: dict[str, Any] = {"tiles": self._tiles, "padded": triton.next_power_of_2(self._tiles)}
         self._edits = prepare_edits(logits, asked, sent, tokens)
         self._read = (logits, logits.stride(0), width)
         self._chunk_best = self._new(torch.int64, self._tiles * (TILE // CHUNK))
-        self._tile_best = self._new(torch.int64, self._tiles)
+        self._tile_best = self._new(torch.float32, self._tiles)
         self._given = self._new(torch.float32, self._tiles)
         self._total, self._kept, self._above = (self._new(torch.int64, self._tiles) for _ in range(3))
         self._cuts = self._new(torch.int64, 1)
@@ -117,58 +124,54 @@ class _Work:
     def find_peaks(self) -> None:
         peaks_kernel[(self._tiles, self._asked.jobs)](
             *self._read, self._sent["ints"], self._chunk_best, self._tile_best, self._given, *self._edits,
-            tiles=self._tiles, chunks=TILE // CHUNK, chunk=CHUNK, num_warps=WARPS["peaks"],
+            tiles=self._tiles, chunks=TILE // CHUNK, chunk=CHUNK, num_warps=_WARPS["peaks"],
         )  # fmt: skip
 
     def add_masses(self) -> None:
         sent, jobs = self._sent, self._asked.jobs
-        bounds = self._cuts
         numbers = (sent["ints"], sent["floats"], self._tile_best)
+        # written and read only where something is filtered
+        bounds = marks = self._cuts
         if self._filtered:
-            zeros = torch.zeros((2, jobs), dtype=torch.int32, device=self._logits.device)
-            listed = self._new(torch.int64, _LISTED)
-            bounds = self._list(numbers, listed, zeros[0])
+            bounds = self._bounds(numbers)
+            marks = self._new(torch.uint8, self._tiles * TILE // 8)
         masses_kernel[(self._tiles, jobs)](
-            *self._read, self._unit, *numbers, bounds, self._total, self._above, self._kept, *self._edits,
-            filtered=self._filtered, tile=TILE, **self._sizes, num_warps=WARPS["masses"],
+            *self._read, self._shift, *numbers, bounds, self._total, self._above, self._kept, marks, *self._edits,
+            filtered=self._filtered, tile=TILE, block=_MASSES_BLOCK, **self._sizes, num_warps=_WARPS["masses"],
         )  # fmt: skip
         if self._filtered:
-            width = self._read[2]
+            slow = torch.zeros((jobs,), dtype=torch.int32, device=self._logits.device)
+            listed, masses = (self._new(torch.int64, _LISTED) for _ in range(2))
+            spare = _SPARE_BITS[self._logits.dtype] if self._edits is NO_EDITS else 0
             cut_kernel[(jobs,)](
-                width, width.bit_length(), self._unit, *numbers, listed, zeros[0], self._total, self._above,
-                self._kept, self._cuts, zeros[1],
-                most=_LISTED, tile=TILE, few=_FEW, **self._sizes, num_warps=WARPS["cut"],
+                *self._read, spare, self._shift, *numbers, marks.view(torch.int32), listed, masses,
+                self._total, self._above, self._kept, self._cuts, slow, *self._edits,
+                most=_LISTED, tile=TILE, block=_BLOCK, **self._sizes, num_warps=_WARPS["cut"],
             )  # fmt: skip
             slow_cut_kernel[(jobs,)](
-                *self._read, self._unit, *numbers, self._kept, self._cuts, zeros[1], *self._edits,
+                *self._read, spare, self._shift, *numbers, self._kept, self._cuts, slow, *self._edits,
                 tile=TILE, **self._sizes, num_warps=16,
             )  # fmt: skip
 
-    def _list(self, numbers: tuple[torch.Tensor, ...], listed: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """List the ids that may stand at a cut; returns the bounds between which they stand."""
-        jobs = self._asked.jobs
-        spans = triton.cdiv(self._read[2], SPAN)
-        sizes = {**self._sizes, "spans": spans, "padded_spans": triton.next_power_of_2(spans)}
-        floors = self._floors() if self._asked.most else self._cuts
-        bounds, sums = self._new(torch.float32, 4), [self._new(torch.float32, spans * PIVOTS) for _ in range(2)]
-        for number in range(2 if self._asked.nuclei else 0):
-            narrow_kernel[(spans, jobs)](
-                *self._read, *numbers, sums[0], bounds, sums[number], *self._edits,
-                first=number == 0, span=SPAN, **sizes, num_warps=WARPS["narrow"],
+    def _bounds(self, numbers: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """float32 [jobs, 2], between which the cuts stand."""
+        jobs, width = self._asked.jobs, self._read[2]
+        ints, floats, tile_best = numbers
+        spans = triton.cdiv(width, _SPAN)
+        bounds, close = self._new(torch.float32, 2), self._new(torch.int32, 1)
+        sums = self._new(torch.float32, spans * PIVOTS)
+        for number, few in enumerate(_CLOSE if self._asked.nuclei else _CLOSE[:1]):
+            if self._asked.nuclei:
+                narrow_kernel[(spans, jobs)](
+                    *self._read, *numbers, bounds, close, sums, *self._edits,
+                    spans=spans, first=number == 0, span=_SPAN, **self._sizes, num_warps=_WARPS["narrow"],
+                )  # fmt: skip
+            bounds_kernel[(jobs,)](
+                width, ints, floats, self._chunk_best, tile_best, bounds, close, sums,
+                **self._sizes, chunks=TILE // CHUNK, spans=spans, padded_spans=triton.next_power_of_2(spans),
+                first=number == 0, few=few, num_warps=_WARPS["bounds"],
             )  # fmt: skip
-        list_kernel[(self._tiles, jobs)](
-            *self._read, *numbers, floors, bounds, sums[1], listed, counts, self._above, self._kept, *self._edits,
-            most=_LISTED, tile=TILE, **sizes, num_warps=WARPS["list"],
-        )  # fmt: skip
         return bounds
-
-    def _floors(self) -> torch.Tensor:
-        """A lower bound of each top-k: the k-th largest of the chunks' largest, which is one of as many ids."""
-        width = self._chunk_best.shape[1]
-        k = self._sent["ints"][:, 6:7].clamp(min=1)
-        best = self._chunk_best.topk(min(self._asked.most, width), dim=-1).values
-        floor = best.gather(-1, k.clamp(max=best.shape[1]) - 1)
-        return torch.where(k > best.shape[1], _LOWEST, floor)
 
     def draw(self) -> Sampled:
         count, device = self._asked.count, self._logits.device
@@ -177,9 +180,9 @@ class _Work:
         raw = torch.zeros((count,), dtype=torch.float32, device=device)
         processed = torch.zeros((count,), dtype=torch.float64, device=device)
         draw_kernel[(count,)](
-            *self._read, self._unit, self._sent["ints"], self._sent["floats"], self._tile_best, self._given,
+            *self._read, self._shift, self._sent["ints"], self._sent["floats"], self._tile_best, self._given,
             self._total, self._kept, self._cuts, tokens, finite, raw, processed, *self._edits,
-            filtered=self._filtered, chunks=TILE // CHUNK, chunk=CHUNK, **self._sizes, num_warps=8,
+            filtered=self._filtered, chunks=TILE // CHUNK, chunk=CHUNK, **self._sizes, num_warps=_WARPS["draw"],
         )  # fmt: skip
         values = ids = None
         if "top_jobs" in self._sent:
@@ -198,11 +201,11 @@ class _Work:
         )
         orders = orders.topk(most, dim=-1).values
         values, ids = _decoded(orders)
-        first, _ = _decoded(self._tile_best.index_select(0, jobs).amax(dim=-1, keepdim=True))
+        first = self._tile_best.index_select(0, jobs).amax(dim=-1, keepdim=True)
         raw = sent["top_raw"].unsqueeze(-1) > 0
         floats = sent["floats"].index_select(0, jobs)
         kept = torch.where(raw, self._total.index_select(0, jobs), self._kept.index_select(0, jobs))
-        mass = kept.sum(dim=-1, keepdim=True).double() / self._unit
+        mass = kept.sum(dim=-1, keepdim=True).double() / 2.0**self._shift
         logs = torch.where(values == first, 0.0, values.double() - first.double()) * floats[:, :1]
         real = torch.arange(most, device=jobs.device) < sent["top_counts"].unsqueeze(-1)
         passed = logs >= floats[:, 3:4]
@@ -212,9 +215,6 @@ class _Work:
             passed &= (orders >= cut) | ~limited
         real &= (passed | raw) & (values > float("-inf"))
         return torch.where(real, logs - mass.log(), float("-inf")), ids
-
-
-_LOWEST = -(2**63)
 
 
 def _decoded(orders: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

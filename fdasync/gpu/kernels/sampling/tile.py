@@ -3,7 +3,7 @@
 A row of logits is read in tiles of `TILE` ids at fixed places. Each read applies what changes the logits (see
 `edits.py`) on the way. A probability is a whole number, its *mass*: exp of the scaled distance to the largest
 logit, in float64, times 2^b, rounded. Sums of masses are exact in any order and over any number of programs, so that
-each row has the same bits whatever runs beside it. Knows no requests. Used by `sample.py` and `search.py`.
+each row has the same bits whatever runs beside it. Knows no requests. Used by the other files of this room.
 """
 
 from __future__ import annotations
@@ -35,6 +35,13 @@ def job_int(ints, job, column: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def job_float(floats, job, column: tl.constexpr):  # type: ignore[no-untyped-def]
     return tl.load(floats + job * _FLOATS + column)
+
+
+@triton.jit
+def top_k_of(ints, job, width):  # type: ignore[no-untyped-def]
+    """0 where top-k keeps all."""
+    k = job_int(ints, job, TOP_K)
+    return tl.where(k >= width, 0, k)
 
 
 @triton.jit
@@ -79,7 +86,8 @@ def read_tile(  # type: ignore[no-untyped-def]
                 x = tl.where(bits_of(stop_bits, stop, bit_columns, ids, width), float("-inf"), x)
         if mask >= 0:
             x = tl.where(bits_of(masks, mask, mask_columns, ids, width), x, float("-inf"))
-    return raw, tl.where(x != x, float("-inf"), x)
+    # the larger of NaN and a number is the number
+    return raw, tl.maximum(x, float("-inf"))
 
 
 @triton.jit
@@ -103,19 +111,53 @@ def value_of(order):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def best_of(tile_best, job, tiles, padded: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The order of a job's largest logit."""
+    """float32: a job's largest logit."""
     number = tl.arange(0, padded)
-    return tl.max(tl.load(tile_best + job * tiles + number, mask=number < tiles, other=NOTHING), axis=0)
+    return tl.max(tl.load(tile_best + job * tiles + number, mask=number < tiles, other=float("-inf")), axis=0)
 
 
 @triton.jit
 def scaled(x, best, scale):  # type: ignore[no-untyped-def]
-    """float64 log of each probability over the largest one; 0 at the largest, also where that is infinite."""
-    distance = tl.where(x == best, 0.0, x.to(tl.float64) - best.to(tl.float64))
-    return tl.where(x == float("-inf"), float("-inf"), distance * scale)
+    """float64 log of each finite probability over the largest one."""
+    return (x.to(tl.float64) - best.to(tl.float64)) * scale
 
 
 @triton.jit
-def mass_of(logs, unit):  # type: ignore[no-untyped-def]
-    """int64 masses; `unit`, a power of two, is that of the largest logit."""
-    return (tl.exp(logs) * unit + 0.5).to(tl.int64)
+def reach_of(best, scale):  # type: ignore[no-untyped-def]
+    """float32: no logit below has a mass (e^-37 of the largest is 2^-53). NaN where the largest is not finite: then
+    none has one."""
+    low = tl.maximum(best.to(tl.float64) - 45.0 / scale, -3.4028234663852886e38).to(tl.float32)
+    return tl.where(tl.abs(best) < float("inf"), low, float("nan"))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _float64(number: tl.constexpr):  # type: ignore[no-untyped-def]
+    return tl.full((), number, tl.float64)
+
+
+@triton.jit
+def mass_of(x, logs, reach, shift):  # type: ignore[no-untyped-def]
+    """int64 masses of logits with these logs: exp(logs) * 2^shift, rounded to the nearest.
+
+    Each step is an fma that no compiler may fuse otherwise, so that all kernels make the same masses.
+    """
+    # exp(logs) = 2^n * exp(part), |part| <= log(2) / 2; a sum with 1.5 * 2^52 holds n + shift in its low bits
+    start = _float64(6755399441055744.0) + shift.to(tl.float64)
+    number = tl.fma(logs, _float64(1.4426950408889634), start)
+    part = tl.fma(start - number, _float64(0.6931471805599453), logs)
+    # of a fit with a relative error of 2^-55
+    power = tl.fma(part, _float64(2.510038549551032e-08), _float64(2.7620088445409746e-07))
+    power = tl.fma(power, part, _float64(2.7557268459997064e-06))
+    power = tl.fma(power, part, _float64(2.4801521295954376e-05))
+    power = tl.fma(power, part, _float64(0.00019841269863053618))
+    power = tl.fma(power, part, _float64(0.0013888888917213717))
+    power = tl.fma(power, part, _float64(0.008333333333330062))
+    power = tl.fma(power, part, _float64(0.04166666666662413))
+    power = tl.fma(power, part, _float64(0.16666666666666669))
+    power = tl.fma(power, part, _float64(0.5000000000000001))
+    power = tl.fma(power, part, _float64(1.0))
+    power = tl.fma(power, part, _float64(1.0))
+    bits = power.to(tl.int64, bitcast=True) + (number.to(tl.int64, bitcast=True) << 52)
+    # a sum with 2^52 is a whole number, in its low bits
+    whole = bits.to(tl.float64, bitcast=True) + _float64(4503599627370496.0)
+    return tl.where(x >= reach, whole.to(tl.int64, bitcast=True) - 0x4330000000000000, 0)

@@ -179,7 +179,7 @@ def test_a_uniform_row_keeps_the_lower_ids(on: Any, width: int) -> None:
 @pytest.mark.parametrize(("width", "seed"), [(VOCAB, 0), (500, 1)])
 def test_a_list_that_overflows_is_searched_again(width: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fdasync.gpu.kernels.sampling.sample._LISTED", 8)
-    monkeypatch.setattr("fdasync.gpu.kernels.sampling.sample._FEW", 4)
+    monkeypatch.setattr("fdasync.gpu.kernels.sampling.sample._BLOCK", 4)
     random = np.random.default_rng(seed)
     logits = torch.from_numpy(random.integers(-3, 4, (len(FILTERS), width)) * 0.25).float()
     check(sample_on_device, logits, asked())
