@@ -21,8 +21,6 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # numpy computes for the interpreter, and says so where infinities meet
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 UNIT_BITS = 44
-# ids of nine tiles
-WIDTH = 8 * tile.TILE + 300
 
 
 @triton.jit
@@ -77,7 +75,7 @@ def test_a_row_that_is_not_finite_has_no_mass(best: float) -> None:
 
 def bounds(x: torch.Tensor, top_p: float, scale: float = 1.0, top_k: int = 0) -> tuple[float, float, bool]:
     """Of one row, after three passes, and whether few ids are certain to be between."""
-    width, span, few = x.shape[1], 1024, (128, 129, 130)
+    width, span, few = x.shape[1], 1024, (64, 65, 66)
     spans, tiles = -(-width // span), -(-width // tile.TILE)
     ints = torch.tensor([[0, -1, -1, -1, 1, 1, top_k, -1]], device=DEVICE)
     floats = torch.tensor([[scale, 0.5, top_p, -math.inf]], dtype=torch.float64, device=DEVICE)
@@ -108,14 +106,14 @@ def bounds(x: torch.Tensor, top_p: float, scale: float = 1.0, top_k: int = 0) ->
 @pytest.mark.parametrize("spread", [0.01, 1.0, 6.0, 40.0])
 @pytest.mark.parametrize("top_p", [1e-9, 0.31, 0.95, 0.9999])
 def test_a_nucleus_ends_between_its_bounds(top_p: float, spread: float) -> None:
-    x = torch.from_numpy(np.random.default_rng(5).normal(size=(1, WIDTH)) * spread).float()
+    x = torch.from_numpy(np.random.default_rng(5).normal(size=(1, 9001)) * spread).float()
     low, high, close = bounds(x, top_p)
     values = np.sort(x[0].double().numpy())[::-1]
     p = np.exp(values - values[0])
     last = int(np.count_nonzero(p.cumsum() - p < top_p * p.sum())) - 1
     assert low <= values[last] < high
-    # whatever the spread is
-    assert np.count_nonzero((values >= low) & (values < high)) < 130
+    # of 9,001 ids, whatever the spread is
+    assert np.count_nonzero((values >= low) & (values < high)) < 66
     assert close
 
 

@@ -51,15 +51,6 @@ def _first_low(best, floats, job, width):  # type: ignore[no-untyped-def]
     return tl.maximum(best - (reach / job_float(floats, job, SCALE)).to(tl.float32), -3.0e38)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _base_of(tile_best, job, tiles, padded: tl.constexpr, best, low):  # type: ignore[no-untyped-def]
-    """Where the first pivots begin: at or above `low`. A guess, so that a row whose logits are close together has
-    pivots among them: of normal logits, eight times the spread of the tiles' largest reaches the least."""
-    number = tl.arange(0, padded)
-    least = tl.min(tl.load(tile_best + job * tiles + number, mask=number < tiles, other=float("inf")), axis=0)
-    return tl.maximum(tl.fma(best - least, -8.0, best), low)
-
-
 @triton.jit
 def _base_2(floats, job):  # type: ignore[no-untyped-def]
     """float32: what a distance between logits is multiplied by."""
@@ -87,7 +78,7 @@ def narrow_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
     best = best_of(tile_best, job, tiles, padded)
     if first:
-        low = _base_of(tile_best, job, tiles, padded, best, _first_low(best, floats, job, width))
+        low = _first_low(best, floats, job, width)
         high = best
     else:
         low = tl.load(bounds + job * 2)
@@ -120,16 +111,12 @@ def bounds_kernel(  # type: ignore[no-untyped-def]
         if first:
             low = _first_low(best, floats, job, width)
             high = float("inf")
-            base = _base_of(tile_best, job, tiles, padded, best, low)
         else:
             low = tl.load(bounds + job * 2)
             high = tl.load(bounds + job * 2 + 1)
-            base = low
             if tl.load(close + job) > 0:
                 return
-        low, high, count = _closer(
-            sums, job, base, low, high, best, top_p, _base_2(floats, job), spans, padded_spans, first
-        )
+        low, high, count = _closer(sums, job, low, high, best, top_p, _base_2(floats, job), spans, padded_spans, first)
         tl.store(close + job, (count < few).to(tl.int32))
     elif first:
         if k > 0:
@@ -143,7 +130,7 @@ def bounds_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _closer(  # type: ignore[no-untyped-def]
-    sums, job, base, low, high, best, top_p, base_2, spans, padded: tl.constexpr, squared: tl.constexpr
+    sums, job, low, high, best, top_p, base_2, spans, padded: tl.constexpr, squared: tl.constexpr
 ):
     """Closer bounds: at or above `low` stands enough mass for sure, at or above `high` too little; and the most ids
     that may be between."""
@@ -153,7 +140,7 @@ def _closer(  # type: ignore[no-untyped-def]
     below = tl.sum(part.to(tl.float64), axis=0)
     whole = tl.sum(tl.where(number == 0, below, 0.0), axis=0)
     rest = whole * (1.0 - top_p)
-    pivot = _pivot(base, tl.minimum(high, best), number, squared)
+    pivot = _pivot(low, tl.minimum(high, best), number, squared)
     enough = (number > 0) & (below < rest * (1.0 - _SAFE))
     too_little = (number > 0) & (below > rest * (1.0 + _SAFE))
     low = tl.maximum(low, tl.max(tl.where(enough, pivot, float("-inf")), axis=0))

@@ -1,11 +1,11 @@
 """Kernels that sample a token for each row of logits, without a sort and without a table of the vocabulary's size.
 
 A step is a handful of launches, each over all jobs (`SampleJobs`): the largest logits of chunks; where a job has top-k
-or top-p, what bounds its cut; exact masses of tiles; the cut; then one program a row that finds the tile of its noise,
-and the id in it. `tile.py` says what a mass is, `search.py` what a cut is, and `edits.py` how
-penalties, bias and stop masks come in. Nothing here waits for the device, and no two programs share a float sum, so a
-row's results depend on that row alone. Knows no requests, only numbers. Called by the plugins' samplers; runs on CUDA,
-or on the CPU under Triton's interpreter (tests).
+or top-p, two logits that bound its cut (`narrow.py`); exact masses of tiles, and marks of the ids between the bounds;
+the cut (`search.py`); then one program a row that finds the tile of its noise, and the id in it. `tile.py` says what a
+mass is, and `edits.py` how penalties, bias and stop masks come in. Nothing here waits for the device, and a row's
+results depend on that row alone: what its programs add up in any order are whole numbers. Knows no requests, only
+numbers. Called by the plugins' samplers; runs on CUDA, or on the CPU under Triton's interpreter (tests).
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from fdasync.errors import BadInput
 from fdasync.gpu.kernels.sampling.edits import NO_EDITS, prepare_edits
 from fdasync.gpu.kernels.sampling.narrow import PIVOTS, bounds_kernel, narrow_kernel
 from fdasync.gpu.kernels.sampling.passes import chunk_kernel, draw_kernel, masses_kernel, peaks_kernel
-from fdasync.gpu.kernels.sampling.search import cut_kernel
-from fdasync.gpu.kernels.sampling.slow import slow_cut_kernel
+from fdasync.gpu.kernels.sampling.search import cut_kernel, slow_cut_kernel
 from fdasync.gpu.kernels.sampling.tile import CHUNK, FLOATS, INTS, TILE
 
 if TYPE_CHECKING:
@@ -33,9 +32,8 @@ if TYPE_CHECKING:
 _LISTED = 8192
 # how many ids may stand between the bounds of a top-p before there is another pass
 _CLOSE = (2048, _LISTED, _LISTED)
-# ids of a list that are read at a time
-_BLOCK = 2048
-_MASSES_BLOCK = 512
+# ids of a list that are read at a time, and of a tile whose masses are
+_BLOCK, _MASSES_BLOCK = 2048, 512
 # of a logit as float32, those that are 0
 _SPARE_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 # ids of a program that narrows
@@ -149,7 +147,7 @@ class _Work:
                 most=_LISTED, tile=TILE, block=_BLOCK, **self._sizes, num_warps=_WARPS["cut"],
             )  # fmt: skip
             slow_cut_kernel[(jobs,)](
-                *self._read, spare, self._shift, *numbers, self._kept, self._cuts, slow, *self._edits,
+                *self._read, self._shift, *numbers, self._kept, self._cuts, slow, *self._edits,
                 tile=TILE, **self._sizes, num_warps=16,
             )  # fmt: skip
 

@@ -4,8 +4,9 @@ The ids of a row have one order: by logit, the larger first, then by id, the low
 the first ids of that order, so all that is looked for is the last of them, the *cut*. `narrow.py` bounds its place,
 `masses_kernel` makes exact sums above the bounds and marks what stands between them. `cut_kernel` lists what is marked,
 bisects the logits of the list by whole numbers, and counts ids where the cut is one of several equal logits. So the cut
-is exact, whatever the bounds are. A row with too many for a list is `slow.py`'s. Knows no requests. Called by
-`sample.py`; runs on CUDA, or on the CPU under Triton's interpreter (tests).
+is exact, whatever the bounds are. A row whose list overflows (thousands of equal logits at the cut, or a very large k)
+is searched by one program that reads it again and again. Knows no requests. Called by `sample.py`; runs on CUDA, or on
+the CPU under Triton's interpreter (tests).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from fdasync.gpu.kernels.sampling.tile import (
 
 
 @triton.jit
-def middle_of(low, high):  # type: ignore[no-untyped-def]
+def _middle(low, high):  # type: ignore[no-untyped-def]
     """Rounded down; the sum of two orders may overflow."""
     return (low & high) + ((low ^ high) >> 1)
 
@@ -47,7 +48,7 @@ def target_of(top_p, total):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def key_of(order, spare):  # type: ignore[no-untyped-def]
+def _key_of(order, spare):  # type: ignore[no-untyped-def]
     """int32 in the order of the logits, without `spare` bits that no two logits differ in alone."""
     return (order >> 32).to(tl.int32) >> spare
 
@@ -92,7 +93,7 @@ def _from(listed, masses, count, spare, key, by_mass: tl.constexpr, block: tl.co
     for start in range(0, count, block):
         place = start + tl.arange(0, block)
         order = tl.load(listed + place, mask=place < count, other=NOTHING)
-        here = (place < count) & (key_of(order, spare) >= key)
+        here = (place < count) & (_key_of(order, spare) >= key)
         if by_mass:
             mass = tl.load(masses + place, mask=place < count, other=0)
             whole += tl.sum(tl.where(here, mass, 0), axis=0)
@@ -109,7 +110,7 @@ def _order_at(listed, count, spare, key, number, block: tl.constexpr):  # type: 
     for start in range(0, count, block):
         place = start + tl.arange(0, block)
         order = tl.load(listed + place, mask=place < count, other=NOTHING)
-        equal = ((place < count) & (key_of(order, spare) == key)).to(tl.int32)
+        equal = ((place < count) & (_key_of(order, spare) == key)).to(tl.int32)
         here = (equal > 0) & (before + tl.cumsum(equal, axis=0) == number)
         found += tl.sum(tl.where(here, order, 0), axis=0)
         before += tl.sum(equal, axis=0)
@@ -163,7 +164,7 @@ def cut_kernel(  # type: ignore[no-untyped-def]
         order = order_of(x, ids, width)
         tl.store(listed + place, order, mask=here)
         tl.store(masses + place, mass_of(x, scaled(x, best, scale), reach, shift), mask=here)
-        key = key_of(order, spare)
+        key = _key_of(order, spare)
         low = tl.minimum(low, tl.min(tl.where(here, key, 0x7FFFFFFF), axis=0))
         highest = tl.maximum(highest, tl.max(tl.where(here, key, -0x80000000), axis=0))
     tl.debug_barrier()
@@ -171,7 +172,7 @@ def cut_kernel(  # type: ignore[no-untyped-def]
     if k > 0:
         high = highest
         while low < high:
-            middle = middle_of(low, high) + ((low ^ high) & 1)
+            middle = _middle(low, high) + ((low ^ high) & 1)
             if _from(listed, masses, count, spare, middle, False, block) >= k:
                 low = middle
             else:
@@ -198,7 +199,7 @@ def cut_kernel(  # type: ignore[no-untyped-def]
         if whole > 0:
             high = highest
             while low < high:
-                middle = middle_of(low, high)
+                middle = _middle(low, high)
                 if over + _from(listed, masses, count, spare, middle + 1, True, block) < target:
                     high = middle
                 else:
@@ -211,14 +212,97 @@ def cut_kernel(  # type: ignore[no-untyped-def]
     tl.store(cuts + job, cut)
     floor = job_float(floats, job, FLOOR)
     for start in range(0, count, block):
-        # neighbours of a list mostly stand in one tile: their masses are added up first
-        place = start + tl.arange(0, block // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
+        place = start + tl.arange(0, block)
         order = tl.load(listed + place, mask=place < count, other=NOTHING)
-        mass = tl.load(masses + place, mask=place < count, other=0)
-        passed = (order >= cut) & (scaled(value_of(order), best, scale) >= floor)
-        mass = tl.where((place < count) & passed, mass, 0)
-        at = tl.where(place < count, id_of(order) // tile, 0)
-        first = tl.max(at, axis=1)
-        together = tl.sum(tl.where(at == first[:, None], mass, 0), axis=1)
-        tl.atomic_add(kept + job * tiles + first, together, mask=together > 0)
-        tl.atomic_add(kept + job * tiles + at, mass, mask=(at != first[:, None]) & (mass > 0))
+        here = (place < count) & (order >= cut)
+        mass = tl.load(masses + place, mask=here, other=0)
+        passed = (mass > 0) & (scaled(value_of(order), best, scale) >= floor)
+        tl.atomic_add(kept + job * tiles + id_of(order) // tile, mass, mask=passed)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _before(  # type: ignore[no-untyped-def]
+    logits, stride, width, shift, ints, job, best, scale, order,
+    edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain: tl.constexpr,
+    tiles, tile: tl.constexpr, by_mass: tl.constexpr,
+):  # fmt: skip
+    """How many ids of a row stand before `order`, or their mass."""
+    whole = order * 0
+    for number in range(tiles):
+        ids = number * tile + tl.arange(0, tile)
+        _, x = read_tile(
+            logits, stride, width, ints, job, ids,
+            edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain,
+        )  # fmt: skip
+        here = order_of(x, ids, width) > order
+        if by_mass:
+            mass = mass_of(x, scaled(x, best, scale), reach_of(best, scale), shift)
+            whole += tl.sum(tl.where(here, mass, 0), axis=0)
+        else:
+            whole += tl.sum(here.to(tl.int64), axis=0)
+    return whole
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["mask_columns"], do_not_specialize_on_alignment=["slow"]
+)
+def slow_cut_kernel(  # type: ignore[no-untyped-def]
+    logits, stride, width, shift, ints, floats, tile_best, kept, cuts, slow,
+    edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain: tl.constexpr,
+    tiles, padded: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
+    """What `cut_kernel` could not do: the same cut, by as many readings of the row as an order has bits."""
+    job = tl.program_id(0).to(tl.int64)
+    if tl.load(slow + job) == 0:
+        return
+    best = best_of(tile_best, job, tiles, padded)
+    highest = order_of(best, tl.full((), 0, tl.int32), width)
+    scale = job_float(floats, job, SCALE)
+    top_p = job_float(floats, job, TOP_P)
+    k = top_k_of(ints, job, width)
+    cut = highest * 0 + NOTHING
+    if k > 0:
+        high = highest
+        while cut < high:
+            middle = _middle(cut, high) + ((cut ^ high) & 1)
+            # those at `middle` or before it
+            count = _before(
+                logits, stride, width, shift, ints, job, best, scale, middle - 1,
+                edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain,
+                tiles, tile, False,
+            )  # fmt: skip
+            if count >= k:
+                cut = middle
+            else:
+                high = middle - 1
+    if top_p < 1.0:
+        floor = tl.where(cut > NOTHING, cut - 1, NOTHING)
+        whole = _before(
+            logits, stride, width, shift, ints, job, best, scale, floor,
+            edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain,
+                tiles, tile, True,
+        )  # fmt: skip
+        target = target_of(top_p, whole)
+        high = highest
+        while cut < high:
+            middle = _middle(cut, high)
+            mass = _before(
+                logits, stride, width, shift, ints, job, best, scale, middle,
+                edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain,
+                tiles, tile, True,
+            )  # fmt: skip
+            if mass < target:
+                high = middle
+            else:
+                cut = middle + 1
+    tl.store(cuts + job, cut)
+    for number in range(tiles):
+        ids = number * tile + tl.arange(0, tile)
+        _, x = read_tile(
+            logits, stride, width, ints, job, ids,
+            edit_bits, edit_values, stop_bits, stop_left, bit_columns, masks, mask_columns, plain,
+        )  # fmt: skip
+        logs = scaled(x, best, scale)
+        keep = (order_of(x, ids, width) >= cut) & (logs >= job_float(floats, job, FLOOR))
+        mass = mass_of(x, logs, reach_of(best, scale), shift)
+        tl.store(kept + job * tiles + number, tl.sum(tl.where(keep, mass, 0), axis=0))

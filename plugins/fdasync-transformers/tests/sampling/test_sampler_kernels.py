@@ -18,6 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampler_cases import VOCAB, make, rows, spec
 
+from fdasync.gpu.kernels.sampling import sample
+
 if TYPE_CHECKING:
     from fdasync_transformers.sampling.sampler import SampleOutput
 
@@ -29,6 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 POSITION = 6
 NEAR_ONE = 1.0 - 2.0**-53
 TILE = 4096
+SPAN, MASSES_BLOCK = sample._SPAN, sample._MASSES_BLOCK
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +45,14 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "empty", poison)
     return
+
+
+@pytest.fixture(autouse=True)
+def large_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes as long for a small block as for a large one."""
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr("fdasync.gpu.kernels.sampling.sample._SPAN", TILE)
+        monkeypatch.setattr("fdasync.gpu.kernels.sampling.sample._MASSES_BLOCK", TILE // 2)
 
 
 def run(
@@ -152,6 +163,12 @@ def test_they_follow_float64_with_a_sort(on: Any, kind: str, width: int) -> None
     check(on, drawn(width, kind), asked())
 
 
+def test_they_do_in_the_blocks_that_a_gpu_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fdasync.gpu.kernels.sampling.sample._SPAN", SPAN)
+    monkeypatch.setattr("fdasync.gpu.kernels.sampling.sample._MASSES_BLOCK", MASSES_BLOCK)
+    check(sample_on_device, drawn(TILE + 600, "flat"), asked())
+
+
 @pytest.mark.parametrize("on", [sample_on_device, sample_on_host])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_rows_with_holes_in_every_dtype(on: Any, dtype: torch.dtype) -> None:
@@ -176,12 +193,15 @@ def test_a_uniform_row_keeps_the_lower_ids(on: Any, width: int) -> None:
         assert int(results["tokens"][row]) == int(uniform(5, 0, POSITION) * kept)
 
 
-@pytest.mark.parametrize(("width", "seed"), [(VOCAB, 0), (500, 1)])
-def test_a_list_that_overflows_is_searched_again(width: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fdasync.gpu.kernels.sampling.sample._LISTED", 8)
-    monkeypatch.setattr("fdasync.gpu.kernels.sampling.sample._BLOCK", 4)
-    random = np.random.default_rng(seed)
-    logits = torch.from_numpy(random.integers(-3, 4, (len(FILTERS), width)) * 0.25).float()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("width", "listed"), [(VOCAB, 4), (500, 8), (500, 512)])
+def test_a_list_of_several_blocks_and_one_that_overflows(
+    width: int, listed: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fdasync.gpu.kernels.sampling.sample._LISTED", listed)
+    monkeypatch.setattr("fdasync.gpu.kernels.sampling.sample._BLOCK", 128)
+    random = np.random.default_rng(width)
+    logits = torch.from_numpy(random.integers(-3, 4, (len(FILTERS), width)) * 0.25).to(dtype)
     check(sample_on_device, logits, asked())
 
 
