@@ -9,13 +9,14 @@ import pytest
 import torch
 from device_path import DEVICE, ON_GPU
 from fdasync_transformers import TransformersConfig
+from fdasync_transformers.fused import routers
 from fdasync_transformers.fused.experts import NAME
 from fdasync_transformers.fused.layers.layer import FusedLayer
 from fdasync_transformers.fused.live_rows import LiveRows
 from fdasync_transformers.model.moe_layers import find_moe_layers
 from fdasync_transformers.start import fuse as fuse_module
 from fdasync_transformers.start import open_model
-from fdasync_transformers.start.fuse import fuse, set_plain_experts
+from fdasync_transformers.start.fuse import Fused, fuse, set_plain_experts
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint, make_tiny_model
 from step_driver import Driver
 
@@ -68,7 +69,7 @@ def test_auto_keeps_the_librarys_with_a_note(as_on_a_gpu: None) -> None:
     model, layers = build("dbrx")
     config = TransformersConfig(fused_layers=False)
     set_plain_experts(model, config, layers, 16)
-    assert fuse(model, config, layers, LiveRows(), 16) == (NO_INTERFACE,)
+    assert fuse(model, config, layers, LiveRows(), 16).notes == (NO_INTERFACE,)
     assert model.config._experts_implementation != NAME
 
 
@@ -79,7 +80,7 @@ def test_auto_fuses_what_can_be(as_on_a_gpu: None) -> None:
     # the plain passes are the library's code
     assert model.config._experts_implementation != NAME
     live = LiveRows()
-    assert fuse(model, config, layers, live, 16) == ()
+    assert fuse(model, config, layers, live, 16).notes == ()
     assert model.config._experts_implementation == NAME
     assert layers is not None
     assert model.get_submodule(layers.names[0]).fd_experts.live is live
@@ -90,7 +91,7 @@ def test_a_dense_model_has_no_experts_to_fuse() -> None:
     assert layers is None
     config = TransformersConfig(kernels="triton", experts="fused", fused_layers=False)
     set_plain_experts(model, config, layers, 16)
-    assert fuse(model, config, layers, LiveRows(), 16) == ()
+    assert fuse(model, config, layers, LiveRows(), 16).notes == ()
     assert model.config._experts_implementation != NAME
 
 
@@ -98,10 +99,10 @@ def test_a_dense_model_has_no_experts_to_fuse() -> None:
 def test_nothing_is_fused_on_a_cpu_unless_asked(kernels: Any) -> None:
     model = make_tiny_model("qwen3_moe", num_hidden_layers=2)
     layers = find_moe_layers(model)
-    config = TransformersConfig(kernels=kernels)
+    config = TransformersConfig(kernels=kernels, fused_router=False)
     before = model.config._experts_implementation
     set_plain_experts(model, config, layers, 16)
-    assert fuse(model, config, layers, LiveRows(), 16) == ()
+    assert fuse(model, config, layers, LiveRows(), 16).notes == ()
     assert model.config._experts_implementation == before
     assert not any("forward" in module.__dict__ or hasattr(module, "fd_experts") for module in model.modules())
 
@@ -111,7 +112,7 @@ def test_experts_of_the_library_by_name(experts: Any) -> None:
     model, layers = build("qwen3_moe")
     config = TransformersConfig(kernels="triton", experts=experts, fused_layers=False)
     set_plain_experts(model, config, layers, 16)
-    assert fuse(model, config, layers, LiveRows(), 16) == ()
+    assert fuse(model, config, layers, LiveRows(), 16).notes == ()
     assert model.config._experts_implementation == experts
 
 
@@ -180,11 +181,36 @@ async def test_the_self_check_compares_the_fused_model(tmp_path: Path, monkeypat
     make_tiny_checkpoint(tmp_path, "qwen3_moe", num_hidden_layers=2)
     honest = chain.experts
 
-    def fuse_and_break(*args: Any) -> tuple[str, ...]:
-        notes = fuse(*args)
+    def fuse_and_break(*args: Any) -> Fused:
+        fused = fuse(*args)
         monkeypatch.setattr(chain, "experts", lambda *rows, **how: honest(*rows, **how) * 1.5)
-        return notes
+        return fused
 
     monkeypatch.setattr(open_model, "fuse", fuse_and_break)
     with pytest.raises(UnsupportedModel, match="a mixed paged batch differs"):
         await Driver.open(tmp_path, config={**FUSED, "fused_layers": False})
+
+
+@pytest.mark.parametrize("capture", ["auto", False])
+async def test_the_self_check_runs_the_routers_that_will_be_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, capture: Any
+) -> None:
+    """With and without a capture: each router is proven once, and one that turns wrong behind its proof is found."""
+    make_tiny_checkpoint(tmp_path, "qwen3_moe", num_hidden_layers=2, mlp_only_layers=[])
+    honest, made = routers.make_forward, []
+
+    def triple(*args: Any) -> Any:
+        forward = honest(*args)
+        made.append(forward)
+
+        def wrong(*rows: Any) -> Any:
+            logits, weights, ids = forward(*rows)
+            return logits, weights * 3, ids
+
+        return wrong
+
+    monkeypatch.setattr(routers, "make_forward", triple)
+    config = {**DEVICE, "num_threads": 1, "experts": "eager", "cuda_graphs": False, "fused_layers": False}
+    with pytest.raises(UnsupportedModel, match="a mixed paged batch differs"):
+        await Driver.open(tmp_path, config=config, capture=capture)
+    assert len(made) == 2

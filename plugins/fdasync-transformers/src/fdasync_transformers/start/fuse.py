@@ -6,6 +6,7 @@ self-check compares the fused model with the plain one. Knows configs and the ro
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,14 +15,29 @@ from fdasync.errors import ConfigError
 from fdasync_transformers.fused.experts import fuse_experts
 from fdasync_transformers.fused.layers.fuse import fuse_layers
 from fdasync_transformers.fused.operations import fuse_operations
-from fdasync_transformers.start.runner_config import fuses_experts, fuses_layers, set_experts
+from fdasync_transformers.fused.routers import fuse_routers
+from fdasync_transformers.start.runner_config import fuses_experts, fuses_layers, set_experts, uses_kernels
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from fdasync_transformers.fused.live_rows import LiveRows
+    from fdasync_transformers.fused.routers import FusedRouters
     from fdasync_transformers.model.moe_layers import MoELayers
     from fdasync_transformers.start.runner_config import TransformersConfig
+
+
+@dataclass(frozen=True)
+class Fused:
+    """The result of `fuse`.
+
+    Attributes:
+        routers: a capture attaches to them; None where none were tried.
+        notes: for people: what is not fused, and why.
+    """
+
+    routers: FusedRouters | None
+    notes: tuple[str, ...]
 
 
 def set_plain_experts(
@@ -41,8 +57,9 @@ def fuse(
     layers: MoELayers | None,
     live: LiveRows,
     max_step_tokens: int,
-) -> tuple[str, ...]:
-    """Fuse what the configuration asks for; returns notes for people: what is not fused, and why.
+) -> Fused:
+    """Fuse what the configuration asks for, each part proven. The routers too: with and without a capture, the
+    self-check runs those that will be served.
 
     Raises ConfigError where fused experts are asked for by name and a layer differs, and as `set_experts`.
     """
@@ -58,4 +75,8 @@ def fuse(
         # operations first: what a fused layer does not take over is fused then
         notes += fuse_operations(model).notes
         notes += fuse_layers(model).notes
-    return notes
+    routers = None
+    if config.fused_router and uses_kernels(config, model.device) and layers is not None:
+        routers = fuse_routers(model, layers)
+        notes += routers.notes
+    return Fused(routers, notes)
