@@ -67,20 +67,20 @@ async def test_experts_that_cannot_be_fused_are_refused_by_name(tmp_path: Path, 
 
 def test_auto_keeps_the_librarys_with_a_note(as_on_a_gpu: None) -> None:
     model, layers = build("dbrx")
-    config = TransformersConfig(fused_layers=False)
+    config = TransformersConfig(fused_layers=False, fused_router=False)
     set_plain_experts(model, config, layers, 16)
-    assert fuse(model, config, layers, LiveRows(), 16).notes == (NO_INTERFACE,)
+    assert fuse(model, config, layers, LiveRows(), 16).notes == ("fused: experts of 0 of 2 layers", NO_INTERFACE)
     assert model.config._experts_implementation != NAME
 
 
 def test_auto_fuses_what_can_be(as_on_a_gpu: None) -> None:
     model, layers = build("qwen3_moe")
-    config = TransformersConfig(fused_layers=False)
+    config = TransformersConfig(fused_layers=False, fused_router=False)
     set_plain_experts(model, config, layers, 16)
     # the plain passes are the library's code
     assert model.config._experts_implementation != NAME
     live = LiveRows()
-    assert fuse(model, config, layers, live, 16).notes == ()
+    assert fuse(model, config, layers, live, 16).notes == ("fused: experts of 1 of 1 layers",)
     assert model.config._experts_implementation == NAME
     assert layers is not None
     assert model.get_submodule(layers.names[0]).fd_experts.live is live
@@ -110,10 +110,20 @@ def test_nothing_is_fused_on_a_cpu_unless_asked(kernels: Any) -> None:
 @pytest.mark.parametrize("experts", ["eager", "batched_mm"])
 def test_experts_of_the_library_by_name(experts: Any) -> None:
     model, layers = build("qwen3_moe")
-    config = TransformersConfig(kernels="triton", experts=experts, fused_layers=False)
+    config = TransformersConfig(kernels="triton", experts=experts, fused_layers=False, fused_router=False)
     set_plain_experts(model, config, layers, 16)
     assert fuse(model, config, layers, LiveRows(), 16).notes == ()
     assert model.config._experts_implementation == experts
+
+
+async def test_a_runner_tells_of_its_routers(tmp_path: Path) -> None:
+    make_tiny_checkpoint(tmp_path, "dbrx", n_layers=2)
+    config = {**DEVICE, "experts": "eager", "fused_layers": False, "cuda_graphs": False, "self_check": False}
+    driver = await Driver.open(tmp_path, config=config)
+    await driver.close()
+    assert "fused: 0 of 2 routers" in driver.capacity.notes
+    why = "DbrxRouter makes logits, and the block around it chooses"
+    assert f"routers of layers 0, 1 are the library's own: {why}" in driver.capacity.notes
 
 
 async def play(driver: Driver) -> list[tuple[list[int], Any, list[float]]]:
@@ -160,6 +170,7 @@ async def test_a_fused_model_answers_as_the_path_of_cpus_before_and_after_new_we
     driver = await Driver.open(old, config={**FUSED, "self_check": False})
     try:
         assert f"experts: {NAME}" in driver.capacity.notes
+        assert any(note.startswith("fused: 2 of 2 decoder layers, experts of 2 of 2") for note in driver.capacity.notes)
         assert not [note for note in driver.capacity.notes if "the library's own" in note]
         runner: Any = driver.runner
         model = runner._step_model.model

@@ -16,6 +16,7 @@ from fdasync_transformers.fused.experts import fuse_experts
 from fdasync_transformers.fused.layers.fuse import fuse_layers
 from fdasync_transformers.fused.operations import fuse_operations
 from fdasync_transformers.fused.routers import fuse_routers
+from fdasync_transformers.model.families import decoder_layers
 from fdasync_transformers.start.runner_config import fuses_experts, fuses_layers, set_experts, uses_kernels
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class Fused:
 
     Attributes:
         routers: a capture attaches to them; None where none were tried.
-        notes: for people: what is not fused, and why.
+        notes: for people: how much is fused where anything was tried, and why other parts are the library's own.
     """
 
     routers: FusedRouters | None
@@ -64,19 +65,30 @@ def fuse(
     Raises ConfigError where fused experts are asked for by name and a layer differs, and as `set_experts`.
     """
     notes: tuple[str, ...] = ()
+    counts: list[str] = []
+    moe = 0 if layers is None else len(layers.ids)
     if fuses_experts(config, model.device) and layers is not None:
         experts = fuse_experts(model, layers, live)
         notes = experts.notes
+        counts.append(f"experts of {moe if experts.fused else 0} of {moe} layers")
         if not experts.fused:
             if config.experts == "fused":
                 raise ConfigError("runner_config.experts", "; ".join(notes), hint='use "auto"')
             set_experts(model, "auto", layers, max_step_tokens)
     if fuses_layers(config, model.device):
         # operations first: what a fused layer does not take over is fused then
-        notes += fuse_operations(model).notes
-        notes += fuse_layers(model).notes
+        operations, whole = fuse_operations(model), fuse_layers(model)
+        notes += (*operations.notes, *whole.notes)
+        counts.insert(0, f"{len(whole.indices)} of {len(decoder_layers(model))} decoder layers")
+        counts += [
+            f"{len(operations.norms)} norms",
+            f"{len(operations.rotary)} rotary embeddings",
+            f"{len(operations.dense)} gates",
+            f"{len(operations.angles)} tables of angles",
+        ]
     routers = None
     if config.fused_router and uses_kernels(config, model.device) and layers is not None:
         routers = fuse_routers(model, layers)
         notes += routers.notes
-    return Fused(routers, notes)
+        counts.append(f"{len(routers.rows)} of {moe} routers")
+    return Fused(routers, (f"fused: {', '.join(counts)}", *notes) if counts else ())
