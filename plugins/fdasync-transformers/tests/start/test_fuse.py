@@ -126,6 +126,41 @@ async def test_a_runner_tells_of_its_routers(tmp_path: Path) -> None:
     assert f"routers of layers 0, 1 are the library's own: {why}" in driver.capacity.notes
 
 
+@pytest.mark.parametrize(
+    ("config", "experts"),
+    [
+        ({"experts": "auto"}, "eager"),
+        # the kernels take all widths
+        ({**DEVICE, "experts": "fused", "fused_router": False, "fused_layers": False, "cuda_graphs": False}, NAME),
+    ],
+)
+@pytest.mark.parametrize("self_check", [True, False])
+async def test_odd_widths_of_experts_are_served(
+    tmp_path: Path, config: dict[str, Any], experts: str, *, self_check: bool
+) -> None:
+    make_tiny_checkpoint(tmp_path, "qwen3_moe", num_hidden_layers=2, moe_intermediate_size=13)
+    driver = await Driver.open(tmp_path, config={**config, "self_check": self_check})
+    await driver.close()
+    assert f"experts: {experts}" in driver.capacity.notes
+
+
+async def test_a_product_that_takes_no_odd_widths_is_refused_by_name(tmp_path: Path) -> None:
+    make_tiny_checkpoint(tmp_path, "qwen3_moe", num_hidden_layers=2, moe_intermediate_size=13)
+    with pytest.raises(ConfigError, match="multiples of 16 bytes") as caught:
+        await Driver.open(tmp_path, config={"experts": "grouped_mm"})
+    assert (caught.value.field, caught.value.hint) == ("runner_config.experts", 'use "eager"')
+
+
+async def test_what_fails_while_it_is_fused_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Fused:
+        raise RuntimeError("a bug")
+
+    make_tiny_checkpoint(tmp_path, "qwen3_moe", num_hidden_layers=2)
+    monkeypatch.setattr(open_model, "fuse", fail)
+    with pytest.raises(UnsupportedModel, match="fusing it fails: RuntimeError: a bug"):
+        await Driver.open(tmp_path, config={"self_check": False})
+
+
 async def play(driver: Driver) -> list[tuple[list[int], Any, list[float]]]:
     """Tokens, rows as sets and log-probs of a sampled and a greedy request that run together."""
     asked = [

@@ -17,7 +17,13 @@ from fdasync_transformers.fused.layers.fuse import fuse_layers
 from fdasync_transformers.fused.operations import fuse_operations
 from fdasync_transformers.fused.routers import fuse_routers
 from fdasync_transformers.model.families import decoder_layers
-from fdasync_transformers.start.runner_config import fuses_experts, fuses_layers, set_experts, uses_kernels
+from fdasync_transformers.start.runner_config import (
+    fits_grouped,
+    fuses_experts,
+    fuses_layers,
+    set_experts,
+    uses_kernels,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,8 +53,8 @@ def set_plain_experts(
     """The experts of the plain passes: the library's, by a way that takes no more memory. Raises ConfigError."""
     if not fuses_experts(config, model.device) or layers is None:
         set_experts(model, "auto" if config.experts == "fused" else config.experts, layers, max_step_tokens)
-    elif model.device.type == "cuda" and model.dtype != torch.bfloat16:
-        # the library's own loop waits for the device, which the few passes of a start can
+    elif (model.device.type == "cuda" and model.dtype != torch.bfloat16) or not fits_grouped(model, layers):
+        # the library's own loop waits for the device, which the few passes of a start can; it takes all widths
         set_experts(model, "eager", layers, max_step_tokens)
 
 

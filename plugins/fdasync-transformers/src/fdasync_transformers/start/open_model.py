@@ -93,8 +93,10 @@ def open_model(
     max_context = max_context_of(model, limits)
 
     def settle() -> tuple[families.Mends, FusedRouters | None]:
-        mends = families.mend(model)
-        fused = fuse(model, config, experts, live, limits.max_step_tokens)
+        with library_code(kind, "mending it"):
+            mends = families.mend(model)
+        with library_code(kind, "fusing it"):
+            fused = fuse(model, config, experts, live, limits.max_step_tokens)
         notes.extend(fused.notes)
         return mends, fused.routers
 
