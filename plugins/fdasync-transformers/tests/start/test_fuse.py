@@ -9,7 +9,7 @@ import pytest
 import torch
 from device_path import DEVICE, ON_GPU
 from fdasync_transformers import TransformersConfig
-from fdasync_transformers.fused import routers
+from fdasync_transformers.fused import angles, dense, norms, rotary, routers
 from fdasync_transformers.fused.experts import NAME
 from fdasync_transformers.fused.layers.layer import FusedLayer
 from fdasync_transformers.fused.live_rows import LiveRows
@@ -21,7 +21,10 @@ from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint, make_tin
 from step_driver import Driver
 
 from fdasync.errors import ConfigError, UnsupportedModel
+from fdasync.gpu.kernels import chip
 from fdasync.gpu.kernels.experts import chain
+from fdasync.gpu.kernels.layer import finish
+from fdasync.gpu.kernels.router import product
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -91,8 +94,57 @@ def test_a_dense_model_has_no_experts_to_fuse() -> None:
     assert layers is None
     config = TransformersConfig(kernels="triton", experts="fused", fused_layers=False)
     set_plain_experts(model, config, layers, 16)
-    assert fuse(model, config, layers, LiveRows(), 16).notes == ()
+    notes = fuse(model, config, layers, LiveRows(), 16).notes
+    assert notes == ("experts: this model has none that could be fused",)
     assert model.config._experts_implementation != NAME
+
+
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [
+        (norms, "norm_unchecked"),
+        (rotary, "_run"),
+        (dense, "gated_unchecked"),
+        (angles, "angles_at"),
+        (finish, "add_norm"),
+        (chain, "experts"),
+        (product, "router_logits"),
+    ],
+)
+async def test_memory_that_runs_out_is_no_reason_to_keep_the_librarys_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: Any, name: str
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    make_tiny_checkpoint(tmp_path, "qwen3_moe", num_hidden_layers=2)
+    monkeypatch.setattr(where, name, fail)
+    with pytest.raises(ConfigError, match="do not fit beside what is on the device: no room") as caught:
+        await Driver.open(tmp_path, config={**FUSED, "self_check": False})
+    assert caught.value.hint == "see fdasync doctor --model"
+
+
+def test_a_pass_that_fails_keeps_the_librarys_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("not on this device")
+
+    model, layers = build("qwen3_moe")
+    monkeypatch.setattr(rotary, "_run", fail)
+    monkeypatch.setattr(model.model.rotary_emb, "forward", fail)
+    config = TransformersConfig(kernels="triton", experts="eager", fused_layers=True, fused_router=False)
+    notes = fuse(model, config, layers, LiveRows(), 16).notes
+    why = "it cannot be compared: RuntimeError: not on this device"
+    assert f"rotary embedding of Qwen3MoeAttention is the library's own: {why}" in notes
+    assert f"decoder layers are the library's own: of the rotary embedding, {why}" in notes
+
+
+def test_fused_layers_of_which_none_is_fused_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, layers = build("qwen3_moe")
+    monkeypatch.setattr(chip, "runs_on", lambda _: False)
+    config = TransformersConfig(kernels="triton", experts="eager", fused_layers=True, fused_router=False)
+    with pytest.raises(ConfigError, match=r"nothing is fused: .*no kernels on") as caught:
+        fuse(model, config, layers, LiveRows(), 16)
+    assert (caught.value.field, caught.value.hint) == ("runner_config.fused_layers", "leave it out")
 
 
 @pytest.mark.parametrize("kernels", ["torch", "triton"])

@@ -68,11 +68,14 @@ def fuse(
     """Fuse what the configuration asks for, each part proven. The routers too: with and without a capture, the
     self-check runs those that will be served.
 
-    Raises ConfigError where fused experts are asked for by name and a layer differs, and as `set_experts`.
+    Raises ConfigError where fused experts are asked for by name and a layer differs, where fused layers are and nothing
+    is fused, and as `set_experts`; torch.OutOfMemoryError where a proof finds no memory.
     """
     notes: tuple[str, ...] = ()
     counts: list[str] = []
     moe = 0 if layers is None else len(layers.ids)
+    if config.experts == "fused" and layers is None:
+        notes = ("experts: this model has none that could be fused",)
     if fuses_experts(config, model.device) and layers is not None:
         experts = fuse_experts(model, layers, live)
         notes = experts.notes
@@ -85,6 +88,10 @@ def fuse(
         # operations first: what a fused layer does not take over is fused then
         operations, whole = fuse_operations(model), fuse_layers(model)
         notes += (*operations.notes, *whole.notes)
+        fused = (whole.indices, operations.norms, operations.rotary, operations.dense, operations.angles)
+        if config.fused_layers and not any(fused):
+            problem = "; ".join((*operations.notes, *whole.notes))
+            raise ConfigError("runner_config.fused_layers", f"nothing is fused: {problem}", hint="leave it out")
         counts.insert(0, f"{len(whole.indices)} of {len(decoder_layers(model))} decoder layers")
         counts += [
             f"{len(operations.norms)} norms",
@@ -97,4 +104,4 @@ def fuse(
         routers = fuse_routers(model, layers)
         notes += routers.notes
         counts.append(f"{len(routers.rows)} of {moe} routers")
-    return Fused(routers, (f"fused: {', '.join(counts)}", *notes) if counts else ())
+    return Fused(routers, (f"fused: {', '.join(counts)}", *notes) if counts else notes)
