@@ -1,10 +1,9 @@
 """The model of `gpu_serving`, loaded once, with two arms over one pool of KV.
 
 An arm is a whole device path of its own (lane table, executor, CUDA graphs), with the routing captured or not. Both
-arms have the same fused routers but for the write of the ids (and the library's own where they are not fused), the
-same weights, the same KV blocks and the same block tables. Where a step is no graph (prefill, everything on a CPU), the
-model is switched to the arm first. Drives the plugin's parts by hand, as `TransformersRunner.bind` does. Knows no
-figures.
+arms have the same routers, the same weights, the same KV blocks and the same block tables; in the graphs of one of them
+no router records. Where a step is no graph (prefill, everything on a CPU), routers record in both. Drives the plugin's
+parts by hand, as `TransformersRunner.bind` does. Knows no figures.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from fdasync_transformers.execution.device_executor import DeviceExecutor
 from fdasync_transformers.execution.executor import Bound
 from fdasync_transformers.execution.gpu_services import make_services
 from fdasync_transformers.execution.lane_matchers import LaneMatchers
-from fdasync_transformers.fused.routers import fuse_routers
 from fdasync_transformers.model.kv import KVPool
 from fdasync_transformers.model.moe_layers import find_experts
 from fdasync_transformers.weights import loading
@@ -70,8 +68,6 @@ class Arm:
         self.sampler = GREEDY
         self._rig = rig
         self._step_id = 0
-        # None: the library's own
-        self._forwards = [module.__dict__.get("forward") for module in rig.routers]
         self.table = InputBatch(
             scale.sizes[-1], scale.blocks_each * scale.block_tokens, scale.block_tokens, len(rig.pool.blocks)
         )
@@ -93,15 +89,11 @@ class Arm:
     def select(self) -> None:
         """Steps that are no graphs are this arm's from now on."""
         self._rig.step_model.aux = self.aux
-        for module, forward in zip(self._rig.routers, self._forwards, strict=True):
-            module.__dict__.pop("forward", None)
-            if forward is not None:
-                module.forward = forward
 
     def _launch(self, **parts: Any) -> asyncio.Future[StepOutput]:
         self._step_id += 1
-        if self.capture is None and self._rig.hooked and (parts.get("chunks") or self._rig.device.type == "cpu"):
-            # hooks of routers that are not fused are there in both arms; graphs of this one have none
+        if self.capture is None and (parts.get("chunks") or self._rig.device.type == "cpu"):
+            # routers record in both arms; graphs of this one were captured before
             self._rig.capture.begin()
         return self.executor.launch(RunStep(self._step_id, **parts))
 
@@ -183,8 +175,6 @@ class Rig:
     ) -> Rig:
         """Draw the weights, allocate the pool, fuse the routers, capture graphs; no sequence has started. `skew`: find
         first what `skew` is to write, in a model of its own.
-
-        Raises RuntimeError where a router is fused in one arm only: the arms would differ in more than the capture.
         """
         rig = cls()
         rig.scale = scale
@@ -215,25 +205,19 @@ class Rig:
         order = np.random.default_rng(1).permutation(num_blocks).reshape(scale.sizes[-1], scale.blocks_each)
         rig.blocks = [list(map(int, row)) for row in order]
         rig.prompts = scale.prompts(scale.sizes[-1])
-        rig.routers = [step_model.model.get_submodule(_router_beside(step_model.model, name)) for name in moe.names]
         rig.bytes = bytes_of(step_model.model, moe, int(step_model.layout.token_nbytes))
         rig.arena = AuxArena.create(num_blocks, scale.block_tokens, rig.capacity.aux_specs)
         for rows in rig.arena.rows.values():
             rows.fill(0)
         rig.arms = {}
-        rows: tuple[int, ...] | None = None
+        # the same routers in both arms: the graphs of this one are captured while they record nothing
+        routers = rig.runner._routers
         if "off" in names:
-            fused = fuse_routers(step_model.model, moe)
-            rows = fused.rows
             rig.arms["off"] = Arm(rig, "off", None, None)
-            fused.undo()
             say("arm off: captured")
-        rig.capture = RoutingCapture(step_model.model, moe, scale.max_step_tokens, fuse=True)
-        fused_on = () if rig.capture._fused is None else rig.capture._fused.rows
-        if rows is not None and rows != fused_on:
-            raise RuntimeError(f"routers of rows {rows} are fused without capture, of {fused_on} with it")
-        rig.hooked = len(fused_on) < len(moe.ids)
-        say(f"{len(fused_on)} of {len(moe.ids)} routers are fused {rig.capture.notes[:2]}")
+        rig.capture = RoutingCapture(step_model.model, moe, scale.max_step_tokens, routers=routers)
+        fused = 0 if routers is None else len(routers.rows)
+        say(f"{fused} of {len(moe.ids)} routers are fused")
         rig.arms["on"] = Arm(rig, "on", rig.capture, rig.arena)
         say("arm on: captured")
         return rig
@@ -247,12 +231,10 @@ class Rig:
         self.pool: KVPool
         self.blocks: list[list[int]]
         self.prompts: list[list[int]]
-        self.routers: list[Any]
         self.arena: AuxArena
         self.capture: RoutingCapture
         self.bytes: StepBytes
         self.skew: Skew | None = None
-        self.hooked = False
 
     def distinct_experts(self, count: int, steps: int) -> list[float]:
         """Experts of each layer that a step of the first `count` sequences chose, mean over the timed steps of the
@@ -279,14 +261,11 @@ class Rig:
         """Free everything on the device."""
         for arm in self.arms.values():
             await arm.executor.aclose()
-            arm._forwards.clear()
         self.arms.clear()
         self.capture.close()
-        for module in self.routers:
-            module.__dict__.pop("forward", None)
         await self.runner.aclose()
         self.arena.close()
-        del self.pool, self.step_model, self.routers, self.capture, self.runner
+        del self.pool, self.step_model, self.capture, self.runner
 
 
 def _router_beside(model: Any, experts: str) -> str:

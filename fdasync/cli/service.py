@@ -38,6 +38,10 @@ _FILES = 64
 _LONG_S = 3600.0
 
 
+# of a runner's notes: a pipe takes the ready line at once
+_MOST_NOTES, _MOST_NOTE_CHARS = 40, 500
+
+
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of the command line; see `fdasync serve --help`."""
 
@@ -63,6 +67,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
         model: as the runner names it.
         block_tokens, num_blocks: of the KV blocks on the device.
         metrics_port: of Prometheus metrics; None without them.
+        notes: of the runner, for people: special cases in force.
     """
 
     name: str
@@ -73,6 +78,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
     block_tokens: int
     num_blocks: int
     metrics_port: int | None = None
+    notes: tuple[str, ...] = ()
 
 
 def run_serve(config: EngineConfig, options: ServeOptions) -> int:
@@ -163,11 +169,14 @@ class _Service:
             block_tokens=capacity.block_tokens,
             num_blocks=capacity.num_blocks,
             metrics_port=metrics_port,
+            notes=tuple(note[:_MOST_NOTE_CHARS] for note in capacity.notes[:_MOST_NOTES]),
         )
         self._voice.say(
             f"ready at {ready.address} as {ready.name} ({ready.role}): {ready.model}, {ready.num_blocks} blocks of"
             f" {ready.block_tokens} tokens"
         )
+        for note in ready.notes:
+            self._voice.say(f"note: {note}")
         if instance.notice:
             self._voice.say(instance.notice)
         if metrics_port is not None:

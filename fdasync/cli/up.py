@@ -142,6 +142,8 @@ class _Up:
                 return code
             self._say("ready; connect with")
             self._print(f"    fdasync.connect([{listed}])")
+            for note in self._fleet.notes:
+                self._print(f"    note: {note}")
             rates = Rates()
             with Live(console=self._console, auto_refresh=False, transient=False) as live:
                 while (self._fleet.alive() or self._waiting()) and not signals.count:

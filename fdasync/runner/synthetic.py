@@ -93,6 +93,7 @@ class SyntheticRunner(SyntheticSteps):
             grammars=not config.free,
             scores_prompts=True,
             routing_debug=limits.routing_debug and capture,
+            notes=("no model: tokens follow from those before them by a rule",),
         )
 
     def launch(self, step: RunStep) -> asyncio.Future[StepOutput]:

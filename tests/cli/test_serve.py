@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 PARAMS = SamplingParams(max_tokens=40, temperature=0.0)
 PROMPT = list(range(30))
+# of the synthetic runner
+NOTE = "no model: tokens follow from those before them by a rule"
 
 
 def test_it_says_when_it_is_ready_serves_and_drains(tmp_path: Path) -> None:
@@ -55,6 +57,8 @@ def test_it_says_when_it_is_ready_serves_and_drains(tmp_path: Path) -> None:
         assert (ready["name"], ready["role"], ready["model"]) == ("m0", "mixed", "synthetic")
         assert (ready["pid"], ready["block_tokens"], ready["num_blocks"]) == (running.process.pid, 4, 64)
         running.until(r"ready at ipc://\S+/m0 as m0 \(mixed\): synthetic, 64 blocks of 4 tokens")
+        assert ready["notes"] == [NOTE]
+        running.until(f"note: {NOTE}")
         with urllib.request.urlopen(f"http://127.0.0.1:{ready['metrics_port']}/metrics", timeout=10) as page:
             assert b"fdasync_" in page.read()
         uvloop.run(ask(running))
@@ -107,7 +111,8 @@ def test_a_worker_that_dies_ends_it_with_the_reason(tmp_path: Path) -> None:
         wait_for(lambda: not is_running(int(worker)), "the end of the worker")
     assert "WorkerDied" in running.text
     assert "Traceback" not in running.text
-    assert len(running.text.splitlines()) == 2, running.text
+    # ready, the runner's note, and the end
+    assert len(running.text.splitlines()) == 3, running.text
 
 
 def test_it_serves_without_a_store_that_is_not_there_and_says_so(

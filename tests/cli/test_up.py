@@ -95,6 +95,7 @@ def up(
     """`fdasync up`, its addresses and its processes; the test fails if anything of it is left."""
     with command(folder, "up", "--config", str(config), *arguments, **options) as running:
         addresses = json.loads(running.until(r"fdasync\.connect\((\[.*\])\)")[1])
+        running.until("note: no model: tokens follow")
         pids = children(running.process.pid)
         assert len(pids) == len(addresses)
         yield running, addresses, pids

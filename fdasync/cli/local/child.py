@@ -40,6 +40,12 @@ _END_S = 10.0
 _KILL_S = 10.0
 
 
+class _Ready(msgspec.Struct, frozen=True):
+    """What is read of a child's ready line (`fdasync.cli.service.Ready`)."""
+
+    notes: tuple[str, ...] = ()
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """How to start one instance; the fields are options of `fdasync serve`."""
 
@@ -78,6 +84,7 @@ class Child:
         exited: its exit status, set when it was reaped.
         ready: set when it takes requests; ChildEnded if it ended before.
         ready_at: when it began to take requests, in the loop's time; None before.
+        notes: of its runner, for people; () before it is ready.
         lines: its last lines on stderr.
     """
 
@@ -93,6 +100,8 @@ class Child:
         self.ready: asyncio.Future[None] = self._loop.create_future()
         self.ready.add_done_callback(lambda future: future.cancelled() or future.exception())
         self.ready_at: float | None = None
+        self.notes: tuple[str, ...] = ()
+        self._ready_line = b""
         self._close_s = plan.config.close_deadline_s
         self._text = b""
         arguments = [
@@ -182,12 +191,15 @@ class Child:
         remove_dead(self.address)
 
     def _on_ready(self, fd: int) -> None:
-        if os.read(fd, _READ_NBYTES):
+        data = os.read(fd, _READ_NBYTES)
+        self._ready_line += data
+        if self._ready_line.endswith(b"\n") and self.ready_at is None:
+            self.notes = msgspec.json.decode(self._ready_line, type=_Ready).notes
             self.state = "ready" if self.state == "loading" else self.state
             self.ready_at = self._loop.time()
             if not self.ready.done():
                 self.ready.set_result(None)
-        else:
+        elif not data:
             self._close(fd)
 
     def _on_error(self, fd: int) -> None:

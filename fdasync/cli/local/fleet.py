@@ -92,6 +92,11 @@ class LocalFleet:
     def addresses(self) -> list[str]:
         return [child.address for child in self.children]
 
+    @property
+    def notes(self) -> list[str]:
+        """What the runners of all instances say for people, each note once."""
+        return list(dict.fromkeys(note for child in self.children for note in child.notes))
+
     async def __aenter__(self) -> LocalFleet:
         self.open()
         try:

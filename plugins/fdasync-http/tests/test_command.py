@@ -77,6 +77,8 @@ async def test_one_command_serves_and_a_signal_drains(roles, tmp_path):
         assert process.returncode == 0, err.decode()
         assert f"ready at {ready['url']}" in out.decode()
         assert "draining" in err.decode()
+        # what the runner says for people, once for all instances
+        assert err.decode().count("note: no model: tokens follow from those before them by a rule") == 1
 
 
 def children_of(pid):

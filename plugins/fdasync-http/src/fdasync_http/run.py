@@ -279,6 +279,8 @@ class _Service:
     def _tell_ready(self, ready: Ready) -> None:
         key = "" if self._config.api_key else "; no key is asked for"
         _say(f"ready at {ready.url}: {ready.model}, {self._config.dialect}'s and OpenAI's paths{key}", err=False)
+        for note in self._fleet.notes if self._inside is None else self._inside.capacity.notes:
+            _say(f"note: {note}")
         if self._options.ready_fd is not None:
             # blocking: one short line, once, to a pipe of the parent's
             os.write(self._options.ready_fd, msgspec.json.encode(ready) + b"\n")

@@ -38,7 +38,6 @@ from fdasync_transformers.execution.lane_matchers import LaneMatchers
 from fdasync_transformers.execution.memory_profile import choose_num_blocks, prefill_tokens_per_s
 from fdasync_transformers.execution.step import StepModel
 from fdasync_transformers.fused.live_rows import LiveRows
-from fdasync_transformers.fused.routers import fuse_routers
 from fdasync_transformers.model.families import decoder_layers
 from fdasync_transformers.model.head import decoder_of
 from fdasync_transformers.model.kv import KVLayout, KVPool
@@ -90,7 +89,6 @@ class TransformersRunner(Runner):
     def __init__(self, config: TransformersConfig, limits: RunnerLimits) -> None:
         super().__init__(config, limits)
         self._step_model: StepModel | None = None
-        self._experts: MoELayers | None = None
         self._moe: MoELayers | None = None
         self._routers: FusedRouters | None = None
         self._capacity: Capacity | None = None
@@ -147,7 +145,7 @@ class TransformersRunner(Runner):
         checkpoint = loading.read_checkpoint(limits.model, with_tensors=config.weights != "random")
         facts = identity.config_facts(checkpoint.config)
         opened = open_model(checkpoint, config, limits, device, self._make_step_model, self._live)
-        self._step_model, self._experts = opened.step_model, opened.experts
+        self._step_model, self._routers = opened.step_model, opened.routers
         self._moe = opened.experts if limits.capture is not False else None
         model = opened.step_model.model
         specs = aux_specs(model, self._moe, config.aux)
@@ -171,7 +169,7 @@ class TransformersRunner(Runner):
         return self._capacity
 
     async def bind(self, num_blocks: int, arena: AuxArena | None, host: HostArena | None = None) -> None:
-        """Allocate the pool, hook or fuse the routers, capture graphs. Blocks its loop meanwhile.
+        """Allocate the pool, attach what records, capture graphs. Blocks its loop meanwhile.
 
         Raises ConfigError when the pool does not fit, or no graph can hold what the model does.
         """
@@ -238,11 +236,8 @@ class TransformersRunner(Runner):
             self.config.aux,
             limits.max_step_tokens,
             debug=limits.routing_debug,
-            fuse=step_model.fuses,
+            routers=self._routers,
         )
-        if self._moe is None and self._experts is not None and step_model.fuses:
-            # what captures the routing fuses the routers; without it they are fused all the same
-            self._routers = fuse_routers(step_model.model, self._experts)
         table = InputBatch(limits.max_running, capacity.max_context_tokens, capacity.block_tokens, num_blocks)
         bound = Bound(
             pool=pool,
@@ -331,8 +326,6 @@ class TransformersRunner(Runner):
             dead = isinstance(executor, DeviceExecutor) and executor.device_failed
             if self._aux is not None:
                 self._aux.close()
-            if self._routers is not None:
-                self._routers.undo()
             on_gpu = self._step_model is not None and self._step_model.model.device.type == "cuda"
             self._aux = self._routers = self._step_model = self._weights = executor = None
             if on_gpu and not dead:
@@ -348,7 +341,7 @@ class TransformersRunner(Runner):
             return StepModel(model, layout)
         if model.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             raise ConfigError("runner_config.kernels", '"triton" on a CPU needs the environment TRITON_INTERPRET=1')
-        return DeviceStepModel(model, layout, self.limits.max_running, live=self._live, fuse=self.config.fused_router)
+        return DeviceStepModel(model, layout, self.limits.max_running, live=self._live)
 
     def _describe(
         self,

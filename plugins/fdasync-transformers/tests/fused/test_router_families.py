@@ -52,7 +52,8 @@ def test_a_family_is_fused_or_says_why(family):
         experts.register_forward_pre_hook(lambda _, args, row=row: chosen[row].append(args[1] if args[1:] else None))
     capture = CaptureBuffer(TOKENS, layers.spec, DEVICE)
     before = run(model)
-    fused = fuse_routers(model, layers, capture)
+    fused = fuse_routers(model, layers)
+    fused.attach(capture)
     if family in LEFT:
         assert len(fused.notes) == 1
         assert LEFT[family] in fused.notes[0]

@@ -11,7 +11,7 @@ from fdasync_transformers.model.moe_layers import find_moe_layers
 from fdasync_transformers.tiny.checkpoints import make_tiny_model
 
 from fdasync.cache.debug_rows import debug_rows
-from fdasync.errors import BadInput, RunnerError
+from fdasync.errors import BadInput, InvariantBroken, RunnerError
 from fdasync.gpu.capture import CaptureBuffer
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -61,7 +61,8 @@ def test_a_fused_model_answers_as_before_and_records(family, dtype):
     seen = watched(model, layers)
     before = run(model)
     library = {row: list(outputs) for row, outputs in seen.items()}
-    fused = fuse_routers(model, layers, capture)
+    fused = fuse_routers(model, layers)
+    fused.attach(capture)
     assert fused.rows == tuple(range(len(layers.ids)))
     assert fused.notes == ()
     capture.begin()
@@ -113,7 +114,8 @@ def test_new_weights_in_the_module_are_used():
 def test_routers_of_other_kinds_are_left_alone(family):
     model, layers, capture = build(family)
     before = run(model)
-    fused = fuse_routers(model, layers, capture)
+    fused = fuse_routers(model, layers)
+    fused.attach(capture)
     assert fused.rows == ()
     assert len(fused.notes) == 1
     listed = ", ".join(map(str, layers.ids))
@@ -140,7 +142,8 @@ def test_one_layer_that_differs_keeps_its_router_alone():
     gate = model.get_submodule(layers.names[1].rpartition(".")[0]).gate
     break_scores(gate)
     theirs = gate.forward
-    fused = fuse_routers(model, layers, capture)
+    fused = fuse_routers(model, layers)
+    fused.attach(capture)
     assert fused.rows == (0, 2)
     assert fused.notes == (
         f"routers of layers {layers.ids[1]} are the library's own: Glm4MoeTopkRouter gives its experts other weights",
@@ -213,7 +216,8 @@ def test_a_library_that_routes_otherwise_is_left_as_it_is(breaks, words):
     gate = model.get_submodule(layers.names[-1].rpartition(".")[0]).gate
     breaks(gate)
     theirs = gate.forward
-    fused = fuse_routers(model, layers, capture)
+    fused = fuse_routers(model, layers)
+    fused.attach(capture)
     assert fused.rows == tuple(range(len(layers.ids) - 1))
     assert len(fused.notes) == 1
     assert words in fused.notes[0]
@@ -243,7 +247,7 @@ def test_a_forward_that_was_there_comes_back():
 
 def test_a_missing_layer_and_a_gradient_are_seen():
     model, layers, capture = build("qwen3_moe")
-    fuse_routers(model, layers, capture)
+    fuse_routers(model, layers).attach(capture)
     capture.begin()
     run(model)
     with pytest.raises(RunnerError, match="captured twice"):
@@ -253,13 +257,33 @@ def test_a_missing_layer_and_a_gradient_are_seen():
         model(torch.zeros((1, 3), dtype=torch.int64, device=DEVICE))
 
 
+def test_one_capture_at_a_time_and_none_after_it():
+    model, layers, capture = build("qwen3_moe")
+    fused = fuse_routers(model, layers)
+    # nothing is attached: passes need no `begin`
+    for _ in range(2):
+        run(model)
+    fused.attach(capture)
+    other = CaptureBuffer(32, layers.spec, DEVICE)
+    with pytest.raises(InvariantBroken, match="one capture at a time"):
+        fused.attach(other)
+    fused.detach()
+    fused.detach()
+    fused.attach(other)
+    other.begin()
+    run(model)
+    other.expect()
+    assert capture.filled == 0
+
+
 def test_debug_records_positions():
     model, layers, _ = build("mixtral")
     capture = CaptureBuffer(32, layers.spec, DEVICE, debug=True)
-    with pytest.raises(BadInput):
-        fuse_routers(model, layers, capture)
     positions = torch.arange(300, 300 + TOKENS, device=DEVICE)
-    fused = fuse_routers(model, layers, capture, lambda: positions)
+    fused = fuse_routers(model, layers)
+    with pytest.raises(BadInput):
+        fused.attach(capture)
+    fused.attach(capture, lambda: positions)
     assert fused.rows
     capture.begin()
     run(model)
@@ -271,9 +295,9 @@ def test_debug_records_positions():
 def test_nothing_is_fused_where_no_kernel_runs(monkeypatch):
     from fdasync.gpu.kernels import chip
 
-    model, layers, capture = build("qwen3_moe")
+    model, layers, _ = build("qwen3_moe")
     monkeypatch.setattr(chip, "runs_on", lambda _: False)
-    fused = fuse_routers(model, layers, capture)
+    fused = fuse_routers(model, layers)
     assert isinstance(fused, FusedRouters)
     assert fused.rows == ()
     assert "no kernels on" in fused.notes[0]

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from fdasync.cache.aux import AuxSpec
     from fdasync_transformers.capture.aux_producer import AuxProducer
+    from fdasync_transformers.fused.routers import FusedRouters
     from fdasync_transformers.model.moe_layers import MoELayers
 
 
@@ -122,18 +123,18 @@ def make_aux(
     max_step_tokens: int,
     *,
     debug: bool = False,
-    fuse: bool = False,
+    routers: FusedRouters | None = None,
 ) -> AuxData | None:
     """Attach the producers of `aux_specs` to a model; None where there are none.
 
     Args:
         debug: record positions, not expert ids.
-        fuse: route by kernel where possible.
+        routers: of the model, where they are fused.
     """
     producers: list[AuxProducer] = []
     try:
         if moe is not None:
-            producers.append(RoutingCapture(model, moe, max_step_tokens, debug=debug, fuse=fuse))
+            producers.append(RoutingCapture(model, moe, max_step_tokens, debug=debug, routers=routers))
         for name in asked:
             if name == "layer_norms":
                 producers.append(LayerNorms(model, max_step_tokens))

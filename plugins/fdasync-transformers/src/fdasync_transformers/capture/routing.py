@@ -1,7 +1,7 @@
 """Expert routing, captured where it takes effect.
 
-On GPUs a kernel replaces routers where possible, and writes the ids as it routes (`fused/routers.py`). For all other
-routers a forward pre-hook on the experts copies the ids that they are about to use. Either way the one transient buffer
+Where kernels have replaced a router, they write the ids as they route (`fused/routers.py`). For all other routers a
+forward pre-hook on the experts copies the ids that they are about to use. Either way the one transient buffer
 (`fdasync.gpu.capture`) gets the ids that were computed with, never recomputed ones. Shared experts and dense layers are
 no routing. Knows no sequences. Made by `aux_data.py`, and by `selfcheck.py` at start-up.
 """
@@ -16,7 +16,6 @@ from fdasync.cache.debug_rows import check_debug_rows
 from fdasync.errors import RunnerError
 from fdasync.gpu.capture import CaptureBuffer
 from fdasync_transformers.capture.aux_producer import AuxProducer
-from fdasync_transformers.fused.routers import fuse_routers
 from fdasync_transformers.model.moe_layers import router_of_dense_experts
 
 if TYPE_CHECKING:
@@ -30,11 +29,10 @@ if TYPE_CHECKING:
 
 
 class RoutingCapture(AuxProducer):
-    """Fused routers and hooks on a model, and the buffer that they fill; `close` removes both.
+    """Hooks on a model and its fused routers, and the buffer that they fill; `close` detaches both.
 
     Attributes:
         layers: the MoE layers.
-        notes: for people: which routers are not fused, and why.
     """
 
     def __init__(
@@ -44,21 +42,20 @@ class RoutingCapture(AuxProducer):
         max_step_tokens: int,
         *,
         debug: bool = False,
-        fuse: bool = False,
+        routers: FusedRouters | None = None,
     ) -> None:
-        """`debug`: record positions, not ids; `fuse`: route by kernel where possible."""
+        """`debug`: record positions, not ids; `routers`: of the model's layers, where they are fused."""
         self._ids = CaptureBuffer(max_step_tokens, layers.spec, model.device, debug=debug)
         super().__init__(self._ids)
         self.layers = layers
         self._positions: torch.Tensor | None = None
-        self._fused: FusedRouters | None = None
-        fused: tuple[int, ...] = ()
-        if fuse:
-            self._fused = fuse_routers(model, layers, self._ids, self._pass_positions)
-            fused, self.notes = self._fused.rows, self._fused.notes
+        self._routers = routers
+        fused = () if routers is None else routers.rows
         for row, (name, k) in enumerate(zip(layers.names, layers.top_k, strict=True)):
             if row not in fused:
                 self._hooks.append(self._attach(model.get_submodule(name), model, name, row, k))
+        if routers is not None:
+            routers.attach(self._ids, self._pass_positions)
 
     def begin(self, positions: torch.Tensor | None = None) -> None:
         """As `AuxProducer.begin`; positions are needed in debug."""
@@ -72,8 +69,10 @@ class RoutingCapture(AuxProducer):
 
     def close(self) -> None:
         super().close()
-        if self._fused is not None:
-            self._fused.undo()
+        if self._routers is not None:
+            # its next capture may be attached by now
+            self._routers.detach()
+            self._routers = None
 
     def _pass_positions(self) -> torch.Tensor:
         if self._positions is None:

@@ -38,19 +38,15 @@ Way = Literal["both", "decodes", "tiles"]
 class DeviceStepModel(StepModel):
     """A model switched to paged attention by kernels; see `StepModel`."""
 
-    def __init__(
-        self, model: PreTrainedModel, layout: KVLayout, max_running: int, *, live: LiveRows, fuse: bool = True
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, layout: KVLayout, max_running: int, *, live: LiveRows) -> None:
         """Takes a model on a device where kernels run.
 
         Args:
             max_running: most sequences that decode in a step.
             live: of the model's fused modules; set in each pass.
-            fuse: route by kernel where possible.
         """
         super().__init__(model, layout)
         self._live = live
-        self.fuses = fuse
         self.interpreted = model.device.type == "cpu"
         self._workspaces = Workspaces(max_running, model.device)
 

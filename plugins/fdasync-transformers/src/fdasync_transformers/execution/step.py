@@ -35,7 +35,6 @@ class StepModel:
         model: owned by the caller; its attention implementation is set here.
         layout: of the pools that `run` takes.
         aux: producers of the steps' rows, or None; may be replaced between steps.
-        fuses: whether a kernel replaces routers where possible.
         head: the logits of further rows of a step, where prompts are scored.
         interpreted: whether kernels run in Triton's interpreter, whose speed says nothing.
     """
@@ -46,7 +45,6 @@ class StepModel:
         self.model = model
         self.layout = layout
         self.aux: AuxData | None = None
-        self.fuses = False
         self.interpreted = False
         self.head = Head(model)
         self._layers = {layer.index: layer for layer in layout.layers}

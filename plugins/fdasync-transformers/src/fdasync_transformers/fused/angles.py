@@ -39,12 +39,14 @@ def fuse_angles(model: Any, dtype: torch.dtype, device: torch.device) -> Replace
         The replaced modules. Positions past the config's most get NaN.
     """
     replaced = Replaced()
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    positions: Any = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     for name, module in text_modules(model):
         kind = type(module).__name__
         if _NAME not in kind:
             continue
-        reason = _unknown(module, positions)
+        reason = _unknown(module)
+        if not reason and (not isinstance(positions, int) or positions < 1):
+            reason = "the config does not say how many positions there are"
         if not reason:
             made = guarded(partial(_table, module, positions, dtype, device), lambda reason: reason)
             if isinstance(made, torch.Tensor):
@@ -55,19 +57,17 @@ def fuse_angles(model: Any, dtype: torch.dtype, device: torch.device) -> Replace
     return replaced
 
 
-def _unknown(module: torch.nn.Module, positions: Any) -> str:
+def _unknown(module: torch.nn.Module) -> str:
     """Why a module is not even tried; "" if it is."""
     if "forward" in vars(module):
         return "it has a forward of its own already"
     if [*inspect.signature(type(module).forward).parameters] != ["self", "x", "position_ids"]:
         return "it takes more than rows and positions"
-    if list(module.parameters()) or list(module.children()):
+    if [*module.parameters(), *module.children()]:
         return "it has parts"
     rope_type = getattr(module, "rope_type", None)
     if rope_type not in _FIXED:
         return f"its kind {rope_type} is none of {', '.join(_FIXED)}"
-    if not isinstance(positions, int) or positions < 1:
-        return "the config does not say how many positions there are"
     return ""
 
 

@@ -136,6 +136,8 @@ def _prove(
     twin: Any = twin_of(module, submodules={**given, linears.down: torch.nn.Identity()})
     try:
         library = type(module).forward(twin, rows)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:  # models raise errors of many types
         return None, f"it does more than gate: {error}"
     reason = ""

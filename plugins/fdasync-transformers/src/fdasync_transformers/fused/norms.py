@@ -138,6 +138,8 @@ def _prove(module: torch.nn.Module, dtype: torch.dtype, device: torch.device) ->
 def _difference(module: Any, fused: Callable[..., torch.Tensor], rows: torch.Tensor, dtype: torch.dtype) -> str:
     try:
         library = type(module).forward(module, rows)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:  # models raise errors of many types
         return f"it does not norm plain rows: {error}"
     ours = fused(rows)

@@ -21,13 +21,14 @@ class FusedOperations:
     """Operations of a model that were replaced.
 
     Attributes:
-        norms, rotary, dense: names of the modules.
-        notes: for people: how many modules are fused, and why others are the library's own, a note for each class.
+        norms, rotary, dense, angles: names of the modules.
+        notes: for people: why others are the library's own, a note for each class.
     """
 
     norms: tuple[str, ...] = ()
     rotary: tuple[str, ...] = ()
     dense: tuple[str, ...] = ()
+    angles: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -71,8 +72,9 @@ def fuse_operations(model: PreTrainedModel) -> FusedOperations:
     angles = fuse_angles(model, dtype, device)
     norms = fuse_norms(model, dtype, device)
     dense = fuse_dense(model, dtype, device)
-    notes = [f"fused: {len(norms.names)} norms, {len(rotary.names)} rotary embeddings, {len(dense.names)} gates"]
-    notes += [f"angles of {name} are read from a table" for name in angles.names]
+    notes: list[str] = []
     for what, each in (("norm", norms), ("rotary embedding", rotary), ("gate", dense), ("table of angles", angles)):
         notes += [f"{what} of {kind} is the library's own: {reason}" for kind, reason in each.reasons.items()]
-    return FusedOperations(tuple(norms.names), tuple(rotary.names), tuple(dense.names), tuple(notes))
+    return FusedOperations(
+        tuple(norms.names), tuple(rotary.names), tuple(dense.names), tuple(angles.names), tuple(notes)
+    )

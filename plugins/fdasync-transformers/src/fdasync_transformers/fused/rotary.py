@@ -46,7 +46,11 @@ def fuse_rotary(model: Any, device: torch.device) -> Replaced:
     found = dict(_candidates(model, replaced))
     if not found:
         return replaced
-    seen = _watch(model, found)
+    seen = guarded(partial(_watch, model, found), str)
+    if isinstance(seen, str):
+        for module, _ in found.values():
+            replaced.leave(type(module).__name__, seen)
+        return replaced
     proofs: dict[tuple[Function, Call], Proof] = {}
     copies: dict[tuple[FunctionType, frozenset[tuple[Function, Call]]], FunctionType] = {}
     for name, (module, functions) in found.items():

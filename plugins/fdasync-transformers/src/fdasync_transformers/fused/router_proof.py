@@ -163,6 +163,8 @@ def _form_of(answer: Any, k: int, experts: int, rounded: bool, dtype: torch.dtyp
 def _run(module: Any, *arguments: Any) -> tuple[Watch, Any]:
     try:
         return run_watched(module, *arguments)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:
         # whatever the library's code cannot do with such rows, it is not what its kind says
         raise Differs(f"does not run on made-up rows: {error}") from error

@@ -3,8 +3,8 @@
 A token's logits, ids and weights do not depend on how many tokens run beside it. Each router is proven against its own
 forward before it is replaced (`router_proof.py`); one that differs, or is of no known kind (`router_kinds.py`), stays
 the library's. The kernels read the module's own tensors, so new weights need no change here. Fused routers have no
-gradient, and `forced_routing` (replay) does not see inside them: undo first. Knows no steps. Called by
-`capture/routing.py`.
+gradient, and `forced_routing` (replay) does not see inside them: undo first. Knows no steps. Called once for a model by
+`start/fuse.py`; a capture attaches to the result later (`capture/routing.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fdasync.errors import BadInput, RunnerError
+from fdasync.errors import BadInput, InvariantBroken, RunnerError
 from fdasync_transformers.fused.proofs import guarded
 from fdasync_transformers.fused.router_kinds import RouterKind, kind_of, part_of
 from fdasync_transformers.fused.router_proof import Differs, RouterForm, prove
@@ -35,8 +35,16 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass
+class _Record:
+    """Where the fused routers of a model record; they read it in each pass."""
+
+    capture: CaptureBuffer | None = None
+    positions: Callable[[], torch.Tensor] | None = None
+
+
+@dataclass
 class FusedRouters:
-    """Routers that were replaced.
+    """Routers that were replaced. They record nothing until a capture attaches.
 
     Attributes:
         rows: layer rows whose router is fused, rising: these routers record their own routing.
@@ -46,6 +54,28 @@ class FusedRouters:
     rows: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
     _replaced: list[tuple[torch.nn.Module, Any]] = field(default_factory=list)
+    _record: _Record = field(default_factory=_Record)
+
+    def attach(self, capture: CaptureBuffer, positions: Callable[[], torch.Tensor] | None = None) -> None:
+        """Record from the next pass on. A graph that is captured before keeps recording nothing.
+
+        Args:
+            capture: gets each fused layer's ids as it routes, in the layer's row.
+            positions: gives the [T] int64 positions of the pass's tokens; called in each layer where `capture.debug`.
+
+        Raises:
+            BadInput: `capture` is in debug, without `positions`.
+            InvariantBroken: another capture is attached.
+        """
+        if capture.debug and positions is None:
+            raise BadInput("positions", "a capture buffer in debug needs the positions of the tokens")
+        if self._record.capture is not None:
+            raise InvariantBroken("fused routers record for one capture at a time")
+        self._record.capture, self._record.positions = capture, positions
+
+    def detach(self) -> None:
+        """Record nothing from the next pass on; may be called twice."""
+        self._record.capture = self._record.positions = None
 
     def undo(self) -> None:
         """Give every router its own forward back; may be called twice."""
@@ -58,12 +88,7 @@ class FusedRouters:
         self.rows = ()
 
 
-def fuse_routers(
-    model: PreTrainedModel,
-    moe_layers: MoELayers,
-    capture: CaptureBuffer | None = None,
-    positions: Callable[[], torch.Tensor] | None = None,
-) -> FusedRouters:
+def fuse_routers(model: PreTrainedModel, moe_layers: MoELayers) -> FusedRouters:
     """Replace the routers of a model's MoE layers by fused ones, in place.
 
     A fused router returns what the library's does: the same parts in the same order, of the same shapes and dtypes. Its
@@ -73,17 +98,10 @@ def fuse_routers(
     Args:
         model: in inference; its routers' weights are on one device and have their final dtype.
         moe_layers: of the model.
-        capture: gets each fused layer's ids as it routes, in the layer's row; None: no recording.
-        positions: gives the [T] int64 positions of the pass's tokens; called in each layer where `capture.debug`.
 
     Returns:
         The fused layer rows, and notes of the others. `undo` restores all routers.
-
-    Raises:
-        BadInput: `capture` is in debug, without `positions`.
     """
-    if capture is not None and capture.debug and positions is None:
-        raise BadInput("positions", "a capture buffer in debug needs the positions of the tokens")
     try:
         from fdasync.gpu.kernels.chip import runs_on
     except ModuleNotFoundError as error:
@@ -93,9 +111,10 @@ def fuse_routers(
     rows: list[int] = []
     reasons: dict[str, list[int]] = {}
     replaced: list[tuple[torch.nn.Module, Any]] = []
+    record = _Record()
     for row, (name, k) in enumerate(zip(moe_layers.names, moe_layers.top_k, strict=True)):
         module = _router_beside(model, name)
-        forward = guarded(partial(_fused_or_reason, module, k, model.dtype, capture, row, positions), str)
+        forward = guarded(partial(_fused_or_reason, module, k, model.dtype, record, row), str)
         if isinstance(forward, str):
             reasons.setdefault(f"{type(module).__name__} {forward}", []).append(moe_layers.ids[row])
             continue
@@ -103,7 +122,7 @@ def fuse_routers(
         replaced.append((module, module.__dict__.get("forward")))
         module.forward = forward
     notes = [f"routers of layers {_listed(layers)} are the library's own: {why}" for why, layers in reasons.items()]
-    return FusedRouters(tuple(rows), tuple(notes), replaced)
+    return FusedRouters(tuple(rows), tuple(notes), replaced, record)
 
 
 def _listed(layers: list[int]) -> str:
@@ -122,14 +141,7 @@ def _fused_or_reason(*args: Any) -> Forward | str:
         return str(difference)
 
 
-def _fused(
-    module: Any,
-    k: int,
-    dtype: torch.dtype,
-    capture: CaptureBuffer | None,
-    row: int,
-    positions: Callable[[], torch.Tensor] | None,
-) -> Forward:
+def _fused(module: Any, k: int, dtype: torch.dtype, record: _Record, row: int) -> Forward:
     """The forward that replaces a router's; raises Differs where there is none."""
     from fdasync.gpu.kernels.router.product import router_logits
 
@@ -142,7 +154,7 @@ def _fused(
     if len(weight) > _MOST_EXPERTS:
         raise Differs(f"has {len(weight)} experts, more than the kernel takes")
     form = prove(module, kind, k, dtype, router_logits, choose)
-    return make_forward(module, kind, form, k, capture, row, positions)
+    return make_forward(module, kind, form, k, record, row)
 
 
 def choose(
@@ -165,16 +177,8 @@ def choose(
     )
 
 
-def make_forward(
-    module: Any,
-    kind: RouterKind,
-    form: RouterForm,
-    k: int,
-    capture: CaptureBuffer | None,
-    row: int,
-    positions: Callable[[], torch.Tensor] | None,
-) -> Forward:
-    """A router's forward by kernels, unproven; arguments as in `fuse_routers`, of one layer."""
+def make_forward(module: Any, kind: RouterKind, form: RouterForm, k: int, record: _Record, row: int) -> Forward:
+    """A router's forward by kernels, unproven, which records in its layer row."""
     from fdasync.gpu.kernels.router.product import router_logits
 
     def forward(hidden_states: torch.Tensor, selection_bias: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
@@ -188,6 +192,7 @@ def make_forward(
         logits = router_logits(hidden, weight, linear_bias, rounded=form.rounded, dtype=form.logits_dtype)
         bias = part_of(module, kind.selection_bias) if kind.selection_bias else selection_bias
         scale = part_of(module, kind.expert_scale) if kind.expert_scale else None
+        capture, positions = record.capture, record.positions
         place = None
         if capture is not None and not capture.debug:
             place = capture.claim(row, len(logits), k)

@@ -6,6 +6,7 @@ self-check compares the fused model with the plain one. Knows configs and the ro
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,14 +15,36 @@ from fdasync.errors import ConfigError
 from fdasync_transformers.fused.experts import fuse_experts
 from fdasync_transformers.fused.layers.fuse import fuse_layers
 from fdasync_transformers.fused.operations import fuse_operations
-from fdasync_transformers.start.runner_config import fuses_experts, fuses_layers, set_experts
+from fdasync_transformers.fused.routers import fuse_routers
+from fdasync_transformers.model.families import decoder_layers
+from fdasync_transformers.start.runner_config import (
+    fits_grouped,
+    fuses_experts,
+    fuses_layers,
+    set_experts,
+    uses_kernels,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from fdasync_transformers.fused.live_rows import LiveRows
+    from fdasync_transformers.fused.routers import FusedRouters
     from fdasync_transformers.model.moe_layers import MoELayers
     from fdasync_transformers.start.runner_config import TransformersConfig
+
+
+@dataclass(frozen=True)
+class Fused:
+    """The result of `fuse`.
+
+    Attributes:
+        routers: a capture attaches to them; None where none were tried.
+        notes: for people: how much is fused where anything was tried, and why other parts are the library's own.
+    """
+
+    routers: FusedRouters | None
+    notes: tuple[str, ...]
 
 
 def set_plain_experts(
@@ -30,8 +53,8 @@ def set_plain_experts(
     """The experts of the plain passes: the library's, by a way that takes no more memory. Raises ConfigError."""
     if not fuses_experts(config, model.device) or layers is None:
         set_experts(model, "auto" if config.experts == "fused" else config.experts, layers, max_step_tokens)
-    elif model.device.type == "cuda" and model.dtype != torch.bfloat16:
-        # the library's own loop waits for the device, which the few passes of a start can
+    elif (model.device.type == "cuda" and model.dtype != torch.bfloat16) or not fits_grouped(model, layers):
+        # the library's own loop waits for the device, which the few passes of a start can; it takes all widths
         set_experts(model, "eager", layers, max_step_tokens)
 
 
@@ -41,21 +64,44 @@ def fuse(
     layers: MoELayers | None,
     live: LiveRows,
     max_step_tokens: int,
-) -> tuple[str, ...]:
-    """Fuse what the configuration asks for; returns notes for people: what is not fused, and why.
+) -> Fused:
+    """Fuse what the configuration asks for, each part proven. The routers too: with and without a capture, the
+    self-check runs those that will be served.
 
-    Raises ConfigError where fused experts are asked for by name and a layer differs, and as `set_experts`.
+    Raises ConfigError where fused experts are asked for by name and a layer differs, where fused layers are and nothing
+    is fused, and as `set_experts`; torch.OutOfMemoryError where a proof finds no memory.
     """
     notes: tuple[str, ...] = ()
+    counts: list[str] = []
+    moe = 0 if layers is None else len(layers.ids)
+    if config.experts == "fused" and layers is None:
+        notes = ("experts: this model has none that could be fused",)
     if fuses_experts(config, model.device) and layers is not None:
         experts = fuse_experts(model, layers, live)
         notes = experts.notes
+        counts.append(f"experts of {moe if experts.fused else 0} of {moe} layers")
         if not experts.fused:
             if config.experts == "fused":
                 raise ConfigError("runner_config.experts", "; ".join(notes), hint='use "auto"')
             set_experts(model, "auto", layers, max_step_tokens)
     if fuses_layers(config, model.device):
         # operations first: what a fused layer does not take over is fused then
-        notes += fuse_operations(model).notes
-        notes += fuse_layers(model).notes
-    return notes
+        operations, whole = fuse_operations(model), fuse_layers(model)
+        notes += (*operations.notes, *whole.notes)
+        fused = (whole.indices, operations.norms, operations.rotary, operations.dense, operations.angles)
+        if config.fused_layers and not any(fused):
+            problem = "; ".join((*operations.notes, *whole.notes))
+            raise ConfigError("runner_config.fused_layers", f"nothing is fused: {problem}", hint="leave it out")
+        counts.insert(0, f"{len(whole.indices)} of {len(decoder_layers(model))} decoder layers")
+        counts += [
+            f"{len(operations.norms)} norms",
+            f"{len(operations.rotary)} rotary embeddings",
+            f"{len(operations.dense)} gates",
+            f"{len(operations.angles)} tables of angles",
+        ]
+    routers = None
+    if config.fused_router and uses_kernels(config, model.device) and layers is not None:
+        routers = fuse_routers(model, layers)
+        notes += routers.notes
+        counts.append(f"{len(routers.rows)} of {moe} routers")
+    return Fused(routers, (f"fused: {', '.join(counts)}", *notes) if counts else notes)

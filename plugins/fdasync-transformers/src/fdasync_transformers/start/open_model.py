@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fdasync.runner.base import RunnerLimits
     from fdasync_transformers.execution.step import StepModel
     from fdasync_transformers.fused.live_rows import LiveRows
+    from fdasync_transformers.fused.routers import FusedRouters
     from fdasync_transformers.model.kv import LayerSpec
     from fdasync_transformers.model.moe_layers import MoELayers
     from fdasync_transformers.start.runner_config import TransformersConfig
@@ -49,6 +50,7 @@ class Opened:
         step_model: has the model.
         names: of its checkpoints.
         experts: its MoE layers; None: it has none, or none that the runner can read where routing is off.
+        routers: those that are fused; None where none were tried.
         max_context_tokens: of the model and the limits.
         block_tokens: asked for, or chosen.
         notes: for people.
@@ -57,6 +59,7 @@ class Opened:
     step_model: StepModel
     names: Names
     experts: MoELayers | None
+    routers: FusedRouters | None
     max_context_tokens: int
     block_tokens: int
     notes: tuple[str, ...]
@@ -89,17 +92,22 @@ def open_model(
     set_plain_experts(model, config, experts, limits.max_step_tokens)
     max_context = max_context_of(model, limits)
 
-    def settle() -> families.Mends:
-        mends = families.mend(model)
-        notes.extend(fuse(model, config, experts, live, limits.max_step_tokens))
-        return mends
+    def settle() -> tuple[families.Mends, FusedRouters | None]:
+        with library_code(kind, "mending it"):
+            mends = families.mend(model)
+        with library_code(kind, "fusing it"):
+            fused = fuse(model, config, experts, live, limits.max_step_tokens)
+        notes.extend(fused.notes)
+        return mends, fused.routers
 
-    mends, layers, checked = _settle(model, kind, config, limits, experts, max_context, make_step_model, settle)
+    mends, routers, layers, checked = _settle(
+        model, kind, config, limits, experts, max_context, make_step_model, settle
+    )
     max_context = min(max_context, mends.max_context_tokens or max_context)
     step_model = make_step_model(model, KVLayout(layers, model.dtype))
     notes += [*mends.notes, f"experts: {model.config._experts_implementation or 'own'}", *checked]
     block_tokens = limits.block_tokens or step_model.layout.choose_block_tokens()
-    return Opened(step_model, names, experts, max_context, block_tokens, tuple(notes))
+    return Opened(step_model, names, experts, routers, max_context, block_tokens, tuple(notes))
 
 
 def _settle(
@@ -110,13 +118,13 @@ def _settle(
     experts: MoELayers | None,
     max_context: int,
     make_step_model: MakeStepModel,
-    settle: Callable[[], families.Mends],
-) -> tuple[families.Mends, tuple[LayerSpec, ...], tuple[str, ...]]:
+    settle: Callable[[], tuple[families.Mends, FusedRouters | None]],
+) -> tuple[families.Mends, FusedRouters | None, tuple[LayerSpec, ...], tuple[str, ...]]:
     """Mend and fuse the model (`settle`), check it with short reaches, and find its layers as they are."""
     if not config.self_check:
         with library_code(kind, "the probe of its attention"):
-            mends = settle()
-            return mends, _layers(model, config, mends), ()
+            mends, routers = settle()
+            return mends, routers, _layers(model, config, mends), ()
     with short_reach(model) as notes:
         longest = max((size + _BEYOND_TOKENS for size in sizes_of(model).values()), default=0)
         captured = experts if limits.capture is not False else None
@@ -125,17 +133,17 @@ def _settle(
                 model, captured, max_context, min(longest, PLAYED_TOKENS + _BEYOND_TOKENS)
             )
         with library_code(kind, "the probe of its attention"):
-            mends = settle()
+            mends, routers = settle()
             layers = _layers(model, config, mends)
         step_model = make_step_model(model, KVLayout(layers, model.dtype))
         with library_code(kind, "the paged passes of the self-check"):
             block_tokens = limits.block_tokens or step_model.layout.choose_block_tokens()
-            figures = selfcheck.check(step_model, captured, reference, block_tokens)
+            figures = selfcheck.check(step_model, captured, routers, reference, block_tokens)
     with library_code(kind, "the probe of its attention"):
         real = _layers(model, config, mends)
     if [layer.reach.kind for layer in real] != [layer.reach.kind for layer in layers]:
         raise UnsupportedModel(kind, "its attention layers have other masks with short windows than with its own")
-    return mends, real, (*notes, figures)
+    return mends, routers, real, (*notes, figures)
 
 
 def _layers(model: PreTrainedModel, config: TransformersConfig, mends: families.Mends) -> tuple[LayerSpec, ...]:

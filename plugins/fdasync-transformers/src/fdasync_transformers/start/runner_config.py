@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from fdasync_transformers.model.moe_layers import MoELayers
 
 _MAX_THREADS = 1024
+# of torch's grouped product: strides are multiples of this
+_GROUPED_NBYTES = 16
 # most bytes of expert weights that one product may gather on a GPU, in dtypes without a grouped product there
 _MAX_GATHERED_NBYTES = 16 << 30
 # most gathered bytes in a step with a graph, which keeps their memory
@@ -41,7 +43,8 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
             loop needs one, and torch's threads wait for the slowest of them), on a GPU torch's own number.
         experts: their implementation. "fused": four kernels of our own, where a family's experts are proven to be what
             they compute. "auto": these on GPUs; elsewhere, and for other families, the library's default, but
-            "batched_mm" on GPUs in other dtypes than bfloat16, where the default waits for the device.
+            "batched_mm" on GPUs in other dtypes than bfloat16, where the default waits for the device. Widths that are
+            no multiples of 16 bytes, which the default does not take: "batched_mm" on GPUs, "eager" on CPUs.
         kv_cache_nbytes: memory for KV when `num_blocks` is None; None takes a share of the free memory.
         latent_mla: page the latents of MLA layers instead of the expanded keys and values.
         self_check: compare a mixed paged batch with the plain model at start-up, and refuse if they differ.
@@ -159,18 +162,25 @@ def fuses_layers(config: TransformersConfig, device: torch.device) -> bool:
 
 def set_experts(model: PreTrainedModel, experts: str, layers: MoELayers | None, max_step_tokens: int) -> None:
     """Choose the library's implementation of the experts in `layers`. Raises ConfigError."""
+    fits = fits_grouped(model, layers)
+    if experts == "grouped_mm" and not fits:
+        raise ConfigError(
+            "runner_config.experts",
+            f"'grouped_mm' takes widths that are multiples of {_GROUPED_NBYTES} bytes, as this model's are not",
+            hint='use "eager"',
+        )
     if experts == "auto":
         # torch's grouped product of other dtypes reads the group sizes back
-        if model.device.type != "cuda" or model.dtype == torch.bfloat16:
+        if fits and (model.device.type != "cuda" or model.dtype == torch.bfloat16):
             return
-        experts = "batched_mm"
+        experts = "batched_mm" if model.device.type == "cuda" else "eager"
         gathered = _gathered_nbytes(model, layers, max_step_tokens)
-        if gathered > _MAX_GATHERED_NBYTES:
+        if experts == "batched_mm" and gathered > _MAX_GATHERED_NBYTES:
             raise ConfigError(
                 "runner_config.dtype",
                 f"{model.dtype} on a GPU gathers the weights of each token's experts: {gathered / 1e9:.0f} GB a step",
                 limit=f"{_MAX_GATHERED_NBYTES / 1e9:.0f} GB",
-                hint="use bfloat16, or a smaller max_step_tokens",
+                hint=f"use {'bfloat16, or ' if fits else ''}a smaller max_step_tokens",
             )
     try:
         model.set_experts_implementation(experts)
@@ -190,6 +200,17 @@ def graph_tokens(
         return ()
     flat_tokens = config.graph_sizes[-1] if config.graph_sizes else limits.max_running
     return token_ladder(limits.max_step_tokens, flat_tokens)
+
+
+def fits_grouped(model: PreTrainedModel, layers: MoELayers | None) -> bool:
+    """Whether torch's grouped product takes the experts' matrices: their widths are multiples of 16 bytes."""
+    return all(
+        width * parameter.element_size() % _GROUPED_NBYTES == 0
+        for name in (() if layers is None else layers.names)
+        for parameter in model.get_submodule(name).parameters(recurse=False)
+        if parameter.dim() == 3
+        for width in parameter.shape[1:]
+    )
 
 
 def _gathered_nbytes(model: PreTrainedModel, layers: MoELayers | None, max_step_tokens: int) -> int:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from fdasync_transformers.execution.step import StepModel
+    from fdasync_transformers.fused.routers import FusedRouters
     from fdasync_transformers.model.moe_layers import MoELayers
 
 # tokens of each sequence by step: prefill beside single tokens, one sequence joining late
@@ -95,14 +96,22 @@ def plain_passes(
     return Reference(chunks, tokens, tuple(logits), tuple(routing))
 
 
-def check(step_model: StepModel, layers: MoELayers | None, reference: Reference, block_tokens: int) -> str:
+def check(
+    step_model: StepModel,
+    layers: MoELayers | None,
+    routers: FusedRouters | None,
+    reference: Reference,
+    block_tokens: int,
+) -> str:
     """Run the same sequences through paged steps and compare. Returns the figures, for people.
+
+    `layers`: those whose routing is compared; `routers`: of the model, where they are fused.
 
     Raises UnsupportedModel with the figures if they disagree by more than the dtype explains.
     """
     model = step_model.model
     most_tokens = max(map(sum, zip(*reference.chunks, strict=True)))
-    capture = None if layers is None else RoutingCapture(model, layers, most_tokens, fuse=step_model.fuses)
+    capture = None if layers is None else RoutingCapture(model, layers, most_tokens, routers=routers)
     step_model.aux = None if capture is None else AuxData((capture,))
     try:
         logits, routing = _paged_passes(step_model, capture, reference, block_tokens)

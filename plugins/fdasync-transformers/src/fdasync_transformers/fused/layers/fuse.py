@@ -100,14 +100,14 @@ def fuse_layers(model: PreTrainedModel) -> FusedLayers:
     carry = Carry()
     kept: dict[str, list[int]] = {}
     fused: dict[int, FusedLayer] = {}
-    cos, _ = decoder.rotary_emb(
-        hidden_of(model, 1), position_ids=torch.zeros((1, 1), dtype=torch.int64, device=model.device)
-    )
+    columns = guarded(partial(_columns, model, decoder), str)
+    if isinstance(columns, str):
+        return FusedLayers(notes=(f"decoder layers are the library's own: of the rotary embedding, {columns}",))
     # the last first: a layer norms the next one's input only where that one is fused
     for number, layer in reversed(list(enumerate(layers))):
         last = number == len(layers) - 1
         follower = decoder.norm if last else layers[number + 1].input_layernorm if number + 1 in fused else None
-        made = guarded(partial(_proven, model, layer, follower, carry, cos.shape[-1]), str)
+        made = guarded(partial(_proven, model, layer, follower, carry, columns), str)
         if isinstance(made, str):
             kept.setdefault(made, []).append(number)
         else:
@@ -124,6 +124,13 @@ def fuse_layers(model: PreTrainedModel) -> FusedLayers:
         for problem, numbers in kept.items()
     ]
     return FusedLayers(tuple(sorted(fused)), tuple(notes))
+
+
+def _columns(model: Any, decoder: Any) -> int | str:
+    """Of the cosines that attention layers are handed."""
+    position = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
+    cos, _ = decoder.rotary_emb(hidden_of(model, 1), position_ids=position)
+    return int(cos.shape[-1])
 
 
 def _proven(model: Any, layer: Any, follower: Any, carry: Carry, columns: int) -> FusedLayer | str:

@@ -85,6 +85,8 @@ def difference(model: PreTrainedModel, fused: FusedLayer, follower: Any, rotary:
     model.set_attn_implementation(paged.NAME)
     try:
         return _difference(model, fused, follower, rotary)
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
         return f"it cannot be compared: {type(error).__name__}: {error}"
     finally:
