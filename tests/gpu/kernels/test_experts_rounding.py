@@ -29,11 +29,13 @@ def small(draw: torch.Generator, *shape: int) -> torch.Tensor:
     return torch.randint(-63, 64, shape, generator=draw).double()
 
 
-def separate(rows: torch.Tensor, activation: Activation) -> torch.Tensor:
+def separate(rows: torch.Tensor, activation: Activation, gated: bool) -> torch.Tensor:
     """The activation of [gate, up] (or of rows without a gate) by torch's operations, each of which rounds."""
-    if activation.kind == "relu2" and activation.form == "plain":
+    if not gated:
         return relu(rows).square()
     gate, up = rows.chunk(2, dim=-1)
+    if activation.kind == "relu2":
+        return relu(gate).square() * up
     if activation.form == "wide":
         return (relu(gate.float()) * up.float()).to(rows.dtype)
     if activation.form == "clamped":
@@ -41,19 +43,20 @@ def separate(rows: torch.Tensor, activation: Activation) -> torch.Tensor:
     return relu(gate) * up
 
 
+# and whether there is a gate
 ACTIVATIONS = [
-    Activation("relu"), Activation("relu", "wide"), Activation("relu2"), Activation("relu", "clamped", limit=20.0),
+    (Activation("relu"), True), (Activation("relu", "wide"), True), (Activation("relu2"), True),
+    (Activation("relu", "clamped", limit=5.0), True), (Activation("relu2"), False),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+@pytest.mark.parametrize(("activation", "gated"), ACTIVATIONS, ids=str)
 @pytest.mark.parametrize("tokens", ROWS)
-def test_every_rounding_is_where_separate_operations_round(device, dtype, activation, tokens):
+def test_every_rounding_is_where_separate_operations_round(device, dtype, activation, gated, tokens):
     draw = torch.Generator().manual_seed(tokens)
-    gated = activation.kind != "relu2"
     # sums have some 13 bits, more than both dtypes, and stay within the range of float16
-    hidden, up = small(draw, tokens, H) / 8, small(draw, E, (2 if gated else 1) * INNER, H) / 32
+    hidden, up = small(draw, tokens, H) / 8, small(draw, E, (2 if gated else 1) * INNER, H) / 256
     # two of each output's weights are not 0: there is one addition, and no rounding before the routing weight
     down = torch.zeros((E, H, INNER), dtype=torch.float64)
     column = torch.arange(H) % (INNER // 2)
@@ -64,7 +67,7 @@ def test_every_rounding_is_where_separate_operations_round(device, dtype, activa
     wanted = torch.zeros((tokens, K, H), dtype=dtype)
     for token, slot in torch.cartesian_prod(torch.arange(tokens), torch.arange(K)).tolist():
         expert = int(ids[token, slot])
-        held = separate((up[expert] @ hidden[token]).to(dtype), activation)
+        held = separate((up[expert] @ hidden[token]).to(dtype), activation, gated)
         sums = (down[expert] @ held.double()).float()
         wanted[token, slot] = (sums * weights[token, slot].float()).to(dtype)
     assert bool(wanted.isfinite().all())
