@@ -77,9 +77,10 @@ def _function(value, dtype: tl.constexpr, KIND: tl.constexpr):  # type: ignore[n
     elif KIND == 3:
         return value * rounded(_sigmoid(rounded(1.702 * value, dtype)), dtype)
     elif KIND == 4:
-        return tl.maximum(value, 0.0)
+        # NaN stays, as in torch's relu
+        return tl.where(value < 0.0, 0.0, value)
     else:
-        positive = tl.maximum(value, 0.0)
+        positive = tl.where(value < 0.0, 0.0, value)
         return positive * positive
 
 

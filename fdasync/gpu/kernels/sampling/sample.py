@@ -17,6 +17,7 @@ import triton
 
 from fdasync.errors import BadInput
 from fdasync.gpu.kernels.sampling.edits import prepare_edits
+from fdasync.gpu.kernels.sampling.mass import unit_of
 from fdasync.gpu.kernels.sampling.passes import chunk_kernel, draw_kernel, masses_kernel, peaks_kernel
 from fdasync.gpu.kernels.sampling.search import PIVOTS, cut_kernel, list_kernel, narrow_kernel, slow_cut_kernel
 from fdasync.gpu.kernels.sampling.tile import CHUNK, FLOATS, INTS, TILE
@@ -34,8 +35,6 @@ _FEW = 2048
 # ids of a program that narrows
 SPAN = 8192
 WARPS = {"peaks": 8, "narrow": 4, "list": 8, "masses": 16, "cut": 16}
-# a row's masses must add up in an int64, and float64 must hold one
-_SUM_BITS, _MOST_BITS = 62, 52
 
 
 class Sampled(NamedTuple):
@@ -99,7 +98,7 @@ class _Work:
     ) -> None:
         self._logits, self._asked, self._sent = logits, asked, sent
         width = logits.shape[1]
-        self._unit = float(2 ** min(_MOST_BITS, _SUM_BITS - width.bit_length()))
+        self._unit = unit_of(width)
         self._tiles = triton.cdiv(width, TILE)
         self._sizes: dict[str, Any] = {"tiles": self._tiles, "padded": triton.next_power_of_2(self._tiles)}
         self._edits = prepare_edits(logits, asked, sent, tokens)
