@@ -11,7 +11,7 @@ import torch
 from fdasync_transformers.model.moe_layers import find_experts, find_moe_layers
 from fdasync_transformers.weights import loading
 
-from benchmarks import gpu_experts
+from benchmarks import experts_tiles, gpu_experts
 from benchmarks._gpu_experts import EXPERTS, PRODUCTS_PER_S, draw_routing, small
 from benchmarks._gpu_floor import StepBytes, bytes_of, distinct
 from benchmarks._gpu_models import DEEPSEEK_V2_LITE, MODELS
@@ -202,6 +202,27 @@ def test_the_experts_benchmark_is_rehearsed_on_the_librarys_modules(tmp_path: Pa
     assert rows[0]["experts"] == small(EXPERTS["deepseek-v2-lite"]).top_k == 4
     assert report["figures"]["experts_library_us_glm_4_5_air_skewed_5"] > 0
     assert "void" in report["conditions"]
+
+
+def test_the_experts_benchmark_plays_our_kernels(tmp_path: Path) -> None:
+    """In Triton's interpreter, against the library's modules, whose results they must give."""
+    out = tmp_path / "figures.json"
+    arguments = ["--tiny", "--shapes", "qwen3-30b-a3b", "--routing", "uniform", "--tokens", "3", "--json", str(out)]
+    with pytest.raises(SystemExit) as ended:
+        gpu_experts.main(arguments)
+    assert ended.value.code == 0
+    report = json.loads(out.read_text())
+    [row] = report["conditions"]["tables"]["qwen3-30b-a3b uniform"]
+    assert row["ours_us"] > 0
+    assert row["off"] < 1e-5, "in float32"
+    ratio = report["figures"]["experts_library_over_ours_qwen3_30b_a3b_uniform_3"]
+    assert ratio == pytest.approx(row["library_us"] / row["ours_us"], rel=0.01)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_benchmark_of_tiles_says_what_it_needs() -> None:
+    with pytest.raises(SystemExit, match="needs a CUDA GPU, and torch sees none"):
+        experts_tiles.main(["--tokens", "1"])
 
 
 @pytest.mark.parametrize("arguments", [["--shapes", "gpt-5"], ["--routing", "even"], ["--tokens", "0"]])
