@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -223,6 +225,17 @@ def test_the_experts_benchmark_plays_our_kernels(tmp_path: Path) -> None:
 def test_the_benchmark_of_tiles_says_what_it_needs() -> None:
     with pytest.raises(SystemExit, match="needs a CUDA GPU, and torch sees none"):
         experts_tiles.main(["--tokens", "1"])
+
+
+def test_processes_that_compile_for_too_long_are_ended() -> None:
+    """In a process of its own: multiprocessing leaves a helper behind in one that it was used in."""
+    program = (
+        "from benchmarks import experts_tiles as tiles; tiles._COMPILE_S = 0.0; tiles.os.cpu_count = lambda: 3; "
+        "tiles.compile_all('qwen3-30b-a3b', [])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert done.stderr.strip() == "1 processes did not compile their candidates within 0 s"
 
 
 @pytest.mark.parametrize("arguments", [["--shapes", "gpt-5"], ["--routing", "even"], ["--tokens", "0"]])

@@ -104,7 +104,7 @@ def _partials(  # type: ignore[no-untyped-def]
     return peaks, weights, parts
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _added(peaks, weights, parts, real, best, total, sums):  # type: ignore[no-untyped-def]
     """What was summed, and these splits with it."""
     peaks = tl.where(real, peaks, float("-inf"))
