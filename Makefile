@@ -86,6 +86,7 @@ bench-gpu:
 	$(PYTHON) -m benchmarks.gpu_copies
 	$(PYTHON) -m benchmarks.gpu_experts
 	$(PYTHON) -m benchmarks.gpu_sampler
+	$(PYTHON) -m benchmarks.experts_tiles --tokens 1,64,256,1024
 	$(PYTHON) -m benchmarks.gpu_exact
 	$(PYTHON) -m benchmarks.gpu_swap
 	$(PYTHON) -m benchmarks.gpu_serving

@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import os
 import statistics
+import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,8 @@ _LAYERS = 8
 _DTYPE = torch.bfloat16
 # multiplications and additions of bfloat16 of an H200
 _PRODUCTS_PER_S = 790e12
+# for all candidates of all sizes, some hundred kernels
+_COMPILE_S = 900.0
 _Cut = tuple[int, int, int, int]
 
 _FEW: tuple[_Cut, ...] = (
@@ -203,22 +206,36 @@ def tune(layers: Layers, tokens: int) -> dict[str, Any]:
     return {"tokens": tokens, "best_us": best_us, "tiles": repr(tiles), "table_us": table_us, "tops": tops}
 
 
-def main() -> None:
+def compile_all(shape: str, jobs: list[tuple[int, int, bool, Tile]]) -> None:
+    """Compile candidates in several processes. Raises SystemExit if one is not done in time."""
+    workers = max(1, (os.cpu_count() or 2) - 2)
+    context = multiprocessing.get_context("spawn")
+    children = [context.Process(target=_compile, args=(shape, jobs[i::workers])) for i in range(workers)]
+    for child in children:
+        child.start()
+    until = time.monotonic() + _COMPILE_S
+    for child in children:
+        child.join(max(0.0, until - time.monotonic()))
+    late = [child for child in children if child.is_alive()]
+    for child in late:
+        child.kill()
+        child.join(10.0)
+    if late:
+        raise SystemExit(f"{len(late)} processes did not compile their candidates within {_COMPILE_S:g} s")
+
+
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(EXPERTS), default="qwen3-30b-a3b")
     parser.add_argument("--tokens", default="1,4,8,32,64,128,256,512,1024,2048,8192")
     parser.add_argument("--json", metavar="FILE")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        raise SystemExit("experts_tiles needs a CUDA GPU, and torch sees none")
     counts = [int(count) for count in args.tokens.split(",")]
     num_experts, top_k, width, inner = shape_of(args.shape)
     jobs = [(tokens, *each) for tokens in counts for each in candidates(tokens, top_k, num_experts)]
-    workers = max(1, (os.cpu_count() or 2) - 2)
-    context = multiprocessing.get_context("spawn")
-    children = [context.Process(target=_compile, args=(args.shape, jobs[i::workers])) for i in range(workers)]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join()
+    compile_all(args.shape, jobs)
     rate = copy_bytes_per_s(torch.device("cuda"), 4 << 30)
     print(f"{args.shape}: copy {rate / 1e9:.0f} GB/s", flush=True)
     layers = Layers(args.shape, counts[0])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +13,7 @@ import torch
 from fdasync_transformers.model.moe_layers import find_experts, find_moe_layers
 from fdasync_transformers.weights import loading
 
-from benchmarks import gpu_experts
+from benchmarks import experts_tiles, gpu_experts
 from benchmarks._gpu_experts import EXPERTS, PRODUCTS_PER_S, draw_routing, small
 from benchmarks._gpu_floor import StepBytes, bytes_of, distinct
 from benchmarks._gpu_models import DEEPSEEK_V2_LITE, MODELS
@@ -202,6 +204,38 @@ def test_the_experts_benchmark_is_rehearsed_on_the_librarys_modules(tmp_path: Pa
     assert rows[0]["experts"] == small(EXPERTS["deepseek-v2-lite"]).top_k == 4
     assert report["figures"]["experts_library_us_glm_4_5_air_skewed_5"] > 0
     assert "void" in report["conditions"]
+
+
+def test_the_experts_benchmark_plays_our_kernels(tmp_path: Path) -> None:
+    """In Triton's interpreter, against the library's modules, whose results they must give."""
+    out = tmp_path / "figures.json"
+    arguments = ["--tiny", "--shapes", "qwen3-30b-a3b", "--routing", "uniform", "--tokens", "3", "--json", str(out)]
+    with pytest.raises(SystemExit) as ended:
+        gpu_experts.main(arguments)
+    assert ended.value.code == 0
+    report = json.loads(out.read_text())
+    [row] = report["conditions"]["tables"]["qwen3-30b-a3b uniform"]
+    assert row["ours_us"] > 0
+    assert row["off"] < 1e-5, "in float32"
+    ratio = report["figures"]["experts_library_over_ours_qwen3_30b_a3b_uniform_3"]
+    assert ratio == pytest.approx(row["library_us"] / row["ours_us"], rel=0.01)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_benchmark_of_tiles_says_what_it_needs() -> None:
+    with pytest.raises(SystemExit, match="needs a CUDA GPU, and torch sees none"):
+        experts_tiles.main(["--tokens", "1"])
+
+
+def test_processes_that_compile_for_too_long_are_ended() -> None:
+    """In a process of its own: multiprocessing leaves a helper behind in one that it was used in."""
+    program = (
+        "from benchmarks import experts_tiles as tiles; tiles._COMPILE_S = 0.0; tiles.os.cpu_count = lambda: 3; "
+        "tiles.compile_all('qwen3-30b-a3b', [])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert done.stderr.strip() == "1 processes did not compile their candidates within 0 s"
 
 
 @pytest.mark.parametrize("arguments", [["--shapes", "gpt-5"], ["--routing", "even"], ["--tokens", "0"]])

@@ -437,11 +437,11 @@ def test_a_graph_follows_lengths_and_tables(device: torch.device) -> None:
 def test_steps_of_other_sizes_compile_nothing(device: torch.device) -> None:
     from fdasync.gpu.kernels import store
     from fdasync.gpu.kernels.attention import decode as attention
-    from fdasync.gpu.kernels.attention import prefill
+    from fdasync.gpu.kernels.attention import join, prefill
 
     shape = SHAPES["four heads a group"]
     case, _ = make_layer(shape, [60, 61, 62, 63, 64], device, block_tokens=16)
-    kernels = (attention._decode, attention._join, prefill._prefill, store._store)
+    kernels = (attention._decode, join.join_splits, prefill._prefill, store._store)
 
     def compiled() -> int:
         return sum(len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels)

@@ -271,7 +271,7 @@ def test_every_regime_has_tiles() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("shape", [(128, 8, 2048, 768), (64, 6, 1024, 1408)], ids=str)
-def test_the_bits_of_a_row_whoever_is_beside_it(device, dtype, shape):
+def test_a_row_has_the_same_bits_in_every_batch(device, dtype, shape):
     """Alone, in batches of every regime, padded, in another order, and in chunks."""
     num_experts, k, width, inner = shape
     draw = torch.Generator(device).manual_seed(7)

@@ -126,7 +126,7 @@ def test_a_token_of_no_experts_keeps_its_stream(device):
     assert torch.equal(hidden[1], residual[1])
 
 
-def test_parts_of_rows_that_are_nobodys_count_for_nothing(device):
+def test_parts_of_padding_rows_count_for_nothing(device):
     parts, ids = experts(4, 3, 32, device, torch.float32)
     residual = rows(4, 32, device, torch.float32, 3)
     wanted, _ = finish_experts(parts, ids, EXPERTS, residual, None)

@@ -1,11 +1,11 @@
 """Attention of one query per sequence over paged KV (decode).
 
 The query heads that share a kv head are the rows of one program's tile, so KV is read once per tile. A sequence's keys
-are split among programs, in float32 partials that are joined in the order of the splits: a few by the program that ends
-last, many by a second kernel, whose programs share that work. The number of splits depends on what the host knows
-(sequences, heads, width of the tables) and never on lengths, which the device reads: so a CUDA graph can capture all of
-it. Knows views, tables and positions; knows no scheduling and no model. Called by the attention of the plugins' GPU
-runners.
+are split among programs, in float32 partials that are joined in the order of the splits (`join.py`): a few by the
+program that ends last, many by a second kernel, whose programs share that work. The number of splits depends on what
+the host knows (sequences, heads, width of the tables) and never on lengths, which the device reads: so a CUDA graph can
+capture all of it. Knows views, tables and positions; knows no scheduling and no model. Called by the attention of the
+plugins' GPU runners.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from fdasync.errors import BadInput
+from fdasync.gpu.kernels.attention.join import join_at_once, join_splits, span_of
 from fdasync.gpu.kernels.attention.tile import (
     LOG2E,
     REACH_CODES,
@@ -98,12 +99,6 @@ def count_splits(
     return int(max(1, min(wanted, worth, MAX_SPLITS, capacity // (sequences * heads))))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _span(length, splits, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Keys per split, in whole tiles."""
-    return tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
-
-
 @triton.jit(do_not_specialize=["lanes", "positions", "reach_size", "splits"])  # type: ignore[untyped-decorator]
 def _decode(  # type: ignore[no-untyped-def]
     query, keys, values, tables, lanes, positions, sinks, out, partials, stats, arrivals,
@@ -134,7 +129,7 @@ def _decode(  # type: ignore[no-untyped-def]
             tl.store(out_rows, tl.zeros([BLOCK_M, DV], out.dtype.element_ty), mask=out_inside)
         return
     begin = first_visible(position, REACH, reach_size)
-    span = _span(position + 1 - begin, splits, BLOCK_N)
+    span = span_of(position + 1 - begin, splits, BLOCK_N)
     low = begin + split * span
     high = tl.minimum(low + span, position + 1)
     if low >= high:
@@ -174,110 +169,13 @@ def _decode(  # type: ignore[no-untyped-def]
             if tl.atomic_add(arrival, 1) == used - 1:
                 tl.debug_barrier()
                 tl.store(arrival, 0)
-                sums, total = _joined(
+                sums, total = join_at_once(
                     partials, stats, sequence * splits, head, inside, out_inside, used, capacity, width,
                     HEADS, DV, BLOCK_M, MOST, AT_ONCE,
                 )  # fmt: skip
                 tl.store(out_rows, (sums / total[:, None]).to(out.dtype.element_ty), mask=out_inside)
     else:
         tl.store(out_rows, (sums / total[:, None]).to(out.dtype.element_ty), mask=out_inside)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _joined(  # type: ignore[no-untyped-def]
-    partials, stats, first, head, inside, out_inside, used, capacity, width,
-    HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, MOST: tl.constexpr, AT_ONCE: tl.constexpr,
-):  # fmt: skip
-    """Sums and weights of all splits, added in their order. Others wrote them: past this processor's own cache."""
-    numbers = tl.arange(0, MOST)[:, None]
-    peaks = tl.load(
-        stats + (first + numbers) * HEADS + head[None, :],
-        mask=(numbers < used) & inside[None, :],
-        other=float("-inf"),
-        cache_modifier=".cg",
-    )
-    best = tl.where(inside, tl.max(peaks, 0), 0.0)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    sums = tl.zeros([BLOCK_M, DV], tl.float32)
-    dims = tl.arange(0, DV)
-    for start in range(0, used, AT_ONCE):
-        # unrolled, so that the loads of one do not wait for the sums of the one before it
-        for number in tl.static_range(AT_ONCE):
-            row = (first + start + number) * HEADS + head
-            real = inside & (head * 0 + start + number < used)
-            # every used split saw a key, so its peak is finite; the weight of the others is exp2(-inf)
-            peak = tl.load(stats + row, mask=real, other=float("-inf"), cache_modifier=".cg")
-            weight = tl.load(stats + capacity + row, mask=real, other=0.0, cache_modifier=".cg")
-            part = tl.load(
-                partials + row[:, None] * width + dims[None, :],
-                mask=out_inside & real[:, None],
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            grow = tl.math.exp2(peak - best)
-            total += weight * grow
-            sums += part * grow[:, None]
-    # rows that are no head have no weights
-    return sums, tl.where(inside, total, 1.0)
-
-
-@triton.jit(do_not_specialize=["lanes", "positions", "reach_size", "splits"])  # type: ignore[untyped-decorator]
-def _join(  # type: ignore[no-untyped-def]
-    partials, stats, lanes, positions, out, reach_size, splits, capacity, width, out_row, out_head,
-    HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr, REACH: tl.constexpr,
-    BLOCK_N: tl.constexpr, AT_ONCE: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    # a program does one head of one sequence
-    wait_for_inputs(OVERLAP)
-    sequence = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    lane = tl.load(lanes + sequence)
-    position = tl.load(positions + sequence).to(tl.int32)
-    dims = tl.arange(0, DV)
-    numbers = tl.arange(0, AT_ONCE)
-    first = sequence * splits * HEADS + head
-    # the first ones are read beside the length: those that no program wrote count for nothing
-    peaks, weights, parts = _partials(partials, stats, first, numbers, numbers < splits, dims, capacity, width, HEADS)
-    if (lane < 0) | (position < 0):
-        return
-    length = position + 1 - first_visible(position, REACH, reach_size)
-    used = tl.cdiv(length, _span(length, splits, BLOCK_N))
-    best, total, sums = _added(peaks, weights, parts, numbers < used, float("-inf"), 0.0, tl.zeros([DV], tl.float32))
-    for start in range(AT_ONCE, used, AT_ONCE):
-        real = start + numbers < used
-        peaks, weights, parts = _partials(
-            partials, stats, first, start + numbers, real, dims, capacity, width, HEADS
-        )  # fmt: skip
-        best, total, sums = _added(peaks, weights, parts, real, best, total, sums)
-    out_row_at = out + sequence * out_row + head.to(tl.int64) * out_head + dims
-    tl.store(out_row_at, (sums / total).to(out.dtype.element_ty), mask=dims < VALUE_DIM)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _partials(  # type: ignore[no-untyped-def]
-    partials, stats, first, numbers, real, dims, capacity, width, HEADS: tl.constexpr
-):
-    """Peaks, weights and sums of one head's splits."""
-    row = first + numbers * HEADS
-    peaks = tl.load(stats + row, mask=real, other=float("-inf"))
-    weights = tl.load(stats + capacity + row, mask=real, other=0.0)
-    parts = tl.load(
-        partials + row[:, None] * width + dims[None, :], mask=real[:, None] & (dims < width)[None, :], other=0.0
-    )
-    return peaks, weights, parts
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _added(peaks, weights, parts, real, best, total, sums):  # type: ignore[no-untyped-def]
-    """What was summed, and these splits with it."""
-    peaks = tl.where(real, peaks, float("-inf"))
-    # every used split saw a key, so its peak is finite
-    higher = tl.maximum(best, tl.max(peaks, 0))
-    grow = tl.math.exp2(peaks - higher)
-    shrink = tl.math.exp2(best - higher)
-    total = total * shrink + tl.sum(tl.where(real, weights, 0.0) * grow, 0)
-    sums = sums * shrink + tl.sum(tl.where(real[:, None], parts, 0.0) * grow[:, None], 0)
-    return higher, total, sums
 
 
 def attend_decode(
@@ -352,7 +250,7 @@ def attend_decode(
         num_warps=launch.warps, num_stages=launch.stages, **overlap(query.device),
     )  # fmt: skip
     if splits > 1 and not joined:
-        _join[(sequences, heads)](
+        join_splits[(sequences, heads)](
             partials, stats, lanes, positions, out, reach_size, splits, stats.stride(0), partials.stride(0),
             out.stride(0), out.stride(1),
             HEADS=heads, VALUE_DIM=width, DV=dv, REACH=code, BLOCK_N=launch.keys, AT_ONCE=_JOINED_AT_ONCE,

@@ -17,8 +17,9 @@ import triton
 import triton.language as tl
 
 from fdasync.errors import BadInput
-from fdasync.gpu.kernels.attention.decode import MAX_SPLITS, _span
+from fdasync.gpu.kernels.attention.decode import MAX_SPLITS
 from fdasync.gpu.kernels.attention.hopper_pages import page_descriptor
+from fdasync.gpu.kernels.attention.join import span_of
 from fdasync.gpu.kernels.attention.latent_hopper import (
     HEADS_TILE,
     POSITIONS_TILE,
@@ -120,7 +121,7 @@ def _latents(  # type: ignore[no-untyped-def]
         if not SPLIT:
             tl.store(out_rows, tl.zeros([BLOCK_M, D1], out.dtype.element_ty), mask=out_inside)
         return
-    span = _span(position + 1, splits, BLOCK_N)
+    span = span_of(position + 1, splits, BLOCK_N)
     low = split * span
     high = tl.minimum(low + span, position + 1)
     if low >= high:
@@ -190,7 +191,7 @@ def _join_latents(  # type: ignore[no-untyped-def]
     if (lane < 0) | (position < 0):
         tl.store(out_rows, tl.zeros([WIDTH], out.dtype.element_ty), mask=inside)
         return
-    used = tl.cdiv(position + 1, _span(position + 1, splits, BLOCK_N))
+    used = tl.cdiv(position + 1, span_of(position + 1, splits, BLOCK_N))
     numbers = tl.arange(0, SPLITS)
     live = numbers < used
     rows = (sequence * splits + numbers) * HEADS + head

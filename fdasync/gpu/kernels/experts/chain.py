@@ -27,13 +27,12 @@ from fdasync.gpu.kernels.experts.grouping import group
 from fdasync.gpu.kernels.experts.kernels import experts_combine, experts_down, experts_gate_up
 from fdasync.gpu.kernels.experts.many import down_many, gate_up_many
 from fdasync.gpu.kernels.experts.tiles import choose_tiles
+from fdasync.gpu.kernels.limits import FLOATS, MOST_EXPERTS
 from fdasync.gpu.kernels.overlap import overlap
 
 if TYPE_CHECKING:
     from fdasync.gpu.kernels.experts.tiles import Tile, Tiles
 
-_MOST_EXPERTS = 1024
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SILU = Activation("silu")
 
 
@@ -141,7 +140,9 @@ def experts(
 
 def fits_bulk(up: torch.Tensor, down: torch.Tensor, transposed: bool, interleaved: bool) -> bool:
     """Whether the bulk copy engine can read these weights (`choose_tiles`)."""
-    return not transposed and not interleaved and all(w.shape[2] * w.element_size() % 16 == 0 for w in (up, down))
+    if transposed or interleaved:
+        return False
+    return all(w.shape[2] * w.element_size() % 16 == 0 and w.data_ptr() % 16 == 0 for w in (up, down))
 
 
 def _operand(weights: torch.Tensor, tile: Tile) -> Any:
@@ -180,15 +181,15 @@ def _check(
     live: torch.Tensor | None,
 ) -> tuple[int, int]:
     """The number of experts and their inner width. Raises BadInput."""
-    if hidden.dim() != 2 or hidden.dtype not in _DTYPES or hidden.stride(1) != 1:
+    if hidden.dim() != 2 or hidden.dtype not in FLOATS or hidden.stride(1) != 1:
         raise BadInput("hidden", f"{hidden.dtype} {tuple(hidden.shape)} where rows of floats were expected")
     tokens, width = hidden.shape
     if ids.dim() != 2 or len(ids) != tokens or not ids.is_contiguous() or ids.dtype not in (torch.int64, torch.int32):
         raise BadInput("ids", f"{ids.dtype} {tuple(ids.shape)} where contiguous integers [{tokens}, k] were expected")
     if weights.shape != ids.shape or not weights.is_contiguous() or not weights.is_floating_point():
         raise BadInput("weights", f"{weights.dtype} {tuple(weights.shape)} beside ids {tuple(ids.shape)}")
-    if down.dim() != 3 or not 1 <= len(down) <= _MOST_EXPERTS:
-        raise BadInput("down", f"shape {tuple(down.shape)} where [experts, H, I] was expected", limit=_MOST_EXPERTS)
+    if down.dim() != 3 or not 1 <= len(down) <= MOST_EXPERTS:
+        raise BadInput("down", f"shape {tuple(down.shape)} where [experts, H, I] was expected", limit=MOST_EXPERTS)
     num_experts = len(down)
     out_width, inner = (down.shape[2], down.shape[1]) if transposed else (down.shape[1], down.shape[2])
     rows = 2 * inner if gated else inner

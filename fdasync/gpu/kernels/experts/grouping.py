@@ -65,10 +65,12 @@ def group(
 def _found(ids, live, pair, pairs, TOPK: tl.constexpr, E: tl.constexpr, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
     """The experts of pairs; -1: none."""
     inside = pair < pairs
-    found = tl.load(ids + pair, mask=inside, other=-1).to(tl.int32)
+    found = tl.load(ids + pair, mask=inside, other=-1)
+    # compared in its own width: the low half of a wide id may be an expert
+    real = (found >= 0) & (found < E)
     if MASKED:
-        found = tl.where(tl.load(live + pair // TOPK, mask=inside, other=-1) >= 0, found, -1)
-    return tl.where((found >= 0) & (found < E), found, -1)
+        real = real & (tl.load(live + pair // TOPK, mask=inside, other=-1) >= 0)
+    return tl.where(real, found, -1).to(tl.int32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

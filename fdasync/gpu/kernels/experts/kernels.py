@@ -18,10 +18,12 @@ from fdasync.gpu.kernels.rounding import rounded
 def _expert_of(tiles, ids, live, tile, TOPK: tl.constexpr, E: tl.constexpr, MASKED: tl.constexpr, SINGLE: tl.constexpr):  # type: ignore[no-untyped-def]
     """The expert of a tile; -1: nothing to do. SINGLE: the tile is one pair."""
     if SINGLE:
-        found = tl.load(ids + tile).to(tl.int32)
+        found = tl.load(ids + tile)
+        # compared in its own width: the low half of a wide id may be an expert
+        real = (found >= 0) & (found < E)
         if MASKED:
-            found = tl.where(tl.load(live + tile // TOPK) >= 0, found, -1)
-        return tl.where(found < E, found, -1)
+            real = real & (tl.load(live + tile // TOPK) >= 0)
+        return tl.where(real, found, -1).to(tl.int32)
     else:
         return tl.load(tiles + tile * 4)
 
@@ -211,7 +213,7 @@ def experts_combine(  # type: ignore[no-untyped-def]
         owned = tl.load(live + token)
     sums = tl.zeros((BN,), tl.float32)
     for slot in tl.static_range(TOPK):
-        found = tl.load(ids + token * TOPK + slot).to(tl.int32)
+        found = tl.load(ids + token * TOPK + slot)
         # what is not computed is not written either: it may hold NaN
         end = tl.where((found >= 0) & (found < E) & (owned >= 0), N, 0)
         at = parts + (token * TOPK + slot) * N + column

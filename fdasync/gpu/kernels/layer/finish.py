@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from fdasync.errors import BadInput
+from fdasync.gpu.kernels.limits import FLOATS
 from fdasync.gpu.kernels.overlap import overlap, wait_for_inputs
 from fdasync.gpu.kernels.rounding import rounded
 
@@ -146,8 +147,12 @@ def finish_experts(
         shared: [T, H], of shared experts; None: there are none.
         shared_gate: [T] or [T, 1], contiguous: logits of the sigmoid that `shared` is multiplied with.
     """
-    if parts.dim() != 3 or ids.shape != parts.shape[:2] or not ids.is_contiguous():
-        raise BadInput("parts", f"{tuple(parts.shape)} with ids {tuple(ids.shape)}: not [tokens, k, size], [tokens, k]")
+    known = ids.dtype in (torch.int64, torch.int32)
+    if parts.dim() != 3 or ids.shape != parts.shape[:2] or not ids.is_contiguous() or not known:
+        problem = f"{tuple(parts.shape)} with ids {ids.dtype} {tuple(ids.shape)}: not [tokens, k, size], [tokens, k]"
+        raise BadInput("parts", problem)
+    if live is not None and (live.shape != ids.shape[:1] or live.dtype is not torch.int64 or not live.is_contiguous()):
+        raise BadInput("live", f"{live.dtype} {tuple(live.shape)} where int64 [{len(ids)}] was expected")
     return _launch(parts, residual, norm, ids, num_experts, live, shared, shared_gate)
 
 
@@ -167,6 +172,8 @@ def _launch(
     for name, other in (("shared", shared), ("residual", residual)):
         if other is not None and (other.shape != (rows, size) or other.dtype != block.dtype or other.stride(1) != 1):
             raise BadInput(name, f"{other.dtype} {tuple(other.shape)} beside {block.dtype} {tuple(block.shape)}")
+    if block.dtype not in FLOATS:
+        raise BadInput("block", f"{block.dtype} is no dtype of rows")
     if block.stride(-1) != 1:
         raise BadInput("block", "the elements of a row do not lie beside each other")
     if gate is not None and (gate.numel() != rows or not gate.is_contiguous()):

@@ -17,12 +17,12 @@ from fdasync.errors import BadInput
 from fdasync.gpu.kernels import activation as functions
 from fdasync.gpu.kernels.activation import function
 from fdasync.gpu.kernels.layer.norm import as_rows
+from fdasync.gpu.kernels.limits import FLOATS
 from fdasync.gpu.kernels.rounding import rounded
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid"]
 
 KINDS: dict[Activation, int] = {kind: functions.KINDS[kind] for kind in get_args(Activation)}
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _COLUMNS = 1024
 _INTERPRETED_ROWS = 64
 
@@ -65,7 +65,7 @@ def gated(gate: torch.Tensor, up: torch.Tensor, *, activation: Activation = "sil
     """
     if activation not in KINDS:
         raise BadInput("activation", f"{activation!r} is none of {', '.join(KINDS)}")
-    if gate.dtype not in _DTYPES or not gate.dim() or not gate.shape[-1]:
+    if gate.dtype not in FLOATS or not gate.dim() or not gate.shape[-1]:
         raise BadInput("gate", f"{gate.dtype} {tuple(gate.shape)} where [..., columns] was expected")
     if up.shape != gate.shape or up.dtype is not gate.dtype:
         raise BadInput("up", f"{up.dtype} {tuple(up.shape)}, beside {gate.dtype} {tuple(gate.shape)}")

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from fdasync.errors import BadInput
+from fdasync.gpu.kernels.limits import FLOATS
 from fdasync.gpu.kernels.rounding import rounded
 
 Rounding = Literal["normed", "product", "one_plus", "none", "scale"]
@@ -26,7 +27,6 @@ Rounding = Literal["normed", "product", "one_plus", "none", "scale"]
 NORMED, PRODUCT, ONE_PLUS, NONE, SCALE = (tl.constexpr(kind) for kind in range(5))
 KINDS: dict[Rounding, int] = {"normed": 0, "product": 1, "one_plus": 2, "none": 3, "scale": 4}
 MOST_COLUMNS = 32768
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # of a program's tile, where rows are short
 _ELEMENTS = 2048
 _INTERPRETED_ELEMENTS = 1 << 15
@@ -159,7 +159,7 @@ def check(x: torch.Tensor, weight: torch.Tensor | None, rounding: Rounding) -> N
     """Raise BadInput unless the kernels take these tensors."""
     if rounding not in KINDS:
         raise BadInput("rounding", f"{rounding!r} is none of {', '.join(KINDS)}")
-    if x.dtype not in _DTYPES:
+    if x.dtype not in FLOATS:
         raise BadInput("x", f"{x.dtype} is no dtype of rows")
     if not x.dim() or not 1 <= x.shape[-1] <= MOST_COLUMNS:
         raise BadInput("x", f"shape {tuple(x.shape)} where [..., columns] was expected", limit=MOST_COLUMNS)
@@ -170,7 +170,7 @@ def check(x: torch.Tensor, weight: torch.Tensor | None, rounding: Rounding) -> N
     if weight is None or weight.shape != x.shape[-1:] or not weight.is_contiguous():
         shape = None if weight is None else tuple(weight.shape)
         raise BadInput("weight", f"shape {shape} where contiguous {tuple(x.shape[-1:])} was expected")
-    if weight.dtype is not x.dtype and (rounding == "normed" or weight.dtype not in _DTYPES):
+    if weight.dtype is not x.dtype and (rounding == "normed" or weight.dtype not in FLOATS):
         raise BadInput("weight", f"{weight.dtype}, beside rows of {x.dtype}")
 
 

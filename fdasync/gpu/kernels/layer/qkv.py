@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from fdasync.errors import BadInput
+from fdasync.gpu.kernels.limits import FLOATS
 from fdasync.gpu.kernels.overlap import overlap, wait_for_inputs
 from fdasync.gpu.kernels.rounding import rounded
 
@@ -72,7 +73,8 @@ def _scaled(value, scale, weight, dtype: tl.constexpr, ONCE: tl.constexpr):  # t
 def _clipped(value, dtype: tl.constexpr, CLIP: tl.constexpr):  # type: ignore[no-untyped-def]
     if CLIP == 0.0:
         return value
-    return rounded(tl.minimum(tl.maximum(value, -CLIP), CLIP), dtype)
+    # NaN stays, as in torch's clamp
+    return rounded(tl.where(value > CLIP, CLIP, tl.where(value < -CLIP, -CLIP, value)), dtype)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -219,11 +221,15 @@ def prepare_qkv(
     half = form.rotary_dim // 2
     if qkv.dim() != 2 or qkv.shape[1] != form.width or qkv.stride(1) != 1:
         raise BadInput("qkv", f"{tuple(qkv.shape)} is no contiguous product", limit=form.width)
+    if qkv.dtype not in FLOATS:
+        raise BadInput("qkv", f"{qkv.dtype} is no dtype of rows")
+    if slots.shape != (rows,) or slots.dtype is not torch.int64 or not slots.is_contiguous():
+        raise BadInput("slots", f"{slots.dtype} {tuple(slots.shape)} where int64 [{rows}] was expected")
     if not 2 <= form.rotary_dim <= form.head_dim or form.rotary_dim % 2:
         raise BadInput("rotary_dim", f"{form.rotary_dim} is no even part of a head", limit=form.head_dim)
     if cos.shape != sin.shape or cos.shape[0] != rows or cos.shape[1] < half:
         raise BadInput("cos", f"shape {tuple(cos.shape)} where [{rows}, at least {half}] was expected")
-    if keys.shape[2:] != (form.kv_heads, form.head_dim) or values.shape != keys.shape or len(slots) != rows:
+    if keys.shape[2:] != (form.kv_heads, form.head_dim) or values.shape != keys.shape:
         raise BadInput("keys", f"pool views {tuple(keys.shape)} and {tuple(values.shape)} are not of this form")
     if keys.stride(3) != 1 or values.stride(3) != 1:
         raise BadInput("keys", "the last dimension must be contiguous")

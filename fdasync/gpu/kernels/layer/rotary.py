@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 
 from fdasync.errors import BadInput
+from fdasync.gpu.kernels.limits import FLOATS
 from fdasync.gpu.kernels.rounding import rounded
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ELEMENTS = 1024
 _INTERPRETED_TOKENS = 64
 _WARPS = 4
@@ -219,7 +219,7 @@ def _check(
 ) -> None:
     """Raise BadInput unless the kernel takes these tensors."""
     tokens_at, heads_at = (-2, -3) if heads_first else (-3, -2)
-    if q.dtype not in _DTYPES:
+    if q.dtype not in FLOATS:
         raise BadInput("q", f"{q.dtype} is no dtype of queries")
     if q.dim() < 3 or any(size != 1 for size in q.shape[:-3]) or not q.shape[heads_at]:
         raise BadInput("q", f"shape {tuple(q.shape)} where [tokens, heads, dimensions] was expected")

@@ -85,7 +85,7 @@ def route_in_turn(
     check_logits(logits, k)
     tokens, experts = logits.shape
     if capture is not None:
-        check_capture(capture, tokens, k)
+        check_capture(capture, tokens, k, experts)
     weights = torch.empty((tokens, k), dtype=logits.dtype, device=logits.device)
     ids = torch.empty((tokens, k), dtype=torch.int64, device=logits.device)
     if tokens:

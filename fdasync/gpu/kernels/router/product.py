@@ -18,10 +18,10 @@ import triton.language as tl
 
 from fdasync.errors import BadInput
 from fdasync.gpu.kernels.chip import chip_of
+from fdasync.gpu.kernels.limits import FLOATS, NARROW
 from fdasync.gpu.kernels.overlap import overlap, wait_for_inputs
 from fdasync.gpu.kernels.router.select import nearest, rounded
 
-_NARROW = (torch.bfloat16, torch.float16)
 _BLOCK = 128
 # how the factors of a product are taken
 _AS_THEY_ARE = 0
@@ -272,7 +272,7 @@ def choose_tile(tokens: int, experts: int, hidden: int, factors: int, *, large: 
 def _factors(x: torch.dtype, weight: torch.dtype) -> int:
     if not isinstance(_product_kernel, triton.runtime.JITFunction):
         return _WIDENED  # the interpreter multiplies the bits of bfloat16 as integers
-    if x == weight and x in _NARROW:
+    if x == weight and x in NARROW:
         return _AS_THEY_ARE
     return _SPLIT if (x, weight) == (torch.bfloat16, torch.float32) else _WIDENED
 
@@ -304,7 +304,7 @@ def launch_product(
         SWAPPED=tile.swapped,
         FACTORS=_factors(x.dtype, weight.dtype),
         BIASED=bias is not None,
-        ROUNDED=rounded and x.dtype in _NARROW,
+        ROUNDED=rounded and x.dtype in NARROW,
         STAGES=tile.stages,
         num_warps=tile.warps,
         **overlap(x.device),
@@ -315,7 +315,7 @@ def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     for name, tensor in (("x", x), ("weight", weight)):
         if tensor.dim() != 2 or not tensor.shape[1]:
             raise BadInput(name, f"shape {tuple(tensor.shape)} where two dimensions were expected")
-        if tensor.dtype is not torch.float32 and tensor.dtype not in _NARROW:
+        if tensor.dtype not in FLOATS:
             raise BadInput(name, f"{tensor.dtype} is no dtype of a router")
         if tensor.shape[1] > 1 and tensor.stride(1) != 1:
             raise BadInput(name, "the values of a row do not lie beside each other")

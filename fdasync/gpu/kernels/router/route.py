@@ -16,12 +16,11 @@ import triton
 import triton.language as tl
 
 from fdasync.errors import BadInput
+from fdasync.gpu.kernels.limits import FLOATS, MOST_EXPERTS, NARROW
 from fdasync.gpu.kernels.overlap import overlap
 from fdasync.gpu.kernels.router.kernel import route_kernel
 from fdasync.gpu.kernels.router.rule import SCORE_CODES, RouterRule
 
-_MOST_EXPERTS = 1024
-_NARROW = (torch.bfloat16, torch.float16)
 _CAPTURED = (torch.uint8, torch.int16)
 _COPY_TOKENS = 64
 _INTERPRETED_ROWS = 256
@@ -95,13 +94,13 @@ def route(
         if each is not None and (each.numel() != experts or not each.is_contiguous()):
             raise BadInput(name, f"shape {tuple(each.shape)} where one value for each of {experts} was expected")
     if capture is not None:
-        check_capture(capture, tokens, k)
+        check_capture(capture, tokens, k, experts)
     weights = torch.empty((tokens, k), dtype=weights_dtype, device=logits.device)
     ids = torch.empty((tokens, k), dtype=ids_dtype, device=logits.device)
     if not tokens:
         return weights, ids
     groups = rule.groups if rule.grouped else 1
-    narrow = logits.dtype in _NARROW
+    narrow = logits.dtype in NARROW
     rows = rows_of_program(tokens)
     grid: Any = (triton.cdiv(tokens, rows),)
     route_kernel[grid](
@@ -154,11 +153,11 @@ def rows_of_program(tokens: int) -> int:
 
 def check_logits(logits: torch.Tensor, k: int) -> None:
     """Raise BadInput unless k experts can be chosen by these logits."""
-    if logits.dim() != 2 or not 1 <= logits.shape[1] <= _MOST_EXPERTS:
+    if logits.dim() != 2 or not 1 <= logits.shape[1] <= MOST_EXPERTS:
         raise BadInput(
-            "logits", f"shape {tuple(logits.shape)} where [tokens, experts] was expected", limit=_MOST_EXPERTS
+            "logits", f"shape {tuple(logits.shape)} where [tokens, experts] was expected", limit=MOST_EXPERTS
         )
-    if logits.dtype is not torch.float32 and logits.dtype not in _NARROW:
+    if logits.dtype not in FLOATS:
         raise BadInput("logits", f"{logits.dtype} is no dtype of logits")
     if logits.shape[1] > 1 and logits.stride(1) != 1:
         raise BadInput("logits", "the experts of a token do not lie beside each other")
@@ -170,7 +169,7 @@ def write_ids(ids: torch.Tensor, capture: torch.Tensor) -> None:
     """Copy ids that another router chose into a capture view: one launch, no synchronising; a graph can capture it.
 
     Args:
-        ids: [T, k] int64 or int32, any strides. Read.
+        ids: [T, k] int64 or int32, any strides; of wide ones the low bits are kept, so they must fit. Read.
         capture: [T, at least k], as in `route`. Columns from k on are left alone.
 
     Raises:
@@ -197,11 +196,13 @@ def write_ids(ids: torch.Tensor, capture: torch.Tensor) -> None:
     )
 
 
-def check_capture(capture: torch.Tensor, tokens: int, k: int) -> None:
-    """Raise BadInput unless `capture` can take the ids [tokens, k]."""
+def check_capture(capture: torch.Tensor, tokens: int, k: int, experts: int = 0) -> None:
+    """Raise BadInput unless `capture` can take the ids [tokens, k] of so many experts (0: the caller knows)."""
     if capture.dim() != 2 or capture.shape[0] != tokens or capture.shape[1] < k:
         raise BadInput("capture", f"shape {tuple(capture.shape)} where [{tokens}, at least {k}] was expected")
     if capture.dtype not in _CAPTURED:
         raise BadInput("capture", f"{capture.dtype} is neither uint8 nor int16")
+    if experts > 1 << 8 * capture.element_size():
+        raise BadInput("capture", f"ids of {experts} experts do not fit {capture.dtype}")
     if capture.shape[1] > 1 and capture.stride(1) != 1:
         raise BadInput("capture", "the slots of a token do not lie beside each other")

@@ -117,7 +117,7 @@ def _bias_kernel(  # type: ignore[no-untyped-def]
     slot = tl.load(cells_of + number * 3, mask=here, other=0)
     row = tl.load(cells_of + number * 3 + 1, mask=here, other=0)
     ids = tl.load(cells_of + number * 3 + 2, mask=here, other=0)
-    here = here & (ids < width)
+    here = here & (ids >= 0) & (ids < width)
     added = tl.load(bias + number, mask=here, other=0.0)
     word = tl.load(bits + slot * bit_columns + (ids >> 5), mask=here, other=0)
     known = here & (((word >> (ids & 31).to(tl.int32)) & 1) != 0)
@@ -133,7 +133,7 @@ def _stop_kernel(cells_of, count, bits, bit_columns, width, cells: tl.constexpr)
     here = number < count
     slot = tl.load(cells_of + number * 3, mask=here, other=0)
     ids = tl.load(cells_of + number * 3 + 2, mask=here, other=0)
-    _set_bit(bits, slot, bit_columns, ids.to(tl.int32), here & (ids < width))
+    _set_bit(bits, slot, bit_columns, ids.to(tl.int32), here & (ids >= 0) & (ids < width))
 
 
 @triton.jit(do_not_specialize=["logits_stride"])  # type: ignore[untyped-decorator]

@@ -17,6 +17,7 @@ import triton
 
 from fdasync.errors import BadInput
 from fdasync.gpu.kernels.sampling.edits import NO_EDITS, prepare_edits
+from fdasync.gpu.kernels.sampling.mass import shift_of
 from fdasync.gpu.kernels.sampling.narrow import PIVOTS, bounds_kernel, narrow_kernel
 from fdasync.gpu.kernels.sampling.passes import chunk_kernel, draw_kernel, masses_kernel, peaks_kernel
 from fdasync.gpu.kernels.sampling.search import cut_kernel, slow_cut_kernel
@@ -39,8 +40,6 @@ _SPARE_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 # ids of a program that narrows
 _SPAN = 2048
 _WARPS = {"peaks": 2, "narrow": 1, "bounds": 4, "masses": 1, "cut": 8, "draw": 4}
-# a row's masses must add up in an int64, and float64 must hold one
-_SUM_BITS, _MOST_BITS = 62, 52
 
 
 class Sampled(NamedTuple):
@@ -104,7 +103,7 @@ class _Work:
     ) -> None:
         self._logits, self._asked, self._sent = logits, asked, sent
         width = logits.shape[1]
-        self._shift = min(_MOST_BITS, _SUM_BITS - width.bit_length())
+        self._shift = shift_of(width)
         self._tiles = triton.cdiv(width, TILE)
         self._sizes: dict[str, Any] = {"tiles": self._tiles, "padded": triton.next_power_of_2(self._tiles)}
         self._edits = prepare_edits(logits, asked, sent, tokens)

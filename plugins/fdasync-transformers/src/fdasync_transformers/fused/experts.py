@@ -18,6 +18,7 @@ import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fdasync.errors import RunnerError
+from fdasync.gpu.kernels.limits import MOST_EXPERTS
 from fdasync_transformers.fused.proofs import guarded
 
 if TYPE_CHECKING:
@@ -191,7 +192,7 @@ def _describe(module: Any, live: LiveRows) -> str:
     up = getattr(module, "gate_up_proj" if gated else "up_proj", None)
     if not isinstance(up, torch.Tensor) or up.dim() != 3 or up.dtype not in _TOLERANCE:
         return "has no experts' weights in three dimensions"
-    if len(up) > 1024:
+    if len(up) > MOST_EXPERTS:
         return f"has {len(up)} experts, more than the kernels take"
     activation = _activation_of(module, gated, up)
     if activation is None:

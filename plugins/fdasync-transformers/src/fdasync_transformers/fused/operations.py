@@ -8,12 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
+from fdasync.gpu.kernels.limits import FLOATS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ def fuse_operations(model: PreTrainedModel) -> FusedOperations:
         return FusedOperations(
             notes=(f"norms, rotary embeddings and gates are the library's own: no kernels on {device}",)
         )
-    if dtype not in _DTYPES:
+    if dtype not in FLOATS:
         return FusedOperations(
             notes=(f"norms, rotary embeddings and gates are the library's own: no kernels for {dtype}",)
         )

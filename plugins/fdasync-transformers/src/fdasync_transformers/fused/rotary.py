@@ -46,7 +46,7 @@ def fuse_rotary(model: Any, device: torch.device) -> Replaced:
     found = dict(_candidates(model, replaced))
     if not found:
         return replaced
-    seen = guarded(partial(_watch, model, found), str)
+    seen: dict[str, list[tuple[Function, Call]] | None] | str = guarded(partial(_watch, model, found), str)
     if isinstance(seen, str):
         for module, _ in found.values():
             replaced.leave(type(module).__name__, seen)

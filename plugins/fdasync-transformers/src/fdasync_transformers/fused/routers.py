@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fdasync.errors import BadInput, InvariantBroken, RunnerError
+from fdasync.gpu.kernels.limits import FLOATS, MOST_EXPERTS
 from fdasync_transformers.fused.proofs import guarded
 from fdasync_transformers.fused.router_kinds import RouterKind, kind_of, part_of
 from fdasync_transformers.fused.router_proof import Differs, RouterForm, prove
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
     from fdasync_transformers.model.moe_layers import MoELayers
 
     Forward = Callable[..., tuple[torch.Tensor, ...]]
-
-_MOST_EXPERTS = 1024
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass
@@ -149,9 +147,9 @@ def _fused(module: Any, k: int, dtype: torch.dtype, record: _Record, row: int) -
     if isinstance(kind, str):
         raise Differs(kind)
     weight = part_of(module, kind.weight)
-    if weight.dim() != 2 or weight.dtype not in _DTYPES or dtype not in _DTYPES:
+    if weight.dim() != 2 or weight.dtype not in FLOATS or dtype not in FLOATS:
         raise Differs(f"has a weight {weight.dtype} {tuple(weight.shape)}")
-    if len(weight) > _MOST_EXPERTS:
+    if len(weight) > MOST_EXPERTS:
         raise Differs(f"has {len(weight)} experts, more than the kernel takes")
     form = prove(module, kind, k, dtype, router_logits, choose)
     return make_forward(module, kind, form, k, record, row)

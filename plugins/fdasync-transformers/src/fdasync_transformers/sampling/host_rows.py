@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from fdasync.gpu.kernels.sampling.mass import unit_of
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -20,8 +22,6 @@ if TYPE_CHECKING:
     Logs = NDArray[np.float64]
     Whole = NDArray[np.int64]
 
-# a row's masses must add up in an int64, and float64 must hold one
-_SUM_BITS, _MOST_BITS = 62, 52
 # of the histogram that finds the cut of a top-p, and how many to a unit of log-probability
 _BINS, _BINS_EACH = 2048, 48.0
 # ids of a chunk, whose largest logits bound a top-k
@@ -55,11 +55,6 @@ class Spread(NamedTuple):
     masses: Whole
     total: int
     whole: int
-
-
-def unit_of(width: int) -> float:
-    """The mass of the largest logit, before filters."""
-    return 2.0 ** min(_MOST_BITS, _SUM_BITS - width.bit_length())
 
 
 def ordered(x: Row) -> Row:
