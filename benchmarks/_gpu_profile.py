@@ -43,14 +43,14 @@ _GROUPS: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("tables and layout", re.compile(r"^_step_layout|^_scatter_kernel")),
     (
         SAMPLING,
-        re.compile(r"^_?(bias|bounds|chunk|clear|count|cut|draw|left|masses|narrow|peaks|penalise|slow_cut|stop)_kernel"),
+        re.compile(r"^_best|^_?(bias|bounds|chunk|clear|count|cut|draw|left|masses|narrow|peaks|penalise|slow_cut|stop)_kernel"),
     ),
     ("router and capture", re.compile(r"^_?route|^_write_ids|^_in_turn|^_product_kernel")),
     ("grouping and sum of experts", re.compile(r"^experts_(group|combine)")),
     (_GROUPED, re.compile(r"group_?problem|grouped|group_?gemm|^expert|moe", re.IGNORECASE)),
     (
         "fused norms, rotary, activations",
-        re.compile(r"^_finish|^_prepare|^_qkv|^_rms|^_norm|^_rota|^_gate"),
+        re.compile(r"^_finish|^_prepare|^_angles|^_qkv|^_rms|^_norm|^_rota|^_gate"),
     ),
     ("attention", re.compile(r"^_decode|^join_|^_prefill|^_store|^_latent|^_hopper|flash|fmha")),
     (_GEMM, re.compile(r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|dot_kernel", re.IGNORECASE)),

@@ -15,7 +15,7 @@ from fdasync.gpu.kernels.overlap import overlap, wait_for_inputs
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions"])  # type: ignore[untyped-decorator]
-def _rows_kernel(table, positions, out, ROWS, WIDTH: tl.constexpr, PADDED: tl.constexpr, OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
+def _angles_kernel(table, positions, out, ROWS, WIDTH: tl.constexpr, PADDED: tl.constexpr, OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
     """A program copies the row of one position."""
     wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
@@ -50,7 +50,7 @@ def angles_at(table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     rows, width = table.shape
     out = torch.empty((len(positions), width), dtype=table.dtype, device=table.device)
     if len(positions):
-        _rows_kernel[(len(positions),)](
+        _angles_kernel[(len(positions),)](
             table, positions, out, rows, WIDTH=width, PADDED=triton.next_power_of_2(width), num_warps=1,
             **overlap(table.device),
         )  # fmt: skip

@@ -17,7 +17,7 @@ from fdasync.gpu.kernels.sampling.tile import NOTHING, TILE, id_of, order_of, va
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _tiles_kernel(logits, stride, width, tile_best, tiles, tile: tl.constexpr, OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
+def _best_tiles_kernel(logits, stride, width, tile_best, tiles, tile: tl.constexpr, OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
     """A program finds the largest logit of a tile of one row; NaN counts as +inf."""
     wait_for_inputs(OVERLAP)
     row = tl.program_id(1).to(tl.int64)
@@ -31,7 +31,7 @@ def _tiles_kernel(logits, stride, width, tile_best, tiles, tile: tl.constexpr, O
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _rows_kernel(tile_best, tokens, finite, tiles, padded: tl.constexpr, OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
+def _best_rows_kernel(tile_best, tokens, finite, tiles, padded: tl.constexpr, OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
     """A program finds the largest of a row's tiles."""
     wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
@@ -67,8 +67,8 @@ def largest_of_rows(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # the stride of a single row may be anything in torch
         stride = logits.stride(0) if rows > 1 else width
         launch = overlap(logits.device)
-        _tiles_kernel[(tiles, rows)](logits, stride, width, best, tiles, tile=TILE, num_warps=4, **launch)
-        _rows_kernel[(rows,)](
+        _best_tiles_kernel[(tiles, rows)](logits, stride, width, best, tiles, tile=TILE, num_warps=4, **launch)
+        _best_rows_kernel[(rows,)](
             best, tokens, finite, tiles, padded=triton.next_power_of_2(tiles), num_warps=1, **launch
         )  # fmt: skip
     return tokens, finite
