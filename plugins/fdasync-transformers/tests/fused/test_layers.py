@@ -16,6 +16,7 @@ from parts_of_experts import use_parts
 from step_driver import Driver
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fdasync.errors import RunnerError
 from fdasync.gpu.kernels.layer import finish, qkv
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ class _Launches(TorchDispatchMode):
 def test_launches_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two products and three kernels beside attention, router and experts."""
     model = build("qwen3_moe", **_two_layers("qwen3_moe"))
-    fused = fuse_layers(model)
+    fuse_layers(model)
     layer: Any = model.model.layers[0]
     one: FusedLayer = layer.forward
     form = one.attention.form
@@ -184,7 +185,6 @@ def test_launches_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launched == ["_prepare", "_finish", "_finish"]
     # in inference mode a product is not taken apart
     assert operations.names == ["linear", "linear"]
-    fused.undo()
 
 
 class _Counted:
@@ -256,15 +256,19 @@ def test_a_norm_that_differs_behind_the_last_layer() -> None:
     assert fuse_layers(model).notes == ("decoder layers 0 are the library's own: the norm that it hands on differs",)
 
 
-def test_undo_and_families_that_are_not_known() -> None:
-    model = build("mixtral", num_hidden_layers=2)
-    fused = fuse_layers(model)
-    assert fused.indices == (0, 1)
-    for _ in range(2):
-        fused.undo()
-        assert fused.indices == ()
-        assert "forward" not in model.model.layers[0].__dict__
-        assert "forward" not in model.model.norm.__dict__
+def test_a_gradient_is_refused_where_kernels_would_run() -> None:
+    model = build("mixtral", num_hidden_layers=1)
+    assert fuse_layers(model).indices == (0,)
+    layer = model.model.layers[0]
+    hidden = torch.zeros((1, 3, 32), device=PLACE)
+    context = layer_proof._context(layer.forward, hidden, torch.arange(3, device=PLACE)[None], pooled=True)
+    model.requires_grad_(requires_grad=False)
+    layer.input_layernorm.weight.requires_grad_()
+    with pytest.raises(RunnerError, match="train a model of its own"):
+        layer(hidden, fd_ctx=context)
+
+
+def test_families_that_are_not_known() -> None:
     other = fuse_layers(make_tiny_model("phimoe"))
     assert other.indices == ()
     assert other.notes == ("decoder layers are the library's own: PhimoeDecoderLayer is of no known kind",)

@@ -92,9 +92,9 @@ def test_rows_of_another_dtype_go_the_librarys_way(part):
         assert torch.equal(module(rows), before)
 
 
-def test_a_gradient_is_refused_and_undoing_gives_it_back():
+def test_a_gradient_is_refused():
     model = build("qwen3_moe")
-    fused = fuse_operations(model)
+    fuse_operations(model)
     ids = ids_of(1, 4)
     with pytest.raises(RunnerError, match="no gradient"):
         model(ids)
@@ -108,13 +108,6 @@ def test_a_gradient_is_refused_and_undoing_gives_it_back():
         del norm.forward
     with pytest.raises(RunnerError, match="no gradient"):
         attention(hidden.requires_grad_(), (tables, tables), None)
-    fused.undo()
-    fused.undo()
-    assert fused.norms == fused.rotary == fused.dense == fused.angles == ()
-    assert not any("forward" in vars(module) for module in model.modules())
-    model.requires_grad_(requires_grad=True)
-    model(ids).logits.sum().backward()
-    assert model.model.norm.weight.grad is not None
 
 
 def test_other_models_of_the_family_keep_the_librarys_function():
@@ -221,8 +214,6 @@ def test_a_forward_on_the_instance_stays():
     assert "model.norm" not in fused.norms
     assert "model.layers.0.self_attn" not in fused.rotary
     assert [note.partition(": ")[2] for note in fused.notes] == ["it has a forward of its own already"] * 3
-    fused.undo()
-    assert model.model.norm.forward is kept
 
 
 def test_nothing_is_fused_where_no_kernel_runs(monkeypatch):

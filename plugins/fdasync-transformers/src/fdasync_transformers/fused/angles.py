@@ -36,7 +36,7 @@ def fuse_angles(model: Any, dtype: torch.dtype, device: torch.device) -> Replace
         dtype: of the hidden states, and of the tables; others go the library's way.
 
     Returns:
-        The replaced modules; `undo` restores them. Positions past the config's most get NaN.
+        The replaced modules. Positions past the config's most get NaN.
     """
     replaced = Replaced()
     positions: Any = getattr(model.config.get_text_config(), "max_position_embeddings", None)

@@ -13,12 +13,10 @@ import torch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from fdasync_transformers.fused.replaced import Replaced
-
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@dataclass
+@dataclass(frozen=True)
 class FusedOperations:
     """Operations of a model that were replaced.
 
@@ -32,13 +30,6 @@ class FusedOperations:
     dense: tuple[str, ...] = ()
     angles: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    _replaced: tuple[Replaced, ...] = ()
-
-    def undo(self) -> None:
-        """Give every module its own forward back; may be called twice."""
-        for each in self._replaced:
-            each.undo()
-        self.norms = self.rotary = self.dense = self.angles = ()
 
 
 def fuse_operations(model: PreTrainedModel) -> FusedOperations:
@@ -53,8 +44,8 @@ def fuse_operations(model: PreTrainedModel) -> FusedOperations:
             instance keeps it.
 
     Returns:
-        What was replaced, and notes. `undo` restores all. Replaced modules raise RunnerError where a gradient is asked
-        for: undo before training. Where kernels do not run, nothing is replaced.
+        What was replaced, and notes. Replaced modules raise RunnerError where a gradient is asked for. Where kernels do
+        not run, nothing is replaced.
     """
     try:
         from fdasync.gpu.kernels.chip import runs_on
@@ -90,5 +81,4 @@ def fuse_operations(model: PreTrainedModel) -> FusedOperations:
         tuple(dense.names),
         tuple(angles.names),
         tuple(notes),
-        (norms, rotary, dense, angles),
     )

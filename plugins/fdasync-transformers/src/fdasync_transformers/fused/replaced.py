@@ -1,4 +1,4 @@
-"""What the files of this room share: forwards that are put on instances and taken back, and comparisons of results.
+"""What the files of this room share: forwards that are put on instances, and comparisons of results.
 
 Knows no kernels. Called by `norms.py`, `rotary.py`, `dense.py` and `operations.py`.
 """
@@ -18,7 +18,7 @@ from fdasync.errors import RunnerError
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Mapping
 
-NO_GRADIENT = "a fused operation has no gradient: undo it before training"
+NO_GRADIENT = "what is fused has no gradient: train a model of its own, not the one that a runner has opened"
 
 # halves of multimodal models that no step runs
 _NOT_TEXT = re.compile(r"(?:^|\.)(?:visual|vision\w*|audio\w*)(?:\.|$)")
@@ -36,24 +36,15 @@ class Replaced:
 
     names: list[str] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
-    _before: list[torch.nn.Module] = field(default_factory=list)
 
     def put(self, name: str, module: torch.nn.Module, forward: Callable[..., Any]) -> None:
         """Replace the forward of a module that has none of its own."""
         module.forward = forward
         self.names.append(name)
-        self._before.append(module)
 
     def leave(self, kind: str, reason: str) -> None:
         """Note why modules of a class keep the library's code; the first reason stays."""
         self.reasons.setdefault(kind, reason)
-
-    def undo(self) -> None:
-        """Give every module its class's forward back; may be called twice."""
-        for module in self._before:
-            module.__dict__.pop("forward", None)
-        self._before.clear()
-        self.names.clear()
 
 
 def text_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -66,9 +57,9 @@ def takes_one(module: torch.nn.Module) -> bool:
     return len(inspect.signature(type(module).forward).parameters) == 2
 
 
-def refuse_gradient(*tensors: torch.Tensor) -> None:
+def refuse_gradient(*tensors: torch.Tensor | None) -> None:
     """Raise RunnerError if autograd would follow these tensors: the kernels have no gradient."""
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
         raise RunnerError(NO_GRADIENT)
 
 

@@ -57,7 +57,7 @@ _KNOWN = {
 }
 
 
-@dataclass
+@dataclass(frozen=True)
 class FusedLayers:
     """Layers that were replaced.
 
@@ -68,18 +68,6 @@ class FusedLayers:
 
     indices: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
-    _replaced: list[tuple[Any, Any]] = field(default_factory=list)
-
-    def undo(self) -> None:
-        """Give every layer its own forward back, before what was replaced earlier is undone; may be called twice.
-        Merged weights stay merged."""
-        for module, before in reversed(self._replaced):
-            if before is None:
-                del module.forward
-            else:
-                module.forward = before
-        self._replaced.clear()
-        self.indices = ()
 
 
 @torch.inference_mode()
@@ -124,12 +112,9 @@ def fuse_layers(model: PreTrainedModel) -> FusedLayers:
             kept.setdefault(made, []).append(number)
         else:
             fused[number] = made
-    replaced: list[tuple[Any, Any]] = []
     for number in sorted(fused):
-        replaced.append((layers[number], layers[number].__dict__.get("forward")))
         layers[number].forward = fused[number]
     if len(layers) - 1 in fused:
-        replaced.append((decoder.norm, decoder.norm.__dict__.get("forward")))
         decoder.norm.forward = LastNorm(decoder.norm, carry)
     if model.device.type == "cuda":
         # the parts' former memory
@@ -138,7 +123,7 @@ def fuse_layers(model: PreTrainedModel) -> FusedLayers:
         f"decoder layers {', '.join(map(str, sorted(numbers)))} are the library's own: {problem}"
         for problem, numbers in kept.items()
     ]
-    return FusedLayers(tuple(sorted(fused)), tuple(notes), replaced)
+    return FusedLayers(tuple(sorted(fused)), tuple(notes))
 
 
 def _columns(model: Any, decoder: Any) -> int | str:
