@@ -16,6 +16,7 @@ from parts_of_experts import use_parts
 from step_driver import Driver
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fdasync.errors import RunnerError
 from fdasync.gpu.kernels.layer import finish, qkv
 
 if TYPE_CHECKING:
@@ -253,6 +254,18 @@ def test_a_norm_that_differs_behind_the_last_layer() -> None:
     model = build("mixtral", num_hidden_layers=1)
     _other_eps(model.model.norm)
     assert fuse_layers(model).notes == ("decoder layers 0 are the library's own: the norm that it hands on differs",)
+
+
+def test_a_gradient_is_refused_where_kernels_would_run() -> None:
+    model = build("mixtral", num_hidden_layers=1)
+    assert fuse_layers(model).indices == (0,)
+    layer = model.model.layers[0]
+    hidden = torch.zeros((1, 3, 32), device=PLACE)
+    context = layer_proof._context(layer.forward, hidden, torch.arange(3, device=PLACE)[None], pooled=True)
+    model.requires_grad_(requires_grad=False)
+    layer.input_layernorm.weight.requires_grad_()
+    with pytest.raises(RunnerError, match="train a model of its own"):
+        layer(hidden, fd_ctx=context)
 
 
 def test_a_family_that_is_not_known_is_left_alone() -> None:

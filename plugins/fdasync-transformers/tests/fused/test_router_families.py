@@ -70,5 +70,3 @@ def test_a_family_is_fused_or_says_why(family):
         assert ours.dtype == torch.int64
         assert torch.equal(library.sort(-1).values, ours.sort(-1).values), f"layer row {row} chose others"
         assert torch.equal(rows[:, row, : layers.top_k[row]].long(), ours), "other ids were recorded"
-    fused.undo()
-    assert torch.equal(run(model), before)

@@ -88,7 +88,7 @@ def fuse_dense(model: torch.nn.Module, dtype: torch.dtype, device: torch.device)
         device: of the weights.
 
     Returns:
-        The replaced modules. They stay so, and raise RunnerError where a gradient is asked for.
+        The replaced modules. They raise RunnerError where a gradient is asked for.
     """
     replaced = Replaced()
     proofs: dict[Hashable, tuple[_Activation | None, str]] = {}

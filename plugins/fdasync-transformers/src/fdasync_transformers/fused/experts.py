@@ -20,6 +20,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from fdasync.errors import RunnerError
 from fdasync.gpu.kernels.limits import MOST_EXPERTS
 from fdasync_transformers.fused.proofs import guarded
+from fdasync_transformers.fused.replaced import refuse_gradient
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -86,8 +87,8 @@ def fused_experts(
     """
     if getattr(module, "fd_experts", None) is None:
         raise RunnerError(f"{type(module).__name__} was never described: its model was not fused")
-    if torch.is_grad_enabled() and (hidden_states.requires_grad or module.down_proj.requires_grad):
-        raise RunnerError("fused experts have no gradient: choose another implementation before training")
+    if torch.is_grad_enabled():
+        refuse_gradient(hidden_states, top_k_weights, *module.parameters())
     return _run(module, hidden_states, top_k_index, top_k_weights, parts=parts)
 
 

@@ -63,7 +63,7 @@ def fuse_norms(model: torch.nn.Module, dtype: torch.dtype, device: torch.device)
         device: of the weights; kernels run there.
 
     Returns:
-        The replaced modules. They stay so, and raise RunnerError where a gradient is asked for.
+        The replaced modules. They raise RunnerError where a gradient is asked for.
     """
     replaced = Replaced()
     proofs: dict[Hashable, _Proof] = {}

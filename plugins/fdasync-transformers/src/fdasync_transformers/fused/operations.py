@@ -42,8 +42,8 @@ def fuse_operations(model: PreTrainedModel) -> FusedOperations:
             instance keeps it.
 
     Returns:
-        What was replaced, and notes. Replaced modules stay so, and raise RunnerError where a gradient is asked for.
-        Where kernels do not run, nothing is replaced.
+        What was replaced, and notes. Replaced modules raise RunnerError where a gradient is asked for. Where kernels do
+        not run, nothing is replaced.
     """
     try:
         from fdasync.gpu.kernels.chip import runs_on

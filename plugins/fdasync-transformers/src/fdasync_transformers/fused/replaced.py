@@ -18,7 +18,7 @@ from fdasync.errors import RunnerError
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Mapping
 
-NO_GRADIENT = "a fused operation has no gradient: train a model that is not fused"
+NO_GRADIENT = "what is fused has no gradient: train a model of its own, not the one that a runner has opened"
 
 # halves of multimodal models that no step runs
 _NOT_TEXT = re.compile(r"(?:^|\.)(?:visual|vision\w*|audio\w*)(?:\.|$)")
@@ -57,9 +57,9 @@ def takes_one(module: torch.nn.Module) -> bool:
     return len(inspect.signature(type(module).forward).parameters) == 2
 
 
-def refuse_gradient(*tensors: torch.Tensor) -> None:
+def refuse_gradient(*tensors: torch.Tensor | None) -> None:
     """Raise RunnerError if autograd would follow these tensors: the kernels have no gradient."""
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
         raise RunnerError(NO_GRADIENT)
 
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     Function = Callable[..., Any]
+    #: by module: what it calls, and how; None where one call is of an unknown kind
+    Calls = dict[str, list[tuple[Function, Call]] | None]
 
 _NAMES = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave", "apply_rotary_emb")
 _PASS_TOKENS = 3
@@ -40,13 +42,14 @@ def fuse_rotary(model: Any, device: torch.device) -> Replaced:
         device: of the weights.
 
     Returns:
-        The replaced modules. They stay so, and raise RunnerError where a gradient is asked for.
+        The replaced modules. They raise RunnerError where a gradient is asked for.
     """
     replaced = Replaced()
     found = dict(_candidates(model, replaced))
     if not found:
         return replaced
-    seen = guarded(partial(_seen, model, found), str)
+    watch: Callable[[], Calls | str] = partial(_watch, model, found)
+    seen = guarded(watch, str)
     if isinstance(seen, str):
         for module, _ in found.values():
             replaced.leave(type(module).__name__, seen)
@@ -115,16 +118,7 @@ def _copy_with(forward: FunctionType, functions: Mapping[str, Function]) -> Func
     return made
 
 
-def _seen(
-    model: Any, found: Mapping[str, tuple[torch.nn.Module, dict[str, Function]]]
-) -> dict[str, list[tuple[Function, Call]] | None] | str:
-    """What `_watch` sees, as what a proof may answer."""
-    return _watch(model, found)
-
-
-def _watch(
-    model: Any, found: Mapping[str, tuple[torch.nn.Module, dict[str, Function]]]
-) -> dict[str, list[tuple[Function, Call]] | None]:
+def _watch(model: Any, found: Mapping[str, tuple[torch.nn.Module, dict[str, Function]]]) -> Calls:
     """The kinds of calls of each module in a plain pass; None where one is of an unknown kind."""
     seen: dict[str, dict[tuple[Function, Call], None]] = {name: {} for name in found}
     strange: set[str] = set()

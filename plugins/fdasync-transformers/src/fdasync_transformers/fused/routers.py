@@ -3,7 +3,7 @@
 A token's logits, ids and weights do not depend on how many tokens run beside it. Each router is proven against its own
 forward before it is replaced (`router_proof.py`); one that differs, or is of no known kind (`router_kinds.py`), stays
 the library's. The kernels read the module's own tensors, so new weights need no change here. Fused routers have no
-gradient, and `forced_routing` (replay) does not see inside them: undo first. Knows no steps. Called once for a model by
+gradient, and replay refuses models that have them. Knows no steps. Called once for a model by
 `start/fuse.py`; a capture attaches to the result later (`capture/routing.py`).
 """
 
@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fdasync.errors import BadInput, InvariantBroken, RunnerError
+from fdasync.errors import BadInput, InvariantBroken
 from fdasync.gpu.kernels.limits import FLOATS, MOST_EXPERTS
 from fdasync_transformers.fused.proofs import guarded
+from fdasync_transformers.fused.replaced import refuse_gradient
 from fdasync_transformers.fused.router_kinds import RouterKind, kind_of, part_of
 from fdasync_transformers.fused.router_proof import Differs, RouterForm, prove
 
@@ -51,7 +52,6 @@ class FusedRouters:
 
     rows: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
-    _replaced: list[tuple[torch.nn.Module, Any]] = field(default_factory=list)
     _record: _Record = field(default_factory=_Record)
 
     def attach(self, capture: CaptureBuffer, positions: Callable[[], torch.Tensor] | None = None) -> None:
@@ -75,16 +75,6 @@ class FusedRouters:
         """Record nothing from the next pass on; may be called twice."""
         self._record.capture = self._record.positions = None
 
-    def undo(self) -> None:
-        """Give every router its own forward back; may be called twice."""
-        for module, before in self._replaced:
-            if before is None:
-                del module.forward
-            else:
-                module.forward = before
-        self._replaced.clear()
-        self.rows = ()
-
 
 def fuse_routers(model: PreTrainedModel, moe_layers: MoELayers) -> FusedRouters:
     """Replace the routers of a model's MoE layers by fused ones, in place.
@@ -98,7 +88,7 @@ def fuse_routers(model: PreTrainedModel, moe_layers: MoELayers) -> FusedRouters:
         moe_layers: of the model.
 
     Returns:
-        The fused layer rows, and notes of the others. `undo` restores all routers.
+        The fused layer rows, and notes of the others.
     """
     try:
         from fdasync.gpu.kernels.chip import runs_on
@@ -108,7 +98,6 @@ def fuse_routers(model: PreTrainedModel, moe_layers: MoELayers) -> FusedRouters:
         return FusedRouters(notes=(f"routers are the library's own: no kernels on {model.device}",))
     rows: list[int] = []
     reasons: dict[str, list[int]] = {}
-    replaced: list[tuple[torch.nn.Module, Any]] = []
     record = _Record()
     for row, (name, k) in enumerate(zip(moe_layers.names, moe_layers.top_k, strict=True)):
         module = _router_beside(model, name)
@@ -117,10 +106,9 @@ def fuse_routers(model: PreTrainedModel, moe_layers: MoELayers) -> FusedRouters:
             reasons.setdefault(f"{type(module).__name__} {forward}", []).append(moe_layers.ids[row])
             continue
         rows.append(row)
-        replaced.append((module, module.__dict__.get("forward")))
         module.forward = forward
     notes = [f"routers of layers {_listed(layers)} are the library's own: {why}" for why, layers in reasons.items()]
-    return FusedRouters(tuple(rows), tuple(notes), replaced, record)
+    return FusedRouters(tuple(rows), tuple(notes), record)
 
 
 def _listed(layers: list[int]) -> str:
@@ -182,8 +170,8 @@ def make_forward(module: Any, kind: RouterKind, form: RouterForm, k: int, record
     def forward(hidden_states: torch.Tensor, selection_bias: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         weight = part_of(module, kind.weight)
         hidden = hidden_states.reshape(-1, weight.shape[1])
-        if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-            raise RunnerError("a fused router has no gradient: undo it before training")
+        if torch.is_grad_enabled():
+            refuse_gradient(hidden, selection_bias, *module.parameters())
         if kind.prepare is not None:
             hidden = kind.prepare(module, hidden)
         linear_bias = part_of(module, kind.bias) if kind.bias else None

@@ -243,7 +243,7 @@ def _replayable(model: torch.nn.Module) -> tuple[str, dict[int, RouterSite]]:
             )
         forward = vars(site.router).get("forward")
         if getattr(forward, "__module__", "") == "fdasync_transformers.fused.routers":
-            raise UnsupportedModel(kind, f"{name} is fused and has no gradient; undo it first (FusedRouters.undo)")
+            raise UnsupportedModel(kind, f"{name} is fused and has no gradient; give the trainer a model of its own")
         if site.top_k is None:
             raise UnsupportedModel(kind, f"{name} does not tell how many experts it chooses")
     return kind, sites

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from fdasync_transformers.fused.replaced import refuse_gradient
 from fdasync_transformers.model.attention import StepContext
 
 if TYPE_CHECKING:
-    import torch
-
     from fdasync.gpu.kernels.layer.finish import Norm
     from fdasync_transformers.fused.layers.attention import FusedAttention
     from fdasync_transformers.fused.layers.feed_forward import DenseBlock, ExpertsBlock
@@ -72,7 +73,8 @@ class FusedLayer:
         self._norm_rows = norm_rows
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As the layer's own forward: hidden states [1, T, H] -> the same."""
+        """As the layer's own forward: hidden states [1, T, H] -> the same. Raises RunnerError where a gradient is asked
+        for, and the library's code would not run."""
         context: Any = kwargs.get("fd_ctx")
         places = None
         if isinstance(context, StepContext) and not args:
@@ -81,6 +83,8 @@ class FusedLayer:
         if places is None:
             own: torch.Tensor = self._own(hidden_states, *args, **kwargs)
             return own
+        if torch.is_grad_enabled():
+            refuse_gradient(hidden_states, *self.layer.parameters())
         first, second, third = self.norms
         held = self.carry.take(hidden_states)
         if held is None:
