@@ -1,4 +1,4 @@
-"""Fused experts against the library's own: `fused/experts.py`."""
+"""Fused experts against the library's own: `fused/experts*.py`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
-from fdasync_transformers.fused.experts import NAME, Description, fuse_experts, fused_experts
+from fdasync_transformers.fused.experts import fuse_experts
+from fdasync_transformers.fused.experts_interface import NAME, Description, fused_experts
 from fdasync_transformers.fused.live_rows import LiveRows
 from fdasync_transformers.model.moe_layers import find_moe_layers
 from fdasync_transformers.tiny.checkpoints import make_tiny_model

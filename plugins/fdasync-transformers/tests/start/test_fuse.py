@@ -10,7 +10,7 @@ import torch
 from device_path import DEVICE, ON_GPU
 from fdasync_transformers import TransformersConfig
 from fdasync_transformers.fused import angles, dense, norms, rotary, routers
-from fdasync_transformers.fused.experts import NAME
+from fdasync_transformers.fused.experts_interface import NAME
 from fdasync_transformers.fused.layers.layer import FusedLayer
 from fdasync_transformers.fused.live_rows import LiveRows
 from fdasync_transformers.model.moe_layers import find_moe_layers

@@ -1,63 +1,26 @@
 """Puts the fused experts in the place of the library's, through its experts interface.
 
-What a module's experts are is read from the module (gate, bias, layout); what stands between their two products is
-found by trying the kernels' activations on rows against the module's own code, and the whole is compared with the
-module's own forward on random rows. A model of which one layer differs keeps the library's experts. The weights stay
-the module's own parameters, so new weights need no change here. No gradient. Knows no steps. Called at start-up; the
-registered function is called by every MoE layer of a fused model.
+What a module's experts are is read from the module (gate, bias, layout) and proven (`experts_proof.py`). A model of
+which one layer differs keeps the library's experts. Knows no steps. Called at start-up by `start/fuse.py`.
 """
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from fdasync.errors import RunnerError
-from fdasync.gpu.kernels.limits import MOST_EXPERTS
+from fdasync_transformers.fused.experts_interface import NAME, fused_experts
+from fdasync_transformers.fused.experts_proof import compare
 from fdasync_transformers.fused.proofs import guarded
-from fdasync_transformers.fused.replaced import refuse_gradient
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from transformers import PreTrainedModel
 
-    from fdasync.gpu.kernels.experts.activation import Activation
-    from fdasync.gpu.kernels.experts.tiles import Tiles
     from fdasync_transformers.fused.live_rows import LiveRows
     from fdasync_transformers.model.moe_layers import MoELayers
-
-NAME = "fdasync"
-
-# rows of the comparisons: few, of which no pair is grouped, and many
-_CHECK_ROWS = (3, 40)
-# most distance of all results from the module's own, over their size: both round, at the same places but for one
-_TOLERANCE = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-# rows of the activation's proof, and their spread: most are of common size, some far beyond every limit
-_ACTIVATION_ROWS, _ACTIVATION_WIDTH = 96, 64
-
-
-@dataclass(frozen=True)
-class Description:
-    """How the experts of a module are computed: arguments of `experts` of the kernels.
-
-    Attributes:
-        activation: found by trying.
-        gated, biased, transposed, interleaved: as the library's decorator says.
-        live: of the model.
-    """
-
-    activation: Activation
-    gated: bool
-    biased: bool
-    transposed: bool
-    interleaved: bool
-    live: LiveRows
 
 
 @dataclass(frozen=True)
@@ -71,55 +34,6 @@ class FusedExperts:
 
     fused: bool
     notes: tuple[str, ...] = ()
-
-
-def fused_experts(
-    module: Any,
-    hidden_states: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-    parts: bool = False,
-) -> torch.Tensor:
-    """The experts of one layer, for the library's interface: [T, H], or with `parts` the weighted results [T, k, H].
-
-    See `fdasync.gpu.kernels.experts.chain.experts`. Raises RunnerError for a module that was not described, and where a
-    gradient is asked for.
-    """
-    if getattr(module, "fd_experts", None) is None:
-        raise RunnerError(f"{type(module).__name__} was never described: its model was not fused")
-    if torch.is_grad_enabled():
-        refuse_gradient(hidden_states, top_k_weights, *module.parameters())
-    return _run(module, hidden_states, top_k_index, top_k_weights, parts=parts)
-
-
-def _run(
-    module: Any,
-    hidden: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    *,
-    parts: bool = False,
-    tiles: Tiles | None = None,
-) -> torch.Tensor:
-    from fdasync.gpu.kernels.experts.chain import experts
-
-    described: Description = module.fd_experts
-    return experts(
-        hidden,
-        ids.contiguous(),
-        weights.contiguous(),
-        module.gate_up_proj if described.gated else module.up_proj,
-        module.down_proj,
-        activation=described.activation,
-        gated=described.gated,
-        up_bias=_up_bias(module) if described.biased else None,
-        down_bias=module.down_proj_bias if described.biased else None,
-        transposed=described.transposed,
-        interleaved=described.interleaved,
-        live=described.live.slots,
-        parts=parts,
-        tiles=tiles,
-    )
 
 
 def fuse_experts(model: PreTrainedModel, layers: MoELayers, live: LiveRows) -> FusedExperts:
@@ -163,150 +77,7 @@ def _first_problem(modules: list[Any], layers: MoELayers, live: LiveRows, told: 
     for module, number, k in zip(modules, layers.ids, layers.top_k, strict=True):
         notes = None if type(module) in kinds else told
         kinds.add(type(module))
-        problem = guarded(partial(_compare, module, k, live, notes), str)
+        problem = guarded(partial(compare, module, k, live, notes), str)
         if problem:
             return f"layer {number} ({type(module).__name__}) {problem}"
     return ""
-
-
-def _compare(module: Any, k: int, live: LiveRows, notes: list[str] | None) -> str:
-    """Describe a module and compare it; returns why it keeps the library's experts, or "". `notes`: try the tiles of
-    every regime too, and add what people should know; None: another module of the class was tried."""
-    problem = _describe(module, live) or _difference(module, k)
-    if problem or notes is None:
-        return problem
-    problem, same = _regimes(module, k)
-    if not same:
-        notes.append(f"experts ({type(module).__name__}): a row's bits depend on how many run beside it on this device")
-    return problem
-
-
-def _describe(module: Any, live: LiveRows) -> str:
-    """Set the module's description; returns why it has none, or ""."""
-    gated = getattr(module, "has_gate", None)
-    if gated is None:
-        return "does not take the library's experts interface"
-    if getattr(module, "has_post_expert_norm", False):
-        return "has a norm behind each expert"
-    if getattr(module, "_is_expert_parallel", False):
-        return "is spread over devices"
-    up = getattr(module, "gate_up_proj" if gated else "up_proj", None)
-    if not isinstance(up, torch.Tensor) or up.dim() != 3 or up.dtype not in _TOLERANCE:
-        return "has no experts' weights in three dimensions"
-    if len(up) > MOST_EXPERTS:
-        return f"has {len(up)} experts, more than the kernels take"
-    activation = _activation_of(module, gated, up)
-    if activation is None:
-        return "has an activation that the kernels do not know"
-    interleaved = gated and not module.is_concatenated
-    module.fd_experts = Description(activation, gated, module.has_bias, module.is_transposed, interleaved, live)
-    return ""
-
-
-def _up_bias(module: Any) -> torch.Tensor:
-    bias: torch.Tensor = module.gate_up_proj_bias if module.has_gate else module.up_proj_bias
-    return bias
-
-
-def _candidates(module: Any, gated: bool) -> list[Activation]:
-    from fdasync.gpu.kernels.experts.activation import KINDS, Activation
-
-    plain = [Activation(kind) for kind in KINDS]
-    if not gated:
-        return plain
-    limits = {float(value) for name in ("limit", "swiglu_limit") if (value := getattr(module, name, None)) is not None}
-    alphas = {float(value) for name in ("alpha", "swiglu_alpha") if (value := getattr(module, name, None)) is not None}
-    found = [*plain, *[Activation(kind, "wide") for kind in KINDS]]
-    for limit in limits:
-        found += [Activation(kind, form, limit=limit) for form in ("clamped", "clamped_after") for kind in KINDS]
-        found += [Activation("silu", "swiglu_oai", alpha, limit) for alpha in alphas]
-    return found
-
-
-@torch.inference_mode()
-def _activation_of(module: Any, gated: bool, weight: torch.Tensor) -> Activation | None:
-    """The kernels' activation that equals the module's own on rows of all sizes; None if there is none."""
-    from fdasync.gpu.kernels.experts.activation import activation_of
-
-    make = torch.Generator().manual_seed(0)
-    width = _ACTIVATION_WIDTH * (2 if gated else 1)
-    rows = torch.randn((_ACTIVATION_ROWS, width), generator=make)
-    rows *= torch.logspace(-2, 1.5, _ACTIVATION_ROWS)[:, None]
-    rows = rows.to(weight.device, weight.dtype)
-    wanted = module._apply_gate(rows) if gated else module.act_fn(rows)
-    if wanted.shape != (_ACTIVATION_ROWS, _ACTIVATION_WIDTH) or wanted.dtype != weight.dtype:
-        return None
-    eps = torch.finfo(weight.dtype).eps
-    # exp and tanh differ in their last places, of which half precision may make a whole one; and 1 + tanh cancels
-    room = 2e-7 * (1 + rows.float().abs().amax(dim=-1, keepdim=True)) ** 2
-    best: tuple[float, Activation] | None = None
-    for activation in _candidates(module, gated):
-        ours = activation_of(rows, activation, gated=gated, interleaved=gated and not module.is_concatenated)
-        if bool(((ours.float() - wanted.float()).abs() <= room + (3 * eps + 1e-5) * wanted.float().abs()).all()):
-            same = float((ours == wanted).float().mean())
-            if best is None or same > best[0]:
-                best = same, activation
-    return None if best is None else best[1]
-
-
-@torch.inference_mode()
-def _difference(module: Any, k: int) -> str:
-    """How the described experts differ from the module's own forward on random rows; "" if they do not."""
-    dtype = module.down_proj.dtype
-    for count in _CHECK_ROWS:
-        rows = _random_rows(module, k, count)
-        with _implementation(module, "eager"):
-            wanted = module.forward(*rows).float()
-        ours = fused_experts(module, *rows).float()
-        distance = float((ours - wanted).norm() / wanted.norm())
-        if not distance <= _TOLERANCE[dtype]:
-            return f"gives other results ({distance:.1e} of their size, at {count} rows)"
-    return ""
-
-
-@torch.inference_mode()
-def _regimes(module: Any, k: int) -> tuple[str, bool]:
-    """Why the tiles of some regime cannot be used, or ""; and whether all give the same bits.
-
-    In Triton's interpreter a product is numpy's, whose order of sums goes by its shape: there bits say nothing.
-    """
-    from fdasync.gpu.kernels.chip import chip_of
-    from fdasync.gpu.kernels.experts.chain import fits_bulk
-    from fdasync.gpu.kernels.experts.tiles import all_tiles
-
-    described: Description = module.fd_experts
-    down: torch.Tensor = module.down_proj
-    up = module.gate_up_proj if described.gated else module.up_proj
-    bulk = fits_bulk(up, down, described.transposed, described.interleaved)
-    rows = _random_rows(module, k, _CHECK_ROWS[-1])
-    wanted = fused_experts(module, *rows)
-    same = True
-    for tiles in all_tiles(down.dtype, large=chip_of(down.device).large, bulk=bulk):
-        ours = _run(module, *rows, tiles=tiles)
-        distance = float((ours.float() - wanted.float()).norm() / wanted.float().norm())
-        if not distance <= _TOLERANCE[down.dtype]:
-            return f"gives other results with {tiles} ({distance:.1e} of their size)", False
-        same = same and torch.equal(ours, wanted)
-    return "", same or down.device.type == "cpu"
-
-
-def _random_rows(module: Any, k: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hidden states, ids and weights; by a generator of its own, which leaves the global random state alone."""
-    down: torch.Tensor = module.down_proj
-    width = down.shape[2] if module.is_transposed else down.shape[1]
-    make = torch.Generator().manual_seed(1)
-    hidden = torch.randn((count, width), generator=make).to(down.device, down.dtype)
-    ids = torch.rand((count, len(down)), generator=make).topk(k, dim=-1).indices.to(down.device)
-    return hidden, ids, torch.rand((count, k), generator=make).to(down.device, down.dtype)
-
-
-@contextmanager
-def _implementation(module: Any, name: str) -> Iterator[None]:
-    """The library's own experts of this name, for one module's config, within the context."""
-    config = module.config
-    before = config._experts_implementation
-    config._experts_implementation = name
-    try:
-        yield
-    finally:
-        config._experts_implementation = before

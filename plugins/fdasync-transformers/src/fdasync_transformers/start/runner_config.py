@@ -50,7 +50,8 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         self_check: compare a mixed paged batch with the plain model at start-up, and refuse if they differ.
         kernels: of attention: "triton" on GPUs, "torch" on CPUs; "auto" chooses. Triton on a CPU (its interpreter, for
             tests) is very slow.
-        fused_router: on GPUs, route by one kernel where a family's routing allows it.
+        fused_router: where kernels run, route by two of them, the product and the choice, if a router is proven to do
+            what they do.
         fused_layers: compute norms, rotary embeddings, activations and known decoder layers by single kernels, each
             proven at start-up; None: on GPUs.
         cuda_graphs: replay decode steps from CUDA graphs.
