@@ -32,7 +32,8 @@ def test_prefill(dim: int, reach: int) -> None:
     assert copies == 2 * keys_at_once // 16 * dim // 64
 
 
-def test_latents() -> None:
-    _, products, copies, _ = compiled("latent", 80, 1)
+@pytest.mark.parametrize("split", [0, 1])
+def test_latents(split: int) -> None:
+    _, products, copies, _ = compiled("latent", 80, split)
     assert products
     assert copies == 64 // 16 * (512 + 64) // 64
