@@ -324,14 +324,14 @@ def test_a_router_that_is_not_called_is_noticed() -> None:
 def test_fused_and_compiled_and_wrapped_models_are_refused() -> None:
     from fdasync_transformers.fused.router_kinds import kind_of
     from fdasync_transformers.fused.router_proof import RouterForm
-    from fdasync_transformers.fused.routers import make_forward
+    from fdasync_transformers.fused.routers import Record, make_forward
 
     model = make_tiny_model("qwen3_moe")
     router = find_routers(model)[2].router
     kind = kind_of(router)
     assert not isinstance(kind, str)
     form = RouterForm(("logits", "weights", "ids"), torch.float32, torch.float32, rounded=False)
-    router.forward = make_forward(router, kind, form, 3, None, 0, None)
+    router.forward = make_forward(router, kind, form, 3, Record(), 0)
     with pytest.raises(UnsupportedModel, match="layer 2: Qwen3MoeTopKRouter is fused"), replay_routing(model, [None]):
         pass
     del router.forward

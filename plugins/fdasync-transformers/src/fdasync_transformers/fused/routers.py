@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class _Record:
+class Record:
     """Where the fused routers of a model record; they read it in each pass."""
 
     capture: CaptureBuffer | None = None
@@ -52,7 +52,7 @@ class FusedRouters:
 
     rows: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
-    _record: _Record = field(default_factory=_Record)
+    _record: Record = field(default_factory=Record)
 
     def attach(self, capture: CaptureBuffer, positions: Callable[[], torch.Tensor] | None = None) -> None:
         """Record from the next pass on. A graph that is captured before keeps recording nothing.
@@ -98,7 +98,7 @@ def fuse_routers(model: PreTrainedModel, moe_layers: MoELayers) -> FusedRouters:
         return FusedRouters(notes=(f"routers are the library's own: no kernels on {model.device}",))
     rows: list[int] = []
     reasons: dict[str, list[int]] = {}
-    record = _Record()
+    record = Record()
     for row, (name, k) in enumerate(zip(moe_layers.names, moe_layers.top_k, strict=True)):
         module = _router_beside(model, name)
         forward = guarded(partial(_fused_or_reason, module, k, model.dtype, record, row), str)
@@ -127,7 +127,7 @@ def _fused_or_reason(*args: Any) -> Forward | str:
         return str(difference)
 
 
-def _fused(module: Any, k: int, dtype: torch.dtype, record: _Record, row: int) -> Forward:
+def _fused(module: Any, k: int, dtype: torch.dtype, record: Record, row: int) -> Forward:
     """The forward that replaces a router's; raises Differs where there is none."""
     from fdasync.gpu.kernels.router.product import router_logits
 
@@ -163,7 +163,7 @@ def choose(
     )
 
 
-def make_forward(module: Any, kind: RouterKind, form: RouterForm, k: int, record: _Record, row: int) -> Forward:
+def make_forward(module: Any, kind: RouterKind, form: RouterForm, k: int, record: Record, row: int) -> Forward:
     """A router's forward by kernels, unproven, which records in its layer row."""
     from fdasync.gpu.kernels.router.product import router_logits
 
