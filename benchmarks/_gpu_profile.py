@@ -52,7 +52,7 @@ _GROUPS: tuple[tuple[str, re.Pattern[str]], ...] = (
         "fused norms, rotary, activations",
         re.compile(r"^_finish|^_prepare|^_angles|^_qkv|^_rms|^_norm|^_rota|^_gate"),
     ),
-    ("attention", re.compile(r"^_decode|^_?join_|^_prefill|^_store|^_latent|^_hopper|flash|fmha")),
+    ("attention", re.compile(r"^_decode|^_?join_|^_prefill|^_store|^_?latents|flash|fmha")),
     (_GEMM, re.compile(r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|dot_kernel", re.IGNORECASE)),
     (
         "sort, index, scatter",
