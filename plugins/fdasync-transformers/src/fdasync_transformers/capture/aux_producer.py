@@ -25,13 +25,9 @@ class AuxProducer:
 
     A pass is `begin`, the model's forward, `end`, `stage`. A subclass adds its hooks to `_hooks`; each of them writes
     its layer's row of `_buffer`.
-
-    Attributes:
-        notes: for people.
     """
 
     def __init__(self, buffer: StepRows) -> None:
-        self.notes: tuple[str, ...] = ()
         self._buffer = buffer
         self._hooks: list[RemovableHandle] = []
 
