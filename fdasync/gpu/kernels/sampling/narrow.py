@@ -2,8 +2,7 @@
 
 The largest logits of chunks bound a top-k. A top-p takes passes over its row, each of which sums the probabilities
 below 15 pivots between the bounds so far, until few ids are between them; the sums are float32, and err to the safe
-side. Knows no
-requests. Launched by `sample.py`; runs on CUDA, or on the CPU under Triton's interpreter (tests).
+side. Knows no requests. Launched by `sample.py`; runs on CUDA, or on the CPU under Triton's interpreter (tests).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Replaces all that single kernels of ours compute as the library does: norms, rotary embeddings, dense layers' gates.
+"""Replaces all that single kernels of ours compute as the library does: norms, rotary embeddings and their angles, and
+the gates of dense layers.
 
 Called at start-up, once a model's weights are in place and before anything else replaces forwards of its modules.
 """
@@ -31,7 +32,7 @@ class FusedOperations:
 
 
 def fuse_operations(model: PreTrainedModel) -> FusedOperations:
-    """Replace norms, rotary embeddings and the gates of dense layers by single kernels, in place.
+    """Replace norms, rotary embeddings, their angles and the gates of dense layers by single kernels, in place.
 
     Each module's own forward is compared with ours first, and a module whose results differ keeps it. Runs a plain pass
     of three tokens, so attention must still be the library's own, and waits for the device: for start-up. A new weight

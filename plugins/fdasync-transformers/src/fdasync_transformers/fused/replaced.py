@@ -1,6 +1,7 @@
 """What the files of this room share: forwards that are put on instances, and comparisons of results.
 
-Knows no kernels. Called by `norms.py`, `rotary.py`, `dense.py` and `operations.py`.
+Knows no kernels. Called by `norms.py`, `rotary.py`, `angles.py`, `dense.py`, and, for the refusal of gradients, by
+`routers.py`, `experts_interface.py` and `layers/layer.py`.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         logits_dtype: the dtype that sampling and log-probs work in. num_threads: of torch in the runner's process.
         None: on a CPU device one fewer than there are cores (the engine's
             loop needs one, and torch's threads wait for the slowest of them), on a GPU torch's own number.
-        experts: their implementation. "fused": four kernels of our own, where a family's experts are proven to be what
+        experts: their implementation. "fused": kernels of our own, where a family's experts are proven to be what
             they compute. "auto": these on GPUs; elsewhere, and for other families, the library's default, but
             "batched_mm" on GPUs in other dtypes than bfloat16, where the default waits for the device. Widths that are
             no multiples of 16 bytes, which the default does not take: "batched_mm" on GPUs, "eager" on CPUs.
