@@ -70,7 +70,7 @@ class RoutingCapture(AuxProducer):
     def close(self) -> None:
         super().close()
         if self._routers is not None:
-            # its next capture may be attached by now
+            # once: at a second call they may record for another capture
             self._routers.detach()
             self._routers = None
 
