@@ -38,8 +38,8 @@ _FILES = 64
 _LONG_S = 3600.0
 
 
-# of a runner's notes: a pipe takes the ready line at once
-_MOST_NOTES, _MOST_NOTE_CHARS = 40, 500
+# of a runner's notes: a pipe of 64 KiB takes the ready line at once, whatever the characters
+_MOST_NOTES, _MOST_NOTE_CHARS = 40, 300
 
 
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):

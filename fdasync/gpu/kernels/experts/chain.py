@@ -56,7 +56,7 @@ def experts(
     """Compute the chosen experts of every token: sum over slots of weight * down(activation(gate, up)).
 
     Sums are float32. They are rounded to the dtype of `hidden` after the first product, where torch rounds inside the
-    activation, after the weighted second product, and at the end. Queues three to six launches on the current stream
+    activation, after the weighted second product, and at the end. Queues two to six launches on the current stream
     without synchronising; a graph can capture them. No gradient. Nothing is compiled anew for another T of the same
     regime (`tiles.py`).
 

@@ -96,7 +96,7 @@ def _list_tiles(tiles, counts, e, capacity, E: tl.constexpr, EP: tl.constexpr, B
     return before
 
 
-@triton.jit(do_not_specialize=["pairs", "capacity"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["pairs", "capacity"], do_not_specialize_on_alignment=["live"])  # type: ignore[untyped-decorator]
 def experts_group(  # type: ignore[no-untyped-def]
     ids, live, order, tiles, pairs, capacity,
     TOPK: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, MASKED: tl.constexpr,
@@ -118,7 +118,7 @@ def experts_group(  # type: ignore[no-untyped-def]
         rank += tl.sum(ones)
 
 
-@triton.jit(do_not_specialize=["pairs"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["pairs"], do_not_specialize_on_alignment=["live"])  # type: ignore[untyped-decorator]
 def experts_group_count(  # type: ignore[no-untyped-def]
     ids, live, counts, pairs,
     TOPK: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, MASKED: tl.constexpr,
@@ -146,7 +146,7 @@ def experts_group_sum(counts, strips, EP: tl.constexpr, CHUNK: tl.constexpr, OVE
     tl.store(counts + strips * EP + e, total)
 
 
-@triton.jit(do_not_specialize=["pairs", "capacity", "strips"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["pairs", "capacity", "strips"], do_not_specialize_on_alignment=["live"])  # type: ignore[untyped-decorator]
 def experts_group_place(  # type: ignore[no-untyped-def]
     ids, live, counts, order, tiles, pairs, capacity, strips,
     TOPK: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, MASKED: tl.constexpr,

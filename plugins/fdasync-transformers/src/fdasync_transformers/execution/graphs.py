@@ -101,7 +101,7 @@ class GraphLadder:
 
     def replay(self, lanes: torch.Tensor, starts: torch.Tensor) -> torch.Tensor | None:
         """Queue a decode step of these sequences (int32 and int64 [n]); returns logits [n, V], valid until the next
-        replay on the same stream. None where there are more sequences than the largest size."""
+        replay of any graph in the same memory. None where there are more sequences than the largest size."""
         count = len(lanes)
         place = bisect.bisect_left(self.sizes, count)
         if place == len(self.sizes):

@@ -107,7 +107,7 @@ class MixedLadder:
 
     def replay(self, sent: dict[str, torch.Tensor], tokens: int) -> torch.Tensor:
         """Queue a step of so many tokens, for which `size_of` found a size; returns logits of its `rows`, valid until
-        the next replay on the same stream.
+        the next replay of any graph in the same memory.
 
         `sent` has the arrays of `batch_arrays` for tiles, on the device.
         """

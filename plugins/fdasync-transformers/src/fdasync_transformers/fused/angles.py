@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _NAME = "RotaryEmbedding"
 # kinds of the library whose frequencies are made once
 _FIXED = ("default", "linear", "yarn", "llama3")
-# of one model's table; at a million positions the memory is worth more than the kernels
+# of one model's tables; at a million positions the memory is worth more than the kernels
 _MOST_NBYTES = 64 << 20
 _AT_ONCE = 4096
 
@@ -39,6 +39,7 @@ def fuse_angles(model: Any, dtype: torch.dtype, device: torch.device) -> Replace
         The replaced modules. Positions past the config's most get NaN.
     """
     replaced = Replaced()
+    left = _MOST_NBYTES
     positions: Any = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     for name, module in text_modules(model):
         kind = type(module).__name__
@@ -48,8 +49,9 @@ def fuse_angles(model: Any, dtype: torch.dtype, device: torch.device) -> Replace
         if not reason and (not isinstance(positions, int) or positions < 1):
             reason = "the config does not say how many positions there are"
         if not reason:
-            made = guarded(partial(_table, module, positions, dtype, device), lambda reason: reason)
+            made = guarded(partial(_table, module, positions, dtype, device, left), lambda reason: reason)
             if isinstance(made, torch.Tensor):
+                left -= made.nbytes
                 replaced.put(name, module, _forward(module, made, dtype))
                 continue
             reason = made
@@ -72,7 +74,7 @@ def _unknown(module: torch.nn.Module) -> str:
 
 
 @torch.inference_mode()
-def _table(module: Any, positions: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | str:
+def _table(module: Any, positions: int, dtype: torch.dtype, device: torch.device, most: int) -> torch.Tensor | str:
     """[positions, 2 columns] in the dtype: cosines, then sines; or why there is none."""
     library = type(module).forward
     like = torch.empty(1, 1, dtype=dtype, device=device)
@@ -89,8 +91,8 @@ def _table(module: Any, positions: int, dtype: torch.dtype, device: torch.device
     if isinstance(first, str):
         return first
     nbytes = positions * first.numel() * first.element_size()
-    if nbytes > _MOST_NBYTES:
-        return f"a table of {positions} positions takes {nbytes >> 20} MiB, the most is {_MOST_NBYTES >> 20}"
+    if nbytes > most:
+        return f"a table of {positions} positions takes {nbytes >> 20} MiB, and {most >> 20} are left for it"
     table = torch.empty((positions, first.shape[1]), dtype=dtype, device=device)
     for begin in range(0, positions, _AT_ONCE):
         numbers = torch.arange(begin, min(begin + _AT_ONCE, positions), device=device)
