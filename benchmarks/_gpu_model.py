@@ -173,7 +173,7 @@ class Rig:
     async def open(
         cls, scale: Scale, folder: str, names: Sequence[str], say: Callable[[str], None], *, skew: bool = False
     ) -> Rig:
-        """Draw the weights, allocate the pool, fuse the routers, capture graphs; no sequence has started. `skew`: find
+        """Draw the weights, allocate the pool, capture graphs of both arms; no sequence has started. `skew`: find
         first what `skew` is to write, in a model of its own.
         """
         rig = cls()

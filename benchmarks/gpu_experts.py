@@ -29,7 +29,6 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -123,34 +122,10 @@ class Layers:
 
 
 def seconds_of(chain: Chain, calls: list[tuple[Any, ...]], replays: int) -> list[float]:
-    """Seconds of a call, of each replay; the first replays do not count."""
-    import torch
+    """Seconds of a call, of each replay."""
+    from benchmarks._gpu_graph import seconds_in_graph
 
-    if calls[0][1].device.type != "cuda":
-        began = time.perf_counter()
-        chain(*calls[0])
-        return [time.perf_counter() - began]
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for call in calls[:2]:
-            chain(*call)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            chain(*call)
-    took = []
-    for number in range(replays + 2):
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        began.record()
-        graph.replay()
-        ended.record()
-        ended.synchronize()
-        if number > 1:
-            took.append(float(began.elapsed_time(ended)) / 1e3 / len(calls))
-    graph.reset()
-    return took
+    return seconds_in_graph([partial(chain, *call) for call in calls], calls[0][1].device, replays)
 
 
 class Benchmark:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
 from collections import defaultdict
 from functools import partial
 from typing import Any
@@ -31,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks._gpu_decode import copy_bytes_per_s
+from benchmarks._gpu_graph import seconds_in_graph
 from benchmarks._gpu_parts import Parts, describe_device
 from benchmarks._report import Report, short
 from fdasync.request import SamplerSpec
@@ -87,31 +87,8 @@ class Step:
 
 
 def seconds_of(step: Step, replays: int) -> list[float]:
-    """Seconds of a step's sampling, of each replay; the first replays do not count."""
-    if not step.tables[0].is_cuda:
-        started = time.perf_counter()
-        step.sample(step.tables[0])
-        return [time.perf_counter() - started]
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step.sample(step.tables[0])
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for table in step.tables:
-            step.sample(table)
-    took = []
-    for number in range(replays + 2):
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        began.record()
-        graph.replay()
-        ended.record()
-        ended.synchronize()
-        if number > 1:
-            took.append(float(began.elapsed_time(ended)) / 1e3 / len(step.tables))
-    graph.reset()
-    return took
+    """Seconds of a step's sampling, of each replay."""
+    return seconds_in_graph([partial(step.sample, table) for table in step.tables], step.tables[0].device, replays)
 
 
 def kernels_of(step: Step) -> dict[str, float]:

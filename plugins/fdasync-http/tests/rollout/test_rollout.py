@@ -72,7 +72,7 @@ async def test_samples_come_in_the_order_in_which_they_end(kind, scene_of, tmp_p
                 arrays, meta = read(tmp_path, file)
                 found[int(meta["index"])] = arrays
                 assert (meta["request_id"], meta["start"], meta["routing.complete"]) == ("mine", "1", "true")
-                assert arrays["prompt_token_ids"].tolist() == PROMPT
+                np.testing.assert_array_equal(arrays["prompt_token_ids"], PROMPT)
                 # the longest one still runs when the others are here
                 assert scene.generator.load().live == (meta["index"] != "0")
                 if len(found) == 3:
@@ -83,7 +83,7 @@ async def test_samples_come_in_the_order_in_which_they_end(kind, scene_of, tmp_p
         for sample in result.samples:
             check_sample(sample, PROMPT, SamplingParams.from_mapping(GROUP), scene.oracle, start=1)
             arrays = found[sample.index]
-            assert arrays["token_ids"].tolist() == list(sample.token_ids)
+            np.testing.assert_array_equal(arrays["token_ids"], sample.token_ids)
             np.testing.assert_array_equal(arrays["raw_logprobs"], sample.raw_logprobs)
             np.testing.assert_array_equal(arrays["routing"], sample.routing.array)
 

@@ -30,7 +30,7 @@ async def test_a_step_tells_experts_and_sums_its_padding_rows(tmp_path: Path, mo
     def watched(name: str, honest: Any) -> Any:
         def spy(*args: Any, **kwargs: Any) -> Any:
             live = kwargs["live"]
-            seen[name].append(None if live is None else (live >= 0).tolist())
+            seen[name].append(None if live is None else (live >= 0).tolist())  # blocking: a tensor of the CPU
             return honest(*args, **kwargs)
 
         return spy

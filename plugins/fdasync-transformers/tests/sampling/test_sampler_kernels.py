@@ -205,7 +205,7 @@ def test_a_list_of_several_blocks_and_one_that_overflows(
     check(sample_on_device, logits, asked())
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(rows, st.booleans())
 def test_kernels_and_numpy_agree_on_all_that_requests_ask(drawn: Any, narrow: bool) -> None:
     logits, own, _, histories = make(drawn)

@@ -93,5 +93,5 @@ def test_steps_of_other_sizes_compile_nothing() -> None:
     logits = torch.randn((LANES, vocab_size), device=DEVICE).bfloat16()
     for _, own in other_steps():
         sample_step(logits, own, tokens)
-    torch.cuda.synchronize()
+    torch.cuda.synchronize()  # blocking: a test without a loop
     assert compiled() == before
