@@ -282,12 +282,11 @@ def mark_segment(fd: int, shape: Shape, boot: bytes) -> None:
     os.fdatasync(fd)
 
 
-def settle_segment(fd: int, shape: Shape, *, synced: bool) -> None:
-    """Bring all writes to the disk, and say so in the segment's head. Raises OSError."""
+def settle_segment(fd: int, shape: Shape) -> None:
+    """Bring all writes to the disk, then a head that says so. Raises OSError."""
     os.fdatasync(fd)
     write_from(fd, 0, [memoryview(encode_head(shape, CLEAN))])
-    if synced:
-        os.fdatasync(fd)
+    os.fdatasync(fd)
 
 
 def write_order(path: Path, order: Order) -> None:

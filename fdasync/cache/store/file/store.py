@@ -168,7 +168,7 @@ class FileStore(Store):
         self._index, self._next_sequence, self.damaged = loaded.index, loaded.next_sequence, loaded.damaged
         for segment in self._index.segments() if self._synced else ():
             if segment.believed:
-                settle_segment(segment.fd, segment.shape, synced=True)
+                settle_segment(segment.fd, segment.shape)
                 segment.boot = CLEAN
         return loaded, CLEAN if self._synced else boot
 
@@ -194,7 +194,7 @@ class FileStore(Store):
             for segment in segments:
                 if segment.boot != CLEAN and segment.believed:
                     with contextlib.suppress(OSError):  # it stays marked, and is not believed after loss of power
-                        settle_segment(segment.fd, segment.shape, synced=False)
+                        settle_segment(segment.fd, segment.shape)
         finally:
             for segment in segments:
                 os.close(segment.fd)
