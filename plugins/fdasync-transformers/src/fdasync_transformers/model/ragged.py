@@ -7,6 +7,7 @@ the masks. Knows no model. Made once per step by `step.py`, used by every layer'
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -70,6 +71,9 @@ class RaggedPlan:
 
     Arguments are int64 arrays over the S sequences: `counts` tokens in this step, `starts` positions of their first
     tokens, `tables` [S, max_blocks] block ids, at least as many as the positions need.
+
+    With `tile_tokens`, every group has a mask, its first key of each piece stands at a multiple of that, and its number
+    of keys is one; blocks behind a piece's last are that one again, masked.
     """
 
     def __init__(
@@ -80,8 +84,12 @@ class RaggedPlan:
         block_tokens: int,
         device: torch.device,
         dtype: torch.dtype,
+        tile_tokens: int = 0,
     ) -> None:
         self._block_tokens = block_tokens
+        # blocks between the places where a tile and a block begin together
+        self._step = math.lcm(tile_tokens, block_tokens) // block_tokens if tile_tokens else 1
+        self._always_masked = tile_tokens > 0
         self._tables = tables
         self._device = device
         self._dtype = dtype
@@ -102,9 +110,9 @@ class RaggedPlan:
         pieces, queries = len(members), int(count.max())
         steps = np.minimum(np.arange(queries), count[:, None] - 1)
         rows = row[:, None] + steps
-        first_block = _first_position(position, reach) // size
+        first_block = _first_position(position, reach) // size // self._step * self._step
         last_block = (position + count - 1) // size
-        width = int((last_block - first_block).max()) + 1
+        width = -(-(int((last_block - first_block).max()) + 1) // self._step) * self._step
         columns = np.minimum(first_block[:, None] + np.arange(width), last_block[:, None])
         table = self._tables[sequence[:, None], columns].astype(np.int64)
         contiguous = queries == 1 and bool((np.diff(row) == 1).all())
@@ -112,6 +120,7 @@ class RaggedPlan:
         valid = np.flatnonzero(np.arange(queries) < count[:, None]) if padded else None
         keys = width * size
         causal = pieces == 1 and int(position[0]) == 0 and (reach.kind == "full" or queries <= reach.size)
+        causal = causal and not self._always_masked
         return Group(
             pieces=pieces,
             queries=queries,

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from fdasync.errors import ConfigError, FdasyncError, UnsupportedModel
-from fdasync_transformers.model import families
+from fdasync_transformers.model import families, probe
 from fdasync_transformers.model.kv import KVLayout
 from fdasync_transformers.model.moe_layers import find_experts, find_moe_layers
 from fdasync_transformers.model.refusals import refuse_unservable
-from fdasync_transformers.start import probe, selfcheck
+from fdasync_transformers.start import selfcheck
 from fdasync_transformers.start.fuse import fuse, set_plain_experts
 from fdasync_transformers.start.short_reach import PLAYED_TOKENS, short_reach, sizes_of
 from fdasync_transformers.weights import loading

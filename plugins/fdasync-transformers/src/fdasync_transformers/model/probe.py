@@ -2,7 +2,7 @@
 
 Config fields differ between families, and some are wrong or missing; the model's own calls are right. A probe attention
 function notes the tensors that each layer hands over, and a probe mask function gives each layer a note of the mask
-that the library would have built. Knows no steps. Called by `runner.py`.
+that the library would have built. Knows no steps. Called at start, by `open_model.py` and `examine.py`.
 """
 
 from __future__ import annotations
