@@ -29,6 +29,7 @@ BY_PLACE = (
     _ATEN.softplus.default,
     _ATEN.exp2.default,
     _ATEN.rsqrt.default,
+    _ATEN.pow.Tensor_Scalar,
 )
 #: as these, in place
 IN_PLACE = {
