@@ -93,7 +93,7 @@ async def test_an_address_that_is_taken_is_refused_before_the_model_loads(family
 def test_of_two_shapes_what_people_can_read_is_named_first():
     specs = (AuxSpec("routing", (2, 2), "uint8"),)
     ours = Shape(b"m" * 16, "nhd", "bfloat16", 16, 1024, specs, 300, (7,), False, b"t" * 16)
-    theirs = Shape(b"o" * 16, "hnd", "float16", 32, 2048, (), 301, (7, 8), True, b"")
+    theirs = Shape(b"o" * 16, "hnd", "float16", 32, 2048, (), 301, (7, 8), True, b"", "fixed")
     named = []
     while (found := ours.difference(theirs)) is not None:
         named.append(found[0])
@@ -101,7 +101,7 @@ def test_of_two_shapes_what_people_can_read_is_named_first():
         theirs = msgspec.structs.replace(theirs, **{found[0]: getattr(ours, found[0])})
     assert named == [
         "kv_layout", "kv_dtype", "block_tokens", "block_nbytes", "aux", "vocab_size", "eos_ids", "routing_debug",
-        "text", "model",
+        "text", "numerics", "model",
     ]  # fmt: skip
     assert last == ("model", (b"m" * 16).hex(), (b"o" * 16).hex())
 
@@ -150,7 +150,8 @@ class _Upper(LetterTokenizer):
         ("eos_ids", {"runner": {"eos_id": -1}}, "has (7,), m1 has ()"),
         ("text", {"runner": {"eos_id": 7}, "tokenizer": _Upper()}, "has"),
         ("text", {"runner": {"eos_id": 7}, "tokenizer": None}, "has"),
-        ("routing_debug", {"runner": {"eos_id": 7}, "routing_debug": True}, "has False, m1 has True"),
+        ("routing_debug", {"runner": {"eos_id": 7}, "engine": {"routing_debug": True}}, "has False, m1 has True"),
+        ("numerics", {"runner": {"eos_id": 7}, "engine": {"numerics": "fixed"}}, "has 'default', m1 has 'fixed'"),
     ],
 )
 def test_instances_that_would_answer_differently_do_not_fit(field, options, words):
@@ -159,8 +160,7 @@ def test_instances_that_would_answer_differently_do_not_fit(field, options, word
     async def main():
         network = SimNetwork(Random(1))
         ours = make(network, 0, runner={"eos_id": 7}, name="m0", tokenizer=LetterTokenizer())
-        debug = options.get("routing_debug", False)
-        config = synthetic_config(options["runner"], role="mixed", host_blocks=16, routing_debug=debug)
+        config = synthetic_config(options["runner"], role="mixed", host_blocks=16, **options.get("engine", {}))
         other = Instance(
             config, listen="ipc://m1", name="m1", transports=[], wire=network.wire("m1"),
             tokenizer=options.get("tokenizer", LetterTokenizer()),
