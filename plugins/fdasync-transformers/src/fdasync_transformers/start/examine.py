@@ -64,7 +64,7 @@ def examine(config: TransformersConfig, limits: RunnerLimits, device: torch.devi
         facts |= _shapes(model, checkpoint.model_type, config, limits)
     except UnsupportedModel as error:
         return ModelReport(**facts, served=False, reason=error.reason, notes=tuple(notes))
-    return ModelReport(**facts, served=True, notes=tuple(notes))
+    return ModelReport(**facts, served=True, numerics=limits.numerics, notes=tuple(notes))
 
 
 def _shapes(model: PreTrainedModel, kind: str, config: TransformersConfig, limits: RunnerLimits) -> dict[str, Any]:
