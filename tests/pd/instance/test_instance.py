@@ -18,12 +18,13 @@ from fdasync.pd.instance.text_digest import text_digest
 from fdasync.pd.messages import Shape
 from fdasync.pd.router.router import Router
 from fdasync.result import Usage
-from fdasync.testing import LetterTokenizer, synthetic_config, synthetic_engine
+from fdasync.testing import LetterTokenizer, check_sample, oracle_of, synthetic_config, synthetic_engine
 from fdasync.testing.sim.loop import run_sim
 from fdasync.testing.sim.network import SimNetwork
 from fdasync.testing.sim.transport import SimFabric, SimFaults, SimTransport
 
 BRIEF = SamplingParams(max_tokens=8)
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 LONG = SamplingParams(max_tokens=40)
 
 
@@ -176,6 +177,30 @@ def test_instances_that_would_answer_differently_do_not_fit(field, options, word
             assert refused.field == f"shape.{field}"
 
     run_sim(main())
+
+
+def test_prefill_and_decode_of_unlike_numerics_refuse_each_other_and_alike_ones_serve():
+    async def main(numerics):
+        network, fabric = SimNetwork(Random(1)), SimFabric(Random(2), SimFaults())
+        sides = []
+        for number, role in enumerate(("prefill", "decode")):
+            config = synthetic_config(role=role, host_blocks=16, numerics=numerics[number])
+            wire = network.wire(f"m{number}")
+            sides.append(Instance(config, listen=f"ipc://m{number}", transports=[SimTransport(fabric)], wire=wire))
+        async with sides[0], sides[1]:
+            if numerics[0] != numerics[1]:
+                for ours, other in (sides, sides[::-1]):
+                    assert ours.check(other.hello()).field == "shape.numerics"
+                return
+            addresses = [side.address for side in sides]
+            async with Router(addresses, wire=network.wire("router"), seed=1) as router:
+                result = await router.complete([1, 2, 3, 4, 5], GREEDY)
+                assert router.facts().numerics == numerics[0]
+            check_sample(result.samples[0], [1, 2, 3, 4, 5], GREEDY, oracle_of(sides[1].engine.config))
+            assert sides[1].engine.stats().scheduler.leases_granted == 1
+
+    for numerics in (("fixed", "fixed"), ("fixed", "default"), ("default", "fixed")):
+        run_sim(main(numerics))
 
 
 def test_a_digest_of_text_follows_what_a_tokenizer_does():
