@@ -138,6 +138,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     },
     {
         "fdasync_mooncake.testing": ("fdasync.ipc.*", "fdasync.testing.*", "fdasync_mooncake.*"),
+        "fdasync_transformers.fixed": ("fdasync.gpu.kernels.*", "fdasync_transformers.sampling.*"),
         "fdasync_transformers.fused": (
             "fdasync.gpu.capture", "fdasync.gpu.kernels.*", "fdasync_transformers.model.*",
         ),
