@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from fdasync_transformers.fixed import logprob_functions
 from fdasync_transformers.fixed.logprob_functions import Rows, gradients_of_logits
 from fdasync_transformers.fixed.logprobs import logprobs, logprobs_of_logits
@@ -16,6 +17,8 @@ from fdasync_transformers.sampling.token_logprobs import (
     picked,
     token_logprobs,
 )
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 
 from fdasync.errors import BadInput
@@ -24,6 +27,7 @@ from fdasync.gpu.kernels.sampling.log_masses import LogMasses
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -253,6 +257,30 @@ def test_autocast_changes_nothing_and_hooks_run() -> None:
     assert mine is not None
     assert head.weight.grad is not None
     assert torch.equal(mine, head.weight.grad)
+
+
+def test_fsdp_gathers_the_heads_weight(tmp_path: Path) -> None:
+    """One process; the head is wrapped on its own, its masters are float32."""
+    backend = "nccl" if CUDA else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        _, head, targets = made(torch.float32)
+        hidden, narrow, _ = made(torch.bfloat16)
+        wanted = logprobs(hidden, narrow, targets, chunk_tokens=8)
+        wanted.sum().backward()
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        sharded = fully_shard(head, mp_policy=policy, reshard_after_forward=True)
+        with pytest.raises(BadInput, match="sharded"):
+            logprobs(hidden, sharded.weight, targets)
+        found = logprobs(hidden, sharded, targets, chunk_tokens=8)
+        found.sum().backward()
+        assert same_bits(found, wanted)
+        assert isinstance(sharded.weight, DTensor)
+        assert isinstance(sharded.weight.grad, DTensor)
+        assert narrow.weight.grad is not None
+        assert torch.equal(sharded.weight.grad.full_tensor(), narrow.weight.grad.float())
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.gpu

@@ -79,7 +79,7 @@ def logprobs(
         raise BadInput("chunk_tokens", str(chunk_tokens), limit=1)
     how = How(_checked(temperature), return_entropy, finish, chunk_tokens)
     if isinstance(head, torch.Tensor):
-        return _scored(hidden, head, None, targets, vocab_size, how)
+        return _shaped(_scored(hidden, head, None, targets, vocab_size, how), targets)
 
     def forward(given: torch.Tensor) -> Scored:
         weight = head.weight
@@ -88,7 +88,7 @@ def logprobs(
 
     with _other_forward(head, forward):
         found: Scored = head(hidden)
-    return found
+    return _shaped(found, targets)
 
 
 @overload
@@ -158,8 +158,12 @@ def _scored(
     if vocab_size is not None and vocab_size < weight.shape[0]:
         weight, bias = weight[:vocab_size], None if bias is None else bias[:vocab_size]
     rows, ids = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    found = OfHidden.apply(rows, weight, bias, ids, how)  # type: ignore[no-untyped-call]
-    if how.entropy:
-        return found[0].view(targets.shape), found[1].view(targets.shape)
-    result: torch.Tensor = found.view(targets.shape)
-    return result
+    found: Scored = OfHidden.apply(rows, weight, bias, ids, how)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _shaped(found: Scored, like: torch.Tensor) -> Scored:
+    """Results of flattened tokens. Not a module's to return: its hooks warn of views."""
+    if isinstance(found, tuple):
+        return found[0].view(like.shape), found[1].view(like.shape)
+    return found.view(like.shape)
