@@ -138,7 +138,9 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     },
     {
         "fdasync_mooncake.testing": ("fdasync.ipc.*", "fdasync.testing.*", "fdasync_mooncake.*"),
-        "fdasync_transformers.fixed": ("fdasync.gpu.kernels.*", "fdasync_transformers.sampling.*"),
+        "fdasync_transformers.fixed": (
+            "fdasync.gpu.kernels.*", "fdasync_transformers.model.*", "fdasync_transformers.sampling.*",
+        ),
         "fdasync_transformers.fused": (
             "fdasync.gpu.capture", "fdasync.gpu.kernels.*", "fdasync_transformers.model.*",
         ),
