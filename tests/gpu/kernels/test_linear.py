@@ -65,7 +65,7 @@ def test_tiles_fit_their_devices(large, bulk):
     for dtype, rows, outputs in itertools.product(DTYPES, (1, 8, 16, 17, 64, 65, 300, 1024, 65536), (16, 2048, 151936)):
         tile = choose_tile(rows, outputs, dtype, large=large, bulk=bulk, processors=132)
         assert tile in all_tiles(dtype)
-        assert bulk and large or not tile.many
+        assert (bulk and large) or not tile.many
         stage = (tile.rows + tile.columns) * tile.depth * dtype.itemsize
         held = tile.rows * tile.columns // tile.parts * dtype.itemsize if tile.many else 0
         steps = tile.stages if tile.many else tile.stages - 1

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -29,6 +28,8 @@ from fdasync.gpu.kernels.overlap import overlap, wait_for_inputs
 from fdasync.gpu.kernels.rounding import rounded
 
 if TYPE_CHECKING:
+    import torch
+
     from fdasync.gpu.kernels.experts.activation import Activation
     from fdasync.gpu.kernels.experts.tiles import Tile
 

@@ -62,10 +62,7 @@ def linear_kernel(  # type: ignore[no-untyped-def]
         inputs = weight + tl.cast(start, tl.int64) * weight_input
         if EVEN_DEPTH:
             rows = tl.load(x + start + x_at, mask=here, other=0.0)
-            if EVEN:
-                weights = tl.load(inputs + weight_at)
-            else:
-                weights = tl.load(inputs + weight_at, mask=real, other=0.0)
+            weights = tl.load(inputs + weight_at) if EVEN else tl.load(inputs + weight_at, mask=real, other=0.0)
         else:
             inside = start + depth < INPUTS
             inside_x = inside[:, None] if SWAP else inside[None, :]

@@ -5,11 +5,12 @@ Tiles change the time and never a bit of the results. Knows no tensors. Called b
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from fdasync.gpu.kernels.limits import NARROW
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Tile(NamedTuple):
