@@ -1,8 +1,8 @@
 """Sums and means over the last dimension whose bits do not depend on the number of rows.
 
 torch's own choose by the number of rows how many threads sum one. Here a program sums one row, by a tile and warps that
-the row's size and dtype alone give. Accumulates in float32, as torch does. Knows no models. Called by the plugins' fixed
-numerics. Runs on CUDA, or on the CPU under Triton's interpreter (tests).
+the row's size and dtype alone give. Accumulates in float32, as torch does. Knows no models. Runs on CUDA, or on the CPU
+under Triton's interpreter (tests).
 """
 
 from __future__ import annotations
