@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fdasync.errors import BadInput
+from fdasync.gpu.kernels.linear.agreement import Shape, draw
 from fdasync.gpu.kernels.linear.product import batched, launch_linear, linear
 from fdasync.gpu.kernels.linear.tiles import all_tiles, choose_tile
 
@@ -38,7 +39,7 @@ def assert_product(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("rows", "outputs", "inputs"),
-    [(1, 40, 96), (2, 130, 256), (5, 17, 513), (16, 33, 1024), (20, 24, 72), (70, 40, 96)],
+    [(1, 40, 96), (5, 17, 513), (16, 33, 256), (20, 24, 72), (70, 40, 96)],
 )
 def test_it_is_the_product(device, dtype, rows, outputs, inputs):
     x, weight = factors(rows, outputs, inputs, dtype, device)
@@ -181,8 +182,13 @@ def test_bad_input_is_refused(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("outputs", "inputs"), [(5120, 2048), (2048, 4096), (1000, 2880)])
-def test_a_row_has_the_same_bits_at_every_number_of_rows(device, dtype, outputs, inputs):
+@pytest.mark.parametrize("cancelling", [False, True])
+def test_a_row_has_the_same_bits_at_every_number_of_rows(device, dtype, outputs, inputs, cancelling):
+    """`cancelling`: results are nothing but what sums cut off, so another order has other results."""
     x, weight = factors(MOST, outputs, inputs, dtype, device)
+    if cancelling:
+        shape = Shape(outputs, inputs, dtype, biased=False)
+        x, weight, _ = draw(shape, MOST, torch.Generator(device).manual_seed(1), cancelling=True)
     whole = linear(x, weight)
     for rows in ROWS:
         for begin in {0, 5, MOST - rows}:

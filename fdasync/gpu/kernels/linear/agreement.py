@@ -59,7 +59,7 @@ class Agreements:
         """Of numbers of rows, from 1, those at which the library has our bits in every draw.
 
         A count that was tried before is not tried again. Waits for the device; needs memory for a weight of the shape
-        and for the rows of the largest count.
+        and for the rows of the largest count, a few times over in float32.
         """
         tried = self._tried.setdefault(shape, {})
         asked = sorted(set(counts))
@@ -67,7 +67,7 @@ class Agreements:
         if left:
             tried.update(dict.fromkeys(left, True))
             for number in range(2 * self._rounds):
-                x, weight, bias = _draw(shape, left[-1], self._generator, cancelling=number % 2 == 1)
+                x, weight, bias = draw(shape, left[-1], self._generator, cancelling=number % 2 == 1)
                 for count in left:
                     tried[count] = tried[count] and self._same(x[:count], weight, bias)
         return frozenset(count for count in asked if tried[count])
@@ -109,7 +109,7 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
     return values.contiguous().view(torch.int16 if values.element_size() == 2 else torch.int32)
 
 
-def _draw(
+def draw(
     shape: Shape, rows: int, generator: torch.Generator, *, cancelling: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Rows, a weight and a bias whose sums tell their order.

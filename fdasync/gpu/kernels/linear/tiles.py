@@ -85,7 +85,7 @@ def choose_tile(rows: int, outputs: int, dtype: torch.dtype, *, large: bool, bul
     elif rows <= _MOST_SOME:
         tile = _widest(_SOME, rows, outputs, processors)
     elif large and bulk:
-        return min(_MANY, key=lambda each: _time(*each, rows, outputs, processors))[0]
+        return min(_MANY, key=lambda each: _time(each[0], each[1], rows, outputs, processors))[0]
     else:
         tile = _widest(_POINTERS, rows, outputs, processors)
     return tile if large else _ELSEWHERE.get(tile, tile)
