@@ -77,6 +77,7 @@ class TritonPaging(Paging):
         positions: int64 [T].
         slots: int64 [T], place of each token's KV in the pool; -1: not stored.
         workspaces: of the decode kernel.
+        fixed: attend in the fixed order, in which a token's bits depend on its own sequence alone.
     """
 
     pool: KVPool
@@ -85,6 +86,7 @@ class TritonPaging(Paging):
     positions: torch.Tensor
     slots: torch.Tensor
     workspaces: Workspaces = field(repr=False)
+    fixed: bool = field(default=False, kw_only=True)
 
     def store(self, layer: LayerSpec, key: torch.Tensor, value: torch.Tensor | None) -> None:
         values = None if value is None else self.pool.values[layer.index]
@@ -109,6 +111,7 @@ class TritonPaging(Paging):
             "reach_size": layer.reach.size,
             "sinks": sinks,
             "value_dim": value_dim,
+            "fixed": self.fixed,
         }
         if batch.decodes:
             attend_decode(
@@ -167,6 +170,7 @@ class TritonPaging(Paging):
                 scale=scaling,
                 out=out[ours],
                 workspace=self.workspaces.of(heads, rank),
+                fixed=self.fixed,
             )
         return out
 
