@@ -85,12 +85,14 @@ def join(best, total, sums, peak, weight, part):  # type: ignore[no-untyped-def]
 def finish(best, total, sums, sinks, head, inside, SINKS: tl.constexpr):  # type: ignore[no-untyped-def]
     """The output in float32, of all parts; rows outside become zeros."""
     total = tl.where(inside, total, 1.0)
-    keep = tl.full(total.shape, 1.0, tl.float32)
     if SINKS:
         sink = tl.load(sinks + head, mask=inside, other=float("-inf")).to(tl.float32)
         best = tl.where(inside, best, 0.0)
         above = tl.maximum(best, sink * 1.4426950408889634)
         keep = tl.math.exp2(best - above)
         total = tl.fma(total, keep, tl.math.exp2(tl.fma(sink, 1.4426950408889634, -above)))
+        share = keep / total
+    else:
+        share = 1.0 / total
     # the last addition makes one zero of both
-    return tl.fma(sums, (keep / total)[:, None], 0.0)
+    return tl.fma(sums, share[:, None], 0.0)

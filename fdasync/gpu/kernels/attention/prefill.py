@@ -262,24 +262,19 @@ def attend_prefill(
     width = check_views(query, keys, values, value_dim)
     if not len(tiles):
         return
-    if (
-        not fixed
-        and launch is None
-        and values is not None
-        and _is_hopper(query.device)
-        and fits_hopper(query, keys, values)
-    ):
+    grain = (grain or grain_of(key_dim, query.dtype)) if fixed else None
+    hopper = launch is None and values is not None and _is_hopper(query.device)
+    if hopper and values is not None and fits_hopper(query, keys, values, grain):
         attend_hopper(
             query, keys, values, tables, lanes, starts, first_rows, counts, tiles,
             tile=PREFILL_TILE, scale=scale * LOG2E, reach=REACH_CODES[reach_kind], reach_size=reach_size,
-            sinks=sinks, out=out,
+            sinks=sinks, out=out, grain=grain,
         )  # fmt: skip
         return
     kv_heads = keys.shape[2]
     group = heads // kv_heads
     launch = launch or prefill_launch(key_dim, query.dtype)
-    if fixed:
-        grain = grain or grain_of(key_dim, query.dtype)
+    if grain is not None:
         launch = replace(launch, keys=grain.keys)
     pieces = triton.cdiv(PREFILL_TILE * group, launch.rows)
     d1, d2 = split_dims(key_dim)
@@ -293,6 +288,6 @@ def attend_prefill(
         KV_HEADS=kv_heads, GROUP=group, PIECES=pieces, TILE=PREFILL_TILE, BLOCK_TOKENS=keys.shape[1],
         KEY_DIM=key_dim, D1=d1, D2=d2, VALUE_DIM=width, DV=max(16, triton.next_power_of_2(width)),
         SHARED=shared, WIDEN=query.device.type == "cpu", SINKS=sinks is not None, REACH=REACH_CODES[reach_kind],
-        BLOCK_M=launch.rows, BLOCK_N=launch.keys, PART=grain.part if fixed and grain else 0,
+        BLOCK_M=launch.rows, BLOCK_N=launch.keys, PART=0 if grain is None else grain.part,
         num_warps=launch.warps, num_stages=launch.stages, maxnreg=launch.registers,
     )  # fmt: skip
