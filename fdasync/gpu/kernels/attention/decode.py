@@ -68,14 +68,19 @@ class Workspace:
     processors: int
 
 
-def decode_workspace(max_sequences: int, heads: int, value_dim: int, device: torch.device) -> Workspace:
+def decode_workspace(
+    max_sequences: int, heads: int, value_dim: int, device: torch.device, *, fixed: bool = False
+) -> Workspace:
     """Room for up to this many sequences of `heads` query heads with values up to `value_dim` wide.
 
     Calls with more are not split. Allocates 4 * heads * max(256, max_sequences) * (value_dim + 3) bytes, once: the
-    caller keeps it for as long as calls or graphs that use it may run.
+    caller keeps it for as long as calls or graphs that use it may run. `fixed`: 64 MiB and a little at least, since
+    there each part of a sequence is a partial, however few programs share them; with less room they share fewer.
     """
     # the same room for few sequences with many splits as for many with one or two
     capacity = heads * max(256, max_sequences)
+    if fixed:
+        capacity = max(capacity, (64 << 20) // (4 * value_dim))
     processors = 8
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count

@@ -265,6 +265,6 @@ def attend_rows(  # type: ignore[no-untyped-def]
         sums = finish(whole_best, whole_total, whole_sums, sinks, its_head, its_head >= 0, SINKS)
     else:
         sums = sums * gl.convert_layout(1.0 / total, LINE)[:, None]
-    result = gl.convert_layout(sums.to(DTYPE), LINES)
+    result = gl.convert_layout(sums.to(out.dtype.element_ty), LINES)
     gl.store(out + (token * out_row + head * out_head)[:, None] + dims[None, :], result, mask=mask)
     return turn

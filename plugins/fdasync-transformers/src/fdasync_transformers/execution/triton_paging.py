@@ -26,16 +26,19 @@ if TYPE_CHECKING:
 class Workspaces:
     """Partial results of split decodes, allocated once for each shape of attention and used by all its layers."""
 
-    def __init__(self, max_sequences: int, device: torch.device) -> None:
+    def __init__(self, max_sequences: int, device: torch.device, *, fixed: bool = False) -> None:
+        """`fixed`: for attention in the fixed order, whose decodes leave more partial results."""
         self._max_sequences = max_sequences
         self._device = device
+        self._fixed = fixed
         self._made: dict[tuple[int, int], Workspace] = {}
 
     def of(self, heads: int, value_dim: int) -> Workspace:
         """The workspace for queries of so many heads; call it once for each shape before a graph is captured."""
         found = self._made.get((heads, value_dim))
         if found is None:
-            found = self._made[heads, value_dim] = decode_workspace(self._max_sequences, heads, value_dim, self._device)
+            found = decode_workspace(self._max_sequences, heads, value_dim, self._device, fixed=self._fixed)
+            self._made[heads, value_dim] = found
         return found
 
 
