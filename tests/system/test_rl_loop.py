@@ -364,7 +364,8 @@ def test_a_short_run_with_fixed_numerics_ends_with_ratios_of_one(model: Path, tm
 def test_a_loop_that_promises_ratios_of_one_fails_without_them(rl: Any) -> None:
     report = import_module("rl_loop_report")
     one = rl.mismatch([np.zeros(3, np.float32)], [np.zeros(3, np.float32)])
-    figures = {"reward": 0, "crossed": 0, "stale": 0, "clipped": 0, "left_out": 0, "replayed": 0, "rollout_s": 0, "train_s": 0, "fresh": one}
+    zeros = dict.fromkeys(("reward", "crossed", "stale", "clipped", "left_out", "replayed", "rollout_s", "train_s"), 0)
+    figures = {**zeros, "fresh": one}
     assert report.verdict({"off": [report.StepFigures(other_bits=0, **figures)]}).startswith("off: 3 tokens")
     with pytest.raises(SystemExit, match="1 of 3 log-probs have other bits"):
         report.verdict({"off": [report.StepFigures(other_bits=1, **figures)]})

@@ -338,13 +338,14 @@ class TransformersRunner(Runner):
 
     def _make_step_model(self, model: PreTrainedModel, layout: KVLayout) -> StepModel:
         """With kernels on GPUs, with torch's attention on CPUs, unless configured otherwise. Raises ConfigError."""
+        fixed = self.limits.numerics == "fixed"
         if not uses_kernels(self.config, model.device):
             if model.device.type == "cuda":
                 raise ConfigError("runner_config.kernels", '"torch" is for CPUs: it waits for a GPU at every step')
-            return StepModel(model, layout, fixed=self.limits.numerics == "fixed")
+            return StepModel(model, layout, fixed=fixed)
         if model.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             raise ConfigError("runner_config.kernels", '"triton" on a CPU needs the environment TRITON_INTERPRET=1')
-        return DeviceStepModel(model, layout, self.limits.max_running, live=self._live)
+        return DeviceStepModel(model, layout, self.limits.max_running, live=self._live, fixed=fixed)
 
     def _describe(
         self,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from bits import play, prompts_of, step_model_of
+from fdasync_transformers.execution.device_step import DeviceStepModel
+from fdasync_transformers.fused.live_rows import LiveRows
 
 ALONE = (150, 37, 5, 70)
 STEPS = [
@@ -55,3 +57,15 @@ def test_blocks_of_other_sizes_change_nothing():
     (tokens,) = prompts_of(step_model, 100)
     results = [play(step_model, [tokens], [[(0, 61)], [(0, 39)]], size)[0] for size in (4, 16, 48, 64, 128)]
     assert all(torch.equal(results[0], one) for one in results)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe_swa", "deepseek_v2", "gpt_oss"])
+def test_kernels_in_their_fixed_order_compute_the_same(family):
+    """Their bits are a GPU's to show; here the interpreter's products change with their shape."""
+    plain = step_model_of(family, torch.float32, fixed=True)
+    tokens = prompts_of(plain, 70, 20)
+    steps = [[(0, 40), (1, 20)], [(0, 29)], [(0, 1)]]
+    wanted = play(plain, tokens, steps, 16)
+    kernels = DeviceStepModel(plain.model, plain.layout, 2, live=LiveRows(), fixed=True)
+    for one, other in zip(play(kernels, tokens, steps, 16), wanted, strict=True):
+        assert torch.allclose(one, other, atol=1e-4)

@@ -38,17 +38,20 @@ Way = Literal["both", "decodes", "tiles"]
 class DeviceStepModel(StepModel):
     """A model switched to paged attention by kernels; see `StepModel`."""
 
-    def __init__(self, model: PreTrainedModel, layout: KVLayout, max_running: int, *, live: LiveRows) -> None:
+    def __init__(
+        self, model: PreTrainedModel, layout: KVLayout, max_running: int, *, live: LiveRows, fixed: bool = False
+    ) -> None:
         """Takes a model on a device where kernels run.
 
         Args:
             max_running: most sequences that decode in a step.
             live: of the model's fused modules; set in each pass.
+            fixed: with fixed numerics.
         """
-        super().__init__(model, layout)
+        super().__init__(model, layout, fixed=fixed)
         self._live = live
         self.interpreted = model.device.type == "cpu"
-        self._workspaces = Workspaces(max_running, model.device)
+        self._workspaces = Workspaces(max_running, model.device, fixed=fixed)
 
     def run(self, batch: Batch, table: InputBatch, pool: KVPool, rows: NDArray[np.int64]) -> torch.Tensor:
         """As `StepModel.run`, for start-up: sends the whole table, and waits for the device."""
@@ -80,7 +83,7 @@ class DeviceStepModel(StepModel):
         latents = LatentCatcher()
         context = StepContext(
             layers=self._layers,
-            paging=TritonPaging(pool, lanes.tables, batch, positions, slots, self._workspaces),
+            paging=TritonPaging(pool, lanes.tables, batch, positions, slots, self._workspaces, fixed=self.fixed),
             positions=positions,
             latents=latents,
         )
@@ -88,7 +91,7 @@ class DeviceStepModel(StepModel):
             self.aux.begin(positions)
         self._live.slots = slots
         try:
-            with torch.inference_mode():
+            with self.inference():
                 output = self.model(
                     input_ids=ids[None],
                     position_ids=positions[None],

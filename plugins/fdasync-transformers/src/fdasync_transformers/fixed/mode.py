@@ -110,6 +110,31 @@ def _mm_out(left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor) -> to
     return out.copy_(product(left, right))
 
 
+def _mean(
+    x: torch.Tensor, dim: list[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    if not _of_rows(x, dim):
+        return torch.ops.aten.mean.dim(x, dim, keepdim, dtype=dtype)  # type: ignore[no-any-return]
+    from fdasync.gpu.kernels.layer.sums import row_mean
+
+    return row_mean(x, keepdim=keepdim, dtype=dtype)
+
+
+def _sum(
+    x: torch.Tensor, dim: list[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    if not _of_rows(x, dim):
+        return torch.ops.aten.sum.dim_IntList(x, dim, keepdim, dtype=dtype)  # type: ignore[no-any-return]
+    from fdasync.gpu.kernels.layer.sums import row_sum
+
+    return row_sum(x, keepdim=keepdim, dtype=dtype)
+
+
+def _of_rows(x: torch.Tensor, dim: list[int] | None) -> bool:
+    """Whether it sums each row on a GPU, where torch chooses by the number of rows how."""
+    return x.is_cuda and x.is_floating_point() and dim in ([-1], [x.dim() - 1])
+
+
 def _by_place(func: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     plain = IN_PLACE.get(func)
     if not x.is_cpu or not x.is_floating_point():
@@ -128,6 +153,8 @@ _HANDLERS: dict[Any, Callable[..., torch.Tensor]] = {
     _ATEN.bmm.default: _bmm,
     _ATEN.bmm.out: _bmm_out,
     _ATEN.baddbmm.default: _baddbmm,
+    _ATEN.mean.dim: _mean,
+    _ATEN.sum.dim_IntList: _sum,
 }
 _REFUSED = {
     _ATEN.convolution.default,

@@ -3,7 +3,8 @@
 On a CPU every product has 16 rows (`ROWS`) and a multiple of 16 columns, padded with zeros: libraries choose their
 kernel, and with it the order of sums, by the shape. Measured with MKL and oneDNN: in tiles of one shape the bits of a
 row depend on neither its place, the other rows, the threads nor the alignment; columns in parts have the same bits too.
-The self-check looks at every start whether that holds. Knows no modules and no autograd. Called by `mode.py`.
+On a GPU the kernels of `fdasync.gpu.kernels.linear` walk K in order. The self-check looks at every start whether this
+holds. Knows no modules and no autograd. Called by `mode.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ ROWS = 16
 
 def product(rows: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Rows [R, K] by [K, N], plus a bias [N] before the rounding: [R, N] of the rows' dtype."""
+    if rows.is_cuda:
+        from fdasync.gpu.kernels.linear.product import linear
+
+        return linear(rows, _walkable(right).t(), bias)
     count, columns = rows.shape[0], right.shape[1]
     right = _padded(right, 1)
     if bias is not None:
@@ -34,12 +39,21 @@ def products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     if left.shape[2] == 1:
         # no sum
         return left * right
+    if left.is_cuda:
+        from fdasync.gpu.kernels.linear.product import batched
+
+        return batched(left if left.stride(2) == 1 else left.contiguous(), _walkable(right))
     count, columns = left.shape[1], right.shape[2]
     left, right = _padded(left, 1), _padded(right, 2)
     out = left.new_empty(*left.shape[:2], right.shape[2])
     for first in range(0, left.shape[1], ROWS):
         out[:, first : first + ROWS] = torch.bmm(left[:, first : first + ROWS], right)
     return out[:, :count, :columns].contiguous()
+
+
+def _walkable(right: torch.Tensor) -> torch.Tensor:
+    """With rows or columns that are contiguous, as the kernels walk them."""
+    return right if 1 in right.stride()[-2:] else right.contiguous()
 
 
 def _padded(tensor: torch.Tensor, dim: int) -> torch.Tensor:

@@ -143,13 +143,18 @@ def check_device(config: TransformersConfig, device: torch.device) -> None:
 
 
 def check_numerics(config: TransformersConfig, limits: RunnerLimits, device: torch.device) -> None:
-    """Raise ConfigError where fixed numerics are asked for, and this device or a setting does not have them."""
+    """Raise ConfigError where fixed numerics are asked for, and a setting does not have them."""
     if limits.numerics != "fixed":
         return
-    if uses_kernels(config, device):
-        raise ConfigError("numerics", f"'fixed' is not done by the kernels of {device}", hint="use a CPU, or 'default'")
-    if config.experts not in ("auto", "eager"):
-        raise ConfigError("runner_config.experts", f"{config.experts!r} has no fixed numerics", limit='"auto", "eager"')
+    on_cpu = device.type == "cpu"
+    if on_cpu and uses_kernels(config, device):
+        problem = "has no fixed numerics on a CPU: the interpreter's products change with their shape"
+        raise ConfigError("runner_config.kernels", f"{config.kernels!r} {problem}", hint='use "auto"')
+    allowed = ("auto", "eager") if on_cpu else ("auto", "fused")
+    if config.experts not in allowed:
+        raise ConfigError(
+            "runner_config.experts", f"{config.experts!r} has no fixed numerics on {device}", limit=", ".join(allowed)
+        )
 
 
 def uses_kernels(config: TransformersConfig, device: torch.device) -> bool:
