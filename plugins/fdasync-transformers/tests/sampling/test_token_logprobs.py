@@ -13,7 +13,7 @@ import pytest
 import torch
 from fdasync_transformers.sampling.math import sample_on_host
 from fdasync_transformers.sampling.plan import plan_samples
-from fdasync_transformers.sampling.sampler import sample_on_device
+from fdasync_transformers.sampling.sampler import sample, sample_on_device
 from fdasync_transformers.sampling.scoring import compute_scores, plan_scores, read_scores
 from fdasync_transformers.sampling.token_logprobs import (
     Normalisers,
@@ -217,6 +217,24 @@ def test_scores_of_prompts_have_the_samplers_bits(width: int, dtype: torch.dtype
         wanted = dict(zip(found["top_ids"][row][kept].tolist(), found["top_values"][row][kept].tolist(), strict=True))
         given = {i: v for i, v in zip(ids[row].tolist(), best[row].tolist(), strict=True) if i >= 0}
         assert given == {i: float(np.float32(v)) for i, v in wanted.items()}
+
+
+@pytest.mark.parametrize("kind", ["raw", "processed"])
+def test_an_alternative_is_told_with_the_log_prob_of_a_sample(kind: str) -> None:
+    logits = table(1009, torch.bfloat16)
+    own = [spec(seed=row, temperature=1e-300 if row == 1 else 0.8, top=20, **{kind: True}) for row in range(9)]
+    told = sample(logits, own, [5] * 9, [np.zeros(5, np.int32)] * 9)
+    assert told.top is not None
+    found = told.raw if kind == "raw" else told.processed
+    assert found is not None
+    seen = 0
+    for token, value, top in zip(told.tokens, found, told.top, strict=True):
+        assert top is not None
+        assert value == float(np.float32(value))
+        if token in top.token_ids:
+            seen += 1
+            assert top.logprobs[top.token_ids.index(token)] == value
+    assert seen > 4
 
 
 @pytest.mark.gpu

@@ -17,8 +17,6 @@ from fdasync_transformers.model.head import decoder_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from transformers import PreTrainedModel
-
 # of the logits by which it is found whether anything is done: soft caps and clamps change some of them
 _PROBE = (-300.0, 300.0)
 
@@ -49,8 +47,8 @@ class _StandIn(torch.nn.Module):
         return self.answer
 
 
-def finish_of(model: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """The `finish` of `logprobs` for this model: takes and gives logits [n, V]; None: the output layer is the end.
+def finish_of(model: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """The `finish` of `logprobs` for a model of the library: takes and gives logits [n, V]. None: nothing is done.
 
     The model is not changed, and none of its hooks runs. It is asked anew at each call, so it may be trained on.
 

@@ -45,8 +45,8 @@ class SampleOutput(msgspec.Struct, frozen=True):
     Attributes:
         tokens: sampled ids.
         raw, processed: log-prob of each sampled token; None when no row asked. 0.0 for rows that did not ask.
-        top: alternatives, best first, ties by lower id; None when no row asked, or for rows that did not ask.
-            Fewer than asked where fewer have a probability above 0.
+        top: alternatives, best first, ties by lower id, with the log-probs that they would have as samples; None when
+            no row asked, or for rows that did not ask. Fewer than asked where fewer have a probability above 0.
     """
 
     tokens: list[int]
@@ -83,8 +83,8 @@ def sample(
             force. Ids outside the vocabulary are passed over.
         masks: of the rows under a grammar, in their order (`StepMatchers.masks`); None: there are none.
 
-    Log-probs, natural logarithm: `raw` is the float32 log-softmax of the logits as given. `processed` is the
-    log-softmax, in float64, of the distribution that was sampled from. A greedy row has no such
+    Log-probs, natural logarithm, computed in float64 and rounded to float32: `raw` is the log-softmax of the logits as
+    given. `processed` is the log-softmax of the distribution that was sampled from. A greedy row has no such
     distribution (its token has probability 1); `processed` then is the log-softmax of the logits after
     penalties, bias, stop mask and grammar, at temperature 1 and without filters: a trainer that recomputes log-probs of
     a greedy rollout gets the same.
@@ -195,14 +195,22 @@ def read_samples(plan: SamplePlan, arrays: Mapping[str, np.ndarray[Any, Any]]) -
     if "raw" in arrays:
         raw = np.where(plan.raw, arrays["raw"], 0.0).tolist()
     if "processed" in arrays:
-        processed = np.where(plan.processed, arrays["processed"], 0.0).tolist()
+        processed = np.where(plan.processed, _rounded(arrays["processed"]), 0.0).tolist()
     if "top_ids" in arrays:
         top = [None] * plan.count
         for row, values, ids in zip(plan.top_rows, arrays["top_values"], arrays["top_ids"], strict=True):
+            # so that a token has one log-prob, among alternatives or sampled
+            values = _rounded(values)
             order = np.lexsort((ids, -values))
             order = order[: np.count_nonzero(values > _NEG_INF)]
             top[row] = TopLogprobs(tuple(ids[order].tolist()), tuple(values[order].tolist()))
     return SampleOutput(arrays["tokens"].tolist(), raw, processed, top)
+
+
+def _rounded(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """As float32, in which raw ones come and results are kept; -inf where a tiny temperature leaves that range."""
+    with np.errstate(over="ignore"):
+        return values.astype(np.float32)
 
 
 def _side_by_side(histories: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
