@@ -24,19 +24,12 @@ def compiled(*what: object) -> tuple[int, int, int, int]:
     return shared, products, copies, waits
 
 
-@pytest.mark.parametrize(("dim", "reach"), [(64, 1), (128, 0)])
-def test_prefill(dim: int, reach: int) -> None:
-    keys_at_once, _ = prefill_hopper._TILES[dim]
-    _, products, copies, _ = compiled("prefill", dim, reach)
+@pytest.mark.parametrize(("dim", "reach", "part"), [(64, 1, 512), (128, 0, 0)], ids=["fixed order", "default"])
+def test_prefill(dim: int, reach: int, part: int) -> None:
+    keys_at_once = 64 if part else prefill_hopper._TILES[dim][0]
+    _, products, copies, _ = compiled("prefill", dim, reach, part)
     assert products
     assert copies == 2 * keys_at_once // 16 * dim // 64
-
-
-def test_prefill_in_the_fixed_order() -> None:
-    """Products of a part that ends and of the next one's first tile are under way together there too."""
-    _, products, copies, _ = compiled("prefill", 128, 1, 512)
-    assert products
-    assert copies == 2 * 64 // 16 * 128 // 64
 
 
 @pytest.mark.parametrize("split", [0, 1])

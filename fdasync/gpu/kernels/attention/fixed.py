@@ -59,7 +59,7 @@ def most_parts(max_context: int, reach_kind: ReachKind, reach_size: int, grain: 
     return int(max(1, parts))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def weigh(logits, best, scale):  # type: ignore[no-untyped-def]
     """A part's largest scaled logit so far, the tile's weights (float32), and what sums before it shrink by."""
     above = tl.maximum(best, tl.max(logits, 1) * scale)
@@ -69,7 +69,7 @@ def weigh(logits, best, scale):  # type: ignore[no-untyped-def]
     return above, weights, tl.math.exp2(best - base)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def join(best, total, sums, peak, weight, part):  # type: ignore[no-untyped-def]
     """Takes one more part into those before it: largest logit [M], sum of weights [M], weighted values [M, D]."""
     above = tl.maximum(best, peak)
