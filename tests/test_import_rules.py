@@ -134,7 +134,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
             "fdasync.gpu.kernels.*", "fdasync.ipc.*", "fdasync.request", "fdasync.result", "fdasync.runner.base",
             "fdasync.runner.prompt_scores",
         ),
-        "fdasync_transformers.weights": ("fdasync.runner.base",),
+        "fdasync_transformers.weights": ("fdasync.request", "fdasync.runner.base"),
     },
     {
         "fdasync_mooncake.testing": ("fdasync.ipc.*", "fdasync.testing.*", "fdasync_mooncake.*"),

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fdasync_transformers.start.runner_config import TransformersConfig
     from fdasync_transformers.tokenizer import load_tokenizer
     from fdasync_transformers.verification.verify import Difference, Report, Served, verify
+    from fdasync_transformers.weights.fingerprint import weights_fingerprint
     from fdasync_transformers.weights.named import named_tensors
     from fdasync_transformers.weights.random_checkpoints import make_random_checkpoint
 
@@ -34,6 +35,7 @@ _HOME = {
     "named_tensors": "weights.named",
     "replay_routing": "replay.batch",
     "verify": "verification.verify",
+    "weights_fingerprint": "weights.fingerprint",
 }
 
 __all__ = [
@@ -52,6 +54,7 @@ __all__ = [
     "named_tensors",
     "replay_routing",
     "verify",
+    "weights_fingerprint",
 ]
 
 

@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from fdasync.cache.aux_arena import AuxArena
     from fdasync.cache.host_arena import HostArena
     from fdasync.events.actions import RunStep, SwapIn, SwapOut
-    from fdasync.request import Grammar
+    from fdasync.request import Grammar, WeightsFingerprint
     from fdasync.runner.base import CopyOutput, StepOutput, TensorMeta
     from fdasync.runner.report import ModelReport
     from fdasync_transformers.execution.gpu_services import GpuServices
@@ -285,6 +285,9 @@ class TransformersRunner(Runner):
 
     async def read_weights_id(self, path: str) -> str:
         return self._opened_weights.read_id(path)
+
+    async def fingerprint_weights(self, with_tensors: bool = False) -> WeightsFingerprint:
+        return self._opened_weights.fingerprint(with_tensors)
 
     async def begin_tensors(self, tensors: Sequence[TensorMeta]) -> None:
         self._opened_weights.begin(tensors)

@@ -102,7 +102,7 @@ def build(checkpoint: Checkpoint, dtype: str) -> PreTrainedModel:
     if isinstance(layers, int) and layers > _MOST_LAYERS:
         raise CheckpointError(str(checkpoint.folder / "config.json"), f"asks for {layers:,} layers")
     model = _on_meta(checkpoint, checkpoint.config, checkpoint.architecture.model_class, chosen)
-    _keep_float32(model, chosen)
+    keep_float32(model, chosen)
     return model
 
 
@@ -254,7 +254,7 @@ def _choose_dtype(checkpoint: Checkpoint, dtype: str) -> torch.dtype:
     return chosen
 
 
-def _keep_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
+def keep_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Make the parts float32 that the library keeps so, while the model is still on the meta device."""
     plan = model._get_dtype_plan(dtype)
     if not plan:
