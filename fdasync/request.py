@@ -397,8 +397,10 @@ def checked_fingerprint(expected: Any) -> WeightsFingerprint | None:
     made = WeightsFingerprint(expected) if isinstance(expected, str) else expected
     if not isinstance(made, WeightsFingerprint):
         raise BadInput("expected", f"{type(expected).__name__} is no fingerprint", hint="give its 32 hex digits")
-    if not isinstance(made.weights_id, str) or not _FINGERPRINT.fullmatch(made.weights_id):
-        raise BadInput("expected", f"{made.weights_id!r:.100} is no fingerprint", limit="32 lower-case hex digits")
+    # the struct's own fields are not checked where a caller makes it
+    weights_id: Any = made.weights_id
+    if not isinstance(weights_id, str) or not _FINGERPRINT.fullmatch(weights_id):
+        raise BadInput("expected", f"{weights_id!r:.100} is no fingerprint", limit="32 lower-case hex digits")
     return made
 
 

@@ -149,7 +149,9 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
             "fdasync_transformers.model.*",
         ),
         "fdasync_transformers.tiny": ("fdasync_transformers.weights.*",),
-        "fdasync_transformers.verification": ("fdasync_transformers.replay.*", "fdasync_transformers.weights.*"),
+        "fdasync_transformers.verification": (
+            "fdasync.result", "fdasync_transformers.replay.*", "fdasync_transformers.weights.*",
+        ),
     },
     {
         "fdasync_transformers.execution": (
