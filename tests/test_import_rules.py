@@ -150,7 +150,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         ),
         "fdasync_transformers.tiny": ("fdasync_transformers.weights.*",),
         "fdasync_transformers.verification": (
-            "fdasync.result", "fdasync_transformers.replay.*", "fdasync_transformers.weights.*",
+            "fdasync.request", "fdasync.result", "fdasync_transformers.replay.*", "fdasync_transformers.weights.*",
         ),
     },
     {

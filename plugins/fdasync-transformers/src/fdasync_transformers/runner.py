@@ -305,6 +305,13 @@ class TransformersRunner(Runner):
             torch.cuda.synchronize(self._step_model.model.device)  # blocking: no step is in flight, in a worker process
 
     @property
+    def model(self) -> PreTrainedModel:
+        """The model that is served, for tools that watch its modules. Raises InvariantBroken before `open`."""
+        if self._step_model is None:
+            raise InvariantBroken("the model before it was opened, or after the end")
+        return self._step_model.model
+
+    @property
     def _opened_weights(self) -> LiveWeights:
         if self._weights is None:
             raise InvariantBroken("new weights before the first ones")

@@ -174,6 +174,8 @@ def checked(table: LogprobTable, field: str) -> LogprobTable:
             raise BadInput(where, f"{one.prompt_len} tokens of its {count} are the prompt's")
         if count and not -1 <= int(one.weights.min()) <= int(one.weights.max()) < len(table.weights):
             raise BadInput(where, f"names weights {int(one.weights.max())} of {len(table.weights)}")
+        if count and not np.isnan(one.logprobs[0]):
+            raise BadInput(where, "has a log-prob at position 0, which nothing stands before")
         if not one.temperature > 0:
             raise BadInput(where, f"has temperature {one.temperature}")
         layers.add(-1 if one.digests is None else one.digests.shape[-1])

@@ -97,7 +97,7 @@ def build(checkpoint: Checkpoint, dtype: str) -> PreTrainedModel:
 
     Raises CheckpointError for a config whose sizes do not fit together, ConfigError for a dtype that is not served.
     """
-    chosen = _choose_dtype(checkpoint, dtype)
+    chosen = choose_dtype(checkpoint, dtype)
     layers: Any = getattr(checkpoint.config, "num_hidden_layers", 0)
     if isinstance(layers, int) and layers > _MOST_LAYERS:
         raise CheckpointError(str(checkpoint.folder / "config.json"), f"asks for {layers:,} layers")
@@ -239,7 +239,8 @@ def eos_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
     return tuple(token for token in ids if token >= 0)
 
 
-def _choose_dtype(checkpoint: Checkpoint, dtype: str) -> torch.dtype:
+def choose_dtype(checkpoint: Checkpoint, dtype: str) -> torch.dtype:
+    """As `build` chooses it; "auto" needs the checkpoint's tensors where its config names none. Raises ConfigError."""
     if dtype != "auto":
         return _DTYPES[dtype]
     named: Any = checkpoint.config.dtype
