@@ -151,7 +151,7 @@ def verify_trainer(**options: Any) -> None:
     update in the middle, and by a prefill and a decode instance. Then the library's model computes the log-probs of
     all sampled tokens as a trainer does, in padded batches. Where bits differ, the first request and position are
     named, and the first layer and module whose output differs. For other trainers: --write FILE, then --rollout FILE
-    --logprobs THEIRS (docs/on-policy.md has the layout).
+    --logprobs THEIRS (`pydoc fdasync_transformers.verification.logprob_file` has the layout).
 
     Exit code 0: all bits are equal. 1: something differs. 2: it could not run.
     """

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from fdasync_transformers.verification.modules import ModuleDifference, ModuleTrace, first_difference, traced
     from fdasync_transformers.verification.trainer import TrainerSide
     from fdasync_transformers.verification.verify import Difference, Report, Served, verify
-    from fdasync_transformers.weights.fingerprint import weights_fingerprint
-    from fdasync_transformers.weights.named import named_tensors
+    from fdasync_transformers.weights.named import named_tensors, weights_fingerprint
     from fdasync_transformers.weights.random_checkpoints import make_random_checkpoint
 
 _HOME = {
@@ -59,7 +58,7 @@ _HOME = {
     "rollout_logprobs": "verification.logprob_file",
     "traced": "verification.modules",
     "verify": "verification.verify",
-    "weights_fingerprint": "weights.fingerprint",
+    "weights_fingerprint": "weights.named",
     "write_logprobs": "verification.logprob_file",
 }
 

@@ -64,7 +64,7 @@ def test_every_bit_comes_back(tmp_path: Path) -> None:
 
 
 def test_another_tool_reads_it_and_writes_its_own_log_probs(tmp_path: Path) -> None:
-    """As docs/on-policy.md shows it, with the public library alone."""
+    """With the public library alone."""
     write_logprobs(tmp_path / "rollout", TABLE)
     tensors = load_file(tmp_path / "rollout")
     first, last = tensors["starts"][1:3]

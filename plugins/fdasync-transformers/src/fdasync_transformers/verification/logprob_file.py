@@ -1,8 +1,23 @@
 """A file of log-probs by request and position: what a rollout told, and what a trainer computed for the same tokens.
 
-The layout is docs/on-policy.md's: a safetensors file that any trainer reads and writes with the public library. Shapes
-are checked against each other before a tensor is read; nothing is unpickled. Knows results of an engine and no models.
-Called by `fdasync verify-trainer` and by users; `logprob_compare.py` compares two of them.
+A safetensors file, which any trainer reads and writes with the public library. T tokens of N sequences, one after the
+other, and L decoder layers:
+
+    tokens        int32 [T]      prompt and output
+    logprobs      float32 [T]    natural, of the token at this position, given those before it; NaN: not told
+    weights       int32 [T]      which of the metadata's weights it was computed with; -1: not told
+    starts        int64 [N + 1]  sequence i has the entries [starts[i], starts[i + 1])
+    prompt_lens   int32 [N]      tokens of the prompt
+    samples       int32 [N]      number of the sample among those of its request
+    temperatures  float32 [N]    that the logits were divided by; 1: raw log-probs
+    digests       uint64 [T, L]  may be left out: XXH3-64 of each layer's output, its values as float32
+
+Metadata: `format` "fdasync.logprobs/1"; `request_ids`, a JSON list of N strings; `weights`, a JSON list of [version,
+fingerprint], whose fingerprint may be "". A trainer copies all but `logprobs` and the weights. Sequences are found by
+request and sample, in any order.
+
+Shapes are checked against each other before a tensor is read; nothing is unpickled. Knows results of an engine and no
+models. Called by `fdasync verify-trainer` and by users; `logprob_compare.py` compares two of them.
 """
 
 from __future__ import annotations
@@ -67,8 +82,8 @@ class ScoredSequence(msgspec.Struct, frozen=True, kw_only=True):
             told.
         weights: int32 [n]: which of `LogprobTable.weights` the log-prob was computed with; -1: not told.
         temperature: that the logits were divided by; 1: the model's own distribution.
-        digests: uint64 [n, layers], XXH3-64 of the bytes that each decoder layer put out at each position (in the dtype
-            of the forward pass); None: not told.
+        digests: uint64 [n, layers], XXH3-64 of what each decoder layer put out at each position, as float32; None: not
+            told.
     """
 
     request_id: str

@@ -20,8 +20,7 @@ from fdasync_transformers.verification.logprob_file import LogprobTable, ScoredS
 from fdasync_transformers.verification.modules import ModuleTrace, row_digests, traced
 from fdasync_transformers.verification.reference import library_model
 from fdasync_transformers.weights import loading
-from fdasync_transformers.weights.fingerprint import weights_fingerprint
-from fdasync_transformers.weights.named import NamedTensor, named_tensors
+from fdasync_transformers.weights.named import NamedTensor, named_tensors, weights_fingerprint
 
 if TYPE_CHECKING:
     import os

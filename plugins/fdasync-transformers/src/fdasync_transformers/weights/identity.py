@@ -1,6 +1,6 @@
 """What names weights and models: the digest of a model's tensors, and of the facts that its KV depends on.
 
-Knows tensors and configs; knows no folders. Called by `update.py`, `fingerprint.py` and `runner.py`.
+Knows tensors and configs; knows no folders. Called by `update.py`, `named.py` and `runner.py`.
 """
 
 from __future__ import annotations
