@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import msgspec
 
+from fdasync.request import Numerics
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from contextlib import AbstractAsyncContextManager
@@ -35,6 +37,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
         takes_text: prompts may be text, and results have text.
         dtype: dtype that the model computes in ("bfloat16"); "" where the runner does not tell.
         kv_dtype: dtype of its KV.
+        numerics: "fixed": every number of a token depends on its prefix and the weights alone, to the last bit
+            (`EngineConfig.numerics`); else "default".
         vocab_size: token ids are below it.
         eos_ids: token ids that end a sample, sorted.
         max_context_tokens: most tokens of a sample, prompt and output; on a router that of the instance that takes the
@@ -56,6 +60,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     takes_text: bool
     dtype: str
     kv_dtype: str
+    numerics: Numerics
     vocab_size: int
     eos_ids: tuple[int, ...]
     max_context_tokens: int

@@ -32,6 +32,10 @@ LogprobKind = Literal["none", "raw", "processed", "both"]
 #: what a pause does to the requests that are inside (`Generator.pause`)
 PauseMode = Literal["in_place", "retract", "abort", "wait"]
 GrammarKind = Literal["json_schema", "regex", "lark", "gbnf"]
+#: "default": the fastest arithmetic; the last bits of a number may depend on the batch, chunk and kernel that computed
+#: it. "fixed": every number of a token (KV, log-probs, rows, samples) depends on its prefix and the weights alone, to
+#: the last bit.
+Numerics = Literal["default", "fixed"]
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256

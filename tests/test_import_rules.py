@@ -148,15 +148,20 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
             "fdasync.cache.aux", "fdasync.cache.debug_rows", "fdasync.gpu.*", "fdasync_transformers.fused.*",
             "fdasync_transformers.model.*",
         ),
-        "fdasync_transformers.tiny": ("fdasync_transformers.weights.*",),
-        "fdasync_transformers.verification": (
-            "fdasync.request", "fdasync.result", "fdasync_transformers.replay.*", "fdasync_transformers.weights.*",
+        "fdasync_transformers.fixed": (
+            "fdasync.gpu.kernels.*", "fdasync_transformers.model.*", "fdasync_transformers.sampling.*",
         ),
+        "fdasync_transformers.tiny": ("fdasync_transformers.weights.*",),
     },
     {
+        "fdasync_transformers.verification": (
+            "fdasync.request", "fdasync.result", "fdasync_transformers.fixed.*", "fdasync_transformers.replay.*",
+            "fdasync_transformers.weights.*",
+        ),
         "fdasync_transformers.execution": (
             *_ARENAS, *_RUNNER, "fdasync.gpu.*", "fdasync.request", "fdasync_transformers.capture.*",
-            "fdasync_transformers.fused.*", "fdasync_transformers.model.*", "fdasync_transformers.sampling.*",
+            "fdasync_transformers.fixed.*", "fdasync_transformers.fused.*", "fdasync_transformers.model.*",
+            "fdasync_transformers.sampling.*",
         ),
     },
     {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
 from rich.table import Table
 
 from fdasync.cli.common.stdout import print_json
@@ -28,6 +29,9 @@ def examine_model(config: EngineConfig, as_json: bool, console: Console) -> bool
     Raises what `Runner.examine` raises, PluginError, and ConfigError of the runner's configuration.
     """
     report = make_runner(config.runner, config.runner_config, config.runner_limits()).examine()
+    if report.served and config.numerics == "fixed" and report.numerics != "fixed":
+        reason = f"fixed numerics were asked for, and runner {config.runner!r} does not promise them for it"
+        report = msgspec.structs.replace(report, served=False, reason=reason)
     if as_json:
         print_json(report)
         return report.served
@@ -55,6 +59,8 @@ def _facts(report: ModelReport) -> Table:
         table.add_row("files", _bytes(report.stored_nbytes))
     if report.weights_nbytes:
         table.add_row("weights in memory", f"{_bytes(report.weights_nbytes)} ({report.dtype})")
+    if report.numerics != "default":
+        table.add_row("numerics", report.numerics)
     if report.kv_token_nbytes:
         table.add_row("KV", f"{report.kv_token_nbytes:,} bytes a token")
     if report.aux_token_nbytes:

@@ -11,7 +11,7 @@ import os
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 from rich.console import Console
@@ -23,6 +23,7 @@ from fdasync.cli.serve import serve, up
 from fdasync.cli.store import store
 from fdasync.errors import BadInput, EngineFailed, FdasyncError, PluginError
 from fdasync.registry.registry import COMMANDS, Registry
+from fdasync.request import Numerics
 
 EXIT_DIFFERS = 1
 EXIT_ERROR = 2
@@ -78,6 +79,13 @@ def cli() -> None:
 )
 @click.option("--max-tokens", default=64, show_default=True, type=click.IntRange(1, 100_000), help="Longest output.")
 @click.option("--depth", default=2, show_default=True, type=click.IntRange(1, 2), help="Steps in flight; 2 overlaps.")
+@click.option(
+    "--numerics",
+    default="default",
+    show_default=True,
+    type=click.Choice(get_args(Numerics)),
+    help="As of `fdasync serve`.",
+)
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Of the prompts and of sampling.")
 @click.option(
     "--store",

@@ -16,7 +16,7 @@ from fdasync.cache.host_arena import host_nbytes
 from fdasync.errors import BadInput, ConfigError, PluginError
 from fdasync.registry.mapping import struct_of
 from fdasync.registry.registry import POLICIES, Registry
-from fdasync.request import FIRST_VERSION, checked_version
+from fdasync.request import FIRST_VERSION, Numerics, checked_version
 from fdasync.runner.base import RunnerLimits
 from fdasync.scheduler import LeaseRules, Policy, SchedulerConfig
 from fdasync.scheduler.state.policy import OWN_POLICIES, check_policy
@@ -54,6 +54,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         routing_debug: self-check: the capture records digits of each token's position instead of expert ids, and every
             row is checked when it comes off the device and when it comes to its request; a wrong one fails the engine.
             Blocks of such an engine have identities of their own. Rows of results are then of no other use.
+        numerics: "fixed": every number of a token depends on its prefix and the weights alone, to the last bit, through
+            batches, chunks, prefix hits, preemption, swaps, hand-overs and restarts; so a trainer can compute the same
+            bits. A runner or model that cannot promise it is an error of the start. Blocks computed under one setting
+            are never used under the other. "default": the fastest arithmetic; last bits may depend on the batch.
         max_context_tokens: most tokens of one request, prompt and output; "auto": the model's.
         block_tokens: tokens of a KV block, a power of two; "auto": the runner's choice.
         num_blocks: KV blocks on the device; "auto": what the runner profiled.
@@ -112,6 +116,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tokenizer: str = "auto"
     routing: bool | Auto = "auto"
     routing_debug: bool = False
+    numerics: Numerics = "default"
     max_context_tokens: int | Auto = "auto"
     block_tokens: int | Auto = "auto"
     num_blocks: int | Auto = "auto"
@@ -257,6 +262,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             num_blocks=_or_none(self.num_blocks),
             pipeline_depth=self.pipeline_depth,
             routing_debug=self.routing_debug,
+            numerics=self.numerics,
         )
 
 

@@ -532,6 +532,7 @@ class Engine(Generator):
             takes_text=runtime.tokenizer is not None,
             dtype=capacity.dtype,
             kv_dtype=capacity.kv_dtype,
+            numerics=capacity.numerics,
             vocab_size=capacity.vocab_size,
             eos_ids=tuple(sorted(capacity.eos_ids)),
             max_context_tokens=capacity.max_context_tokens,

@@ -59,6 +59,9 @@ def namespace_of(capacity: Capacity) -> bytes:
     if capacity.routing_debug:
         # blocks with debug rows never match blocks with expert ids
         parts = (*parts, "routing_debug")
+    if capacity.numerics != "default":
+        # blocks of other bits; the default adds nothing, so that stores filled before the setting existed stay in use
+        parts = (*parts, f"numerics={capacity.numerics}")
     return root_key(msgspec.msgpack.encode(parts))
 
 

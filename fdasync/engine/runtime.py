@@ -158,10 +158,7 @@ class Runtime:
         try:
             async with Within(config.start_deadline_s):
                 self.capacity = capacity = await self.runner.open()
-                if capacity.routing_debug != config.routing_debug:
-                    raise ConfigError(
-                        "config.routing_debug", f"runner {config.runner!r} does not know it, or no routing"
-                    )
+                _check_answer(config, capacity)
                 self.namespace = namespace_of(capacity)
                 scheduler = Scheduler(resolve(config, capacity, self.namespace), self.policy)
                 num_host_blocks = scheduler.config.num_host_blocks
@@ -405,3 +402,15 @@ async def to_its_end(what: str, work: Callable[[], Awaitable[object]]) -> None:
                 raise TaskCancelled(what) from None
             while mine.cancelling():
                 mine.uncancel()
+
+
+def _check_answer(config: EngineConfig, capacity: Capacity) -> None:
+    """Raise ConfigError where the runner does not do what the configuration asks of its computation."""
+    if capacity.routing_debug != config.routing_debug:
+        raise ConfigError("config.routing_debug", f"runner {config.runner!r} does not know it, or no routing")
+    if config.numerics == "fixed" and capacity.numerics != "fixed":
+        raise ConfigError(
+            "config.numerics",
+            f"is 'fixed', and runner {config.runner!r} promises {capacity.numerics!r} numerics for this model",
+            hint="set numerics to 'default', or take a runner that answers 'fixed' (Capacity.numerics)",
+        )

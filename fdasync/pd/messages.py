@@ -21,7 +21,7 @@ import msgspec
 from fdasync.cache.aux import AuxSpec
 from fdasync.errors import ProtocolError
 from fdasync.ipc.shared_memory import Part
-from fdasync.request import FIRST_VERSION, MAX_VERSION_CHARS, PauseMode, SamplingParams
+from fdasync.request import FIRST_VERSION, MAX_VERSION_CHARS, Numerics, PauseMode, SamplingParams
 from fdasync.result import FinishReason, TopLogprobs, WeightSpan
 
 PROTOCOL = 1
@@ -75,6 +75,7 @@ class Shape(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
         eos_ids: token ids that end a sample, sorted.
         routing_debug: whether rows name positions instead of experts.
         text: digest of the token ids that the tokenizer makes of sample texts; empty without a tokenizer.
+        numerics: the arithmetic that the blocks are computed in (`request.Numerics`).
     """
 
     model: Key
@@ -87,6 +88,7 @@ class Shape(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     eos_ids: Annotated[tuple[Count, ...], Meta(max_length=4096)]
     routing_debug: bool
     text: Namespace
+    numerics: Numerics = "default"
 
     def difference(self, other: Shape) -> tuple[str, str, str] | None:
         """The first field that differs, with both values as text; None: blocks can be exchanged."""

@@ -14,6 +14,7 @@ import msgspec
 
 from fdasync.cache.aux import AuxSpec
 from fdasync.errors import BadInput, DeadlineExceeded, FdasyncError, InvariantBroken, WeightsBroken, WeightsRejected
+from fdasync.request import Numerics
 from fdasync.result import TopLogprobs
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class RunnerLimits(msgspec.Struct, frozen=True, kw_only=True):
         block_tokens, num_blocks: as configured, or None to let the runner choose or profile.
         pipeline_depth: most steps in flight.
         routing_debug: record digits of each token's position instead of expert ids (`cache/debug_rows.py`).
+        numerics: the arithmetic that is asked for; `Capacity.numerics` answers.
     """
 
     model: str = ""
@@ -50,6 +52,7 @@ class RunnerLimits(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int | None = None
     pipeline_depth: int = 1
     routing_debug: bool = False
+    numerics: Numerics = "default"
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +81,9 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
             blocks, against fetching them from a store, until steps give a better figure.
         routing_debug: rows name positions, not experts, as `RunnerLimits` asked.
         dtype: that the model computes in ("bfloat16"); "": not told.
+        numerics: what the runner promises of its numbers. "fixed" only where `RunnerLimits` asked for it and every
+            path of this model keeps it, else "default": the engine then refuses to start. A runner may also refuse
+            by itself, with a ConfigError that says which part of the model stands in the way.
         notes: for people, such as special cases in force.
     """
 
@@ -105,6 +111,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     prefill_tokens_per_s: float = 0.0
     routing_debug: bool = False
     dtype: str = ""
+    numerics: Numerics = "default"
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

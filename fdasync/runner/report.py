@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
+from fdasync.request import Numerics
+
 
 class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
     """A model that was looked at without loading it.
@@ -18,6 +20,7 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
         reason: why not; "" if it would be served.
         model_class: the class that would compute it; "" where it is not known.
         dtype: of weights and KV; "" where it is not known.
+        numerics: what `Capacity.numerics` would answer.
         stored_nbytes: of the files that hold its tensors.
         weights_nbytes: of the weights in memory.
         kv_token_nbytes: KV of one token over all layers; 0: not known.
@@ -35,6 +38,7 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     model_class: str = ""
     dtype: str = ""
+    numerics: Numerics = "default"
     stored_nbytes: int = 0
     weights_nbytes: int = 0
     kv_token_nbytes: int = 0

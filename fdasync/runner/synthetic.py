@@ -94,6 +94,8 @@ class SyntheticRunner(SyntheticSteps):
             grammars=not config.free,
             scores_prompts=True,
             routing_debug=limits.routing_debug and capture,
+            # a free decode step does not look at the prefix
+            numerics="default" if config.free else limits.numerics,
             notes=("no model: tokens follow from those before them by a rule",),
         )
 

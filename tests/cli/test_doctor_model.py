@@ -80,6 +80,20 @@ def test_json_is_the_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rep
     assert msgspec.convert(json.loads(said), ModelReport) == report
 
 
+@pytest.mark.parametrize("report", [SERVED, msgspec.structs.replace(SERVED, numerics="fixed")])
+def test_fixed_numerics_are_served_by_runners_that_promise_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, report: ModelReport
+) -> None:
+    assert doctor(monkeypatch, tmp_path, report)[0] == 0
+    code, said = doctor(monkeypatch, tmp_path, report, "--numerics", "fixed")
+    if report.numerics == "fixed":
+        assert code == 0
+        assert said.split("numerics")[1].split()[1] == "fixed"
+    else:
+        assert code == 1
+        assert "would not be served: fixed numerics were asked for, and runner 'synthetic'" in said
+
+
 def test_a_runner_without_a_report_says_so(tmp_path: Path) -> None:
     found = CliRunner().invoke(cli, ["doctor", "--model", str(tmp_path), "--runner", "synthetic"])
     assert isinstance(found.exception, BadInput)

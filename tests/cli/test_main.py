@@ -15,13 +15,14 @@ from typing import Any
 import msgspec
 import pytest
 import uvloop
+from click.testing import CliRunner
 from fdasync_transformers import make_random_checkpoint
 from rich.console import Console
 
 from fdasync.cli.demo import one_engine as demo_serving
 from fdasync.cli.demo.run import run_demo
 from fdasync.cli.demo.workload import DemoOptions, Served
-from fdasync.cli.main import main
+from fdasync.cli.main import cli, main
 from tests.support.commands import errors, interruptible
 
 COMMAND = [sys.executable, "-c", "from fdasync.cli.main import main; main()"]
@@ -164,6 +165,16 @@ def served(model: Path) -> Served:
     """What the demo serves from the tiny model, once."""
     config = demo_serving._config(OPTIONS, model, None)
     return uvloop.run(demo_serving.serve(OPTIONS, config, Console(file=io.StringIO())))
+
+
+@pytest.mark.parametrize(("words", "numerics"), [((), "default"), (("--numerics", "fixed"), "fixed")])
+def test_the_demo_s_engine_has_the_numerics_of_the_option(
+    words: tuple[str, ...], numerics: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[DemoOptions] = []
+    monkeypatch.setattr("fdasync.cli.demo.run.run_demo", lambda options, _console: given.append(options))
+    assert CliRunner().invoke(cli, ["demo", *words]).exit_code == 0
+    assert demo_serving._config(given[0], Path("model"), None).numerics == numerics
 
 
 def judge(served: Served, model: Path, monkeypatch: pytest.MonkeyPatch) -> int:

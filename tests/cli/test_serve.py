@@ -171,6 +171,7 @@ def test_a_signal_while_it_loads_ends_it(tmp_path: Path) -> None:
         (["--listen", "ipc:///x", "--tap", ""], ["--tap", "lacks the name of a tap"]),
         (["--listen", "ipc:///x", "--store-required"], ["store_required", "names no store"]),
         (["--listen", "ipc:///x", "--dtype", "float32"], ["dtype"]),
+        (["--listen", "ipc:///x", "--numerics", "exact"], ["--numerics", "'default', 'fixed'"]),
         (["--listen", "ipc:///x", "--ready-fd", "99"], ["99", "no open descriptor"]),
         (["--listen", "ipc:///x", "--peer", "tcp://10.0.0.1:5"], ["10.0.0.1", "loopback"]),
     ],
@@ -217,7 +218,7 @@ def test_a_model_that_cannot_be_loaded_is_told_in_one_line(tmp_path: Path) -> No
 
 def options(**values: Any) -> dict[str, Any]:
     names = ("model", "config_path", "runner", "dtype", "device", "num_threads", "num_blocks", "block_tokens",
-             "max_context_tokens", "max_running", "max_step_tokens", "host_blocks", "seed")  # fmt: skip
+             "max_context_tokens", "max_running", "max_step_tokens", "host_blocks", "seed", "numerics")  # fmt: skip
     return {**dict.fromkeys(names), "taps": (), "store": None, "store_required": False, "policy": None, **values}
 
 
@@ -232,6 +233,15 @@ def test_options_beat_the_file(tmp_path: Path) -> None:
     assert engine_config(options(config_path=path, store="file:kv", store_required=True)).store_required
     assert engine_config(options(config_path=path), "prefill").role == "prefill"
     assert engine_config(options(model=Path("b"), dtype="bfloat16")).role == "mixed"
+
+
+def test_numerics_come_from_the_file_or_from_the_option(tmp_path: Path) -> None:
+    path = tmp_path / "engine.toml"
+    path.write_text('model = "a"\nnumerics = "fixed"\n')
+    assert engine_config(options(model=Path("a"))).numerics == "default"
+    assert engine_config(options(model=Path("a"), numerics="fixed")).numerics == "fixed"
+    assert engine_config(options(config_path=path)).numerics == "fixed"
+    assert engine_config(options(config_path=path, numerics="default")).numerics == "default"
 
 
 def test_a_policy_is_named_with_its_settings(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_what_is_out_of_range_is_refused_by_name(field, value):
         ("seed", "x"), ("host_blocks", "all"), ("host_blocks", 1.5), ("store", None), ("store_config", "x"),
         ("store_required", 1), ("store_open_deadline_s", "1"),
         ("write_through", "some"), ("write_through", True), ("write_back", "yes"), ("fetch_min_tokens", 1.5),
-        ("store_calls", "8"), ("store_kill_s", None),
+        ("store_calls", "8"), ("store_kill_s", None), ("numerics", "exact"), ("numerics", True), ("numerics", None),
     ],
 )  # fmt: skip
 def test_what_has_the_wrong_type_is_refused_by_name(field, value):

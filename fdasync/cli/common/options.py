@@ -10,7 +10,7 @@ import json
 import re
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 import msgspec
@@ -20,6 +20,7 @@ from fdasync.engine.config import EngineConfig, policy_class
 from fdasync.errors import BadInput, ConfigError
 from fdasync.events.tap import Tap
 from fdasync.registry.registry import TAPS, Registry
+from fdasync.request import Numerics
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -87,6 +88,11 @@ _OPTIONS = (
     click.option(
         "--num-threads", type=_COUNT, help="CPU threads of each model process. Default: instances share the cores."
     ),
+    click.option(
+        "--numerics", type=click.Choice(get_args(Numerics)),
+        help="fixed: every number of a token depends on its prefix and the weights alone, to the last bit; runners that"
+        " cannot promise it are refused.  [default: default]",
+    ),
     click.option("--num-blocks", type=_COUNT, help="KV blocks on the device. Default: what fits."),
     click.option("--block-tokens", type=_COUNT, help="Tokens of a KV block, a power of two. Default: the runner's."),
     click.option("--max-context-tokens", type=_COUNT, help="Longest prompt and output together. Default: the model's."),
@@ -109,7 +115,10 @@ _OPTIONS = (
     ),
     click.option("--seed", type=click.IntRange(0), help="Of the engine's own random numbers."),
 )  # fmt: skip
-_PLAIN = ("num_blocks", "block_tokens", "max_context_tokens", "max_running", "max_step_tokens", "host_blocks", "seed")
+_PLAIN = (
+    "numerics", "num_blocks", "block_tokens", "max_context_tokens", "max_running", "max_step_tokens", "host_blocks",
+    "seed",
+)  # fmt: skip
 # parameters that `engine_config` takes
 _NAMES = ("model", "runner", "dtype", "device", "num_threads", *_PLAIN, "store", "store_required", "policy", "taps")
 

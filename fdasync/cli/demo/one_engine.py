@@ -75,6 +75,7 @@ def _config(options: DemoOptions, model: Path, store: tuple[str, dict[str, Any]]
         process="inline" if options.inline else "worker",
         routing=True,
         pipeline_depth=options.depth,
+        numerics=options.numerics,
         max_running=max(options.concurrency * GROUP_SAMPLES, 64),
         max_step_tokens=max(options.concurrency * GROUP_SAMPLES, 2048),
         max_requests=max(options.concurrency * GROUP_SAMPLES, 4096),

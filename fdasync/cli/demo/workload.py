@@ -15,7 +15,7 @@ import msgspec
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from fdasync.errors import BadInput
-from fdasync.request import SamplingParams
+from fdasync.request import Numerics, SamplingParams
 from fdasync.result import Result
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     concurrency: int = 32
     max_tokens: int = 64
     depth: int = 2
+    numerics: Numerics = "default"
     seed: int = 0
     inline: bool = False
     pd: str = ""

@@ -104,6 +104,7 @@ def shape_of(capacity: Capacity, text: bytes = b"") -> Shape:
         tuple(sorted(capacity.eos_ids)),
         capacity.routing_debug,
         text,
+        capacity.numerics,
     )
 
 

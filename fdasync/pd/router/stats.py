@@ -94,6 +94,7 @@ def facts_of(table: InstanceTable) -> ModelFacts:
         takes_text=bool(shape.text),
         dtype=facts.dtype,
         kv_dtype=shape.kv_dtype,
+        numerics=shape.numerics,
         vocab_size=facts.vocab_size,
         eos_ids=shape.eos_ids,
         max_context_tokens=max(instance.facts.max_context_tokens for instance in alike),

@@ -32,7 +32,8 @@ class RunnerSuite(LoopHooks):
     """What an adopter of `RunnerTests` or `RunTests` says about its runner.
 
     Attributes:
-        limits: given to `make`; must have room for 4 sequences, 12 blocks and steps of 4 blocks.
+        limits: given to `make`, in some tests with `numerics="fixed"`; must have room for 4 sequences, 12 blocks and
+            steps of 4 blocks.
         logprobs: the runner computes log-probs.
         overlaps: the runner takes a step while one is in flight.
         grammar: one that has an effect on samples, and allows four tokens and more; None: the runner has no grammars.

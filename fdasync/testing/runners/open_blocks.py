@@ -7,8 +7,7 @@ must equal that of the first runner when the first runner goes on itself. Used b
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,6 +19,7 @@ from fdasync.testing.harness.bounded import on_loop
 from fdasync.testing.harness.verdicts import check, equal
 from fdasync.testing.runners.bench import GREEDY, Answer, noisy, on_bench
 from fdasync.testing.runners.harness import RunnerSuite, same_rows
+from fdasync.testing.runners.lines import Line, Play
 
 if TYPE_CHECKING:
     import asyncio
@@ -28,9 +28,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fdasync.events.actions import SeqStart
     from fdasync.request import SamplerSpec
-    from fdasync.runner.base import CopyOutput, StepOutput
+    from fdasync.runner.base import CopyOutput
     from fdasync.testing.runners.bench import Bench
 
 # sampled tokens of a sequence, the first one included
@@ -41,34 +40,6 @@ _FROM = (0, 1, 2, 3)
 _PLACES = (2, 0, 3, 1)
 _INTO = (9, 4, 7, 2)
 _OTHERS = ((0, 1), (5, 6, 8))
-
-
-@dataclass
-class _Line:
-    """One sequence.
-
-    Attributes:
-        start: how it joins.
-        blocks: its block table.
-        tokens, raw, processed, best: what was sampled for it, and the log-probs.
-        length: tokens so far.
-    """
-
-    start: SeqStart
-    blocks: Sequence[int]
-    tokens: list[int] = field(default_factory=list)
-    raw: list[float] = field(default_factory=list)
-    processed: list[float] = field(default_factory=list)
-    best: list[tuple[float, ...]] = field(default_factory=list)
-    length: int = 0
-
-    def take(self, output: StepOutput, row: int) -> None:
-        self.tokens.append(output.tokens[row])
-        if output.raw is not None and output.processed is not None:
-            self.raw.append(output.raw[row])
-            self.processed.append(output.processed[row])
-        best = None if output.top is None else output.top[row]
-        self.best.append(() if best is None else best.logprobs)
 
 
 @dataclass(frozen=True)
@@ -87,49 +58,8 @@ class _Begun:
     kv: list[NDArray[np.uint8]]
     past: NDArray[np.bool_]
     rows: dict[str, NDArray[Any]]
-    line: _Line
+    line: Line
     whole: Answer
-
-
-class _Play:
-    """Sequences that are decoded together, with up to `depth` steps in flight."""
-
-    def __init__(self, on: Bench, depth: int) -> None:
-        self._on = on
-        self._depth = depth
-        self._lines: list[_Line] = []
-        self._flights: deque[tuple[asyncio.Future[StepOutput], list[_Line]]] = deque()
-
-    async def step(self, *joining: _Line) -> None:
-        """Launch a step, if there is a sequence; wait until there is room for another step in flight."""
-        on, size = self._on, self._on.size
-        if not self._lines and not joining:
-            return
-        due = [line for line in self._lines if line.length % size == 0]
-        appends = [on.append(line.start.key, line.blocks[line.length // size]) for line in due]
-        for line in self._lines:
-            line.length += 1
-        chunks = []
-        for line in joining:
-            line.length = len(line.start.tokens) // 4
-            chunks.append(Chunk(line.start.key, line.length - line.start.num_cached, True))
-        starts = [line.start for line in joining]
-        self._lines += joining
-        self._flights.append((on.launch(starts=starts, appends=appends, chunks=chunks), list(self._lines)))
-        while len(self._flights) >= self._depth:
-            await self._land()
-
-    async def end(self) -> None:
-        """Wait for all; the sequences leave."""
-        while self._flights:
-            await self._land()
-        await self._on.leave(*[line.start.key for line in self._lines])
-
-    async def _land(self) -> None:
-        future, lines = self._flights.popleft()
-        output = await future
-        for row, line in enumerate(lines):
-            line.take(output, row)
 
 
 class TailTests(RunnerSuite):
@@ -241,9 +171,9 @@ class TailTests(RunnerSuite):
 
     async def _begin(self, on: Bench, key: int, prompt: list[int], sampler: SamplerSpec, count: int) -> _Begun:
         """Compute a sequence, with copies of its whole blocks as they were after its first token."""
-        line = _Line(on.start(key, prompt, _FROM, sampler=sampler), _FROM)
+        line = Line(on.start(key, prompt, _FROM, sampler=sampler), _FROM)
         used = len(line.start.blocks)
-        play = _Play(on, 1)
+        play = Play(on, 1)
         await play.step(line)
         kv = await self._sent(on, _FROM[:used])
         rows = on.rows(_FROM, 0, len(prompt))
@@ -269,15 +199,15 @@ class TailTests(RunnerSuite):
         prompts = [on.prompt(5), on.prompt(on.size + 3, salt=5)] if self.batch_safe else []
         alone = [await on.answer(key + 1, prompt, _COUNT, _OTHERS[at]) for at, prompt in enumerate(prompts)]
         prompt, first = begun.prompt, begun.line.tokens[0]
-        play = _Play(on, depth)
-        others = [_Line(on.start(key + 1 + at, own, _OTHERS[at]), _OTHERS[at]) for at, own in enumerate(prompts)]
+        play = Play(on, depth)
+        others = [Line(on.start(key + 1 + at, own, _OTHERS[at]), _OTHERS[at]) for at, own in enumerate(prompts)]
         await play.step(*others[:1])
         # its blocks arrive while another sequence runs
         arrived = self._receive(on, begun)
         await play.step()
         await arrived
         here: dict[str, Any] = {"cached": len(prompt), "prompt_len": len(prompt), "sampler": begun.sampler}
-        line = _Line(on.start(key, [*prompt, first], _INTO, **here), _INTO)
+        line = Line(on.start(key, [*prompt, first], _INTO, **here), _INTO)
         await play.step(line, *others[1:])
         for _ in range(len(begun.line.tokens) - 2):
             await play.step()
@@ -302,7 +232,7 @@ class TailTests(RunnerSuite):
             return
         raise AssertionError(f"row {position} is there, which no step computed")
 
-    def _assert_logprobs(self, whole: _Line, later: _Line) -> None:
+    def _assert_logprobs(self, whole: Line, later: Line) -> None:
         """Compare log-probs from the second token on; those of the first token came with it."""
         if not self.logprobs:
             return

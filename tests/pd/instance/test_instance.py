@@ -18,12 +18,13 @@ from fdasync.pd.instance.text_digest import text_digest
 from fdasync.pd.messages import Shape
 from fdasync.pd.router.router import Router
 from fdasync.result import Usage
-from fdasync.testing import LetterTokenizer, synthetic_config, synthetic_engine
+from fdasync.testing import LetterTokenizer, check_sample, oracle_of, synthetic_config, synthetic_engine
 from fdasync.testing.sim.loop import run_sim
 from fdasync.testing.sim.network import SimNetwork
 from fdasync.testing.sim.transport import SimFabric, SimFaults, SimTransport
 
 BRIEF = SamplingParams(max_tokens=8)
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 LONG = SamplingParams(max_tokens=40)
 
 
@@ -93,7 +94,7 @@ async def test_an_address_that_is_taken_is_refused_before_the_model_loads(family
 def test_of_two_shapes_what_people_can_read_is_named_first():
     specs = (AuxSpec("routing", (2, 2), "uint8"),)
     ours = Shape(b"m" * 16, "nhd", "bfloat16", 16, 1024, specs, 300, (7,), False, b"t" * 16)
-    theirs = Shape(b"o" * 16, "hnd", "float16", 32, 2048, (), 301, (7, 8), True, b"")
+    theirs = Shape(b"o" * 16, "hnd", "float16", 32, 2048, (), 301, (7, 8), True, b"", "fixed")
     named = []
     while (found := ours.difference(theirs)) is not None:
         named.append(found[0])
@@ -101,7 +102,7 @@ def test_of_two_shapes_what_people_can_read_is_named_first():
         theirs = msgspec.structs.replace(theirs, **{found[0]: getattr(ours, found[0])})
     assert named == [
         "kv_layout", "kv_dtype", "block_tokens", "block_nbytes", "aux", "vocab_size", "eos_ids", "routing_debug",
-        "text", "model",
+        "text", "numerics", "model",
     ]  # fmt: skip
     assert last == ("model", (b"m" * 16).hex(), (b"o" * 16).hex())
 
@@ -150,7 +151,8 @@ class _Upper(LetterTokenizer):
         ("eos_ids", {"runner": {"eos_id": -1}}, "has (7,), m1 has ()"),
         ("text", {"runner": {"eos_id": 7}, "tokenizer": _Upper()}, "has"),
         ("text", {"runner": {"eos_id": 7}, "tokenizer": None}, "has"),
-        ("routing_debug", {"runner": {"eos_id": 7}, "routing_debug": True}, "has False, m1 has True"),
+        ("routing_debug", {"runner": {"eos_id": 7}, "engine": {"routing_debug": True}}, "has False, m1 has True"),
+        ("numerics", {"runner": {"eos_id": 7}, "engine": {"numerics": "fixed"}}, "has 'default', m1 has 'fixed'"),
     ],
 )
 def test_instances_that_would_answer_differently_do_not_fit(field, options, words):
@@ -159,8 +161,7 @@ def test_instances_that_would_answer_differently_do_not_fit(field, options, word
     async def main():
         network = SimNetwork(Random(1))
         ours = make(network, 0, runner={"eos_id": 7}, name="m0", tokenizer=LetterTokenizer())
-        debug = options.get("routing_debug", False)
-        config = synthetic_config(options["runner"], role="mixed", host_blocks=16, routing_debug=debug)
+        config = synthetic_config(options["runner"], role="mixed", host_blocks=16, **options.get("engine", {}))
         other = Instance(
             config, listen="ipc://m1", name="m1", transports=[], wire=network.wire("m1"),
             tokenizer=options.get("tokenizer", LetterTokenizer()),
@@ -176,6 +177,30 @@ def test_instances_that_would_answer_differently_do_not_fit(field, options, word
             assert refused.field == f"shape.{field}"
 
     run_sim(main())
+
+
+def test_prefill_and_decode_of_unlike_numerics_refuse_each_other_and_alike_ones_serve():
+    async def main(numerics):
+        network, fabric = SimNetwork(Random(1)), SimFabric(Random(2), SimFaults())
+        sides = []
+        for number, role in enumerate(("prefill", "decode")):
+            config = synthetic_config(role=role, host_blocks=16, numerics=numerics[number])
+            wire = network.wire(f"m{number}")
+            sides.append(Instance(config, listen=f"ipc://m{number}", transports=[SimTransport(fabric)], wire=wire))
+        async with sides[0], sides[1]:
+            if numerics[0] != numerics[1]:
+                for ours, other in (sides, sides[::-1]):
+                    assert ours.check(other.hello()).field == "shape.numerics"
+                return
+            addresses = [side.address for side in sides]
+            async with Router(addresses, wire=network.wire("router"), seed=1) as router:
+                result = await router.complete([1, 2, 3, 4, 5], GREEDY)
+                assert router.facts().numerics == numerics[0]
+            check_sample(result.samples[0], [1, 2, 3, 4, 5], GREEDY, oracle_of(sides[1].engine.config))
+            assert sides[1].engine.stats().scheduler.leases_granted == 1
+
+    for numerics in (("fixed", "fixed"), ("fixed", "default"), ("default", "fixed")):
+        run_sim(main(numerics))
 
 
 def test_a_digest_of_text_follows_what_a_tokenizer_does():

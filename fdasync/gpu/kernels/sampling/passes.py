@@ -22,6 +22,7 @@ from fdasync.gpu.kernels.sampling.tile import (
     id_of,
     job_float,
     job_int,
+    log_of_mass,
     mass_of,
     order_of,
     reach_of,
@@ -129,7 +130,6 @@ def draw_kernel(  # type: ignore[no-untyped-def]
     peaks = tl.load(tile_best + job * tiles + number, mask=number < tiles, other=float("-inf"))
     best = tl.max(peaks, axis=0)
     scale = job_float(floats, job, SCALE)
-    unit = (tl.full((), 1, tl.int64) << shift).to(tl.float64)
     mass = tl.load(kept + job * tiles + number, mask=number < tiles, other=0)
     whole = tl.sum(mass, axis=0)
     drawn = (job_int(ints, job, DRAWN) > 0) & (whole > 0)
@@ -167,13 +167,13 @@ def draw_kernel(  # type: ignore[no-untyped-def]
     # of a row that is not finite it may be anything
     token = tl.maximum(tl.minimum(token, width - 1), 0)
     tl.store(tokens + job, token.to(tl.int64))
-    tl.store(processed + job, log - tl.log(whole.to(tl.float64) / unit))
+    tl.store(processed + job, log - log_of_mass(whole, shift))
     raw_job = job_int(ints, job, RAW)
     if raw_job >= 0:
         first = best_of(tile_best, raw_job, tiles, padded).to(tl.float64)
         mass = tl.load(total + raw_job * tiles + number, mask=number < tiles, other=0)
         own = tl.load(logits + job_int(ints, job, ROW) * stride + token).to(tl.float64)
-        scored = own - first - tl.log(tl.sum(mass, axis=0).to(tl.float64) / unit)
+        scored = own - first - log_of_mass(tl.sum(mass, axis=0), shift)
         tl.store(raws + job, scored.to(tl.float32))
 
 

@@ -17,6 +17,7 @@ import triton
 
 from fdasync.errors import BadInput
 from fdasync.gpu.kernels.sampling.edits import NO_EDITS, prepare_edits
+from fdasync.gpu.kernels.sampling.log_masses import logs_of_masses
 from fdasync.gpu.kernels.sampling.mass import shift_of
 from fdasync.gpu.kernels.sampling.narrow import PIVOTS, bounds_kernel, narrow_kernel
 from fdasync.gpu.kernels.sampling.passes import chunk_kernel, draw_kernel, masses_kernel, peaks_kernel
@@ -180,6 +181,7 @@ class _Work:
             *self._read, self._shift, self._sent["ints"], self._sent["floats"], self._tile_best, self._given,
             self._total, self._kept, self._cuts, tokens, finite, raw, processed, *self._edits,
             filtered=self._filtered, chunks=TILE // CHUNK, chunk=CHUNK, **self._sizes, num_warps=_WARPS["draw"],
+            enable_fp_fusion=False,
         )  # fmt: skip
         values = ids = None
         if "top_jobs" in self._sent:
@@ -202,7 +204,8 @@ class _Work:
         raw = sent["top_raw"].unsqueeze(-1) > 0
         floats = sent["floats"].index_select(0, jobs)
         kept = torch.where(raw, self._total.index_select(0, jobs), self._kept.index_select(0, jobs))
-        mass = kept.sum(dim=-1, keepdim=True).double() / 2.0**self._shift
+        # by the logarithm of the draw: a library's may differ in the last bit
+        whole = logs_of_masses(kept, self._shift).unsqueeze(-1)
         logs = torch.where(values == first, 0.0, values.double() - first.double()) * floats[:, :1]
         real = torch.arange(most, device=jobs.device) < sent["top_counts"].unsqueeze(-1)
         passed = logs >= floats[:, 3:4]
@@ -211,7 +214,7 @@ class _Work:
             limited = (sent["ints"].index_select(0, jobs)[:, 6:7] > 0) | (floats[:, 2:3] < 1.0)
             passed &= (orders >= cut) | ~limited
         real &= (passed | raw) & (values > float("-inf"))
-        return torch.where(real, logs - mass.log(), float("-inf")), ids
+        return torch.where(real, logs - whole, float("-inf")), ids
 
 
 def _decoded(orders: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

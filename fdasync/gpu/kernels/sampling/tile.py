@@ -161,3 +161,13 @@ def mass_of(x, logs, reach, shift):  # type: ignore[no-untyped-def]
     # a sum with 2^52 is a whole number, in its low bits
     whole = bits.to(tl.float64, bitcast=True) + _float64(4503599627370496.0)
     return tl.where(x >= reach, whole.to(tl.int64, bitcast=True) - 0x4330000000000000, 0)
+
+
+@triton.jit
+def log_of_mass(mass, shift):  # type: ignore[no-untyped-def]
+    """float64 log of a sum of masses over the mass of the largest logit.
+
+    Kernels that subtract it from a log are launched without `enable_fp_fusion`: a product that was fused with the
+    difference would be rounded once less, in one kernel and not in the next.
+    """
+    return tl.log(mass.to(tl.float64) / (tl.full((), 1, tl.int64) << shift).to(tl.float64))

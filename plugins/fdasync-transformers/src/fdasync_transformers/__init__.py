@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fdasync_transformers.fixed.trainer import TrainerNumerics, fixed_numerics
     from fdasync_transformers.replay.batch import Replay, checkpoint_contexts, replay_routing
     from fdasync_transformers.replay.force import forced_routing
     from fdasync_transformers.replay.layout import Packed, Padded
@@ -42,6 +43,7 @@ _HOME = {
     "Report": "verification.verify",
     "ScoredSequence": "verification.logprob_file",
     "Served": "verification.verify",
+    "TrainerNumerics": "fixed.trainer",
     "TrainerSide": "verification.trainer",
     "TransformersConfig": "start.runner_config",
     "TransformersRunner": "runner",
@@ -49,6 +51,7 @@ _HOME = {
     "checkpoint_contexts": "replay.batch",
     "compare_logprobs": "verification.logprob_compare",
     "first_difference": "verification.modules",
+    "fixed_numerics": "fixed.trainer",
     "forced_routing": "replay.force",
     "load_tokenizer": "tokenizer",
     "make_random_checkpoint": "weights.random_checkpoints",
@@ -75,6 +78,7 @@ __all__ = [
     "Report",
     "ScoredSequence",
     "Served",
+    "TrainerNumerics",
     "TrainerSide",
     "TransformersConfig",
     "TransformersRunner",
@@ -82,6 +86,7 @@ __all__ = [
     "checkpoint_contexts",
     "compare_logprobs",
     "first_difference",
+    "fixed_numerics",
     "forced_routing",
     "load_tokenizer",
     "make_random_checkpoint",

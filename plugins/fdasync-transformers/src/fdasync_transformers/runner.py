@@ -50,6 +50,7 @@ from fdasync_transformers.start.runner_config import (
     TransformersConfig,
     check_config,
     check_device,
+    check_numerics,
     device_of,
     graph_tokens,
     memory_share,
@@ -106,6 +107,7 @@ class TransformersRunner(Runner):
         check_config(self.config, self.limits)
         device = device_of(self.config)
         check_device(self.config, device)
+        check_numerics(self.config, self.limits, device)
         return examine(self.config, self.limits, device)
 
     async def open(self) -> Capacity:
@@ -133,6 +135,7 @@ class TransformersRunner(Runner):
         check_config(config, self.limits)
         device = device_of(config)
         check_device(config, device)
+        check_numerics(config, self.limits, device)
         with _current(device):
             return self._load(device)
 
@@ -348,7 +351,7 @@ class TransformersRunner(Runner):
         if not uses_kernels(self.config, model.device):
             if model.device.type == "cuda":
                 raise ConfigError("runner_config.kernels", '"torch" is for CPUs: it waits for a GPU at every step')
-            return StepModel(model, layout)
+            return StepModel(model, layout, fixed=self.limits.numerics == "fixed")
         if model.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             raise ConfigError("runner_config.kernels", '"triton" on a CPU needs the environment TRITON_INTERPRET=1')
         return DeviceStepModel(model, layout, self.limits.max_running, live=self._live)
@@ -366,7 +369,7 @@ class TransformersRunner(Runner):
         uneven = moe is not None and len(set(moe.top_k)) > 1
         return Capacity(
             model=f"{checkpoint.folder.name} ({checkpoint.model_type})",
-            fingerprint=identity.fingerprint(model),
+            fingerprint=identity.fingerprint(model, self.limits.numerics),
             weights_id=identity.DRAWN_ID if self.config.weights == "random" else identity.weights_id(model),
             vocab_size=int(model.config.vocab_size),
             eos_ids=loading.eos_ids(checkpoint),
@@ -388,6 +391,7 @@ class TransformersRunner(Runner):
             scores_prompts=decoder_of(model) is not None,
             routing_debug=self.limits.routing_debug and moe is not None,
             prefill_tokens_per_s=prefill_tokens_per_s(opened.step_model, self.limits, max_context, block_tokens),
+            numerics=self.limits.numerics,
             notes=notes,
         )
 

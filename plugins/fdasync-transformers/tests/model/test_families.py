@@ -13,9 +13,8 @@ import pytest
 import torch
 from common_families import RECURRENT, SERVED
 from fdasync_transformers.capture import routing as capture
-from fdasync_transformers.model import attention, families
+from fdasync_transformers.model import attention, families, probe
 from fdasync_transformers.model.kv import KVPool, Reach
-from fdasync_transformers.start import probe
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 from fdasync_transformers.weights.random_checkpoints import VOCAB_SIZE as VOCAB
 from step_driver import Driver

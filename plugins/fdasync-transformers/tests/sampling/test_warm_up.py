@@ -27,11 +27,13 @@ VOCAB = 333
 
 
 def kernels() -> dict[str, Any]:
-    """Every function of the room that is launched: those that ask for their program's number."""
+    """Every function of the room that a runner launches: those that ask for their program's number."""
     modules = pkgutil.iter_modules(sampling.__path__, sampling.__name__ + ".")
+    trainers = f"{sampling.__name__}.gradients"
     return {
         name: value
         for module in modules
+        if module.name != trainers
         for name, value in vars(importlib.import_module(module.name)).items()
         if isinstance(value, type(draw_kernel)) and "tl.program_id(" in inspect.getsource(value.fn)
     }

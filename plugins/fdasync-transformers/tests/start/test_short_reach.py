@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from fdasync_transformers.model import families
-from fdasync_transformers.start import probe
+from fdasync_transformers.model import families, probe
 from fdasync_transformers.start.short_reach import PLAYED_TOKENS, SHORT_TOKENS, short_reach, sizes_of
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint, make_tiny_model
 from fdasync_transformers.tiny.shapes import YARN

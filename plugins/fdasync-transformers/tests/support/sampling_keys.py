@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from fdasync_transformers.sampling.plan import MASKS, plan_samples
 from fdasync_transformers.sampling.sampler import sample_on_device
+from fdasync_transformers.sampling.token_logprobs import normalisers_on_device
 from fdasync_transformers.sampling.warm_up import USUAL, warm_up
 
 if TYPE_CHECKING:
@@ -76,6 +77,9 @@ def variants(vocab_size: int, dtype: torch.dtype) -> tuple[int, list[str]]:
     logits = torch.zeros((LANES, vocab_size), dtype=dtype)
     for step, own in other_steps():  # noqa: B007 - `run` reads it
         sample_step(logits, own, tokens)
+    for count in (2, 3, 16, 33):
+        step = f"{count} tokens of a prompt"
+        normalisers_on_device(logits[:count])
     return warmed, new
 
 

@@ -6,12 +6,16 @@ step, by `selfcheck.py` and `memory_profile.py` at start-up: all three run the s
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fdasync_transformers.fixed.attention import KEYS
+from fdasync_transformers.fixed.mode import FixedNumerics
+from fdasync_transformers.fixed.paging import FixedPaging
 from fdasync_transformers.model.attention import NAME, LatentCatcher, StepContext, TorchPaging, register
 from fdasync_transformers.model.head import Head
 from fdasync_transformers.model.ragged import RaggedPlan
@@ -36,19 +40,26 @@ class StepModel:
         layout: of the pools that `run` takes.
         aux: producers of the steps' rows, or None; may be replaced between steps.
         head: the logits of further rows of a step, where prompts are scored.
+        fixed: whether bits of a token's numbers depend on its prefix and the weights alone.
         interpreted: whether kernels run in Triton's interpreter, whose speed says nothing.
     """
 
-    def __init__(self, model: PreTrainedModel, layout: KVLayout) -> None:
+    def __init__(self, model: PreTrainedModel, layout: KVLayout, *, fixed: bool = False) -> None:
+        """`fixed`: with fixed numerics."""
         register()
         model.set_attn_implementation(NAME)
         self.model = model
         self.layout = layout
         self.aux: AuxData | None = None
         self.interpreted = False
-        self.head = Head(model)
+        self.fixed = fixed
+        self.head = Head(model, self.numerics)
         self._layers = {layer.index: layer for layer in layout.layers}
         self._latent = any(layer.latent_rank for layer in layout.layers)
+
+    def numerics(self) -> AbstractContextManager[object]:
+        """What the model's code runs within."""
+        return FixedNumerics() if self.fixed else nullcontext()  # type: ignore[no-untyped-call]
 
     def run(self, batch: Batch, table: InputBatch, pool: KVPool, rows: NDArray[np.int64]) -> torch.Tensor:
         """Forward the batch's tokens (at least one), read from `table.tokens`.
@@ -68,9 +79,11 @@ class StepModel:
         positions = _send(batch.positions, device)
         context = StepContext(
             layers=self._layers,
-            paging=TorchPaging(
+            paging=(FixedPaging if self.fixed else TorchPaging)(
                 pool=pool,
-                plan=RaggedPlan(batch.counts, batch.starts, tables, size, device, self.layout.dtype),
+                plan=RaggedPlan(
+                    batch.counts, batch.starts, tables, size, device, self.layout.dtype, KEYS if self.fixed else 0
+                ),
                 blocks=_send(blocks, device),
                 offsets=_send(offsets, device),
             ),
@@ -79,7 +92,7 @@ class StepModel:
         )
         if self.aux is not None:
             self.aux.begin(positions)
-        with torch.inference_mode(), sdpa_kernel(_ATTENTION_BACKENDS):
+        with torch.inference_mode(), sdpa_kernel(_ATTENTION_BACKENDS), self.numerics():
             output = self.model(
                 input_ids=_send(input_ids, device)[None],
                 position_ids=positions[None],

@@ -17,7 +17,8 @@ import torch
 from fdasync.errors import InvariantBroken
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
     from transformers import PreTrainedModel
 
@@ -34,8 +35,10 @@ def decoder_of(model: PreTrainedModel) -> torch.nn.Module | None:
 class Head:
     """See the module. One for each model; used only where `decoder_of` finds a decoder."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, numerics: Callable[[], AbstractContextManager[object]]) -> None:
+        """`numerics`: what the model's code runs within."""
         self._model = model
+        self._numerics = numerics
         self._decoder = decoder_of(model)
         self._kept: Any = None
 
@@ -65,7 +68,7 @@ class Head:
         own = decoder.__dict__.get("forward")
         decoder.forward = lambda *_args, **_kwargs: part
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), self._numerics():
                 output = self._model(input_ids=rows[None], use_cache=False)
         finally:
             # the hook has seen the part

@@ -7,6 +7,7 @@ the masks. Knows no model. Made once per step by `step.py`, used by every layer'
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -70,6 +71,9 @@ class RaggedPlan:
 
     Arguments are int64 arrays over the S sequences: `counts` tokens in this step, `starts` positions of their first
     tokens, `tables` [S, max_blocks] block ids, at least as many as the positions need.
+
+    With `tile_tokens`, every group has a mask, its first key of each piece stands at a multiple of that, and its number
+    of keys is one; blocks behind a piece's last are that one again, masked.
     """
 
     def __init__(
@@ -80,12 +84,16 @@ class RaggedPlan:
         block_tokens: int,
         device: torch.device,
         dtype: torch.dtype,
+        tile_tokens: int = 0,
     ) -> None:
         self._block_tokens = block_tokens
+        # blocks between the places where a tile and a block begin together
+        self._step = math.lcm(tile_tokens, block_tokens) // block_tokens if tile_tokens else 1
+        self._always_masked = tile_tokens > 0
         self._tables = tables
         self._device = device
         self._dtype = dtype
-        self._pieces = _cut(counts, starts)
+        self._pieces = _cut(counts, starts, self._always_masked)
         self._members = _partition(self._pieces, block_tokens)
         self._groups: dict[Reach, list[Group]] = {}
 
@@ -102,9 +110,9 @@ class RaggedPlan:
         pieces, queries = len(members), int(count.max())
         steps = np.minimum(np.arange(queries), count[:, None] - 1)
         rows = row[:, None] + steps
-        first_block = _first_position(position, reach) // size
+        first_block = _first_position(position, reach) // size // self._step * self._step
         last_block = (position + count - 1) // size
-        width = int((last_block - first_block).max()) + 1
+        width = -(-(int((last_block - first_block).max()) + 1) // self._step) * self._step
         columns = np.minimum(first_block[:, None] + np.arange(width), last_block[:, None])
         table = self._tables[sequence[:, None], columns].astype(np.int64)
         contiguous = queries == 1 and bool((np.diff(row) == 1).all())
@@ -112,6 +120,7 @@ class RaggedPlan:
         valid = np.flatnonzero(np.arange(queries) < count[:, None]) if padded else None
         keys = width * size
         causal = pieces == 1 and int(position[0]) == 0 and (reach.kind == "full" or queries <= reach.size)
+        causal = causal and not self._always_masked
         return Group(
             pieces=pieces,
             queries=queries,
@@ -149,12 +158,12 @@ def _first_position(position: NDArray[np.int64], reach: Reach) -> NDArray[np.int
     return np.zeros_like(position)
 
 
-def _cut(counts: NDArray[np.int64], starts: NDArray[np.int64]) -> NDArray[np.int64]:
+def _cut(counts: NDArray[np.int64], starts: NDArray[np.int64], masked: bool) -> NDArray[np.int64]:
     """Pieces as columns [4, P]: sequence, first position, count, first row. Most sequences are one piece."""
     first_rows = np.cumsum(counts) - counts
     whole = np.stack([np.arange(len(counts)), starts, counts, first_rows])
     # plain causal masking needs no mask, so whole prompts need no cutting
-    long = (counts * (starts + counts) > _MASK_ELEMENTS) & (starts > 0)
+    long = (counts * (starts + counts) > _MASK_ELEMENTS) & (masked | (starts > 0))
     if not long.any():
         return whole
     columns: list[tuple[int, int, int, int]] = []

@@ -115,6 +115,21 @@ def log_mass(total: int, width: int) -> float:
     return math.log(float(total) / unit_of(width)) if total else -math.inf
 
 
+def log_mass_of_row(x: Row, scale: float, *, entropy: bool) -> tuple[float, float, float]:
+    """The largest logit of a row; the log of its whole distribution's mass over that of the largest; the entropy in
+    nats, 0 where it is not asked for. The latter two are NaN where a logit is NaN or +inf, or none is finite."""
+    best = float(x.max())
+    if not math.isfinite(best):
+        return best, math.nan, math.nan
+    spread = spread_of(x, Filters(scale), whole=True)
+    log = log_mass(spread.whole, len(x))
+    if not entropy:
+        return best, log, 0.0
+    held = np.flatnonzero(spread.masses)
+    moment = float((spread.masses[held] * scaled(x[held], best, scale)).sum())
+    return best, log, log - moment / float(spread.whole)
+
+
 def _masses(logs: Logs, unit: float) -> Whole:
     # numpy, as all here: torch would wait for its other threads, which takes longer than the row
     numbers = np.exp(logs)

@@ -77,7 +77,7 @@ def sample_on_host(
         asked = zip(arrays["top_counts"].tolist(), arrays["top_raw"].tolist(), strict=True)
         tops = {row: (count, bool(raw)) for row, (count, raw) in zip(plan.top_rows, asked, strict=True)}
     rows = [
-        _score(_numbers(row), job, jobs, changes, tops.get(job.row))
+        _score(numbers_of(row), job, jobs, changes, tops.get(job.row))
         for row, job in zip(logits, jobs[: plan.count], strict=True)
     ]
     made = {
@@ -91,7 +91,7 @@ def sample_on_host(
     return {name: torch.from_numpy(values).to(logits.device) for name, values in made.items()}
 
 
-def _numbers(row: torch.Tensor) -> Row:
+def numbers_of(row: torch.Tensor) -> Row:
     """A row as float32; its memory where it is that."""
     row = row.detach().cpu()
     if row.dtype is torch.bfloat16:

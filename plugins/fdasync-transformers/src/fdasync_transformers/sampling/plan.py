@@ -92,6 +92,11 @@ def uniform(seed: int, index: int, position: int) -> float:
     return float(int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
+def scale_of(temperature: float) -> float:
+    """What the distance to the largest logit is multiplied by at a temperature above 0."""
+    return 1.0 / temperature if temperature > 1.0 / _MOST_SCALE else _MOST_SCALE
+
+
 def plan_samples(
     specs: Sequence[SamplerSpec],
     positions: Sequence[int] | np.ndarray[Any, Any],
@@ -170,7 +175,7 @@ class _Jobs:
         drawn = spec.temperature > 0.0
         floats, top_k = _PLAIN_FLOATS, 0
         if drawn:
-            scale = 1.0 / spec.temperature if spec.temperature > 1.0 / _MOST_SCALE else _MOST_SCALE
+            scale = scale_of(spec.temperature)
             floor = math.log(spec.min_p) if spec.min_p > 0.0 else -math.inf
             floats = (scale, uniform(spec.seed, spec.index, position), spec.top_p, floor)
             top_k = max(spec.top_k, 0)

@@ -2,7 +2,8 @@
 device without a wait, read on the host.
 
 Logits are made a few rows at a time, so that memory stays bounded whatever the prompt's length is. A token's log-prob
-is the float32 log-softmax of the logits one position before it; nothing that a request asks of sampling changes it.
+is that of the logits one position before it, with the bits of the sampler's raw ones (`token_logprobs.py`); nothing
+that a request asks of sampling changes it.
 Pure, no state; called by the executors, for steps in which a prompt is scored.
 """
 
@@ -17,6 +18,7 @@ import torch
 from fdasync.errors import RunnerError
 from fdasync.runner.base import PromptScores
 from fdasync_transformers.sampling.math import best_of
+from fdasync_transformers.sampling.token_logprobs import logprobs_of, normalisers, picked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -67,12 +69,14 @@ def compute_scores(
     found: dict[str, list[torch.Tensor]] = {}
     for first in range(0, len(plan.arrays["rows"]), SCORE_ROWS):
         part = slice(first, first + SCORE_ROWS)
-        table = torch.log_softmax(logits_of(sent["rows"][part]).float(), dim=-1)
-        values = {"logprobs": table.gather(-1, sent["targets"][part].unsqueeze(-1)).squeeze(-1)}
+        logits = logits_of(sent["rows"][part])
+        sums = normalisers(logits)
+        values = {"logprobs": logprobs_of(picked(logits, sent["targets"][part]), sums)}
         if plan.top:
-            values["top_logprobs"], values["top_ids"] = best_of(table, plan.top)
+            best, values["top_ids"] = best_of(logits.float(), plan.top)
+            values["top_logprobs"] = logprobs_of(best, sums)
         # the widest tensor: free it before the next one is made
-        del table
+        del logits
         for name, tensor in values.items():
             found.setdefault(name, []).append(tensor)
     return {name: torch.cat(parts) for name, parts in found.items()}

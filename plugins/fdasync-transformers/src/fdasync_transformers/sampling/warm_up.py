@@ -1,10 +1,10 @@
 """Launches the sampler's kernels once at start-up, so that no request waits while they are compiled.
 
 `USUAL` holds one `SamplerSpec` for each way in which requests usually sample. `warm_up` plans a step of one row for
-each and samples it from made-up logits. A kernel is compiled again for another dtype or width of the logits and for
-the few constants that a plan chooses (whether anything changes logits, whether there is a top-k or top-p); it is not
-for another number of rows. So one row of each is enough. Knows no models and no requests. Called by
-`DeviceExecutor.warm` on a GPU.
+each and samples it from made-up logits, and scores them as those of a prompt. A kernel is compiled again for another
+dtype or width of the logits and for the few constants that a plan chooses (whether anything changes logits, whether
+there is a top-k or top-p); it is not for another number of rows. So one row of each is enough. Knows no models and no
+requests. Called by `DeviceExecutor.warm` on a GPU.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from fdasync.request import SamplerSpec
 from fdasync_transformers.sampling.plan import MASKS, plan_samples
 from fdasync_transformers.sampling.sampler import sample_on_device
+from fdasync_transformers.sampling.token_logprobs import normalisers_on_device
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -87,3 +88,5 @@ def warm_up(vocab_size: int, dtype: torch.dtype, tokens: torch.Tensor) -> None:
             everything = np.full((plan.masked, -(-vocab_size // 32)), -1, np.int32)
             sent[MASKS] = torch.from_numpy(everything).to(device)
         sample_on_device(logits, plan, sent, tokens)
+    # prompts that are scored
+    normalisers_on_device(logits)

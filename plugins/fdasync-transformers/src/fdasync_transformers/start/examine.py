@@ -14,11 +14,10 @@ import torch
 from fdasync.errors import UnsupportedModel
 from fdasync.runner.report import ModelReport
 from fdasync_transformers.capture.aux_data import aux_specs
-from fdasync_transformers.model import families
+from fdasync_transformers.model import families, probe
 from fdasync_transformers.model.kv import KVLayout
 from fdasync_transformers.model.moe_layers import find_experts, find_moe_layers, without_experts
 from fdasync_transformers.model.refusals import refuse_unservable
-from fdasync_transformers.start import probe
 from fdasync_transformers.start.open_model import check_routing, library_code, max_context_of
 from fdasync_transformers.weights import loading
 from fdasync_transformers.weights.mapping import place
@@ -65,7 +64,7 @@ def examine(config: TransformersConfig, limits: RunnerLimits, device: torch.devi
         facts |= _shapes(model, checkpoint.model_type, config, limits)
     except UnsupportedModel as error:
         return ModelReport(**facts, served=False, reason=error.reason, notes=tuple(notes))
-    return ModelReport(**facts, served=True, notes=tuple(notes))
+    return ModelReport(**facts, served=True, numerics=limits.numerics, notes=tuple(notes))
 
 
 def _shapes(model: PreTrainedModel, kind: str, config: TransformersConfig, limits: RunnerLimits) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from fdasync_transformers.start.runner_config import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from fdasync.runner.base import RunnerLimits
     from fdasync_transformers.fused.live_rows import LiveRows
     from fdasync_transformers.fused.routers import FusedRouters
     from fdasync_transformers.model.moe_layers import MoELayers
@@ -48,10 +49,14 @@ class Fused:
 
 
 def set_plain_experts(
-    model: PreTrainedModel, config: TransformersConfig, layers: MoELayers | None, max_step_tokens: int
+    model: PreTrainedModel, config: TransformersConfig, layers: MoELayers | None, limits: RunnerLimits
 ) -> None:
     """The experts of the plain passes: the library's, by a way that takes no more memory. Raises ConfigError."""
-    if not fuses_experts(config, model.device) or layers is None:
+    max_step_tokens = limits.max_step_tokens
+    if limits.numerics == "fixed" and model.device.type == "cpu":
+        # products that a mode can take one by one
+        set_experts(model, "eager", layers, max_step_tokens)
+    elif not fuses_experts(config, model.device) or layers is None:
         set_experts(model, "auto" if config.experts == "fused" else config.experts, layers, max_step_tokens)
     elif (model.device.type == "cuda" and model.dtype != torch.bfloat16) or not fits_grouped(model, layers):
         # the library's own loop waits for the device, which the few passes of a start can; it takes all widths

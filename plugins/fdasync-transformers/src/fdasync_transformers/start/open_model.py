@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from fdasync.errors import ConfigError, FdasyncError, UnsupportedModel
-from fdasync_transformers.model import families
+from fdasync_transformers.model import families, probe
 from fdasync_transformers.model.kv import KVLayout
 from fdasync_transformers.model.moe_layers import find_experts, find_moe_layers
 from fdasync_transformers.model.refusals import refuse_unservable
-from fdasync_transformers.start import probe, selfcheck
+from fdasync_transformers.start import selfcheck
 from fdasync_transformers.start.fuse import fuse, set_plain_experts
+from fdasync_transformers.start.same_bits import check_bits
 from fdasync_transformers.start.short_reach import PLAYED_TOKENS, short_reach, sizes_of
 from fdasync_transformers.weights import loading
 
@@ -89,7 +90,7 @@ def open_model(
         notes += loading.fill(model, checkpoint, names, device)
     with library_code(kind, "a plain pass of one token"):
         experts = _experts_of(model, limits)
-    set_plain_experts(model, config, experts, limits.max_step_tokens)
+    set_plain_experts(model, config, experts, limits)
     max_context = max_context_of(model, limits)
 
     def settle() -> tuple[families.Mends, FusedRouters | None]:
@@ -138,12 +139,14 @@ def _settle(
         step_model = make_step_model(model, KVLayout(layers, model.dtype))
         with library_code(kind, "the paged passes of the self-check"):
             block_tokens = limits.block_tokens or step_model.layout.choose_block_tokens()
-            figures = selfcheck.check(step_model, captured, routers, reference, block_tokens)
+            figures = [selfcheck.check(step_model, captured, routers, reference, block_tokens)]
+            if limits.numerics == "fixed":
+                figures.append(check_bits(step_model, reference, block_tokens))
     with library_code(kind, "the probe of its attention"):
         real = _layers(model, config, mends)
     if [layer.reach.kind for layer in real] != [layer.reach.kind for layer in layers]:
         raise UnsupportedModel(kind, "its attention layers have other masks with short windows than with its own")
-    return mends, routers, real, (*notes, figures)
+    return mends, routers, real, (*notes, *figures)
 
 
 def _layers(model: PreTrainedModel, config: TransformersConfig, mends: families.Mends) -> tuple[LayerSpec, ...]:

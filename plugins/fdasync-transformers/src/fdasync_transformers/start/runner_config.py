@@ -142,6 +142,16 @@ def check_device(config: TransformersConfig, device: torch.device) -> None:
     fuses_layers(config, device)
 
 
+def check_numerics(config: TransformersConfig, limits: RunnerLimits, device: torch.device) -> None:
+    """Raise ConfigError where fixed numerics are asked for, and this device or a setting does not have them."""
+    if limits.numerics != "fixed":
+        return
+    if uses_kernels(config, device):
+        raise ConfigError("numerics", f"'fixed' is not done by the kernels of {device}", hint="use a CPU, or 'default'")
+    if config.experts not in ("auto", "eager"):
+        raise ConfigError("runner_config.experts", f"{config.experts!r} has no fixed numerics", limit='"auto", "eager"')
+
+
 def uses_kernels(config: TransformersConfig, device: torch.device) -> bool:
     """Whether steps run by kernels: on GPUs, or where the configuration says so."""
     return device.type == "cuda" if config.kernels == "auto" else config.kernels == "triton"

@@ -2,7 +2,8 @@
 
 Flattened batches are silently wrong for models that carry state or depend on their batch, and no config field says so.
 So a few sequences run first through the plain model, one by one, and then through the runner's own step, mixed, in
-chunks and over scattered blocks; logits and routing must agree. Knows no requests. Called by `runner.py`.
+chunks and over scattered blocks; logits and routing must agree. Knows no requests. Called by `open_model.py`; the steps
+are run by `same_bits.py` too.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def check(
     capture = None if layers is None else RoutingCapture(model, layers, most_tokens, routers=routers)
     step_model.aux = None if capture is None else AuxData((capture,))
     try:
-        logits, routing = _paged_passes(step_model, capture, reference, block_tokens)
+        logits, routing = paged_passes(step_model, capture, reference, block_tokens)
     finally:
         step_model.aux = None
         if capture is not None:
@@ -143,9 +144,11 @@ def _chunks(longest_tokens: int) -> tuple[tuple[int, ...], ...]:
     return (*((*counts, *(0,) * more) for counts in others), (*last[:-1], *(_CHUNK_TOKENS,) * more, last[-1]))
 
 
-def _paged_passes(
+def paged_passes(
     step_model: StepModel, capture: RoutingCapture | None, reference: Reference, block_tokens: int
 ) -> tuple[list[torch.Tensor], list[NDArray[np.generic]]]:
+    """Run the sequences in chunks, over scattered blocks: float32 logits and routing of each; no routing without
+    `capture`."""
     needed = [-(-len(ids) // block_tokens) for ids in reference.tokens]
     order = np.random.default_rng(7).permutation(sum(needed) + 2)
     pool = KVPool(step_model.layout, len(order), block_tokens, step_model.model.device)

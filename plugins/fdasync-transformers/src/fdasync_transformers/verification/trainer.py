@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from contextlib import nullcontext
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,6 +15,8 @@ import numpy as np
 import torch
 
 from fdasync.errors import ConfigError
+from fdasync_transformers.fixed.logprobs import logprobs_of_logits
+from fdasync_transformers.fixed.trainer import fixed_numerics
 from fdasync_transformers.verification.logprob_file import LogprobTable, ScoredSequence, WeightsName
 from fdasync_transformers.verification.modules import ModuleTrace, row_digests, traced
 from fdasync_transformers.verification.reference import library_model
@@ -55,8 +56,7 @@ class TrainerSide:
         self.dtype = str(chosen).removeprefix("torch.")
         self.model: Any = library_model(folder, chosen, alone=True)
         self._numerics = numerics
-        # fails at once where there are none
-        _fixed(self.model, numerics)
+        self._context = _numerics_of(self.model, numerics)
 
     def step(self, seed: int) -> None:
         """Change all weights a little, as a step of an optimiser does; equal for equal seeds."""
@@ -155,7 +155,7 @@ class TrainerSide:
         for row, one in enumerate(sequences):
             ids[row, : len(one)], mask[row, : len(one)] = one, 1
         device = self.model.device
-        with _fixed(self.model, self._numerics):
+        with self._context:
             output = self.model(
                 input_ids=torch.from_numpy(ids).to(device),
                 attention_mask=torch.from_numpy(mask).to(device),
@@ -179,14 +179,11 @@ def _first(output: Any) -> torch.Tensor:
 # -- what differs between the library's numerics and fixed ones ---------------------------------------
 
 
-def _fixed(model: Any, numerics: str) -> AbstractContextManager[Any]:
-    if numerics == "default":
-        return nullcontext()
-    package: Any = import_module("fdasync_transformers")
-    if not hasattr(package, "fixed_numerics"):
-        raise ConfigError("numerics", f"{numerics!r} is asked for, and fdasync_transformers has no fixed_numerics")
-    context: AbstractContextManager[Any] = package.fixed_numerics(model)
-    return context
+def _numerics_of(model: Any, numerics: str) -> AbstractContextManager[Any]:
+    """A context for passes of the model, which may be entered again."""
+    if numerics not in ("default", "fixed"):
+        raise ConfigError("numerics", f"{numerics!r} is not known", limit=("default", "fixed"))
+    return nullcontext() if numerics == "default" else fixed_numerics(model)
 
 
 def _logprobs(logits: torch.Tensor, targets: torch.Tensor, temperature: float, numerics: str) -> torch.Tensor:
@@ -195,6 +192,4 @@ def _logprobs(logits: torch.Tensor, targets: torch.Tensor, temperature: float, n
         scaled = logits.float() / temperature
         found: torch.Tensor = scaled.log_softmax(dim=-1).gather(1, targets[:, None])[:, 0]
         return found
-    functions: Any = import_module("fdasync_transformers.fixed.logprobs")
-    scored: torch.Tensor = functions.logprobs_of_logits(logits, targets, temperature=temperature)
-    return scored
+    return logprobs_of_logits(logits, targets, temperature=temperature)

@@ -6,6 +6,8 @@ Knows tensors and configs; knows no folders. Called by `update.py`, `named.py` a
 from __future__ import annotations
 
 import json
+import platform
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from transformers import PreTrainedConfig, PreTrainedModel
+
+    from fdasync.request import Numerics
 
 # keys of config.json that KV does not depend on; all others count, known or not
 _NOT_IN_FINGERPRINT = frozenset(
@@ -86,11 +90,23 @@ def _view(flat: torch.Tensor) -> memoryview:
     return memoryview(data)
 
 
-def fingerprint(model: PreTrainedModel) -> str:
-    """Hex digest of the facts beside the weights that KV depends on: the config, without keys known not to matter."""
+def fingerprint(model: PreTrainedModel, numerics: Numerics = "default") -> str:
+    """Hex digest of the facts beside the weights that KV depends on: the config, without keys known not to matter.
+
+    With fixed numerics, what chooses kernels too: blocks that another device or another version computed have other
+    bits, and are not taken.
+    """
     facts = config_facts(model.config)
     facts["compute_dtype"] = str(model.dtype)
+    if numerics == "fixed":
+        facts["computed_by"] = [_device_kind(model.device), version("torch"), version("transformers")]
     return xxhash.xxh3_128(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _device_kind(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
 
 
 def config_facts(config: PreTrainedConfig) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Fixed numerics: bits of a token's numbers depend on its prefix and the weights alone, in rollouts and in trainers."""

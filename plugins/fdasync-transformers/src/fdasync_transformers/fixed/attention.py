@@ -1,0 +1,75 @@
+"""Attention on a CPU whose bits depend on a query and its keys alone.
+
+Keys stand in tiles of `KEYS` at absolute positions. All products have one shape, sums over keys go tile by tile in
+order, and a tile in which a query sees nothing adds zeros: neither the sequences beside one, nor where its prefill was
+cut, nor padding changes a bit. In float32, rounded once. Knows no pools and no sequences. Called by `paging.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fdasync_transformers.fixed.products import ROWS
+
+#: keys of a tile; the first key that is handed over stands at a multiple of it
+KEYS = 64
+# where a padded query sees nothing
+_LOWEST = -1e30
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scaling: float,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Queries [P, H, C, Dk] against keys [P, KH, L, Dk] and values [P, KH, L, Dv]: [P, H, C, Dv] in the query's dtype.
+
+    Args:
+        query: of P pieces with C queries each.
+        key: L is a multiple of `KEYS`; finite, also where no query sees it, as is `value`.
+        mask: [P, 1, C, L], 0 where seen and -inf elsewhere.
+        scaling: of the scores.
+        sinks: [H]: one more logit per head, whose probability is dropped.
+    """
+    pieces, heads, queries, width = query.shape
+    kv_heads, length = key.shape[1], key.shape[2]
+    shared = heads // kv_heads
+    # heads that share keys are rows of one product
+    rows = shared * queries
+    tiles = -(-rows // ROWS)
+    q = query.float().reshape(pieces, kv_heads, rows, width)
+    q = torch.nn.functional.pad(q, (0, 0, 0, tiles * ROWS - rows)).reshape(-1, ROWS, width)
+    seen = mask.float().expand(pieces, shared, queries, length).reshape(pieces, 1, rows, length)
+    seen = torch.nn.functional.pad(seen, (0, 0, 0, tiles * ROWS - rows)).expand(-1, kv_heads, -1, -1)
+    seen = seen.reshape(-1, ROWS, length)
+    starts = range(0, length, KEYS)
+    scores = [
+        torch.bmm(q, _tile(key, first, tiles).transpose(1, 2)) * scaling + seen[:, :, first : first + KEYS]
+        for first in starts
+    ]
+    peak = torch.stack([part.amax(-1, keepdim=True) for part in scores]).amax(0).clamp_min(_LOWEST)
+    if sinks is not None:
+        column = (
+            sinks.float().view(1, kv_heads, shared, 1).expand(pieces, -1, -1, queries).reshape(pieces, kv_heads, -1)
+        )
+        column = torch.nn.functional.pad(column, (0, tiles * ROWS - rows)).reshape(-1, ROWS, 1)
+        peak = torch.maximum(peak, column)
+    total = torch.zeros_like(peak)
+    out = q.new_zeros(*q.shape[:2], value.shape[3])
+    for first, part in zip(starts, scores, strict=True):
+        weights = torch.exp(part - peak)
+        total = total + weights.sum(-1, keepdim=True)
+        out = out + torch.bmm(weights, _tile(value, first, tiles))
+    if sinks is not None:
+        total = total + torch.exp(column - peak)
+    out = (out / total).reshape(pieces, kv_heads, tiles * ROWS, -1)[:, :, :rows]
+    return out.reshape(pieces, heads, queries, -1).to(query.dtype)
+
+
+def _tile(keys: torch.Tensor, first: int, tiles: int) -> torch.Tensor:
+    """A tile of each piece and head, for each of its tiles of rows: [P * KH * tiles, KEYS, D] in float32."""
+    part = keys[:, :, first : first + KEYS].float()
+    return part.unsqueeze(2).expand(-1, -1, tiles, -1, -1).reshape(-1, KEYS, keys.shape[3])
