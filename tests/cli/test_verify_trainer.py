@@ -98,12 +98,15 @@ def test_tokens_behind_an_update_that_a_request_crossed_are_left_out():
 
 
 @pytest.mark.slow
-def test_a_model_is_served_in_all_ways_and_what_differs_is_named(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("numerics", ["default", "fixed"])
+def test_a_model_is_served_in_all_ways_and_what_differs_is_named(numerics, tmp_path, monkeypatch, capsys):
     make_tiny_checkpoint(tmp_path / "model", "qwen3_moe")
-    words = ("--model", tmp_path / "model", "--numerics", "default", "--tokens", 600, "--num-threads", 1, "--json")
+    words = ("--model", tmp_path / "model", "--numerics", numerics, "--tokens", 600, "--num-threads", 1, "--json")
     code, out, _ = run(monkeypatch, capsys, *words)
     found = json.loads(out)
     assert code == (0 if found["ok"] else 1)
+    if numerics == "fixed":
+        assert found["ok"]
     assert found["preemptions"]
     assert found["hit_tokens"]
     assert found["moved_blocks"]

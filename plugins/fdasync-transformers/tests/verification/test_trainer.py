@@ -9,6 +9,7 @@ import pytest
 import torch
 from fdasync_transformers import (
     LogprobTable,
+    ModuleTrace,
     ScoredSequence,
     TrainerSide,
     TransformersRunner,
@@ -97,15 +98,12 @@ def test_unknown_numerics_are_refused_at_once(folder: Path) -> None:
         TrainerSide(folder, "float32", "exact")
 
 
-async def test_a_rollout_and_its_trainer_part_where_a_weight_does(folder: Path) -> None:
-    """The served model's modules against the trainer's: with another weight they part at its module, and the tables of
-    log-probs at the first token."""
-    trainer = TrainerSide(folder, "float32")
-    with torch.no_grad():
-        trainer.model.model.layers[0].mlp.up_proj.weight.add_(0.01)
+async def rollout(folder: Path) -> tuple[LogprobTable, ModuleTrace]:
+    """Two requests with fixed numerics, the second on the first one's prefix; the trace is of the first."""
     config = EngineConfig(
         model=str(folder),
-        runner_config={"dtype": "float32", "device": "cpu", "num_threads": 1, "self_check": False},
+        numerics="fixed",
+        runner_config={"dtype": "bfloat16", "device": "cpu", "num_threads": 1, "self_check": False},
         tokenizer="none",
         process="inline",
         block_tokens=16,
@@ -116,21 +114,34 @@ async def test_a_rollout_and_its_trainer_part_where_a_weight_does(folder: Path) 
     runner: Any = make_runner("transformers", config.runner_config, config.runner_limits())
     assert isinstance(runner, TransformersRunner)
     async with Engine(config, runner=runner) as engine:
-        params = SamplingParams(max_tokens=9, temperature=1.0, seed=1, logprobs="raw", ignore_eos=True)
+        params = SamplingParams(max_tokens=9, temperature=0.7, seed=1, logprobs="processed", ignore_eos=True)
         with traced(runner.model) as trace:
-            result = await engine.complete(list(range(20, 60)), params, request_id="r")
-        rollout = rollout_logprobs([result], {"0": engine.capacity.weights_id})
+            first = await engine.complete(list(range(20, 60)), params, request_id="r")
+        raw = SamplingParams(max_tokens=9, temperature=1.0, seed=1, logprobs="raw", ignore_eos=True)
+        second = await engine.complete([*range(20, 52), 7, 8], raw, request_id="s")
+        assert second.cached_tokens
+        return rollout_logprobs([first, second], {"0": engine.capacity.weights_id}, {"r": 0.7}), trace
+
+
+async def test_with_fixed_numerics_all_bits_are_equal_and_a_flipped_one_has_a_name(folder: Path) -> None:
+    table, trace = await rollout(folder)
     assert trace.tokens == 40 + 9 - 1
-    tokens = rollout.sequences[0].token_ids
+    tokens = table.sequences[0].token_ids
+    trainer = TrainerSide(folder, "bfloat16", "fixed")
+    assert first_difference(trace, trainer.trace(tokens), 40) is None
+    compared = compare_logprobs(table, trainer.score(table, batch=2))
+    assert compared.ok
+    assert compared.tokens == 18
+    # one bit of one expert's projection, which some token of the sequence uses
+    name = "model.layers.1.mlp.experts"
+    weight = trainer.model.get_submodule(name).down_proj
+    weight.detach().view(torch.int16)[:, 3, 5] ^= 1 << 6
     found = first_difference(trace, trainer.trace(tokens), 40)
     assert found is not None
-    # float32 products of other shapes may differ earlier, in the last bits
-    assert found.layer <= 0
-    assert {"model.layers.0.mlp.up_proj", "lm_head"} <= set(trace.order)
-    given, theirs = trace.given("model.layers.0.mlp.up_proj")[0], trainer.trace(tokens)
-    assert (given != theirs.given("model.layers.0.mlp.up_proj")[0][: len(given)]).all()
-    compared = compare_logprobs(rollout, trainer.score(rollout))
+    assert (found.module, found.layer, found.inputs_differ) == (name, 1, False)
+    compared = compare_logprobs(table, trainer.score(table))
     assert not compared.ok
-    assert compared.other_weights == compared.tokens == 9
+    # the fingerprints tell it before a token is computed
+    assert compared.other_weights == compared.tokens
     assert compared.first is not None
-    assert compared.first.position == 40
+    assert compared.first.request_id == "r"

@@ -97,6 +97,7 @@ class TrainerSide:
             with_digests: of the decoder layers' outputs, too.
             progress: called with (sequences done, in all).
         """
+        self._open()
         label = WeightsName("trainer", self.fingerprint().weights_id)
         order = list(range(len(table.sequences)))
         random.Random(seed).shuffle(order)
@@ -112,9 +113,15 @@ class TrainerSide:
     @torch.no_grad()
     def trace(self, tokens: NDArray[np.int32]) -> ModuleTrace:
         """What each module gives for one sequence."""
+        self._open()
         with traced(self.model) as trace:
             self._forward([tokens])
         return trace
+
+    def _open(self) -> None:
+        """Open the numerics before hooks watch: the first opening runs a token of its own."""
+        with self._context:
+            pass
 
     def _batch(self, sequences: Sequence[ScoredSequence], with_digests: bool) -> list[ScoredSequence]:
         layers: list[torch.Tensor] = []
