@@ -28,12 +28,13 @@ VOCAB_SIZE = 256
 MAX_CONTEXT = 1024
 STEPS = 300
 
-_BATCH, _WIDTH = 4, 256
-_LEARNING_RATE = 3e-3
+_WIDTH = 256
+# rows of a batch, and the learning rate
+_HOW = {"small": (4, 3e-3), "large": (32, 4e-4)}
 _BALANCE = 0.01
 _HELD_OUT = 10  # every tenth file
 _MARK = "replay_kl.json"
-_SHAPE: dict[str, Any] = {
+_SMALL: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -52,6 +53,21 @@ _SHAPE: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+# as `replay_kl` is asked for on a GPU: 1.3 billion parameters
+_LARGE: dict[str, Any] = {
+    **_SMALL,
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "moe_intermediate_size": 256,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+}
+#: shapes by name
+SHAPES = {"small": _SMALL, "large": _LARGE}
 
 
 def corpus() -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
@@ -64,39 +80,45 @@ def corpus() -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     return train, held_out
 
 
-def trained(folder: Path, steps: int, device: torch.device, say: Callable[[str], None]) -> dict[str, Any]:
+def trained(
+    folder: Path, steps: int, device: torch.device, say: Callable[[str], None], size: str = "small"
+) -> dict[str, Any]:
     """Train the model into a folder, or find it there from an earlier call with the same arguments.
 
     Returns what is known of it: `steps`, `loss` and `held_out_loss` in nats per token, `parameters`. Raises SystemExit
     for a folder that holds something else.
     """
-    mark = folder / _MARK
+    mark, shape = folder / _MARK, SHAPES[size]
     if folder.exists() and any(folder.iterdir()):
         facts: dict[str, Any] = json.loads(mark.read_text(encoding="utf-8")) if mark.is_file() else {}
-        if facts.get("steps") != steps or facts.get("shape") != _SHAPE:
+        if facts.get("steps") != steps or facts.get("shape") != shape:
             raise SystemExit(f"{folder} holds something else than this benchmark's model of {steps} steps")
         say(f"the model of an earlier run: {steps} steps, held-out loss {facts['held_out_loss']:.3f} nats")
         return facts
     train, held_out = corpus()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model, loss = _train(train, steps, device, say)
+        model, loss = _train(size, train, steps, device, say)
     unseen = _loss(model, _batch(held_out, np.random.default_rng(1), 32, device))
     say(f"held-out loss {unseen:.3f} nats for each token")
     model.save_pretrained(folder)
     parameters = sum(one.numel() for one in model.parameters())
     facts = {"steps": steps, "loss": round(loss, 4), "held_out_loss": round(unseen, 4), "parameters": parameters}
-    mark.write_text(json.dumps({**facts, "shape": _SHAPE}), encoding="utf-8")
-    return {**facts, "shape": _SHAPE}
+    mark.write_text(json.dumps({**facts, "shape": shape}), encoding="utf-8")
+    return {**facts, "shape": shape}
 
 
-def _train(text: NDArray[np.uint8], steps: int, device: torch.device, say: Callable[[str], None]) -> tuple[Any, float]:
+def _train(
+    size: str, text: NDArray[np.uint8], steps: int, device: torch.device, say: Callable[[str], None]
+) -> tuple[Any, float]:
     # imported here: transformers takes seconds to load, and `--help` should not
     hf: Any = import_module("transformers")
     ALL_EXPERTS_FUNCTIONS.register("split", _split_experts)
-    config = hf.Qwen3MoeConfig(**_SHAPE, experts_implementation="split")
+    ALL_EXPERTS_FUNCTIONS.register("grouped", _grouped_experts)
+    config = hf.Qwen3MoeConfig(**SHAPES[size], experts_implementation="grouped" if device.type == "cuda" else "split")
     model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
+    rows, rate = _HOW[size]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1)
     warm = max(steps // 10, 1)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warm, max((steps - step) / max(steps - warm, 1), 0.05))
@@ -104,7 +126,7 @@ def _train(text: NDArray[np.uint8], steps: int, device: torch.device, say: Calla
     rng = np.random.default_rng(0)
     began, loss = time.perf_counter(), 0.0
     for step in range(1, steps + 1):
-        ids = _batch(text, rng, _BATCH, device)
+        ids = _batch(text, rng, rows, device)
         output = model(input_ids=ids, labels=ids, use_cache=False, output_router_logits=True)
         # with the loss that balances experts: else a few would do all the work
         output.loss.backward()
@@ -140,4 +162,18 @@ def _split_experts(experts: Any, hidden: torch.Tensor, ids: torch.Tensor, weight
         gate, up = (rows @ gate_up.t()).chunk(2, dim=-1)
         parts.append((experts.act_fn(gate) * up) @ down.t())
     done = torch.cat(parts) * weights.reshape(-1)[order].unsqueeze(-1)
+    return torch.zeros_like(hidden).index_add(0, order // ids.shape[1], done)
+
+
+def _grouped_experts(experts: Any, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The library's experts, for training on a GPU from parameters in float32: products of all experts in one, in
+    bfloat16, and no wait for the device. Shapes as above."""
+    flat = ids.reshape(-1)
+    order = torch.argsort(flat, stable=True)
+    ends = torch.bincount(flat, minlength=experts.num_experts).cumsum(0).to(torch.int32)
+    rows = hidden[order // ids.shape[1]].bfloat16()
+    both = torch._grouped_mm(rows, experts.gate_up_proj.bfloat16().transpose(1, 2), offs=ends)
+    gate, up = both.chunk(2, dim=-1)
+    down = torch._grouped_mm(experts.act_fn(gate) * up, experts.down_proj.bfloat16().transpose(1, 2), offs=ends)
+    done = down.to(hidden.dtype) * weights.reshape(-1)[order].unsqueeze(-1)
     return torch.zeros_like(hidden).index_add(0, order // ids.shape[1], done)

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from fdasync_transformers import replay_routing
+from fdasync_transformers import fixed_numerics, replay_routing
+from fdasync_transformers.fixed.logprobs import logprobs_of_logits
 from fdasync_transformers.replay.force import find_routers, observed_routing
 
 from fdasync import Engine, EngineConfig, SamplingParams
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
+
+    from fdasync.request import Numerics
 
 BLOCK_TOKENS = 16
 MAX_RUNNING = 32
@@ -103,7 +106,12 @@ def asks(text: NDArray[np.uint8], tokens: int) -> list[Ask]:
 
 
 async def rollout(
-    model: Path, prompts: Sequence[Ask], device: str, threads: int, say: Callable[[str], None]
+    model: Path,
+    prompts: Sequence[Ask],
+    device: str,
+    threads: int,
+    say: Callable[[str], None],
+    numerics: Numerics = "default",
 ) -> tuple[list[Sampled], dict[str, Any]]:
     """Sample all prompts at temperature 1; returns the sequences and the engine's counters.
 
@@ -121,6 +129,7 @@ async def rollout(
         max_step_tokens=256,
         max_context_tokens=512,
         seed=0,
+        numerics=numerics,
     )
     groups: dict[int, list[Sampled]] = {}
     began = time.perf_counter()
@@ -171,22 +180,26 @@ def _few_blocks(asks: Sequence[Ask]) -> int:
 
 
 class Trainer:
-    """The library's model, and passes of it over whole sequences. `experts` None is the library's default."""
+    """The library's model, and passes of it over whole sequences. `experts` None is the library's default, `fixed`
+    fixes its numerics for good."""
 
-    def __init__(self, model: Path, device: torch.device, experts: str | None = None) -> None:
+    def __init__(self, model: Path, device: torch.device, experts: str | None = None, *, fixed: bool = False) -> None:
         hf: Any = import_module("transformers")
         options: dict[str, Any] = {"dtype": torch.bfloat16, "attn_implementation": "sdpa"}
         if experts is not None:
             options["experts_implementation"] = experts
         self.model = hf.AutoModelForCausalLM.from_pretrained(model, **options).to(device).eval()
+        if fixed:
+            fixed_numerics(self.model).apply()
         self.experts = str(self.model.config._experts_implementation)
+        self._fixed = fixed
         self._device = device
         self._layers = tuple(find_routers(self.model))
 
     @torch.no_grad()
     def recompute(self, sequences: Sequence[Sampled], batch: int, *, replay: bool = False) -> Pass:
         """Batches of so many sequences, drawn at random as a trainer does, padded on the right."""
-        began, done = time.perf_counter(), _Collected(sequences, self._layers, self.model.config.num_experts)
+        began, done = time.perf_counter(), self._collected(sequences)
         order = list(range(len(sequences)))
         random.Random(batch).shuffle(order)
         for first in range(0, len(order), batch):
@@ -211,7 +224,7 @@ class Trainer:
     @torch.no_grad()
     def decode(self, sequences: Sequence[Sampled]) -> Pass:
         """One position of all of them at a time, with the library's own cache: the batch shape of decoding."""
-        began, done = time.perf_counter(), _Collected(sequences, self._layers, self.model.config.num_experts)
+        began, done = time.perf_counter(), self._collected(sequences)
         ids, _ = self._padded([one.ids for one in sequences])
         cache, logits, experts = None, [], []
         # positions behind the end of a sequence change nothing before it
@@ -228,6 +241,9 @@ class Trainer:
             done.put(row, all_logits[row, : length - 1], all_experts[row, : length - 1])
         return done.finished(began)
 
+    def _collected(self, sequences: Sequence[Sampled]) -> _Collected:
+        return _Collected(sequences, self._layers, self.model.config.num_experts, self._fixed)
+
     def _padded(self, all_ids: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
         width = max(len(ids) for ids in all_ids)
         table, mask = np.zeros((2, len(all_ids), width), np.int64)
@@ -238,23 +254,28 @@ class Trainer:
 
 
 class _Collected:
-    """A pass, filled in any order."""
+    """A pass, filled in any order; with the rollout's log-softmax if it is `fixed`."""
 
-    def __init__(self, sequences: Sequence[Sampled], layers: tuple[int, ...], num_experts: int) -> None:
+    def __init__(self, sequences: Sequence[Sampled], layers: tuple[int, ...], num_experts: int, fixed: bool) -> None:
         self.result = Pass()
         self._sequences = sequences
         self._layers = layers
         self._num_experts = num_experts
+        self._fixed = fixed
         self._logprobs: dict[int, NDArray[np.float32]] = {}
         self._routing: dict[int, Routing] = {}
 
     def put(self, number: int, logits: torch.Tensor, experts: torch.Tensor) -> None:
         """Logits [n - 1, V] and experts [n - 1, L, K] of a sequence of n tokens."""
         sequence = self._sequences[number]
-        # in float32, as the engine does
-        chances = logits[sequence.prompt_len - 1 :].float().log_softmax(dim=-1)
-        sampled = torch.tensor(sequence.ids[sequence.prompt_len :], device=chances.device)
-        self._logprobs[number] = chances.gather(1, sampled.unsqueeze(1)).squeeze(1).cpu().numpy()
+        logits = logits[sequence.prompt_len - 1 :]
+        sampled = torch.tensor(sequence.ids[sequence.prompt_len :], device=logits.device)
+        if self._fixed:
+            chosen = logprobs_of_logits(logits, sampled)
+        else:
+            # in float32, as the engine does
+            chosen = logits.float().log_softmax(dim=-1).gather(1, sampled.unsqueeze(1)).squeeze(1)
+        self._logprobs[number] = chosen.cpu().numpy()
         array = experts.cpu().numpy().astype(np.uint8 if self._num_experts <= 256 else np.uint16)
         self._routing[number] = Routing(array=array, start=0, layer_ids=self._layers, num_experts=self._num_experts)
 

@@ -17,7 +17,12 @@ and add in bfloat16.
 KL is the K3 estimate of `fdasync.routing.mismatch`, in nats for each sampled token. `differing_tokens` and
 `differing_picks` count positions that tokens were sampled from. Intervals come from 2,000 bootstrap draws over
 sequences, and stand in the conditions as `NAME_interval95`. With replay on, the computed experts are compared with the
-rollout's at every position, and a single difference voids the run. Published for Qwen3-30B-A3B (arXiv 2510.11370):
+rollout's at every position, and a single difference voids the run.
+
+`--numerics fixed`: both sides compute with fixed numerics, and one log-prob of other bits voids the run: the KL of all
+arms is 0. `cost_of_fixed` is the time of the trainer's batches over that of the library's own with the same experts.
+
+Published for Qwen3-30B-A3B (arXiv 2510.11370):
 1.535e-3 off, 7.5e-4 on, 8.4e-4 the trainer alone.
 """
 
@@ -36,7 +41,7 @@ import torch
 import uvloop
 from fdasync_transformers.weights.quiet import no_progress_bars
 
-from benchmarks._replay_model import STEPS, corpus, trained
+from benchmarks._replay_model import SHAPES, STEPS, corpus, trained
 from benchmarks._replay_sides import GROUP, Pass, Sampled, Trainer, asks, rollout, sampled_rows
 from benchmarks._report import Report
 from fdasync.routing.mismatch import Mismatch, mismatch, table
@@ -133,11 +138,29 @@ def check_replay(sequences: Sequence[Sampled], on: Pass) -> dict[str, float]:
     return {"positions": rows.rows, "differing": rows.differing_rows, "share_without_row": _short(on.live / on.real)}
 
 
+def prove(report: Figures, sequences: Sequence[Sampled], played: Pass, passes: dict[str, Pass]) -> dict[str, Arm]:
+    """Figures of passes that must have the rollout's bits. Raises SystemExit where one log-prob or pick differs."""
+    arms = {name: Arm(sequences, played, one) for name, one in passes.items()}
+    for name, arm in arms.items():
+        differing = sum(
+            int((one.view(np.int32) != other.view(np.int32)).sum())
+            for one, other in zip(played.logprobs, passes[name].logprobs, strict=True)
+        )
+        report.put(f"kl_{name}", arm.all.k3, aim=0.0)
+        report.put(f"differing_logprobs_{name}", differing, aim=0)
+        report.put(f"differing_picks_{name}", arm.all.differing_picks_share or 0.0, aim=0.0)
+        if differing or arm.all.differing_picks_share:
+            raise SystemExit(f"{name}: {differing} log-probs of {len(sequences)} sequences have other bits")
+    return arms
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, help="sampled tokens, at least (default 20000)")
     parser.add_argument("--quick", action="store_true", help="2,000 tokens of a model trained for 60 steps")
     parser.add_argument("--steps", type=int, help=f"training steps of the model (default {STEPS})")
+    parser.add_argument("--numerics", choices=("default", "fixed"), default="default", help="of both sides")
+    parser.add_argument("--size", choices=tuple(SHAPES), default="small", help='"large" needs a GPU to be trained')
     parser.add_argument("--folder", type=Path, help="keep the trained model here, or take it from here")
     parser.add_argument("--device", default="cpu", help='of both sides: "cpu" (default) or "cuda"')
     parser.add_argument("--threads", type=int, default=1, help="of torch on each side (default 1: others slow it down)")
@@ -156,15 +179,26 @@ def main() -> None:
     device = torch.device(options.device)
     with no_progress_bars(), tempfile.TemporaryDirectory(prefix="fdasync-replay-kl-") as name:
         folder = options.folder or Path(name) / "model"
-        report.conditions["model"] = trained(folder, steps, device, say)
+        report.conditions["model"] = trained(folder, steps, device, say, options.size)
         prompts = asks(corpus()[1], tokens)
-        sequences, facts = uvloop.run(rollout(folder, prompts, options.device, options.threads, say))
+        sequences, facts = uvloop.run(rollout(folder, prompts, options.device, options.threads, say, options.numerics))
         report.conditions["rollout"] = facts
         sampled = sum(len(one.logprobs) for one in sequences)
         say(f"{sampled:,} tokens sampled, {facts['preemptions']} preemptions, {facts['cached_tokens']} cached tokens")
         played = Pass([one.logprobs for one in sequences], [one.routing for one in sequences])
         arms: dict[str, Arm] = {}
-        for suffix, experts in (("", None), ("_eager", "eager")):
+        if options.numerics == "fixed":
+            trainer = Trainer(folder, device, fixed=True)
+            passes = {
+                "off": trainer.recompute(sequences, BATCH),
+                "on": trainer.recompute(sequences, BATCH, replay=True),
+                "self": trainer.recompute(sequences, 1),
+            }
+            report.conditions["replay"] = check_replay(sequences, passes["on"])
+            arms = prove(report, sequences, played, passes)
+            plain = Trainer(folder, device, trainer.experts).recompute(sequences, BATCH)
+            report.put("cost_of_fixed", passes["off"].seconds / plain.seconds)
+        for suffix, experts in (("", None), ("_eager", "eager")) if options.numerics == "default" else ():
             trainer = Trainer(folder, device, experts)
             passes = {
                 "off": trainer.recompute(sequences, BATCH),
@@ -190,6 +224,7 @@ def main() -> None:
         "samples_of_a_prompt": GROUP,
         "mean_logprob": _short(float(np.concatenate(played.logprobs).mean())),
         "dtype": "bfloat16",
+        "numerics": options.numerics,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "threads": options.threads,
         "versions": {one: version(one) for one in ("torch", "transformers", "numpy")},

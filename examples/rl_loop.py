@@ -2,6 +2,7 @@
 
     python examples/rl_loop.py                       # both arms, replay off and on, and a picture: rl_loop.png
     python examples/rl_loop.py --arm on --steps 10
+    python examples/rl_loop.py --arm off --numerics fixed     # rollout and trainer agree to the last bit
 
 A small MoE (`small_moe.py`, trained first, once) learns to sort letters. Each step has groups of samples, rewards, one
 GRPO-like update, and `update_weights` in memory. Requests that still run go on under the new weights, and are trained
@@ -10,6 +11,9 @@ on in a later step. The two arms differ in one line: whether the trainer's passe
 The rollout computes in bfloat16, in a worker process and in batches that change all the time; the trainer in float32,
 in padded micro-batches. Their log-probs differ by the rounding, and by experts that were chosen differently because of
 it. Replay removes the second difference.
+
+With fixed numerics there is no difference: the trainer's forward pass runs in bfloat16 within `fixed_numerics` and has
+the rollout's bits, so ratios of samples that no update crossed are exactly 1. Its optimizer keeps float32 masters.
 """
 
 from __future__ import annotations
@@ -24,17 +28,18 @@ from contextlib import nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import numpy as np
 import small_moe  # beside this file, as is rl_loop_report
 import torch
-from fdasync_transformers import named_tensors, replay_routing
+from fdasync_transformers import fixed_numerics, named_tensors, replay_routing
+from fdasync_transformers.fixed.logprobs import logprobs_of_logits
 from fdasync_transformers.weights.quiet import no_progress_bars
 from rich.console import Console
 from rich.live import Live
-from rl_loop_report import StepFigures, cells, draw, steps_table, summary
+from rl_loop_report import StepFigures, cells, draw, steps_table, summary, verdict
 
 from fdasync import Engine, EngineConfig, SamplingParams
 from fdasync.result import Sample
@@ -117,24 +122,46 @@ def clipped_objective(ratio: torch.Tensor, gain: torch.Tensor) -> tuple[torch.Te
     return torch.minimum(whole, cut), cut < whole
 
 
+class Masters:
+    """The parameters in float32, for the optimizer, of a model that computes in a narrower dtype."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._served = [one for one in model.parameters() if one.requires_grad]
+        self.wide = [one.detach().float().requires_grad_() for one in self._served]
+
+    def take_gradients(self) -> None:
+        for wide, served in zip(self.wide, self._served, strict=True):
+            wide.grad = None if served.grad is None else served.grad.float()
+            served.grad = None
+
+    @torch.no_grad()
+    def round(self) -> None:
+        """Give the model the new parameters; `update_weights` then sends those, and rounds nothing."""
+        for wide, served in zip(self.wide, self._served, strict=True):
+            served.copy_(wide)
+
+
 class Trainer:
-    """The model in float32, as the optimizer needs it.
+    """The model in float32, as the optimizer needs it; with fixed numerics in the rollout's dtype, beside masters.
 
     Attributes:
         replayed_tokens: tokens of the latest update, prompts included, that had the rollout's experts in it.
     """
 
-    def __init__(self, folder: Path, *, replay: bool) -> None:
+    def __init__(self, folder: Path, *, replay: bool, fixed: bool = False) -> None:
         hf: Any = import_module("transformers")
         with no_progress_bars():
-            self.model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            dtype = torch.bfloat16 if fixed else torch.float32
+            self.model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         self.model.set_experts_implementation("eager")
         self.model.train()
         self.replay = replay
         self.replayed_tokens = 0
-        self._optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0
-        )
+        self._masters = Masters(self.model) if fixed else None
+        if fixed:
+            fixed_numerics(self.model).apply()
+        self._parameters = list(self.model.parameters()) if self._masters is None else self._masters.wide
+        self._optimizer = torch.optim.AdamW(self._parameters, lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
         # the first steps of Adam go as far for noise as for a gradient
         self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda step: min((step + 1) / WARM_UP, 1.0))
 
@@ -162,10 +189,14 @@ class Trainer:
             clipped += int((cut & mask).sum())
             logprobs += [row[keep].numpy() for row, keep in zip(mine.detach(), mask, strict=True)]
             await asyncio.sleep(0)
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        if self._masters is not None:
+            self._masters.take_gradients()
+        torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
         self._optimizer.step()
         self._schedule.step()
         self._optimizer.zero_grad()
+        if self._masters is not None:
+            self._masters.round()
         return logprobs, clipped / tokens
 
     def _forward(self, part: list[Experience]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -187,15 +218,25 @@ class Trainer:
         if self.replay and None in rows:
             raise RuntimeError("a sample came without its experts: it would be trained on with others, unnoticed")
         with replay_routing(self.model, rows) if self.replay else nullcontext() as replay:
-            logits = self.model(input_ids=ids, attention_mask=real, use_cache=False).logits[:, :-1].float()
+            logits = self.model(input_ids=ids, attention_mask=real, use_cache=False).logits[:, :-1]
         self.replayed_tokens += 0 if replay is None else replay.replayed_tokens
-        mine = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        if self._masters is None:
+            mine = logits.float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        else:
+            mine = logprobs_of_logits(logits, ids[:, 1:])
         gain = torch.tensor([one.advantage for one in part])[:, None]
         return mine, theirs[:, 1:], gain, sampled[:, 1:]
 
 
 async def run_arm(
-    folder: Path, *, replay: bool, steps: int, problems: int, seed: int, tell: Callable[[StepFigures], None]
+    folder: Path,
+    *,
+    replay: bool,
+    steps: int,
+    problems: int,
+    seed: int,
+    tell: Callable[[StepFigures], None],
+    numerics: Literal["default", "fixed"] = "default",
 ) -> None:
     """One run of the loop: a fresh engine, a fresh trainer, the same problems and seeds whatever `replay`."""
     ahead = (problems + 2) // 3
@@ -204,8 +245,11 @@ async def run_arm(
         runner_config={"dtype": "bfloat16", "num_threads": 1},
         max_running=ahead * GROUP,  # so that groups are at different places when an update comes
         seed=seed,
+        numerics=numerics,
     )
-    trainer = Trainer(folder, replay=replay)  # blocking: reads its weights before the engine is there
+    trainer = Trainer(
+        folder, replay=replay, fixed=numerics == "fixed"
+    )  # blocking: reads its weights before the engine is there
     async with Engine(config) as engine:
         rollouts = Rollouts(engine, seed, steps, problems, ahead)
         async with asyncio.TaskGroup() as group:
@@ -238,6 +282,7 @@ def figures(
     fresh = [at for at, own in enumerate(spans) if all(span.version == str(version) for span in own)]
     theirs = [np.asarray(one.sample.raw_logprobs) for one in batch]
     return StepFigures(
+        other_bits=sum(int((theirs[at] != logprobs[at]).sum()) for at in fresh),
         reward=float(np.mean([one.reward for one in batch])),
         fresh=mismatch([theirs[at] for at in fresh], [logprobs[at] for at in fresh]),
         crossed=sum(len(own) > 1 for own in spans),
@@ -251,7 +296,13 @@ def figures(
 
 
 async def compare(
-    folder: Path, names: list[str], steps: int, problems: int, seed: int, console: Console
+    folder: Path,
+    names: list[str],
+    steps: int,
+    problems: int,
+    seed: int,
+    console: Console,
+    numerics: Literal["default", "fixed"] = "default",
 ) -> dict[str, list[StepFigures]]:
     """Run the arms, one after the other, and show them meanwhile."""
     runs: dict[str, list[StepFigures]] = {}
@@ -267,7 +318,10 @@ async def compare(
                 else:
                     console.print(f"replay {name}:", "  ".join(cells(len(done), one)), soft_wrap=True)
 
-            await run_arm(folder, replay=name == "on", steps=steps, problems=problems, seed=seed, tell=tell)
+            replay = name == "on"
+            await run_arm(
+                folder, replay=replay, steps=steps, problems=problems, seed=seed, tell=tell, numerics=numerics
+            )
     return runs
 
 
@@ -280,6 +334,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=STEPS, help="updates of each arm")
     parser.add_argument("--problems", type=int, default=PROBLEMS, help=f"groups of {GROUP} samples in a step")
     parser.add_argument("--arm", choices=("off", "on", "both"), default="both", help="replay in the trainer")
+    parser.add_argument("--numerics", choices=("default", "fixed"), default="default", help="of rollout and trainer")
     parser.add_argument("--png", type=Path, default=Path("rl_loop.png"), help="where the picture goes")
     parser.add_argument("--folder", type=Path, default=cache, help="the model to start from, trained there first")
     parser.add_argument("--pretrain-steps", type=int, default=small_moe.STEPS, help="of that training")
@@ -299,12 +354,16 @@ def main() -> int:
         except OSError as error:  # a file, a folder of something else, one that cannot be written
             sys.exit(f"rl_loop.py: --folder {chosen.folder}: {error}")
         names = ["off", "on"] if chosen.arm == "both" else [chosen.arm]
-        runs = asyncio.run(compare(chosen.folder, names, chosen.steps, chosen.problems, chosen.seed, console))
+        runs = asyncio.run(
+            compare(chosen.folder, names, chosen.steps, chosen.problems, chosen.seed, console, chosen.numerics)
+        )
     except KeyboardInterrupt:
         # the engine was closed on the way here, and its worker has ended
         return 130
     draw(runs, chosen.png)
     print(summary(runs))
+    if chosen.numerics == "fixed":
+        print(verdict(runs))
     print(f"{chosen.png} drawn; {time.perf_counter() - began:.0f} s in all")
     return 0
 

@@ -23,6 +23,7 @@ class StepFigures(msgspec.Struct, frozen=True):
     Attributes:
         reward: mean over its samples.
         fresh: rollout against trainer before the update, over the samples that ran under the trainer's weights alone.
+        other_bits: tokens of these samples whose two log-probs differ in a bit; their importance ratio is not 1.
         crossed: samples that were running when an update came, and went on under the new weights.
         stale: tokens that were sampled under older weights than the trainer's.
         clipped: share of tokens whose ratio the clip cut off.
@@ -33,6 +34,7 @@ class StepFigures(msgspec.Struct, frozen=True):
 
     reward: float
     fresh: Mismatch
+    other_bits: int
     crossed: int
     stale: int
     clipped: float
@@ -49,6 +51,7 @@ def steps_table(name: str, done: list[StepFigures], last: int = 12) -> Table:
         "reward",
         "K3 KL",
         "ratio > 2",
+        "other bits",
         "crossed",
         "stale tokens",
         "clipped",
@@ -65,9 +68,10 @@ def steps_table(name: str, done: list[StepFigures], last: int = 12) -> Table:
 
 def cells(number: int, one: StepFigures) -> tuple[str, ...]:
     extreme = f"{one.fresh.extreme_share:.2%}"
+    bits = f"{one.other_bits / max(one.fresh.tokens, 1):.1%}"
     seconds = (f"{one.rollout_s:.1f} s", f"{one.train_s:.1f} s")
     counts = (str(one.crossed), str(one.stale), f"{one.clipped:.2%}", str(one.left_out), str(one.replayed))
-    return (str(number), f"{one.reward:.3f}", f"{one.fresh.k3:.2e}", extreme, *counts, *seconds)
+    return (str(number), f"{one.reward:.3f}", f"{one.fresh.k3:.2e}", extreme, bits, *counts, *seconds)
 
 
 def draw(runs: dict[str, list[StepFigures]], path: Path) -> None:
@@ -83,8 +87,10 @@ def draw(runs: dict[str, list[StepFigures]], path: Path) -> None:
         (line,) = left.plot(steps, smooth, label=name)
         left.plot(steps, rewards, color=line.get_color(), alpha=0.25)
         right.plot(steps, [one.fresh.k3 for one in done], label=name)
+    # a KL of 0 has no place on a logarithmic axis
+    positive = all(one.fresh.k3 > 0 for done in runs.values() for one in done)
     left.set(title="reward (mean of 5 steps)", xlabel="step", ylim=(0, 1))
-    right.set(title="K3 KL of rollout and trainer", xlabel="step", yscale="log")
+    right.set(title="K3 KL of rollout and trainer", xlabel="step", yscale="log" if positive else "linear")
     left.legend()
     right.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -110,3 +116,14 @@ def summary(runs: dict[str, list[StepFigures]]) -> str:
         console.print(drawn)
     merged = {name: reduce(Mismatch.merge, [one.fresh for one in done]) for name, done in runs.items()}
     return capture.get() + table(merged)
+
+
+def verdict(runs: dict[str, list[StepFigures]]) -> str:
+    """Whether the trainer had the rollout's bits wherever no update came between. Raises SystemExit if it had not."""
+    lines = []
+    for name, done in runs.items():
+        tokens, other = sum(one.fresh.tokens for one in done), sum(one.other_bits for one in done)
+        if other:
+            raise SystemExit(f"{name}: {other} of {tokens:,} log-probs have other bits than the rollout's")
+        lines.append(f"{name}: {tokens:,} tokens of samples that crossed no update: KL 0, every importance ratio 1")
+    return "\n".join(lines)

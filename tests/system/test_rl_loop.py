@@ -351,6 +351,39 @@ def test_a_short_run_ends_with_a_picture_and_tables(model: Path, tmp_path: Path)
     assert float(kl["replay on"]) <= float(kl["replay off"]) < 1e-3, out
 
 
+@pytest.mark.slow
+def test_a_short_run_with_fixed_numerics_ends_with_ratios_of_one(model: Path, tmp_path: Path) -> None:
+    process = started(model, tmp_path, "--steps", "2", "--arm", "off", "--numerics", "fixed", "--png", "loop.png")
+    out, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, out
+    assert re.search(
+        r"replay off: [\d,]{3,} tokens of samples that crossed no update: KL 0, every importance ratio 1", out
+    )
+
+
+def test_a_loop_that_promises_ratios_of_one_fails_without_them(rl: Any) -> None:
+    report = import_module("rl_loop_report")
+    one = rl.mismatch([np.zeros(3, np.float32)], [np.zeros(3, np.float32)])
+    figures = {"reward": 0, "crossed": 0, "stale": 0, "clipped": 0, "left_out": 0, "replayed": 0, "rollout_s": 0, "train_s": 0, "fresh": one}
+    assert report.verdict({"off": [report.StepFigures(other_bits=0, **figures)]}).startswith("off: 3 tokens")
+    with pytest.raises(SystemExit, match="1 of 3 log-probs have other bits"):
+        report.verdict({"off": [report.StepFigures(other_bits=1, **figures)]})
+
+
+def test_masters_round_to_what_the_model_serves(rl: Any) -> None:
+    model = rl.torch.nn.Linear(8, 8, bias=False).bfloat16()
+    masters = rl.Masters(model)
+    assert masters.wide[0].dtype is rl.torch.float32
+    model(rl.torch.ones(1, 8, dtype=rl.torch.bfloat16)).sum().backward()
+    masters.take_gradients()
+    assert model.weight.grad is None
+    assert masters.wide[0].grad.eq(1).all()
+    with rl.torch.no_grad():
+        masters.wide[0] += 1 / 3
+    masters.round()
+    assert rl.torch.equal(model.weight, masters.wide[0].bfloat16())
+
+
 def test_a_folder_that_is_not_its_own_is_left_alone(tmp_path: Path, rl: Any, monkeypatch: Any, capsys: Any) -> None:
     (tmp_path / "file").write_text("mine")
     for folder in (tmp_path, tmp_path / "file"):

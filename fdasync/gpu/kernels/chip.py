@@ -47,6 +47,14 @@ def chip_of(device: torch.device) -> Chip:
 
 # no state: the answer is a property of the machine
 @cache
+def processors_of(device: torch.device) -> int:
+    """How many programs run at once, one on each: of a CUDA device. The interpreter's programs take turns: some, so
+    that there is more than one."""
+    return 3 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+# no state: the answer is a property of the machine
+@cache
 def _asked(index: int) -> Chip:
     # AMD's devices call themselves CUDA devices too, and count capabilities of their own
     return Chip((0, 0)) if _AMD else Chip(torch.cuda.get_device_capability(index))

@@ -38,12 +38,12 @@ def build(kernel: Any, constants: dict[str, Any], registers: int) -> Any:
     return compile_kernel(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": registers})
 
 
-def prefill(dim: int, reach: int) -> Any:
-    keys_at_once, stages = prefill_hopper._TILES[dim]
+def prefill(dim: int, reach: int, part: int = 0) -> Any:
+    keys_at_once, stages = (64, 4) if part else prefill_hopper._TILES[dim]
     constants = {
         "sinks": None, "KV_HEADS": 4, "GROUP": 8, "PIECES": 8, "TILE": 128, "BLOCK_TOKENS": 16, "DIM": dim,
         "SINKS": False, "REACH": reach, "BLOCK_N": keys_at_once, "STAGES": stages, "ROWS": prefill_hopper.ROWS,
-        "OVERLAP": True,
+        "OVERLAP": True, "PART": part,
     }  # fmt: skip
     return build(prefill_hopper._prefill_hopper, constants, prefill_hopper.REGISTERS)
 
@@ -55,7 +55,7 @@ def latent(heads: int, split: int) -> Any:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    built = {"prefill": prefill, "latent": latent}[sys.argv[1]](int(sys.argv[2]), int(sys.argv[3]))
+    built = {"prefill": prefill, "latent": latent}[sys.argv[1]](*map(int, sys.argv[2:]))
     products = len(re.findall("wgmma.mma_async", built.asm["ptx"]))
     copies = len(re.findall("cp.async.bulk.tensor", built.asm["ptx"]))
     waits = len(re.findall("WARPGROUP.DEPBAR", built.asm["sass"]))

@@ -32,6 +32,13 @@ def test_prefill(dim: int, reach: int) -> None:
     assert copies == 2 * keys_at_once // 16 * dim // 64
 
 
+def test_prefill_in_the_fixed_order() -> None:
+    """Products of a part that ends and of the next one's first tile are under way together there too."""
+    _, products, copies, _ = compiled("prefill", 128, 1, 512)
+    assert products
+    assert copies == 2 * 64 // 16 * 128 // 64
+
+
 @pytest.mark.parametrize("split", [0, 1])
 def test_latents(split: int) -> None:
     _, products, copies, _ = compiled("latent", 80, split)

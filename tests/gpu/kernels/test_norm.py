@@ -110,9 +110,10 @@ def test_a_weight_of_another_dtype(device):
 
 
 def test_the_tile_follows_from_the_row_alone():
-    for columns, tile in {64: (32, 64, 4), 128: (16, 128, 4), 2048: (1, 2048, 4), 2880: (1, 4096, 8)}.items():
-        assert tile_of(columns) == tile
-    assert all(tile_of(columns).warps <= 16 for columns in range(1, MOST_COLUMNS, 511))
+    for columns, tile in {64: (32, 64, 8), 128: (16, 128, 8), 2048: (1, 2048, 8), 2880: (1, 4096, 16)}.items():
+        assert tile_of(columns, 2) == tile
+        assert tile_of(columns, 4) == (*tile[:2], 16)
+    assert all(tile_of(columns, 4).warps <= 16 for columns in range(1, MOST_COLUMNS, 511))
 
 
 def test_bad_input_is_refused(device):

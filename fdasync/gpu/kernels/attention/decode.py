@@ -4,20 +4,29 @@ The query heads that share a kv head are the rows of one program's tile, so KV i
 are split among programs, in float32 partials that are joined in the order of the splits (`join.py`): a few by the
 program that ends last, many by a second kernel, whose programs share that work. The number of splits depends on what
 the host knows (sequences, heads, width of the tables) and never on lengths, which the device reads: so a CUDA graph can
-capture all of it. Knows views, tables and positions; knows no scheduling and no model. Called by the attention of the
-plugins' GPU runners.
+capture all of it. In the fixed order (`fixed.py`) programs share whole parts, which are what is joined: so their
+number changes no bit. Knows views, tables and positions; knows no scheduling and no model. Called by the attention of
+the plugins' GPU runners.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 
 from fdasync.errors import BadInput
-from fdasync.gpu.kernels.attention.join import join_at_once, join_splits, span_of
+from fdasync.gpu.kernels.attention.fixed import Grain, finish, grain_of, join, most_parts
+from fdasync.gpu.kernels.attention.join import (
+    join_at_once,
+    join_in_order,
+    join_parts,
+    join_splits,
+    parts_of,
+    span_of,
+)
 from fdasync.gpu.kernels.attention.tile import (
     LOG2E,
     REACH_CODES,
@@ -37,6 +46,7 @@ PROGRAMS_PER_PROCESSOR = 4
 # splits whose partials are read together, by the program that ends last and by a second kernel
 _AT_ONCE = 4
 _JOINED_AT_ONCE = 16
+PARTS_AT_ONCE = 8
 # most splits that the program which ends last joins: one kernel less, but one program reads all partials
 _MOST_JOINED = 4
 
@@ -58,14 +68,19 @@ class Workspace:
     processors: int
 
 
-def decode_workspace(max_sequences: int, heads: int, value_dim: int, device: torch.device) -> Workspace:
+def decode_workspace(
+    max_sequences: int, heads: int, value_dim: int, device: torch.device, *, fixed: bool = False
+) -> Workspace:
     """Room for up to this many sequences of `heads` query heads with values up to `value_dim` wide.
 
     Calls with more are not split. Allocates 4 * heads * max(256, max_sequences) * (value_dim + 3) bytes, once: the
-    caller keeps it for as long as calls or graphs that use it may run.
+    caller keeps it for as long as calls or graphs that use it may run. `fixed`: 64 MiB and a little at least, since
+    there each part of a sequence is a partial, however few programs share them; with less room they share fewer.
     """
     # the same room for few sequences with many splits as for many with one or two
     capacity = heads * max(256, max_sequences)
+    if fixed:
+        capacity = max(capacity, (64 << 20) // (4 * value_dim))
     processors = 8
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -99,20 +114,33 @@ def count_splits(
     return int(max(1, min(wanted, worth, MAX_SPLITS, capacity // (sequences * heads))))
 
 
-@triton.jit(do_not_specialize=["lanes", "positions", "reach_size", "splits"])  # type: ignore[untyped-decorator]
+def share_parts(
+    splits: int | None, sequences: int, heads: int, tiles: int, most: int, workspace: Workspace, capacity: int
+) -> int:
+    """Programs that share a sequence's parts, of which there are up to `most`; each part is a partial of its own."""
+    room = capacity // (sequences * heads)
+    if splits is None:
+        wanted = PROGRAMS_PER_PROCESSOR * workspace.processors // (sequences * tiles)
+        return max(1, min(wanted, most, MAX_SPLITS)) if most <= room else 1
+    if splits > 1 and most > room:
+        raise BadInput("splits", f"of {most} parts are more than the workspace has room for", limit=room)
+    return splits
+
+
+@triton.jit(do_not_specialize=["lanes", "positions", "reach_size", "splits", "most"])  # type: ignore[untyped-decorator]
 def _decode(  # type: ignore[no-untyped-def]
     query, keys, values, tables, lanes, positions, sinks, out, partials, stats, arrivals,
-    scale, reach_size, splits, capacity, width,
+    scale, reach_size, splits, most, capacity, width,
     query_row, query_head, keys_block, keys_token, keys_head, values_block, values_token, values_head,
     table_row, out_row, out_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, TILES: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     KEY_DIM: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr,
     SHARED: tl.constexpr, WIDEN: tl.constexpr, SINKS: tl.constexpr, REACH: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MOST: tl.constexpr, AT_ONCE: tl.constexpr,
-    JOINED: tl.constexpr, OVERLAP: tl.constexpr,
+    JOINED: tl.constexpr, PART: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(OVERLAP)
-    # a program does one sequence, BLOCK_M heads of one kv head's group, one split of the keys
+    # a program does one sequence, BLOCK_M heads of one kv head's group, one split of the keys. PART: in the fixed order
     sequence = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1) // TILES
     in_group = tl.program_id(1) % TILES * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -129,9 +157,15 @@ def _decode(  # type: ignore[no-untyped-def]
             tl.store(out_rows, tl.zeros([BLOCK_M, DV], out.dtype.element_ty), mask=out_inside)
         return
     begin = first_visible(position, REACH, reach_size)
-    span = span_of(position + 1 - begin, splits, BLOCK_N)
-    low = begin + split * span
-    high = tl.minimum(low + span, position + 1)
+    if PART:
+        first_part, used = parts_of(position, begin, PART)
+        span = tl.cdiv(used, splits)
+        low = tl.maximum(begin, (first_part + split * span) * PART)
+        high = tl.minimum((first_part + split * span + span) * PART, position + 1)
+    else:
+        span = span_of(position + 1 - begin, splits, BLOCK_N)
+        low = begin + split * span
+        high = tl.minimum(low + span, position + 1)
     if low >= high:
         return
     query_rows = query + sequence * query_row + head * query_head
@@ -139,43 +173,83 @@ def _decode(  # type: ignore[no-untyped-def]
     queries_rest = queries
     if D2 > 0:
         queries_rest = load_rows(query_rows, inside, KEY_DIM, D1, D2, True)
-    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    if SINKS:  # noqa: SIM102 - one is known when this is compiled, the other is not
-        if split == 0:
-            best = tl.load(sinks + head, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
-            total += 1.0
-    sums = tl.zeros([BLOCK_M, DV], tl.float32)
+    keys += kv_head * keys_head
+    values += kv_head * values_head
     table = tables + lane.to(tl.int64) * table_row
     first = tl.zeros([BLOCK_M], tl.int32) + low
     last = tl.zeros([BLOCK_M], tl.int32) + high - 1
-    for start in range(low, high, BLOCK_N):
-        best, total, sums = fold_keys(
-            queries, queries_rest, best, total, sums,
-            keys + kv_head * keys_head, values + kv_head * values_head, table, start, high, first, last, scale,
-            keys_block, keys_token, values_block, values_token,
-            BLOCK_TOKENS, KEY_DIM, D1, D2, VALUE_DIM, DV, SHARED, WIDEN, BLOCK_N, True,
-        )  # fmt: skip
-    if SPLIT:
-        partial = (sequence * splits + split) * HEADS + head
-        tl.store(partials + partial[:, None] * width + value_dims[None, :], sums, mask=out_inside)
-        tl.store(stats + partial, best, mask=inside)
-        tl.store(stats + capacity + partial, total, mask=inside)
-        if JOINED:
-            # all of this program's stores come before its arrival, and those of all others before the last one's
-            tl.debug_barrier()
-            arrival = arrivals + sequence * tl.num_programs(1) + tl.program_id(1)
-            used = tl.cdiv(position + 1 - begin, span)
-            if tl.atomic_add(arrival, 1) == used - 1:
-                tl.debug_barrier()
-                tl.store(arrival, 0)
-                sums, total = join_at_once(
-                    partials, stats, sequence * splits, head, inside, out_inside, used, capacity, width,
-                    HEADS, DV, BLOCK_M, MOST, AT_ONCE,
+    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    sums = tl.zeros([BLOCK_M, DV], tl.float32)
+    if PART:
+        for part in range(low // PART, (high + PART - 1) // PART):
+            peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            totals = tl.zeros([BLOCK_M, 16], tl.float32)
+            partial_sums = tl.zeros([BLOCK_M, DV], tl.float32)
+            end = tl.minimum(high, part * PART + PART)
+            for start in range(tl.maximum(low // BLOCK_N * BLOCK_N, part * PART), end, BLOCK_N):
+                peak, totals, partial_sums = fold_keys(
+                    queries, queries_rest, peak, totals, partial_sums, keys, values, table, start, end, first, last,
+                    scale, keys_block, keys_token, values_block, values_token,
+                    BLOCK_TOKENS, KEY_DIM, D1, D2, VALUE_DIM, DV, SHARED, WIDEN, BLOCK_N, True, True, low,
                 )  # fmt: skip
-                tl.store(out_rows, (sums / total[:, None]).to(out.dtype.element_ty), mask=out_inside)
+            # all columns are the same sum
+            weight = tl.max(totals, 1)
+            if SPLIT:
+                partial = (sequence * most + part - first_part) * HEADS + head
+                tl.store(partials + partial[:, None] * width + value_dims[None, :], partial_sums, mask=out_inside)
+                tl.store(stats + partial, peak, mask=inside)
+                tl.store(stats + capacity + partial, weight, mask=inside)
+            else:
+                best, total, sums = join(best, total, sums, peak, weight, partial_sums)
+        if SPLIT:
+            if JOINED:
+                # all of this program's stores come before its arrival, and those of all others before the last one's
+                tl.debug_barrier()
+                arrival = arrivals + sequence * tl.num_programs(1) + tl.program_id(1)
+                if tl.atomic_add(arrival, 1) == tl.cdiv(used, span) - 1:
+                    tl.debug_barrier()
+                    tl.store(arrival, 0)
+                    result = join_in_order(
+                        partials, stats, sinks, sequence * most, head, inside, value_dims, out_inside, used, capacity,
+                        width, HEADS, SINKS, AT_ONCE,
+                    )  # fmt: skip
+                    tl.store(out_rows, result.to(out.dtype.element_ty), mask=out_inside)
+        else:
+            result = finish(best, total, sums, sinks, head, inside, SINKS)
+            tl.store(out_rows, result.to(out.dtype.element_ty), mask=out_inside)
     else:
-        tl.store(out_rows, (sums / total[:, None]).to(out.dtype.element_ty), mask=out_inside)
+        if SINKS:  # noqa: SIM102 - one is known when this is compiled, the other is not
+            if split == 0:
+                best = tl.load(sinks + head, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
+                total += 1.0
+        for start in range(low, high, BLOCK_N):
+            best, total, sums = fold_keys(
+                queries, queries_rest, best, total, sums,
+                keys, values, table, start, high, first, last, scale,
+                keys_block, keys_token, values_block, values_token,
+                BLOCK_TOKENS, KEY_DIM, D1, D2, VALUE_DIM, DV, SHARED, WIDEN, BLOCK_N, True,
+            )  # fmt: skip
+        if SPLIT:
+            partial = (sequence * splits + split) * HEADS + head
+            tl.store(partials + partial[:, None] * width + value_dims[None, :], sums, mask=out_inside)
+            tl.store(stats + partial, best, mask=inside)
+            tl.store(stats + capacity + partial, total, mask=inside)
+            if JOINED:
+                # all of this program's stores come before its arrival, and those of all others before the last one's
+                tl.debug_barrier()
+                arrival = arrivals + sequence * tl.num_programs(1) + tl.program_id(1)
+                used = tl.cdiv(position + 1 - begin, span)
+                if tl.atomic_add(arrival, 1) == used - 1:
+                    tl.debug_barrier()
+                    tl.store(arrival, 0)
+                    sums, total = join_at_once(
+                        partials, stats, sequence * splits, head, inside, out_inside, used, capacity, width,
+                        HEADS, DV, BLOCK_M, MOST, AT_ONCE,
+                    )  # fmt: skip
+                    tl.store(out_rows, (sums / total[:, None]).to(out.dtype.element_ty), mask=out_inside)
+        else:
+            tl.store(out_rows, (sums / total[:, None]).to(out.dtype.element_ty), mask=out_inside)
 
 
 def attend_decode(
@@ -195,6 +269,8 @@ def attend_decode(
     value_dim: int | None = None,
     launch: Launch | None = None,
     splits: int | None = None,
+    fixed: bool = False,
+    grain: Grain | None = None,
 ) -> None:
     """Attend one query per sequence to its keys in the pool, its own among them; writes `out`.
 
@@ -208,7 +284,8 @@ def attend_decode(
 
     One or two launches on the current stream (the device of the tensors must be current), no synchronisation, nothing
     allocated, so a graph can capture it. All tensors must live until it ran; the next call on the stream may use
-    `workspace`. `launch` and `splits` replace the table's choice, for measurements. Raises BadInput for shapes or
+    `workspace`. `fixed`: in the order of `fixed.py`, whose bits `attend_prefill` with `fixed` gives too. `launch`,
+    `splits` and `grain` replace the table's choice, for measurements and tests. Raises BadInput for shapes or
     strides that do not fit each other.
     """
     sequences, heads, key_dim = query.shape
@@ -224,8 +301,16 @@ def attend_decode(
     capacity = workspace.partials.shape[0]
     if workspace.partials.shape[1] < width:
         capacity = 0
-    if splits is None:
-        max_context = tables.shape[1] * keys.shape[1]
+    max_context = tables.shape[1] * keys.shape[1]
+    most = 1
+    if fixed:
+        grain = grain or grain_of(key_dim, query.dtype)
+        # sums of a part and of all parts: at most what lets four programs a processor load at once there too
+        limit = 128 if key_dim <= 128 and query.dtype != torch.float32 else None
+        launch = replace(launch, keys=grain.keys, registers=launch.registers or limit)
+        most = most_parts(max_context, reach_kind, reach_size, grain)
+        splits = share_parts(splits, sequences, heads, kv_heads * tiles, most, workspace, capacity)
+    elif splits is None:
         if reach_kind != "full":
             max_context = min(max_context, reach_size)
         splits = count_splits(sequences, heads, kv_heads * tiles, max_context, launch, capacity, workspace.processors)
@@ -240,16 +325,24 @@ def attend_decode(
     joined = splits <= _MOST_JOINED
     _decode[(sequences, kv_heads * tiles, splits)](
         query, keys, values, tables, lanes, positions, sinks, out, partials, stats, workspace.arrivals,
-        scale * LOG2E, reach_size, splits, stats.stride(0), partials.stride(0),
+        scale * LOG2E, reach_size, splits, most, stats.stride(0), partials.stride(0),
         query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), keys.stride(2),
         values.stride(0), values.stride(1), values.stride(2), tables.stride(0), out.stride(0), out.stride(1),
         HEADS=heads, GROUP=group, TILES=tiles, BLOCK_TOKENS=keys.shape[1],
         KEY_DIM=key_dim, D1=d1, D2=d2, VALUE_DIM=width, DV=dv,
         SHARED=shared, WIDEN=query.device.type == "cpu", SINKS=sinks is not None, REACH=code, SPLIT=splits > 1,
         BLOCK_M=launch.rows, BLOCK_N=launch.keys, MOST=_MOST_JOINED, AT_ONCE=_AT_ONCE, JOINED=joined,
-        num_warps=launch.warps, num_stages=launch.stages, **overlap(query.device),
+        PART=grain.part if fixed and grain else 0,
+        num_warps=launch.warps, num_stages=launch.stages, maxnreg=launch.registers, **overlap(query.device),
     )  # fmt: skip
-    if splits > 1 and not joined:
+    if splits > 1 and not joined and fixed and grain:
+        join_parts[(sequences, heads)](
+            partials, stats, lanes, positions, sinks, out, reach_size, most, stats.stride(0), partials.stride(0),
+            out.stride(0), out.stride(1),
+            HEADS=heads, VALUE_DIM=width, DV=dv, REACH=code, SINKS=sinks is not None, PART=grain.part,
+            AT_ONCE=PARTS_AT_ONCE, num_warps=4, **overlap(query.device),
+        )  # fmt: skip
+    elif splits > 1 and not joined:
         join_splits[(sequences, heads)](
             partials, stats, lanes, positions, out, reach_size, splits, stats.stride(0), partials.stride(0),
             out.stride(0), out.stride(1),

@@ -2,8 +2,10 @@
 
 A tile's logits are begun before the values of the tile before are weighed, so that exponents are taken while the tensor
 cores multiply. The order of sums is that of `prefill.py`: tiles of keys from the first that a row sees, and within a
-tile as the products go; so a row's bits do not depend on the rows beside it. Written in Gluon, Triton's language with
-explicit layouts. Knows rows and a ring of tiles, and not how tiles come into it. Called by `prefill_hopper.py`.
+tile as the products go; so a row's bits do not depend on the rows beside it. With PART it is that of `fixed.py`: a part
+is joined when the products of its last tile are done, which is within the turn of the next part's first tile. Written
+in Gluon, Triton's language with explicit layouts. Knows rows and a ring of tiles, and not how tiles come into it.
+Called by `prefill_hopper.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+
+from fdasync.gpu.kernels.attention.fixed import finish, join, weigh
 
 # Triton 3.6 names some things otherwise than later versions do
 LATER_NAMES = gl.constexpr(hasattr(gl, "barrier"))
@@ -80,12 +84,23 @@ def _zero_rows(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
+def _joined(whole_best, whole_total, whole_sums, peak, total, sums, SUMS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """What the parts before gave, and one more."""
+    LINE: gl.constexpr = gl.SliceLayout(1, SUMS)
+    # all columns are the same sum
+    weight = gl.convert_layout(gl.max(total, 1), LINE)
+    return join(whole_best, whole_total, whole_sums, gl.convert_layout(peak, LINE), weight, sums)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
 def _fold(  # type: ignore[no-untyped-def]
-    begin, end, turn, best, total, sums, weights, own, ring, bars, position, first, scale,
+    begin, end, turn, best, total, sums, weights, whole_best, whole_total, whole_sums, own, ones, ring, bars,
+    position, first, scale, PART: gl.constexpr, TOTALS: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, REACH: gl.constexpr, MASKED: gl.constexpr,
     LOGITS: gl.constexpr, SUMS: gl.constexpr, DTYPE: gl.constexpr, ROWS: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """The softmax of tiles begin .. end, and the weighted values of the tile before each."""
+    """The softmax of tiles begin .. end, and the weighted values of the tile before each. With PART `total` is sums of
+    weights [ROWS, 8], all columns alike, and `whole_` what all parts before this one gave."""
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     key_tiles, value_tiles = ring
     key_full, key_free, value_full, value_free = bars
@@ -97,13 +112,35 @@ def _fold(  # type: ignore[no-untyped-def]
         logits = warpgroup_mma(own, key_tiles.index(place).permute((1, 0)), logits, use_acc=False, is_async=True)
         mbarrier.wait(value_full.index(place_before), ((turn - 1) // STAGES) & 1)
         sums = warpgroup_mma(weights, value_tiles.index(place_before), sums, is_async=True)
-        logits = warpgroup_mma_wait(1, deps=(logits,))
+        if PART:
+            total = warpgroup_mma(
+                gl.convert_layout(weights, gl.DotOperandLayout(0, TOTALS, 2)),
+                ones.permute((1, 0)),
+                total,
+                is_async=True,
+            )
+            logits = warpgroup_mma_wait(2, deps=(logits,))
+        else:
+            logits = warpgroup_mma_wait(1, deps=(logits,))
         mbarrier.arrive(key_free.index(place), count=1)
         if MASKED:
             logits = _mask(logits, tile, position, first, REACH, BLOCK_N, LOGITS)
-        best, total, raw, shrink = _softmax_step(logits, best, total, scale, REACH)
+        if PART:
+            peak = best
+            fresh = tile % (PART // BLOCK_N) == 0
+            # a part starts from nothing: by -inf earlier sums shrink to 0
+            best, raw, shrink = weigh(logits, gl.where(fresh, float("-inf"), best), scale)
+        else:
+            best, total, raw, shrink = _softmax_step(logits, best, total, scale, REACH)
         following = gl.convert_layout(raw.to(DTYPE), WEIGHTS)
-        if OVERLAP:
+        if PART:
+            sums, total, weights, following = warpgroup_mma_wait(0, deps=(sums, total, weights, following))
+            if fresh:
+                whole_best, whole_total, whole_sums = _joined(
+                    whole_best, whole_total, whole_sums, peak, total, sums, SUMS
+                )  # fmt: skip
+            total = total * gl.convert_layout(shrink, gl.SliceLayout(1, TOTALS))[:, None]
+        elif OVERLAP:
             # as a dependency of the wait: or the compiler takes the exponents after it
             sums, weights, following = warpgroup_mma_wait(0, deps=(sums, weights, following))
         else:
@@ -112,15 +149,16 @@ def _fold(  # type: ignore[no-untyped-def]
         sums = sums * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
         weights = following
         turn += 1
-    return turn, best, total, sums, weights
+    return turn, best, total, sums, weights, whole_best, whole_total, whole_sums
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def attend_rows(  # type: ignore[no-untyped-def]
-    query, out, sinks, own, ring, bars, value_pages, turn, kv_head, skip, rows, span,
+    query, out, sinks, own, ones, ring, bars, value_pages, turn, kv_head, skip, rows, span,
     scale, reach_size, query_row, query_head, out_row, out_head,
     GROUP: gl.constexpr, TILE: gl.constexpr, BLOCK_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr,
     STAGES: gl.constexpr, SINKS: gl.constexpr, REACH: gl.constexpr, ROWS: gl.constexpr, OVERLAP: gl.constexpr,
+    PART: gl.constexpr,
 ):  # fmt: skip
     """64 rows of one program, the first `skip` left out, from queries to the output.
 
@@ -155,10 +193,15 @@ def attend_rows(  # type: ignore[no-untyped-def]
     first = first_visible(position, REACH, reach_size)
     best = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, LOGITS))
     total = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, LOGITS))
-    if SINKS:
+    if SINKS and not PART:
         best = gl.load(sinks + kv_head * GROUP + mine % GROUP).to(gl.float32) * 1.4426950408889634
         total += 1.0
     sums = gl.zeros([ROWS, DIM], gl.float32, SUMS)
+    TOTALS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
+    LINE: gl.constexpr = gl.SliceLayout(1, SUMS)
+    whole_best = gl.full([ROWS], float("-inf"), gl.float32, LINE)
+    whole_total = gl.full([ROWS], 0.0, gl.float32, LINE)
+    whole_sums = sums
     first_tile = low // BLOCK_N
     end_tile = highest // BLOCK_N + 1
     # the first tile has no tile before it
@@ -169,7 +212,11 @@ def attend_rows(  # type: ignore[no-untyped-def]
     logits = warpgroup_mma_wait(0, deps=(logits,))
     mbarrier.arrive(key_free.index(place), count=1)
     logits = _mask(logits, first_tile, position, first, REACH, BLOCK_N, LOGITS)
-    best, total, raw, _shrink = _softmax_step(logits, best, total, scale, REACH)
+    if PART:
+        best, raw, _shrink = weigh(logits, best, scale)
+        total = gl.zeros([ROWS, 8], gl.float32, TOTALS)
+    else:
+        best, total, raw, _shrink = _softmax_step(logits, best, total, scale, REACH)
     weights = gl.convert_layout(raw.to(DTYPE), WEIGHTS)
     if REACH != 0:
         # what a window left behind. What lies behind the last key, where that is in this page too: or one group would
@@ -184,16 +231,19 @@ def attend_rows(  # type: ignore[no-untyped-def]
     open_begin = gl.maximum(first_tile + 1, gl.minimum(open_begin, end_tile))
     open_end = gl.maximum(open_begin, (lowest + 1) // BLOCK_N)
     if REACH != 0:
-        turn, best, total, sums, weights = _fold(
-            first_tile + 1, open_begin, turn, best, total, sums, weights, own, ring, bars, position, first, scale,
+        turn, best, total, sums, weights, whole_best, whole_total, whole_sums = _fold(
+            first_tile + 1, open_begin, turn, best, total, sums, weights, whole_best, whole_total, whole_sums,
+            own, ones, ring, bars, position, first, scale, PART, TOTALS,
             BLOCK_N, STAGES, REACH, True, LOGITS, SUMS, DTYPE, ROWS, OVERLAP,
         )  # fmt: skip
-    turn, best, total, sums, weights = _fold(
-        open_begin, open_end, turn, best, total, sums, weights, own, ring, bars, position, first, scale,
+    turn, best, total, sums, weights, whole_best, whole_total, whole_sums = _fold(
+        open_begin, open_end, turn, best, total, sums, weights, whole_best, whole_total, whole_sums,
+        own, ones, ring, bars, position, first, scale, PART, TOTALS,
         BLOCK_N, STAGES, REACH, False, LOGITS, SUMS, DTYPE, ROWS, OVERLAP,
     )  # fmt: skip
-    turn, best, total, sums, weights = _fold(
-        open_end, end_tile, turn, best, total, sums, weights, own, ring, bars, position, first, scale,
+    turn, best, total, sums, weights, whole_best, whole_total, whole_sums = _fold(
+        open_end, end_tile, turn, best, total, sums, weights, whole_best, whole_total, whole_sums,
+        own, ones, ring, bars, position, first, scale, PART, TOTALS,
         BLOCK_N, STAGES, REACH, True, LOGITS, SUMS, DTYPE, ROWS, OVERLAP,
     )  # fmt: skip
     # the last tile's values; what lies behind the last key in its page is not the sequence's
@@ -202,9 +252,19 @@ def attend_rows(  # type: ignore[no-untyped-def]
     page = place * PARTS * COUNT + highest % BLOCK_N // BLOCK_TOKENS
     _zero_rows(value_pages, page, 0, highest % BLOCK_TOKENS + 1, COUNT, PARTS, BLOCK_TOKENS)
     sums = warpgroup_mma(weights, value_tiles.index(place), sums, is_async=True)
-    sums = warpgroup_mma_wait(0, deps=(sums,))
+    if PART:
+        operand = gl.convert_layout(weights, gl.DotOperandLayout(0, TOTALS, 2))
+        total = warpgroup_mma(operand, ones.permute((1, 0)), total, is_async=True)
+        sums, total = warpgroup_mma_wait(0, deps=(sums, total))
+    else:
+        sums = warpgroup_mma_wait(0, deps=(sums,))
     mbarrier.arrive(value_free.index(place), count=1)
-    share = gl.convert_layout(1.0 / total, gl.SliceLayout(1, SUMS))
-    result = gl.convert_layout((sums * share[:, None]).to(DTYPE), LINES)
+    if PART:
+        whole_best, whole_total, whole_sums = _joined(whole_best, whole_total, whole_sums, best, total, sums, SUMS)
+        its_head = kv_head * GROUP + (row_begin + gl.arange(0, ROWS, LINE)) % GROUP
+        sums = finish(whole_best, whole_total, whole_sums, sinks, its_head, its_head >= 0, SINKS)
+    else:
+        sums = sums * gl.convert_layout(1.0 / total, LINE)[:, None]
+    result = gl.convert_layout(sums.to(out.dtype.element_ty), LINES)
     gl.store(out + (token * out_row + head * out_head)[:, None] + dims[None, :], result, mask=mask)
     return turn

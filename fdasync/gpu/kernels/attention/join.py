@@ -1,4 +1,4 @@
-"""Joins the float32 partials of decode's splits, in the order of the splits.
+"""Joins the float32 partials of decode's splits, in the order of the splits; or of parts, in the fixed order.
 
 A few splits are joined by the program of `decode.py` that ends last, many by a kernel of its own, `join_splits`, whose
 programs share that work. A partial is the sum of weighted values of a split, the largest logit (base 2) and the sum of
@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fdasync.gpu.kernels.attention.fixed import finish, join
 from fdasync.gpu.kernels.attention.tile import first_visible
 from fdasync.gpu.kernels.overlap import wait_for_inputs
 
@@ -56,6 +57,61 @@ def join_at_once(  # type: ignore[no-untyped-def]
             sums += part * grow[:, None]
     # rows that are no head have no weights
     return sums, tl.where(inside, total, 1.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def parts_of(position, begin, PART: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The first part, and how many, of a query at `position` that sees keys from `begin`."""
+    return begin // PART, position // PART - begin // PART + 1
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def join_in_order(  # type: ignore[no-untyped-def]
+    partials, stats, sinks, first, head, inside, dims, out_inside, used, capacity, width,
+    HEADS: tl.constexpr, SINKS: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """The output of rows [M] of which `used` parts were written, as `fixed.py` says, for these dimensions [D]."""
+    best = tl.full(head.shape, float("-inf"), tl.float32)
+    total = tl.zeros(head.shape, tl.float32)
+    sums = tl.zeros([head.shape[0], dims.shape[0]], tl.float32)
+    for start in range(0, used, AT_ONCE):
+        # unrolled, so that the loads of one do not wait for the sums of the one before it
+        for number in tl.static_range(AT_ONCE):
+            row = (first + start + number) * HEADS + head
+            real = inside & (head * 0 + start + number < used)
+            # others wrote them: past this processor's own cache. A part that nobody wrote changes nothing
+            peak = tl.load(stats + row, mask=real, other=float("-inf"), cache_modifier=".cg")
+            weight = tl.load(stats + capacity + row, mask=real, other=0.0, cache_modifier=".cg")
+            where = partials + row[:, None] * width + dims[None, :]
+            part = tl.load(where, mask=out_inside & real[:, None], other=0.0, cache_modifier=".cg")
+            best, total, sums = join(best, total, sums, peak, weight, part)
+    return finish(best, total, sums, sinks, head, inside, SINKS)
+
+
+@triton.jit(do_not_specialize=["lanes", "positions", "reach_size", "most"])  # type: ignore[untyped-decorator]
+def join_parts(  # type: ignore[no-untyped-def]
+    partials, stats, lanes, positions, sinks, out, reach_size, most, capacity, width, out_row, out_head,
+    HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr, REACH: tl.constexpr, SINKS: tl.constexpr,
+    PART: tl.constexpr, AT_ONCE: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    # a program does one head of one sequence, which has room for `most` parts; padding was written before
+    wait_for_inputs(OVERLAP)
+    sequence = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) + tl.arange(0, 1)
+    lane = tl.load(lanes + sequence)
+    position = tl.load(positions + sequence).to(tl.int32)
+    if (lane < 0) | (position < 0):
+        return
+    _first, used = parts_of(position, first_visible(position, REACH, reach_size), PART)
+    dims = tl.arange(0, DV)
+    inside = head >= 0
+    out_inside = inside[:, None] & (dims < VALUE_DIM)[None, :]
+    result = join_in_order(
+        partials, stats, sinks, sequence * most, head, inside, dims, out_inside, used, capacity, width,
+        HEADS, SINKS, AT_ONCE,
+    )  # fmt: skip
+    out_rows = out + sequence * out_row + head.to(tl.int64)[:, None] * out_head + dims[None, :]
+    tl.store(out_rows, result.to(out.dtype.element_ty), mask=out_inside)
 
 
 @triton.jit(do_not_specialize=["lanes", "positions", "reach_size", "splits"])  # type: ignore[untyped-decorator]

@@ -3,13 +3,13 @@
 All query heads share one latent per position, [rank | rotary part]: it is the key, and its first `rank` elements are
 the value. So a program loads each tile of latents once and multiplies it twice; heads are the rows of its tile. A
 sequence's positions are split among programs and joined as in `decode.py`. On Hopper `latent_hopper.py` attends many
-heads of the published shape. Knows views, tables and positions; knows no scheduling and no model. Called by the
-attention of the plugins' GPU runners.
+heads of the published shape, but for the fixed order (`fixed.py`), which is this module's kernel's. Knows views, tables
+and positions; knows no scheduling and no model. Called by the attention of the plugins' GPU runners.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,9 +17,10 @@ import triton
 import triton.language as tl
 
 from fdasync.errors import BadInput
-from fdasync.gpu.kernels.attention.decode import MAX_SPLITS
+from fdasync.gpu.kernels.attention.decode import MAX_SPLITS, PARTS_AT_ONCE
+from fdasync.gpu.kernels.attention.fixed import Grain, finish, grain_of, join, most_parts, weigh
 from fdasync.gpu.kernels.attention.hopper_pages import page_descriptor
-from fdasync.gpu.kernels.attention.join import span_of
+from fdasync.gpu.kernels.attention.join import join_parts, span_of
 from fdasync.gpu.kernels.attention.latent_hopper import (
     HEADS_TILE,
     POSITIONS_TILE,
@@ -27,7 +28,7 @@ from fdasync.gpu.kernels.attention.latent_hopper import (
     fits_hopper,
     latents_hopper,
 )
-from fdasync.gpu.kernels.attention.tile import LOG2E, load_rows, multiply
+from fdasync.gpu.kernels.attention.tile import LOG2E, add_weights, load_rows, multiply
 from fdasync.gpu.kernels.chip import chip_of
 from fdasync.gpu.kernels.overlap import overlap, wait_for_inputs
 
@@ -95,48 +96,19 @@ def latent_splits(
     return int(min(range(1, max(1, most) + 1), key=cost))
 
 
-@triton.jit(do_not_specialize=["lanes", "positions", "splits"])  # type: ignore[untyped-decorator]
-def _latents(  # type: ignore[no-untyped-def]
-    query, rotary, latents, tables, lanes, positions, out, partials, stats,
-    scale, splits, capacity, width,
-    query_row, query_head, rotary_row, rotary_head, latents_block, latents_token, table_row, out_row, out_head,
-    HEADS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-    RANK: tl.constexpr, D1: tl.constexpr, ROTARY: tl.constexpr, D2: tl.constexpr,
-    WIDEN: tl.constexpr, SPLIT: tl.constexpr, APART: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
+@triton.jit  # type: ignore[untyped-decorator]
+def _walk(  # type: ignore[no-untyped-def]
+    begin, high, queries, rotaries, latents, table, scale, latents_block, latents_token,
+    BLOCK_TOKENS: tl.constexpr, RANK: tl.constexpr, D1: tl.constexpr, ROTARY: tl.constexpr, D2: tl.constexpr,
+    WIDEN: tl.constexpr, APART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FIXED: tl.constexpr,
 ):  # fmt: skip
-    wait_for_inputs(OVERLAP)
-    # a program does BLOCK_M heads of one sequence, one split of its positions; heads of a sequence run side by side,
-    # so that they find its latents in the L2 cache
-    head = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside = head < HEADS
-    sequence = tl.program_id(1).to(tl.int64)
-    split = tl.program_id(2)
-    lane = tl.load(lanes + sequence)
-    position = tl.load(positions + sequence).to(tl.int32)
-    dims = tl.arange(0, D1)
-    out_rows = out + sequence * out_row + head[:, None] * out_head + dims[None, :]
-    out_inside = inside[:, None] & (dims < RANK)[None, :]
-    if (lane < 0) | (position < 0):
-        if not SPLIT:
-            tl.store(out_rows, tl.zeros([BLOCK_M, D1], out.dtype.element_ty), mask=out_inside)
-        return
-    span = span_of(position + 1, splits, BLOCK_N)
-    low = split * span
-    high = tl.minimum(low + span, position + 1)
-    if low >= high:
-        return
-    queries = load_rows(query + sequence * query_row + head * query_head, inside, RANK, 0, D1, True)
-    rotaries = load_rows(rotary + sequence * rotary_row + head * rotary_head, inside, ROTARY, 0, D2, True)
+    """A running softmax of positions begin .. high: largest logit, sum of weights, weighted values."""
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     sums = tl.zeros([BLOCK_M, D1], tl.float32)
-    # sums of weights as a product with ones: in the order of the other sums, whatever the tile
     totals = tl.zeros([BLOCK_M, 16], tl.float32)
-    ones = tl.full([BLOCK_N, 16], 1.0, tl.float32).to(latents.dtype.element_ty)
-    table = tables + lane.to(tl.int64) * table_row
     offsets = tl.arange(0, BLOCK_N)
-    blocks = tl.load(table + (low + offsets) // BLOCK_TOKENS, mask=low + offsets < high, other=0)
-    for start in range(low, high, BLOCK_N):
+    blocks = tl.load(table + (begin + offsets) // BLOCK_TOKENS, mask=begin + offsets < high, other=0)
+    for start in range(begin, high, BLOCK_N):
         numbers = start + offsets
         real = numbers < high
         rows = latents + blocks.to(tl.int64) * latents_block + numbers % BLOCK_TOKENS * latents_token
@@ -153,24 +125,93 @@ def _latents(  # type: ignore[no-untyped-def]
                 logits = multiply(queries, tl.trans(latent), logits, WIDEN)
         else:
             logits = multiply(queries, tl.trans(latent), logits, WIDEN)
-        logits = multiply(rotaries, tl.trans(turned), logits, WIDEN) * scale
+        logits = multiply(rotaries, tl.trans(turned), logits, WIDEN)
+        if not FIXED:
+            logits = logits * scale
         # a tile has at least one real position, so `above` is finite
         logits = tl.where(real[None, :], logits, float("-inf"))
-        above = tl.maximum(best, tl.max(logits, 1))
-        weights = tl.math.exp2(logits - above[:, None]).to(latent.dtype)
-        shrink = tl.math.exp2(best - above)
-        totals = multiply(weights, ones, totals * shrink[:, None], WIDEN)
+        if FIXED:
+            above, raw, shrink = weigh(logits, best, scale)
+            weights = raw.to(latent.dtype)
+        else:
+            above = tl.maximum(best, tl.max(logits, 1))
+            weights = tl.math.exp2(logits - above[:, None]).to(latent.dtype)
+            shrink = tl.math.exp2(best - above)
+        # sums of weights as a product with ones: in the order of the other sums, whatever the tile
+        totals = add_weights(weights, totals, shrink, BLOCK_N, WIDEN)
         sums = multiply(weights, latent, sums * shrink[:, None], WIDEN)
         best = above
     # all columns are the same sum
-    total = tl.max(totals, 1)
-    if SPLIT:
-        partial = (sequence * splits + split) * HEADS + head
-        tl.store(partials + partial[:, None] * width + dims[None, :], sums, mask=out_inside)
-        tl.store(stats + partial, best, mask=inside)
-        tl.store(stats + capacity + partial, total, mask=inside)
+    return best, tl.max(totals, 1), sums
+
+
+@triton.jit(do_not_specialize=["lanes", "positions", "splits", "most"])  # type: ignore[untyped-decorator]
+def _latents(  # type: ignore[no-untyped-def]
+    query, rotary, latents, tables, lanes, positions, out, partials, stats,
+    scale, splits, capacity, width,
+    query_row, query_head, rotary_row, rotary_head, most, latents_block, latents_token, table_row, out_row, out_head,
+    HEADS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    RANK: tl.constexpr, D1: tl.constexpr, ROTARY: tl.constexpr, D2: tl.constexpr,
+    WIDEN: tl.constexpr, SPLIT: tl.constexpr, APART: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(OVERLAP)
+    # a program does BLOCK_M heads of one sequence, one split of its positions; heads of a sequence run side by side,
+    # so that they find its latents in the L2 cache. PART: in the fixed order
+    head = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = head < HEADS
+    sequence = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    lane = tl.load(lanes + sequence)
+    position = tl.load(positions + sequence).to(tl.int32)
+    dims = tl.arange(0, D1)
+    out_rows = out + sequence * out_row + head[:, None] * out_head + dims[None, :]
+    out_inside = inside[:, None] & (dims < RANK)[None, :]
+    if (lane < 0) | (position < 0):
+        # the join of parts leaves padding alone
+        if (not SPLIT) or (PART and split == 0):
+            tl.store(out_rows, tl.zeros([BLOCK_M, D1], out.dtype.element_ty), mask=out_inside)
+        return
+    span = tl.cdiv(position // PART + 1, splits) * PART if PART else span_of(position + 1, splits, BLOCK_N)
+    low = split * span
+    high = tl.minimum(low + span, position + 1)
+    if low >= high:
+        return
+    queries = load_rows(query + sequence * query_row + head * query_head, inside, RANK, 0, D1, True)
+    rotaries = load_rows(rotary + sequence * rotary_row + head * rotary_head, inside, ROTARY, 0, D2, True)
+    table = tables + lane.to(tl.int64) * table_row
+    if PART:
+        best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        sums = tl.zeros([BLOCK_M, D1], tl.float32)
+        for part in range(low // PART, (high + PART - 1) // PART):
+            peak, weight, partial_sums = _walk(
+                part * PART, tl.minimum(high, part * PART + PART), queries, rotaries, latents, table, scale,
+                latents_block, latents_token,
+                BLOCK_TOKENS, RANK, D1, ROTARY, D2, WIDEN, APART, BLOCK_M, BLOCK_N, True,
+            )  # fmt: skip
+            if SPLIT:
+                partial = (sequence * most + part) * HEADS + head
+                tl.store(partials + partial[:, None] * width + dims[None, :], partial_sums, mask=out_inside)
+                tl.store(stats + partial, peak, mask=inside)
+                tl.store(stats + capacity + partial, weight, mask=inside)
+            else:
+                best, total, sums = join(best, total, sums, peak, weight, partial_sums)
+        if not SPLIT:
+            result = finish(best, total, sums, None, head, inside, False)
+            tl.store(out_rows, result.to(out.dtype.element_ty), mask=out_inside)
     else:
-        tl.store(out_rows, (sums / total[:, None]).to(out.dtype.element_ty), mask=out_inside)
+        best, total, sums = _walk(
+            low, high, queries, rotaries, latents, table, scale, latents_block, latents_token,
+            BLOCK_TOKENS, RANK, D1, ROTARY, D2, WIDEN, APART, BLOCK_M, BLOCK_N, False,
+        )  # fmt: skip
+        if SPLIT:
+            partial = (sequence * splits + split) * HEADS + head
+            tl.store(partials + partial[:, None] * width + dims[None, :], sums, mask=out_inside)
+            tl.store(stats + partial, best, mask=inside)
+            tl.store(stats + capacity + partial, total, mask=inside)
+        else:
+            tl.store(out_rows, (sums / total[:, None]).to(out.dtype.element_ty), mask=out_inside)
 
 
 @triton.jit(do_not_specialize=["lanes", "positions", "splits"])  # type: ignore[untyped-decorator]
@@ -219,6 +260,8 @@ def attend_latents(
     workspace: Workspace,
     launch: LatentLaunch | None = None,
     splits: int | None = None,
+    fixed: bool = False,
+    grain: Grain | None = None,
 ) -> None:
     """Attend one query per sequence to its latents in the pool, its own among them; writes `out`.
 
@@ -227,8 +270,9 @@ def attend_latents(
     rotary part of the key. Tables, lanes, absolute positions, padding rows, the stream, the workspace and how long
     tensors must live are as in `attend_decode`; a query at p sees positions 0 .. p. `out` [S, H, rank] is written in
     full: the weighted latents, whose values the caller projects. One or two launches, no synchronisation, nothing
-    allocated. `launch` and `splits` replace the table's choice, for measurements. Raises BadInput for shapes, dtypes
-    or strides that do not fit each other.
+    allocated. `fixed`: in the order of `fixed.py`, for ranks of whole 16s; `attend_prefill` with `fixed` gives the same
+    bits for queries [rank | rotary part]. `launch`, `splits` and `grain` replace the table's choice, for measurements
+    and tests. Raises BadInput for shapes, dtypes or strides that do not fit each other.
     """
     sequences, heads, rank = query.shape
     dims = rotary.shape[2]
@@ -242,8 +286,12 @@ def attend_latents(
         raise BadInput("query", f"{tuple(query.shape)} and {tuple(rotary.shape)} do not fit {tuple(latents.shape)}")
     if not query.dtype == rotary.dtype == latents.dtype:
         raise BadInput("query", f"is {query.dtype} and {rotary.dtype}, and the pool {latents.dtype}")
+    if fixed and rank % 16:
+        # a product takes 16 dimensions at once, and the queries of a prefill have no gap between their parts
+        raise BadInput("query", f"of rank {rank} has no fixed order: it must be a multiple of 16")
     hopper = (
-        launch is None
+        not fixed
+        and launch is None
         and query.is_cuda
         and chip_of(query.device).capability[0] == 9
         and fits_hopper(query, rotary, latents)
@@ -252,8 +300,19 @@ def attend_latents(
         launch = HOPPER if hopper else latent_launch(heads, query.dtype, large=chip_of(query.device).large)
     partials, stats = workspace.partials, workspace.stats
     capacity = partials.shape[0] if partials.shape[1] >= rank else 0
-    if splits is None:
-        max_context = tables.shape[1] * latents.shape[1]
+    max_context = tables.shape[1] * latents.shape[1]
+    most = 1
+    if fixed:
+        grain = grain or grain_of(rank + dims, query.dtype)
+        launch = replace(launch, positions=grain.keys)
+        most = most_parts(max_context, "full", 0, grain)
+        if splits is None:
+            splits = 1
+            if most <= capacity // (sequences * heads):
+                splits = min(most, latent_splits(sequences, heads, max_context, launch, capacity, workspace.processors))
+        elif splits > 1 and most * sequences * heads > capacity:
+            raise BadInput("splits", "are more than the workspace has room for", limit=capacity // (sequences * heads))
+    elif splits is None:
         splits = latent_splits(sequences, heads, max_context, launch, capacity, workspace.processors)
     elif splits > 1 and splits * sequences * heads > capacity:
         raise BadInput("splits", "are more than the workspace has room for", limit=capacity // (sequences * heads))
@@ -272,13 +331,21 @@ def attend_latents(
         )  # fmt: skip
     else:
         _latents[grid](
-            query, rotary, latents, *rows, *numbers, latents.stride(0), latents.stride(1), *behind,
+            query, rotary, latents, *rows, *numbers, most, latents.stride(0), latents.stride(1), *behind,
             HEADS=heads, BLOCK_TOKENS=latents.shape[1], RANK=rank, D1=max(16, triton.next_power_of_2(rank)),
             ROTARY=dims, D2=max(16, triton.next_power_of_2(dims)), WIDEN=query.device.type == "cpu", SPLIT=splits > 1,
             APART=launch.heads >= 64, BLOCK_M=launch.heads, BLOCK_N=launch.positions,
+            PART=grain.part if fixed and grain else 0,
             num_warps=launch.warps, num_stages=launch.stages, **overlap(query.device),
         )  # fmt: skip
-    if splits > 1:
+    if splits > 1 and fixed and grain:
+        join_parts[(sequences, heads)](
+            partials, stats, lanes, positions, None, out, 0, most, stats.stride(0), partials.stride(0),
+            out.stride(0), out.stride(1),
+            HEADS=heads, VALUE_DIM=rank, DV=max(16, triton.next_power_of_2(rank)), REACH=0, SINKS=False,
+            PART=grain.part, AT_ONCE=PARTS_AT_ONCE, num_warps=4, **overlap(query.device),
+        )  # fmt: skip
+    elif splits > 1:
         at_once = triton.next_power_of_2(splits)
         # few splits: wide programs, or there are thousands; many: narrow ones, whose loads are all in flight at once
         wide = max(16, min(triton.next_power_of_2(rank), max(64, 4096 // at_once)))

@@ -10,6 +10,7 @@ runners.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,12 +18,14 @@ import torch
 import triton
 import triton.language as tl
 
+from fdasync.gpu.kernels.attention.fixed import Grain, finish, grain_of, join, weigh
 from fdasync.gpu.kernels.attention.prefill_hopper import attend_hopper, fits_hopper
 from fdasync.gpu.kernels.attention.tile import (
     LOG2E,
     REACH_CODES,
     Launch,
     ReachKind,
+    add_weights,
     check_views,
     first_visible,
     load_rows,
@@ -86,6 +89,60 @@ def softmax_step(logits, best, total, scale, REACH: tl.constexpr):  # type: igno
     return above, total, weights, shrink
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _walk(  # type: ignore[no-untyped-def]
+    begin, low, high, open_from, open_to, best, total, sums, queries, queries_rest, position, first,
+    keys, values, table, scale, keys_block, keys_token, values_block, values_token,
+    BLOCK_TOKENS: tl.constexpr, KEY_DIM: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, VALUE_DIM: tl.constexpr,
+    DV: tl.constexpr, SHARED: tl.constexpr, WIDEN: tl.constexpr, REACH: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, FIXED: tl.constexpr,
+):  # fmt: skip
+    """A running softmax of all tiles of keys from `begin`, a multiple of BLOCK_N, up to `high`; none before `low` is
+    read. Tiles between `open_from` and `open_to` need no mask."""
+    # tiles of keys lie where they lie for every query: multiples of BLOCK_N
+    offsets = tl.arange(0, BLOCK_N)
+    numbers = begin + offsets
+    real = numbers < high
+    if REACH != 0:
+        real = real & (numbers >= low)
+    blocks = tl.load(table + numbers // BLOCK_TOKENS, mask=real, other=0)
+    for start in range(begin, high, BLOCK_N):
+        numbers = start + offsets
+        real = numbers < high
+        if REACH != 0:
+            real = real & (numbers >= low)
+        # numbers begin at a multiple of BLOCK_N: the first choice does not change from tile to tile
+        tokens = offsets % BLOCK_TOKENS if BLOCK_N % BLOCK_TOKENS == 0 else numbers % BLOCK_TOKENS
+        here = blocks.to(tl.int64)
+        # the next tile's entries: by the time that their keys are wanted they are here
+        ahead = numbers + BLOCK_N
+        blocks = tl.load(table + ahead // BLOCK_TOKENS, mask=ahead < high, other=0)
+        rows = keys + here * keys_block + tokens * keys_token
+        key = load_rows(rows, real, KEY_DIM, 0, D1, True)
+        logits = multiply(queries, tl.trans(key), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), WIDEN)
+        if D2 > 0:
+            key_rest = load_rows(rows, real, KEY_DIM, D1, D2, True)
+            logits = multiply(queries_rest, tl.trans(key_rest), logits, WIDEN)
+        if (start > open_to) | (start < open_from):
+            seen = numbers[None, :] <= position[:, None]
+            if REACH != 0:
+                seen = seen & (numbers[None, :] >= first[:, None])
+            logits = tl.where(seen, logits, float("-inf"))
+        if FIXED:
+            best, weights, shrink = weigh(logits, best, scale)
+            total = add_weights(weights.to(values.dtype.element_ty), total, shrink, BLOCK_N, WIDEN)
+        else:
+            best, total, weights, shrink = softmax_step(logits, best, total, scale, REACH)
+        sums = sums * shrink[:, None]
+        if SHARED:
+            value = key
+        else:
+            value_rows = values + here * values_block + tokens * values_token
+            value = load_rows(value_rows, real, VALUE_DIM, 0, DV, True)
+        sums = multiply(weights.to(value.dtype), value, sums, WIDEN)
+    return best, total, sums
+
+
 @triton.jit(do_not_specialize=["lanes", "starts", "first_rows", "counts", "tiles", "reach_size"])  # type: ignore[untyped-decorator]
 def _prefill(  # type: ignore[no-untyped-def]
     query, keys, values, tables, lanes, starts, first_rows, counts, tiles, sinks, out,
@@ -95,9 +152,10 @@ def _prefill(  # type: ignore[no-untyped-def]
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PIECES: tl.constexpr, TILE: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     KEY_DIM: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr,
     SHARED: tl.constexpr, WIDEN: tl.constexpr, SINKS: tl.constexpr, REACH: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    # a program does BLOCK_M rows (query, head in group) of one tile and one kv head; the later rows first
+    # a program does BLOCK_M rows (query, head in group) of one tile and one kv head; the later rows first.
+    # PART: in the fixed order
     kv_head = tl.program_id(0) % KV_HEADS
     piece = tl.program_id(0) // KV_HEADS
     tile = piece // PIECES
@@ -125,14 +183,6 @@ def _prefill(  # type: ignore[no-untyped-def]
     # keys that every query sees need no mask
     open_from = first_visible(highest, REACH, reach_size)
     open_to = lowest + 1 - BLOCK_N
-    # tiles of keys lie where they lie for every query: multiples of BLOCK_N
-    offsets = tl.arange(0, BLOCK_N)
-    numbers = low // BLOCK_N * BLOCK_N + offsets
-    real = numbers < high
-    if REACH != 0:
-        real = real & (numbers >= low)
-    blocks = tl.load(table + numbers // BLOCK_TOKENS, mask=real, other=0)
-
     token = first_row + number
     query_rows = query + token * query_row + head * query_head
     queries = load_rows(query_rows, inside, KEY_DIM, 0, D1, True)
@@ -141,46 +191,35 @@ def _prefill(  # type: ignore[no-untyped-def]
         queries_rest = load_rows(query_rows, inside, KEY_DIM, D1, D2, True)
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    if SINKS:
+    if SINKS and not PART:
         best = tl.load(sinks + head, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
         total += 1.0
     sums = tl.zeros([BLOCK_M, DV], tl.float32)
     keys += kv_head * keys_head
     values += kv_head * values_head
-    for start in range(low // BLOCK_N * BLOCK_N, high, BLOCK_N):
-        numbers = start + offsets
-        real = numbers < high
-        if REACH != 0:
-            real = real & (numbers >= low)
-        # numbers begin at a multiple of BLOCK_N: the first choice does not change from tile to tile
-        tokens = offsets % BLOCK_TOKENS if BLOCK_N % BLOCK_TOKENS == 0 else numbers % BLOCK_TOKENS
-        here = blocks.to(tl.int64)
-        # the next tile's entries: by the time that their keys are wanted they are here
-        ahead = numbers + BLOCK_N
-        blocks = tl.load(table + ahead // BLOCK_TOKENS, mask=ahead < high, other=0)
-        rows = keys + here * keys_block + tokens * keys_token
-        key = load_rows(rows, real, KEY_DIM, 0, D1, True)
-        logits = multiply(queries, tl.trans(key), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), WIDEN)
-        if D2 > 0:
-            key_rest = load_rows(rows, real, KEY_DIM, D1, D2, True)
-            logits = multiply(queries_rest, tl.trans(key_rest), logits, WIDEN)
-        if (start > open_to) | (start < open_from):
-            seen = numbers[None, :] <= position[:, None]
-            if REACH != 0:
-                seen = seen & (numbers[None, :] >= first[:, None])
-            logits = tl.where(seen, logits, float("-inf"))
-        best, total, weights, shrink = softmax_step(logits, best, total, scale, REACH)
-        sums = sums * shrink[:, None]
-        if SHARED:
-            value = key
-        else:
-            value_rows = values + here * values_block + tokens * values_token
-            value = load_rows(value_rows, real, VALUE_DIM, 0, DV, True)
-        sums = multiply(weights.to(value.dtype), value, sums, WIDEN)
+    if PART:
+        for part in range(low // PART, (high + PART - 1) // PART):
+            peak, totals, partial = _walk(
+                tl.maximum(low // BLOCK_N * BLOCK_N, part * PART), low, tl.minimum(high, part * PART + PART),
+                open_from, open_to, tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M, 16], tl.float32),
+                tl.zeros([BLOCK_M, DV], tl.float32), queries, queries_rest, position, first,
+                keys, values, table, scale, keys_block, keys_token, values_block, values_token,
+                BLOCK_TOKENS, KEY_DIM, D1, D2, VALUE_DIM, DV, SHARED, WIDEN, REACH, BLOCK_M, BLOCK_N, True,
+            )  # fmt: skip
+            # all columns are the same sum
+            best, total, sums = join(best, total, sums, peak, tl.max(totals, 1), partial)
+        result = finish(best, total, sums, sinks, head, inside, SINKS)
+    else:
+        best, total, sums = _walk(
+            low // BLOCK_N * BLOCK_N, low, high, open_from, open_to, best, total, sums, queries, queries_rest,
+            position, first, keys, values, table, scale, keys_block, keys_token, values_block, values_token,
+            BLOCK_TOKENS, KEY_DIM, D1, D2, VALUE_DIM, DV, SHARED, WIDEN, REACH, BLOCK_M, BLOCK_N, False,
+        )  # fmt: skip
+        result = sums / total[:, None]
     value_dims = tl.arange(0, DV)
     out_rows = out + (token * out_row + head * out_head)[:, None] + value_dims[None, :]
     out_inside = inside[:, None] & (value_dims < VALUE_DIM)[None, :]
-    tl.store(out_rows, (sums / total[:, None]).to(out.dtype.element_ty), mask=out_inside)
+    tl.store(out_rows, result.to(out.dtype.element_ty), mask=out_inside)
 
 
 def _is_hopper(device: torch.device) -> bool:
@@ -205,6 +244,8 @@ def attend_prefill(
     out: torch.Tensor,
     value_dim: int | None = None,
     launch: Launch | None = None,
+    fixed: bool = False,
+    grain: Grain | None = None,
 ) -> None:
     """Attend ragged queries to their sequences' keys in the pool, all of which are stored already; writes `out`.
 
@@ -214,22 +255,27 @@ def attend_prefill(
     sequences that have no tile are left out, and their rows of `out` [T, H, Dv] are not written. Everything else
     is as in `attend_decode`: views of the pool, reach, sinks, latent layers, errors, the stream, and how long tensors
     must live. Nothing is allocated, but the host sets the number of tiles, so a graph serves one number of tiles; a
-    tile of a sequence without queries is padding. `scale` is positive. `launch` replaces the table's choice.
+    tile of a sequence without queries is padding. `scale` is positive. `fixed`, `grain` and
+    `launch` are as in `attend_decode`.
     """
     _, heads, key_dim = query.shape
     width = check_views(query, keys, values, value_dim)
     if not len(tiles):
         return
-    if launch is None and values is not None and _is_hopper(query.device) and fits_hopper(query, keys, values):
+    grain = (grain or grain_of(key_dim, query.dtype)) if fixed else None
+    hopper = launch is None and values is not None and _is_hopper(query.device)
+    if hopper and values is not None and fits_hopper(query, keys, values, grain):
         attend_hopper(
             query, keys, values, tables, lanes, starts, first_rows, counts, tiles,
             tile=PREFILL_TILE, scale=scale * LOG2E, reach=REACH_CODES[reach_kind], reach_size=reach_size,
-            sinks=sinks, out=out,
+            sinks=sinks, out=out, grain=grain,
         )  # fmt: skip
         return
     kv_heads = keys.shape[2]
     group = heads // kv_heads
     launch = launch or prefill_launch(key_dim, query.dtype)
+    if grain is not None:
+        launch = replace(launch, keys=grain.keys)
     pieces = triton.cdiv(PREFILL_TILE * group, launch.rows)
     d1, d2 = split_dims(key_dim)
     shared = values is None and width == d1
@@ -242,6 +288,6 @@ def attend_prefill(
         KV_HEADS=kv_heads, GROUP=group, PIECES=pieces, TILE=PREFILL_TILE, BLOCK_TOKENS=keys.shape[1],
         KEY_DIM=key_dim, D1=d1, D2=d2, VALUE_DIM=width, DV=max(16, triton.next_power_of_2(width)),
         SHARED=shared, WIDEN=query.device.type == "cpu", SINKS=sinks is not None, REACH=REACH_CODES[reach_kind],
-        BLOCK_M=launch.rows, BLOCK_N=launch.keys, num_warps=launch.warps, num_stages=launch.stages,
-        maxnreg=launch.registers,
+        BLOCK_M=launch.rows, BLOCK_N=launch.keys, PART=0 if grain is None else grain.part,
+        num_warps=launch.warps, num_stages=launch.stages, maxnreg=launch.registers,
     )  # fmt: skip

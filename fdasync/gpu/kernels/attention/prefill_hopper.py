@@ -11,6 +11,8 @@ against. Knows no scheduling and no model. Called by `prefill.py`.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 from triton.experimental import gluon
@@ -19,6 +21,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from fdasync.gpu.kernels.attention.hopper_pages import fits_pages, page_descriptor
 from fdasync.gpu.kernels.attention.hopper_tile import LATER_NAMES, attend_rows, barrier, copy_in, first_visible
+
+if TYPE_CHECKING:
+    from fdasync.gpu.kernels.attention.fixed import Grain
 
 ROWS = 64  # of a group of four warps: what one of its products takes
 # of a thread when it starts, with 12 warps; `_prefill_hopper` shares them out again
@@ -134,11 +139,11 @@ def _load(  # type: ignore[no-untyped-def]
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _multiply(  # type: ignore[no-untyped-def]
-    query, out, sinks, own, ring, bars, value_pages, step, programs, scale, reach_size,
+    query, out, sinks, own, ones, ring, bars, value_pages, step, programs, scale, reach_size,
     query_row, query_head, table_row, out_row, out_head,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, PIECES: gl.constexpr, TILE: gl.constexpr, BLOCK_TOKENS: gl.constexpr,
     BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, SINKS: gl.constexpr, REACH: gl.constexpr,
-    ROWS: gl.constexpr, OVERLAP: gl.constexpr, WHICH: gl.constexpr,
+    ROWS: gl.constexpr, OVERLAP: gl.constexpr, PART: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """What a group of four warps does: half of the rows of each program."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -154,9 +159,9 @@ def _multiply(  # type: ignore[no-untyped-def]
                 KV_HEADS, GROUP, PIECES, TILE, 2 * ROWS, REACH,
             )  # fmt: skip
             turn = attend_rows(
-                query, out, sinks, own, ring, bars, value_pages, turn, kv_head, WHICH * ROWS, rows, span,
+                query, out, sinks, own, ones, ring, bars, value_pages, turn, kv_head, WHICH * ROWS, rows, span,
                 scale, reach_size, query_row, query_head, out_row, out_head,
-                GROUP, TILE, BLOCK_TOKENS, BLOCK_N, DIM, STAGES, SINKS, REACH, ROWS, OVERLAP,
+                GROUP, TILE, BLOCK_TOKENS, BLOCK_N, DIM, STAGES, SINKS, REACH, ROWS, OVERLAP, PART,
             )  # fmt: skip
 
 
@@ -171,13 +176,19 @@ def _prefill_hopper(  # type: ignore[no-untyped-def]
     programs, scale, reach_size, key_rows, value_rows, query_row, query_head, table_row, out_row, out_head,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, PIECES: gl.constexpr, TILE: gl.constexpr, BLOCK_TOKENS: gl.constexpr,
     DIM: gl.constexpr, SINKS: gl.constexpr, REACH: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    ROWS: gl.constexpr, OVERLAP: gl.constexpr,
+    ROWS: gl.constexpr, OVERLAP: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = query.dtype.element_ty
     PAGES: gl.constexpr = STAGES * (DIM // 64) * (BLOCK_N // BLOCK_TOKENS)
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     queries = gl.allocate_shared_memory(DTYPE, [2, ROWS, DIM], SHARED)
+    ones = queries.index(0)  # for nothing
+    if PART:
+        # rows of ones, which weights are multiplied by for their sums in the fixed order
+        ones = gl.allocate_shared_memory(DTYPE, [8, BLOCK_N], SHARED)
+        lines: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        ones.store(gl.full([8, BLOCK_N], 1.0, DTYPE, lines))
     key_pages = gl.allocate_shared_memory(DTYPE, [PAGES, BLOCK_TOKENS, 64], SHARED)
     value_pages = gl.allocate_shared_memory(DTYPE, [PAGES, BLOCK_TOKENS, 64], SHARED)
     key_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -204,15 +215,15 @@ def _prefill_hopper(  # type: ignore[no-untyped-def]
     gl.warp_specialize(
         [
             (_multiply, (
-                query, out, sinks, queries.index(0), ring, bars, value_pages, step, programs, scale, reach_size,
+                query, out, sinks, queries.index(0), ones, ring, bars, value_pages, step, programs, scale, reach_size,
                 query_row, query_head, table_row, out_row, out_head,
-                KV_HEADS, GROUP, PIECES, TILE, BLOCK_TOKENS, BLOCK_N, DIM, STAGES, SINKS, REACH, ROWS, OVERLAP,
+                KV_HEADS, GROUP, PIECES, TILE, BLOCK_TOKENS, BLOCK_N, DIM, STAGES, SINKS, REACH, ROWS, OVERLAP, PART,
                 gl.constexpr(0),
             )),
             (_multiply, (
-                query, out, sinks, queries.index(1), ring, bars, value_pages, step, programs, scale, reach_size,
+                query, out, sinks, queries.index(1), ones, ring, bars, value_pages, step, programs, scale, reach_size,
                 query_row, query_head, table_row, out_row, out_head,
-                KV_HEADS, GROUP, PIECES, TILE, BLOCK_TOKENS, BLOCK_N, DIM, STAGES, SINKS, REACH, ROWS, OVERLAP,
+                KV_HEADS, GROUP, PIECES, TILE, BLOCK_TOKENS, BLOCK_N, DIM, STAGES, SINKS, REACH, ROWS, OVERLAP, PART,
                 gl.constexpr(1),
             )),
             (_load, (
@@ -226,8 +237,13 @@ def _prefill_hopper(  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-def fits_hopper(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None) -> bool:
-    """Whether this module's kernel can attend such heads in such a pool: by shapes and strides, on any device."""
+def fits_hopper(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None, grain: Grain | None = None
+) -> bool:
+    """Whether this module's kernel can attend such heads in such a pool, with `grain` in the fixed order: by shapes and
+    strides, on any device."""
+    if grain is not None and grain.keys not in (64, 128):
+        return False
     if values is None or query.dtype not in (torch.bfloat16, torch.float16):
         return False
     dim = query.shape[2]
@@ -251,10 +267,11 @@ def attend_hopper(
     reach_size: int,
     sinks: torch.Tensor | None,
     out: torch.Tensor,
+    grain: Grain | None = None,
 ) -> None:
     """`attend_prefill` where it fits, on a GPU of capability 9.0; see there for the tensors.
 
-    `scale` is in base 2, `reach` the kernels' code, a tile has `tile` queries.
+    `scale` is in base 2, `reach` the kernels' code, a tile has `tile` queries. `grain`: in the fixed order.
     """
     heads, dim = query.shape[1:]
     kv_heads = keys.shape[2]
@@ -262,12 +279,12 @@ def attend_hopper(
     pieces = triton.cdiv(tile * group, 2 * ROWS)
     programs = len(tiles) * pieces * kv_heads
     processors = torch.cuda.get_device_properties(query.device).multi_processor_count
-    keys_at_once, stages = _TILES[dim]
+    keys_at_once, stages = _TILES[dim] if grain is None else (grain.keys, 256 // grain.keys)
     _prefill_hopper[(min(programs, processors),)](
         page_descriptor(keys), page_descriptor(values), query, tables, lanes, starts, first_rows, counts, tiles, sinks,
         out, programs, scale, reach_size, keys.stride(0) // keys.stride(1), values.stride(0) // values.stride(1),
         query.stride(0), query.stride(1), tables.stride(0), out.stride(0), out.stride(1),
         KV_HEADS=kv_heads, GROUP=group, PIECES=pieces, TILE=tile, BLOCK_TOKENS=keys.shape[1], DIM=dim,
         SINKS=sinks is not None, REACH=reach, BLOCK_N=keys_at_once, STAGES=stages, ROWS=ROWS,
-        OVERLAP=True, num_warps=4, maxnreg=REGISTERS,
+        OVERLAP=True, PART=0 if grain is None else grain.part, num_warps=4, maxnreg=REGISTERS,
     )  # fmt: skip

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from fdasync.errors import BadInput
+from fdasync.gpu.kernels.attention.fixed import weigh
 
 if TYPE_CHECKING:
     import torch
@@ -106,21 +107,31 @@ def multiply(left, right, sums, WIDEN: tl.constexpr):  # type: ignore[no-untyped
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def add_weights(weights, totals, shrink, KEYS: tl.constexpr, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Sums of weights [M, 16], all columns alike, take one more tile's (in the values' type) by a product with ones."""
+    ones = tl.full([KEYS, 16], 1.0, tl.float32).to(weights.dtype)
+    return multiply(weights, ones, totals * shrink[:, None], WIDEN)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def fold_keys(  # type: ignore[no-untyped-def]
     query, query_rest, best, total, sums,
     keys, values, table, start, high, first, last, scale,
     keys_block, keys_token, values_block, values_token,
     BLOCK_TOKENS: tl.constexpr, KEY_DIM: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
     VALUE_DIM: tl.constexpr, DV: tl.constexpr, SHARED: tl.constexpr, WIDEN: tl.constexpr,
-    BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr, MASKED: tl.constexpr, FIXED: tl.constexpr = False, low=0,
 ):  # fmt: skip
     """Take keys start .. start + BLOCK_N into a running softmax (base 2): its largest logit, weights, weighted values.
 
     With MASKED row r sees keys first[r] .. last[r], and keys from `high` on are not read; without MASKED every row must
-    see all BLOCK_N keys. SHARED: the value is the key's first part, which is not loaded twice.
+    see all BLOCK_N keys. SHARED: the value is the key's first part, which is not loaded twice. FIXED: in the order of
+    `fixed.py`, where keys before `low` are not read either, and `total` is [M, 16], all columns alike.
     """
     numbers = start + tl.arange(0, BLOCK_N)
     real = numbers < high
+    if FIXED:
+        real = real & (numbers >= low)
     if MASKED:
         blocks = tl.load(table + numbers // BLOCK_TOKENS, mask=real, other=0).to(tl.int64)
     else:
@@ -133,19 +144,23 @@ def fold_keys(  # type: ignore[no-untyped-def]
     if D2 > 0:
         key_rest = load_rows(rows, real, KEY_DIM, D1, D2, MASKED)
         logits = multiply(query_rest, tl.trans(key_rest), logits, WIDEN)
-    logits = logits * scale
+    if not FIXED:
+        logits = logits * scale
     if MASKED:
         seen = (numbers[None, :] >= first[:, None]) & (numbers[None, :] <= last[:, None])
         logits = tl.where(seen, logits, float("-inf"))
-        above = tl.maximum(best, tl.max(logits, 1))
-        # a row that has seen nothing yet: -inf less -inf would be NaN
-        base = tl.where(above == float("-inf"), 0.0, above)
+    if FIXED:
+        above, weights, shrink = weigh(logits, best, scale)
+        total = add_weights(weights.to(values.dtype.element_ty), total, shrink, BLOCK_N, WIDEN)
     else:
         above = tl.maximum(best, tl.max(logits, 1))
         base = above
-    weights = tl.math.exp2(logits - base[:, None])
-    shrink = tl.math.exp2(best - base)
-    total = total * shrink + tl.sum(weights, 1)
+        if MASKED:
+            # a row that has seen nothing yet: -inf less -inf would be NaN
+            base = tl.where(above == float("-inf"), 0.0, above)
+        weights = tl.math.exp2(logits - base[:, None])
+        shrink = tl.math.exp2(best - base)
+        total = total * shrink + tl.sum(weights, 1)
     sums = sums * shrink[:, None]
     if SHARED:
         value = key

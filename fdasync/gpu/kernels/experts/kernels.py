@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from fdasync.gpu.kernels.experts.activation import activate
+from fdasync.gpu.kernels.linear.kernel import times
 from fdasync.gpu.kernels.overlap import let_next_come, wait_for_inputs
 from fdasync.gpu.kernels.rounding import rounded
 
@@ -56,15 +57,6 @@ def _weights(  # type: ignore[no-untyped-def]
         return tl.load(at)
     else:
         return tl.load(at, mask=inside, other=0.0)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def times(left, right, sums, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """sums + left @ right in float32, in order; WIDEN: for the interpreter, which takes bfloat16 for its bits."""
-    if WIDEN:
-        left = left.to(tl.float32)
-        right = right.to(tl.float32)
-    return tl.dot(left, right, sums, input_precision="ieee")
 
 
 @triton.jit(do_not_specialize_on_alignment=["live"])  # type: ignore[untyped-decorator]

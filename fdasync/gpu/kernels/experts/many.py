@@ -15,20 +15,21 @@ check. Called by `chain.py`. Runs on CUDA, or on the CPU under Triton's interpre
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
-import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fdasync.gpu.kernels.chip import processors_of
 from fdasync.gpu.kernels.experts.activation import activate
-from fdasync.gpu.kernels.experts.kernels import times
+from fdasync.gpu.kernels.linear.kernel import times
 from fdasync.gpu.kernels.overlap import overlap, wait_for_inputs
 from fdasync.gpu.kernels.rounding import rounded
 
 if TYPE_CHECKING:
+    import torch
+
     from fdasync.gpu.kernels.experts.activation import Activation
     from fdasync.gpu.kernels.experts.tiles import Tile
 
@@ -80,7 +81,7 @@ def down_many(
     """The second product of `held` [T * k, I] times the routing weights into `out` [T, k, H], at the pairs' places."""
     inner, width = held.shape[1], out.shape[-1]
     columns = triton.cdiv(width, tile.columns)
-    experts_down_many[(min(len(table) // 4 * columns, _processors(held.device)),)](
+    experts_down_many[(min(len(table) // 4 * columns, processors_of(held.device)),)](
         _descriptor(held, rows, tile.depth), _descriptor(down, 1, tile.columns, tile.depth),
         down if bias is None else bias, weights, out, order, table, 0 if bias is None else bias.stride(0),
         K=inner, N=width, BIASED=bias is not None, COLUMNS=columns, **_options(held.device, rows, tile),
@@ -96,13 +97,6 @@ def _options(device: torch.device, rows: int, tile: Tile) -> dict[str, Any]:
         "BM": rows, "BN": tile.columns, "BK": tile.depth, "WIDEN": device.type == "cpu",
         "num_warps": tile.warps, "num_stages": tile.stages, **overlap(device),
     }  # fmt: skip
-
-
-# no state: the answer is a property of the machine
-@cache
-def _processors(device: torch.device) -> int:
-    # the interpreter's programs take turns: some, so that there is more than one
-    return 3 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit  # type: ignore[untyped-decorator]

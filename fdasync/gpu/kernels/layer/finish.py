@@ -16,13 +16,13 @@ import triton
 import triton.language as tl
 
 from fdasync.errors import BadInput
+from fdasync.gpu.kernels.layer.norm import warps_of
 from fdasync.gpu.kernels.limits import FLOATS
 from fdasync.gpu.kernels.overlap import overlap, wait_for_inputs
 from fdasync.gpu.kernels.rounding import rounded
 
 _WIDEST = 16384
-# of a row, for each warp of its program: a thread moves 16 bytes
-_WARP_ELEMENTS = 256
+_NARROWEST = 256
 
 
 class Norm(NamedTuple):
@@ -184,7 +184,8 @@ def _launch(
     normed = None if norm is None else torch.empty((rows, size), dtype=block.dtype, device=block.device)
     if not rows:
         return hidden, normed
-    width = triton.next_power_of_2(size)
+    # the shape in which `norm.py` sums a row, so that the bits are its
+    width = max(_NARROWEST, triton.next_power_of_2(size))
     grid: Any = (rows,)
     _finish[grid](
         block,
@@ -213,7 +214,7 @@ def _launch(
         ONCE=norm is not None and norm.rounds_once,
         EPS=0.0 if norm is None else norm.eps,
         # the library's products and sums are operations of their own, so none may be joined
-        num_warps=max(1, min(16, width // _WARP_ELEMENTS)),
+        num_warps=warps_of(width, block.element_size()),
         enable_fp_fusion=False,
         **overlap(block.device),
     )

@@ -5,8 +5,8 @@ both given by the row's size alone, so the bits of a row depend on nothing but t
 dtype where the library rounds; only the order of the mean's sum is ours. Knows no models. Called by the plugins' fused
 norms and by benchmarks. Runs on CUDA, or on the CPU under Triton's interpreter (tests).
 
-For other kernels: `norm_row` norms rows that are in registers, and `tile_of` gives the tile that a row's bits belong
-to. A kernel with the same tile, warps and `enable_fp_fusion=False` gives the same bits.
+For other kernels: `norm_row` norms rows that are in registers, and `warps_of` gives the warps that a row's bits belong
+to. Those of `finish.py` and, where heads are normed, of `qkv.py` are the same at sizes that are multiples of 16.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ KINDS: dict[Rounding, int] = {"normed": 0, "product": 1, "one_plus": 2, "none": 
 MOST_COLUMNS = 32768
 # of a program's tile, where rows are short
 _ELEMENTS = 2048
+# that a warp takes at a time, 16 bytes a thread
+_WARP_NBYTES = 512
 _INTERPRETED_ELEMENTS = 1 << 15
 
 
@@ -84,10 +86,19 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + row * COLUMNS + column, rounded(normed, DTYPE).to(DTYPE), mask=here)
 
 
-def tile_of(columns: int) -> Tile:
+def tile_of(columns: int, itemsize: int) -> Tile:
     """The tile of rows of a size; by the size alone, so that a row's bits never depend on the number of rows."""
     padded = triton.next_power_of_2(columns)
-    return Tile(max(1, _ELEMENTS // padded), padded, min(16, max(4, padded // 512)))
+    return Tile(max(1, _ELEMENTS // padded), padded, warps_of(max(_ELEMENTS, padded), itemsize))
+
+
+def warps_of(elements: int, itemsize: int, most: int = 16) -> int:
+    """Warps of a program that holds so many elements of rows.
+
+    They decide which elements of a row a thread adds up, and so the order of a sum. Kernels with as many warps for a
+    row, 256 elements at least, have each other's bits.
+    """
+    return max(1, min(most, elements * itemsize // _WARP_NBYTES))
 
 
 def rms_norm(
@@ -187,11 +198,15 @@ def _launch(
     num_rows = x.numel() // columns
     if not num_rows:
         return
+    if columns % 16:
+        # where rows begin decides how much of them a thread takes at a time, and so the order of a sum
+        x = x.contiguous()
+        residual = None if residual is None else residual.contiguous()
     x, x_stride = as_rows(x, num_rows, columns)
     residual_stride = 0
     if residual is not None:
         residual, residual_stride = as_rows(residual, num_rows, columns)
-    rows, padded, warps = tile_of(columns)
+    rows, padded, warps = tile_of(columns, x.element_size())
     if not isinstance(_norm_kernel, triton.runtime.JITFunction):
         # in the interpreter the number of programs is the cost
         rows = max(rows, _INTERPRETED_ELEMENTS // padded)

@@ -17,14 +17,15 @@ import triton
 import triton.language as tl
 
 from fdasync.errors import BadInput
+from fdasync.gpu.kernels.layer.norm import warps_of
 from fdasync.gpu.kernels.limits import FLOATS
 from fdasync.gpu.kernels.overlap import overlap, wait_for_inputs
 from fdasync.gpu.kernels.rounding import rounded
 
 # heads of one program where norms are by head or none
 _GROUP = 8
-# of a program's heads, for each of its warps: a thread moves 16 bytes
-_WARP_ELEMENTS = 256
+# elements of a program's heads
+_LEAST = 256
 _NORMS = {"": 0, "head": 1, "row": 2}
 
 
@@ -80,9 +81,9 @@ def _clipped(value, dtype: tl.constexpr, CLIP: tl.constexpr):  # type: ignore[no
 @triton.jit  # type: ignore[untyped-decorator]
 def _turn(  # type: ignore[no-untyped-def]
     source, target, target_head, weight, cos, sin, cos_column, sin_column, first, wanted,
-    HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, HALF_WIDTH: tl.constexpr, REST_WIDTH: tl.constexpr,
-    GROUP: tl.constexpr, INTERLEAVED: tl.constexpr, FULL: tl.constexpr, NORM: tl.constexpr, ONCE: tl.constexpr,
-    EPS: tl.constexpr, CLIP: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, HALF_WIDTH: tl.constexpr,
+    REST_WIDTH: tl.constexpr, GROUP: tl.constexpr, INTERLEAVED: tl.constexpr, FULL: tl.constexpr, NORM: tl.constexpr,
+    ONCE: tl.constexpr, EPS: tl.constexpr, CLIP: tl.constexpr,
 ):  # fmt: skip
     """Norm and turn GROUP heads of a token, from `first` on; store them where they are wanted."""
     dtype: tl.constexpr = source.dtype.element_ty
@@ -103,6 +104,9 @@ def _turn(  # type: ignore[no-untyped-def]
         other = tl.load(source + head * DIM + HALF + pair, mask=inside, other=0.0).to(tl.float32)
     if REST_WIDTH:
         passed = tl.load(source + head * DIM + rest, mask=passing, other=0.0).to(tl.float32)
+    if NORM == 1:
+        dims = tl.arange(0, WIDTH)[None, :]
+        whole = tl.load(source + head * DIM + dims, mask=here & (dims < DIM), other=0.0).to(tl.float32)
     c = tl.load(cos + pair * cos_column, mask=pair < HALF, other=0.0).to(tl.float32)
     s = tl.load(sin + pair * sin_column, mask=pair < HALF, other=0.0).to(tl.float32)
     if NORM:
@@ -112,12 +116,16 @@ def _turn(  # type: ignore[no-untyped-def]
         step: tl.constexpr = 1 if INTERLEAVED else HALF
         one_weight = tl.load(weight + at + dim, mask=inside, other=0.0).to(tl.float32)
         other_weight = tl.load(weight + at + dim + step, mask=inside, other=0.0).to(tl.float32)
-        squares = tl.sum(one * one, 1, keep_dims=True) + tl.sum(other * other, 1, keep_dims=True)
+        if NORM == 1:
+            # in the order in which `norm.py` sums a head
+            squares = tl.sum(whole * whole, 1, keep_dims=True)
+        else:
+            squares = tl.sum(one * one, 1, keep_dims=True) + tl.sum(other * other, 1, keep_dims=True)
+            if REST_WIDTH:
+                squares += tl.sum(passed * passed, 1, keep_dims=True)
+            squares = tl.sum(squares, 0, keep_dims=True)
         if REST_WIDTH:
             passed_weight = tl.load(weight + at + rest, mask=passing, other=0.0).to(tl.float32)
-            squares += tl.sum(passed * passed, 1, keep_dims=True)
-        if NORM == 2:
-            squares = tl.sum(squares, 0, keep_dims=True)
         size: tl.constexpr = DIM * HEADS if NORM == 2 else DIM
         scale = tl.rsqrt(tl.div_rn(squares, size + 0.0) + EPS)
         one = _scaled(one, scale, one_weight, dtype, ONCE)
@@ -168,7 +176,7 @@ def _prepare(  # type: ignore[no-untyped-def]
         every = tl.arange(0, 1)[None, :] == 0
         _turn(
             source, query + row * HEADS * DIM, DIM, query_weight, cos, sin, cos_column, sin_column, part * GROUP, every,
-            HEADS, DIM, HALF, HALF_WIDTH, REST_WIDTH, GROUP, INTERLEAVED, FULL, NORM, ONCE, EPS, CLIP,
+            HEADS, DIM, WIDTH, HALF, HALF_WIDTH, REST_WIDTH, GROUP, INTERLEAVED, FULL, NORM, ONCE, EPS, CLIP,
         )  # fmt: skip
     else:
         # a mask, and no branch: reading need not wait for the slot
@@ -184,7 +192,7 @@ def _prepare(  # type: ignore[no-untyped-def]
         _turn(
             source + HEADS * DIM, keys + block * keys_block + offset * keys_token, keys_head, key_weight, cos, sin,
             cos_column, sin_column, first, stored,
-            KV_HEADS, DIM, HALF, HALF_WIDTH, REST_WIDTH, KV_GROUP, INTERLEAVED, FULL, NORM, ONCE, EPS, CLIP,
+            KV_HEADS, DIM, WIDTH, HALF, HALF_WIDTH, REST_WIDTH, KV_GROUP, INTERLEAVED, FULL, NORM, ONCE, EPS, CLIP,
         )  # fmt: skip
         value = _clipped(value, qkv.dtype.element_ty, CLIP)
         place = values + block * values_block + offset * values_token + head * values_head + dim
@@ -243,9 +251,12 @@ def prepare_qkv(
     rest = form.head_dim - form.rotary_dim
     # a norm over all heads is one program's; others take a few heads, so that a single token occupies the device
     most = 1 << 30 if form.norm == "row" else _GROUP
-    group = min(most, triton.next_power_of_2(form.heads))
-    kv_group = min(most, triton.next_power_of_2(form.kv_heads))
     width = triton.next_power_of_2(form.head_dim)
+    group = max(min(most, triton.next_power_of_2(form.heads)), _LEAST // width)
+    kv_group = min(most, triton.next_power_of_2(form.kv_heads))
+    if form.norm == "head":
+        # the number of a program's heads decides how much of a head a thread takes, and so the order of its sum
+        kv_group = group
     grid: Any = (rows, triton.cdiv(form.heads, group) + triton.cdiv(form.kv_heads, kv_group))
     _prepare[grid](
         qkv, query, keys, values, slots, cos, sin, query_weight, key_weight,
@@ -256,7 +267,7 @@ def prepare_qkv(
         GROUP=group, KV_GROUP=kv_group, INTERLEAVED=form.interleaved, FULL=form.full_precision,
         NORM=_NORMS[form.norm], ONCE=form.norm_rounds_once, EPS=form.eps, CLIP=form.clip,
         # the library's products and sums are operations of their own, so none may be joined
-        num_warps=max(1, min(8, group * width // _WARP_ELEMENTS)), enable_fp_fusion=False,
+        num_warps=warps_of(group * width, qkv.element_size(), 8), enable_fp_fusion=False,
         **overlap(qkv.device),
     )  # fmt: skip
     return query

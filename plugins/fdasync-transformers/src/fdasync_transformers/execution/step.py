@@ -6,7 +6,7 @@ step, by `selfcheck.py` and `memory_profile.py` at start-up: all three run the s
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +21,8 @@ from fdasync_transformers.model.head import Head
 from fdasync_transformers.model.ragged import RaggedPlan
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
     from transformers import PreTrainedModel
 
@@ -53,13 +55,21 @@ class StepModel:
         self.aux: AuxData | None = None
         self.interpreted = False
         self.fixed = fixed
-        self.head = Head(model, self.numerics)
+        self._numerics = FixedNumerics() if fixed else None
+        self.head = Head(model, self.inference)
         self._layers = {layer.index: layer for layer in layout.layers}
         self._latent = any(layer.latent_rank for layer in layout.layers)
 
-    def numerics(self) -> AbstractContextManager[object]:
+    @contextmanager
+    def inference(self) -> Iterator[None]:
         """What the model's code runs within."""
-        return FixedNumerics() if self.fixed else nullcontext()  # type: ignore[no-untyped-call]
+        if self._numerics is None:
+            with torch.inference_mode():
+                yield
+        else:
+            # in inference mode, operations that are made of others would come to the mode too, which costs time
+            with torch.no_grad(), self._numerics:
+                yield
 
     def run(self, batch: Batch, table: InputBatch, pool: KVPool, rows: NDArray[np.int64]) -> torch.Tensor:
         """Forward the batch's tokens (at least one), read from `table.tokens`.
@@ -92,7 +102,7 @@ class StepModel:
         )
         if self.aux is not None:
             self.aux.begin(positions)
-        with torch.inference_mode(), sdpa_kernel(_ATTENTION_BACKENDS), self.numerics():
+        with sdpa_kernel(_ATTENTION_BACKENDS), self.inference():
             output = self.model(
                 input_ids=_send(input_ids, device)[None],
                 position_ids=positions[None],

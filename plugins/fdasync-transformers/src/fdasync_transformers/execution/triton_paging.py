@@ -26,16 +26,19 @@ if TYPE_CHECKING:
 class Workspaces:
     """Partial results of split decodes, allocated once for each shape of attention and used by all its layers."""
 
-    def __init__(self, max_sequences: int, device: torch.device) -> None:
+    def __init__(self, max_sequences: int, device: torch.device, *, fixed: bool = False) -> None:
+        """`fixed`: for attention in the fixed order, whose decodes leave more partial results."""
         self._max_sequences = max_sequences
         self._device = device
+        self._fixed = fixed
         self._made: dict[tuple[int, int], Workspace] = {}
 
     def of(self, heads: int, value_dim: int) -> Workspace:
         """The workspace for queries of so many heads; call it once for each shape before a graph is captured."""
         found = self._made.get((heads, value_dim))
         if found is None:
-            found = self._made[heads, value_dim] = decode_workspace(self._max_sequences, heads, value_dim, self._device)
+            found = decode_workspace(self._max_sequences, heads, value_dim, self._device, fixed=self._fixed)
+            self._made[heads, value_dim] = found
         return found
 
 
@@ -77,6 +80,7 @@ class TritonPaging(Paging):
         positions: int64 [T].
         slots: int64 [T], place of each token's KV in the pool; -1: not stored.
         workspaces: of the decode kernel.
+        fixed: attend in the fixed order, in which a token's bits depend on its own sequence alone.
     """
 
     pool: KVPool
@@ -85,6 +89,7 @@ class TritonPaging(Paging):
     positions: torch.Tensor
     slots: torch.Tensor
     workspaces: Workspaces = field(repr=False)
+    fixed: bool = field(default=False, kw_only=True)
 
     def store(self, layer: LayerSpec, key: torch.Tensor, value: torch.Tensor | None) -> None:
         values = None if value is None else self.pool.values[layer.index]
@@ -109,6 +114,7 @@ class TritonPaging(Paging):
             "reach_size": layer.reach.size,
             "sinks": sinks,
             "value_dim": value_dim,
+            "fixed": self.fixed,
         }
         if batch.decodes:
             attend_decode(
@@ -167,6 +173,7 @@ class TritonPaging(Paging):
                 scale=scaling,
                 out=out[ours],
                 workspace=self.workspaces.of(heads, rank),
+                fixed=self.fixed,
             )
         return out
 

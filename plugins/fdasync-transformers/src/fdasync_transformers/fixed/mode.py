@@ -9,7 +9,8 @@ models.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,25 +32,48 @@ class FixedNumerics(TorchDispatchMode):  # type: ignore[no-untyped-call]
     does not go through the library's interface, convolutions, and on GPUs sums by atomics.
     """
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        # by operation, as it is first seen: what computes it
+        self._ways: dict[Any, Callable[..., Any]] = {}
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         del types
-        kwargs = kwargs or {}
-        handler = _HANDLERS.get(func)
-        if handler is not None:
-            return handler(*args, **kwargs)
+        way = self._ways.get(func)
+        if way is None:
+            way = self._ways[func] = self._way(func)
+        return way(*args, **kwargs) if kwargs else way(*args)
+
+    def _way(self, func: Any) -> Callable[..., Any]:
+        if func in _HANDLERS:
+            return _HANDLERS[func]
         if func in BY_PLACE or func in IN_PLACE:
-            return _by_place(func, *args, **kwargs)
-        if func in _REFUSED or (func in _ATOMIC and args[0].is_cuda and args[0].is_floating_point()):
-            raise RunnerError(f"numerics='fixed': {func.name()} has results that depend on the batch")
+            return partial(_by_place, func)
+        if func in _REFUSED:
+            return partial(_refuse, func)
+        if func in _ATOMIC:
+            return partial(_in_order, func)
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
-            # in inference mode whole operations come here, not yet their parts
-            with self:
-                result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        return func(*args, **kwargs)
+            return partial(self._by_parts, func)
+        own: Callable[..., Any] = func
+        return own
+
+    def _by_parts(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """In inference mode, operations that are made of others come here before their parts do."""
+        with self:
+            result = func.decompose(*args, **kwargs)
+        return func(*args, **kwargs) if result is NotImplemented else result
+
+
+def _refuse(func: Any, *_args: Any, **_kwargs: Any) -> NoReturn:
+    raise RunnerError(f"numerics='fixed': {func.name()} has results that depend on the batch")
+
+
+def _in_order(func: Any, into: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Sums into places: in order on a CPU, by atomics on a GPU."""
+    return _refuse(func) if into.is_cuda and into.is_floating_point() else func(into, *args, **kwargs)
 
 
 def _mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -35,10 +35,10 @@ def decoder_of(model: PreTrainedModel) -> torch.nn.Module | None:
 class Head:
     """See the module. One for each model; used only where `decoder_of` finds a decoder."""
 
-    def __init__(self, model: PreTrainedModel, numerics: Callable[[], AbstractContextManager[object]]) -> None:
-        """`numerics`: what the model's code runs within."""
+    def __init__(self, model: PreTrainedModel, inference: Callable[[], AbstractContextManager[None]]) -> None:
+        """`inference`: what the model's code runs within."""
         self._model = model
-        self._numerics = numerics
+        self._inference = inference
         self._decoder = decoder_of(model)
         self._kept: Any = None
 
@@ -68,7 +68,7 @@ class Head:
         own = decoder.__dict__.get("forward")
         decoder.forward = lambda *_args, **_kwargs: part
         try:
-            with torch.inference_mode(), self._numerics():
+            with self._inference():
                 output = self._model(input_ids=rows[None], use_cache=False)
         finally:
             # the hook has seen the part

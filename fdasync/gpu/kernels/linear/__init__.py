@@ -1,0 +1,1 @@
+"""Dense products in one order of sums, whatever their number of rows."""
