@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         UnsupportedModel,
         UpdateUnderWay,
         WeightsBroken,
+        WeightsDiffer,
         WeightsRejected,
         WorkerDied,
         WorkerStuck,
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
     from fdasync.pd.router.config import RouterConfig
     from fdasync.pd.router.router import Router, connect
     from fdasync.pd.router.stats import InstanceStats, RouterStats
-    from fdasync.request import GenerateOptions, Grammar, PauseMode, SamplingParams
+    from fdasync.request import GenerateOptions, Grammar, PauseMode, SamplingParams, WeightsFingerprint
     from fdasync.result import CachedTokens, Delta, Result, Routing, Sample, Usage, WeightSpan
 
 # the modules of the names that are no errors
@@ -84,6 +85,7 @@ _HOMES = {
     "TokenStream": "engine.stream",
     "Usage": "result",
     "WeightSpan": "result",
+    "WeightsFingerprint": "request",
     "connect": "pd.router.router",
 }
 
@@ -145,6 +147,8 @@ __all__ = [
     "Usage",
     "WeightSpan",
     "WeightsBroken",
+    "WeightsDiffer",
+    "WeightsFingerprint",
     "WeightsRejected",
     "WorkerDied",
     "WorkerStuck",

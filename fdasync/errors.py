@@ -513,9 +513,36 @@ class WeightsBroken(PermanentError):
         problem: what failed.
     """
 
+    #: what happened, before the problem
+    _told = "loading new weights failed half-way, load them again"
+
     def __init__(self, problem: str) -> None:
         self.problem = problem
-        super().__init__(f"loading new weights failed half-way, load them again: {problem}")
+        super().__init__(f"{self._told}: {problem}")
+
+
+class WeightsDiffer(WeightsBroken):
+    """The weights that an update brought are not those that its caller expected. They are in place, and no step uses
+    them: the engine stays paused and takes only `update_weights` or `aclose`.
+
+    Attributes:
+        expected: fingerprint of the caller's weights, hex XXH3-128.
+        held: fingerprint of the weights in place.
+        tensor: name of the first tensor, by name, that differs or that one side lacks; "" where the caller gave no
+            digests of tensors, or where another instance holds the weights.
+        where: name of the instance that holds them; "": the engine that was asked.
+    """
+
+    _told = "the new weights are not those that were expected, load them again"
+
+    def __init__(self, expected: str, held: str, tensor: str = "", where: str = "") -> None:
+        self.expected = expected
+        self.held = held
+        self.tensor = tensor
+        self.where = where
+        first = f", and the first tensor that differs is {tensor}" if tensor else ""
+        problem = f"their fingerprint is {held}, the expected one is {expected}{first}"
+        super().__init__(f"{where}: {problem}" if where else problem)
 
 
 # -- instances and links ------------------------------------------------------------------------

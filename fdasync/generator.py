@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
     from typing import Literal, Self, Unpack
 
-    from fdasync.request import GenerateOptions, PauseMode, Prompt, SamplingParams, WeightSource
+    from fdasync.request import GenerateOptions, PauseMode, Prompt, SamplingParams, WeightsFingerprint, WeightSource
     from fdasync.result import Delta, Result, Sample
 
 
@@ -367,7 +367,12 @@ class Generator(Protocol):
 
     @abstractmethod
     async def update_weights(
-        self, version: str | int | None, source: WeightSource, mode: Literal["abort", "keep"] = "abort"
+        self,
+        version: str | int | None,
+        source: WeightSource,
+        mode: Literal["abort", "keep"] = "abort",
+        *,
+        expected: str | WeightsFingerprint | None = None,
     ) -> None:
         """Load new weights, forget every cached block, go on (unless it was paused before).
 
@@ -381,13 +386,18 @@ class Generator(Protocol):
             mode: "abort": requests that ran end with their results so far, and finish_reason "abort"; requests that
                 waited run under the new weights. "keep": all go on; requests with KV on the device use it to their end,
                 the others start again from their tokens under the new weights.
+            expected: the fingerprint of the caller's weights (`fdasync_transformers.weights_fingerprint`), or its 32
+                hex digits alone. Once the weights are in place they are hashed and compared. With the digests of
+                tensors the error names the first one that differs (a router compares the hex digits alone). None:
+                nothing is compared.
 
         A version names one set of weights. The version in use may be given again with a folder of the same weights,
         which is compared and not loaded: the call succeeds, and no request ends or starts again. Other weights under a
         version in use, tensors under it, and a version that was used earlier are refused with BadInput.
 
         Raises BadInput; UpdateUnderWay; WeightsRejected if the weights do not fit (nothing has changed);
-        WeightsBroken if loading failed half-way; EngineClosed. Cancelling stops the waiting: the update goes on to
+        WeightsBroken if loading failed half-way; WeightsDiffer if the weights in place are not the expected ones (no
+        step uses them); EngineClosed. Cancelling stops the waiting: the update goes on to
         its end.
         """
 

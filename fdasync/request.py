@@ -57,6 +57,19 @@ FIRST_VERSION = "0"
 _MAX_NUMBER_DIGITS = 14
 _LAST_DIGITS = re.compile(r"[0-9]+(?=[^0-9]*\Z)")
 _NUMBER = re.compile(r"[0-9]+")
+_FINGERPRINT = re.compile(r"[0-9a-f]{32}")
+
+
+class WeightsFingerprint(msgspec.Struct, frozen=True):
+    """What names a set of weights: equal for two sides exactly where all their tensors have equal bytes.
+
+    Attributes:
+        weights_id: hex XXH3-128 over name, dtype, shape and bytes of every tensor, by name, as a runner holds them.
+        tensors: hex XXH3-128 of each tensor alone, by name; empty: not told. With them a difference has a name.
+    """
+
+    weights_id: str
+    tensors: dict[str, str] = {}
 
 
 class Grammar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -379,6 +392,28 @@ def checked_version(version: Any) -> str:
         raise BadInput("version", f"has {len(version)} characters", limit=f"1 to {MAX_VERSION_CHARS} characters")
     check_text("version", version)
     return version
+
+
+def checked_fingerprint(expected: Any) -> WeightsFingerprint | None:
+    """What a caller expects of new weights: a fingerprint, its weights id alone, or None. Raises BadInput."""
+    if expected is None:
+        return None
+    made = WeightsFingerprint(expected) if isinstance(expected, str) else expected
+    if not isinstance(made, WeightsFingerprint):
+        raise BadInput("expected", f"{type(expected).__name__} is no fingerprint", hint="give its 32 hex digits")
+    # the struct's own fields are not checked where a caller makes it
+    weights_id: Any = made.weights_id
+    if not isinstance(weights_id, str) or not _FINGERPRINT.fullmatch(weights_id):
+        raise BadInput("expected", f"{weights_id!r:.100} is no fingerprint", limit="32 lower-case hex digits")
+    return made
+
+
+def first_difference(one: WeightsFingerprint, other: WeightsFingerprint) -> str:
+    """Name of the first tensor, by name, that differs or that one side lacks; "": none does, or a side tells none."""
+    if not one.tensors or not other.tensors:
+        return ""
+    names = sorted(one.tensors.keys() | other.tensors.keys())
+    return next((name for name in names if one.tensors.get(name) != other.tensors.get(name)), "")
 
 
 def next_version(version: str) -> str:

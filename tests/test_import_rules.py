@@ -134,7 +134,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
             "fdasync.gpu.kernels.*", "fdasync.ipc.*", "fdasync.request", "fdasync.result", "fdasync.runner.base",
             "fdasync.runner.prompt_scores",
         ),
-        "fdasync_transformers.weights": ("fdasync.runner.base",),
+        "fdasync_transformers.weights": ("fdasync.request", "fdasync.runner.base"),
     },
     {
         "fdasync_mooncake.testing": ("fdasync.ipc.*", "fdasync.testing.*", "fdasync_mooncake.*"),
@@ -154,7 +154,10 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         "fdasync_transformers.tiny": ("fdasync_transformers.weights.*",),
     },
     {
-        "fdasync_transformers.verification": ("fdasync_transformers.replay.*", "fdasync_transformers.weights.*"),
+        "fdasync_transformers.verification": (
+            "fdasync.request", "fdasync.result", "fdasync_transformers.fixed.*", "fdasync_transformers.replay.*",
+            "fdasync_transformers.weights.*",
+        ),
         "fdasync_transformers.execution": (
             *_ARENAS, *_RUNNER, "fdasync.gpu.*", "fdasync.request", "fdasync_transformers.capture.*",
             "fdasync_transformers.fixed.*", "fdasync_transformers.fused.*", "fdasync_transformers.model.*",

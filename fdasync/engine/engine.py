@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from fdasync.engine.tokenizer import Tokenizer
     from fdasync.events.bus import EventBus
     from fdasync.events.trace import TraceRing
-    from fdasync.request import GenerateOptions, PauseMode, Prompt, SamplingParams, WeightSource
+    from fdasync.request import GenerateOptions, PauseMode, Prompt, SamplingParams, WeightsFingerprint, WeightSource
     from fdasync.result import Result
     from fdasync.runner.base import Capacity, Runner
 
@@ -414,7 +414,12 @@ class Engine(Generator):
         self._check_open(draining_is_fine=True)
 
     async def update_weights(
-        self, version: str | int | None, source: WeightSource, mode: Literal["abort", "keep"] = "abort"
+        self,
+        version: str | int | None,
+        source: WeightSource,
+        mode: Literal["abort", "keep"] = "abort",
+        *,
+        expected: str | WeightsFingerprint | None = None,
     ) -> None:
         """See `Generator.update_weights`. It pauses, lets steps end, loads, and goes on.
 
@@ -423,14 +428,15 @@ class Engine(Generator):
                 "bfloat16", buffers C-contiguous. Names left out keep their values. Buffers are read until this returns.
 
         Raises BadInput; WeightsRejected when the source does not fit (nothing has changed, the engine goes on);
-        WeightsBroken when loading failed half-way (it stays paused and takes only this call or `aclose`);
+        WeightsBroken when loading failed half-way, WeightsDiffer when the weights in place are not the expected ones
+        (it stays paused and takes only this call or `aclose`);
         EngineFailed, EngineClosed. An update whose caller was cancelled reads the buffers until `stats().updating` is
         False.
 
         Where `version` is in use already, the folder's weights id (XXH3-128 over all tensor bytes, as loaded) is
         compared with that of the weights in use. That reads and hashes the whole folder, and no step runs meanwhile.
         """
-        await self.weights.update(version, source, mode)
+        await self.weights.update(version, source, mode, expected=expected)
 
     async def set_weight_version(self, version: str | int) -> None:
         """See `Generator.set_weight_version`. It takes effect at once: tokens of steps in flight have the new label."""

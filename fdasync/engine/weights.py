@@ -23,11 +23,12 @@ from fdasync.errors import (
     TaskCancelled,
     UpdateUnderWay,
     WeightsBroken,
+    WeightsDiffer,
     WeightsRejected,
 )
 from fdasync.events.catalog import AbortRequested, PauseRequested, ResumeRequested, WeightsChanged, WeightsRelabelled
 from fdasync.ipc.deadlines import Within, wait_within
-from fdasync.request import checked_version, next_order, next_version
+from fdasync.request import checked_fingerprint, checked_version, first_difference, next_order, next_version
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -35,10 +36,10 @@ if TYPE_CHECKING:
     from fdasync.engine.config import EngineConfig
     from fdasync.engine.prepare import Preparer
     from fdasync.engine.runtime import Runtime
-    from fdasync.request import PauseMode, WeightSource
+    from fdasync.request import PauseMode, WeightsFingerprint, WeightSource
     from fdasync.runner.base import TensorMeta
 
-    # loads a source and returns its weights id
+    # loads a source and returns its weights id; "": it is not known
     Loader = Callable[[], Awaitable[str]]
 
 # bytes handed to the runner at a time: other tasks of the loop run in between
@@ -159,10 +160,16 @@ class Weights:
         return self._held or self._updating or self.broken is not None
 
     async def update(
-        self, version: str | int | None, source: WeightSource, mode: Literal["abort", "keep"], order: int = 0
+        self,
+        version: str | int | None,
+        source: WeightSource,
+        mode: Literal["abort", "keep"],
+        order: int = 0,
+        expected: str | WeightsFingerprint | None = None,
     ) -> None:
         """See `Engine.update_weights`. `order`: of these weights; 0: the next one."""
         self._check()
+        wanted = checked_fingerprint(expected)
         label = self._next_label() if version is None else checked_version(version)
         if label in self._used and label != self.version:
             raise BadInput(
@@ -179,7 +186,7 @@ class Weights:
             problem = f"{label!r} is in use, and tensors from memory cannot be compared with the weights in use"
             raise BadInput("version", problem, hint="give them a version of their own")
         self._updating = True
-        work = self._update(label, order, load, mode, folder if again else None)
+        work = self._update(label, order, load, mode, folder if again else None, wanted)
         self._task = task = asyncio.get_running_loop().create_task(work, name="fdasync-weights")
         task.add_done_callback(self._ended)
         # a caller who is cancelled stops waiting; an update that the engine's end cut short cancels no caller
@@ -247,7 +254,13 @@ class Weights:
         return self._updating
 
     async def _update(
-        self, label: str, order: int, load: Loader, mode: Literal["abort", "keep"], again: str | None
+        self,
+        label: str,
+        order: int,
+        load: Loader,
+        mode: Literal["abort", "keep"],
+        again: str | None,
+        expected: WeightsFingerprint | None,
     ) -> None:
         """`again`: the folder, where `label` is in use already."""
         try:
@@ -255,10 +268,12 @@ class Weights:
             if again is not None:
                 await self._compare(label, again)
                 if self.broken is None:
+                    if expected is not None:
+                        await self._match(expected, self._runtime.capacity.weights_id)
                     self._take_label(label, order, self._runtime.capacity.weights_id)
                     self._go_on()
                     return
-            await self._load(label, order, load, mode)
+            await self._load(label, order, load, mode, expected)
         finally:
             self._updating = False
             if self._runtime.driver is not None:
@@ -295,10 +310,41 @@ class Weights:
             self._check()
             raise
 
-    async def _load(self, label: str, order: int, load: Loader, mode: Literal["abort", "keep"]) -> None:
+    async def _match(self, expected: WeightsFingerprint, held: str) -> None:
+        """Raise WeightsDiffer, and stay paused, unless the weights in place are the expected ones.
+
+        Args:
+            held: their weights id.
+        """
+        if held == expected.weights_id:
+            return
+        tensor = ""
+        if expected.tensors:
+            try:
+                told = await self._in_time("hashing weights", self._runtime.runner.fingerprint_weights(True))
+                tensor = first_difference(expected, told)
+            except WeightsBroken:
+                # a runner that has no digests of tensors: the difference has no name
+                self._check()
+        self.broken = WeightsDiffer(expected.weights_id, held, tensor)
+        raise self.broken
+
+    async def _load(
+        self,
+        label: str,
+        order: int,
+        load: Loader,
+        mode: Literal["abort", "keep"],
+        expected: WeightsFingerprint | None,
+    ) -> None:
         runtime = self._runtime
         try:
             weights_id = await self._in_time("loading weights", load())
+            if expected is not None:
+                if not weights_id:
+                    told = await self._in_time("hashing weights", runtime.runner.fingerprint_weights())
+                    weights_id = told.weights_id
+                await self._match(expected, weights_id)
         except WeightsRejected:
             self._go_on()
             raise
@@ -313,6 +359,8 @@ class Weights:
             # only now: where weights are refused, no request is aborted
             self._abort()
         self.broken = None
+        # random whatever the seed: no two updates may share a namespace, in this engine or in others on the same store
+        weights_id = weights_id or secrets.token_hex(16)
         runtime.capacity = self._preparer.capacity = msgspec.structs.replace(runtime.capacity, weights_id=weights_id)
         runtime.namespace = self._preparer.namespace = namespace_of(runtime.capacity)
         runtime.bus.publish(WeightsChanged(version=label, namespace=runtime.namespace))
@@ -359,5 +407,4 @@ class Weights:
                 await runner.write_tensor(number, first, data[first : first + piece])
                 await asyncio.sleep(0)
         await runner.end_tensors()
-        # random whatever the seed: no two updates may share a namespace, in this engine or in others on the same store
-        return secrets.token_hex(16)
+        return ""

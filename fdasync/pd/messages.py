@@ -665,6 +665,7 @@ class Command(Message, frozen=True, array_like=True, tag="command"):
         mode: with "update_weights": whether requests end or go on; see `Engine.update_weights`.
         limit_s: with "claim" and "drain": the time limit.
         pause: with "pause": what happens to the requests that are inside; see `Generator.pause`.
+        expected: with "update_weights": fingerprint that the weights must have; "": any.
     """
 
     number: Count
@@ -675,6 +676,7 @@ class Command(Message, frozen=True, array_like=True, tag="command"):
     limit_s: Seconds = 0.0
     pause: PauseMode = "in_place"
     order: Count = 0
+    expected: Words = ""
 
 
 class Done(Message, frozen=True, array_like=True, tag="done"):
@@ -686,6 +688,7 @@ class Done(Message, frozen=True, array_like=True, tag="done"):
         problem: the error's problem, for people.
         namespace, weight_version, weight_order: of the instance's weights after the command.
         field: field of a BadInput.
+        expected, held: fingerprints of a WeightsDiffer.
     """
 
     number: Count
@@ -695,6 +698,8 @@ class Done(Message, frozen=True, array_like=True, tag="done"):
     weight_version: Version = FIRST_VERSION
     weight_order: Count = 0
     field: Words = ""
+    expected: Words = ""
+    held: Words = ""
 
 
 AnyMessage = (

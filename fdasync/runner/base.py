@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import msgspec
 
 from fdasync.cache.aux import AuxSpec
-from fdasync.errors import BadInput, DeadlineExceeded, FdasyncError, InvariantBroken, WeightsRejected
+from fdasync.errors import BadInput, DeadlineExceeded, FdasyncError, InvariantBroken, WeightsBroken, WeightsRejected
 from fdasync.request import Numerics
 from fdasync.result import TopLogprobs
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fdasync.cache.aux_arena import AuxArena
     from fdasync.cache.host_arena import HostArena
     from fdasync.events.actions import RunStep, SwapIn, SwapOut
-    from fdasync.request import Grammar
+    from fdasync.request import Grammar, WeightsFingerprint
     from fdasync.runner.report import ModelReport
 
 
@@ -295,6 +295,17 @@ class Runner(ABC):
     async def end_tensors(self) -> None:
         """End the update: every byte was written. Other tensors keep their values. Raises WeightsBroken."""
         raise InvariantBroken("end_tensors without begin_tensors")
+
+    async def fingerprint_weights(self, with_tensors: bool = False) -> WeightsFingerprint:
+        """Read and hash the weights in use, which an update has ended; changes nothing.
+
+        Args:
+            with_tensors: digest each tensor, too.
+
+        Raises WeightsBroken, as this default does: then tensors cannot be compared with what their caller expects.
+        """
+        what = "the digests of its tensors" if with_tensors else "the fingerprint of its weights"
+        raise WeightsBroken(f"this runner cannot tell {what}")
 
     def overdue(self, what: str, deadline_s: float) -> FdasyncError:
         """The error that the engine fails with when `what` (a step) did not complete within its deadline."""

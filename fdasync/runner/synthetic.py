@@ -21,6 +21,7 @@ import numpy as np
 from fdasync.cache.aux import AuxSpec
 from fdasync.errors import BadInput, InvariantBroken, RunnerError, WeightsRejected
 from fdasync.events.actions import SwapOut
+from fdasync.request import WeightsFingerprint
 from fdasync.runner.base import Capacity, CopyOutput, RunnerLimits, StepOutput, TensorMeta
 from fdasync.runner.oracle import U64, SyntheticConfig
 from fdasync.runner.synthetic_copies import check_beside_copies, check_beside_steps, check_blocks
@@ -243,6 +244,11 @@ class SyntheticRunner(SyntheticSteps):
             raise InvariantBroken("end_tensors without begin_tensors")
         incoming, self._incoming = self._incoming, None
         await self._load(int.from_bytes(incoming, "little"))
+
+    async def fingerprint_weights(self, with_tensors: bool = False) -> WeightsFingerprint:
+        """As of a folder with these weights. The one tensor's digest is its value."""
+        held = f"{self.weights_id:032x}"
+        return WeightsFingerprint(held, {"weights": held} if with_tensors else {})
 
     async def _load(self, weights_id: int) -> None:
         if self._flights or self._copies:

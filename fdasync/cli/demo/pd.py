@@ -68,7 +68,7 @@ async def serve_apart(
             probes = await fleet.while_alive(probe(router, jobs)) if life else []
             playing = play(router, jobs, options.concurrency, progress)
             results, serve_s = await fleet.while_alive(playing)
-            totals, moved = await fleet.while_alive(_totals(router, counts))
+            totals, moved = await fleet.while_alive(totals_of(router, counts))
             return Served(
                 jobs=jobs, results=results, room=room, totals=totals, serve_s=serve_s, start_s=start_s, probes=probes,
                 moved=moved,
@@ -87,7 +87,7 @@ def _room(router: Router) -> Room:
     )
 
 
-async def _totals(router: Router, counts: tuple[int, int]) -> tuple[SchedulerTotals, Moved]:
+async def totals_of(router: Router, counts: tuple[int, int]) -> tuple[SchedulerTotals, Moved]:
     """The sums of what the instances counted, from statuses that they sent after the last request."""
     loop = asyncio.get_running_loop()
     since = loop.time()

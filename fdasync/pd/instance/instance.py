@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from fdasync.cache.identity import root_key
 from fdasync.engine import Engine
-from fdasync.errors import BadInput, ConfigError, EngineClosed, FdasyncError, PeerUnreachable, UpdateUnderWay
+from fdasync.errors import (
+    BadInput,
+    ConfigError,
+    EngineClosed,
+    FdasyncError,
+    PeerUnreachable,
+    UpdateUnderWay,
+    WeightsDiffer,
+)
 from fdasync.events.actions import (
     AnswerLease,
     AskLease,
@@ -493,7 +501,7 @@ class Instance:
 
     async def _command(self, peer: Peer, message: Command) -> None:
         assert self._context is not None
-        error, problem, field = "", "", ""
+        error, problem, field, expected, held = "", "", "", "", ""
         try:
             if message.verb == "claim":
                 self._claim(peer, message.limit_s)
@@ -502,7 +510,9 @@ class Instance:
             elif message.verb == "update_weights":
                 self._claim(peer)
                 try:
-                    await self._weights.update(message.version, message.path, message.mode, message.order)
+                    await self._weights.update(
+                        message.version, message.path, message.mode, message.order, message.expected or None
+                    )
                 finally:
                     self._release(peer)
             elif message.verb == "relabel":
@@ -523,10 +533,16 @@ class Instance:
             error, problem = type(caught).__name__, brief(str(caught))
             if isinstance(caught, BadInput):
                 field, problem = brief(caught.field), brief(caught.problem)
+            if isinstance(caught, WeightsDiffer):
+                expected, held = caught.expected, caught.held
         weights = self._weights
         self._context.tell(
-            peer, Done(message.number, error, problem, self._context.namespace(), weights.version, weights.order, field)
-        )
+            peer,
+            Done(
+                message.number, error, problem, self._context.namespace(), weights.version, weights.order, field,
+                expected, held,
+            ),
+        )  # fmt: skip
 
     def _claim(self, peer: Peer, limit_s: float = 0.0) -> None:
         """Let no other router update weights for `limit_s`; 0: check only. Raises UpdateUnderWay."""

@@ -26,12 +26,13 @@ from fdasync.errors import (
     PeerUnreachable,
     RemoteError,
     UpdateUnderWay,
+    WeightsDiffer,
 )
 from fdasync.ipc.deadlines import Within, wait_within
 from fdasync.pd.messages import Command, Done
 from fdasync.pd.router.validation import check_limit_s, check_whole
 from fdasync.pd.router.weight_agreement import WeightAgreement
-from fdasync.request import checked_version, next_order, next_version
+from fdasync.request import checked_fingerprint, checked_version, next_order, next_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -209,12 +210,14 @@ class ControlPlane:
                 raise outcome
         return answers, silent
 
-    async def update_weights(self, version: Any, path: str, mode: Any) -> None:
+    async def update_weights(self, version: Any, path: str, mode: Any, expected: Any = None) -> None:
         """Update all instances. A cancelled update goes on; a second call with the same arguments waits for it."""
         label = self._next_label() if version is None else checked_version(version)
         if mode not in ("abort", "keep"):
             raise BadInput("mode", f"{mode!r} is neither 'abort' nor 'keep'")
-        command = Command(0, "update_weights", version=label, path=path, mode=mode)
+        wanted = checked_fingerprint(expected)
+        weights_id = "" if wanted is None else wanted.weights_id
+        command = Command(0, "update_weights", version=label, path=path, mode=mode, expected=weights_id)
         check_whole("source", command)
         # instances compare the folder with the weights in use
         refused = label in self._used and label != self._table.weight_version
@@ -342,6 +345,8 @@ def _error_of(instance: InstanceHandle, done: Done) -> FdasyncError:
     kind = getattr(errors, done.error, None)
     if done.error == "UpdateUnderWay":
         return UpdateUnderWay(f"says {instance.peer.name}")
+    if done.error == "WeightsDiffer":
+        return WeightsDiffer(done.expected, done.held, where=instance.peer.name)
     if done.error in ("WeightsRejected", "WeightsBroken") and kind is not None:
         error: FdasyncError = kind(f"{instance.peer.name}: {done.problem}")
         return error

@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from fdasync.pd.link.session import LinkConfig
     from fdasync.pd.link.wire import Frame, Wire
     from fdasync.pd.messages import Message
-    from fdasync.request import GenerateOptions, GenerateRequest, PauseMode, Prompt, WeightSource
+    from fdasync.request import GenerateOptions, GenerateRequest, PauseMode, Prompt, WeightsFingerprint, WeightSource
     from fdasync.result import Result
 
 
@@ -382,7 +382,12 @@ class Router(Generator):
     # -- weights ----------------------------------------------------------------------------------------
 
     async def update_weights(
-        self, version: str | int | None, source: WeightSource, mode: Literal["abort", "keep"] = "abort"
+        self,
+        version: str | int | None,
+        source: WeightSource,
+        mode: Literal["abort", "keep"] = "abort",
+        *,
+        expected: str | WeightsFingerprint | None = None,
     ) -> None:
         """See `Generator.update_weights`: all instances get the weights of one checkpoint folder, under one weights id.
 
@@ -390,14 +395,15 @@ class Router(Generator):
         their requests are started again. An instance that fails is dropped and named in `stats().dropped`. An instance
         that was not up gets the update when it comes up, before it gets requests; so the folder must not change until
         the next update. A version in use that is given again is a barrier, too: every instance reads and hashes the
-        folder, and new requests wait.
+        folder, and new requests wait. Each instance compares its weights with the expected fingerprint; one that
+        differs is dropped, and where all differ the call raises WeightsDiffer.
 
         If the caller is cancelled, the update goes on; the same call again waits for it and gives its outcome. Raises
         SourceUnsupported for tensors, since instances are other processes and read a folder; UpdateUnderWay, and
         changes nothing, if this or another router is updating them; the first error if no instance took the weights.
         """
         self._check_open()
-        await self.commands.update_weights(version, folder_of(source), mode)
+        await self.commands.update_weights(version, folder_of(source), mode, expected)
 
     async def set_weight_version(self, version: str | int) -> None:
         """See `Generator.set_weight_version`: all instances give their weights the label, while new requests wait.

@@ -21,6 +21,7 @@ from fdasync.runner.worker.messages import (
     BeginTensors,
     Bind,
     CheckGrammar,
+    FingerprintWeights,
     LoadFolder,
     Open,
     ReadWeightsId,
@@ -105,6 +106,8 @@ class _RunnerService(Service):
             return await runner.load_folder(message.path)
         elif isinstance(message, ReadWeightsId):
             return await runner.read_weights_id(message.path)
+        elif isinstance(message, FingerprintWeights):
+            return await runner.fingerprint_weights(message.with_tensors)
         elif isinstance(message, BeginTensors):
             self._forget_tensors()
             receiver = TensorReceiver(runner, fds, message.chunk_nbytes)

@@ -65,6 +65,16 @@ class ReadWeightsId(msgspec.Struct, frozen=True, array_like=True, tag="read_weig
     path: str
 
 
+class FingerprintWeights(msgspec.Struct, frozen=True, array_like=True, tag="fingerprint_weights"):
+    """Hash the weights in use. The answer is their `WeightsFingerprint`.
+
+    Attributes:
+        with_tensors: digest each tensor, too.
+    """
+
+    with_tensors: bool
+
+
 class CheckGrammar(msgspec.Struct, frozen=True, array_like=True, tag="check_grammar"):
     """Check a grammar that a request asks for."""
 
@@ -110,7 +120,8 @@ class EndTensors(msgspec.Struct, frozen=True, array_like=True, tag="end_tensors"
     """Every byte was written."""
 
 
-Request = Open | Bind | CheckGrammar | LoadFolder | ReadWeightsId | BeginTensors | WriteChunk | EndTensors
+_Weights = LoadFolder | ReadWeightsId | FingerprintWeights | BeginTensors | WriteChunk | EndTensors
+Request = Open | Bind | CheckGrammar | _Weights
 
 ERRORS = ErrorTable(
     errors.BadInput, errors.ConfigError, errors.CheckpointError, errors.UnsupportedModel, errors.PluginError,

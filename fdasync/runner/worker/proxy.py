@@ -15,12 +15,14 @@ import msgspec
 
 from fdasync.errors import ConfigError, FdasyncError, InvariantBroken, RunnerError, WorkerStuck
 from fdasync.ipc.rpc import RpcClient
+from fdasync.request import WeightsFingerprint
 from fdasync.runner.base import Capacity, CopyOutput, Runner, RunnerLimits, StepOutput, TensorMeta
 from fdasync.runner.worker.messages import (
     ERRORS,
     Bind,
     CheckGrammar,
     EndTensors,
+    FingerprintWeights,
     LoadFolder,
     Open,
     ReadWeightsId,
@@ -41,6 +43,7 @@ _CHILD = "fdasync.runner.worker.main"
 _CAPACITY = msgspec.msgpack.Decoder(Capacity)
 _NOTHING = msgspec.msgpack.Decoder(None)
 _WEIGHTS_ID = msgspec.msgpack.Decoder(str)
+_FINGERPRINT = msgspec.msgpack.Decoder(WeightsFingerprint)
 _STEP = msgspec.msgpack.Decoder(StepOutput)
 _COPY = msgspec.msgpack.Decoder(CopyOutput)
 
@@ -119,11 +122,14 @@ class WorkerRunner(Runner):
             asking.cancel()
 
     async def load_folder(self, path: str) -> str:
-        """See `Runner`. The engine's deadline for updates bounds the wait here and in the four that follow."""
+        """See `Runner`. The engine's deadline for updates bounds the wait here and in the five that follow."""
         return await self._ask(LoadFolder(path), _WEIGHTS_ID)
 
     async def read_weights_id(self, path: str) -> str:
         return await self._ask(ReadWeightsId(path), _WEIGHTS_ID)
+
+    async def fingerprint_weights(self, with_tensors: bool = False) -> WeightsFingerprint:
+        return await self._ask(FingerprintWeights(with_tensors), _FINGERPRINT)
 
     async def begin_tensors(self, tensors: Sequence[TensorMeta]) -> None:
         self._end_transfer()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fdasync.cache.aux_arena import AuxArena
     from fdasync.cache.host_arena import HostArena
     from fdasync.events.actions import RunStep, SwapIn, SwapOut
-    from fdasync.request import Grammar
+    from fdasync.request import Grammar, WeightsFingerprint
     from fdasync.runner.base import CopyOutput, TensorMeta
 
 StepFaultKind = Literal["fail", "hang", "die"]
@@ -171,6 +171,9 @@ class FaultRunner(Runner):
 
     async def read_weights_id(self, path: str) -> str:
         return await self.inner.read_weights_id(path)
+
+    async def fingerprint_weights(self, with_tensors: bool = False) -> WeightsFingerprint:
+        return await self.inner.fingerprint_weights(with_tensors)
 
     async def begin_tensors(self, tensors: Sequence[TensorMeta]) -> None:
         await self.inner.begin_tensors(tensors)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fdasync.errors import InvariantBroken, WeightsRejected
+from fdasync.request import WeightsFingerprint
 from fdasync.runner.base import Runner, TensorMeta
 from fdasync.runner.worker.weight_transfer import itemsize_of
 from fdasync.testing.harness.bounded import on_loop
@@ -45,6 +46,7 @@ class WeightsTests(RunnerSuite):
                 for number, weights in enumerate((1, 1, 0)):
                     weights_id = await on.runner.load_folder(str(folders[weights]))
                     equal(weights_id, ids[weights], f"load_folder of set {weights}: its weights id")
+                    await _check_fingerprint(on.runner, weights_id)
                     self.assert_same(fresh[weights], await self._answer(on, 1 + number))
 
         self._run_with_folders(test)
@@ -89,10 +91,11 @@ class WeightsTests(RunnerSuite):
     async def test_tensors_change_the_answers_and_back(self) -> None:
         if not self.loads:
             return
-        fresh, _ = await self._fresh()
+        fresh, ids = await self._fresh()
         async with on_bench(self.make(self.limits)) as on:
             for number, weights in enumerate((1, 1, 0)):
                 await _write(on.runner, self.tensors_of(weights))
+                await _check_fingerprint(on.runner, ids[weights])
                 self.assert_same(fresh[weights], await self._answer(on, number))
 
     @on_loop
@@ -145,6 +148,17 @@ class WeightsTests(RunnerSuite):
     async def _answer(self, on: Bench, key: int) -> Answer:
         # the blocks of the last sequence, whose KV is of other weights
         return await on.answer(key, on.prompt(on.size + 3), _TOKENS, [0, 1])
+
+
+async def _check_fingerprint(runner: Runner, weights_id: str) -> None:
+    """What a runner tells of the weights in use, where it tells it."""
+    if type(runner).fingerprint_weights is Runner.fingerprint_weights:
+        # the contract leaves it to the runner
+        return
+    plain, whole = await runner.fingerprint_weights(), await runner.fingerprint_weights(True)
+    equal(plain, WeightsFingerprint(weights_id), "fingerprint_weights after load_folder")
+    equal(whole.weights_id, weights_id, "fingerprint_weights with the digests of tensors")
+    check(whole.tensors, "fingerprint_weights has a digest for every tensor where they are asked for", whole)
 
 
 async def _write(runner: Runner, tensors: Sequence[tuple[str, str, tuple[int, ...], Any]]) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 import fdasync
 from fdasync import Instance, SamplingParams
-from fdasync.errors import BadInput, EngineClosed, UpdateUnderWay, WeightsRejected
+from fdasync.errors import BadInput, EngineClosed, UpdateUnderWay, WeightsDiffer, WeightsRejected
 from fdasync.pd.messages import Command
 from fdasync.runner.synthetic import WEIGHTS_FILE
 from fdasync.testing import synthetic_config, until
@@ -161,6 +161,20 @@ async def test_of_two_routers_that_update_at_once_one_does(tmp_path: Path, weigh
             assert [span.version for span in result.samples[0].weight_version] == [version]
             assert router.stats().dropped == ()
             assert not any(each.problem for each in router.stats().instances)
+
+
+async def test_an_instance_whose_weights_are_not_the_expected_ones_is_not_used(tmp_path: Path, weights: str) -> None:
+    address = f"ipc://{tmp_path}/m0"
+    async with instance(tmp_path, "mixed", "m0"), fdasync.connect([address]) as router:
+        with pytest.raises(WeightsDiffer) as caught:
+            await router.update_weights(1, weights, expected=f"{78:032x}")
+        assert (caught.value.expected, caught.value.held) == (f"{78:032x}", f"{77:032x}")
+        assert caught.value.where == "m0"
+        with pytest.raises(BadInput, match="expected"):
+            await router.update_weights(1, weights, expected="77")
+        await router.update_weights(1, weights, expected=f"{77:032x}")
+        result = await router.complete(list(range(20)), SamplingParams(max_tokens=3), deadline_s=10)
+        assert [span.version for span in result.samples[0].weight_version] == ["1"]
 
 
 async def test_an_instance_is_claimed_until_the_update_or_the_link_is_over(tmp_path: Path, weights: str) -> None:

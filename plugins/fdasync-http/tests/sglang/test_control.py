@@ -45,6 +45,19 @@ async def test_a_training_step_pauses_updates_flushes_and_goes_on(scene):
     assert (await scene.client.post("/flush_cache?timeout=5")).status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/update_weights_from_disk", "/update_weights"])
+async def test_weights_that_are_not_the_expected_ones_are_told_and_not_used(scene, path):
+    new = scene.new_weights("step-1", 77)
+    body = {"model_path": str(new), "weight_dir": str(new), "weight_version": "step-1"}
+    response = await post(scene, path, {**body, "expected_weights_id": f"{78:032x}"})
+    assert response.status_code == 503
+    assert all(f"{number:032x}" in response.text for number in (77, 78))
+    await until(lambda: scene.generator.load().paused)
+    assert (await post(scene, path, {**body, "expected_weights_id": "77"})).status_code == 400
+    assert (await post(scene, path, {**body, "expected_weights_id": f"{77:032x}"})).status_code == 200
+    assert await versions_of(scene) == {"step-1"}
+
+
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 async def test_what_runs_at_a_pause_ends_or_goes_on(scene, mode):
     body = {"input_ids": PROMPT, "return_logprob": True, "sampling_params": {"max_new_tokens": 200, "ignore_eos": True}}

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from fdasync.cache.aux_arena import AuxArena
     from fdasync.cache.host_arena import HostArena
     from fdasync.events.actions import RunStep, SwapIn, SwapOut
-    from fdasync.request import Grammar
+    from fdasync.request import Grammar, WeightsFingerprint
     from fdasync.runner.base import CopyOutput, StepOutput, TensorMeta
     from fdasync.runner.report import ModelReport
     from fdasync_transformers.execution.gpu_services import GpuServices
@@ -289,6 +289,9 @@ class TransformersRunner(Runner):
     async def read_weights_id(self, path: str) -> str:
         return self._opened_weights.read_id(path)
 
+    async def fingerprint_weights(self, with_tensors: bool = False) -> WeightsFingerprint:
+        return self._opened_weights.fingerprint(with_tensors)
+
     async def begin_tensors(self, tensors: Sequence[TensorMeta]) -> None:
         self._opened_weights.begin(tensors)
 
@@ -303,6 +306,13 @@ class TransformersRunner(Runner):
         """Wait for the new weights: they were written on another stream than the one that runs the next step."""
         if self._step_model is not None and self._step_model.model.device.type == "cuda":
             torch.cuda.synchronize(self._step_model.model.device)  # blocking: no step is in flight, in a worker process
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model that is served, for tools that watch its modules. Raises InvariantBroken before `open`."""
+        if self._step_model is None:
+            raise InvariantBroken("the model before it was opened, or after the end")
+        return self._step_model.model
 
     @property
     def _opened_weights(self) -> LiveWeights:

@@ -117,12 +117,15 @@ class UpdateBody(msgspec.Struct):
         load_format: only None and "auto" are served.
         weight_version: label of these weights; None: the last one, counted up.
         abort_all_requests: requests that run end; else they go on, on the KV that they have.
+        expected_weights_id: fingerprint that the weights must have once they are in place, 32 hex digits (503 where it
+            is another, and no step uses them); None: any.
     """
 
     model_path: str
     load_format: str | None = None
     weight_version: str | int | None = None
     abort_all_requests: bool = False
+    expected_weights_id: str | None = None
 
 
 class Updated(msgspec.Struct, frozen=True):
@@ -148,7 +151,7 @@ async def update_weights_from_disk(request: Request, front: Front) -> Response:
             raise Refused(400, f"load_format {body.load_format!r} is not served; send none", param="load_format")
         folder = folder_within(front.config, body.model_path, "model_path")
         mode: Literal["abort", "keep"] = "abort" if body.abort_all_requests else "keep"
-        await front.generator.update_weights(body.weight_version, folder, mode)
+        await front.generator.update_weights(body.weight_version, folder, mode, expected=body.expected_weights_id)
     except (Refused, FdasyncError) as error:
         refused = refused_of(error)
         return reply(Updated(False, refused.message), refused.status)

@@ -107,11 +107,14 @@ class UpdateInfo(msgspec.Struct):
     Attributes:
         weight_dir, weights_path: a checkpoint folder within `weights_root`.
         weight_version: label of these weights; None: the last one, counted up.
+        expected_weights_id: fingerprint that the weights must have once they are in place, 32 hex digits (503 where it
+            is another, and no step uses them); None: any.
     """
 
     weight_dir: str | None = None
     weights_path: str | None = None
     weight_version: str | int | None = None
+    expected_weights_id: str | None = None
 
 
 class UpdateBody(UpdateInfo):
@@ -138,7 +141,7 @@ async def update_weights(request: Request, front: Front) -> Response:
         )
     folder = folder_within(front.config, named, "weight_dir")
     mode: Literal["abort", "keep"] = "keep"
-    await front.generator.update_weights(info.weight_version, folder, mode)
+    await front.generator.update_weights(info.weight_version, folder, mode, expected=info.expected_weights_id)
     return reply({"status": "ok", "weight_version": front.generator.facts().weight_version})
 
 

@@ -19,22 +19,16 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence  # msgspec looks the annotations up
 from contextlib import contextmanager
-from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import numpy as np
 import torch
 
-from fdasync.errors import BadInput, CheckpointError
+from fdasync.errors import BadInput
 from fdasync_transformers.replay.force import RouterSite, Selection, find_routers, forced_routing, observed_routing
+from fdasync_transformers.verification.reference import library_model
 from fdasync_transformers.verification.scores import TOLERANCE, choice_distance, grouped_distance, token_distance
-from fdasync_transformers.weights import loading
-from fdasync_transformers.weights.architecture import read_architecture
-from fdasync_transformers.weights.quantized import read_scheme
-from fdasync_transformers.weights.quiet import no_progress_bars
-from fdasync_transformers.weights.shards import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -378,25 +372,7 @@ def _reference(model: Any) -> Any:
         if any(p.dtype != torch.float32 for p in model.parameters() if p.is_floating_point()):
             raise BadInput("model", "is not in float32", hint="load it with dtype=torch.float32, or give its folder")
         return model
-    transformers: Any = import_module("transformers")
-    auto = transformers.AutoModelForCausalLM
-    config_file = Path(model) / "config.json"
-    config: dict[str, Any] = {}
-    if config_file.exists():
-        raw = read_json(config_file)
-        architecture = read_architecture(raw, config_file)
-        config["config"] = architecture.config
-        if architecture.whole is not None:
-            config["config"], auto = architecture.whole
-        elif read_scheme(raw, config_file) is not None or architecture.renamed:
-            # the library asks for another package first, leaves tensors that are stored plain in their own dtype, and
-            # does not know the name
-            return loading.load(loading.read_checkpoint(str(model)), "float32", torch.device("cpu"))
-    try:
-        with no_progress_bars():
-            return auto.from_pretrained(str(model), dtype=torch.float32, local_files_only=True, **config).eval()
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise CheckpointError(str(model), f"does not load in transformers: {error}") from error
+    return library_model(model, torch.float32)
 
 
 def _ints(values: Any, field: str, ndim: int) -> Ints:

@@ -1,6 +1,6 @@
 """What names weights and models: the digest of a model's tensors, and of the facts that its KV depends on.
 
-Knows tensors and configs; knows no folders. Called by `update.py` and `runner.py`.
+Knows tensors and configs; knows no folders. Called by `update.py`, `named.py` and `runner.py`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
+
+from fdasync.request import WeightsFingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -41,15 +43,30 @@ def weights_id(model: PreTrainedModel) -> str:
     return digest(sorted(model.state_dict().items()))
 
 
-def digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """XXH3-128 over name, dtype, shape and bytes of every tensor, in the order in which they come; hex."""
+def digest(tensors: Iterable[tuple[str, torch.Tensor]], each: dict[str, str] | None = None) -> str:
+    """XXH3-128 over name, dtype, shape and bytes of every tensor, in the order in which they come; hex.
+
+    Args:
+        each: gets the digest of every tensor alone, by name; None: they are not computed.
+    """
     made = xxhash.xxh3_128()
     staging: list[torch.Tensor] = []
     for name, tensor in tensors:
-        made.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
+        hashes = [made] if each is None else [made, xxhash.xxh3_128()]
+        for one in hashes:
+            one.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
         for data in _bytes_of(tensor.detach(), staging):
-            made.update(data)
+            for one in hashes:
+                one.update(data)
+        if each is not None:
+            each[name] = hashes[1].hexdigest()
     return made.hexdigest()
+
+
+def fingerprint_of(tensors: Iterable[tuple[str, torch.Tensor]], with_tensors: bool) -> WeightsFingerprint:
+    """The fingerprint of a model's tensors, which come by name."""
+    each: dict[str, str] | None = {} if with_tensors else None
+    return WeightsFingerprint(digest(tensors, each), each or {})
 
 
 def _bytes_of(tensor: torch.Tensor, staging: list[torch.Tensor]) -> Iterator[memoryview]:

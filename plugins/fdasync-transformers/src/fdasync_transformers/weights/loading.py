@@ -97,12 +97,12 @@ def build(checkpoint: Checkpoint, dtype: str) -> PreTrainedModel:
 
     Raises CheckpointError for a config whose sizes do not fit together, ConfigError for a dtype that is not served.
     """
-    chosen = _choose_dtype(checkpoint, dtype)
+    chosen = choose_dtype(checkpoint, dtype)
     layers: Any = getattr(checkpoint.config, "num_hidden_layers", 0)
     if isinstance(layers, int) and layers > _MOST_LAYERS:
         raise CheckpointError(str(checkpoint.folder / "config.json"), f"asks for {layers:,} layers")
     model = _on_meta(checkpoint, checkpoint.config, checkpoint.architecture.model_class, chosen)
-    _keep_float32(model, chosen)
+    keep_float32(model, chosen)
     return model
 
 
@@ -239,7 +239,8 @@ def eos_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
     return tuple(token for token in ids if token >= 0)
 
 
-def _choose_dtype(checkpoint: Checkpoint, dtype: str) -> torch.dtype:
+def choose_dtype(checkpoint: Checkpoint, dtype: str) -> torch.dtype:
+    """As `build` chooses it; "auto" needs the checkpoint's tensors where its config names none. Raises ConfigError."""
     if dtype != "auto":
         return _DTYPES[dtype]
     named: Any = checkpoint.config.dtype
@@ -254,7 +255,7 @@ def _choose_dtype(checkpoint: Checkpoint, dtype: str) -> torch.dtype:
     return chosen
 
 
-def _keep_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
+def keep_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Make the parts float32 that the library keeps so, while the model is still on the meta device."""
     plan = model._get_dtype_plan(dtype)
     if not plan:

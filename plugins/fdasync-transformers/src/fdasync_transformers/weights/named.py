@@ -1,25 +1,33 @@
-"""Gives a model's tensors in the form that `engine.update_weights` takes.
+"""What a trainer gives to `engine.update_weights`: its model's tensors, and the fingerprint that they have there.
 
-Knows no engine. Called by trainers, in their own process.
+A trainer has its weights in a dtype of its own (float32 masters), the server in the dtype that it serves. Both sides
+round to it in the same way, so the fingerprints are equal exactly where the trainer's rounded weights are the server's.
+Knows no engine. Called by trainers, in their own process, and by `fdasync verify-trainer`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import copy
+from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import PreTrainedModel
 
-from fdasync.errors import WeightsRejected
+from fdasync.errors import BadInput, WeightsRejected
+from fdasync_transformers.weights import identity, loading
 from fdasync_transformers.weights.update import DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     import numpy as np
     from numpy.typing import NDArray
 
+    from fdasync.request import WeightsFingerprint
+
 NamedTensor = tuple[str, str, tuple[int, ...], "NDArray[np.uint8]"]
 
+_SERVED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -50,3 +58,72 @@ def named_tensors(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> list[
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         named.append((name, _NAMES[tensor.dtype], tuple(tensor.shape), flat.view(torch.uint8).numpy()))
     return named
+
+
+def weights_fingerprint(
+    model: torch.nn.Module, *, dtype: str | torch.dtype, state: Mapping[str, torch.Tensor] | None = None
+) -> WeightsFingerprint:
+    """The fingerprint that an engine has once it was given this model's weights.
+
+        expected = weights_fingerprint(model, dtype="bfloat16")
+        await engine.update_weights(version, named_tensors(model), expected=expected)
+
+    Parts that the library keeps in float32 count in float32, others rounded to `dtype` (to nearest, ties to even);
+    persistent buffers count (correction biases), and a tied tensor counts under each of its names. Tensors are rounded
+    and hashed one by one; nothing is changed.
+
+    Args:
+        model: the library's model for causal language modelling, as the trainer has it, on any device.
+        dtype: that the engine serves in (`engine.facts().dtype`).
+        state: the model's whole tensors by the names of its state dict, where the model holds only parts of them
+            (FSDP); None: the model's own.
+
+    Raises BadInput for another kind of model and for a dtype that is not served; WeightsRejected naming the tensor: one
+    that is missing, too much, of another shape or sharded, and a computed buffer (the frequencies of rotary embeddings)
+    in another dtype than the server's, as `model.to(dtype)` leaves it: the trainer's forward pass reads other values.
+    """
+    served = _SERVED.get(str(dtype).removeprefix("torch."))
+    if served is None:
+        raise BadInput("dtype", f"{dtype!r} is not served", limit=", ".join(_SERVED))
+    if not isinstance(model, PreTrainedModel):
+        raise BadInput("model", f"{type(model).__name__} is no model of the library", hint="give the model inside it")
+    layout = _layout(model, served)
+    _check_computed(model, layout)
+    return identity.fingerprint_of(_rounded(model.state_dict() if state is None else state, layout.state_dict()), True)
+
+
+def _layout(model: PreTrainedModel, served: torch.dtype) -> PreTrainedModel:
+    """The model as a server builds it, without memory."""
+    # FSDP puts a class of torch's in front
+    own: Any = next(kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch."))
+    with torch.device("meta"):
+        layout: PreTrainedModel = own._from_config(copy.deepcopy(model.config), dtype=served)
+    loading.keep_float32(layout, served)
+    return layout
+
+
+def _check_computed(model: PreTrainedModel, layout: PreTrainedModel) -> None:
+    own = dict(model.named_buffers())
+    for name, buffer in layout.named_buffers():
+        held = own.get(name)
+        if held is not None and name not in layout.state_dict() and held.dtype != buffer.dtype:
+            problem = f"{name} is computed, not loaded: it is {held.dtype} here and {buffer.dtype} at the server"
+            raise WeightsRejected(f"{problem}; a model that was cast whole (model.to) has it rounded")
+
+
+def _rounded(
+    state: Mapping[str, torch.Tensor], layout: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors by name, in the dtypes of the layout. Raises WeightsRejected."""
+    if other := sorted(state.keys() ^ layout.keys()):
+        side = "is missing" if other[0] in layout else "has no place in the model"
+        raise WeightsRejected(f"{other[0]} {side} ({len(other)} names differ)")
+    for name, want in sorted(layout.items()):
+        tensor = state[name].detach()
+        if tensor.is_meta or tensor.layout != torch.strided or hasattr(tensor, "full_tensor"):
+            raise WeightsRejected(f"{name} holds no whole data: gather it, and give the tensors as `state`")
+        if tensor.shape != want.shape:
+            raise WeightsRejected(f"{name} has shape {tuple(tensor.shape)}, the server's has {tuple(want.shape)}")
+        if tensor.is_floating_point() != want.is_floating_point():
+            raise WeightsRejected(f"{name} is {tensor.dtype}, the server's is {want.dtype}")
+        yield name, tensor.to(want.dtype)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
+    from fdasync.request import WeightsFingerprint
     from fdasync.runner.base import TensorMeta
     from fdasync_transformers.weights.mapping import Located
     from fdasync_transformers.weights.names import Names
@@ -100,6 +101,10 @@ class LiveWeights:
         self.broken = frozenset()
         _log.info("%s: new weights, %s", path, "; ".join(notes) or "stored plain")
         return identity.weights_id(self._model)
+
+    def fingerprint(self, with_tensors: bool) -> WeightsFingerprint:
+        """Of the weights in use; each tensor's digest, too, where they are asked for."""
+        return identity.fingerprint_of(sorted(self._model.state_dict().items()), with_tensors)
 
     def read_id(self, path: str) -> str:
         """The weights id that `load_folder` would return; changes nothing. Holds one tensor of the model at a time.

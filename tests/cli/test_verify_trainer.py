@@ -1,0 +1,131 @@
+"""`fdasync verify-trainer`: the requests that it makes, what it compares, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import numpy as np
+import pytest
+from fdasync_transformers import LogprobTable, ScoredSequence, WeightsName, write_logprobs
+from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
+
+from fdasync.cli import main as main_module
+from fdasync.cli.trainer.report import Figures
+from fdasync.cli.trainer.run import _behind, _only
+from fdasync.cli.trainer.workload import BLOCK_TOKENS, MAX_RUNNING, Play, few_blocks, make_asks
+
+
+def run(monkeypatch, capsys, *words):
+    """Exit code, and what stdout and stderr have."""
+    monkeypatch.setattr(sys, "argv", ["fdasync", "verify-trainer", *map(str, words)])
+    with pytest.raises(SystemExit) as ended:
+        main_module.main()
+    out, err = capsys.readouterr()
+    return ended.value.code, out, err
+
+
+def sequence(name, values, weights=None):
+    logprobs = np.array([np.nan, *values], np.float32)
+    return ScoredSequence(
+        request_id=name,
+        token_ids=np.arange(len(logprobs), dtype=np.int32),
+        prompt_len=1,
+        logprobs=logprobs,
+        weights=np.array([-1, *(weights or [0] * len(values))], np.int32),
+    )
+
+
+def test_two_files_are_compared_without_a_model(tmp_path, monkeypatch, capsys):
+    weights = (WeightsName("0", "ab" * 16),)
+    write_logprobs(tmp_path / "rollout", LogprobTable((sequence("a", [-1, -2]),), weights))
+    write_logprobs(tmp_path / "good", LogprobTable((sequence("a", [-1, -2]),), weights))
+    write_logprobs(tmp_path / "bad", LogprobTable((sequence("a", [-1, -2.5]),), weights))
+    files = ("--rollout", tmp_path / "rollout", "--logprobs")
+    code, out, _ = run(monkeypatch, capsys, *files, tmp_path / "good", "--json")
+    assert (code, json.loads(out)["ok"], json.loads(out)["tokens"]) == (0, True, 2)
+    code, out, _ = run(monkeypatch, capsys, *files, tmp_path / "bad", "--json")
+    assert (code, json.loads(out)["differing"]) == (1, 1)
+    assert json.loads(out)["parts"][0]["first"]["position"] == 2
+    code, out, _ = run(monkeypatch, capsys, *files, tmp_path / "bad")
+    assert code == 1
+    assert "request a sample 0 position 2: -2.0 and -2.5" in out
+
+
+def test_options_that_do_not_go_together_are_refused(tmp_path, monkeypatch, capsys):
+    write_logprobs(tmp_path / "one", LogprobTable((), ()))
+    for words, problem in (
+        ((), "--model: is missing"),
+        (("--rollout", tmp_path / "one"), "--logprobs: is missing"),
+        (("--logprobs", tmp_path / "one"), "--rollout: is missing"),
+        (("--rollout", tmp_path / "one", "--logprobs", tmp_path / "one", "--model", tmp_path), "--model: does not go"),
+        (("--model", tmp_path), "config.json"),
+    ):
+        code, _, err = run(monkeypatch, capsys, *words)
+        assert code == 2
+        assert problem in err
+
+
+def test_requests_share_prefixes_do_not_fit_and_repeat():
+    asks = make_asks("engine", 1000, 256, 3)
+    assert asks == make_asks("engine", 1000, 256, 3)
+    assert asks != make_asks("engine", 1000, 256, 4)
+    assert sum(ask.params.max_tokens for ask in asks) >= 1000
+    assert len({ask.prompt[:BLOCK_TOKENS] for ask in asks}) < len(asks) / 2
+    assert {ask.params.temperature for ask in asks} == {1.0, 0.7}
+    needs = sorted(-(-(len(ask.prompt) + ask.params.max_tokens) // BLOCK_TOKENS) for ask in asks)
+    assert needs[-1] < few_blocks(asks) < sum(needs[-MAX_RUNNING:])
+
+
+def test_tokens_behind_an_update_that_a_request_crossed_are_left_out():
+    table = LogprobTable(
+        (
+            sequence("across", [-1, -2, -3], [0, 0, 1]),
+            sequence("before", [-1, -2], [0, 0]),
+            sequence("after", [-1, -2], [1, 1]),
+        ),
+        (WeightsName("0"), WeightsName("1")),
+    )
+    play = Play(name="", asks=[], results=[], weights_ids={}, crossed=frozenset({"across"}), totals=Figures.no_totals())
+    assert _behind(table, "0", play.crossed) == 1
+
+    def told(changed):
+        _, part = _only((play, table), "0", changed=changed)
+        return {one.request_id: np.flatnonzero(~np.isnan(one.logprobs)).tolist() for one in part.sequences}
+
+    assert told(False) == {"across": [1, 2], "before": [1, 2]}
+    assert told(True) == {"after": [1, 2]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("numerics", ["default", "fixed"])
+def test_a_model_is_served_in_all_ways_and_what_differs_is_named(numerics, tmp_path, monkeypatch, capsys):
+    make_tiny_checkpoint(tmp_path / "model", "qwen3_moe")
+    words = ("--model", tmp_path / "model", "--numerics", numerics, "--tokens", 600, "--num-threads", 1, "--json")
+    code, out, _ = run(monkeypatch, capsys, *words)
+    found = json.loads(out)
+    assert code == (0 if found["ok"] else 1)
+    if numerics == "fixed":
+        assert found["ok"]
+    assert found["preemptions"]
+    assert found["hit_tokens"]
+    assert found["moved_blocks"]
+    names = ["engine, updated weights", "engine, first weights", "prefill and decode, first weights"]
+    assert [part["name"] for part in found["parts"]] == names
+    assert sum(part["tokens"] for part in found["parts"]) + found["crossed_tokens"] >= 600
+    # both sides had the same weights, whatever the last bits of their products
+    assert all(part["other_weights"] == part["missing"] == 0 for part in found["parts"])
+    assert all(part["largest_difference"] < 1e-3 for part in found["parts"])
+    assert bool(found["differing"]) == bool(found["note"])
+
+
+@pytest.mark.slow
+def test_what_a_rollout_writes_is_read_back(tmp_path, monkeypatch, capsys):
+    make_tiny_checkpoint(tmp_path / "model", "qwen3_moe")
+    words = ("--model", tmp_path / "model", "--numerics", "default", "--tokens", 100, "--no-pd", "--num-threads", 1)
+    code, _, _ = run(monkeypatch, capsys, *words, "--write", tmp_path / "rollout")
+    assert code in (0, 1)
+    files = ("--rollout", tmp_path / "rollout", "--logprobs", tmp_path / "rollout", "--json")
+    code, out, _ = run(monkeypatch, capsys, *files)
+    assert code == 0
+    assert json.loads(out)["tokens"] >= 100

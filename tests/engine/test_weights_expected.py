@@ -1,0 +1,91 @@
+"""Updates that tell which weights they expect: compared once in place, and no step uses others."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fdasync import BadInput, Engine, WeightsBroken, WeightsDiffer, WeightsFingerprint
+from fdasync.runner.base import Runner
+from fdasync.runner.synthetic import SyntheticRunner
+from fdasync.testing import check_idle, synthetic_config
+from tests.engine.updates import ask, weights
+
+
+def hexes(number):
+    return f"{number:032x}"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A checkpoint folder of weights 99, made before any loop runs."""
+    (tmp_path / "weights.json").write_text(json.dumps({"weights_id": 99}))
+    return tmp_path
+
+
+@pytest.mark.parametrize("process", ["inline", "worker"])
+@pytest.mark.parametrize("way", ["folder", "tensors"])
+async def test_weights_that_are_expected_are_used_under_their_fingerprint(process, way, folder):
+    async with Engine(synthetic_config(process=process)) as engine:
+        source = folder if way == "folder" else weights(99)
+        await engine.update_weights(1, source, expected=WeightsFingerprint(hexes(99), {"weights": hexes(99)}))
+        # of tensors, too: no longer random, since it is known
+        assert engine.capacity.weights_id == hexes(99)
+        await ask(engine, 99)
+    check_idle(engine)
+
+
+@pytest.mark.parametrize("process", ["inline", "worker"])
+@pytest.mark.parametrize("way", ["folder", "tensors"])
+async def test_other_weights_stop_the_engine_until_an_update_brings_the_expected_ones(process, way, folder):
+    async with Engine(synthetic_config(process=process)) as engine:
+        source = folder if way == "folder" else weights(99)
+        with pytest.raises(WeightsDiffer) as caught:
+            await engine.update_weights(1, source, expected=WeightsFingerprint(hexes(98), {"weights": hexes(98)}))
+        error = caught.value
+        assert (error.expected, error.held, error.tensor, error.where) == (hexes(98), hexes(99), "weights", "")
+        assert all(part in str(error) for part in (hexes(98), hexes(99), "weights"))
+        with pytest.raises(WeightsDiffer):
+            await engine.resume()
+        assert engine.load().paused
+        assert engine.facts().weight_version == "0"
+        await engine.update_weights(1, weights(98), expected=hexes(98))
+        await ask(engine, 98)
+    check_idle(engine)
+
+
+async def test_without_digests_of_tensors_a_difference_has_no_name():
+    async with Engine(synthetic_config()) as engine:
+        with pytest.raises(WeightsDiffer) as caught:
+            await engine.update_weights(1, weights(99), expected=hexes(98))
+        assert caught.value.tensor == ""
+        await engine.update_weights(1, weights(99))
+        await ask(engine, 99)
+
+
+async def test_a_version_in_use_is_compared_with_what_is_expected(folder):
+    async with Engine(synthetic_config()) as engine:
+        await engine.update_weights(1, folder)
+        await engine.update_weights(1, folder, expected=hexes(99))
+        with pytest.raises(WeightsDiffer):
+            await engine.update_weights(1, folder, expected=hexes(98))
+        await engine.update_weights(1, folder, expected=hexes(99))
+        await ask(engine, 99)
+
+
+@pytest.mark.parametrize("expected", ["", "12", "X" * 32, hexes(1).upper() + "0", 7, WeightsFingerprint("1")])
+async def test_what_is_no_fingerprint_is_refused_and_changes_nothing(expected):
+    async with Engine(synthetic_config()) as engine:
+        with pytest.raises(BadInput, match="expected"):
+            await engine.update_weights(1, weights(99), expected=expected)
+        await ask(engine, 1)
+
+
+async def test_a_runner_that_cannot_tell_is_no_proof(monkeypatch):
+    monkeypatch.setattr(SyntheticRunner, "fingerprint_weights", Runner.fingerprint_weights)
+    async with Engine(synthetic_config()) as engine:
+        with pytest.raises(WeightsBroken, match="cannot tell"):
+            await engine.update_weights(1, weights(99), expected=hexes(99))
+        await engine.update_weights(1, weights(99))
+        await ask(engine, 99)
