@@ -58,6 +58,19 @@ class Figures:
     def ok(self) -> bool:
         return bool(self.parts) and all(part.compared.ok for part in self.parts)
 
+    @property
+    def not_covered(self) -> list[str]:
+        """What a rollout can do to bits and this one did not do: too few requests, or an option."""
+        if not self.requests:
+            return []
+        seen = {
+            "preemption": self.preemptions,
+            "prefix hits": self.hit_tokens,
+            "a hand-over": self.moved_blocks,
+            "an update": sum("updated" in part.name for part in self.parts),
+        }
+        return [name for name, count in seen.items() if not count]
+
     @staticmethod
     def no_totals() -> SchedulerTotals:
         return SchedulerTotals(**dict.fromkeys(SchedulerTotals.__struct_fields__, 0))
@@ -69,6 +82,7 @@ class Figures:
         return {
             "ok": self.ok,
             **values,
+            "not_covered": self.not_covered,
             "tokens": sum(part.compared.tokens for part in self.parts),
             "differing": sum(part.compared.differing for part in self.parts),
             "parts": compared,
@@ -105,6 +119,8 @@ def show(figures: Figures, as_json: bool, console: Console) -> None:
         say(f"first module that differs: {found.module} ({where}), position {found.position}: {what}", "red")
     if figures.note:
         say(figures.note)
+    if figures.not_covered:
+        say(f"not covered: {', '.join(figures.not_covered)} (more tokens, or fewer options)", "yellow")
     say("all log-probs have equal bits" if figures.ok else "the trainer differs", "green" if figures.ok else "red")
 
 
