@@ -260,7 +260,8 @@ def prepare_qkv(
     grid: Any = (rows, triton.cdiv(form.heads, group) + triton.cdiv(form.kv_heads, kv_group))
     _prepare[grid](
         qkv, query, keys, values, slots, cos, sin, query_weight, key_weight,
-        qkv.stride(0), cos.stride(0), sin.stride(0), cos.stride(1), sin.stride(1),
+        # the stride of a single row may be anything in torch, and another kind of number compiles another kernel
+        qkv.stride(0) if rows > 1 else form.width, cos.stride(0), sin.stride(0), cos.stride(1), sin.stride(1),
         keys.stride(0), keys.stride(1), keys.stride(2), values.stride(0), values.stride(1), values.stride(2),
         BLOCK_TOKENS=keys.shape[1], HEADS=form.heads, KV_HEADS=form.kv_heads, DIM=form.head_dim, WIDTH=width,
         HALF=half, HALF_WIDTH=triton.next_power_of_2(half), REST_WIDTH=triton.next_power_of_2(rest) if rest else 0,
