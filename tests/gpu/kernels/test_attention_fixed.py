@@ -307,13 +307,13 @@ def test_grains_and_parts() -> None:
             assert grain.part % grain.keys == 0
             assert grain.keys == decode_launch(8, dim, dtype).keys == prefill_launch(dim, dtype).keys
     grain = Grain(16, 32)
-    assert most_parts(1000, "full", 0, grain) == 32
-    assert most_parts(1000, "window", 1, grain) == 1
+    assert most_parts(1000, None, grain) == 32
+    assert most_parts(1000, 1, grain) == 1
     for kind in ("window", "chunk"):
         for size in range(1, 140):
             first = [max(0, at - size + 1) if kind == "window" else at // size * size for at in range(1000)]
             used = max(at // 32 - low // 32 + 1 for at, low in enumerate(first))
-            assert used <= most_parts(1000, kind, size, grain) <= used + 1
+            assert used <= most_parts(1000, size, grain) <= used + 1
 
 
 def test_a_workspace_without_room_for_all_parts_means_no_splits(device: torch.device) -> None:

@@ -308,7 +308,7 @@ def attend_decode(
         # sums of a part and of all parts: at most what lets four programs a processor load at once there too
         limit = 128 if key_dim <= 128 and query.dtype != torch.float32 else None
         launch = replace(launch, keys=grain.keys, registers=launch.registers or limit)
-        most = most_parts(max_context, reach_kind, reach_size, grain)
+        most = most_parts(max_context, None if reach_kind == "full" else reach_size, grain)
         splits = share_parts(splits, sequences, heads, kv_heads * tiles, most, workspace, capacity)
     elif splits is None:
         if reach_kind != "full":

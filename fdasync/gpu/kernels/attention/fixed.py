@@ -20,14 +20,10 @@ Knows numbers; knows no tables and no programs. Called by the kernels beside it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
-
-if TYPE_CHECKING:
-    from fdasync.gpu.kernels.attention.tile import ReachKind
 
 
 @dataclass(frozen=True)
@@ -50,12 +46,12 @@ def grain_of(key_dim: int, dtype: torch.dtype) -> Grain:
     return Grain(64 if key_dim <= 128 else 32, 512)
 
 
-def most_parts(max_context: int, reach_kind: ReachKind, reach_size: int, grain: Grain) -> int:
-    """Parts in which a query can see keys, at most."""
+def most_parts(max_context: int, reach: int | None, grain: Grain) -> int:
+    """Parts in which a query can see keys, at most: `reach` keys side by side, or all (None)."""
     parts = triton.cdiv(max_context, grain.part)
-    if reach_kind != "full":
+    if reach is not None:
         # a reach may begin in the middle of a part
-        parts = min(parts, triton.cdiv(reach_size - 1, grain.part) + 1)
+        parts = min(parts, triton.cdiv(reach - 1, grain.part) + 1)
     return int(max(1, parts))
 
 

@@ -305,7 +305,7 @@ def attend_latents(
     if fixed:
         grain = grain or grain_of(rank + dims, query.dtype)
         launch = replace(launch, positions=grain.keys)
-        most = most_parts(max_context, "full", 0, grain)
+        most = most_parts(max_context, None, grain)
         if splits is None:
             splits = 1
             if most <= capacity // (sequences * heads):
