@@ -1,8 +1,8 @@
 """Whether a trainer has a rollout's bits, family by family: `fdasync verify-trainer` on a tiny checkpoint of each.
 
 Each rollout has prefix hits, chunks of odd sizes, preemption, two steps in flight, an update in the middle, and a
-prefill and a decode instance; the trainer computes its log-probs in padded batches. One log-prob of other bits voids the
-run. On a GPU steps run from graphs.
+prefill and a decode instance; the trainer computes its log-probs in padded batches. One log-prob of other bits voids
+the run. On a GPU steps run from graphs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _LIMIT_S = 3600
 def verified(family: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """The JSON of `fdasync verify-trainer` for a fresh checkpoint. Raises SystemExit where it could not run."""
     make_tiny_checkpoint(folder, family)
-    command = [sys.executable, "-m", "fdasync_command", "verify-trainer", "--model", str(folder), "--json"]
+    command = [sys.executable, "-m", "fdasync", "verify-trainer", "--model", str(folder), "--json"]
     command += ["--tokens", str(options.tokens), "--dtype", options.dtype, "--device", options.device]
     command += ["--num-threads", "1"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_LIMIT_S)
