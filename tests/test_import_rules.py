@@ -149,7 +149,8 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
             "fdasync_transformers.model.*",
         ),
         "fdasync_transformers.fixed": (
-            "fdasync.gpu.kernels.*", "fdasync_transformers.model.*", "fdasync_transformers.sampling.*",
+            "fdasync.gpu.kernels.*", "fdasync_transformers.model.*", "fdasync_transformers.replay.*",
+            "fdasync_transformers.sampling.*",
         ),
         "fdasync_transformers.tiny": ("fdasync_transformers.weights.*",),
     },
