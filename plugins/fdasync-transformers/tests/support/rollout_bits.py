@@ -34,16 +34,16 @@ def rollout_logits(model: Any, sequences: list[torch.Tensor], cut: int = 33) -> 
     table = InputBatch(len(sequences), max(needs) * _BLOCK_TOKENS, _BLOCK_TOKENS, len(order))
     own = np.split(order, np.cumsum(needs)[:-1])
     starts = tuple(
-        SeqStart(k, tokens.numpy().astype("<i4").tobytes(), 0, tuple(own[k].tolist()), (), (), sampler_spec(len(tokens)))
+        SeqStart(
+            k, tokens.numpy().astype("<i4").tobytes(), 0, tuple(own[k].tolist()), (), (), sampler_spec(len(tokens))
+        )
         for k, tokens in enumerate(sequences)
     )
     firsts = [min(cut, len(tokens)) for tokens in sequences]
     rests = [len(tokens) - first for tokens, first in zip(sequences, firsts, strict=True)]
     found: list[list[torch.Tensor]] = [[] for _ in sequences]
     for number, counts in enumerate((firsts, rests)):
-        chunks = tuple(
-            Chunk(k, count, number == 1 or not rests[k]) for k, count in enumerate(counts) if count
-        )
+        chunks = tuple(Chunk(k, count, number == 1 or not rests[k]) for k, count in enumerate(counts) if count)
         leaves = tuple(k for k, rest in enumerate(rests) if number and not rest)
         step = RunStep(number, leaves=leaves, starts=() if number else starts, chunks=chunks)
         logits = step_model.run(table.plan(step), table, pool, np.arange(sum(counts))).clone()

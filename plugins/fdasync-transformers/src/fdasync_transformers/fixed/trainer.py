@@ -278,7 +278,9 @@ class _Mode(FixedNumerics):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise RunnerError(f"fixed numerics: {func.name()} is random; switch dropout and noise off, or call model.eval()")
+            raise RunnerError(
+                f"fixed numerics: {func.name()} is random; switch dropout and noise off, or call model.eval()"
+            )
         if func in _PRODUCTS:
             self._work.watch_product()
         return super().__torch_dispatch__(func, types, args, kwargs)

@@ -74,4 +74,6 @@ def refuse_pass(kind: str, device: torch.device, parts: tuple[tuple[str, torch.n
     for path, module, name in parts:
         value: Any = getattr(module, name, 0)
         if module.training and value:
-            raise BadInput("model", f"{path or type(module).__name__}: {name} is {value} in training", hint="set it to 0")
+            raise BadInput(
+                "model", f"{path or type(module).__name__}: {name} is {value} in training", hint="set it to 0"
+            )

@@ -160,7 +160,9 @@ class Checkpointing(NotCopied):
     `again` gives what its recomputation runs within. After the pass, a shallow copy of the module made in the pass may still call it; then it calls the module's own.
     """
 
-    def __init__(self, own: Callable[..., Any], work: Recomputed, again: Callable[[], AbstractContextManager[Any]]) -> None:
+    def __init__(
+        self, own: Callable[..., Any], work: Recomputed, again: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
         self._own = own
         self._work = work
         self._again = again
