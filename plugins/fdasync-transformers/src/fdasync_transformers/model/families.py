@@ -63,7 +63,7 @@ def _layers_in(module: torch.nn.Module) -> Any:
 def mend(model: PreTrainedModel) -> Mends:
     """Apply the mends that the model's family needs, in place."""
     kind = str(model.config.model_type)
-    if kind == "llama4_text":
+    if kind in ("llama4", "llama4_text"):
         return _mend_llama4(model)
     if kind == "phimoe":
         return _mend_phimoe(model)
