@@ -6,6 +6,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,11 +31,19 @@ def pytest_collection() -> Generator[None, object, object]:
     try:
         return (yield)
     finally:
+        _quicken_interpreter()
         gc.freeze()
         # libraries look for leaks when the interpreter ends
         atexit.register(gc.unfreeze)
         gc.set_threshold(10_000, 10, 10)
         gc.enable()
+
+
+def _quicken_interpreter() -> None:
+    if "triton.runtime.interpreter" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1":
+        from tests.support.quick_interpreter import quicken
+
+        quicken()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,0 +1,79 @@
+"""Triton's interpreter without its idle work: kernels give the same values in less than half of the time.
+
+Two things cost most of an interpreted kernel and change nothing. Each launch, and each call of a device function within
+one, lists all of `triton.language` to put the interpreter's functions in place; what is put there is the same each
+time. And each sum and product of 32-bit integers is computed a second time in 64 bits, for an assertion that the
+interpreter's own options (`debug=False`) leave out. `conftest.py` calls `quicken` once, where kernels are interpreted.
+It reads private names of Triton: `tests/gpu/kernels/test_quick_interpreter.py` fails if they mean something else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Change = tuple[Any, str, Any]
+
+
+def quicken() -> None:
+    """Idempotent. Does nothing where Triton's interpreter was not imported with this version's private names."""
+    from triton.runtime import interpreter
+
+    if isinstance(interpreter._patch_lang, _Patches):
+        return
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    interpreter._patch_lang = _Patches(interpreter)
+
+
+class _Patches:
+    """In place of `interpreter._patch_lang`: what it changes is worked out once for each set of language modules that a
+    kernel sees, and not again while it is in place. What a device function adds is undone at the end of the launch.
+
+    Attributes:
+        worked_out: how many times changes were worked out.
+    """
+
+    def __init__(self, interpreter: Any) -> None:
+        self.worked_out = 0
+        self._scope: type = interpreter._LangPatchScope
+        self._honest: Callable[[Any], Any] = interpreter._patch_lang
+        self._languages = (interpreter.tl, interpreter.tl.core)
+        # by what was in place, and what the function sees
+        self._changes: dict[tuple[frozenset[int], frozenset[int]], list[Change]] = {}
+        # of the launch that runs, and what is in place
+        self._launch: Any = None
+        self._present: frozenset[int] = frozenset()
+
+    def __call__(self, fn: Any) -> Any:
+        seen = frozenset(
+            number
+            for number, language in enumerate(self._languages)
+            if any(value is language for value in fn.__globals__.values())
+        )
+        if self._launch is not None and self._launch._changes:
+            if not seen <= self._present:
+                self._put(self._launch, fn, seen)
+        else:
+            # nothing is in place: this begins a launch, which ends with `restore`
+            self._launch, self._present = self._scope(), frozenset()
+            self._put(self._launch, fn, seen)
+            return self._launch
+        return self._scope()
+
+    def _put(self, scope: Any, fn: Any, seen: frozenset[int]) -> None:
+        key = self._present, seen
+        self._present |= seen
+        changes = self._changes.get(key)
+        if changes is None:
+            made = self._honest(fn)._changes
+            scope._changes += made
+            self._changes[key] = [(owner, name, getattr(owner, name)) for owner, name, _ in made]
+            self.worked_out += 1
+            return
+        for owner, name, value in changes:
+            scope.set_attr(owner, name, value)
