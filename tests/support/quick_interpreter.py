@@ -1,10 +1,12 @@
 """Triton's interpreter without its idle work: kernels give the same values in less than half of the time.
 
-Two things cost most of an interpreted kernel and change nothing. Each launch, and each call of a device function within
-one, lists all of `triton.language` to put the interpreter's functions in place; what is put there is the same each
-time. And each sum and product of 32-bit integers is computed a second time in 64 bits, for an assertion that the
-interpreter's own options (`debug=False`) leave out. `conftest.py` calls `quicken` once, where kernels are interpreted.
-It reads private names of Triton: `tests/gpu/kernels/test_quick_interpreter.py` fails if they mean something else.
+What costs most of an interpreted kernel changes nothing. Each launch, and each call of a device function within one,
+lists all of `triton.language` to put the interpreter's functions in place; what is put there is the same each time.
+Each sum and product of 32-bit integers is computed a second time in 64 bits, for an assertion that the interpreter's
+own options (`debug=False`) leave out. And each look for the NumPy type of a type builds the table anew.
+
+`conftest.py` calls `quicken` once, where kernels are interpreted. It replaces private names of Triton:
+`tests/gpu/kernels/test_quick_interpreter.py` fails if they mean something else.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ Change = tuple[Any, str, Any]
 
 
 def quicken() -> None:
-    """Idempotent. Does nothing where Triton's interpreter was not imported with this version's private names."""
+    """Make the interpreter of this process quicker; idempotent."""
     from triton.runtime import interpreter
 
     if isinstance(interpreter._patch_lang, _Patches):
@@ -28,6 +30,7 @@ def quicken() -> None:
     if not builder.options.debug:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     interpreter._patch_lang = _Patches(interpreter)
+    interpreter._get_np_dtype = _Types(interpreter._get_np_dtype)
 
 
 class _Patches:
@@ -41,6 +44,7 @@ class _Patches:
     def __init__(self, interpreter: Any) -> None:
         self.worked_out = 0
         self._scope: type = interpreter._LangPatchScope
+        self._nothing = self._scope()
         self._honest: Callable[[Any], Any] = interpreter._patch_lang
         self._languages = (interpreter.tl, interpreter.tl.core)
         # by what was in place, and what the function sees
@@ -50,12 +54,15 @@ class _Patches:
         self._present: frozenset[int] = frozenset()
 
     def __call__(self, fn: Any) -> Any:
+        within = self._launch is not None and self._launch._changes
+        if within and len(self._present) == len(self._languages):
+            return self._nothing
         seen = frozenset(
             number
             for number, language in enumerate(self._languages)
             if any(value is language for value in fn.__globals__.values())
         )
-        if self._launch is not None and self._launch._changes:
+        if within:
             if not seen <= self._present:
                 self._put(self._launch, fn, seen)
         else:
@@ -63,7 +70,7 @@ class _Patches:
             self._launch, self._present = self._scope(), frozenset()
             self._put(self._launch, fn, seen)
             return self._launch
-        return self._scope()
+        return self._nothing
 
     def _put(self, scope: Any, fn: Any, seen: frozenset[int]) -> None:
         key = self._present, seen
@@ -77,3 +84,16 @@ class _Patches:
             return
         for owner, name, value in changes:
             scope.set_attr(owner, name, value)
+
+
+class _Types(dict[Any, Any]):
+    """In place of `interpreter._get_np_dtype`: the NumPy type of each of Triton's that was asked for, by its name."""
+
+    def __init__(self, honest: Callable[[Any], Any]) -> None:
+        self._honest = honest
+
+    def __call__(self, type_: Any) -> Any:
+        found = self.get(type_.name)
+        if found is None:
+            found = self[type_.name] = self._honest(type_)
+        return found
