@@ -3,7 +3,8 @@
 What costs most of an interpreted kernel changes nothing. Each launch, and each call of a device function within one,
 lists all of `triton.language` to put the interpreter's functions in place; what is put there is the same each time.
 Each sum and product of 32-bit integers is computed a second time in 64 bits, for an assertion that the interpreter's
-own options (`debug=False`) leave out. And each look for the NumPy type of a type builds the table anew.
+own options (`debug=False`) leave out. And types of blocks, the shapes of their tensors and their NumPy types are
+worked out for each value anew.
 
 `conftest.py` calls `quicken` once, where kernels are interpreted. It replaces private names of Triton:
 `tests/gpu/kernels/test_quick_interpreter.py` fails if they mean something else.
@@ -31,6 +32,7 @@ def quicken() -> None:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     interpreter._patch_lang = _Patches(interpreter)
     interpreter._get_np_dtype = _Types(interpreter._get_np_dtype)
+    _remember_blocks(interpreter.tl.core)
 
 
 class _Patches:
@@ -97,3 +99,39 @@ class _Types(dict[Any, Any]):
         if found is None:
             found = self[type_.name] = self._honest(type_)
         return found
+
+
+def _remember_blocks(core: Any) -> None:
+    """Blocks of the same type and shape share what is worked out of them; it is never written to afterwards."""
+    honest_block, honest_tensor = core.block_type.__init__, core.tensor.__init__
+    known: dict[tuple[Any, ...], dict[str, Any]] = {}
+    scalar = core.tensor.__new__(core.tensor)
+    honest_tensor(scalar, None, core.int32)
+
+    def block(self: Any, element_ty: Any, shape: Any) -> None:
+        if type(element_ty) is core.dtype:
+            of = element_ty.name
+        elif type(element_ty) is core.pointer_type and type(element_ty.element_ty) is core.dtype:
+            of = (element_ty.name, element_ty.address_space)
+        else:
+            honest_block(self, element_ty, shape)
+            return
+        key = (of, *[side.value if type(side) is core.constexpr else side for side in shape])
+        if key not in known:
+            honest_block(self, element_ty, shape)
+            its = core.tensor.__new__(core.tensor)
+            honest_tensor(its, None, self)
+            known[key] = {**vars(self), "of_tensors": (its.shape, its.numel)}
+        vars(self).update(known[key])
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        if type.is_block():
+            if "of_tensors" not in vars(type):
+                honest_tensor(self, handle, type)
+                return
+            self.shape, self.numel = type.of_tensors
+        else:
+            self.shape, self.numel = scalar.shape, scalar.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+
+    core.block_type.__init__, core.tensor.__init__ = block, tensor

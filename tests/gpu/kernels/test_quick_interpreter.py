@@ -76,5 +76,21 @@ def test_a_launch_that_raises_leaves_nothing_in_place(patches: _Patches) -> None
     assert run().isfinite().all()
 
 
+def test_blocks_are_what_they_were(patches: _Patches) -> None:
+    for element in (tl.int32, tl.bfloat16, tl.pointer_type(tl.float32), tl.pointer_type(tl.pointer_type(tl.int8))):
+        first, second = (tl.block_type(element, [tl.constexpr(4), 16]) for _ in range(2))
+        assert first == second != tl.block_type(element, [16, 4])
+        assert (first.numel, [int(side) for side in first.shape]) == (64, [4, 16])
+        assert first.name == second.name == str(first)
+        assert str(element) in first.name
+        assert first.scalar == second.scalar == element
+    assert tl.block_type(tl.int32, [16]) != tl.block_type(tl.uint32, [16])
+    assert tl.block_type(tl.pointer_type(tl.int32), [16]) != tl.block_type(tl.pointer_type(tl.int32, const=True), [16])
+    with pytest.raises(ValueError, match="power of 2"):
+        tl.block_type(tl.int32, [3])
+    with pytest.raises(TypeError, match="0d"):
+        tl.block_type(tl.int32, [])
+
+
 def test_only_an_assertion_that_is_left_out_anyhow_is_not_worked_out() -> None:
     assert not interpreter.InterpreterOptions().debug
