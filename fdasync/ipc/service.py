@@ -18,7 +18,7 @@ import msgspec
 
 from fdasync.errors import ProtocolError
 from fdasync.ipc.channel import Channel
-from fdasync.ipc.child import die_with_parent, leave
+from fdasync.ipc.child import die_with_parent, leave, start_quietly
 from fdasync.ipc.rpc import Answer, Call, Cancel, Close, ErrorTable, Failed, Stopped
 
 if TYPE_CHECKING:
@@ -145,6 +145,7 @@ class _Server:
 def serve(service: Service) -> NoReturn:
     """A child's whole program: its end of the channel is the fd in argv[1]; serve one parent, then exit."""
     die_with_parent()
+    start_quietly()
     sock = socket.socket(fileno=int(sys.argv[1]))
     import uvloop
 

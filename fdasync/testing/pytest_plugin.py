@@ -23,6 +23,8 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
 
+    from blockbuster import BlockBuster
+
 _MIN_SEEDS = 40
 _MIN_S = 6.0
 
@@ -120,23 +122,43 @@ def all_strike() -> Iterator[Callable[[T], T]]:
         thing.assert_struck()
 
 
+@pytest.fixture(scope="session")
+def blocking_calls() -> BlockBuster:
+    """What `no_blocking` looks for. Listing it takes longer than most tests, so it is done once."""
+    return _blocking_calls()
+
+
 @pytest.fixture
-def no_blocking() -> Iterator[None]:
+def no_blocking(blocking_calls: BlockBuster) -> Iterator[None]:
     """Fail the test if anything blocks a running loop."""
-    with forbid_blocking():
+    with _forbidden(blocking_calls):
         yield
 
 
 @contextmanager
 def forbid_blocking() -> Iterator[None]:
     """Make blocking calls raise on a running loop, but for the few that say `# blocking:` in fdasync."""
-    from blockbuster import blockbuster_ctx
-
-    with blockbuster_ctx() as blockbuster:
-        for function in blockbuster.functions.values():
-            for file, name in (*_MAY_BLOCK, *_HARNESS):
-                function.can_block_in(file, name)
+    with _forbidden(_blocking_calls()):
         yield
+
+
+def _blocking_calls() -> BlockBuster:
+    from blockbuster import BlockBuster
+
+    calls = BlockBuster()
+    for function in calls.functions.values():
+        for file, name in (*_MAY_BLOCK, *_HARNESS):
+            function.can_block_in(file, name)
+    return calls
+
+
+@contextmanager
+def _forbidden(calls: BlockBuster) -> Iterator[None]:
+    calls.activate()
+    try:
+        yield
+    finally:
+        calls.deactivate()
 
 
 class SimSeeds:

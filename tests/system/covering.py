@@ -7,12 +7,15 @@ Meant for spaces that can be listed (some 100,000 cells). Knows nothing of what 
 
 from __future__ import annotations
 
-import heapq
 from itertools import combinations, product
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from numpy.typing import NDArray
 
 Cell = dict[str, str]
 Combination = tuple[tuple[str, str], ...]
@@ -30,20 +33,34 @@ def combinations_of(cell: Cell, strength: int) -> set[Combination]:
 
 
 def covering(cells: Sequence[Cell], strength: int) -> list[Cell]:
-    """Some of `cells` that hold every combination of `strength` values that any of them holds, in order of choice."""
-    held = [combinations_of(cell, strength) for cell in cells]
-    left = set().union(*held)
-    # what a cell adds only falls, so one that still heads the queue when counted anew is the best
-    queue = [(-len(added), number) for number, added in enumerate(held)]
-    heapq.heapify(queue)
+    """Some of `cells`, which have the same dimensions, that hold every combination of `strength` values that any of
+    them holds, in order of choice."""
+    if not cells:
+        return []
+    held = _numbered(cells, strength)
+    left = np.ones(held.max(initial=-1) + 1, bool)
     chosen = []
-    while left:
-        _, number = heapq.heappop(queue)
-        held[number] &= left
-        entry = (-len(held[number]), number)
-        if queue and queue[0] < entry:
-            heapq.heappush(queue, entry)
-            continue
+    while left.any():
+        # the first of the largest
+        number = int(left[held].sum(axis=1).argmax())
         chosen.append(cells[number])
-        left -= held[number]
+        left[held[number]] = False
     return chosen
+
+
+def _numbered(cells: Sequence[Cell], strength: int) -> NDArray[np.int64]:
+    """[cells, choices of dimensions]: a number for each combination of values; equal ones have equal numbers."""
+    values = []
+    for name in cells[0]:
+        known: dict[str, int] = {}
+        values.append(np.array([known.setdefault(cell[name], len(known)) for cell in cells]))
+    columns: list[NDArray[np.int64]] = []
+    first = 0
+    for several in combinations(values, strength):
+        column = np.zeros(len(cells), np.int64)
+        for one in several:
+            column = column * (one.max() + 1) + one
+        column = np.unique(column, return_inverse=True)[1] + first
+        columns.append(column)
+        first = int(column.max()) + 1
+    return np.stack(columns, axis=1) if columns else np.empty((len(cells), 0), np.int64)

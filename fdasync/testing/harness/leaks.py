@@ -142,7 +142,11 @@ def _fds() -> list[tuple[int, str]]:
 
 
 def _segments() -> list[str]:
-    lines = Path("/proc/self/maps").read_text().splitlines()
+    maps = Path("/proc/self/maps").read_bytes()
+    if b"/memfd:" not in maps and b"/dev/shm/" not in maps:
+        # of a process with large libraries the list has thousands of lines
+        return []
+    lines = maps.decode(errors="replace").splitlines()
     return [line.split()[0] + " " + line.split()[5] for line in lines if "/memfd:" in line or "/dev/shm/" in line]
 
 

@@ -15,6 +15,7 @@ from fdasync_transformers.model.moe_layers import find_moe_layers
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint, make_tiny_model
 from fdasync_transformers.weights.random_checkpoints import VOCAB_SIZE as VOCAB
 from step_driver import Driver
+from written import write_tiny_checkpoint
 
 from fdasync.errors import ConfigError, RunnerError
 from fdasync.runner.base import RunnerLimits
@@ -173,7 +174,7 @@ def test_a_graph_replays_the_weights(family: str, dtype: torch.dtype, fuse: bool
 
 @pytest.mark.gpu
 async def test_graphs_and_operations_record_the_same(tmp_path: Path) -> None:
-    make_tiny_checkpoint(tmp_path, "qwen3_moe")
+    write_tiny_checkpoint(tmp_path, "qwen3_moe")
     found = []
     for graphs in (True, False):
         config = {"self_check": False, **DEVICE, "aux": BOTH, "cuda_graphs": graphs}
@@ -215,7 +216,7 @@ def test_experts_that_are_given_no_weights_fail_the_pass() -> None:
 async def test_what_cannot_be_recorded_is_refused(
     tmp_path: Path, family: str, aux: list[str], limits: dict[str, Any], named: str
 ) -> None:
-    make_tiny_checkpoint(tmp_path, family)
+    write_tiny_checkpoint(tmp_path, family)
     with pytest.raises(ConfigError, match=named):
         await Driver.open(tmp_path, config={"self_check": False, "aux": aux}, **limits)
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from fdasync_transformers.execution import device_executor, gpu_services, triton_paging
 from fdasync_transformers.execution.device_executor import DeviceExecutor
-from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 from step_driver import Driver
+from written import write_tiny_checkpoint
 
 from fdasync.errors import ConfigError, RunnerError, UnsupportedModel
 from fdasync.events.actions import Chunk
@@ -24,7 +24,7 @@ from device_path import DEVICE, ON_GPU
 
 
 async def test_a_capture_that_gives_other_rows_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_tiny_checkpoint(tmp_path, "qwen3_moe")
+    write_tiny_checkpoint(tmp_path, "qwen3_moe")
     driver = await Driver.open(tmp_path, config={"self_check": False, **DEVICE}, routing_debug=True)
     (capture,) = driver.runner._executor._bound.aux.producers
     honest = capture.stage
@@ -38,7 +38,7 @@ async def test_a_capture_that_gives_other_rows_is_found(tmp_path: Path, monkeypa
 
 
 async def test_a_model_that_gives_nan_fails_the_step_by_row(tmp_path: Path) -> None:
-    make_tiny_checkpoint(tmp_path, "qwen3_moe")
+    write_tiny_checkpoint(tmp_path, "qwen3_moe")
     driver = await Driver.open(tmp_path, config={"self_check": False, "cuda_graphs": False, **DEVICE})
     with torch.no_grad():
         driver.runner._step_model.model.lm_head.weight[7] = float("nan")
@@ -49,7 +49,7 @@ async def test_a_model_that_gives_nan_fails_the_step_by_row(tmp_path: Path) -> N
 
 @pytest.mark.skipif(ON_GPU, reason="what is refused where there is no GPU")
 async def test_kernels_on_a_cpu_need_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_tiny_checkpoint(tmp_path, "qwen3_moe")
+    write_tiny_checkpoint(tmp_path, "qwen3_moe")
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ConfigError, match="TRITON_INTERPRET"):
         await Driver.open(tmp_path, config=DEVICE)
@@ -57,7 +57,7 @@ async def test_kernels_on_a_cpu_need_the_interpreter(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("sizes", [(), (0, 1), (2, 1), (1, 1, 2), (-1,), (1, 5)])
 async def test_sizes_of_graphs_that_make_no_sense_are_refused(tmp_path: Path, sizes: tuple[int, ...]) -> None:
-    make_tiny_checkpoint(tmp_path, "qwen3_moe")
+    write_tiny_checkpoint(tmp_path, "qwen3_moe")
     with pytest.raises(ConfigError, match="graph_sizes"):
         await Driver.open(tmp_path, config={"device": "cpu", "graph_sizes": sizes})
 
@@ -66,7 +66,7 @@ async def test_sizes_of_graphs_that_make_no_sense_are_refused(tmp_path: Path, si
 async def test_completion_ports_that_there_are_not_are_refused_with_those_that_there_are(
     tmp_path: Path, name: str
 ) -> None:
-    make_tiny_checkpoint(tmp_path, "qwen3_moe")
+    write_tiny_checkpoint(tmp_path, "qwen3_moe")
     with pytest.raises(ConfigError, match=r"runner_config\.completion.*limit: adaptive"):
         await Driver.open(tmp_path, config={"device": "cpu", "completion": name})
 
@@ -76,7 +76,7 @@ async def test_what_fails_to_bind_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: RuntimeError
 ) -> None:
     """The port of the device path holds a timer; pages of the host tier are registered with the driver."""
-    make_tiny_checkpoint(tmp_path, "qwen3_moe")
+    write_tiny_checkpoint(tmp_path, "qwen3_moe")
     closed = []
     honest = DeviceExecutor.aclose
 
@@ -113,7 +113,7 @@ async def test_a_launch_that_fails_half_way_gives_everything_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was queued before it runs on: buffers return with its end, not before, and not never."""
-    make_tiny_checkpoint(tmp_path, "qwen3_moe")
+    write_tiny_checkpoint(tmp_path, "qwen3_moe")
     driver = await Driver.open(tmp_path, config={"self_check": False, **DEVICE}, pipeline_depth=2)
     executor: Any = driver.runner._executor
     # operation by operation
@@ -132,7 +132,7 @@ async def test_a_launch_that_fails_half_way_gives_everything_back(
 
 async def test_a_step_that_cannot_start_fails_behind_those_in_flight(tmp_path: Path) -> None:
     """Whether or not a task still waits for them."""
-    make_tiny_checkpoint(tmp_path, "qwen3_moe")
+    write_tiny_checkpoint(tmp_path, "qwen3_moe")
     for give_up in (False, True):
         driver = await Driver.open(tmp_path, config={"self_check": False, **DEVICE}, pipeline_depth=2)
         one = driver.sequence([5, 6, 7], 2)
@@ -153,7 +153,7 @@ async def test_a_step_that_cannot_start_fails_behind_those_in_flight(tmp_path: P
 async def test_a_closed_runner_holds_nothing_when_it_empties_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_tiny_checkpoint(tmp_path, "qwen3_moe")
+    write_tiny_checkpoint(tmp_path, "qwen3_moe")
     driver = await Driver.open(tmp_path, config={"self_check": False, **DEVICE})
     runner = driver.runner
     held = [weakref.ref(runner._executor._bound.pool), weakref.ref(runner._step_model.model)]
@@ -170,7 +170,7 @@ async def test_after_a_device_error_steps_fail_and_the_close_is_quiet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every call of a device that failed raises; a close makes none that it need not."""
-    make_tiny_checkpoint(tmp_path, "qwen3_moe")
+    write_tiny_checkpoint(tmp_path, "qwen3_moe")
     driver = await Driver.open(tmp_path, config={"self_check": False, **DEVICE}, pipeline_depth=2)
     executor = driver.runner._executor
 
@@ -193,7 +193,7 @@ async def test_after_a_device_error_steps_fail_and_the_close_is_quiet(
 async def test_the_self_check_would_find_a_decode_kernel_that_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_tiny_checkpoint(tmp_path, "qwen3_moe")
+    write_tiny_checkpoint(tmp_path, "qwen3_moe")
 
     def zeros(*args: object, out: torch.Tensor, **kwargs: object) -> None:
         out.zero_()
@@ -205,6 +205,6 @@ async def test_the_self_check_would_find_a_decode_kernel_that_is_wrong(
 
 @pytest.mark.gpu
 async def test_torch_attention_is_refused_on_a_gpu(tmp_path: Path) -> None:
-    make_tiny_checkpoint(tmp_path, "qwen3_moe")
+    write_tiny_checkpoint(tmp_path, "qwen3_moe")
     with pytest.raises(ConfigError, match="is for CPUs"):
         await Driver.open(tmp_path, config={"kernels": "torch", "device": "cuda"})

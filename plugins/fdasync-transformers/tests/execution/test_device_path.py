@@ -13,9 +13,9 @@ from fdasync_transformers import TransformersConfig, TransformersRunner
 from fdasync_transformers.execution import device_executor
 from fdasync_transformers.execution.device_executor import DeviceExecutor
 from fdasync_transformers.execution.mixed_graphs import token_ladder
-from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 from msgspec.structs import replace
 from step_driver import Driver
+from written import write_tiny_checkpoint
 
 from fdasync import Engine, EngineConfig, SamplingParams
 from fdasync.events.actions import Chunk
@@ -37,7 +37,7 @@ MARKS: dict[str, Any] = {one: () if one == "qwen3_moe" else pytest.mark.slow for
     "family", [pytest.param(one, marks=MARKS.get(one, pytest.mark.gpu)) for one in FAMILIES + MORE]
 )
 async def test_it_answers_as_the_path_of_cpus(tmp_path: Path, family: str) -> None:
-    make_tiny_checkpoint(tmp_path, family)
+    write_tiny_checkpoint(tmp_path, family)
     wanted = await answers(tmp_path, {"device": "cpu"})
     assert_same(await answers(tmp_path, DEVICE), wanted)
 
@@ -48,7 +48,7 @@ async def test_it_answers_as_the_path_of_cpus(tmp_path: Path, family: str) -> No
 )
 async def test_few_tokens_are_computed_as_decodes(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks beside decodes, several tokens of a sequence in a step: as by the kernels for prefill."""
-    make_tiny_checkpoint(tmp_path, family)
+    write_tiny_checkpoint(tmp_path, family)
     wanted = await answers(tmp_path, {"device": "cpu"})
     shapes = []
     plain = device_executor.batch_arrays
@@ -88,7 +88,7 @@ async def test_steps_with_prompts_in_padded_tiles(tmp_path: Path, family: str, m
 
 @pytest.mark.slow
 async def test_long_contexts_do_not_decode_in_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_tiny_checkpoint(tmp_path, "qwen3_moe")
+    write_tiny_checkpoint(tmp_path, "qwen3_moe")
     monkeypatch.setattr(device_executor, "_MOST_TILED_TOKENS", 8)
     ways = []
     plain = device_executor.DeviceExecutor._way
@@ -108,7 +108,7 @@ def test_sizes_of_steps_with_prompts() -> None:
 
 @pytest.mark.slow
 async def test_chunks_that_would_read_much_are_no_decodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_tiny_checkpoint(tmp_path, "qwen3_moe")
+    write_tiny_checkpoint(tmp_path, "qwen3_moe")
     driver = await Driver.open(tmp_path, config={"self_check": False, **DEVICE}, max_running=16)
     executor: Any = driver.runner._executor
     executor.flat_tokens = 16
@@ -181,7 +181,7 @@ async def complete_all(config: EngineConfig, folder: Path) -> list[Any]:
 @pytest.mark.parametrize("process", ["inline", pytest.param("worker", marks=pytest.mark.gpu)])
 async def test_an_engine_with_little_memory(tmp_path: Path, process: Any) -> None:
     """Two steps in flight, preemption, swaps: tokens and rows are those of the path of CPUs with one in flight."""
-    make_tiny_checkpoint(tmp_path, "qwen3_moe")
+    write_tiny_checkpoint(tmp_path, "qwen3_moe")
 
     def config(runner: dict[str, Any], depth: int) -> EngineConfig:
         return EngineConfig(
@@ -225,7 +225,7 @@ async def test_rows_name_their_positions_under_routing_debug(tmp_path: Path, fam
 
 @pytest.mark.slow
 async def test_the_self_check_runs_the_kernels(tmp_path: Path) -> None:
-    make_tiny_checkpoint(tmp_path, "qwen3_moe")
+    write_tiny_checkpoint(tmp_path, "qwen3_moe")
     driver = await Driver.open(tmp_path, config=DEVICE)
     assert any(note.startswith("self-check: ") for note in driver.capacity.notes)
     await driver.close()
@@ -241,7 +241,7 @@ async def test_the_self_check_runs_the_kernels(tmp_path: Path) -> None:
 )
 def test_the_contract(tmp_path: Path, test: str) -> None:
     """Of the conformance suite what tells the two paths apart; all of it runs on a GPU (`test_contract.py`)."""
-    make_tiny_checkpoint(tmp_path, "qwen3_moe")
+    write_tiny_checkpoint(tmp_path, "qwen3_moe")
 
     class OnTheDevicePath(RunnerTests):
         __test__ = False
@@ -260,7 +260,7 @@ def test_the_contract(tmp_path: Path, test: str) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 async def test_no_step_waits_for_the_device(tmp_path: Path, dtype: str) -> None:
     """torch raises where anything would: prefill, mixed steps, graphs, every kind of sampling, scores of prompts."""
-    make_tiny_checkpoint(tmp_path, "qwen3_moe")
+    write_tiny_checkpoint(tmp_path, "qwen3_moe")
     driver = await Driver.open(tmp_path, config={"self_check": False, **DEVICE, "dtype": dtype}, pipeline_depth=2)
     honest = driver.runner.launch
 
@@ -286,7 +286,7 @@ async def test_no_step_waits_for_the_device(tmp_path: Path, dtype: str) -> None:
 
 @pytest.mark.gpu
 async def test_steps_without_graphs_are_the_same(tmp_path: Path) -> None:
-    make_tiny_checkpoint(tmp_path, "qwen3_moe")
+    write_tiny_checkpoint(tmp_path, "qwen3_moe")
     assert_same(await answers(tmp_path, {**DEVICE, "cuda_graphs": False}), await answers(tmp_path, DEVICE))
 
 
@@ -300,11 +300,11 @@ async def test_fused_experts_are_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 async def test_experts_of_the_library_are_the_same(tmp_path: Path) -> None:
-    make_tiny_checkpoint(tmp_path, "qwen3_moe")
+    write_tiny_checkpoint(tmp_path, "qwen3_moe")
     assert_same(await answers(tmp_path, {**DEVICE, "experts": "batched_mm"}), await answers(tmp_path, DEVICE))
 
 
 @pytest.mark.gpu
 async def test_unfused_routers_are_the_same(tmp_path: Path) -> None:
-    make_tiny_checkpoint(tmp_path, "qwen3_moe")
+    write_tiny_checkpoint(tmp_path, "qwen3_moe")
     assert_same(await answers(tmp_path, {**DEVICE, "fused_router": False}), await answers(tmp_path, DEVICE))

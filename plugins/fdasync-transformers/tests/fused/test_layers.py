@@ -11,10 +11,11 @@ from device_path import DEVICE, ON_GPU, answers, assert_same
 from fdasync_transformers import TransformersRunner
 from fdasync_transformers.fused.layers import proof as layer_proof
 from fdasync_transformers.fused.layers.fuse import FusedLayers, fuse_layers
-from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint, make_tiny_model
+from fdasync_transformers.tiny.checkpoints import make_tiny_model
 from parts_of_experts import use_parts
 from step_driver import Driver
 from torch.utils._python_dispatch import TorchDispatchMode
+from written import write_tiny_checkpoint
 
 from fdasync.errors import RunnerError
 from fdasync.gpu.kernels.layer import finish, qkv
@@ -85,7 +86,7 @@ async def test_a_fused_model_answers_as_the_path_of_cpus(
     tmp_path: Path, family: str, fusing: list[FusedLayers]
 ) -> None:
     """Tokens and rows: decodes, chunks, late arrivals."""
-    make_tiny_checkpoint(tmp_path, family)
+    write_tiny_checkpoint(tmp_path, family)
     wanted = await answers(tmp_path, {"device": "cpu"})
     assert_same(await answers(tmp_path, DEVICE), wanted)
     assert [one.indices for one in fusing] == [(0, 1, 2, 3)]
@@ -94,7 +95,7 @@ async def test_a_fused_model_answers_as_the_path_of_cpus(
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 async def test_padding_and_chunks_as_decodes(tmp_path: Path, family: str, fusing: list[FusedLayers]) -> None:
-    make_tiny_checkpoint(tmp_path, family)
+    write_tiny_checkpoint(tmp_path, family)
     wanted = await answers(tmp_path, {"device": "cpu"})
     assert_same(await answers(tmp_path, DEVICE, tiled_tokens=(6, 16)), wanted)
     assert_same(await answers(tmp_path, DEVICE, flat_tokens=16), wanted)
@@ -103,7 +104,7 @@ async def test_padding_and_chunks_as_decodes(tmp_path: Path, family: str, fusing
 
 @pytest.mark.slow
 async def test_rows_of_layers_are_the_same(tmp_path: Path, fusing: list[FusedLayers]) -> None:
-    make_tiny_checkpoint(tmp_path, "glm4_moe")
+    write_tiny_checkpoint(tmp_path, "glm4_moe")
     aux = {"aux": ("layer_norms", "routing_weights"), "self_check": False}
     seen = []
     for config in ({"device": "cpu", **aux}, {**DEVICE, **aux}):
@@ -126,7 +127,7 @@ async def test_rows_of_layers_are_the_same(tmp_path: Path, fusing: list[FusedLay
 @pytest.mark.slow
 async def test_hidden_states_that_are_changed_between_layers(tmp_path: Path, fusing: list[FusedLayers]) -> None:
     """A hook hands on another tensor: its norm is computed, and not the one that was handed on."""
-    make_tiny_checkpoint(tmp_path, "qwen3_moe")
+    write_tiny_checkpoint(tmp_path, "qwen3_moe")
     tokens = []
     for config in ({"device": "cpu"}, DEVICE):
         driver = await Driver.open(tmp_path, config={**config, "self_check": False})

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,28 +15,54 @@ from fdasync_transformers.weights.shards import INDEX_FILE, SINGLE_FILE
 from safetensors.torch import load_file, save_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
+    from collections.abc import Iterable, Mapping
 
 
 def make_fp8(
     quantised: Path, plain: Path, family: str, seed: int = 0, block: tuple[int, int] = FP8_BLOCK, **overrides: Any
 ) -> None:
     """A checkpoint whose layers' matrices are FP8 (routers and embeddings are not), and its plain form in bfloat16."""
-    make_tiny_model(family, seed, **overrides).to(torch.bfloat16).save_pretrained(plain)
-    quantise(plain, quantised, "fp8", block=block)
+    _write(quantised, plain, family, seed, "fp8", torch.bfloat16, block, overrides)
 
 
 def make_mxfp4(quantised: Path, plain: Path, seed: int = 0) -> None:
     """A gpt_oss checkpoint whose experts are MXFP4, and its plain form in bfloat16."""
-    make_tiny_model("gpt_oss_mxfp4", seed).to(torch.bfloat16).save_pretrained(plain)
-    quantise(plain, quantised, "mxfp4")
+    _write(quantised, plain, "gpt_oss_mxfp4", seed, "mxfp4")
 
 
 def make_form(quantised: Path, plain: Path, how: str, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> None:
     """A qwen3_moe checkpoint in a form of `FORMS`, and its plain form."""
-    make_tiny_model("qwen3_moe", seed).to(torch.bfloat16).save_pretrained(plain)
-    quantise(plain, quantised, how, dtype=dtype)
+    _write(quantised, plain, "qwen3_moe", seed, how, dtype)
+
+
+def _write(
+    quantised: Path,
+    plain: Path,
+    family: str,
+    seed: int,
+    how: str,
+    dtype: torch.dtype = torch.bfloat16,
+    block: tuple[int, int] = FP8_BLOCK,
+    overrides: Mapping[str, Any] | None = None,
+) -> None:
+    made = _made(family, seed, how, dtype, block, json.dumps(overrides or {}))
+    for folder, files in zip((quantised, plain), made, strict=True):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, data in files.items():
+            (folder / name).write_bytes(data)
+
+
+@cache
+def _made(
+    family: str, seed: int, how: str, dtype: torch.dtype, block: tuple[int, int], overrides: str
+) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    """The files of both folders: many tests damage the same checkpoint, each a fresh one, and quantising is slow."""
+    with TemporaryDirectory() as folder:
+        quantised, plain = Path(folder, "quantised"), Path(folder, "plain")
+        make_tiny_model(family, seed, **json.loads(overrides)).to(torch.bfloat16).save_pretrained(plain)
+        quantise(plain, quantised, how, dtype=dtype, block=block)
+        first, second = ({path.name: path.read_bytes() for path in one.iterdir()} for one in (quantised, plain))
+        return first, second
 
 
 def split(folder: Path, of_second: Iterable[str]) -> None:

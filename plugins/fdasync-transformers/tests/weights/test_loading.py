@@ -10,13 +10,14 @@ import pytest
 import torch
 import transformers
 from common_families import COMMON
-from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint, make_tiny_model
+from fdasync_transformers.tiny.checkpoints import make_tiny_model
 from fdasync_transformers.weights import identity as naming
 from fdasync_transformers.weights import loading
 from fdasync_transformers.weights.mapping import place
 from fdasync_transformers.weights.random_checkpoints import EOS_ID
 from fdasync_transformers.weights.shards import INDEX_FILE, SINGLE_FILE
 from safetensors.torch import load_file, save_file
+from written import write_tiny_checkpoint
 
 from fdasync.errors import CheckpointError, UnsupportedModel
 
@@ -38,7 +39,7 @@ def everything(model: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("family", COMMON)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tensors_and_buffers_equal_from_pretrained(tmp_path: Path, family: str, dtype: str) -> None:
-    make_tiny_checkpoint(tmp_path, family, shards=dtype == "bfloat16")
+    write_tiny_checkpoint(tmp_path, family, shards=dtype == "bfloat16")
     ours = everything(load(tmp_path, dtype))
     theirs = everything(transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=getattr(torch, dtype)))
     assert ours.keys() == theirs.keys()
@@ -48,14 +49,14 @@ def test_tensors_and_buffers_equal_from_pretrained(tmp_path: Path, family: str, 
 
 
 def test_float32_parts_stay_float32(tmp_path: Path) -> None:
-    make_tiny_checkpoint(tmp_path, "glm4_moe")
+    write_tiny_checkpoint(tmp_path, "glm4_moe")
     state = load(tmp_path, "bfloat16").state_dict()
     assert state["model.layers.1.mlp.gate.e_score_correction_bias"].dtype == torch.float32
     assert state["lm_head.weight"].dtype == torch.bfloat16
 
 
 def test_tied_weights_share_memory(tmp_path: Path) -> None:
-    make_tiny_checkpoint(tmp_path, "ernie4_5_moe")
+    write_tiny_checkpoint(tmp_path, "ernie4_5_moe")
     model = load(tmp_path)
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
 
@@ -66,8 +67,8 @@ def test_auto_dtype_is_the_checkpoints_own(tmp_path: Path) -> None:
 
 
 def test_weights_id_follows_bytes_not_files(tmp_path: Path) -> None:
-    make_tiny_checkpoint(tmp_path / "one", "qwen3_moe")
-    make_tiny_checkpoint(tmp_path / "many", "qwen3_moe", shards=True)
+    write_tiny_checkpoint(tmp_path / "one", "qwen3_moe")
+    write_tiny_checkpoint(tmp_path / "many", "qwen3_moe", shards=True)
     assert (tmp_path / "many" / INDEX_FILE).exists()
     first = naming.weights_id(load(tmp_path / "one"))
     assert naming.weights_id(load(tmp_path / "many")) == first
@@ -97,7 +98,7 @@ def test_weights_id_follows_names_dtypes_and_shapes() -> None:
 
 
 def test_fingerprint_follows_what_kv_depends_on(tmp_path: Path) -> None:
-    make_tiny_checkpoint(tmp_path, "qwen3_moe")
+    write_tiny_checkpoint(tmp_path, "qwen3_moe")
     first = naming.fingerprint(load(tmp_path))
     edit_config(tmp_path, eos_token_id=7, transformers_version="0", _name_or_path="elsewhere")
     assert naming.fingerprint(load(tmp_path)) == first
@@ -107,8 +108,8 @@ def test_fingerprint_follows_what_kv_depends_on(tmp_path: Path) -> None:
 
 
 def test_streaming_again_keeps_every_address(tmp_path: Path) -> None:
-    make_tiny_checkpoint(tmp_path / "old", "mixtral", seed=0)
-    make_tiny_checkpoint(tmp_path / "new", "mixtral", seed=1)
+    write_tiny_checkpoint(tmp_path / "old", "mixtral", seed=0)
+    write_tiny_checkpoint(tmp_path / "new", "mixtral", seed=1)
     model = load(tmp_path / "old")
     before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
     new = loading.read_checkpoint(str(tmp_path / "new"))
@@ -119,7 +120,7 @@ def test_streaming_again_keeps_every_address(tmp_path: Path) -> None:
 
 
 def test_eos_ids_of_generation_config_come_first(tmp_path: Path) -> None:
-    make_tiny_checkpoint(tmp_path, "qwen3_moe")
+    write_tiny_checkpoint(tmp_path, "qwen3_moe")
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 9]}')
     assert loading.eos_ids(loading.read_checkpoint(str(tmp_path))) == (5, 9)
     (tmp_path / "generation_config.json").unlink()
@@ -260,7 +261,7 @@ def test_a_broken_folder_is_refused_by_name_before_memory_is_taken(
 ) -> None:
     damage, file, words = BROKEN[name]
     folder = tmp_path / "checkpoint"
-    make_tiny_checkpoint(folder, "qwen3_moe")
+    write_tiny_checkpoint(folder, "qwen3_moe")
     load(folder)  # whole until now
     monkeypatch.setattr(torch.nn.Module, "to_empty", lambda *_, **__: pytest.fail("memory was taken"))
     damage(folder)
@@ -329,7 +330,7 @@ def test_broken_shards_are_refused_by_name(tmp_path: Path, name: str) -> None:
 
 
 def test_an_unknown_type_is_unsupported_and_its_code_is_not_run(tmp_path: Path) -> None:
-    make_tiny_checkpoint(tmp_path, "qwen3_moe")
+    write_tiny_checkpoint(tmp_path, "qwen3_moe")
     edit_config(tmp_path, model_type="novel", auto_map={"AutoModelForCausalLM": "modeling_novel.Novel"})
     (tmp_path / "modeling_novel.py").write_text("raise SystemExit('remote code was run')")
     with pytest.raises(UnsupportedModel, match="not run"):
@@ -345,7 +346,7 @@ def test_an_unknown_type_is_unsupported_and_its_code_is_not_run(tmp_path: Path) 
     ],
 )
 def test_other_models_are_unsupported(tmp_path: Path, values: dict[str, Any], words: str) -> None:
-    make_tiny_checkpoint(tmp_path, "qwen3_moe")
+    write_tiny_checkpoint(tmp_path, "qwen3_moe")
     edit_config(tmp_path, **values)
     with pytest.raises(UnsupportedModel, match=words):
         load(tmp_path)

@@ -15,6 +15,7 @@ from fdasync_transformers.weights import identity, loading
 from fdasync_transformers.weights.shards import SINGLE_FILE
 from live_weights import Live, assert_equal, stored
 from safetensors.torch import save_file
+from written import write_tiny_checkpoint
 
 from fdasync.errors import CheckpointError, WeightsRejected
 
@@ -39,7 +40,7 @@ def by_library(folder: Path, *, whole: bool = False) -> Any:
 
 @pytest.mark.parametrize("family", PLAIN)
 def test_tensors_equal_those_that_the_library_loads(tmp_path: Path, family: str) -> None:
-    make_tiny_checkpoint(tmp_path, family)
+    write_tiny_checkpoint(tmp_path, family)
     checkpoint = loading.read_checkpoint(str(tmp_path))
     ours, theirs = loading.load(checkpoint, "auto", CPU).state_dict(), by_library(tmp_path).state_dict()
     for name in [name for name in theirs if family == "zaya" and name.endswith("balancing_biases")]:
@@ -50,7 +51,7 @@ def test_tensors_equal_those_that_the_library_loads(tmp_path: Path, family: str)
 
 @pytest.mark.parametrize("family", WRAPPED)
 def test_a_text_half_has_the_values_of_the_whole(tmp_path: Path, family: str) -> None:
-    make_tiny_checkpoint(tmp_path, family)
+    write_tiny_checkpoint(tmp_path, family)
     checkpoint = loading.read_checkpoint(str(tmp_path))
     model = loading.build(checkpoint, "auto")
     names = loading.names_of(checkpoint, model)
@@ -65,7 +66,7 @@ def test_a_text_half_has_the_values_of_the_whole(tmp_path: Path, family: str) ->
 
 @pytest.mark.parametrize("family", CONVERTED)
 def test_conversions_are_counted(tmp_path: Path, family: str) -> None:
-    make_tiny_checkpoint(tmp_path, family)
+    write_tiny_checkpoint(tmp_path, family)
     checkpoint = loading.read_checkpoint(str(tmp_path))
     model = loading.build(checkpoint, "auto")
     notes = loading.fill(model, checkpoint, loading.names_of(checkpoint, model), CPU)
@@ -74,8 +75,8 @@ def test_conversions_are_counted(tmp_path: Path, family: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama4", "minimax_m3_vl", "qwen3_vl_moe", "kimi_k2"])
 def test_a_folder_updates_a_wrapped_renamed_or_converted_model(tmp_path: Path, family: str) -> None:
-    make_tiny_checkpoint(tmp_path / "old", family, seed=0)
-    make_tiny_checkpoint(tmp_path / "new", family, seed=1)
+    write_tiny_checkpoint(tmp_path / "old", family, seed=0)
+    write_tiny_checkpoint(tmp_path / "new", family, seed=1)
     live, fresh = Live(tmp_path / "old"), Live(tmp_path / "new")
     wanted = identity.weights_id(fresh.model)
     assert live.weights.read_id(str(tmp_path / "new")) == wanted
@@ -89,7 +90,7 @@ def test_a_folder_updates_a_wrapped_renamed_or_converted_model(tmp_path: Path, f
 def test_tensors_may_have_the_names_of_the_whole_or_of_the_text_model(
     tmp_path: Path, family: str, *, of_whole: bool
 ) -> None:
-    make_tiny_checkpoint(tmp_path / "old", family, seed=0)
+    write_tiny_checkpoint(tmp_path / "old", family, seed=0)
     whole = make_tiny_checkpoint(tmp_path / "new", family, seed=1)
     live, fresh = Live(tmp_path / "old"), Live(tmp_path / "new")
     # the whole has images' weights too, which are left out
@@ -98,7 +99,7 @@ def test_tensors_may_have_the_names_of_the_whole_or_of_the_text_model(
 
 
 def test_a_tensor_that_is_made_of_several_is_asked_for_by_its_own_name(tmp_path: Path) -> None:
-    make_tiny_checkpoint(tmp_path, "minimax_m3_vl")
+    write_tiny_checkpoint(tmp_path, "minimax_m3_vl")
     live = Live(tmp_path)
     before = live.state()
     with pytest.raises(WeightsRejected, match=r"is one of several that the library makes \S+ of: give that tensor"):
@@ -107,7 +108,7 @@ def test_a_tensor_that_is_made_of_several_is_asked_for_by_its_own_name(tmp_path:
 
 
 def test_a_converted_tensor_in_its_older_form_is_told_the_shape_of_the_model(tmp_path: Path) -> None:
-    make_tiny_checkpoint(tmp_path, "qwen3_vl_moe")
+    write_tiny_checkpoint(tmp_path, "qwen3_vl_moe")
     name = "model.language_model.layers.0.mlp.experts.down_proj"
     older = stored(tmp_path)[name].transpose(1, 2)
     with pytest.raises(WeightsRejected, match=rf"{name} has shape \(8, 16, 32\), the model has \(8, 32, 16\)"):
@@ -115,7 +116,7 @@ def test_a_converted_tensor_in_its_older_form_is_told_the_shape_of_the_model(tmp
 
 
 def test_unknown_tensors_of_the_language_model_are_no_parts_beside_it(tmp_path: Path) -> None:
-    make_tiny_checkpoint(tmp_path, "llama4")
+    write_tiny_checkpoint(tmp_path, "llama4")
     tensors = stored(tmp_path)
     name = "language_model.model.layers.0.self_attn.extra.weight"
     save_file({**tensors, name: torch.ones(2)}, tmp_path / SINGLE_FILE, {"format": "pt"})
@@ -124,7 +125,7 @@ def test_unknown_tensors_of_the_language_model_are_no_parts_beside_it(tmp_path: 
 
 
 def test_language_weights_that_are_missing_are_told_of_a_wrapper(tmp_path: Path) -> None:
-    make_tiny_checkpoint(tmp_path, "gemma4")
+    write_tiny_checkpoint(tmp_path, "gemma4")
     tensors = stored(tmp_path)
     gone = "model.language_model.layers.1.self_attn.q_proj.weight"
     save_file({key: tensor for key, tensor in tensors.items() if key != gone}, tmp_path / SINGLE_FILE, {"format": "pt"})
@@ -134,7 +135,7 @@ def test_language_weights_that_are_missing_are_told_of_a_wrapper(tmp_path: Path)
 
 def test_tensors_that_a_folder_may_lack_are_as_the_library_makes_them(tmp_path: Path) -> None:
     """A.X-K1's folders may lack the correction bias of its routers."""
-    make_tiny_checkpoint(tmp_path, "axk1")
+    write_tiny_checkpoint(tmp_path, "axk1")
     tensors = stored(tmp_path)
     kept = {name: tensor for name, tensor in tensors.items() if not name.endswith("e_score_correction_bias")}
     assert len(kept) < len(tensors)
@@ -147,7 +148,7 @@ def test_tensors_that_a_folder_may_lack_are_as_the_library_makes_them(tmp_path: 
 
 
 def test_ties_are_those_of_the_whole(tmp_path: Path) -> None:
-    make_tiny_checkpoint(tmp_path, "llama4")
+    write_tiny_checkpoint(tmp_path, "llama4")
     path = tmp_path / "config.json"
     raw = json.loads(path.read_text())
     raw["tie_word_embeddings"], raw["text_config"]["tie_word_embeddings"] = True, False

@@ -9,13 +9,13 @@ import pytest
 import torch
 import transformers
 from fdasync_transformers import named_tensors
-from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 from fdasync_transformers.weights import identity, open_shards, ties
 from fdasync_transformers.weights.placement import Placement
 from fdasync_transformers.weights.shards import INDEX_FILE, SINGLE_FILE, StoredTensor
 from live_weights import Live, assert_equal, stored
 from safetensors.torch import load_file, save_file
 from step_driver import Driver
+from written import write_tiny_checkpoint
 
 from fdasync.errors import CheckpointError, WeightsBroken, WeightsRejected
 from fdasync.runner.base import TensorMeta
@@ -59,7 +59,7 @@ def folder(tmp_path: Path) -> Callable[..., Path]:
 
     def make(name: str, kind: str, family: str = "qwen3_moe", seed: int = 0) -> Path:
         path = tmp_path / name
-        make_tiny_checkpoint(path, family, seed, tie_word_embeddings=True)
+        write_tiny_checkpoint(path, family, seed, tie_word_embeddings=True)
         tensors = stored(path)
         assert HEAD not in tensors
         tensors |= (both := heads(tensors.pop(EMBED))[kind])

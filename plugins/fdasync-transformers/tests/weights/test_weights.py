@@ -10,7 +10,6 @@ import pytest
 import torch
 from common_families import COMMON
 from fdasync_transformers import named_tensors
-from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 from fdasync_transformers.weights import identity
 from fdasync_transformers.weights.mapping import locate
 from fdasync_transformers.weights.names import Names
@@ -21,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from live_weights import Live, assert_equal, stored
 from safetensors.torch import save_file
+from written import write_tiny_checkpoint
 
 from fdasync.errors import InvariantBroken, WeightsBroken, WeightsRejected
 from fdasync.runner.base import TensorMeta
@@ -39,7 +39,7 @@ def pair(tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
 
     def make(family: str, **overrides: Any) -> tuple[Path, Path]:
         for seed, name in enumerate(("old", "new")):
-            make_tiny_checkpoint(tmp_path / name, family, seed, **overrides)
+            write_tiny_checkpoint(tmp_path / name, family, seed, **overrides)
         return tmp_path / "old", tmp_path / "new"
 
     return make
@@ -156,7 +156,7 @@ def test_a_folder_that_fails_while_it_is_read_leaves_the_model_unusable_until_on
     tmp_path: Path, pair: Any, mend: str
 ) -> None:
     old, new = pair("qwen3_moe")
-    make_tiny_checkpoint(tmp_path / "bad", "qwen3_moe", 1, shards=True)
+    write_tiny_checkpoint(tmp_path / "bad", "qwen3_moe", 1, shards=True)
     # not the first one: some tensors are in place by then
     damage_inside(sorted((tmp_path / "bad").glob("*.safetensors"))[2])
     live = Live(old)
