@@ -40,6 +40,7 @@ class Way:
 WAYS = {
     "on": Way("on"),
     "off": Way("off"),
+    "fixed": Way("fixed"),
     "depth1": Way("on", 1),
     "sampled": Way("on", 2, SAMPLED),
     "top_p": Way("on", 2, TOP_P),
@@ -152,6 +153,36 @@ async def compare_samplers(rig: Rig, report: Report, count: int) -> None:
         name = f"{way}_over_greedy_{count}"
         add_ratio(report, name, rates[way], rates["on"], rig.scale.aim(name))
     await rig.arms["on"].sample_by(GREEDY)
+
+
+async def compare_fixed(rig: Rig, report: Report, count: int) -> None:
+    """Fixed numerics against the default at `count` sequences; sequences of the arm "fixed" come first where there are
+    none."""
+    fixed, scale = rig.arms["fixed"], rig.scale
+    if not fixed.running:
+        fixed.select()
+        await fixed.prefill(range(count), scale.context - scale.block_tokens)
+    rates, _ = await _turns(rig, report, ("on", "fixed"), count, scale.pairs, "_fixed")
+    report.add(f"decode_tokens_per_s_{count}_fixed", rates["fixed"])
+    add_ratio(report, f"fixed_over_default_{count}", rates["fixed"], rates["on"], 0.97)
+
+
+async def compare_fixed_prefill(rig: Rig, report: Report) -> None:
+    """Steps of new prompts with fixed numerics against the default, in turns. All sequences leave."""
+    scale = rig.scale
+    keys = range(min(scale.prefill_prompts, scale.sizes[-1]))
+    took: dict[str, list[float]] = {"on": [], "fixed": []}
+    for name in took:
+        await rig.arms[name].shrink(1)
+    for turn in range(scale.side_pairs + 1):
+        for name in took if turn % 2 == 0 else reversed(list(took)):
+            arm = rig.arms[name]
+            arm.select()
+            began = time.perf_counter()
+            await arm.prefill(keys, 0, leaves=tuple(range(arm.running)))
+            if turn:  # the first warms up
+                took[name].append(len(keys) * scale.context / (time.perf_counter() - began))
+    add_ratio(report, "prefill_fixed_over_default", took["fixed"], took["on"], 0.90)
 
 
 async def skewed(rig: Rig, report: Report, count: int) -> Found:

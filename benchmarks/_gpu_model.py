@@ -1,9 +1,9 @@
 """The model of `gpu_serving`, loaded once, with two arms over one pool of KV.
 
-An arm is a whole device path of its own (lane table, executor, CUDA graphs), with the routing captured or not. Both
-arms have the same routers, the same weights, the same KV blocks and the same block tables; in the graphs of one of them
-no router records. Where a step is no graph (prefill, everything on a CPU), routers record in both. Drives the plugin's
-parts by hand, as `TransformersRunner.bind` does. Knows no figures.
+An arm is a whole device path of its own (lane table, executor, CUDA graphs), with the routing captured or not, with
+fixed numerics or not. All arms have the same routers, the same weights, the same KV blocks and the same block tables;
+in the graphs of the arm "off" no router records. Where a step is no graph (prefill, everything on a CPU), routers
+record in all. Drives the plugin's parts by hand, as `TransformersRunner.bind` does. Knows no figures.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from fdasync_transformers import TransformersConfig, TransformersRunner
 from fdasync_transformers.capture.aux_data import AuxData
 from fdasync_transformers.capture.routing import RoutingCapture
 from fdasync_transformers.execution.device_executor import DeviceExecutor
+from fdasync_transformers.execution.device_step import DeviceStepModel
 from fdasync_transformers.execution.executor import Bound
 from fdasync_transformers.execution.gpu_services import make_services
 from fdasync_transformers.execution.lane_matchers import LaneMatchers
@@ -58,8 +59,17 @@ class Arm:
         sampler: of sequences that start, but for their seeds.
     """
 
-    def __init__(self, rig: Rig, name: str, capture: RoutingCapture | None, arena: AuxArena | None) -> None:
+    def __init__(
+        self,
+        rig: Rig,
+        name: str,
+        capture: RoutingCapture | None,
+        arena: AuxArena | None,
+        step_model: DeviceStepModel | None = None,
+    ) -> None:
+        """`step_model`: None: the rig's."""
         scale = rig.scale
+        self._step_model = step_model or rig.step_model
         self.name = name
         self.capture = capture
         self.aux = None if capture is None else AuxData((capture,))
@@ -82,13 +92,13 @@ class Arm:
             logits_dtype="float32",
         )
         self.select()
-        self.executor = DeviceExecutor(rig.step_model, bound, rig.services)
+        self.executor = DeviceExecutor(self._step_model, bound, rig.services)
         if rig.device.type == "cuda":
             self.executor.capture_graphs(scale.sizes)
 
     def select(self) -> None:
         """Steps that are no graphs are this arm's from now on."""
-        self._rig.step_model.aux = self.aux
+        self._step_model.aux = self.aux
 
     def _launch(self, **parts: Any) -> asyncio.Future[StepOutput]:
         self._step_id += 1
@@ -163,7 +173,7 @@ class Arm:
 
 
 class Rig:
-    """One loaded model, one pool, and arms "on" and "off"; `open` makes it."""
+    """One loaded model, one pool, and arms "on", "off" and "fixed"; `open` makes those that are named."""
 
     scale: Scale
     device: torch.device
@@ -182,8 +192,10 @@ class Rig:
             rig.skew = _find_skew(scale, folder)
             say(f"skew found: spread of logits {min(rig.skew.logits):.3f} to {max(rig.skew.logits):.3f}")
         num_blocks = scale.sizes[-1] * scale.blocks_each
+        # on a CPU the library's default products of experts have no fixed order
+        experts = {"experts": "eager"} if "fixed" in names and scale.device == "cpu" else {}
         rig.runner = TransformersRunner(
-            TransformersConfig(**{**scale.runner_config(scale.sizes), "graph_sizes": scale.sizes}),
+            TransformersConfig(**{**scale.runner_config(scale.sizes), "graph_sizes": scale.sizes, **experts}),
             RunnerLimits(
                 model=folder,
                 capture=True,
@@ -220,6 +232,12 @@ class Rig:
         say(f"{fused} of {len(moe.ids)} routers are fused")
         rig.arms["on"] = Arm(rig, "on", rig.capture, rig.arena)
         say("arm on: captured")
+        if "fixed" in names:
+            fixed = DeviceStepModel(
+                step_model.model, step_model.layout, scale.sizes[-1], live=rig.runner._live, fixed=True
+            )
+            rig.arms["fixed"] = Arm(rig, "fixed", rig.capture, rig.arena, fixed)
+            say("arm fixed: captured")
         return rig
 
     def __init__(self) -> None:

@@ -1,11 +1,11 @@
 """Serving on a GPU: decode and prefill with capture off and on, one and two steps in flight, and how near to the floor.
 
-    python -m benchmarks.gpu_serving [--json FILE] [--model NAME] [--only a,b,c,d,e,f,g] [--startup]
+    python -m benchmarks.gpu_serving [--json FILE] [--model NAME] [--only a,b,c,d,e,f,g,h] [--startup]
                                      [--sizes 1,64,256] [--pairs 10] [--seconds 0.5] [--skew 1.0] [--quick] [--tiny]
 
 The shape of Qwen3-30B-A3B in bfloat16 with weights drawn on the device (from one seed, the same in every process),
 contexts of 1,024 tokens, blocks of 16, greedy. `--model` takes other shapes: `glm-4.5-air` with 20 of its 46 layers
-(one dense), which fit 120 GB with the KV of 256 contexts, `deepseek-v2-lite` whole. Parts (all but g by default):
+(one dense), which fit 120 GB with the KV of 256 contexts, `deepseek-v2-lite` whole. Parts (all but g and h by default):
 
 a   `decode_tokens_per_s_N_on`, `_off`: of N sequences, two steps in flight, from the futures of steps that are driven
     by hand: the device path with sampling and, when on, the rows' way into the host's arena; no scheduler, no
@@ -39,6 +39,8 @@ f   `sampled_over_greedy_N`: temperature 1 with raw log-probs of the sampled tok
     which is the most that top-p can have to keep.
 g   (`--startup`) `startup_cold_s`, `startup_warm_s`: imports, `open` and `bind` of the runner in a fresh process, with
     an empty cache of compiled kernels (TRITON_CACHE_DIR) and with the one that the first start filled.
+h   `fixed_over_default_N`, `prefill_fixed_over_default`: fixed numerics against the default's, in turns, on one loaded
+    model over one pool; what an engine is refused with `numerics="fixed"` is not looked for here.
 
 Every arm is warmed up as long as it is measured, and nothing is compiled or captured inside a stretch. Python's
 collector is told to leave what was loaded alone. Figures are written to the JSON after every part; an error in one
@@ -73,7 +75,7 @@ if TYPE_CHECKING:
     from benchmarks._gpu_decode import Found
     from benchmarks._gpu_model import Rig
 
-_PARTS = "abcdefg"
+_PARTS = "abcdefgh"
 
 
 class Run:
@@ -119,13 +121,13 @@ def aims_of(scale: Scale, figures: dict[str, float]) -> dict[str, dict[str, Any]
 
 
 async def by_hand(run: Run, folder: str) -> None:
-    """Parts a, b, d, e and f of the runner: one loaded model. Errors of one size leave the others."""
+    """Parts a, b, d, e, f and h of the runner: one loaded model. Errors of one size leave the others."""
     from benchmarks import _gpu_decode as decode
     from benchmarks._gpu_model import Rig
 
     scale, parts = run.scale, run.parts
     ways = ["on", *(["off"] if "a" in parts else []), *(["depth1"] if "b" in parts else [])]
-    arms = [way for way in ways if way != "depth1"]
+    arms = [*(way for way in ways if way != "depth1"), *(["fixed"] if "h" in parts else [])]
     rig = await Rig.open(scale, folder, arms, run.say, skew="e" in parts)
     try:
         await decode.begin(rig, run.report)
@@ -152,6 +154,13 @@ async def by_hand(run: Run, folder: str) -> None:
                 run.save()
         if "e" in parts:
             await skewed(run, rig, rate)
+        if "h" in parts:
+            await rig.arms["on"].grow(scale.sizes[-1])
+            for count in reversed(scale.sizes):
+                await decode.compare_fixed(rig, run.report, count)
+                run.save()
+            await decode.compare_fixed_prefill(rig, run.report)
+            run.save()
         if "b" in parts and rig.device.type == "cuda":
             # after all that is timed: a tracer that was there once may cost something for good
             await rig.arms["on"].grow(scale.sizes[-1])
@@ -251,7 +260,7 @@ def measure(run: Run, folder: str) -> None:
             run.say(f"the library: {problem}")
 
     stages: list[tuple[str, set[str], Callable[[], None]]] = [
-        ("by hand", {"a", "b", "d", "e", "f"}, lambda: uvloop.run(by_hand(run, folder))),
+        ("by hand", {"a", "b", "d", "e", "f", "h"}, lambda: uvloop.run(by_hand(run, folder))),
         ("engine", {"a", "c"}, lambda: uvloop.run(engine())),
         ("library", {"c"}, library),
         ("start-up", {"g"}, lambda: _gpu_children.startup(run.scale, run.report, folder)),
@@ -286,7 +295,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", help="write the figures here, after every part")
     parser.add_argument("--model", choices=sorted(MODELS), default=DEFAULT_MODEL, help=f"(default {DEFAULT_MODEL})")
-    parser.add_argument("--only", metavar="PARTS", default="a,b,c,d,e,f", help="of a to g (default: all but g)")
+    parser.add_argument("--only", metavar="PARTS", default="a,b,c,d,e,f", help="of a to h (default: all but g and h)")
     parser.add_argument("--startup", action="store_true", help="part g too")
     parser.add_argument("--sizes", metavar="N,N", help="running sequences (default 1,64,256)")
     parser.add_argument("--pairs", type=int, help="stretches of each arm (default 10)")
@@ -297,7 +306,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     args.parts = {part.strip() for part in args.only.split(",") if part.strip()}
     if not args.parts or args.parts - set(_PARTS):
-        parser.error(f"--only names {args.only!r}, parts are a to g")
+        parser.error(f"--only names {args.only!r}, parts are a to h")
     if args.startup:
         args.parts.add("g")
     return args
