@@ -26,7 +26,7 @@ def product(rows: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None =
         tile = padded[first : first + ROWS]
         part = torch.mm(tile, right) if bias is None else torch.addmm(bias, tile, right)
         out[first : first + ROWS] = part
-    return out[:count, :columns]
+    return out[:count, :columns].contiguous()
 
 
 def products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -39,7 +39,7 @@ def products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     out = left.new_empty(*left.shape[:2], right.shape[2])
     for first in range(0, left.shape[1], ROWS):
         out[:, first : first + ROWS] = torch.bmm(left[:, first : first + ROWS], right)
-    return out[:, :count, :columns]
+    return out[:, :count, :columns].contiguous()
 
 
 def _padded(tensor: torch.Tensor, dim: int) -> torch.Tensor:
