@@ -43,7 +43,7 @@ class LatentCatcher:
     def update(
         self, latent: torch.Tensor, rotary: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Latents [1, 1, T, rank] and rotary keys [1, 1, T, dims]; both are returned as they are."""
+        """Latents [B, 1, T, rank] and rotary keys [B, 1, T, dims]; both are returned as they are."""
         del layer_idx, args, kwargs
         self._held = (latent, rotary)
         return latent, rotary
@@ -53,12 +53,12 @@ class LatentCatcher:
         return 0
 
     def take(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The latents [T, 1, rank] and the rotary keys [T, 1, dims] of the running layer."""
+        """The latents [B * T, 1, rank] and the rotary keys [B * T, 1, dims] of the running layer."""
         if self._held is None:
             raise RunnerError("a latent attention layer did not show its latents")
         latent, rotary = self._held
         self._held = None
-        return latent[0].transpose(0, 1), rotary[0].transpose(0, 1)
+        return latent.transpose(1, 2).flatten(0, 1), rotary.transpose(1, 2).flatten(0, 1)
 
 
 class Places(NamedTuple):
@@ -152,10 +152,10 @@ def paged_attention(
     spec = fd_ctx.layers[layer_idx]
     rows = query[0].transpose(0, 1)
     if spec.query_scale is not None:
-        rows = _scale_queries(rows, fd_ctx.positions, *spec.query_scale)
+        rows = scale_queries(rows, fd_ctx.positions, *spec.query_scale)
     if spec.latent_rank:
         fd_ctx.paging.store_latents(spec, *fd_ctx.latents.take())
-        up_keys, up_values = _latent_projections(module, spec.latent_rank)
+        up_keys, up_values = latent_projections(module, spec.latent_rank)
         nope = up_keys.shape[1]
         absorbed = _by_head(rows[..., :nope], up_keys)
         out = fd_ctx.paging.attend_latents(spec, absorbed, rows[..., nope:], scaling)
@@ -208,7 +208,7 @@ def _attend(
         k = gather(keys, group.table, group.pieces)[:, :, : group.keys]
         v = k if values is keys else gather(values, group.table, group.pieces)[:, :, : group.keys]
         if sinks is not None:
-            result = _attend_with_sinks(q, k, v, group.mask, scaling, sinks)
+            result = attend_with_sinks(q, k, v, group.mask, scaling, sinks)
         elif group.queries == 1 and group.mask is not None:
             # heads that share keys become queries of one head: fewer, larger products
             packed = q.reshape(group.pieces, k.shape[1], -1, q.shape[-1])
@@ -228,7 +228,7 @@ def _attend(
     return out
 
 
-def _attend_with_sinks(
+def attend_with_sinks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scaling: float, sinks: torch.Tensor
 ) -> torch.Tensor:
     """Plain attention with one more column per head in the softmax, dropped afterwards."""
@@ -244,7 +244,7 @@ def _attend_with_sinks(
     return torch.matmul(weights.to(v.dtype), v.unsqueeze(2)).reshape(pieces, heads, queries, v.shape[-1])
 
 
-def _latent_projections(module: torch.nn.Module, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+def latent_projections(module: torch.nn.Module, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Views of an MLA layer's up-projection: keys [H, nope dims, rank] and values [H, value dims, rank]."""
     layer: Any = module
     nope = int(layer.qk_nope_head_dim)
@@ -259,7 +259,7 @@ def _by_head(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _scale_queries(rows: torch.Tensor, positions: torch.Tensor, floor: float, scale: float) -> torch.Tensor:
+def scale_queries(rows: torch.Tensor, positions: torch.Tensor, floor: float, scale: float) -> torch.Tensor:
     """Llama 4's query temperature (arXiv 2501.19399), by absolute position instead of by row of the batch."""
     factor = torch.log1p(torch.floor((positions.float() + 1.0) / floor)) * scale + 1.0
     return (rows * factor[:, None, None]).to(rows.dtype)

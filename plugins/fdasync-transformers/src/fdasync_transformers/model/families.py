@@ -7,6 +7,7 @@ modules of the library; knows nothing of KV or steps. Called by `runner.py`, the
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ import torch
 from fdasync.errors import UnsupportedModel
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from transformers import PreTrainedModel
 
 
@@ -60,11 +63,27 @@ def _layers_in(module: torch.nn.Module) -> Any:
 def mend(model: PreTrainedModel) -> Mends:
     """Apply the mends that the model's family needs, in place."""
     kind = str(model.config.model_type)
-    if kind == "llama4_text":
+    if kind in ("llama4", "llama4_text"):
         return _mend_llama4(model)
     if kind == "phimoe":
         return _mend_phimoe(model)
     return Mends((), None, ())
+
+
+@contextmanager
+def mended(model: PreTrainedModel) -> Iterator[Mends]:
+    """`mend` for the time of a context: the model has its own parts again afterwards."""
+    flag = "attn_temperature_tuning"
+    flags = [(vars(module), vars(module)[flag]) for module in model.modules() if flag in vars(module)]
+    decoder = decoder_of(model)
+    rotary = getattr(decoder, "rotary_emb", None)
+    try:
+        yield mend(model)
+    finally:
+        for attributes, value in flags:
+            attributes[flag] = value
+        if rotary is not None:
+            decoder.rotary_emb = rotary
 
 
 def _mend_llama4(model: PreTrainedModel) -> Mends:
@@ -109,7 +128,7 @@ class PositionRotary(torch.nn.Module):
         self.scale = scale
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Positions [1, T] -> cosine and sine [1, T, D], in the dtype of `x`."""
+        """Positions [B, T] -> cosine and sine [B, T, D], in the dtype of `x`."""
         freqs = position_ids[..., None].float() * self.inv_freq
         emb = torch.cat((freqs, freqs), dim=-1)
         return (emb.cos() * self.scale).to(x.dtype), (emb.sin() * self.scale).to(x.dtype)

@@ -82,7 +82,7 @@ def attention_layers(
         )
     specs = []
     for index, (module, heads, key_dim, value_dim, note) in sorted(log.layers.items()):
-        rank = _latent_rank(module) if latent else 0
+        rank = latent_rank(module) if latent else 0
         if rank:
             heads, key_dim, value_dim = 1, rank + int(module.qk_rope_head_dim), 0  # type: ignore[arg-type]
         reach = _reach(note, name) if reaches else Reach()
@@ -134,7 +134,8 @@ def _probe_mask(*, mask_function: MaskFunction, local_size: int | None = None, *
     return MaskNote(mask_function, local_size)
 
 
-def _latent_rank(module: torch.nn.Module) -> int:
+def latent_rank(module: torch.nn.Module) -> int:
+    """Of a latent (MLA) attention layer whose latents can be paged; else 0."""
     parts = ("kv_b_proj", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "expand_kv")
     return int(module.kv_lora_rank) if all(hasattr(module, part) for part in parts) else 0  # type: ignore[arg-type]
 

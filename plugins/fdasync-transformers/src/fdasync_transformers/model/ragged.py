@@ -93,7 +93,7 @@ class RaggedPlan:
         self._tables = tables
         self._device = device
         self._dtype = dtype
-        self._pieces = _cut(counts, starts)
+        self._pieces = _cut(counts, starts, self._always_masked)
         self._members = _partition(self._pieces, block_tokens)
         self._groups: dict[Reach, list[Group]] = {}
 
@@ -158,12 +158,12 @@ def _first_position(position: NDArray[np.int64], reach: Reach) -> NDArray[np.int
     return np.zeros_like(position)
 
 
-def _cut(counts: NDArray[np.int64], starts: NDArray[np.int64]) -> NDArray[np.int64]:
+def _cut(counts: NDArray[np.int64], starts: NDArray[np.int64], masked: bool) -> NDArray[np.int64]:
     """Pieces as columns [4, P]: sequence, first position, count, first row. Most sequences are one piece."""
     first_rows = np.cumsum(counts) - counts
     whole = np.stack([np.arange(len(counts)), starts, counts, first_rows])
     # plain causal masking needs no mask, so whole prompts need no cutting
-    long = (counts * (starts + counts) > _MASK_ELEMENTS) & (starts > 0)
+    long = (counts * (starts + counts) > _MASK_ELEMENTS) & (masked | (starts > 0))
     if not long.any():
         return whole
     columns: list[tuple[int, int, int, int]] = []
