@@ -7,15 +7,25 @@ checkpointing recomputes a part of it later. Knows no engines. Called by trainin
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fdasync.errors import BadInput, UnsupportedModel
+from fdasync_transformers.model.probe import ProbeLog
 from fdasync_transformers.replay.force import NotCopied, RouterSite, find_routers
-from fdasync_transformers.replay.forward_pass import Checkpointing, Covered, Forcing, Pass, compiled
+from fdasync_transformers.replay.forward_pass import (
+    CHECKPOINTING,
+    Checkpointing,
+    Covered,
+    Forcing,
+    Pass,
+    Recomputing,
+    Together,
+    compiled,
+)
 from fdasync_transformers.replay.layout import Layout, derived
 from fdasync_transformers.replay.packing import refuse_mixing
 from fdasync_transformers.replay.rows import Table, checked_rows, table_of
@@ -24,8 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from fdasync.result import Routing
-
-_CHECKPOINTING = "_gradient_checkpointing_func"  # the library's name of a module's checkpointing function
 
 
 @contextmanager
@@ -86,19 +94,21 @@ def checkpoint_contexts(model: torch.nn.Module) -> Callable[[], tuple[Any, Any]]
 
     `torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=checkpoint_contexts(model))`, or the same
     argument of torch's `checkpoint_wrapper`. It gives the recomputation the rows of the pass that runs when it is
-    called, and does nothing outside `replay_routing`, so it may be set once for good.
+    called, and its fixed numerics; it does nothing outside `replay_routing` and `fixed_numerics` of the same model, so
+    it may be set once for good.
     """
 
     def contexts() -> tuple[Any, Any]:
-        running = next((replay._pass for replay in _open_replays(model) if replay._pass is not None), None)
-        if running is None:
-            return nullcontext(), nullcontext()
-        return Covered(running), Forcing(running, list(running.sites.values()))
+        owners = [getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values()]
+        owners.append(vars(model).get("forward"))
+        pairs = [owner.contexts() for owner in owners if isinstance(owner, Recomputing)]
+        first, again = zip(*filter(None, pairs), strict=True) if any(pairs) else ((), ())
+        return Together(first), Together(again)
 
     return contexts
 
 
-class Replay(NotCopied):
+class Replay(NotCopied, Recomputing):
     """An open `replay_routing`, which makes it.
 
     Attributes:
@@ -141,8 +151,17 @@ class Replay(NotCopied):
         ]
         self._pass: Pass | None = None
         self._undo = ExitStack()
+        self._probed = False
+
+    def contexts(self) -> tuple[Covered, Forcing] | None:
+        """See `Recomputing`."""
+        work = self._pass
+        return None if work is None else (Covered(work), Forcing(work, list(work.sites.values())))
 
     def _begin(self, _model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if isinstance(kwargs.get("fd_ctx"), ProbeLog):
+            self._probed = True  # `fixed_numerics` looks at the model: no pass of a batch
+            return
         if next(_open_replays(self._model)) is not self:
             return
         if torch.compiler.is_compiling():
@@ -156,16 +175,16 @@ class Replay(NotCopied):
         with ExitStack() as stack:
             stack.enter_context(Forcing(work, list(self._sites.values()), watch=True))
             for module, sites in self._checkpointable:
-                own = vars(module).get(_CHECKPOINTING)
+                own = vars(module).get(CHECKPOINTING)
                 if own is not None:
-                    setattr(module, _CHECKPOINTING, Checkpointing(own, work, sites))
-                    stack.callback(setattr, module, _CHECKPOINTING, own)
+                    setattr(module, CHECKPOINTING, Checkpointing(own, work, Covered(work), Forcing(work, sites)))
+                    stack.callback(setattr, module, CHECKPOINTING, own)
             self._undo = stack.pop_all()
         self._pass = work
 
     def _end(self, _model: Any, _args: tuple[Any, ...], output: Any) -> None:
         # there is no pass if another replay acted, or `_begin` raised: this hook is always called
-        work = self._pass
+        work, self._probed = self._pass, False
         self._undo_pass()
         if work is None or output is None:  # None: the model raised
             return
@@ -188,7 +207,7 @@ class Replay(NotCopied):
 
     def _guard(self, _router: Any, _args: Any) -> None:
         # a call in backward is a recomputation, of a pass with rows, which brings them, or of a plain pass
-        if torch._C._current_graph_task_id() != -1:
+        if torch._C._current_graph_task_id() != -1 or self._probed:
             return
         if not any(replay._pass is not None for replay in _open_replays(self._model)):
             raise BadInput(

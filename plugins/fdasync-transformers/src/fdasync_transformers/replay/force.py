@@ -83,7 +83,9 @@ class NotCopied:
 
 def _copied() -> BadInput:
     return BadInput(
-        "model", "is copied or pickled while its routing is forced or observed", hint="copy it outside of the context"
+        "model",
+        "is copied or pickled while its routing is forced or observed, or its numerics are fixed",
+        hint="copy it outside of the context",
     )
 
 

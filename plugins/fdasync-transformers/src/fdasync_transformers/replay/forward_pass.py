@@ -2,14 +2,15 @@
 
 Each checkpointed function carries the rows of its own pass, so a recomputation forces them whenever backward runs.
 Checkpointing that does not allow this is refused in the forward pass, so that no recomputation routes live in silence.
-Knows no sequences. Called by `batch.py`.
+Knows no sequences. Called by `batch.py`; fixed numerics of a trainer use its `Checkpointing` too.
 """
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, ExitStack
 from inspect import currentframe
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.autograd.function import FunctionCtx
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from fdasync_transformers.replay.rows import Table
+
+#: the library's name of a module's checkpointing function
+CHECKPOINTING = "_gradient_checkpointing_func"
 
 
 class Pass:
@@ -43,7 +47,7 @@ class Pass:
         self._places = {layer: place for place, layer in enumerate(sites)}
         self._with_grad = torch.is_grad_enabled()
         # checkpointing of the whole model may have switched gradients off before the pass
-        self._within_function = not self._with_grad and _within_function()
+        self._within_function = not self._with_grad and within_function()
         self._on: dict[torch.device, torch.Tensor] = {}
 
     def rows(self, layer: int, device: torch.device) -> torch.Tensor:
@@ -61,7 +65,7 @@ class Pass:
             return
         # reentrant checkpointing, torch's or another library's, runs its forward without gradients
         reentrant = self._within_function or (self._with_grad and not torch.is_grad_enabled())
-        if reentrant or _within_hooks():
+        if reentrant or within_hooks():
             raise BadInput(
                 "model",
                 f"layer {site.layer} is checkpointed, and not by the library: it would be recomputed with live routing",
@@ -69,7 +73,7 @@ class Pass:
             )
 
 
-class Forcing:
+class Forcing(AbstractContextManager[None]):
     """While entered, the routers of `sites` choose the pass's rows. May be entered again meanwhile."""
 
     def __init__(self, work: Pass, sites: Sequence[RouterSite], *, watch: bool = False) -> None:
@@ -100,10 +104,47 @@ class Forcing:
         self._open.pop().close()
 
 
-class Covered:
-    """Entered by functions of the forward pass that will be recomputed with its rows."""
+class Recomputed(Protocol):
+    """A forward pass of which a part may be recomputed.
 
-    def __init__(self, work: Pass) -> None:
+    Attributes:
+        running: whether it runs; a call after its end is a recomputation.
+        covered: above 0 while a function runs whose recomputation will be as this pass was.
+    """
+
+    running: bool
+    covered: int
+
+
+class Recomputing(ABC):
+    """An open context of a model whose passes may be recomputed in part."""
+
+    @abstractmethod
+    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]] | None:
+        """For a function of the pass that runs, and for its recomputation; None: no pass of this context runs."""
+
+
+class Together(AbstractContextManager[None]):
+    """Several contexts, which may be entered again."""
+
+    def __init__(self, parts: Sequence[AbstractContextManager[None]]) -> None:
+        self._parts = parts
+        self._open: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for part in self._parts:
+                stack.enter_context(part)
+            self._open.append(stack.pop_all())
+
+    def __exit__(self, *_: Any) -> None:
+        self._open.pop().close()
+
+
+class Covered(AbstractContextManager[None]):
+    """Entered by functions of the forward pass that will be recomputed as it was."""
+
+    def __init__(self, work: Recomputed) -> None:
         self._work = work
 
     def __enter__(self) -> None:
@@ -114,29 +155,37 @@ class Covered:
 
 
 class Checkpointing(NotCopied):
-    """Replaces a module's checkpointing function during one pass: each checkpointed function carries the pass's rows.
+    """Replaces a module's checkpointing function during one pass: each checkpointed function carries the pass.
 
-    After the pass, a shallow copy of the module made in the pass may still call it; then it calls the module's own.
+    In the pass it runs within `first`, and its recomputation within `again`; both may be entered again. After the pass,
+    a shallow copy of the module made in the pass may still call it; then it calls the module's own.
     """
 
-    def __init__(self, own: Callable[..., Any], work: Pass, sites: Sequence[RouterSite]) -> None:
+    def __init__(
+        self,
+        own: Callable[..., Any],
+        work: Recomputed,
+        first: AbstractContextManager[None],
+        again: AbstractContextManager[None],
+    ) -> None:
         self._own = own
         self._work = work
-        self._sites = sites
+        self._first = first
+        self._again = again
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        work, sites = self._work, self._sites
+        work, first, again = self._work, self._first, self._again
         if not work.running:
             return self._own(function, *args, **kwargs)
 
-        def with_rows(*inner: Any, **named: Any) -> Any:
-            with Covered(work) if work.running else Forcing(work, sites):
+        def as_before(*inner: Any, **named: Any) -> Any:
+            with first if work.running else again:
                 return function(*inner, **named)
 
-        return self._own(with_rows, *args, **kwargs)
+        return self._own(as_before, *args, **kwargs)
 
 
-def _within_hooks() -> bool:
+def within_hooks() -> bool:
     """Whether torch's non-reentrant checkpointing runs; its saved-tensor hooks may lie under others (save_on_cpu)."""
     autograd: Any = torch._C._autograd
     above: list[Any] = []
@@ -151,7 +200,7 @@ def _within_hooks() -> bool:
     return found
 
 
-def _within_function() -> bool:
+def within_function() -> bool:
     """Whether an autograd.Function's forward calls this, as reentrant checkpointing of any library does."""
     frame = currentframe()
     while frame is not None:

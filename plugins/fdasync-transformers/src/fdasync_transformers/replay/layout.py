@@ -90,7 +90,7 @@ class Packed:
 Layout = Padded | Packed
 
 
-def derived(arguments: Mapping[str, Any], batch: int, width: int) -> Spans:
+def derived(arguments: Mapping[str, Any], batch: int, width: int, *, hint: str = _HINT) -> Spans:
     """The layout by a pass's arguments, which are read in this order.
 
     `cu_seq_lens_q`: packed. In one row, `position_ids` that restart at 0: packed, within the ones of a mask if there is
@@ -104,11 +104,11 @@ def derived(arguments: Mapping[str, Any], batch: int, width: int) -> Spans:
     if bounds is not None:
         table = _array(bounds)
         if table.ndim != 1 or table.dtype.kind not in "iu" or not table.size or table[0] != 0:
-            raise BadInput("layout", "cu_seq_lens_q that is no flat list of token counts from 0 on", hint=_HINT)
+            raise BadInput("layout", "cu_seq_lens_q that is no flat list of token counts from 0 on", hint=hint)
         return Packed(np.diff(table.astype(np.int64)).tolist()).spans(batch, width)
     mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
     if mask is not None and getattr(mask, "ndim", 0) != 2:
-        raise BadInput("layout", "the attention mask is not [B, T] and tells no sequences", hint=_HINT)
+        raise BadInput("layout", "the attention mask is not [B, T] and tells no sequences", hint=hint)
     if mask is not None:
         spans = Padded(mask).spans(batch, width)
     else:
@@ -117,20 +117,20 @@ def derived(arguments: Mapping[str, Any], batch: int, width: int) -> Spans:
         return spans
     table = _array(positions)
     if table.ndim != 2 or table.shape[1] != width or table.shape[0] not in (1, batch):
-        raise BadInput("layout", f"position_ids of shape {table.shape} tell no sequences", hint=_HINT)
+        raise BadInput("layout", f"position_ids of shape {table.shape} tell no sequences", hint=hint)
     if batch > 1:
         for row, (first, length) in enumerate(zip(spans.offsets % width, spans.lengths, strict=True)):
             own = table[row % len(table), first : first + length]
             if not np.array_equal(own, np.arange(length)):
                 problem = f"position_ids that do not count up from 0 in the sequence of row {row}"
-                raise BadInput("layout", problem, hint=_HINT)
+                raise BadInput("layout", problem, hint=hint)
         return spans
     first = int(spans.offsets[0])
     own = table[0, first : first + int(spans.lengths[0])].astype(np.int64)
     starts = np.flatnonzero(own == 0)
     lengths = np.diff(np.append(starts, len(own)))
     if len(own) and (not starts.size or not np.array_equal(own, np.arange(len(own)) - np.repeat(starts, lengths))):
-        raise BadInput("layout", "position_ids that do not count up from 0 in each sequence", hint=_HINT)
+        raise BadInput("layout", "position_ids that do not count up from 0 in each sequence", hint=hint)
     return Spans(first + starts, lengths, width) if len(own) else spans
 
 

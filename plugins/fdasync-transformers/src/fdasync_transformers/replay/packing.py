@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from fdasync_transformers.replay.layout import Spans
 
+#: attention of `fixed_numerics`, which reads the sequences off positions and bounds itself
+FIXED = "fdasync_fixed"
 _BY_POSITIONS = ("eager", "sdpa", "flex_attention")
 _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _WAY_OUT = "give position_ids that begin at 0 in each sequence, and no attention_mask; or use flash attention"
@@ -43,10 +45,15 @@ def refuse_mixing(kind: str, model: Any, arguments: Mapping[str, Any], spans: Sp
     def refused(why: str) -> UnsupportedModel:
         return UnsupportedModel(kind, f"packed sequences would attend to each other: {why}; {_WAY_OUT}")
 
+    bounds = all(arguments.get(name) is not None for name in _BOUNDS)
+    if attention == FIXED:
+        if bounds or _restart(arguments, spans):
+            return
+        raise refused("fixed numerics read sequences off positions or bounds")
     if mask is not None:
         raise refused("with a 2-D attention_mask the library does not look at positions")
     if "flash" in attention:
-        if all(arguments.get(name) is not None for name in _BOUNDS) or _restart(arguments, spans):
+        if bounds or _restart(arguments, spans):
             return
         raise refused(f"flash attention takes all of {', '.join(_BOUNDS)}, or positions")
     if kind == "gpt_oss":
