@@ -148,7 +148,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
             "fdasync.cache.aux", "fdasync.cache.debug_rows", "fdasync.gpu.*", "fdasync_transformers.fused.*",
             "fdasync_transformers.model.*",
         ),
-        "fdasync_transformers.fixed": ("fdasync_transformers.model.*",),
+        "fdasync_transformers.fixed": ("fdasync_transformers.model.*", "fdasync_transformers.replay.*"),
         "fdasync_transformers.tiny": ("fdasync_transformers.weights.*",),
     },
     {

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fdasync_transformers.fixed.trainer import TrainerNumerics, fixed_numerics
     from fdasync_transformers.replay.batch import Replay, checkpoint_contexts, replay_routing
     from fdasync_transformers.replay.force import forced_routing
     from fdasync_transformers.replay.layout import Packed, Padded
@@ -25,9 +26,11 @@ _HOME = {
     "Replay": "replay.batch",
     "Report": "verification.verify",
     "Served": "verification.verify",
+    "TrainerNumerics": "fixed.trainer",
     "TransformersConfig": "start.runner_config",
     "TransformersRunner": "runner",
     "checkpoint_contexts": "replay.batch",
+    "fixed_numerics": "fixed.trainer",
     "forced_routing": "replay.force",
     "load_tokenizer": "tokenizer",
     "make_random_checkpoint": "weights.random_checkpoints",
@@ -43,9 +46,11 @@ __all__ = [
     "Replay",
     "Report",
     "Served",
+    "TrainerNumerics",
     "TransformersConfig",
     "TransformersRunner",
     "checkpoint_contexts",
+    "fixed_numerics",
     "forced_routing",
     "load_tokenizer",
     "make_random_checkpoint",

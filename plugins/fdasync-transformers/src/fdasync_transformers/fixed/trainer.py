@@ -1,0 +1,235 @@
+"""Fixed numerics of a trainer: a plain transformers model computes the very bits of a rollout, and has its gradients.
+
+The library's code runs within `mode.FixedNumerics`, which stands below autograd: values are the rollout's, and torch's
+own gradients flow. Attention, whose values come from sequences laid out as a rollout has them, brings a backward of its
+own (`trainer_attention.py`). Knows no engines. Called by training code.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial, update_wrapper
+from inspect import signature
+from typing import TYPE_CHECKING, Any, Self
+
+from fdasync.errors import BadInput
+from fdasync_transformers.fixed.segments import Segments
+from fdasync_transformers.fixed.trainer_attention import PassContext, catch_latents, register
+from fdasync_transformers.fixed.trainer_pass import FixedPass, PassMode, Within
+from fdasync_transformers.fixed.trainer_refusals import random_parts, refuse_model, refuse_pass
+from fdasync_transformers.model.families import mended
+from fdasync_transformers.model.head import decoder_of
+from fdasync_transformers.model.probe import attention_layers, latent_rank
+from fdasync_transformers.replay.force import NotCopied
+from fdasync_transformers.replay.forward_pass import CHECKPOINTING, Checkpointing, Recomputing
+from fdasync_transformers.replay.layout import derived
+from fdasync_transformers.replay.packing import FIXED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import torch
+    from transformers import PreTrainedModel
+
+_BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_LAYOUT = "give a 2-D attention_mask, or position_ids that begin at 0 in each sequence"
+
+
+def fixed_numerics(model: PreTrainedModel) -> TrainerNumerics:
+    """Within the context, forward passes of `model` have the bits of a rollout under `numerics="fixed"`.
+
+    `with fixed_numerics(model): logits = model(input_ids=..., attention_mask=...).logits`; or for good, with
+    `fixed_numerics(model).apply()`. The logits of every real token have the rollout's bits, whatever the batch beside
+    it, in train and eval mode. Batches are padded on either side (`attention_mask` [B, T]), or packed in one row
+    (`position_ids` [1, T] that begin at 0 in each sequence, or `cu_seq_lens_q`); without either, each row is a whole
+    sequence. Positions are counted in each sequence; no KV cache is filled. The decoder may be called alone too
+    (`model.model`). `replay_routing` may be entered inside or outside.
+
+    The forward pass must run in the rollout's dtype: for a rollout in bfloat16, parameters in bfloat16, or masters in
+    float32 that FSDP2's `MixedPrecisionPolicy(param_dtype=torch.bfloat16)` rounds. Parameters and buffers that the
+    rollout keeps in float32 must be so here too: `model.to(torch.bfloat16)` rounds rotary frequencies, which
+    `from_pretrained(dtype=...)` does not. FSDP2 over full parameters (`fully_shard` of layers and model) works; of DDP,
+    give the model that it wraps.
+
+    Gradients are torch's own. Attention recomputes each sequence in the backward pass by
+    `scaled_dot_product_attention`. Backward may run after the context; with gradient checkpointing (the library's, or
+    `context_fn=checkpoint_contexts(model)`) it must run within, as its recomputation has these numerics too.
+
+    Latent attention (MLA) is absorbed, as in a rollout: each pair of query and key costs (2 * rank + rotary dims)
+    products per head instead of (key dims + value dims), about 3.4 times as many in DeepSeek's shape, and again in the
+    backward pass.
+
+    The first opening of what this function returns runs one token through the model, without gradients: keep it and
+    open it again rather than making a new one for each step. Under FSDP2 all ranks open it.
+
+    Raises, at the opening or in a pass:
+        BadInput: dropout or noise in training, with the module's path; autocast; a compiled model; arguments that do
+            not tell the sequences; a KV cache; sequences longer than the family can have; checkpointing that would
+            recompute with other numerics; a recomputation after the end of the context; numerics that are fixed
+            already; a part of the model that is called alone; copies within the context.
+        UnsupportedModel: a model that an engine would not serve either; a GPU, so far; LoRA and the like on the
+            up-projection of latent attention.
+        RunnerError: an operation without fixed form: a random one, or a convolution.
+    """
+    return TrainerNumerics(model)
+
+
+class TrainerNumerics:
+    """See `fixed_numerics`, which makes it. A context that may be opened again; of one thread at a time."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._kind = refuse_model(model)
+        self._model = model
+        self._layers: Any = None
+        self._most_tokens: int | None = None
+        self._random = random_parts(model)
+        self._undo: ExitStack | None = None
+
+    def __enter__(self) -> Self:
+        return self.apply()
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the model's numerics are fixed by this object."""
+        return self._undo is not None
+
+    def apply(self) -> Self:
+        """Fix the model's numerics until `undo`."""
+        model = self._model
+        refuse_pass(self._kind, model.device, ())
+        if any(isinstance(vars(part).get("forward"), FixedForward) for part in model.modules()):
+            raise BadInput("model", "has fixed numerics already")
+        register()
+        with ExitStack() as stack:
+            mends = stack.enter_context(mended(model))
+            self._most_tokens = mends.max_context_tokens
+            if self._layers is None:
+                with _evaluating(model):
+                    specs = attention_layers(model, latent=True, query_scales=mends.query_scales)
+                self._layers = {spec.index: spec for spec in specs}
+            stack.enter_context(_implementations(model))
+            for module in model.modules():
+                if latent_rank(module):
+                    stack.callback(module.register_forward_pre_hook(catch_latents, with_kwargs=True).remove)
+            decoder = decoder_of(model)
+            for part in (model,) if decoder is None else (model, decoder):
+                stack.callback(_put(part, "forward", FixedForward(self, part.forward)))
+            self._undo = stack.pop_all()
+        return self
+
+    def undo(self) -> None:
+        """Give the model its own numerics back; nothing if it has them."""
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo.close()
+
+    def run_pass(self, forward: FixedForward, own: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        """One forward pass."""
+        refuse_pass(self._kind, self._model.device, self._random)
+        work = FixedPass(lambda: self.is_open)
+        given = self._given(arguments, work)
+        within = Within(work)
+        with ExitStack() as stack:
+            for module in self._model.modules():
+                function = vars(module).get(CHECKPOINTING)
+                if function is not None:
+                    stack.callback(_put(module, CHECKPOINTING, Checkpointing(function, work, within, within)))
+            stack.callback(forward.end)
+            forward.work = work
+            stack.enter_context(PassMode(work))
+            return own(**given)
+
+    def _given(self, arguments: dict[str, Any], work: FixedPass) -> dict[str, Any]:
+        """The arguments of the library's forward."""
+        tokens = arguments.get("input_ids")
+        if tokens is None:
+            tokens = arguments.get("inputs_embeds")
+        if tokens is None or tokens.ndim < 2:
+            raise BadInput("model", "was called without input_ids [B, T] or inputs_embeds [B, T, H]")
+        if arguments.get("past_key_values") is not None or arguments.get("use_cache"):
+            raise BadInput("past_key_values", "a trainer with fixed numerics takes whole sequences and fills no cache")
+        mask = arguments.get("attention_mask")
+        if mask is not None and getattr(mask, "ndim", 0) != 2:
+            raise BadInput("attention_mask", "is not [B, T] and tells no sequences", hint=_LAYOUT)
+        batch, width = int(tokens.shape[0]), int(tokens.shape[1])
+        spans = derived(arguments, batch, width, hint=_LAYOUT)
+        longest = int(spans.lengths.max(initial=0))
+        if self._most_tokens is not None and longest > self._most_tokens:
+            raise BadInput("input_ids", f"a sequence of {longest} tokens", limit=f"{self._most_tokens} of {self._kind}")
+        segments = Segments(spans, tokens.device)
+        given = {name: value for name, value in arguments.items() if name not in _BOUNDS}
+        given["position_ids"] = segments.positions.view(batch, width)
+        given["use_cache"] = False
+        given["fd_ctx"] = PassContext(self._layers, segments, work.watch)
+        return given
+
+
+class FixedForward(NotCopied, Recomputing):
+    """A module's forward while its numerics are fixed."""
+
+    def __init__(self, numerics: TrainerNumerics, own: Callable[..., Any]) -> None:
+        update_wrapper(self, own)
+        self.work: FixedPass | None = None
+        self._numerics = numerics
+        self._own = own
+        self._parameters = list(signature(own).parameters)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if "fd_ctx" in kwargs:
+            return self._own(*args, **kwargs)  # within a pass
+        return self._numerics.run_pass(self, self._own, dict(zip(self._parameters, args, strict=False)) | kwargs)
+
+    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]] | None:
+        """See `Recomputing`."""
+        return None if self.work is None else (Within(self.work), Within(self.work))
+
+    def end(self) -> None:
+        """The pass has ended."""
+        if self.work is not None:
+            self.work.running = False
+        self.work = None
+
+
+def _put(module: torch.nn.Module, name: str, value: Any) -> Callable[[], None]:
+    """Set an attribute of a module, past its class; returns what undoes it."""
+    attributes = vars(module)
+    if name in attributes:
+        return partial(attributes.__setitem__, name, _swapped(attributes, name, value))
+    attributes[name] = value
+    return partial(attributes.pop, name)
+
+
+def _swapped(attributes: dict[str, Any], name: str, value: Any) -> Any:
+    before, attributes[name] = attributes[name], value
+    return before
+
+
+@contextmanager
+def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """The model in eval mode for a while; each module keeps its own mode."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def _implementations(model: PreTrainedModel) -> Iterator[None]:
+    """Our attention, and experts one by one, in the place of the library's."""
+    configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
+    names = ("_attn_implementation", "_experts_implementation")
+    kept = [(config, name, getattr(config, name, None)) for config in configs.values() for name in names]
+    try:
+        model.set_attn_implementation(FIXED)
+        model.set_experts_implementation("eager")
+        yield
+    finally:
+        # outer configs first: they set those within them too
+        for config, name, value in kept:
+            setattr(config, name, value)

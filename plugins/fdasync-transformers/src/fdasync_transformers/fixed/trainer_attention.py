@@ -1,0 +1,209 @@
+"""Attention of a trainer's model with the rollout's bits, and with gradients.
+
+The values are the rollout's (`segments.py`); the backward pass recomputes each sequence by torch's own attention and
+takes the gradients of that. Latent attention is absorbed, as in a rollout: queries and outputs go through the layer's
+up-projection, and one key head of latents is attended to. Stateless: the keyword `fd_ctx` carries what a pass needs.
+Knows no batches and no engines. Registered with the library and called by its layers, within `trainer.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from fdasync.errors import BadInput, UnsupportedModel
+from fdasync_transformers.model.attention import (
+    NOT_DONE,
+    LatentCatcher,
+    attend_with_sinks,
+    latent_projections,
+    scale_queries,
+)
+from fdasync_transformers.replay.packing import FIXED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from fdasync_transformers.fixed.segments import Segments
+    from fdasync_transformers.model.kv import LayerSpec, Reach
+
+
+@dataclass(frozen=True)
+class PassContext:
+    """The inputs of the attention layers in one forward pass, and in its recomputations.
+
+    Attributes:
+        layers: spec by layer index.
+        segments: the batch's sequences.
+        watch: called by each layer; raises where a recomputation would have other bits.
+        latents: of the running layer.
+    """
+
+    layers: Mapping[int, LayerSpec]
+    segments: Segments
+    watch: Callable[[], None]
+    latents: LatentCatcher = field(default_factory=LatentCatcher)
+
+
+def register() -> None:
+    """Make the function known to the library under `FIXED`; harmless when repeated."""
+    AttentionInterface.register(FIXED, trainer_attention)
+
+
+def catch_latents(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A forward pre-hook (with keywords) of a latent attention layer: it gets a catcher of its own as its cache."""
+    context = kwargs.get("fd_ctx")
+    if not isinstance(context, PassContext):
+        return None
+    context = replace(context, latents=LatentCatcher())
+    return args, {**kwargs, "fd_ctx": context, "past_key_values": context.latents}
+
+
+def trainer_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    fd_ctx: PassContext | None = None,
+    s_aux: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Query [B, H, T, Dk], key [B, KH, T, Dk], value [B, KH, T, Dv] -> [B, T, H, Dv]; zeros at padding.
+
+    `scaling` is the model's, `s_aux` [H] are attention sinks, a window in `kwargs` is the probe's to find. Raises
+    BadInput outside of a pass of `fixed_numerics` and for dropout, UnsupportedModel for other arguments that would
+    change the result and for up-projections of latents that are more than a weight.
+    """
+    del attention_mask
+    if fd_ctx is None:
+        raise BadInput("model", "a part of it was called within fixed_numerics", hint="call the model itself")
+    name = f"layer {module.layer_idx}: {type(module).__name__}"
+    if dropout:
+        raise BadInput("model", f"{name} drops attention weights ({dropout})", hint="set it to 0, or call model.eval()")
+    for argument in NOT_DONE:
+        if kwargs.get(argument) is not None:
+            raise UnsupportedModel(name, f"attention with {argument!r}")
+    fd_ctx.watch()
+    spec = fd_ctx.layers[int(module.layer_idx)]  # type: ignore[arg-type]
+    batch = query.shape[0]
+    rows, keys, values = (part.transpose(1, 2).flatten(0, 1) for part in (query, key, value))
+    if spec.query_scale is not None:
+        rows = scale_queries(rows, fd_ctx.segments.positions, *spec.query_scale)
+    if not spec.latent_rank:
+        out = _attend(rows, keys, values, s_aux, fd_ctx.segments, spec.reach, scaling)
+        return out.view(batch, -1, *out.shape[1:]), None
+    values, rotary = fd_ctx.latents.take()
+    up_keys, up_values = _projections(module, spec.latent_rank, name)
+    nope = up_keys.shape[1]
+    absorbed = torch.cat((_by_head(rows[..., :nope], up_keys), rows[..., nope:]), dim=-1)
+    keys = torch.cat((values, rotary), dim=-1)
+    out = _attend(absorbed, keys, values, None, fd_ctx.segments, spec.reach, scaling)
+    out = _by_head(out, up_values.transpose(1, 2))
+    return out.view(batch, -1, *out.shape[1:]), None
+
+
+def _projections(module: Any, rank: int, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    up = module.kv_b_proj
+    if type(up) is not torch.nn.Linear:
+        raise UnsupportedModel(
+            name, f"kv_b_proj is a {type(up).__name__}, and absorbed attention takes a plain Linear's weight alone"
+        )
+    return latent_projections(module, rank)
+
+
+def _by_head(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Rows [R, H, a] by each head's weights [H, a, b]: [R, H, b]."""
+    return torch.bmm(rows.transpose(0, 1), weights).transpose(0, 1)
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    segments: Segments,
+    reach: Reach,
+    scaling: float,
+) -> torch.Tensor:
+    out: torch.Tensor = _Attend.apply(query, key, value, sinks, segments, reach, scaling)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Attend(torch.autograd.Function):
+    """`Segments.attend`, whose backward pass recomputes it by torch's own attention."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
+        segments: Segments,
+        reach: Reach,
+        scaling: float,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(query, key, value, sinks)
+        ctx.given = segments, reach, scaling
+        return segments.attend(query, key, value, reach, scaling, sinks)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        query, key, value, sinks = ctx.saved_tensors
+        segments, reach, scaling = ctx.given
+        found = [torch.zeros_like(part) for part in (query, key, value)]
+        of_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=torch.float32)
+        for first, length in segments.spans:
+            rows = slice(first, first + length)
+            parts = [part[rows].detach().requires_grad_() for part in (query, key, value)]
+            if sinks is not None:
+                parts.append(sinks.detach().requires_grad_())
+            with torch.enable_grad():
+                out = _plain(*parts, reach=reach, scaling=scaling)
+            grads = torch.autograd.grad(out, parts, grad[rows])
+            for whole, part in zip(found, grads, strict=False):
+                whole[rows] = part
+            if of_sinks is not None:
+                of_sinks += grads[3]
+        return *found, None if of_sinks is None else of_sinks.to(sinks.dtype), None, None, None
+
+
+def _plain(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+    *,
+    reach: Reach,
+    scaling: float,
+) -> torch.Tensor:
+    """One whole sequence, queries [T, H, Dk]: [T, H, Dv], with gradients."""
+    q, k, v = (part.transpose(0, 1)[None] for part in (query, key, value))
+    mask = _mask(len(query), reach, query)
+    if sinks is not None:
+        out = attend_with_sinks(q, k, v, mask, scaling, sinks)
+    else:
+        out = scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+        )
+    return out[0].transpose(0, 1)
+
+
+def _mask(length: int, reach: Reach, like: torch.Tensor) -> torch.Tensor | None:
+    """[1, 1, T, T], -inf where not seen; None: plain causal masking."""
+    if reach.kind == "full" or length <= reach.size:
+        return None
+    query = torch.arange(length, device=like.device)[:, None]
+    key = torch.arange(length, device=like.device)
+    near = key > query - reach.size if reach.kind == "window" else key // reach.size == query // reach.size
+    return like.new_zeros(1, 1, length, length).masked_fill_(~(near & (key <= query)), float("-inf"))
