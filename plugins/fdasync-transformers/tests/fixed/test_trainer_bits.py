@@ -61,10 +61,12 @@ def test_nothing_is_left_on_the_model(family: str) -> None:
     model.model.layers[1].train()
     before = state()
     numerics = fixed_numerics(model).apply()
-    assert numerics.is_open and state() != before
+    assert numerics.is_open
+    assert state() != before
     numerics.undo()
     numerics.undo()
-    assert not numerics.is_open and state() == before
+    assert not numerics.is_open
+    assert state() == before
     with pytest.raises(ZeroDivisionError), numerics:
         raise ZeroDivisionError
     assert state() == before
@@ -94,3 +96,48 @@ def test_padding_changes_no_bit_and_a_batch_of_it_alone_passes() -> None:
         assert torch.equal(first, model(**other).logits.flatten(0, 1)[real])
         nothing = {**arguments, "attention_mask": torch.zeros_like(arguments["attention_mask"])}
         assert model(**nothing).logits.isfinite().all()
+
+
+def test_losses_of_the_library_are_computed_from_these_logits() -> None:
+    model = make_tiny_model("mixtral").train()
+    arguments, _ = batch_of(drawn((30, 12)), "left")
+    labels = arguments["input_ids"].masked_fill(arguments["attention_mask"] == 0, -100)
+    with fixed_numerics(model):
+        logits = model(**arguments).logits
+        output = model(**arguments, labels=labels, output_router_logits=True)
+    wanted = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    aux = model.router_aux_loss_coef * output.aux_loss
+    assert output.aux_loss > 0
+    assert torch.allclose(output.loss, wanted + aux)
+    assert torch.equal(output.logits, logits)
+
+
+def test_opening_it_runs_the_model_once_and_draws_nothing() -> None:
+    model = make_tiny_model("phimoe").train()
+    calls: list[object] = []
+    model.model.layers[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    state = torch.get_rng_state()
+    numerics = fixed_numerics(model)
+    for _ in range(3):
+        with numerics:
+            pass
+    assert len(calls) == 1
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_the_whole_of_llama4_is_mended_as_its_text_half_is() -> None:
+    sequences = drawn((40, 9))
+    whole, text = make_tiny_model("llama4"), make_tiny_model("llama4_text")
+    text.load_state_dict(
+        {
+            name.replace("language_model.model.", "model.")
+            .replace("model.language_model.", "model.")
+            .replace("language_model.lm_head", "lm_head"): tensor
+            for name, tensor in whole.state_dict().items()
+            if "vision" not in name and "projector" not in name
+        }
+    )
+    wanted = rollout_logits(text, sequences)
+    arguments, real = batch_of(sequences, "left")
+    with torch.no_grad(), fixed_numerics(whole):
+        assert torch.equal(whole(**arguments).logits.flatten(0, 1)[real], wanted)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,6 +14,7 @@ from fdasync_transformers.fixed import trainer_attention
 from fdasync_transformers.tiny.checkpoints import make_tiny_model
 from replay_helpers import checkpointed, grads_of, observe, random_routing
 from rollout_bits import batch_of, drawn, loss_of
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from fdasync.errors import BadInput
 
@@ -21,8 +24,8 @@ if TYPE_CHECKING:
 LENGTHS = (40, 11, 3)
 
 
-def training(family: str) -> Any:
-    model = make_tiny_model(family)
+def training(family: str, **overrides: Any) -> Any:
+    model = make_tiny_model(family, **overrides)
     # phimoe samples experts in training
     return model if family == "phimoe" else model.train()
 
@@ -40,9 +43,9 @@ def own_gradients(model: Any, layout: str = "left") -> tuple[torch.Tensor, dict[
     return loss.detach(), grads_of(model, of="all")
 
 
-def library_gradients(family: str) -> dict[str, torch.Tensor]:
+def library_gradients(family: str, **overrides: Any) -> dict[str, torch.Tensor]:
     """Of the library's own code in float64, each sequence alone."""
-    model = training(family).double()
+    model = training(family, **overrides).double()
     model.set_experts_implementation("eager")
     model.set_attn_implementation("eager")
     logits = torch.cat([model(tokens[None], use_cache=False).logits[0] for tokens in drawn(LENGTHS)])
@@ -64,6 +67,20 @@ def test_gradients_are_those_of_the_library_in_float64(family: str) -> None:
     with fixed_numerics(model):
         _, found = own_gradients(model)
     assert worst(found, library_gradients(family)) < 1e-4
+
+
+@pytest.mark.parametrize("family", ["qwen3_dense", "deepseek_v3"])
+def test_gradients_in_bfloat16_are_as_near_as_the_librarys(family: str) -> None:
+    """Without experts: a choice that falls otherwise in another dtype would hide all else."""
+    dense = {"first_k_dense_replace": 4} if family == "deepseek_v3" else {}
+    wanted = library_gradients(family, **dense)
+    own, library = (make_tiny_model(family, **dense).train().bfloat16() for _ in range(2))
+    library.set_attn_implementation("eager")
+    with fixed_numerics(own):
+        own_gradients(own)
+    own_gradients(library)
+    assert worst(grads_of(library, of="all"), wanted) > 1e-3
+    assert worst(grads_of(own, of="all"), wanted) < 1.5 * worst(grads_of(library, of="all"), wanted)
 
 
 def no_keys(grads: list[torch.Tensor]) -> None:
@@ -124,6 +141,29 @@ def test_an_own_checkpoint_is_recomputed_with_the_same_numerics() -> None:
     assert torch.equal(loss, again)
     assert all(torch.equal(found[name], grad) for name, grad in wanted.items())
     own_gradients(model)  # and without the context
+
+
+def test_selective_checkpointing_keeps_what_the_recomputation_asks_for() -> None:
+    plain, model = training("qwen3_moe"), training("qwen3_moe")
+    kept = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default, torch.ops.aten.bmm.default])
+    checkpointed(model, use_reentrant=False, context_fn=kept)
+    with fixed_numerics(plain):
+        loss, wanted = own_gradients(plain)
+    with fixed_numerics(model):
+        again, found = own_gradients(model)
+    assert torch.equal(loss, again)
+    assert all(torch.equal(found[name], grad) for name, grad in wanted.items())
+
+
+def test_a_recomputation_on_another_thread_has_the_same_numerics() -> None:
+    plain, model = training("qwen3_moe"), checkpointed(training("qwen3_moe"))
+    arguments, real = batch_of(drawn(LENGTHS), "left")
+    with fixed_numerics(plain):
+        _, wanted = own_gradients(plain)
+    with fixed_numerics(model), ThreadPoolExecutor(1) as pool:
+        loss = loss_of(model(**arguments).logits.flatten(0, 1)[real], weights_of(sum(LENGTHS)))
+        pool.submit(loss.backward).result()
+    assert worst(grads_of(model, of="all"), wanted) == 0
 
 
 @pytest.mark.parametrize("part", ["self_attn", "mlp"])

@@ -69,7 +69,7 @@ def test_experts_that_are_sampled_in_training() -> None:
 
 def test_autocast_has_a_way_out(model: Any) -> None:
     with fixed_numerics(model), torch.autocast("cpu", torch.bfloat16):
-        with pytest.raises(BadInput, match="autocast.*MixedPrecisionPolicy"):
+        with pytest.raises(BadInput, match=r"autocast.*MixedPrecisionPolicy"):
             model(input_ids=IDS)
         with torch.autocast("cpu", enabled=False):
             model(input_ids=IDS)

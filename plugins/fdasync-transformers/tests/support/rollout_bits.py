@@ -54,7 +54,7 @@ def rollout_logits(model: Any, sequences: list[torch.Tensor], cut: int = 33) -> 
 
 
 def batch_of(sequences: list[torch.Tensor], layout: str) -> tuple[dict[str, Any], torch.Tensor]:
-    """Arguments of a pass, with labels, and which tokens of its flattened batch are real; layout: left, right, packed."""
+    """Arguments of a pass, and which tokens of its flattened batch are real; layout: left, right or packed."""
     lengths = [len(tokens) for tokens in sequences]
     if layout == "packed":
         positions = torch.cat([torch.arange(n) for n in lengths])[None]

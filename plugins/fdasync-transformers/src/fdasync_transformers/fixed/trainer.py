@@ -12,31 +12,23 @@ from functools import partial, update_wrapper
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Self
 
-import torch
-
-from fdasync.errors import BadInput, RunnerError
-from fdasync_transformers.fixed.mode import FixedNumerics
+from fdasync.errors import BadInput
 from fdasync_transformers.fixed.segments import Segments
 from fdasync_transformers.fixed.trainer_attention import PassContext, catch_latents, register
+from fdasync_transformers.fixed.trainer_pass import FixedPass, PassMode, Within
 from fdasync_transformers.fixed.trainer_refusals import random_parts, refuse_model, refuse_pass
 from fdasync_transformers.model.families import mended
 from fdasync_transformers.model.head import decoder_of
 from fdasync_transformers.model.probe import attention_layers, latent_rank
 from fdasync_transformers.replay.force import NotCopied
-from fdasync_transformers.replay.forward_pass import (
-    CHECKPOINTING,
-    Checkpointing,
-    Covered,
-    Recomputing,
-    within_function,
-    within_hooks,
-)
+from fdasync_transformers.replay.forward_pass import CHECKPOINTING, Checkpointing, Recomputing
 from fdasync_transformers.replay.layout import derived
 from fdasync_transformers.replay.packing import FIXED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    import torch
     from transformers import PreTrainedModel
 
 _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -46,16 +38,18 @@ _LAYOUT = "give a 2-D attention_mask, or position_ids that begin at 0 in each se
 def fixed_numerics(model: PreTrainedModel) -> TrainerNumerics:
     """Within the context, forward passes of `model` have the bits of a rollout under `numerics="fixed"`.
 
-    `with fixed_numerics(model): loss = model(input_ids=..., attention_mask=...)...`; or for good, with
-    `fixed_numerics(model).apply()`. The logits of every real token have the rollout's bits, whatever the batch beside it, in
-    train and eval mode. Batches are padded on either side (`attention_mask` [B, T]), or packed in one row
+    `with fixed_numerics(model): logits = model(input_ids=..., attention_mask=...).logits`; or for good, with
+    `fixed_numerics(model).apply()`. The logits of every real token have the rollout's bits, whatever the batch beside
+    it, in train and eval mode. Batches are padded on either side (`attention_mask` [B, T]), or packed in one row
     (`position_ids` [1, T] that begin at 0 in each sequence, or `cu_seq_lens_q`); without either, each row is a whole
     sequence. Positions are counted in each sequence; no KV cache is filled. The decoder may be called alone too
     (`model.model`). `replay_routing` may be entered inside or outside.
 
     The forward pass must run in the rollout's dtype: for a rollout in bfloat16, parameters in bfloat16, or masters in
-    float32 that FSDP2's `MixedPrecisionPolicy(param_dtype=torch.bfloat16)` rounds. FSDP2 over full parameters
-    (`fully_shard` of layers and model) works; DDP's, give the model that it wraps.
+    float32 that FSDP2's `MixedPrecisionPolicy(param_dtype=torch.bfloat16)` rounds. Parameters and buffers that the
+    rollout keeps in float32 must be so here too: `model.to(torch.bfloat16)` rounds rotary frequencies, which
+    `from_pretrained(dtype=...)` does not. FSDP2 over full parameters (`fully_shard` of layers and model) works; of DDP,
+    give the model that it wraps.
 
     Gradients are torch's own. Attention recomputes each sequence in the backward pass by
     `scaled_dot_product_attention`. Backward may run after the context; with gradient checkpointing (the library's, or
@@ -132,21 +126,23 @@ class TrainerNumerics:
         if undo is not None:
             undo.close()
 
-    def run(self, forward: FixedForward, own: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    def run_pass(self, forward: FixedForward, own: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """One forward pass."""
         refuse_pass(self._kind, self._model.device, self._random)
-        work = Work(self, forward)
+        work = FixedPass(lambda: self.is_open)
         given = self._given(arguments, work)
+        within = Within(work)
         with ExitStack() as stack:
             for module in self._model.modules():
                 function = vars(module).get(CHECKPOINTING)
                 if function is not None:
-                    again = partial(Again, work)
-                    stack.callback(_put(module, CHECKPOINTING, Checkpointing(function, work, again)))
-            stack.enter_context(work)
+                    stack.callback(_put(module, CHECKPOINTING, Checkpointing(function, work, within, within)))
+            stack.callback(forward.end)
+            forward.work = work
+            stack.enter_context(PassMode(work))
             return own(**given)
 
-    def _given(self, arguments: dict[str, Any], work: Work) -> dict[str, Any]:
+    def _given(self, arguments: dict[str, Any], work: FixedPass) -> dict[str, Any]:
         """The arguments of the library's forward."""
         tokens = arguments.get("input_ids")
         if tokens is None:
@@ -176,7 +172,7 @@ class FixedForward(NotCopied, Recomputing):
 
     def __init__(self, numerics: TrainerNumerics, own: Callable[..., Any]) -> None:
         update_wrapper(self, own)
-        self.work: Work | None = None
+        self.work: FixedPass | None = None
         self._numerics = numerics
         self._own = own
         self._parameters = list(signature(own).parameters)
@@ -184,109 +180,17 @@ class FixedForward(NotCopied, Recomputing):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if "fd_ctx" in kwargs:
             return self._own(*args, **kwargs)  # within a pass
-        return self._numerics.run(self, self._own, dict(zip(self._parameters, args, strict=False)) | kwargs)
+        return self._numerics.run_pass(self, self._own, dict(zip(self._parameters, args, strict=False)) | kwargs)
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]] | None:
         """See `Recomputing`."""
-        work = self.work
-        return None if work is None else (Covered(work), Again(work))
+        return None if self.work is None else (Within(self.work), Within(self.work))
 
-
-class Work:
-    """One forward pass; entered while it runs.
-
-    Attributes:
-        running, covered: see `replay.forward_pass.Recomputed`.
-        numerics: of its model.
-    """
-
-    def __init__(self, numerics: TrainerNumerics, forward: FixedForward) -> None:
-        self.running = False
-        self.covered = 0
-        self.numerics = numerics
-        self._forward = forward
-        self._with_grad = torch.is_grad_enabled()
-        # checkpointing of the whole model may have switched gradients off before the pass
-        self._within_function = not self._with_grad and within_function()
-        self._mode: _Mode | None = None
-
-    def __enter__(self) -> None:
-        self._forward.work = self
-        self.running = True
-        self._mode = _Mode(self)
-        self._mode.__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *error: Any) -> None:
-        assert self._mode is not None
-        self._mode.__exit__(*error)  # type: ignore[no-untyped-call]
-        self.running = False
-        self._forward.work = self._mode = None
-
-    def watch(self) -> None:
-        """Raise if the running layer would be recomputed without these numerics, or is."""
-        if not self.running:
-            if not isinstance(torch.utils._python_dispatch._get_current_dispatch_mode(), FixedNumerics):
-                raise self._refused()
-        elif not self.covered and (
-            self._within_function or (self._with_grad and not torch.is_grad_enabled()) or within_hooks()
-        ):
-            raise self._refused()
-
-    def watch_product(self) -> None:
-        """As `watch`, for what runs with and without gradients."""
-        if self.running and not self.covered and within_hooks():
-            raise self._refused()
-
-    def _refused(self) -> BadInput:
-        return BadInput(
-            "model",
-            "a part of it is checkpointed, and not by the library: it would be recomputed with other numerics",
-            hint="use gradient_checkpointing_enable(), or context_fn=checkpoint_contexts(model)",
-        )
-
-
-class Again(AbstractContextManager[None]):
-    """Entered by the recomputation of a part of a pass, on its thread."""
-
-    def __init__(self, work: Work) -> None:
-        self._work = work
-        self._open: list[_Mode] = []
-
-    def __enter__(self) -> None:
-        if not self._work.numerics.is_open:
-            raise BadInput(
-                "model",
-                "backward recomputes a part of a pass whose fixed_numerics was closed",
-                hint="call backward within the context",
-            )
-        mode = _Mode(self._work)
-        mode.__enter__()  # type: ignore[no-untyped-call]
-        self._open.append(mode)
-
-    def __exit__(self, *error: Any) -> None:
-        self._open.pop().__exit__(*error)  # type: ignore[no-untyped-call]
-
-
-class _Mode(FixedNumerics):
-    """A trainer's: refuses random operations too, and products that would be recomputed without it."""
-
-    def __init__(self, work: Work) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._work = work
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            raise RunnerError(
-                f"fixed numerics: {func.name()} is random; switch dropout and noise off, or call model.eval()"
-            )
-        if func in _PRODUCTS:
-            self._work.watch_product()
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
+    def end(self) -> None:
+        """The pass has ended."""
+        if self.work is not None:
+            self.work.running = False
+        self.work = None
 
 
 def _put(module: torch.nn.Module, name: str, value: Any) -> Callable[[], None]:

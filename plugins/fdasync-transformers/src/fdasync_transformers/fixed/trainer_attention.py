@@ -99,14 +99,16 @@ def trainer_attention(
     if spec.query_scale is not None:
         rows = scale_queries(rows, fd_ctx.segments.positions, *spec.query_scale)
     if not spec.latent_rank:
-        return _attend(rows, keys, values, s_aux, fd_ctx.segments, spec.reach, scaling).unflatten(0, (batch, -1)), None
+        out = _attend(rows, keys, values, s_aux, fd_ctx.segments, spec.reach, scaling)
+        return out.view(batch, -1, *out.shape[1:]), None
     values, rotary = fd_ctx.latents.take()
     up_keys, up_values = _projections(module, spec.latent_rank, name)
     nope = up_keys.shape[1]
     absorbed = torch.cat((_by_head(rows[..., :nope], up_keys), rows[..., nope:]), dim=-1)
     keys = torch.cat((values, rotary), dim=-1)
     out = _attend(absorbed, keys, values, None, fd_ctx.segments, spec.reach, scaling)
-    return _by_head(out, up_values.transpose(1, 2)).unflatten(0, (batch, -1)), None
+    out = _by_head(out, up_values.transpose(1, 2))
+    return out.view(batch, -1, *out.shape[1:]), None
 
 
 def _projections(module: Any, rank: int, name: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -155,7 +157,7 @@ class _Attend(torch.autograd.Function):
         return segments.attend(query, key, value, reach, scaling, sinks)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         query, key, value, sinks = ctx.saved_tensors
         segments, reach, scaling = ctx.given

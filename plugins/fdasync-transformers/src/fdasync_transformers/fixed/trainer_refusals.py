@@ -69,7 +69,7 @@ def refuse_pass(kind: str, device: torch.device, parts: tuple[tuple[str, torch.n
         raise BadInput(
             "model",
             "runs under autocast, which computes in other dtypes than the rollout",
-            hint="give it parameters of the served dtype, by FSDP2's MixedPrecisionPolicy(param_dtype=...) for instance",
+            hint="give it parameters of the served dtype, for instance by FSDP2's MixedPrecisionPolicy",
         )
     for path, module, name in parts:
         value: Any = getattr(module, name, 0)

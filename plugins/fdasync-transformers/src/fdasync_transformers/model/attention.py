@@ -53,7 +53,7 @@ class LatentCatcher:
         return 0
 
     def take(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The latents [T, 1, rank] and the rotary keys [T, 1, dims] of the running layer, over all rows of the batch."""
+        """The latents [B * T, 1, rank] and the rotary keys [B * T, 1, dims] of the running layer."""
         if self._held is None:
             raise RunnerError("a latent attention layer did not show its latents")
         latent, rotary = self._held

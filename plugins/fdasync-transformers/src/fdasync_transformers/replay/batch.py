@@ -8,7 +8,6 @@ checkpointing recomputes a part of it later. Knows no engines. Called by trainin
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -178,7 +177,7 @@ class Replay(NotCopied, Recomputing):
             for module, sites in self._checkpointable:
                 own = vars(module).get(CHECKPOINTING)
                 if own is not None:
-                    setattr(module, CHECKPOINTING, Checkpointing(own, work, partial(Forcing, work, sites)))
+                    setattr(module, CHECKPOINTING, Checkpointing(own, work, Covered(work), Forcing(work, sites)))
                     stack.callback(setattr, module, CHECKPOINTING, own)
             self._undo = stack.pop_all()
         self._pass = work

@@ -157,23 +157,29 @@ class Covered(AbstractContextManager[None]):
 class Checkpointing(NotCopied):
     """Replaces a module's checkpointing function during one pass: each checkpointed function carries the pass.
 
-    `again` gives what its recomputation runs within. After the pass, a shallow copy of the module made in the pass may still call it; then it calls the module's own.
+    In the pass it runs within `first`, and its recomputation within `again`; both may be entered again. After the pass,
+    a shallow copy of the module made in the pass may still call it; then it calls the module's own.
     """
 
     def __init__(
-        self, own: Callable[..., Any], work: Recomputed, again: Callable[[], AbstractContextManager[Any]]
+        self,
+        own: Callable[..., Any],
+        work: Recomputed,
+        first: AbstractContextManager[None],
+        again: AbstractContextManager[None],
     ) -> None:
         self._own = own
         self._work = work
+        self._first = first
         self._again = again
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        work, again = self._work, self._again
+        work, first, again = self._work, self._first, self._again
         if not work.running:
             return self._own(function, *args, **kwargs)
 
         def as_before(*inner: Any, **named: Any) -> Any:
-            with Covered(work) if work.running else again():
+            with first if work.running else again:
                 return function(*inner, **named)
 
         return self._own(as_before, *args, **kwargs)

@@ -1,0 +1,110 @@
+"""One forward pass of a trainer's model with fixed numerics, and the recomputations of its parts by checkpointing.
+
+The dispatch mode is entered on the thread that runs the pass, and again by each recomputation, on the thread that runs
+that. Checkpointing whose recomputation would not enter it is refused in the forward pass. Knows no batches. Called by
+`trainer.py`.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from fdasync.errors import BadInput, RunnerError
+from fdasync_transformers.fixed.mode import FixedNumerics
+from fdasync_transformers.replay.forward_pass import within_function, within_hooks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
+
+
+class FixedPass:
+    """One forward pass.
+
+    Attributes:
+        running, covered: see `replay.forward_pass.Recomputed`.
+        is_open: whether the model's numerics are still fixed.
+    """
+
+    def __init__(self, is_open: Callable[[], bool]) -> None:
+        self.running = True
+        self.covered = 0
+        self.is_open = is_open
+        self._with_grad = torch.is_grad_enabled()
+        # checkpointing of the whole model may have switched gradients off before the pass
+        self._within_function = not self._with_grad and within_function()
+
+    def watch(self) -> None:
+        """Called by each attention layer: raise if it would be recomputed without these numerics, or is."""
+        if self.running:
+            reentrant = self._within_function or (self._with_grad and not torch.is_grad_enabled())
+            if not self.covered and (reentrant or within_hooks()):
+                raise _refused()
+        elif not isinstance(_get_current_dispatch_mode(), FixedNumerics):
+            raise _refused()
+
+    def watch_product(self) -> None:
+        """As `watch`, for what may run without gradients too."""
+        if self.running and not self.covered and within_hooks():
+            raise _refused()
+
+
+class Within(AbstractContextManager[None]):
+    """Entered by checkpointed functions of a pass, and by their recomputations. May be entered again meanwhile."""
+
+    def __init__(self, work: FixedPass) -> None:
+        self._work = work
+        self._modes: list[PassMode | None] = []
+
+    def __enter__(self) -> None:
+        work = self._work
+        if not work.running and not work.is_open():
+            raise BadInput(
+                "model",
+                "backward recomputes a part of a pass whose fixed_numerics was closed",
+                hint="call backward within the context",
+            )
+        mode = None
+        # above selective checkpointing's mode, if there is one, in the pass and in its recomputation alike
+        if not isinstance(_get_current_dispatch_mode(), FixedNumerics):
+            mode = PassMode(work)
+            mode.__enter__()  # type: ignore[no-untyped-call]
+        self._modes.append(mode)
+        work.covered += 1
+
+    def __exit__(self, *error: Any) -> None:
+        self._work.covered -= 1
+        mode = self._modes.pop()
+        if mode is not None:
+            mode.__exit__(*error)  # type: ignore[no-untyped-call]
+
+
+class PassMode(FixedNumerics):
+    """A trainer's: refuses random operations too, and products that would be recomputed without it."""
+
+    def __init__(self, work: FixedPass) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._work = work
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            problem = f"fixed numerics: {func.name()} is random"
+            raise RunnerError(f"{problem}; switch dropout and noise off, or call model.eval()")
+        if func in _PRODUCTS:
+            self._work.watch_product()
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _refused() -> BadInput:
+    return BadInput(
+        "model",
+        "a part of it is checkpointed, and not by the library: it would be recomputed with other numerics",
+        hint="use gradient_checkpointing_enable(), or context_fn=checkpoint_contexts(model)",
+    )
