@@ -46,7 +46,7 @@ def verified(family: str, folder: Path, options: argparse.Namespace) -> dict[str
     command += ["--tokens", str(options.tokens), "--dtype", options.dtype, "--device", options.device]
     command += ["--num-threads", "1"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_LIMIT_S)
-    if done.returncode not in (0, 1):
+    if done.returncode not in (0, 1) or not done.stdout:
         raise SystemExit(f"{family}: verify-trainer ended with {done.returncode}:\n{done.stderr[-2000:]}")
     found: dict[str, Any] = json.loads(done.stdout)
     return found
