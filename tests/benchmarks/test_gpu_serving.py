@@ -119,7 +119,7 @@ def test_options_make_a_scale(capsys: pytest.CaptureFixture[str]) -> None:
     assert arguments("--tiny", "--model", "glm-4.5-air").device == "cpu"
     assert gpu_serving.parse(["--startup"]).parts == set("abcdefg")
     assert gpu_serving.parse([]).parts == set("abcdef")
-    for wrong in (["--only", "h"], ["--model", "gpt-5"], ["--only", ""]):
+    for wrong in (["--only", "i"], ["--model", "gpt-5"], ["--only", ""]):
         with pytest.raises(SystemExit):
             gpu_serving.parse(wrong)
         assert wrong[0] in capsys.readouterr().err

@@ -246,8 +246,9 @@ async def turns(engine: SteppingEngine) -> None:
 
 async def test_the_engine_rests_while_the_trainer_has_the_loop(rl: Any, monkeypatch: Any) -> None:
     class OneTrainer:
-        def __init__(self, folder: Path, *, replay: bool) -> None:
+        def __init__(self, folder: Path, *, replay: bool, fixed: bool) -> None:
             assert replay
+            assert not fixed
             self.model = "the weights"
             self.replayed_tokens = 17
 

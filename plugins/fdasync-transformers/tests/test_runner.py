@@ -142,8 +142,8 @@ async def test_long_chunks_are_cut_without_changing_anything(
     driver = await Driver.open(saved[0])
     honest, pieces = ragged._cut, []
 
-    def watched(counts: Any, starts: Any) -> Any:
-        cut = honest(counts, starts)
+    def watched(counts: Any, starts: Any, masked: bool) -> Any:
+        cut = honest(counts, starts, masked)
         pieces.append((len(counts), cut))
         return cut
 
