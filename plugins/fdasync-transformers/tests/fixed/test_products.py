@@ -46,9 +46,10 @@ def test_torch_itself_does_not_keep_them():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_batches_of_products(dtype):
+@pytest.mark.parametrize("columns", [20, 3, 1])
+def test_batches_of_products(dtype, columns):
     torch.manual_seed(0)
-    left, right = torch.randn(3, 50, 24).to(dtype), torch.randn(3, 24, 20).to(dtype)
+    left, right = torch.randn(3, 50, 24).to(dtype), torch.randn(3, 24, columns).to(dtype)
     whole = products(left, right)
     assert torch.allclose(whole.double(), left.double() @ right.double(), rtol=1e-2, atol=0.1)
     for some in scattered(50):
@@ -64,6 +65,7 @@ def test_the_mode_takes_every_way_to_ask_for_a_product(inference):
     flat = x.view(-1, 24)
     wanted, with_bias = product(flat, weights.t()), product(flat, weights.t(), bias)
     into = torch.empty(35, 40)
+    weighted = torch.randn(35, 40)
     with torch.inference_mode(inference), FixedNumerics():
         plain = [
             torch.nn.functional.linear(x, weights),
@@ -72,13 +74,21 @@ def test_the_mode_takes_every_way_to_ask_for_a_product(inference):
             torch.einsum("btk,nk->btn", x, weights),
             torch.tensordot(x, weights.t(), 1),
             torch.mm(flat, weights.t(), out=into),
+            torch.cat([torch.mm(row[None], weights.t(), out=torch.empty(1, 40)) for row in flat]),
+            torch.cat([torch.bmm(row[None, None], weights.t()[None], out=torch.empty(1, 1, 40)) for row in flat]),
             torch.stack([weights @ row for row in flat]),
             torch.stack([torch.nn.functional.linear(row, weights) for row in flat]),
             torch.baddbmm(torch.zeros(5, 1, 40), x, weights.t().expand(5, 24, 40)),
         ]
+        scaled = [
+            torch.addmm(weighted, flat, weights.t(), beta=2, alpha=3),
+            torch.baddbmm(weighted[None], flat[None], weights.t()[None], beta=2, alpha=3)[0],
+        ]
         biased = [torch.nn.functional.linear(x, weights, bias), torch.addmm(bias, flat, weights.t())]
     for one in plain:
         assert torch.equal(one.reshape(35, 40), wanted)
+    for one in scaled:
+        assert torch.equal(one, weighted * 2 + wanted * 3)
     for one in biased:
         assert torch.equal(one.reshape(35, 40), with_bias)
 
@@ -97,6 +107,9 @@ def test_gradients_are_torchs():
 
 def test_what_has_no_fixed_form_is_refused():
     x = torch.randn(1, 2, 5, 8)
+    rows, experts = torch.randn(4, 16).bfloat16(), torch.randn(2, 16, 16).bfloat16()
+    with FixedNumerics(), pytest.raises(RunnerError, match="depend on the batch"):
+        torch._grouped_mm(rows, experts, offs=torch.tensor([2, 4], dtype=torch.int32))
     with FixedNumerics(), pytest.raises(RunnerError, match="depend on the batch"):
         torch.nn.functional.conv1d(x[0], torch.randn(3, 5, 2).transpose(0, 1)[:3, :2])
     with FixedNumerics(), pytest.raises(RunnerError, match="depend on the batch"):

@@ -15,6 +15,9 @@ FUNCTIONS = {
     "logsigmoid": functional.logsigmoid,
     "exp": torch.exp,
     "exp2": torch.exp2,
+    "exp2_": lambda x: x.clone().exp2_(),
+    "rsqrt_": lambda x: (x.abs() + 1e-6).rsqrt_(),
+    "gelu_": lambda x: torch.ops.aten.gelu_(x.clone(), approximate="tanh"),
     "expm1": torch.expm1,
     "gelu": functional.gelu,
     "gelu tanh": lambda x: functional.gelu(x, approximate="tanh"),
@@ -69,3 +72,19 @@ def test_long_tensors_go_in_parts():
     with FixedNumerics():
         assert torch.equal(functional.silu(x)[1:], functional.silu(x[1:]))
         assert functional.silu(x[:0]).shape == (0, 70_001)
+
+
+def test_threads_change_nothing():
+    """Each thread's part of a tensor ends in a tail of its own."""
+    x = torch.randn(200_003)
+    threads = torch.get_num_threads()
+    found = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            with FixedNumerics():
+                found.append(functional.silu(x))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
