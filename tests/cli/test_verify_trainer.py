@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -14,7 +15,8 @@ from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 from fdasync.cli import main as main_module
 from fdasync.cli.trainer.report import Figures
 from fdasync.cli.trainer.run import _behind, _only
-from fdasync.cli.trainer.workload import BLOCK_TOKENS, MAX_RUNNING, Play, few_blocks, make_asks
+from fdasync.cli.trainer.workload import BLOCK_TOKENS, MAX_RUNNING, Answers, Play, few_blocks, make_asks
+from fdasync.errors import InstanceLost
 
 
 def run(monkeypatch, capsys, *words):
@@ -142,3 +144,37 @@ def test_what_a_rollout_writes_is_read_back(tmp_path):
     code, out = run_whole(*files)
     assert code == 0
     assert json.loads(out)["tokens"] >= 100
+
+
+def test_requests_that_fail_together_are_one_error(tmp_path, monkeypatch, capsys):
+    make_tiny_checkpoint(tmp_path / "model", "qwen3_moe", num_hidden_layers=2)
+
+    async def fail(*_):
+        async with asyncio.TaskGroup() as group:
+            for name in ("a", "b"):
+                group.create_task(lost(name))
+
+    async def lost(name):
+        raise InstanceLost(name, "no room")
+
+    monkeypatch.setattr("fdasync.cli.trainer.run.serve_all", fail)
+    code, _, err = run(monkeypatch, capsys, "--model", tmp_path / "model", "--no-update")
+    assert code == 2
+    assert "request a: no room" in err
+    assert "Traceback" not in err
+
+
+async def test_few_requests_are_under_way_at_once():
+    most = now = 0
+
+    class Face:
+        async def complete(self, prompt, params, request_id):
+            nonlocal most, now
+            now += 1
+            most = max(most, now)
+            await asyncio.sleep(0)
+            now -= 1
+
+    asks = make_asks("engine", 5000, 100, 0)
+    assert len(await Answers(asks).serve(Face())) == len(asks)
+    assert most == 2 * MAX_RUNNING

@@ -36,6 +36,13 @@ def run_verify(options: TrainerOptions, console: Console) -> int:
     return 0 if figures.ok else 1
 
 
+def first_of(error: BaseException) -> BaseException:
+    """The first error of a group and of groups in it; an error that is no group itself."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 def _compare_files(options: TrainerOptions, plugin: Any) -> Figures:
     if options.rollout is None or options.logprobs is None:
         missing = "--rollout" if options.rollout is None else "--logprobs"
@@ -60,7 +67,11 @@ def _verify(options: TrainerOptions, plugin: Any, console: Console) -> Figures:
         trainer.step(options.seed)
         update = Update(trainer.tensors(), trainer.fingerprint())
     console.print(f"serving {options.tokens:,} tokens with {options.numerics} numerics", highlight=False)
-    plays = uvloop.run(serve_all(options, int(trainer.model.config.get_text_config().vocab_size), update))
+    try:
+        plays = uvloop.run(serve_all(options, int(trainer.model.config.get_text_config().vocab_size), update))
+    except BaseExceptionGroup as failed:
+        # requests that are served together fail together: what the first one says is enough
+        raise first_of(failed) from failed
     figures = Figures(
         model=str(options.model),
         numerics=options.numerics,

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 #: small, so that short prompts have whole blocks
 BLOCK_TOKENS = 16
 MAX_RUNNING = 8
+# requests under way: those behind the running ones wait for room, which instances do for a minute at most
+_MAX_OPEN = 2 * MAX_RUNNING
 #: odd, so that chunks of prompts end at every place of a block
 MAX_STEP_TOKENS = 61
 #: of the requests that are not sampled from the model's own distribution
@@ -154,6 +156,7 @@ class Answers:
         self.results: dict[str, Result] = {}
         self.third = asyncio.Event()
         self._asks = asks
+        self._open = asyncio.Semaphore(_MAX_OPEN)
 
     async def serve(self, face: Generator) -> list[Result]:
         """Serve all requests; returns their results, in their order."""
@@ -163,6 +166,8 @@ class Answers:
         return [self.results[ask.name] for ask in self._asks]
 
     async def _one(self, face: Generator, ask: Ask) -> None:
-        self.results[ask.name] = await face.complete(ask.prompt, ask.params, request_id=ask.name)
+        # requests have deadlines: each ends, and one that fails ends the group
+        async with self._open:
+            self.results[ask.name] = await face.complete(ask.prompt, ask.params, request_id=ask.name)
         if 3 * len(self.results) >= len(self._asks):
             self.third.set()
