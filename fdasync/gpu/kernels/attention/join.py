@@ -79,7 +79,7 @@ def join_in_order(  # type: ignore[no-untyped-def]
         for number in tl.static_range(AT_ONCE):
             row = (first + start + number) * HEADS + head
             real = inside & (head * 0 + start + number < used)
-            # others wrote them: past this processor's own cache. A part that nobody wrote changes nothing
+            # other programs wrote the parts: read past this processor's own cache. A part without keys changes nothing
             peak = tl.load(stats + row, mask=real, other=float("-inf"), cache_modifier=".cg")
             weight = tl.load(stats + capacity + row, mask=real, other=0.0, cache_modifier=".cg")
             where = partials + row[:, None] * width + dims[None, :]

@@ -30,9 +30,15 @@ def opened(folder: Path, numerics: Any, **config: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("experts", "grouped_mm"), ("experts", "batched_mm"), ("experts", "fused"), ("kernels", "triton")],
+    [
+        ("experts", "grouped_mm"),
+        ("experts", "batched_mm"),
+        ("experts", "fused"),
+        ("kernels", "triton"),
+        ("self_check", False),
+    ],
 )
-async def test_settings_without_fixed_numerics_are_refused_by_name(folder: Path, key: str, value: str) -> None:
+async def test_settings_without_fixed_numerics_are_refused_by_name(folder: Path, key: str, value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         await opened(folder, "fixed", **{key: value})
     assert caught.value.field == f"runner_config.{key}"

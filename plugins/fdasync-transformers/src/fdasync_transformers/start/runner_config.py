@@ -146,6 +146,10 @@ def check_numerics(config: TransformersConfig, limits: RunnerLimits, device: tor
     """Raise ConfigError where fixed numerics are asked for, and a setting does not have them."""
     if limits.numerics != "fixed":
         return
+    if not config.self_check:
+        raise ConfigError(
+            "runner_config.self_check", "fixed numerics are proven by it at each start", hint="leave it on"
+        )
     on_cpu = device.type == "cpu"
     if on_cpu and uses_kernels(config, device):
         problem = "has no fixed numerics on a CPU: the interpreter's products change with their shape"
