@@ -58,7 +58,9 @@ class _OnACheckpoint(RunnerSuite):
         return self.make_of(limits, 0)
 
     def make_of(self, limits: RunnerLimits, weights: int) -> Runner:
-        own = {"dtype": self.dtype, "device": self.device, "num_threads": 1, "self_check": False}
+        # fixed numerics are refused without the self-check, which proves them
+        checked = limits.numerics == "fixed"
+        own = {"dtype": self.dtype, "device": self.device, "num_threads": 1, "self_check": checked}
         return self.make_runner(own, msgspec.structs.replace(limits, model=str(self.folders[weights])))
 
     def make_runner(self, own: dict[str, Any], limits: RunnerLimits) -> Runner:

@@ -103,7 +103,7 @@ async def rollout(folder: Path) -> tuple[LogprobTable, ModuleTrace]:
     config = EngineConfig(
         model=str(folder),
         numerics="fixed",
-        runner_config={"dtype": "bfloat16", "device": "cpu", "num_threads": 1, "self_check": False},
+        runner_config={"dtype": "bfloat16", "device": "cpu", "num_threads": 1},
         tokenizer="none",
         process="inline",
         block_tokens=16,
