@@ -68,7 +68,7 @@ def fuse(
     config: TransformersConfig,
     layers: MoELayers | None,
     live: LiveRows,
-    max_step_tokens: int,
+    limits: RunnerLimits,
 ) -> Fused:
     """Fuse what the configuration asks for, each part proven. The routers too: with and without a capture, the
     self-check runs those that will be served.
@@ -88,10 +88,10 @@ def fuse(
         if not experts.fused:
             if config.experts == "fused":
                 raise ConfigError("runner_config.experts", "; ".join(notes), hint='use "auto"')
-            set_experts(model, "auto", layers, max_step_tokens)
+            set_experts(model, "auto", layers, limits.max_step_tokens)
     if fuses_layers(config, model.device):
         # operations first: what a fused layer does not take over is fused then
-        operations, whole = fuse_operations(model), fuse_layers(model)
+        operations, whole = fuse_operations(model), fuse_layers(model, exact=limits.numerics == "fixed")
         notes += (*operations.notes, *whole.notes)
         fused = (whole.indices, operations.norms, operations.rotary, operations.dense, operations.angles)
         if config.fused_layers and not any(fused):
