@@ -1,4 +1,4 @@
-"""Experts of a trainer's model on a GPU: the values of a rollout's kernels, gradients of the library's grouped products.
+"""Experts of a trainer's model on a GPU: values of the rollout's kernels, gradients of the library's grouped form.
 
 The forward pass keeps its inputs alone; the backward pass recomputes the library's grouped form from them. Knows no
 batches. Registered with the library's experts interface; called by MoE layers within `trainer.py`.
@@ -58,7 +58,7 @@ class _Experts(torch.autograd.Function):
         return run_experts(module, hidden, ids, weights)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         ids, *inputs = ctx.saved_tensors
         module, names = ctx.given
@@ -66,7 +66,7 @@ class _Experts(torch.autograd.Function):
         leaves = [one.detach().requires_grad_(need) for one, need in zip(inputs, needed, strict=True)]
         hidden, weights, *parameters = leaves
         # the parameters of the forward pass, wherever the module has others by now
-        twin: Any = twin_of(module, dict(zip(names, parameters, strict=True)))  # type: ignore[arg-type]
+        twin: Any = twin_of(module, dict(zip(names, parameters, strict=True)))
         recompute = grouped_mm_experts_forward if fits_grouped_product(module) else batched_mm_experts_forward
         with torch.enable_grad():
             out = recompute(twin, hidden, ids, weights)

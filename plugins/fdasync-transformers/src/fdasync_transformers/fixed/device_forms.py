@@ -63,7 +63,7 @@ class _Swap(torch.autograd.Function):
         return value.view_as(value)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         del ctx
         return grad, None

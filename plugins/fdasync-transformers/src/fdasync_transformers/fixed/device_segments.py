@@ -8,12 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from fdasync.gpu.kernels.attention.packed import attend_packed
 from fdasync_transformers.fixed.segments import Segments
 
 if TYPE_CHECKING:
+    import torch
+
     from fdasync_transformers.model.kv import Reach
     from fdasync_transformers.replay.layout import Spans
 

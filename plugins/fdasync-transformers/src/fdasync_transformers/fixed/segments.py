@@ -27,12 +27,12 @@ class Together(NamedTuple):
     """Sequences of similar lengths, to be computed as one batch that is padded behind them.
 
     Attributes:
-        count, longest: S sequences, and L, the tokens of the longest.
+        sequences, longest: S of them, and L, the tokens of the longest.
         rows: int64 [S * L], row of the flattened batch; padding repeats the sequence's last one.
         real: int64 [n], those of these that are no padding; None: all.
     """
 
-    count: int
+    sequences: int
     longest: int
     rows: torch.Tensor
     real: torch.Tensor | None
@@ -79,7 +79,7 @@ class Segments(ABC):
         """
 
     def together(self, *, alone: bool) -> Iterator[Together]:
-        """All sequences, in few batches: each at least half as long as the longest of its batch. `alone`: one by one."""
+        """All sequences in few batches, each at least half as long as the longest of its batch. `alone`: one by one."""
         rest = sorted(self.spans, key=lambda span: -span[1])
         while rest:
             longest = rest[0][1]

@@ -102,14 +102,16 @@ def trainer_attention(
     if spec.query_scale is not None:
         rows = scale_queries(rows, fd_ctx.segments.positions, *spec.query_scale)
     if not spec.latent_rank:
-        return _attend(rows, keys, values, s_aux, fd_ctx.segments, spec.reach, scaling).unflatten(0, (batch, -1)), None
+        out = _attend(rows, keys, values, s_aux, fd_ctx.segments, spec.reach, scaling)
+        return out.view(batch, -1, *out.shape[1:]), None
     values, rotary = fd_ctx.latents.take()
     up_keys, up_values = _projections(module, spec.latent_rank, name)
     nope = up_keys.shape[1]
     absorbed = torch.cat((_by_head(rows[..., :nope], up_keys), rows[..., nope:]), dim=-1)
     keys = torch.cat((values, rotary), dim=-1)
     out = _attend(absorbed, keys, values, None, fd_ctx.segments, spec.reach, scaling, latent=True)
-    return _by_head(out, up_values.transpose(1, 2)).unflatten(0, (batch, -1)), None
+    out = _by_head(out, up_values.transpose(1, 2))
+    return out.view(batch, -1, *out.shape[1:]), None
 
 
 def _projections(module: Any, rank: int, name: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -161,7 +163,7 @@ class _Attend(torch.autograd.Function):
         return segments.attend(query, key, value, reach, scaling, sinks, latent=latent)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         query, key, value, sinks = ctx.saved_tensors
         segments, reach, scaling = ctx.given
@@ -169,7 +171,7 @@ class _Attend(torch.autograd.Function):
         of_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=torch.float32)
         # with sinks all scores are in memory
         for batch in segments.together(alone=sinks is not None):
-            shape = batch.count, batch.longest
+            shape = batch.sequences, batch.longest
             parts = [
                 part.index_select(0, batch.rows).unflatten(0, shape).requires_grad_() for part in (query, key, value)
             ]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fdasync.errors import ConfigError
+from fdasync_transformers.fixed.mode import FixedNumerics
 from fdasync_transformers.fused.experts import fuse_experts
 from fdasync_transformers.fused.layers.fuse import fuse_layers
 from fdasync_transformers.fused.operations import fuse_operations
@@ -91,7 +92,10 @@ def fuse(
             set_experts(model, "auto", layers, limits.max_step_tokens)
     if fuses_layers(config, model.device):
         # operations first: what a fused layer does not take over is fused then
-        operations, whole = fuse_operations(model), fuse_layers(model, exact=limits.numerics == "fixed")
+        operations, whole = (
+            fuse_operations(model),
+            fuse_layers(model, exact=FixedNumerics if limits.numerics == "fixed" else None),
+        )
         notes += (*operations.notes, *whole.notes)
         fused = (whole.indices, operations.norms, operations.rotary, operations.dense, operations.angles)
         if config.fused_layers and not any(fused):

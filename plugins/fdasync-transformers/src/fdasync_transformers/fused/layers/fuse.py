@@ -24,6 +24,8 @@ from fdasync_transformers.model.families import decoder_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from fdasync_transformers.fused.layers.proof import Exact
+
 
 @dataclass(frozen=True)
 class LayerKind:
@@ -74,7 +76,7 @@ class FusedLayers:
 
 
 @torch.inference_mode()
-def fuse_layers(model: PreTrainedModel, *, exact: bool = False) -> FusedLayers:
+def fuse_layers(model: PreTrainedModel, *, exact: Exact | None = None) -> FusedLayers:
     """Replace the decoder layers of a model that are of a known kind, in place.
 
     Merges the weights of their queries, keys and values: they keep names and values, and get new addresses. Runs each
@@ -83,8 +85,8 @@ def fuse_layers(model: PreTrainedModel, *, exact: bool = False) -> FusedLayers:
 
     Args:
         model: in inference; its weights have their final place and dtype.
-        exact: for fixed numerics: fuse only layers that have the bits of their operations one by one, as a trainer
-            runs them. Norms must have been fused by themselves (`fuse_operations`).
+        exact: makes what fixed numerics run within: only layers are fused that have the bits of their operations one
+            by one, as a trainer runs them. Norms must have been fused by themselves (`fuse_operations`).
 
     Returns:
         What was fused, and notes on the rest.
@@ -138,11 +140,11 @@ def _columns(model: Any, decoder: Any) -> int | str:
     return int(cos.shape[-1])
 
 
-def _proven(model: Any, layer: Any, follower: Any, carry: Carry, columns: int, exact: bool) -> FusedLayer | str:
+def _proven(model: Any, layer: Any, follower: Any, carry: Carry, columns: int, exact: Exact | None) -> FusedLayer | str:
     """A fused layer that computes what the layer does; a reason where there is none."""
     from fdasync_transformers.fused.layers.proof import difference
 
-    made = _fuse(layer, follower, carry, columns, exact)
+    made = _fuse(layer, follower, carry, columns, exact=exact is not None)
     if isinstance(made, str):
         return made
     rotary: Any = decoder_of(model).rotary_emb
@@ -165,7 +167,7 @@ def _inexact(fused: FusedLayer, follower: Any) -> str:
     return ""
 
 
-def _fuse(layer: Any, follower: Any, carry: Carry, columns: int, exact: bool) -> FusedLayer | str:
+def _fuse(layer: Any, follower: Any, carry: Carry, columns: int, *, exact: bool) -> FusedLayer | str:
     """A fused layer, not yet in use; a reason where it is not built as it was known."""
     from fdasync.gpu.kernels.layer.finish import Norm
 

@@ -14,15 +14,20 @@ from unittest.mock import patch
 
 import torch
 
-from fdasync_transformers.fixed.mode import FixedNumerics
 from fdasync_transformers.model import attention as paged
 from fdasync_transformers.model.attention import Paging, Places, StepContext
 from fdasync_transformers.model.kv import LayerSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
     from transformers import PreTrainedModel
 
     from fdasync_transformers.fused.layers.layer import FusedLayer
+
+    #: makes what fixed numerics run within: every product has one order
+    Exact = Callable[[], AbstractContextManager[Any]]
 
 _ROWS = 16
 _BLOCK_TOKENS = 8
@@ -78,17 +83,19 @@ def hidden_of(model: PreTrainedModel, rows: int, seed: int = 0) -> torch.Tensor:
     return noise.to(model.device, model.dtype)
 
 
-def difference(model: PreTrainedModel, fused: FusedLayer, follower: Any, rotary: Any, *, exact: bool = False) -> str:
+def difference(
+    model: PreTrainedModel, fused: FusedLayer, follower: Any, rotary: Any, *, exact: Exact | None = None
+) -> str:
     """How a fused layer, not yet in use, differs from the library's own; "" if it does not.
 
     `follower`: the norm module behind the layer that the fused one computes, or None; `rotary`: of the decoder;
-    `exact`: with fixed numerics the whole layer must have the bits of its modules.
+    `exact`: within it the whole layer must have the bits of its modules.
     """
     before = model.config._attn_implementation
     paged.register()
     model.set_attn_implementation(paged.NAME)
     try:
-        return _difference(model, fused, follower, rotary) or (_inexact(model, fused, rotary) if exact else "")
+        return _difference(model, fused, follower, rotary) or (_inexact(model, fused, rotary, exact) if exact else "")
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
@@ -122,12 +129,12 @@ def _difference(model: PreTrainedModel, fused: FusedLayer, follower: Any, rotary
     return "" if _alike(ours, own, _ALIKE_SHARE) else "it returns other hidden states"
 
 
-def _inexact(model: PreTrainedModel, fused: FusedLayer, rotary: Any) -> str:
+def _inexact(model: PreTrainedModel, fused: FusedLayer, rotary: Any, exact: Exact) -> str:
     """Whether bits differ where every product has one order."""
     for seed in range(_EXACT_TRIALS):
         hidden = hidden_of(model, _ROWS, seed)
         positions = torch.arange(_ROWS, device=hidden.device)[None]
-        with FixedNumerics():
+        with exact():
             turns = rotary(hidden, position_ids=positions)
             own, ours = _whole(fused, hidden, positions, turns)
         if _unequal(ours, own):
