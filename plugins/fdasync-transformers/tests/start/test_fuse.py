@@ -21,11 +21,11 @@ from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint, make_tin
 from step_driver import Driver
 
 from fdasync.errors import ConfigError, UnsupportedModel
-from fdasync.runner.base import RunnerLimits
 from fdasync.gpu.kernels import chip
 from fdasync.gpu.kernels.experts import chain
 from fdasync.gpu.kernels.layer import finish
 from fdasync.gpu.kernels.router import product
+from fdasync.runner.base import RunnerLimits
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -73,7 +73,7 @@ async def test_experts_that_cannot_be_fused_are_refused_by_name(tmp_path: Path, 
 def test_auto_keeps_the_librarys_with_a_note(as_on_a_gpu: None) -> None:
     model, layers = build("dbrx")
     config = TransformersConfig(fused_layers=False, fused_router=False)
-    set_plain_experts(model, config, layers, 16)
+    set_plain_experts(model, config, layers, LIMITS)
     assert fuse(model, config, layers, LiveRows(), LIMITS).notes == ("fused: experts of 0 of 2 layers", NO_INTERFACE)
     assert model.config._experts_implementation != NAME
 
@@ -81,7 +81,7 @@ def test_auto_keeps_the_librarys_with_a_note(as_on_a_gpu: None) -> None:
 def test_auto_fuses_what_can_be(as_on_a_gpu: None) -> None:
     model, layers = build("qwen3_moe")
     config = TransformersConfig(fused_layers=False, fused_router=False)
-    set_plain_experts(model, config, layers, 16)
+    set_plain_experts(model, config, layers, LIMITS)
     # the plain passes are the library's code
     assert model.config._experts_implementation != NAME
     live = LiveRows()
@@ -95,7 +95,7 @@ def test_a_dense_model_has_no_experts_to_fuse() -> None:
     model, layers = build("qwen3_dense")
     assert layers is None
     config = TransformersConfig(kernels="triton", experts="fused", fused_layers=False)
-    set_plain_experts(model, config, layers, 16)
+    set_plain_experts(model, config, layers, LIMITS)
     notes = fuse(model, config, layers, LiveRows(), LIMITS).notes
     assert notes == ("experts: this model has none that could be fused",)
     assert model.config._experts_implementation != NAME
@@ -155,7 +155,7 @@ def test_nothing_is_fused_on_a_cpu_unless_asked(kernels: Any) -> None:
     layers = find_moe_layers(model)
     config = TransformersConfig(kernels=kernels, fused_router=False)
     before = model.config._experts_implementation
-    set_plain_experts(model, config, layers, 16)
+    set_plain_experts(model, config, layers, LIMITS)
     assert fuse(model, config, layers, LiveRows(), LIMITS).notes == ()
     assert model.config._experts_implementation == before
     assert not any("forward" in module.__dict__ or hasattr(module, "fd_experts") for module in model.modules())
@@ -165,7 +165,7 @@ def test_nothing_is_fused_on_a_cpu_unless_asked(kernels: Any) -> None:
 def test_experts_of_the_library_by_name(experts: Any) -> None:
     model, layers = build("qwen3_moe")
     config = TransformersConfig(kernels="triton", experts=experts, fused_layers=False, fused_router=False)
-    set_plain_experts(model, config, layers, 16)
+    set_plain_experts(model, config, layers, LIMITS)
     assert fuse(model, config, layers, LiveRows(), LIMITS).notes == ()
     assert model.config._experts_implementation == experts
 
