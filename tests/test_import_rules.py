@@ -149,8 +149,8 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
             "fdasync_transformers.model.*",
         ),
         "fdasync_transformers.fixed": (
-            "fdasync.gpu.kernels.*", "fdasync_transformers.model.*", "fdasync_transformers.replay.*",
-            "fdasync_transformers.sampling.*",
+            "fdasync.gpu.kernels.*", "fdasync_transformers.fused.*", "fdasync_transformers.model.*",
+            "fdasync_transformers.replay.*", "fdasync_transformers.sampling.*",
         ),
         "fdasync_transformers.tiny": ("fdasync_transformers.weights.*",),
     },
@@ -168,8 +168,8 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     {
         "fdasync_transformers.start": (
             *_RUNNER, "fdasync.request", "fdasync.runner.report", "fdasync_transformers.capture.*",
-            "fdasync_transformers.execution.*", "fdasync_transformers.fused.*", "fdasync_transformers.model.*",
-            "fdasync_transformers.weights.*",
+            "fdasync_transformers.execution.*", "fdasync_transformers.fixed.*", "fdasync_transformers.fused.*",
+            "fdasync_transformers.model.*", "fdasync_transformers.weights.*",
         ),
     },
     {

@@ -75,7 +75,8 @@ def attend_packed(
 
     def paged(packed: torch.Tensor) -> torch.Tensor:
         pool = packed.new_empty(int(pages.sum()), _PAGE, *packed.shape[1:])
-        pool.flatten(0, 1)[places] = packed
+        # places are distinct: nothing is added, and the order of writes changes no bit
+        pool.flatten(0, 1).index_copy_(0, places, packed)
         return pool
 
     attend_prefill(

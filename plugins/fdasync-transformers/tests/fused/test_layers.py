@@ -9,8 +9,10 @@ import pytest
 import torch
 from device_path import DEVICE, ON_GPU, answers, assert_same
 from fdasync_transformers import TransformersRunner
+from fdasync_transformers.fixed.mode import FixedNumerics
 from fdasync_transformers.fused.layers import proof as layer_proof
 from fdasync_transformers.fused.layers.fuse import FusedLayers, fuse_layers
+from fdasync_transformers.fused.operations import fuse_operations
 from fdasync_transformers.tiny.checkpoints import make_tiny_model
 from parts_of_experts import use_parts
 from step_driver import Driver
@@ -282,3 +284,44 @@ def _two_layers(family: str) -> dict[str, Any]:
     if family in ("gpt_oss", "qwen2_moe"):
         found["layer_types"] = ["sliding_attention", "full_attention"]
     return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe", "qwen2_moe"])
+def test_with_fixed_numerics_layers_have_the_bits_of_their_operations(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layer_proof, "_EXACT_TRIALS", 1)
+    model = build(family, torch.bfloat16, **_two_layers(family))
+    assert fuse_layers(model, exact=FixedNumerics).indices == ()  # norms of the library
+    fuse_operations(model)
+    fused = fuse_layers(model, exact=FixedNumerics)
+    if family == "olmoe":
+        assert "norms over all heads" in fused.notes[0]
+    else:
+        assert fused.indices == (0, 1)
+
+
+@pytest.mark.slow
+def test_a_last_bit_keeps_a_layer_unfused_with_fixed_numerics(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("mixtral", torch.bfloat16, **_two_layers("mixtral"))
+    fuse_operations(model)
+    own = finish.add_norm
+
+    def moved(block: Any, residual: Any, norm: Any) -> Any:
+        stream, normed = own(block, residual, norm)
+        if normed is not None:
+            normed.view(torch.int16)[3, 5] += 1
+        return stream, normed
+
+    monkeypatch.setattr(finish, "add_norm", moved)
+    assert fuse_layers(model).indices == (0, 1)
+    notes = fuse_layers(build_again(model), exact=FixedNumerics).notes
+    assert "other bits than its modules" in notes[0]
+
+
+def build_again(model: Any) -> Any:
+    """The model with its layers' own forwards."""
+    for layer in model.model.layers:
+        vars(layer).pop("forward", None)
+    return model

@@ -74,7 +74,7 @@ def test_auto_keeps_the_librarys_with_a_note(as_on_a_gpu: None) -> None:
     model, layers = build("dbrx")
     config = TransformersConfig(fused_layers=False, fused_router=False)
     set_plain_experts(model, config, layers, LIMITS)
-    assert fuse(model, config, layers, LiveRows(), 16).notes == ("fused: experts of 0 of 2 layers", NO_INTERFACE)
+    assert fuse(model, config, layers, LiveRows(), LIMITS).notes == ("fused: experts of 0 of 2 layers", NO_INTERFACE)
     assert model.config._experts_implementation != NAME
 
 
@@ -85,7 +85,7 @@ def test_auto_fuses_what_can_be(as_on_a_gpu: None) -> None:
     # the plain passes are the library's code
     assert model.config._experts_implementation != NAME
     live = LiveRows()
-    assert fuse(model, config, layers, live, 16).notes == ("fused: experts of 1 of 1 layers",)
+    assert fuse(model, config, layers, live, LIMITS).notes == ("fused: experts of 1 of 1 layers",)
     assert model.config._experts_implementation == NAME
     assert layers is not None
     assert model.get_submodule(layers.names[0]).fd_experts.live is live
@@ -96,7 +96,7 @@ def test_a_dense_model_has_no_experts_to_fuse() -> None:
     assert layers is None
     config = TransformersConfig(kernels="triton", experts="fused", fused_layers=False)
     set_plain_experts(model, config, layers, LIMITS)
-    notes = fuse(model, config, layers, LiveRows(), 16).notes
+    notes = fuse(model, config, layers, LiveRows(), LIMITS).notes
     assert notes == ("experts: this model has none that could be fused",)
     assert model.config._experts_implementation != NAME
 
@@ -134,7 +134,7 @@ def test_a_pass_that_fails_keeps_the_librarys_layers(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(rotary, "_run", fail)
     monkeypatch.setattr(model.model.rotary_emb, "forward", fail)
     config = TransformersConfig(kernels="triton", experts="eager", fused_layers=True, fused_router=False)
-    notes = fuse(model, config, layers, LiveRows(), 16).notes
+    notes = fuse(model, config, layers, LiveRows(), LIMITS).notes
     why = "it cannot be compared: RuntimeError: not on this device"
     assert f"rotary embedding of Qwen3MoeAttention is the library's own: {why}" in notes
     assert f"decoder layers are the library's own: of the rotary embedding, {why}" in notes
@@ -145,7 +145,7 @@ def test_fused_layers_of_which_none_is_fused_are_refused_by_name(monkeypatch: py
     monkeypatch.setattr(chip, "runs_on", lambda _: False)
     config = TransformersConfig(kernels="triton", experts="eager", fused_layers=True, fused_router=False)
     with pytest.raises(ConfigError, match=r"nothing is fused: .*no kernels on") as caught:
-        fuse(model, config, layers, LiveRows(), 16)
+        fuse(model, config, layers, LiveRows(), LIMITS)
     assert (caught.value.field, caught.value.hint) == ("runner_config.fused_layers", "leave it out")
 
 
@@ -156,7 +156,7 @@ def test_nothing_is_fused_on_a_cpu_unless_asked(kernels: Any) -> None:
     config = TransformersConfig(kernels=kernels, fused_router=False)
     before = model.config._experts_implementation
     set_plain_experts(model, config, layers, LIMITS)
-    assert fuse(model, config, layers, LiveRows(), 16).notes == ()
+    assert fuse(model, config, layers, LiveRows(), LIMITS).notes == ()
     assert model.config._experts_implementation == before
     assert not any("forward" in module.__dict__ or hasattr(module, "fd_experts") for module in model.modules())
 
@@ -166,7 +166,7 @@ def test_experts_of_the_library_by_name(experts: Any) -> None:
     model, layers = build("qwen3_moe")
     config = TransformersConfig(kernels="triton", experts=experts, fused_layers=False, fused_router=False)
     set_plain_experts(model, config, layers, LIMITS)
-    assert fuse(model, config, layers, LiveRows(), 16).notes == ()
+    assert fuse(model, config, layers, LiveRows(), LIMITS).notes == ()
     assert model.config._experts_implementation == experts
 
 

@@ -27,10 +27,15 @@ def rollout_logits(model: Any, sequences: list[torch.Tensor], cut: int = 33) -> 
     mends = families.mend(model)
     layers = probe.attention_layers(model, latent=True, query_scales=mends.query_scales)
     model.set_experts_implementation("eager")
-    step_model = StepModel(model, KVLayout(layers, model.dtype), fixed=True)
+    return played(StepModel(model, KVLayout(layers, model.dtype), fixed=True), sequences, cut)
+
+
+def played(step_model: StepModel, sequences: list[torch.Tensor], cut: int) -> torch.Tensor:
+    """Logits [tokens of all, V], on the host: each sequence in two chunks, the first of `cut` tokens."""
+    device = step_model.model.device
     needs = [-(-len(tokens) // _BLOCK_TOKENS) for tokens in sequences]
     order = np.random.default_rng(0).permutation(sum(needs))
-    pool = KVPool(step_model.layout, len(order), _BLOCK_TOKENS, torch.device("cpu"))
+    pool = KVPool(step_model.layout, len(order), _BLOCK_TOKENS, device)
     table = InputBatch(len(sequences), max(needs) * _BLOCK_TOKENS, _BLOCK_TOKENS, len(order))
     own = np.split(order, np.cumsum(needs)[:-1])
     starts = tuple(
@@ -46,7 +51,7 @@ def rollout_logits(model: Any, sequences: list[torch.Tensor], cut: int = 33) -> 
         chunks = tuple(Chunk(k, count, number == 1 or not rests[k]) for k, count in enumerate(counts) if count)
         leaves = tuple(k for k, rest in enumerate(rests) if number and not rest)
         step = RunStep(number, leaves=leaves, starts=() if number else starts, chunks=chunks)
-        logits = step_model.run(table.plan(step), table, pool, np.arange(sum(counts))).clone()
+        logits = step_model.run(table.plan(step), table, pool, np.arange(sum(counts))).clone().cpu()
         parts = torch.split(logits, [count for count in counts if count])
         for chunk, part in zip(chunks, parts, strict=True):
             found[chunk.key].append(part)

@@ -1,12 +1,13 @@
 """The sequences of a trainer's batch, for attention: their places in the batch, and in blocks as a rollout has them.
 
-Knows no modules and no gradients. Made once for each forward pass by `trainer.py`; used by each layer's attention, and
-again in the backward pass.
+`HostSegments` attends on a CPU, `device_segments.py` on a GPU. Knows no modules and no gradients. Made once for each
+forward pass by `trainer.py`; used by each layer's attention, and again in the backward pass.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -16,16 +17,35 @@ from fdasync_transformers.fixed.paging import attend_blocks
 from fdasync_transformers.model.ragged import RaggedPlan
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from fdasync_transformers.model.kv import Reach
     from fdasync_transformers.replay.layout import Spans
 
 
-class Segments:
+class Together(NamedTuple):
+    """Sequences of similar lengths, to be computed as one batch that is padded behind them.
+
+    Attributes:
+        sequences, longest: S of them, and L, the tokens of the longest.
+        rows: int64 [S * L], row of the flattened batch; padding repeats the sequence's last one.
+        real: int64 [n], those of these that are no padding; None: all.
+    """
+
+    sequences: int
+    longest: int
+    rows: torch.Tensor
+    real: torch.Tensor | None
+
+
+class Segments(ABC):
     """See the module.
 
     Attributes:
         spans: first row and length of each sequence that has tokens, in the flattened batch.
         positions: int64 [R], of each row in its sequence; 0 of padding.
+        rows: int64 [n], the rows that are no padding, one sequence behind the other.
+        rows_host: the same, in NumPy.
     """
 
     def __init__(self, spans: Spans, device: torch.device) -> None:
@@ -37,10 +57,53 @@ class Segments:
         positions = np.zeros(spans.total, np.int64)
         positions[rows] = within
         self.positions = torch.from_numpy(positions).to(device)
+        self.rows_host = rows
+        self.rows = torch.from_numpy(rows).to(device)
+        self._device = device
+
+    @abstractmethod
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        reach: Reach,
+        scaling: float,
+        sinks: torch.Tensor | None,
+        *,
+        latent: bool = False,
+    ) -> torch.Tensor:
+        """Queries [R, H, Dk], keys [R, KH, Dk], values [R, KH, Dv] of the batch's rows: [R, H, Dv], zeros of padding.
+
+        `latent`: the values are the leading part of the keys. Without gradients.
+        """
+
+    def together(self, *, alone: bool) -> Iterator[Together]:
+        """All sequences in few batches, each at least half as long as the longest of its batch. `alone`: one by one."""
+        rest = sorted(self.spans, key=lambda span: -span[1])
+        while rest:
+            longest = rest[0][1]
+            count = 1 if alone else sum(2 * length >= longest for _, length in rest)
+            chosen, rest = np.array(rest[:count]), rest[count:]
+            lengths = chosen[:, 1:]
+            within = np.arange(longest)[None]
+            rows = torch.from_numpy((chosen[:, :1] + np.minimum(within, lengths - 1)).reshape(-1)).to(self._device)
+            real = None
+            if (lengths < longest).any():
+                real = torch.from_numpy(np.flatnonzero(within < lengths)).to(self._device)
+            yield Together(count, longest, rows, real)
+
+
+class HostSegments(Segments):
+    """See `Segments`; computed as `FixedPaging` does: the same tiles."""
+
+    def __init__(self, spans: Spans, device: torch.device) -> None:
+        super().__init__(spans, device)
+        lengths = np.array([length for _, length in self.spans], np.int64)
+        within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         blocks = -(-lengths // KEYS)
         ends = np.cumsum(blocks)
         self._num_blocks = int(blocks.sum())
-        self._rows = torch.from_numpy(rows).to(device)
         self._slots = torch.from_numpy(within + np.repeat((ends - blocks) * KEYS, lengths)).to(device)
         columns = np.arange(blocks.max(initial=0))
         tables = (ends - blocks)[:, None] + np.minimum(columns, blocks[:, None] - 1)
@@ -55,21 +118,20 @@ class Segments:
         reach: Reach,
         scaling: float,
         sinks: torch.Tensor | None,
+        *,
+        latent: bool = False,
     ) -> torch.Tensor:
-        """Queries [R, H, Dk], keys [R, KH, Dk], values [R, KH, Dv] of the batch's rows: [R, H, Dv], zeros of padding.
-
-        Computed as `FixedPaging` does: the same tiles. Without gradients.
-        """
+        del latent
         result = query.new_zeros(*query.shape[:2], value.shape[2])
         if self._plan is not None:
-            out = query.new_empty(len(self._rows), *result.shape[1:])
+            out = query.new_empty(len(self.rows), *result.shape[1:])
             groups = self._plan.groups(reach)
-            rows = query.index_select(0, self._rows)
+            rows = query.index_select(0, self.rows)
             attend_blocks(groups, rows, self._blocks(key), self._blocks(value), scaling, sinks, out)
-            result.index_copy_(0, self._rows, out)
+            result.index_copy_(0, self.rows, out)
         return result
 
     def _blocks(self, rows: torch.Tensor) -> torch.Tensor:
         """[blocks, KEYS, KH, D], zeros behind the end of a sequence."""
         flat = rows.new_zeros(self._num_blocks * KEYS, *rows.shape[1:])
-        return flat.index_copy_(0, self._slots, rows.index_select(0, self._rows)).view(-1, KEYS, *rows.shape[1:])
+        return flat.index_copy_(0, self._slots, rows.index_select(0, self.rows)).view(-1, KEYS, *rows.shape[1:])

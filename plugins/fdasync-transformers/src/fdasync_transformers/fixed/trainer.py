@@ -7,13 +7,15 @@ own (`trainer_attention.py`). Knows no engines. Called by training code.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial, update_wrapper
 from inspect import signature
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from fdasync.errors import BadInput
-from fdasync_transformers.fixed.segments import Segments
+import torch
+
+from fdasync.errors import BadInput, UnsupportedModel
+from fdasync_transformers.fixed.segments import HostSegments
 from fdasync_transformers.fixed.trainer_attention import PassContext, catch_latents, register
 from fdasync_transformers.fixed.trainer_pass import FixedPass, PassMode, Within
 from fdasync_transformers.fixed.trainer_refusals import random_parts, refuse_model, refuse_pass
@@ -28,14 +30,17 @@ from fdasync_transformers.replay.packing import FIXED
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    import torch
     from transformers import PreTrainedModel
+
+    from fdasync_transformers.fixed.device_forms import DeviceForms
+    from fdasync_transformers.fixed.segments import Segments
+    from fdasync_transformers.replay.layout import Spans
 
 _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _LAYOUT = "give a 2-D attention_mask, or position_ids that begin at 0 in each sequence"
 
 
-def fixed_numerics(model: PreTrainedModel) -> TrainerNumerics:
+def fixed_numerics(model: PreTrainedModel, *, kernels: Literal["auto", "triton"] = "auto") -> TrainerNumerics:
     """Within the context, forward passes of `model` have the bits of a rollout under `numerics="fixed"`.
 
     `with fixed_numerics(model): logits = model(input_ids=..., attention_mask=...).logits`; or for good, with
@@ -62,25 +67,35 @@ def fixed_numerics(model: PreTrainedModel) -> TrainerNumerics:
     The first opening of what this function returns runs one token through the model, without gradients: keep it and
     open it again rather than making a new one for each step. Under FSDP2 all ranks open it.
 
+    On a GPU the kernels of a rollout give the values of norms, routers, experts and attention, each where it is proven
+    as at a rollout's start; the gradients are the library's: it runs norms and routers too, and the backward pass
+    recomputes experts by grouped products.
+
+    Args:
+        model: of transformers, on a CPU or a CUDA device.
+        kernels: "triton" takes the kernels on a CPU too, in Triton's interpreter (tests); "auto": on GPUs.
+
     Raises, at the opening or in a pass:
         BadInput: dropout or noise in training, with the module's path; autocast; a compiled model; arguments that do
             not tell the sequences; a KV cache; sequences longer than the family can have; checkpointing that would
             recompute with other numerics; a recomputation after the end of the context; numerics that are fixed
             already; a part of the model that is called alone; copies within the context.
-        UnsupportedModel: a model that an engine would not serve either; a GPU, so far; LoRA and the like on the
+        UnsupportedModel: a model that an engine would not serve either; a GPU without Triton; LoRA and the like on the
             up-projection of latent attention.
         RunnerError: an operation without fixed form: a random one, or a convolution.
     """
-    return TrainerNumerics(model)
+    return TrainerNumerics(model, kernels)
 
 
 class TrainerNumerics:
     """See `fixed_numerics`, which makes it. A context that may be opened again; of one thread at a time."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, kernels: Literal["auto", "triton"] = "auto") -> None:
         self._kind = refuse_model(model)
         self._model = model
+        self._with_kernels = kernels == "triton"
         self._layers: Any = None
+        self._forms: DeviceForms | None = None
         self._most_tokens: int | None = None
         self._random = random_parts(model)
         self._undo: ExitStack | None = None
@@ -107,10 +122,12 @@ class TrainerNumerics:
             mends = stack.enter_context(mended(model))
             self._most_tokens = mends.max_context_tokens
             if self._layers is None:
-                with _evaluating(model):
+                with _evaluating(model), self._finding_forms() as self._forms:
                     specs = attention_layers(model, latent=True, query_scales=mends.query_scales)
                 self._layers = {spec.index: spec for spec in specs}
-            stack.enter_context(_implementations(model))
+            stack.enter_context(_implementations(model, "eager" if self._forms is None else self._forms.experts))
+            for module, name, value in () if self._forms is None else self._forms.attributes:
+                stack.callback(_put(module, name, value))
             for module in model.modules():
                 if latent_rank(module):
                     stack.callback(module.register_forward_pre_hook(catch_latents, with_kwargs=True).remove)
@@ -119,6 +136,16 @@ class TrainerNumerics:
                 stack.callback(_put(part, "forward", FixedForward(self, part.forward)))
             self._undo = stack.pop_all()
         return self
+
+    def _finding_forms(self) -> AbstractContextManager[DeviceForms | None]:
+        if not self._with_kernels and self._model.device.type != "cuda":
+            return nullcontext()
+        try:
+            from fdasync_transformers.fixed.device_forms import finding_forms
+        except ModuleNotFoundError as error:
+            problem = f"fixed numerics on {self._model.device} need kernels: no module {error.name}"
+            raise UnsupportedModel(self._kind, problem) from error
+        return finding_forms(self._model)
 
     def undo(self) -> None:
         """Give the model its own numerics back; nothing if it has them."""
@@ -139,6 +166,9 @@ class TrainerNumerics:
                     stack.callback(_put(module, CHECKPOINTING, Checkpointing(function, work, within, within)))
             stack.callback(forward.end)
             forward.work = work
+            if self._model.device.type == "cuda":
+                # kernels are launched on the current device
+                stack.enter_context(torch.cuda.device(self._model.device))
             stack.enter_context(PassMode(work))
             return own(**given)
 
@@ -159,12 +189,19 @@ class TrainerNumerics:
         longest = int(spans.lengths.max(initial=0))
         if self._most_tokens is not None and longest > self._most_tokens:
             raise BadInput("input_ids", f"a sequence of {longest} tokens", limit=f"{self._most_tokens} of {self._kind}")
-        segments = Segments(spans, tokens.device)
+        segments = self._segments(spans, tokens.device)
         given = {name: value for name, value in arguments.items() if name not in _BOUNDS}
         given["position_ids"] = segments.positions.view(batch, width)
         given["use_cache"] = False
         given["fd_ctx"] = PassContext(self._layers, segments, work.watch)
         return given
+
+    def _segments(self, spans: Spans, device: torch.device) -> Segments:
+        if self._forms is None:
+            return HostSegments(spans, device)
+        from fdasync_transformers.fixed.device_segments import DeviceSegments
+
+        return DeviceSegments(spans, device)
 
 
 class FixedForward(NotCopied, Recomputing):
@@ -220,14 +257,14 @@ def _evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _implementations(model: PreTrainedModel) -> Iterator[None]:
-    """Our attention, and experts one by one, in the place of the library's."""
+def _implementations(model: PreTrainedModel, experts: str) -> Iterator[None]:
+    """Our attention, and these experts, in the place of the library's."""
     configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
     names = ("_attn_implementation", "_experts_implementation")
     kept = [(config, name, getattr(config, name, None)) for config in configs.values() for name in names]
     try:
         model.set_attn_implementation(FIXED)
-        model.set_experts_implementation("eager")
+        model.set_experts_implementation(experts)
         yield
     finally:
         # outer configs first: they set those within them too

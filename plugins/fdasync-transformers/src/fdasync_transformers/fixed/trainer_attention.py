@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from fdasync_transformers.fixed.segments import Segments
     from fdasync_transformers.model.kv import LayerSpec, Reach
 
+# of a head, in torch's flash attention
+_MOST_FLASH_DIMS = 256
+
 
 @dataclass(frozen=True)
 class PassContext:
@@ -106,7 +109,7 @@ def trainer_attention(
     nope = up_keys.shape[1]
     absorbed = torch.cat((_by_head(rows[..., :nope], up_keys), rows[..., nope:]), dim=-1)
     keys = torch.cat((values, rotary), dim=-1)
-    out = _attend(absorbed, keys, values, None, fd_ctx.segments, spec.reach, scaling)
+    out = _attend(absorbed, keys, values, None, fd_ctx.segments, spec.reach, scaling, latent=True)
     out = _by_head(out, up_values.transpose(1, 2))
     return out.view(batch, -1, *out.shape[1:]), None
 
@@ -133,8 +136,10 @@ def _attend(
     segments: Segments,
     reach: Reach,
     scaling: float,
+    *,
+    latent: bool = False,
 ) -> torch.Tensor:
-    out: torch.Tensor = _Attend.apply(query, key, value, sinks, segments, reach, scaling)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _Attend.apply(query, key, value, sinks, segments, reach, scaling, latent)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -151,10 +156,11 @@ class _Attend(torch.autograd.Function):
         segments: Segments,
         reach: Reach,
         scaling: float,
+        latent: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(query, key, value, sinks)
         ctx.given = segments, reach, scaling
-        return segments.attend(query, key, value, reach, scaling, sinks)
+        return segments.attend(query, key, value, reach, scaling, sinks, latent=latent)
 
     @staticmethod
     @once_differentiable
@@ -163,19 +169,30 @@ class _Attend(torch.autograd.Function):
         segments, reach, scaling = ctx.given
         found = [torch.zeros_like(part) for part in (query, key, value)]
         of_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=torch.float32)
-        for first, length in segments.spans:
-            rows = slice(first, first + length)
-            parts = [part[rows].detach().requires_grad_() for part in (query, key, value)]
+        # with sinks all scores are in memory
+        for batch in segments.together(alone=sinks is not None):
+            shape = batch.sequences, batch.longest
+            parts = [
+                part.index_select(0, batch.rows).unflatten(0, shape).requires_grad_() for part in (query, key, value)
+            ]
             if sinks is not None:
                 parts.append(sinks.detach().requires_grad_())
             with torch.enable_grad():
-                out = _plain(*parts, reach=reach, scaling=scaling)
-            grads = torch.autograd.grad(out, parts, grad[rows])
+                out = _plain(*parts, reach=reach, scaling=scaling).flatten(0, 1)
+            rows = batch.rows
+            if batch.real is None:
+                given = grad.index_select(0, rows)
+            else:
+                # what is padded behind a sequence is seen by nothing before it, and gets no gradient
+                rows = rows.index_select(0, batch.real)
+                given = torch.zeros_like(out).index_copy_(0, batch.real, grad.index_select(0, rows))
+            grads = torch.autograd.grad(out, parts, given)
             for whole, part in zip(found, grads, strict=False):
-                whole[rows] = part
+                flat = part.flatten(0, 1)
+                whole.index_copy_(0, rows, flat if batch.real is None else flat.index_select(0, batch.real))
             if of_sinks is not None:
                 of_sinks += grads[3]
-        return *found, None if of_sinks is None else of_sinks.to(sinks.dtype), None, None, None
+        return *found, None if of_sinks is None else of_sinks.to(sinks.dtype), None, None, None, None
 
 
 def _plain(
@@ -187,16 +204,33 @@ def _plain(
     reach: Reach,
     scaling: float,
 ) -> torch.Tensor:
-    """One whole sequence, queries [T, H, Dk]: [T, H, Dv], with gradients."""
-    q, k, v = (part.transpose(0, 1)[None] for part in (query, key, value))
-    mask = _mask(len(query), reach, query)
+    """Whole sequences, queries [S, T, H, Dk]: [S, T, H, Dv], with gradients."""
+    q, k, v = (part.transpose(1, 2) for part in (query, key, value))
+    mask = _mask(query.shape[1], reach, query)
     if sinks is not None:
         out = attend_with_sinks(q, k, v, mask, scaling, sinks)
     else:
+        grouped = q.shape[1] != k.shape[1]
+        if grouped and not _flashes(q, v, mask):
+            # of torch's kernels for the rest, none that keeps the scores out of memory takes groups
+            k, v = (_spread(part, q.shape[1]) for part in (k, v))
+            grouped = False
         out = scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
         )
-    return out[0].transpose(0, 1)
+    return out.transpose(1, 2)
+
+
+def _flashes(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    """Whether torch's flash attention takes them on a GPU."""
+    narrow = query.dtype in (torch.bfloat16, torch.float16)
+    return mask is None and narrow and query.shape[-1] == value.shape[-1] <= _MOST_FLASH_DIMS
+
+
+def _spread(part: torch.Tensor, heads: int) -> torch.Tensor:
+    """[S, KH, T, D] for each query head, [S, H, T, D]."""
+    sequences, groups, tokens, dim = part.shape
+    return part[:, :, None].expand(-1, -1, heads // groups, -1, -1).reshape(sequences, heads, tokens, dim)
 
 
 def _mask(length: int, reach: Reach, like: torch.Tensor) -> torch.Tensor | None:

@@ -59,12 +59,12 @@ def refuse_pass(kind: str, device: torch.device, parts: tuple[tuple[str, torch.n
 
     Raises:
         BadInput: torch.compile, autocast, or dropout or noise in training, naming the module.
-        UnsupportedModel: a device other than a CPU.
+        UnsupportedModel: a device other than a CPU or of CUDA.
     """
     if torch.compiler.is_compiling():
         raise compiled()
-    if device.type != "cpu":
-        raise UnsupportedModel(kind, f"fixed numerics of a trainer run on a CPU so far, and it is on {device}")
+    if device.type not in ("cpu", "cuda"):
+        raise UnsupportedModel(kind, f"fixed numerics of a trainer run on CPUs and CUDA devices, and it is on {device}")
     if torch.is_autocast_enabled(device.type):
         raise BadInput(
             "model",

@@ -101,7 +101,7 @@ def fuse_routers(model: PreTrainedModel, moe_layers: MoELayers) -> FusedRouters:
     record = Record()
     for row, (name, k) in enumerate(zip(moe_layers.names, moe_layers.top_k, strict=True)):
         module = _router_beside(model, name)
-        forward = guarded(partial(_fused_or_reason, module, k, model.dtype, record, row), str)
+        forward = fused_router(module, k, model.dtype, record, row)
         if isinstance(forward, str):
             reasons.setdefault(f"{type(module).__name__} {forward}", []).append(moe_layers.ids[row])
             continue
@@ -118,6 +118,14 @@ def _listed(layers: list[int]) -> str:
 def _router_beside(model: PreTrainedModel, experts: str) -> Any:
     block = model.get_submodule(experts.rpartition(".")[0])
     return getattr(block, "gate", None) or getattr(block, "router", None)
+
+
+def fused_router(module: Any, k: int, dtype: torch.dtype, record: Record, row: int = 0) -> Forward | str:
+    """The proven forward of one router by kernels, not put in place; or for people why there is none.
+
+    See `fuse_routers`. `k`: experts of a token; `dtype`: of the hidden states; `record`: where it records `row`.
+    """
+    return guarded(partial(_fused_or_reason, module, k, dtype, record, row), str)
 
 
 def _fused_or_reason(*args: Any) -> Forward | str:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
+#: of torch's grouped product: strides are multiples of this
+GROUPED_NBYTES = 16
+
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks)\.(\d+)\.")
 # classes of the library that hold experts or choose among them
 _OF_EXPERTS = re.compile(r"(Experts?|MoE|MoeBlock|Router|Gating)$")
@@ -138,6 +141,16 @@ def router_of_dense_experts(model: PreTrainedModel, experts: str) -> torch.nn.Mo
     if "Llama4" not in type(model.get_submodule(experts)).__name__:
         return None
     return model.get_submodule(experts.removesuffix("experts") + "router")
+
+
+def fits_grouped_product(experts: torch.nn.Module) -> bool:
+    """Whether torch's grouped product takes the matrices of a module's experts."""
+    return all(
+        width * parameter.element_size() % GROUPED_NBYTES == 0
+        for parameter in experts.parameters(recurse=False)
+        if parameter.dim() == 3
+        for width in parameter.shape[1:]
+    )
 
 
 def _top_k(model: PreTrainedModel, experts: dict[int, Experts], run: Callable[[], object]) -> tuple[int, ...]:

@@ -264,6 +264,29 @@ class RouterHook(NotCopied):
             _take_off(self._open.pop())
 
 
+@contextmanager
+def choosing(site: RouterSite, ids: torch.Tensor) -> Iterator[None]:
+    """Within the context, one call of a router of the library chooses `ids` int64 [T, k], none negative.
+
+    Raises UnsupportedModel where its selection is not seen once.
+    """
+    selector: Any = _Selector(site, ids)
+    selector.__enter__()
+    try:
+        yield
+    finally:
+        _take_off(selector)
+    selector.check()
+
+
+def forced_ids(router: torch.nn.Module) -> tuple[bool, torch.Tensor | None]:
+    """Whether the running call of a router is watched or forced, and the rows that it is to choose, if any."""
+    for mode in torch.overrides._get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+        if isinstance(mode, _Selector) and mode.site.router is router:
+            return True, mode.rows
+    return False, None
+
+
 def _take_off(mode: TorchFunctionMode) -> None:
     """Leave a mode, at any place of the stack: an interrupted call may have left another mode above it."""
     modes: Any = torch.overrides
@@ -281,8 +304,8 @@ class _Selector(TorchFunctionMode):
 
     def __init__(self, site: RouterSite, rows: torch.Tensor | None) -> None:
         super().__init__()
-        self._site = site
-        self._rows = rows
+        self.site = site
+        self.rows = rows
         self.picked: list[torch.Tensor] = []
         self.scores: torch.Tensor | None = None
         self.unmasked: torch.Tensor | None = None
@@ -290,7 +313,7 @@ class _Selector(TorchFunctionMode):
         self.groups_kept = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        site, table = self._site, args[0] if args else None
+        site, table = self.site, args[0] if args else None
         result = func(*args, **(kwargs or {}))
         # with one group, [T, 1, E] of the search within groups has the width of a selection too
         if not isinstance(table, torch.Tensor) or table.ndim != 2:
@@ -309,42 +332,42 @@ class _Selector(TorchFunctionMode):
     def check(self) -> None:
         """Raise unless the selection was seen once."""
         hits = len(self.picked)
-        if hits != (2 if self._site.by_max else 1) or (self._site.num_groups > 1) != (self.group_scores is not None):
+        if hits != (2 if self.site.by_max else 1) or (self.site.num_groups > 1) != (self.group_scores is not None):
             raise UnsupportedModel(
-                type(self._site.router).__name__, f"layer {self._site.layer}: its selection was seen {hits} times"
+                type(self.site.router).__name__, f"layer {self.site.layer}: its selection was seen {hits} times"
             )
 
     def _forced(self, live: torch.Tensor) -> torch.Tensor:
         """The rows in the shape of the live selection [T, k], live where a row is left to the router."""
-        if self._rows is None:
+        if self.rows is None:
             return live
-        if self._rows.shape[0] != live.shape[0] or self._rows.shape[1] < live.shape[1]:
+        if self.rows.shape[0] != live.shape[0] or self.rows.shape[1] < live.shape[1]:
             raise BadInput(
-                f"rows_by_layer[{self._site.layer}]",
-                f"has shape {tuple(self._rows.shape)}",
+                f"rows_by_layer[{self.site.layer}]",
+                f"has shape {tuple(self.rows.shape)}",
                 limit=f"{live.shape[0]} tokens of at least {live.shape[1]} experts",
             )
-        rows = self._rows[:, : live.shape[1]]
+        rows = self.rows[:, : live.shape[1]]
         return torch.where((rows < 0).any(dim=-1, keepdim=True), live, rows)
 
     def _answer(self, table: torch.Tensor, result: Any) -> Any:
         self.scores = table
         self.picked.append(result[1])
-        if self._rows is None:
+        if self.rows is None:
             return result
         ids = self._forced(result[1])
         return torch.return_types.topk((table.gather(-1, ids), ids))
 
     def _answer_groups(self, table: torch.Tensor, result: Any) -> Any:
         self.group_scores, self.groups_kept = table, result[1].shape[-1]
-        if self._rows is None or self._rows.shape[0] != table.shape[0]:
+        if self.rows is None or self.rows.shape[0] != table.shape[0]:
             return result  # a wrong length raises in the selection, which follows
         # as many columns as rows have: the ids only open groups, so repeats change nothing
-        own = self._rows[:, : self._site.top_k or self._rows.shape[1]]
+        own = self.rows[:, : self.site.top_k or self.rows.shape[1]]
         columns = torch.arange(max(own.shape[1], self.groups_kept), device=table.device)
         live = result[1][:, columns.clamp(max=self.groups_kept - 1)]
         rows = own[:, columns.clamp(max=own.shape[1] - 1)]
-        per_group = self._site.num_experts // self._site.num_groups
+        per_group = self.site.num_experts // self.site.num_groups
         groups = torch.where((rows < 0).any(dim=-1, keepdim=True), live, rows // per_group)
         return torch.return_types.topk((table.gather(-1, groups), groups))
 
@@ -353,11 +376,11 @@ class _Selector(TorchFunctionMode):
             self.scores = table
         slot = len(self.picked)
         self.picked.append(result[1])
-        if self._rows is None or slot > 1:
+        if self.rows is None or slot > 1:
             return result
-        if self._rows.shape[0] != table.shape[0] or self._rows.shape[1] < 2:
+        if self.rows.shape[0] != table.shape[0] or self.rows.shape[1] < 2:
             self._forced(table[:, :2])  # raises
-        rows = self._rows[:, :2]
+        rows = self.rows[:, :2]
         ids = torch.where((rows < 0).any(dim=-1, keepdim=True), result[1], rows[:, slot : slot + 1])
         # the largest value stays live: the router compares other experts with it
         return torch.return_types.max((result[0], ids))

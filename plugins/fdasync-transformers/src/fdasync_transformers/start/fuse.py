@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fdasync.errors import ConfigError
+from fdasync_transformers.fixed.mode import FixedNumerics
 from fdasync_transformers.fused.experts import fuse_experts
 from fdasync_transformers.fused.layers.fuse import fuse_layers
 from fdasync_transformers.fused.operations import fuse_operations
@@ -68,7 +69,7 @@ def fuse(
     config: TransformersConfig,
     layers: MoELayers | None,
     live: LiveRows,
-    max_step_tokens: int,
+    limits: RunnerLimits,
 ) -> Fused:
     """Fuse what the configuration asks for, each part proven. The routers too: with and without a capture, the
     self-check runs those that will be served.
@@ -88,10 +89,13 @@ def fuse(
         if not experts.fused:
             if config.experts == "fused":
                 raise ConfigError("runner_config.experts", "; ".join(notes), hint='use "auto"')
-            set_experts(model, "auto", layers, max_step_tokens)
+            set_experts(model, "auto", layers, limits.max_step_tokens)
     if fuses_layers(config, model.device):
         # operations first: what a fused layer does not take over is fused then
-        operations, whole = fuse_operations(model), fuse_layers(model)
+        operations, whole = (
+            fuse_operations(model),
+            fuse_layers(model, exact=FixedNumerics if limits.numerics == "fixed" else None),
+        )
         notes += (*operations.notes, *whole.notes)
         fused = (whole.indices, operations.norms, operations.rotary, operations.dense, operations.angles)
         if config.fused_layers and not any(fused):

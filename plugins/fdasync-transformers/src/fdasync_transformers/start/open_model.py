@@ -97,7 +97,7 @@ def open_model(
         with library_code(kind, "mending it"):
             mends = families.mend(model)
         with library_code(kind, "fusing it"):
-            fused = fuse(model, config, experts, live, limits.max_step_tokens)
+            fused = fuse(model, config, experts, live, limits)
         notes.extend(fused.notes)
         return mends, fused.routers
 

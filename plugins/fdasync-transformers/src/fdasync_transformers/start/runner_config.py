@@ -12,6 +12,7 @@ import torch
 
 from fdasync.errors import ConfigError
 from fdasync_transformers.execution.mixed_graphs import token_ladder
+from fdasync_transformers.model.moe_layers import GROUPED_NBYTES, fits_grouped_product
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from fdasync_transformers.model.moe_layers import MoELayers
 
 _MAX_THREADS = 1024
-# of torch's grouped product: strides are multiples of this
-_GROUPED_NBYTES = 16
 # most bytes of expert weights that one product may gather on a GPU, in dtypes without a grouped product there
 _MAX_GATHERED_NBYTES = 16 << 30
 # most gathered bytes in a step with a graph, which keeps their memory
@@ -154,6 +153,12 @@ def check_numerics(config: TransformersConfig, limits: RunnerLimits, device: tor
     if on_cpu and uses_kernels(config, device):
         problem = "has no fixed numerics on a CPU: the interpreter's products change with their shape"
         raise ConfigError("runner_config.kernels", f"{config.kernels!r} {problem}", hint='use "auto"')
+    if not on_cpu:
+        for name, value in (("fused_layers", config.fused_layers), ("fused_router", config.fused_router)):
+            if value is False:
+                raise ConfigError(
+                    f"runner_config.{name}", "False gives other bits than a trainer's", hint="leave it out"
+                )
     allowed = ("auto", "eager") if on_cpu else ("auto", "fused")
     if config.experts not in allowed:
         raise ConfigError(
@@ -186,7 +191,7 @@ def set_experts(model: PreTrainedModel, experts: str, layers: MoELayers | None, 
     if experts == "grouped_mm" and not fits:
         raise ConfigError(
             "runner_config.experts",
-            f"'grouped_mm' takes widths that are multiples of {_GROUPED_NBYTES} bytes, as this model's are not",
+            f"'grouped_mm' takes widths that are multiples of {GROUPED_NBYTES} bytes, as this model's are not",
             hint='use "eager"',
         )
     if experts == "auto":
@@ -224,13 +229,7 @@ def graph_tokens(
 
 def fits_grouped(model: PreTrainedModel, layers: MoELayers | None) -> bool:
     """Whether torch's grouped product takes the experts' matrices: their widths are multiples of 16 bytes."""
-    return all(
-        width * parameter.element_size() % _GROUPED_NBYTES == 0
-        for name in (() if layers is None else layers.names)
-        for parameter in model.get_submodule(name).parameters(recurse=False)
-        if parameter.dim() == 3
-        for width in parameter.shape[1:]
-    )
+    return all(fits_grouped_product(model.get_submodule(name)) for name in (() if layers is None else layers.names))
 
 
 def _gathered_nbytes(model: PreTrainedModel, layers: MoELayers | None, max_step_tokens: int) -> int:

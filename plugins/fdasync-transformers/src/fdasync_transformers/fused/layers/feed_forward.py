@@ -68,9 +68,10 @@ class ExpertsBlock:
     Attributes:
         gated: whether the shared experts have a gate.
         parts: whether its experts are asked for their parts; set once, before the first step.
+        exact: whether that gate is an operation of its own, whose sigmoid has other last bits than the kernel's.
     """
 
-    def __init__(self, module: Any, kind: BlockKind) -> None:
+    def __init__(self, module: Any, kind: BlockKind, *, exact: bool = False) -> None:
         from fdasync.gpu.kernels.layer.finish import add_norm, finish_experts
 
         self._add_norm = add_norm
@@ -81,6 +82,7 @@ class ExpertsBlock:
         self._shared: Any = getattr(module, kind.shared) if kind.shared else None
         self._gate: Any = getattr(module, kind.shared_gate) if kind.shared_gate else None
         self.gated = self._gate is not None
+        self.exact = exact
         self.parts = _take_parts(module.experts)
 
     def __call__(
@@ -95,6 +97,8 @@ class ExpertsBlock:
             shared = self._shared(normed)
             if self._gate is not None:
                 gate = self._gate(normed)
+                if self.exact:
+                    shared, gate = torch.sigmoid(gate) * shared, None
         ids = ids.contiguous()
         parts = self._experts(normed, ids, weights, parts=True)
         return self._finish(parts, ids, self._num_experts, residual, norm, live=live, shared=shared, shared_gate=gate)
@@ -112,9 +116,9 @@ class ExpertsBlock:
         return found + (shared if self._gate is None else torch.sigmoid(self._gate(normed)) * shared)
 
 
-def make_block(module: Any, kind: BlockKind) -> DenseBlock | ExpertsBlock:
+def make_block(module: Any, kind: BlockKind, *, exact: bool = False) -> DenseBlock | ExpertsBlock:
     """The block of a layer's `mlp`."""
-    return ExpertsBlock(module, kind) if hasattr(module, "experts") else DenseBlock(module)
+    return ExpertsBlock(module, kind, exact=exact) if hasattr(module, "experts") else DenseBlock(module)
 
 
 def _take_parts(experts: Any) -> bool:

@@ -24,6 +24,8 @@ from fdasync_transformers.model.families import decoder_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from fdasync_transformers.fused.layers.proof import Exact
+
 
 @dataclass(frozen=True)
 class LayerKind:
@@ -56,6 +58,9 @@ _KNOWN = {
     "Qwen3MoeDecoderLayer": LayerKind(),
 }
 
+# sizes of rows at which norms within layers have the bits of norms by themselves (`kernels/layer/norm.py`)
+_EXACT_COLUMNS = 16
+
 
 @dataclass(frozen=True)
 class FusedLayers:
@@ -71,7 +76,7 @@ class FusedLayers:
 
 
 @torch.inference_mode()
-def fuse_layers(model: PreTrainedModel) -> FusedLayers:
+def fuse_layers(model: PreTrainedModel, *, exact: Exact | None = None) -> FusedLayers:
     """Replace the decoder layers of a model that are of a known kind, in place.
 
     Merges the weights of their queries, keys and values: they keep names and values, and get new addresses. Runs each
@@ -80,6 +85,8 @@ def fuse_layers(model: PreTrainedModel) -> FusedLayers:
 
     Args:
         model: in inference; its weights have their final place and dtype.
+        exact: makes what fixed numerics run within: only layers are fused that have the bits of their operations one
+            by one, as a trainer runs them. Norms must have been fused by themselves (`fuse_operations`).
 
     Returns:
         What was fused, and notes on the rest.
@@ -107,7 +114,7 @@ def fuse_layers(model: PreTrainedModel) -> FusedLayers:
     for number, layer in reversed(list(enumerate(layers))):
         last = number == len(layers) - 1
         follower = decoder.norm if last else layers[number + 1].input_layernorm if number + 1 in fused else None
-        made = guarded(partial(_proven, model, layer, follower, carry, columns), str)
+        made = guarded(partial(_proven, model, layer, follower, carry, columns, exact), str)
         if isinstance(made, str):
             kept.setdefault(made, []).append(number)
         else:
@@ -133,18 +140,34 @@ def _columns(model: Any, decoder: Any) -> int | str:
     return int(cos.shape[-1])
 
 
-def _proven(model: Any, layer: Any, follower: Any, carry: Carry, columns: int) -> FusedLayer | str:
+def _proven(model: Any, layer: Any, follower: Any, carry: Carry, columns: int, exact: Exact | None) -> FusedLayer | str:
     """A fused layer that computes what the layer does; a reason where there is none."""
     from fdasync_transformers.fused.layers.proof import difference
 
-    made = _fuse(layer, follower, carry, columns)
+    made = _fuse(layer, follower, carry, columns, exact=exact is not None)
     if isinstance(made, str):
         return made
     rotary: Any = decoder_of(model).rotary_emb
-    return difference(model, made, follower, rotary) or made
+    problem = _inexact(made, follower) if exact else ""
+    return problem or difference(model, made, follower, rotary, exact=exact) or made
 
 
-def _fuse(layer: Any, follower: Any, carry: Carry, columns: int) -> FusedLayer | str:
+def _inexact(fused: FusedLayer, follower: Any) -> str:
+    """Why a layer's bits may not be those of its operations, whatever few rows show."""
+    layer, form = fused.layer, fused.attention.form
+    norms = [layer.input_layernorm, layer.post_attention_layernorm, *([] if follower is None else [follower])]
+    if form.norm:
+        norms += [layer.self_attn.q_norm, layer.self_attn.k_norm]
+    if any("forward" not in vars(norm) for norm in norms):
+        return "a norm of it is the library's own, and sums in another order"
+    if form.norm == "row":
+        return "the norms over all heads are summed in another order than by themselves"
+    if any(norm.weight.numel() % _EXACT_COLUMNS for norm in norms):
+        return f"it norms rows that are no multiple of {_EXACT_COLUMNS}"
+    return ""
+
+
+def _fuse(layer: Any, follower: Any, carry: Carry, columns: int, *, exact: bool) -> FusedLayer | str:
     """A fused layer, not yet in use; a reason where it is not built as it was known."""
     from fdasync.gpu.kernels.layer.finish import Norm
 
@@ -160,4 +183,4 @@ def _fuse(layer: Any, follower: Any, carry: Carry, columns: int) -> FusedLayer |
     first, second, third = norms
     assert first is not None
     assert second is not None
-    return FusedLayer(layer, attention, make_block(layer.mlp, kind.block), (first, second, third), carry)
+    return FusedLayer(layer, attention, make_block(layer.mlp, kind.block, exact=exact), (first, second, third), carry)

@@ -1,0 +1,237 @@
+"""A trainer's norms and routers with the values of a rollout's kernels, and with the library's gradients.
+
+A rollout on a GPU replaces norms, routers and experts by kernels of other bits than the library's, each where a proof
+allows it. Here the same proofs run on the trainer's model, module by module, while a pass of one token runs: sharded
+parameters are whole then, in the dtype of the forward pass. A replaced module runs both ways: the kernel gives the
+value, the library's code the graph of the gradient. Rotary embeddings, their angles and gates of dense layers are
+proven to have the library's bits, so here they are the library's. Knows no batches. Called by `trainer.py`.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from fdasync.errors import UnsupportedModel
+from fdasync.gpu.kernels.chip import runs_on
+from fdasync.gpu.kernels.limits import FLOATS
+from fdasync_transformers.fixed.device_experts import NAME, register
+from fdasync_transformers.fused.experts_proof import compare
+from fdasync_transformers.fused.live_rows import LiveRows
+from fdasync_transformers.fused.norms import fuse_norms
+from fdasync_transformers.fused.proofs import guarded
+from fdasync_transformers.fused.replaced import text_modules
+from fdasync_transformers.fused.routers import Record, fused_router
+from fdasync_transformers.model.moe_layers import find_experts
+from fdasync_transformers.replay.force import NotCopied, choosing, find_routers, forced_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from transformers import PreTrainedModel
+
+    from fdasync_transformers.replay.force import RouterSite
+
+# experts that no kernel computes: by products that the mode takes, as a rollout would
+_PLAIN_EXPERTS = "batched_mm"
+
+
+@dataclass
+class DeviceForms:
+    """What `finding_forms` found.
+
+    Attributes:
+        attributes: module, name and value: what the modules get while numerics are fixed.
+        experts: the implementation of the experts.
+    """
+
+    attributes: list[tuple[torch.nn.Module, str, Any]] = field(default_factory=list)
+    experts: str = _PLAIN_EXPERTS
+
+
+class _Swap(torch.autograd.Function):
+    """The value of one tensor with the gradient of another."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        del ctx, own
+        return value.view_as(value)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        del ctx
+        return grad, None
+
+
+def swapped(own: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """`value`, which has no graph, with the graph of `own`: of its shape and dtype; its numbers are not read."""
+    result: torch.Tensor = _Swap.apply(own, value)  # type: ignore[no-untyped-call]
+    return result
+
+
+class NormForward(NotCopied):
+    """The forward of a norm: the kernel's value, the library's gradient."""
+
+    def __init__(self, module: torch.nn.Module, kernel: Callable[..., torch.Tensor]) -> None:
+        self._module = module
+        self._kernel = kernel
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            value = self._kernel(rows)
+        if not torch.is_grad_enabled():
+            return value
+        return swapped(type(self._module).forward(self._module, rows), value)
+
+
+class RouterForward(NotCopied):
+    """The forward of a router: ids, weights and logits of the kernels, gradients of the library's code on these ids.
+
+    Where the routing is replayed, the record's ids win; a row whose ids are not the kernels' own has the library's
+    weights.
+    """
+
+    def __init__(self, site: RouterSite, kernels: Callable[..., tuple[torch.Tensor, ...]]) -> None:
+        self._site = site
+        self._kernels = kernels
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        router: Any = self._site.router
+        with torch.no_grad():
+            values = self._kernels(*args, **kwargs)
+        watched, forced = forced_ids(router)
+        if not watched and not torch.is_grad_enabled():
+            return values
+        ids = next(part for part in values if not part.is_floating_point())
+        # a record of another length goes on as it is: the library's selection raises
+        fits = forced is not None and forced.shape[0] == len(ids) and forced.shape[1] >= ids.shape[1]
+        wanted = ids
+        if forced is not None and fits:
+            rows = forced[:, : ids.shape[1]].to(ids.dtype)
+            wanted = torch.where((rows < 0).any(-1, keepdim=True), ids, rows)
+        with choosing(self._site, wanted):
+            own = type(router).forward(router, *args, **kwargs)
+        if forced is None:
+            return tuple(
+                swapped(part, value) if value.is_floating_point() else value
+                for part, value in zip(own, values, strict=True)
+            )
+        same = (wanted == ids).all(-1, keepdim=True)
+        return tuple(
+            swapped(part, torch.where(same, value, part.detach())) if value.is_floating_point() else wanted
+            for part, value in zip(own, values, strict=True)
+        )
+
+
+@contextmanager
+def finding_forms(model: PreTrainedModel) -> Iterator[DeviceForms]:
+    """Within the context, a pass of the model fills the forms that are given: those of the modules that ran.
+
+    The pass must run without gradients, in eval mode, with attention of its own choice; the context gives it experts
+    that run everywhere. Waits for the device. Raises UnsupportedModel where there are no kernels.
+    """
+    if not runs_on(model.device):
+        raise UnsupportedModel(str(model.config.model_type), f"fixed numerics: no kernels run on {model.device}")
+    forms = DeviceForms()
+    finder = _Finder(forms, model)
+    with ExitStack() as stack:
+        stack.enter_context(_eager_experts(model))
+        embeddings: Any = model.get_input_embeddings()
+        stack.callback(embeddings.register_forward_hook(finder.embedded).remove)
+        for _, module in text_modules(model):
+            if not list(module.children()):
+                stack.callback(module.register_forward_pre_hook(finder.norm).remove)
+        for site in _routers(model):
+            stack.callback(site.router.register_forward_hook(partial(finder.router, site)).remove)
+        experts = _experts(model)
+        for module in experts:
+            stack.callback(module.register_forward_pre_hook(finder.experts).remove)
+        yield forms
+    if experts and finder.fused_experts == len(experts):
+        register()
+        forms.experts = NAME
+    else:
+        forms.attributes = [each for each in forms.attributes if each[1] != "fd_experts"]
+
+
+class _Finder(NotCopied):
+    """Hooks of the pass; each proves the module that it is called for, once, outside of what is dispatched."""
+
+    def __init__(self, forms: DeviceForms, model: Any) -> None:
+        self.fused_experts = 0
+        self._forms = forms
+        self._device = model.device
+        self._dtype: torch.dtype | None = None
+        self._seen: set[tuple[str, torch.nn.Module]] = set()
+        self._classes: set[type] = set()
+
+    def embedded(self, _module: torch.nn.Module, _args: Any, output: torch.Tensor) -> None:
+        """The dtype of the forward pass; parameters may be masters of another one."""
+        self._dtype = output.dtype
+
+    def norm(self, module: torch.nn.Module, _args: Any) -> None:
+        if not self._first("norm", module) or self._dtype not in FLOATS:
+            return
+        assert self._dtype is not None
+        if fuse_norms(module, self._dtype, self._device).names:
+            kernel = vars(module).pop("forward")
+            self._forms.attributes.append((module, "forward", NormForward(module, kernel)))
+
+    def router(self, site: RouterSite, module: torch.nn.Module, _args: Any, output: Any) -> None:
+        parts = output if isinstance(output, tuple) else ()
+        ids = [part for part in parts if isinstance(part, torch.Tensor) and not part.is_floating_point()]
+        if not self._first("router", module) or self._dtype is None or len(ids) != 1:
+            return
+        kernels = fused_router(module, ids[0].shape[-1], self._dtype, Record())
+        if not isinstance(kernels, str):
+            self._forms.attributes.append((module, "forward", RouterForward(site, kernels)))
+
+    def experts(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        if not self._first("experts", module) or len(args) < 2:
+            return
+        told: list[str] | None = None if type(module) in self._classes else []
+        self._classes.add(type(module))
+        problem = guarded(partial(compare, module, args[1].shape[-1], LiveRows(), told), str)
+        described = vars(module).pop("fd_experts", None)
+        if not problem:
+            self.fused_experts += 1
+            self._forms.attributes.append((module, "fd_experts", described))
+
+    def _first(self, part: str, module: torch.nn.Module) -> bool:
+        before = len(self._seen)
+        self._seen.add((part, module))
+        return len(self._seen) > before
+
+
+def _experts(model: torch.nn.Module) -> list[torch.nn.Module]:
+    try:
+        return [each.module for each in find_experts(model).values()]
+    except UnsupportedModel:
+        # which a rollout serves without a capture, by the library's code
+        return []
+
+
+def _routers(model: torch.nn.Module) -> list[RouterSite]:
+    try:
+        return list(find_routers(model).values())
+    except UnsupportedModel:
+        return []
+
+
+@contextmanager
+def _eager_experts(model: Any) -> Iterator[None]:
+    """The library's loop over experts, which takes all widths and dtypes."""
+    configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
+    kept = [(config, getattr(config, "_experts_implementation", None)) for config in configs.values()]
+    try:
+        model.set_experts_implementation("eager")
+        yield
+    finally:
+        for config, value in kept:
+            config._experts_implementation = value
