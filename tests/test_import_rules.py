@@ -47,7 +47,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         "fdasync.gpu.kernels": (),
         "fdasync.runner": (
             *_ARENAS, "fdasync.cache.debug_rows", "fdasync.events.actions", "fdasync.ipc.deadlines",
-            "fdasync.registry.*", "fdasync.request", "fdasync.result",
+            "fdasync.ipc.exchange", "fdasync.registry.*", "fdasync.request", "fdasync.result",
         ),
         "fdasync.scheduler.state": (*_PURE_CACHE, "fdasync.events.*"),
     },

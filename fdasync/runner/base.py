@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import msgspec
 
 from fdasync.cache.aux import AuxSpec
-from fdasync.errors import BadInput, DeadlineExceeded, FdasyncError, InvariantBroken, WeightsBroken, WeightsRejected
+from fdasync.errors import (
+    BadInput,
+    ConfigError,
+    DeadlineExceeded,
+    FdasyncError,
+    InvariantBroken,
+    WeightsBroken,
+    WeightsRejected,
+)
 from fdasync.request import Numerics
 from fdasync.result import TopLogprobs
 
@@ -24,6 +32,7 @@ if TYPE_CHECKING:
     from fdasync.cache.aux_arena import AuxArena
     from fdasync.cache.host_arena import HostArena
     from fdasync.events.actions import RunStep, SwapIn, SwapOut
+    from fdasync.ipc.exchange import Exchange
     from fdasync.request import Grammar, WeightsFingerprint
     from fdasync.runner.report import ModelReport
 
@@ -41,6 +50,8 @@ class RunnerLimits(msgspec.Struct, frozen=True, kw_only=True):
         pipeline_depth: most steps in flight.
         routing_debug: record digits of each token's position instead of expert ids (`cache/debug_rows.py`).
         numerics: the arithmetic that is asked for; `Capacity.numerics` answers.
+        tensor_parallel: how many processes compute each step together, the *ranks* of a group; 1: this one alone.
+        rank: of this process among them, from 0.
     """
 
     model: str = ""
@@ -53,6 +64,8 @@ class RunnerLimits(msgspec.Struct, frozen=True, kw_only=True):
     pipeline_depth: int = 1
     routing_debug: bool = False
     numerics: Numerics = "default"
+    tensor_parallel: int = 1
+    rank: int = 0
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
@@ -226,6 +239,17 @@ class Runner(ABC):
         nothing to look at.
         """
         raise BadInput("runner", f"{type(self).__name__} says nothing of a model before it is opened")
+
+    def join(self, exchange: Exchange) -> None:
+        """Be one rank of a group; called before `open` where `RunnerLimits.tensor_parallel` is above 1.
+
+        The exchange is the caller's, and open until after `aclose`. All ranks get the same calls in the same order, but
+        for `bind`, whose arena of rows rank 0 alone gets, and each answers all of them; tokens and rows of a step are
+        rank 0's, and the samples that other ranks answer with are not looked at.
+
+        Raises ConfigError, as this default does, where a runner computes in one process alone.
+        """
+        raise ConfigError("tensor_parallel", f"{type(self).__name__} computes in one process, not in {exchange.ranks}")
 
     @abstractmethod
     async def open(self) -> Capacity:

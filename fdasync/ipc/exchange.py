@@ -1,0 +1,188 @@
+"""Processes of one group exchange bytes: each gives some, and gets those of all, in the order of their ranks.
+
+The bytes lie in one shared region, in two slots of each rank that are used in turn: a rank that is one exchange ahead
+of the others writes where they do not read. Semaphores (an eventfd for each ordered pair of ranks) say that a slot is
+written; the kernel orders the writes before the signal. Waiting blocks its process and has a deadline. A process that
+falls out of step is noticed: every slot carries the exchange's number and label. This module does not know what the
+bytes mean. The process that starts the group makes a `Meeting`; each process of it attaches as `Exchange`.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import struct
+import time
+from typing import TYPE_CHECKING
+
+from fdasync.errors import InvariantBroken, RunnerError
+from fdasync.ipc.shared_memory import SharedRegion, page_aligned
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    Buffer = bytes | bytearray | memoryview
+
+#: bytes of a rank's slot unless told
+SLOT_NBYTES = 4 << 20
+# in front of the bytes of a slot: number of the exchange, how many bytes, what they are for
+_HEAD = struct.Struct("<QQ112s")
+# how many exchanges each rank has entered: one number in a cache line of its own
+_COUNT = struct.Struct("<Q")
+_COUNT_APART_NBYTES = 64
+
+
+def _region_nbytes(ranks: int, slot_nbytes: int) -> int:
+    return page_aligned(ranks * _COUNT_APART_NBYTES) + 2 * ranks * _slot_apart(slot_nbytes)
+
+
+def _slot_apart(slot_nbytes: int) -> int:
+    return page_aligned(_HEAD.size + slot_nbytes)
+
+
+class Meeting:
+    """What the processes of a group share, held by the process that starts them.
+
+    Args:
+        ranks: how many processes, at least 2.
+        slot_nbytes: most bytes that a rank gives at once.
+
+    Raises OSError where memory or descriptors run out; then nothing is left open.
+    """
+
+    def __init__(self, ranks: int, slot_nbytes: int = SLOT_NBYTES) -> None:
+        self.ranks = ranks
+        self.slot_nbytes = slot_nbytes
+        self._signals: dict[tuple[int, int], int] = {}
+        self._region = SharedRegion.create("exchange", _region_nbytes(ranks, slot_nbytes))
+        try:
+            for sender in range(ranks):
+                for receiver in range(ranks):
+                    if sender != receiver:
+                        flags = os.EFD_CLOEXEC | os.EFD_SEMAPHORE | os.EFD_NONBLOCK
+                        self._signals[sender, receiver] = os.eventfd(0, flags)
+        except OSError:
+            self.close()
+            raise
+
+    def fds(self, rank: int) -> list[int]:
+        """What `Exchange` takes for this rank. The descriptors stay this object's; send them to the process."""
+        others = [other for other in range(self.ranks) if other != rank]
+        heard = [self._signals[other, rank] for other in others]
+        told = [self._signals[rank, other] for other in others]
+        return [self._region.fd, *heard, *told]
+
+    def entered(self) -> list[int]:
+        """How many exchanges each rank has entered so far: the lowest number is that of a rank others may wait for."""
+        with self._region.view() as view:
+            return [_COUNT.unpack_from(view, rank * _COUNT_APART_NBYTES)[0] for rank in range(self.ranks)]
+
+    def close(self) -> None:
+        """Drop memory and descriptors; idempotent. Processes that attached have their own."""
+        for fd in self._signals.values():
+            os.close(fd)
+        self._signals = {}
+        self._region.close()
+
+
+class Exchange:
+    """One rank's end.
+
+    Args:
+        fds: as `Meeting.fds` has them, received; this object's from now on.
+        deadline_s: how long the others may take to reach the same exchange.
+
+    Attributes:
+        rank, ranks: of the group.
+        slot_nbytes: most bytes that `gather` takes.
+    """
+
+    def __init__(
+        self, rank: int, ranks: int, fds: Sequence[int], *, deadline_s: float, slot_nbytes: int = SLOT_NBYTES
+    ) -> None:
+        """Raises InvariantBroken for descriptors that are no meeting of this many, OSError."""
+        if len(fds) != 2 * ranks - 1 or not 0 <= rank < ranks:
+            raise InvariantBroken(f"{len(fds)} descriptors for rank {rank} of {ranks}")
+        self.rank, self.ranks, self.slot_nbytes = rank, ranks, slot_nbytes
+        self._deadline_s = deadline_s
+        self._others = [other for other in range(ranks) if other != rank]
+        self._heard = dict(zip(self._others, fds[1:ranks], strict=True))
+        self._told = [*fds[ranks:]]
+        self._number = 0
+        self._region = SharedRegion(fds[0], _region_nbytes(ranks, slot_nbytes))
+        self._view = self._region.view()
+
+    def gather(self, data: Buffer, label: str) -> list[memoryview]:
+        """Give bytes; returns those of every rank, in the order of ranks, its own among them.
+
+        Blocks until all ranks have reached this exchange. The views are of shared memory, read-only, and valid until
+        this rank's next exchange. Ranks may give different amounts.
+
+        Args:
+            data: at most `slot_nbytes`, contiguous; the caller's again on return.
+            label: what it is for. All ranks must say the same: another label means that one fell out of step.
+
+        Raises:
+            InvariantBroken: more bytes than a slot holds.
+            RunnerError: a rank did not come within the deadline, or came with another label; no exchange is possible
+                after either.
+        """
+        with memoryview(data).cast("B") as given:
+            if len(given) > self.slot_nbytes:
+                raise InvariantBroken(f"{len(given)} bytes of {label} in an exchange of at most {self.slot_nbytes}")
+            self._number += 1
+            at = self._slot(self.rank)
+            _HEAD.pack_into(self._view, at, self._number, len(given), label.encode()[:112])
+            self._view[at + _HEAD.size : at + _HEAD.size + len(given)] = given
+        _COUNT.pack_into(self._view, self.rank * _COUNT_APART_NBYTES, self._number)
+        for fd in self._told:
+            os.eventfd_write(fd, 1)
+        self._wait(label)
+        return [self._read(rank, label) for rank in range(self.ranks)]
+
+    def _slot(self, rank: int) -> int:
+        """Where the slot of this rank begins that the exchange under way uses."""
+        first = page_aligned(self.ranks * _COUNT_APART_NBYTES)
+        return first + (2 * rank + self._number % 2) * _slot_apart(self.slot_nbytes)
+
+    def _wait(self, label: str) -> None:
+        ends = time.monotonic() + self._deadline_s
+        poll = select.poll()
+        for other in self._others:
+            poll.register(self._heard[other], select.POLLIN)
+        left = {fd: other for other, fd in self._heard.items()}
+        while left:
+            wait_s = ends - time.monotonic()
+            # blocking: the other ranks compute the same step; the process is a worker's
+            ready = poll.poll(max(0.0, wait_s) * 1000)
+            if not ready and wait_s <= 0:
+                names = ", ".join(str(other) for other in left.values())
+                where = f"at exchange {self._number} ({label})"
+                raise RunnerError(f"rank {self.rank} waited {self._deadline_s:g} s for rank {names} {where}")
+            for fd, _ in ready:
+                os.eventfd_read(fd)
+                poll.unregister(fd)
+                del left[fd]
+
+    def _read(self, rank: int, label: str) -> memoryview:
+        at = self._slot(rank)
+        number, nbytes, raw = _HEAD.unpack_from(self._view, at)
+        theirs = raw.rstrip(b"\0").decode(errors="replace")
+        if number != self._number or theirs != label.encode()[:112].decode(errors="replace"):
+            raise RunnerError(
+                f"rank {rank} is at exchange {number} ({theirs}), rank {self.rank} at {self._number} ({label}):"
+                " they fell out of step"
+            )
+        if nbytes > self.slot_nbytes:
+            raise RunnerError(f"rank {rank} gave {nbytes} bytes, a slot has {self.slot_nbytes}")
+        first = at + _HEAD.size
+        return self._view[first : first + nbytes].toreadonly()
+
+    def close(self) -> None:
+        """Drop memory and descriptors; idempotent."""
+        if self._region.fd < 0:
+            return
+        for fd in (*self._heard.values(), *self._told):
+            os.close(fd)
+        self._view.release()
+        self._region.close()
