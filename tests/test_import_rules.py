@@ -53,6 +53,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     },
     {
         "fdasync.gpu.kernels.attention": ("fdasync.gpu.kernels.*",),
+        "fdasync.gpu.kernels.collectives": ("fdasync.gpu.kernels.*",),
         "fdasync.gpu.kernels.experts": ("fdasync.gpu.kernels.*",),
         "fdasync.gpu.kernels.layer": ("fdasync.gpu.kernels.*",),
         "fdasync.gpu.kernels.router": ("fdasync.gpu.kernels.*",),

@@ -28,6 +28,10 @@ _ORDER_STREAM = 1
 _PREFER_OVERLAP = 1
 # most bytes of one registration: a driver may refuse a very large one
 PIECE_NBYTES = 1 << 30
+#: of a handle by which another process opens memory of a device
+HANDLE_NBYTES = 64
+# CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+_LAZY_PEER_ACCESS = 1
 
 
 class _Location(ctypes.Structure):
@@ -41,6 +45,10 @@ class _Attributes(ctypes.Structure):
         ("dst_hint", _Location),
         ("flags", ctypes.c_uint),
     )
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_char * HANDLE_NBYTES),)
 
 
 def _address(array: NDArray[Any]) -> int:
@@ -127,6 +135,50 @@ class Driver:
         )
         if status:
             raise DeviceFailed(f"{len(targets)} copies could not be launched: {self._words(status)}")
+
+    def allocate(self, nbytes: int) -> int:
+        """The address of new memory of zeros on the current device. Raises RunnerError."""
+        found = ctypes.c_uint64(0)
+        status = self._entry("cuMemAlloc_v2", ctypes.c_void_p, ctypes.c_size_t)(ctypes.addressof(found), nbytes)
+        if not status:
+            status = self._entry("cuMemsetD8_v2", ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t)(
+                found.value, 0, nbytes
+            )
+        if status:
+            raise RunnerError(f"{nbytes} bytes of device memory cannot be had: {self._words(status)}")
+        return found.value
+
+    def free(self, address: int) -> None:
+        """Undo `allocate`. Raises RunnerError."""
+        status = self._entry("cuMemFree_v2", ctypes.c_uint64)(address)
+        if status:
+            raise RunnerError(f"device memory cannot be freed: {self._words(status)}")
+
+    def share(self, address: int) -> bytes:
+        """The handle of memory that `allocate` made, for `open_shared` in another process. Raises RunnerError."""
+        handle = _Handle()
+        get = self._entry("cuIpcGetMemHandle", ctypes.c_void_p, ctypes.c_uint64)
+        status = get(ctypes.addressof(handle), address)
+        if status:
+            raise RunnerError(f"device memory cannot be shared: {self._words(status)}")
+        return bytes(handle)
+
+    def open_shared(self, handle: bytes) -> int:
+        """The address, on the current device, of memory that another process shares. Raises RunnerError where the
+        device does not reach it."""
+        found = ctypes.c_uint64(0)
+        open_handle = self._entry("cuIpcOpenMemHandle_v2", ctypes.c_void_p, _Handle, ctypes.c_uint)
+        given = _Handle.from_buffer_copy(handle)
+        status = open_handle(ctypes.addressof(found), given, _LAZY_PEER_ACCESS)
+        if status:
+            raise RunnerError(f"memory of another device cannot be opened: {self._words(status)}")
+        return found.value
+
+    def close_shared(self, address: int) -> None:
+        """Undo `open_shared`. Raises RunnerError."""
+        status = self._entry("cuIpcCloseMemHandle", ctypes.c_uint64)(address)
+        if status:
+            raise RunnerError(f"memory of another device cannot be closed: {self._words(status)}")
 
     def _entry(self, name: str, *arguments: Any) -> Any:
         function = getattr(self._library, name)

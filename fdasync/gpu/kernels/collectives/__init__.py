@@ -1,0 +1,1 @@
+"""Kernels by which the devices of one host sum tensors: each reads its peers' memory."""

@@ -1,0 +1,75 @@
+"""Device memory of a group of processes that each of them maps: buffers and flags of collectives.
+
+Each process allocates on its own device, tells the others a handle by an `Exchange`, and opens theirs: from then on its
+kernels read and write the peers' memory by address, over NVLink or PCIe. Handles are of the driver's legacy
+interprocess kind, which needs no descriptors; the memory of a process goes with it, and a peer that reads it then has a
+device error, so a group lives and dies together. Knows no kernels and no models. Made by runners that are ranks of a
+group; `kernels/collectives/` uses it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from fdasync.errors import RunnerError
+from fdasync.gpu.cudart import HANDLE_NBYTES, Driver
+from fdasync.gpu.kernels.collectives.peer_memory import PROGRAMS, PeerMemory
+
+if TYPE_CHECKING:
+    from fdasync.ipc.exchange import Exchange
+
+_ALIGN_NBYTES = 4096
+
+
+class OpenedPeers:
+    """The memory behind a `PeerMemory`, allocated and opened.
+
+    Args:
+        buffer_nbytes: most bytes of one sum; two such buffers are allocated.
+        device: a CUDA device, which is current.
+
+    Attributes:
+        memory: what collectives take.
+
+    Raises RunnerError where the device has no memory, or does not reach a peer's.
+    """
+
+    def __init__(self, exchange: Exchange, buffer_nbytes: int, device: torch.device) -> None:
+        buffer_nbytes = -(-buffer_nbytes // _ALIGN_NBYTES) * _ALIGN_NBYTES
+        nbytes = 2 * buffer_nbytes + 4 * PROGRAMS * exchange.ranks
+        self._driver = Driver()
+        self._opened: list[int] = []
+        # the driver works in the context that torch made current
+        torch.cuda.current_stream(device)
+        self._own = self._driver.allocate(nbytes)
+        try:
+            torch.cuda.synchronize(device)  # blocking: at start-up
+            handle = self._driver.share(self._own)
+            parts = exchange.gather(handle, "handles of device memory")
+            handles = [bytes(part) for part in parts]
+            addresses = []
+            for rank, other in enumerate(handles):
+                if len(other) != HANDLE_NBYTES:
+                    raise RunnerError(f"rank {rank} gave {len(other)} bytes for a handle of device memory")
+                if rank == exchange.rank:
+                    addresses.append(self._own)
+                else:
+                    self._opened.append(self._driver.open_shared(other))
+                    addresses.append(self._opened[-1])
+            self.memory = PeerMemory(exchange.rank, addresses, buffer_nbytes, device)
+            # no rank launches before all have opened
+            exchange.gather(b"", "device memory is open")
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Unmap the peers' memory and free this rank's; idempotent. No collective may be under way on any rank."""
+        opened, self._opened = self._opened, []
+        for address in opened:
+            self._driver.close_shared(address)
+        own, self._own = self._own, 0
+        if own:
+            self._driver.free(own)
