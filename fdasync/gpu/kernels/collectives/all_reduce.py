@@ -61,7 +61,7 @@ def _meet(flags, RANK: tl.constexpr, RANKS: tl.constexpr):  # type: ignore[no-un
         tl.debug_barrier()
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _buffer(buffers, rank, like):  # type: ignore[no-untyped-def]
     """The buffer of a rank, as elements of the kind of `like`."""
     return tl.multiple_of(tl.load(buffers + rank).to(like.dtype), 16)
