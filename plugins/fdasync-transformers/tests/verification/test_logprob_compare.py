@@ -139,6 +139,7 @@ def test_other_tokens_or_temperatures_are_refused() -> None:
         (sequence("a", [-1.0]), "has 2 tokens"),
         (sequence("a", [-1.0, -2.0], token_ids=np.array([0, 1, 9], np.int32)), "token 9 at 2, the rollout has 2"),
         (sequence("a", [-1.0, -2.0], temperature=0.5), "temperature 0.5"),
+        (sequence("a", [-1.0, -2.0], temperature=1.0 + 2**-40), "temperature 1.0000000000009095"),
     ):
         with pytest.raises(BadInput, match=problem):
             compare_logprobs(ours, table(bad))

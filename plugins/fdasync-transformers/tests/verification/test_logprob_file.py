@@ -41,7 +41,8 @@ def assert_same(one: LogprobTable, other: LogprobTable) -> None:
     assert one.weights == other.weights
     for ours, theirs in zip(one.sequences, other.sequences, strict=True):
         assert (ours.name, ours.prompt_len) == (theirs.name, theirs.prompt_len)
-        assert np.float32(ours.temperature) == np.float32(theirs.temperature)
+        # to the last bit: another float64 gives other log-probs
+        assert ours.temperature == theirs.temperature
         for field in ("token_ids", "logprobs", "weights", "digests"):
             mine, its = getattr(ours, field), getattr(theirs, field)
             assert mine.tobytes() == its.tobytes(), field
@@ -85,7 +86,8 @@ def test_another_tool_reads_it_and_writes_its_own_log_probs(tmp_path: Path) -> N
         ({"weights": np.full(20, 7, np.int32)}, "weights 7 of 2"),
         ({"prompt_lens": np.array([9, 1, 1], np.int32)}, "9 tokens of its 5"),
         ({"samples": np.zeros(3, np.int32)}, "is there twice"),
-        ({"temperatures": np.array([1, np.nan, 1], np.float32)}, "temperature nan"),
+        ({"temperatures": np.array([1, np.nan, 1])}, "temperature nan"),
+        ({"temperatures": np.ones(3, np.float32)}, "temperatures is F32"),
         ({"digests": np.zeros((19, 3), np.uint64)}, "19 entries where 20"),
         ({"format": "fdasync.logprobs/2"}, "format"),
         ({"request_ids": '["a", "b"]'}, "where 3 belong|where 2 belong"),

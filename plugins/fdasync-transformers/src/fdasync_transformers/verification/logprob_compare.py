@@ -136,7 +136,7 @@ def _check_same(ours: ScoredSequence, other: ScoredSequence) -> None:
     if wrong.size:
         at = int(wrong[0])
         raise BadInput(where, f"has token {other.token_ids[at]} at {at}, the rollout has {ours.token_ids[at]}")
-    if np.float32(ours.temperature) != np.float32(other.temperature):
+    if ours.temperature != other.temperature:
         raise BadInput(where, f"is at temperature {other.temperature}, the rollout's at {ours.temperature}")
 
 

@@ -10,7 +10,7 @@ other, and L decoder layers:
     starts        int64 [N + 1]  sequence i has the entries [starts[i], starts[i + 1])
     prompt_lens   int32 [N]      tokens of the prompt
     samples       int32 [N]      number of the sample among those of its request
-    temperatures  float32 [N]    that the logits were divided by; 1: raw log-probs
+    temperatures  float64 [N]    that the logits were divided by; 1: raw log-probs
     digests       uint64 [T, L]  may be left out: XXH3-64 of each layer's output, its values as float32
 
 Metadata: `format` "fdasync.logprobs/1"; `request_ids`, a JSON list of N strings; `weights`, a JSON list of [version,
@@ -50,7 +50,7 @@ _TENSORS = {
     "starts": ("I64", "b"),
     "prompt_lens": ("I32", "n"),
     "samples": ("I32", "n"),
-    "temperatures": ("F32", "n"),
+    "temperatures": ("F64", "n"),
     "digests": ("U64", "tl"),
 }
 _OPTIONAL = "digests"
@@ -71,7 +71,7 @@ def write_logprobs(path: str | os.PathLike[str], table: LogprobTable) -> None:
         "starts": np.cumsum([0, *lengths], dtype=np.int64),
         "prompt_lens": np.array([one.prompt_len for one in sequences], np.int32),
         "samples": np.array([one.sample for one in sequences], np.int32),
-        "temperatures": np.array([one.temperature for one in sequences], np.float32),
+        "temperatures": np.array([one.temperature for one in sequences], np.float64),
     }
     digests = [one.digests for one in sequences if one.digests is not None]
     if digests:
