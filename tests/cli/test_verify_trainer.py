@@ -137,7 +137,7 @@ def test_requests_share_prefixes_do_not_fit_and_repeat():
 def test_tokens_behind_an_update_that_a_request_crossed_are_left_out():
     table = LogprobTable(
         (
-            sequence("across", [-1, -2, -3], [0, 0, 1]),
+            sequence("across", [-1, -2, np.nan], [0, 0, 1]),
             sequence("before", [-1, -2], [0, 0]),
             sequence("after", [-1, -2], [1, 1]),
         ),

@@ -123,7 +123,9 @@ def logprobs_of_logits(
     if not logits.dim() or logits.shape[:-1] != targets.shape or not logits.shape[-1]:
         raise BadInput("logits", f"{tuple(logits.shape)} for targets {tuple(targets.shape)}")
     _check_targets(targets, logits)
-    found: Scored = OfLogits.apply(logits, targets, How(_checked(temperature), return_entropy))  # type: ignore[no-untyped-call]
+    how = How(_checked(temperature), return_entropy)
+    with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
+        found: Scored = OfLogits.apply(logits, targets, how)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -182,7 +184,9 @@ def _scored(
         weight, bias = weight[:vocab_size], None if bias is None else bias[:vocab_size]
     # columns that are contiguous instead of rows would change the bits of a product
     rows, ids = hidden.reshape(-1, hidden.shape[-1]).contiguous(), targets.reshape(-1)
-    found: Scored = OfHidden.apply(rows, weight, bias, ids, how)  # type: ignore[no-untyped-call]
+    # kernels are launched on the current device
+    with torch.cuda.device_of(rows):  # type: ignore[no-untyped-call]
+        found: Scored = OfHidden.apply(rows, weight, bias, ids, how)  # type: ignore[no-untyped-call]
     return found
 
 
