@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 
@@ -63,6 +64,45 @@ def test_two_files_are_compared_without_a_model(tmp_path, monkeypatch, capsys):
     assert "request a sample 0 position 2: -2.0 and -2.5" in out
 
 
+def test_a_log_prob_of_the_rollout_that_is_no_number_is_a_failure(tmp_path, monkeypatch, capsys):
+    weights = (WeightsName("0", "ab" * 16),)
+    write_logprobs(tmp_path / "rollout", LogprobTable((sequence("a", [-1, np.nan]),), weights))
+    write_logprobs(tmp_path / "trainer", LogprobTable((sequence("a", [-1, -2]),), weights))
+    files = ("--rollout", tmp_path / "rollout", "--logprobs", tmp_path / "trainer")
+    code, out, _ = run(monkeypatch, capsys, *files)
+    assert code == 1
+    assert "2 tokens, 0 with other bits, 1 that are no numbers in the rollout" in out
+    assert "request a sample 0 position 2: nan and -2.0" in out
+    code, out, _ = run(monkeypatch, capsys, *files, "--json")
+    assert (code, json.loads(out)["parts"][0]["not_numbers"]) == (1, 1)
+
+
+def test_an_interrupted_run_writes_nothing(tmp_path, monkeypatch, capsys):
+    make_tiny_checkpoint(tmp_path / "model", "qwen3_moe", num_hidden_layers=2)
+    out = tmp_path / "out"
+    out.mkdir()
+    seen = []
+
+    def interrupted(*_):
+        seen.append([path.name for path in out.iterdir()])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fdasync.cli.trainer.run.serve_all", interrupted)
+    words = ("--model", tmp_path / "model", "--write")
+    assert run(monkeypatch, capsys, *words, out / "rollout")[0] == 130
+    assert list(out.iterdir()) == []
+    (out / "rollout").write_text("of another run")
+    assert run(monkeypatch, capsys, *words, out / "rollout")[0] == 130
+    assert (out / "rollout").read_text() == "of another run"
+    # the work began both times, and does not where nothing can be written
+    os.mkfifo(tmp_path / "pipe")
+    for path, problem in ((out / "no" / "rollout", "No such file"), (tmp_path / "pipe", "is no regular file")):
+        code, _, err = run(monkeypatch, capsys, *words, path)
+        assert code == 2
+        assert problem in err
+    assert seen == [[], ["rollout"]]
+
+
 def test_options_that_do_not_go_together_are_refused(tmp_path, monkeypatch, capsys):
     write_logprobs(tmp_path / "one", LogprobTable((), ()))
     for words, problem in (
@@ -97,7 +137,7 @@ def test_requests_share_prefixes_do_not_fit_and_repeat():
 def test_tokens_behind_an_update_that_a_request_crossed_are_left_out():
     table = LogprobTable(
         (
-            sequence("across", [-1, -2, -3], [0, 0, 1]),
+            sequence("across", [-1, -2, np.nan], [0, 0, 1]),
             sequence("before", [-1, -2], [0, 0]),
             sequence("after", [-1, -2], [1, 1]),
         ),
@@ -108,8 +148,9 @@ def test_tokens_behind_an_update_that_a_request_crossed_are_left_out():
 
     def told(changed):
         _, part = _only((play, table), "0", changed=changed)
-        return {one.request_id: np.flatnonzero(~np.isnan(one.logprobs)).tolist() for one in part.sequences}
+        return {one.request_id: np.flatnonzero(one.told).tolist() for one in part.sequences}
 
+    # what is left out is not told, and no log-prob that is not a number
     assert told(False) == {"across": [1, 2], "before": [1, 2]}
     assert told(True) == {"after": [1, 2]}
 

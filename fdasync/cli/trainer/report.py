@@ -108,6 +108,7 @@ def show(figures: Figures, as_json: bool, console: Console) -> None:
         one = part.compared
         line = f"{part.name}: {one.tokens:,} tokens, {one.differing:,} with other bits"
         line += f", {one.missing:,} missing" if one.missing else ""
+        line += f", {one.not_numbers:,} that are no numbers in the rollout" if one.not_numbers else ""
         line += f", {one.other_weights:,} by other weights" if one.other_weights else ""
         say(line + (f", at most {one.largest_ulps:,} ulps" if one.differing else ""))
         if one.first is not None:

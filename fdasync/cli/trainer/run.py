@@ -6,6 +6,7 @@ log-probs is compared with a rollout's file. Uses public names of the transforme
 
 from __future__ import annotations
 
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -18,6 +19,8 @@ from fdasync.cli.trainer.workload import TEMPERATURE, Play, TrainerOptions, Upda
 from fdasync.errors import BadInput, PluginError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.console import Console
 
     from fdasync.cli.trainer.workload import Ask
@@ -60,7 +63,7 @@ def _verify(options: TrainerOptions, plugin: Any, console: Console) -> Figures:
     # of a file for others: they have the checkpoint's weights alone
     changes = options.update and options.write is None
     if options.write is not None:
-        options.write.open("a").close()  # before the work: a path that cannot be written to
+        _check_place(options.write)
     trainer = _trainer(options, plugin)
     update = None
     if changes:
@@ -99,6 +102,15 @@ def _verify(options: TrainerOptions, plugin: Any, console: Console) -> Figures:
     return figures
 
 
+def _check_place(path: Path) -> None:
+    """Before the work: raise BadInput or OSError unless a file can be put here. Leaves nothing behind."""
+    if path.exists() and not path.is_file():
+        raise BadInput("--write", f"{path} is no regular file")
+    # without a name where the system has such files
+    with TemporaryFile(dir=path.parent):
+        pass
+
+
 def _trainer(options: TrainerOptions, plugin: Any) -> Any:
     return plugin.TrainerSide(options.model, options.dtype, options.numerics)
 
@@ -111,9 +123,7 @@ def _table(play: Play, plugin: Any) -> Any:
 def _behind(table: Any, first: str, crossed: frozenset[str]) -> int:
     """Tokens that requests sampled behind an update, on KV that may be of the weights before."""
     return sum(
-        int((~np.isnan(one.logprobs) & ~_of_first(table, one, first)).sum())
-        for one in table.sequences
-        if one.request_id in crossed
+        int((one.told & ~_of_first(table, one, first)).sum()) for one in table.sequences if one.request_id in crossed
     )
 
 
@@ -132,8 +142,10 @@ def _only(played: tuple[Play, Any], first: str, *, changed: bool) -> tuple[Play,
         if changed and one.request_id in play.crossed:
             kept[:] = False
         values = np.where(kept, one.logprobs, np.float32(np.nan)).astype(np.float32)
-        if not np.isnan(values).all():
-            sequences.append(msgspec.structs.replace(one, logprobs=values))
+        weights = np.where(kept, one.weights, -1).astype(np.int32)
+        part = msgspec.structs.replace(one, logprobs=values, weights=weights)
+        if part.told.any():
+            sequences.append(part)
     return play, msgspec.structs.replace(table, sequences=tuple(sequences))
 
 
@@ -167,12 +179,14 @@ def _find_module(
     play = Play(name="", asks=[ask], results=[result], weights_ids={}, crossed=frozenset(), totals=figures.no_totals())
     table = _table(play, plugin)
     again = plugin.compare_logprobs(table, trainer.score(table, batch=1))
-    figures.note = (
-        f"request {ask.name}, served again alone, has the trainer's bits: the difference comes from its batch, its"
-        " cached prefix, preemption or a hand-over"
-        if not again.differing
-        else f"request {ask.name}, served again alone: no module differs, so the log-softmax does"
-    )
+    alone = f"request {ask.name}, served again alone"
+    if again.not_numbers:
+        figures.note = f"{alone}, has log-probs that are no numbers again"
+    elif again.differing:
+        figures.note = f"{alone}: no module differs, so the log-softmax does"
+    else:
+        why = "its batch, its cached prefix, preemption or a hand-over"
+        figures.note = f"{alone}, has the trainer's bits: the difference comes from {why}"
 
 
 def _plugin() -> Any:

@@ -16,13 +16,12 @@ if TYPE_CHECKING:
     from fdasync_transformers.start.runner_config import TransformersConfig
     from fdasync_transformers.tokenizer import load_tokenizer
     from fdasync_transformers.verification.logprob_compare import LogprobComparison, Parting, compare_logprobs
-    from fdasync_transformers.verification.logprob_file import (
+    from fdasync_transformers.verification.logprob_file import read_logprobs, write_logprobs
+    from fdasync_transformers.verification.logprob_table import (
         LogprobTable,
         ScoredSequence,
         WeightsName,
-        read_logprobs,
         rollout_logprobs,
-        write_logprobs,
     )
     from fdasync_transformers.verification.modules import ModuleDifference, ModuleTrace, first_difference, traced
     from fdasync_transformers.verification.trainer import TrainerSide
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Difference": "verification.verify",
     "LogprobComparison": "verification.logprob_compare",
-    "LogprobTable": "verification.logprob_file",
+    "LogprobTable": "verification.logprob_table",
     "ModuleDifference": "verification.modules",
     "ModuleTrace": "verification.modules",
     "Packed": "replay.layout",
@@ -41,13 +40,13 @@ _HOME = {
     "Parting": "verification.logprob_compare",
     "Replay": "replay.batch",
     "Report": "verification.verify",
-    "ScoredSequence": "verification.logprob_file",
+    "ScoredSequence": "verification.logprob_table",
     "Served": "verification.verify",
     "TrainerNumerics": "fixed.trainer",
     "TrainerSide": "verification.trainer",
     "TransformersConfig": "start.runner_config",
     "TransformersRunner": "runner",
-    "WeightsName": "verification.logprob_file",
+    "WeightsName": "verification.logprob_table",
     "checkpoint_contexts": "replay.batch",
     "compare_logprobs": "verification.logprob_compare",
     "first_difference": "verification.modules",
@@ -58,7 +57,7 @@ _HOME = {
     "named_tensors": "weights.named",
     "read_logprobs": "verification.logprob_file",
     "replay_routing": "replay.batch",
-    "rollout_logprobs": "verification.logprob_file",
+    "rollout_logprobs": "verification.logprob_table",
     "traced": "verification.modules",
     "verify": "verification.verify",
     "weights_fingerprint": "weights.named",

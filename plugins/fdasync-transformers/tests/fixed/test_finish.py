@@ -8,6 +8,7 @@ import pytest
 import torch
 from fdasync_transformers.fixed.finish import finish_of
 from fdasync_transformers.fixed.logprobs import logprobs
+from fdasync_transformers.fixed.mode import FixedNumerics
 from fdasync_transformers.sampling.token_logprobs import token_logprobs
 from fdasync_transformers.tiny.checkpoints import make_tiny_model
 
@@ -22,11 +23,18 @@ FAMILIES = {"granitemoe": True, "cohere2_moe": True, "inkling2_text": True, "phi
 def test_log_probs_through_a_familys_own_code_are_those_of_its_logits(family: str) -> None:
     model: Any = make_tiny_model(family)
     head, kept = model.get_output_embeddings(), []
-    hook = head.register_forward_pre_hook(lambda _, args: kept.append(args[0]))
+    own = head.forward
+
+    def in_order(hidden: torch.Tensor) -> torch.Tensor:
+        kept.append(hidden)
+        with FixedNumerics():
+            result: torch.Tensor = own(hidden)
+        return result
+
+    head.forward = in_order
     ids = torch.arange(3, 14)[None]
     with torch.no_grad():
         logits = model(input_ids=ids).logits
-    hook.remove()
     finish = finish_of(model)
     assert (finish is not None) == FAMILIES[family]
     targets = ids.roll(-1)

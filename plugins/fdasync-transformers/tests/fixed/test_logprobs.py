@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from fdasync_transformers.fixed import logprob_functions
 from fdasync_transformers.fixed.logprob_functions import Rows, gradients_of_logits
 from fdasync_transformers.fixed.logprobs import logprobs, logprobs_of_logits
+from fdasync_transformers.fixed.mode import FixedNumerics
 from fdasync_transformers.sampling.token_logprobs import (
     logprobs_of,
     normalisers,
@@ -17,9 +17,11 @@ from fdasync_transformers.sampling.token_logprobs import (
     picked,
     token_logprobs,
 )
+from logprob_cases import CUDA, DEVICE, DTYPES, bits
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
 
 from fdasync.errors import BadInput
 from fdasync.gpu.kernels.sampling.gradients import logit_gradients
@@ -29,23 +31,25 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOKENS, WIDTH, VOCAB = 37, 24, 203
+# of gradients, over their size
+ERROR = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    assert one.dtype is other.dtype is torch.float32
-    return torch.equal(one.detach().view(torch.int32), other.detach().view(torch.int32))
+def in_order(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """The head's product as a rollout computes it."""
+    with torch.no_grad(), FixedNumerics():
+        return linear(hidden, weight, bias)
 
 
-def made(dtype: torch.dtype, *, bias: bool = False) -> tuple[torch.Tensor, torch.nn.Linear, torch.Tensor]:
+def made(
+    dtype: torch.dtype, *, bias: bool = False, width: int = WIDTH
+) -> tuple[torch.Tensor, torch.nn.Linear, torch.Tensor]:
     """Hidden states, a head and targets, of which two are left out."""
     random = torch.Generator().manual_seed(2)
-    hidden = torch.randn(TOKENS, WIDTH, generator=random)
-    head = torch.nn.Linear(WIDTH, VOCAB, bias=bias)
+    hidden = torch.randn(TOKENS, width, generator=random)
+    head = torch.nn.Linear(width, VOCAB, bias=bias)
     with torch.no_grad():
         for values in head.parameters():
             values.copy_(torch.randn(values.shape, generator=random) * 0.6)
@@ -74,16 +78,15 @@ def reference(
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_they_are_the_samplers(dtype: torch.dtype, temperature: float) -> None:
     hidden, head, targets = made(dtype, bias=True)
-    logits = linear(hidden, head.weight, head.bias).detach()
+    logits = in_order(hidden, head.weight, head.bias)
     kept = targets >= 0
     wanted = token_logprobs(logits, targets, temperature=temperature)[kept]
-    # one chunk: the product is the very same
     found = logprobs(hidden, head, targets, temperature=temperature)
-    assert same_bits(found[kept], wanted)
+    assert bits(found[kept]) == bits(wanted)
     assert (found[~kept] == 0).all()
-    assert same_bits(logprobs_of_logits(logits, targets, temperature=temperature)[kept], wanted)
+    assert bits(logprobs_of_logits(logits, targets, temperature=temperature)[kept]) == bits(wanted)
     values, entropies = logprobs(hidden, head, targets, temperature=temperature, return_entropy=True)
-    assert same_bits(values[kept], wanted)
+    assert bits(values[kept]) == bits(wanted)
     assert entropies.dtype is torch.float32
     exact = torch.distributions.Categorical(logits=logits.double() / (temperature or 1.0)).entropy()
     assert torch.allclose(entropies[kept].double(), exact[kept], rtol=1e-6, atol=1e-6)
@@ -102,12 +105,11 @@ def test_gradients_are_those_of_float64(dtype: torch.dtype, chunk_tokens: int, f
     (values * weights + entropies * others * 0.3).sum().backward()
     exact, exact_entropies, leaves = reference(hidden, head, targets, 0.8, finish)
     (exact * weights + exact_entropies * others * 0.3).sum().backward()
-    error = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
     for found, leaf in zip((hidden, *head.parameters()), leaves, strict=True):
         assert found.grad is not None
         assert leaf.grad is not None
         assert found.grad.dtype is dtype
-        assert (found.grad - leaf.grad).norm() <= error * leaf.grad.norm()
+        assert (found.grad - leaf.grad).norm() <= ERROR[dtype] * leaf.grad.norm()
 
 
 def test_float32_gradients_are_as_good_as_the_librarys() -> None:
@@ -141,26 +143,105 @@ def test_only_what_is_wanted_has_a_gradient() -> None:
         assert not logprobs(hidden, head, targets).requires_grad
 
 
-def test_chunks_and_shapes_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a product whose rows have the same bits in every batch, as within `fixed_numerics`."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_change_no_bit_and_gradients_by_roundings_alone(dtype: torch.dtype) -> None:
+    hidden, head, targets = made(dtype, bias=True, width=384)
+    kept = targets >= 0
+    wanted = token_logprobs(in_order(hidden, head.weight, head.bias), targets)[kept]
+    values, entropies, leaves = reference(hidden, head, targets, 1.0, None)
+    (values + 0.3 * entropies).sum().backward()
+    first: list[torch.Tensor] = []
+    for chunk_tokens in (1, 2, 15, 17, 36, 37, 1024):
+        hidden.grad = None
+        head.zero_grad()
+        found = logprobs(hidden, head, targets, chunk_tokens=chunk_tokens, return_entropy=True)
+        (found[0] + 0.3 * found[1]).sum().backward()
+        assert hidden.grad is not None
+        first = first or [found[1], hidden.grad]
+        assert bits(found[0][kept]) == bits(wanted), chunk_tokens
+        assert bits(found[1]) == bits(first[0]), chunk_tokens
+        # gradients of logits are the same: what a row's other shapes of a product round
+        apart = (hidden.grad - first[1]).norm(dim=1)
+        assert (apart <= torch.finfo(dtype).eps * 4 * first[1].norm(dim=1)).all(), chunk_tokens
+        for tensor, leaf in zip((hidden, *head.parameters()), leaves, strict=True):
+            assert tensor.grad is not None
+            assert leaf.grad is not None
+            assert (tensor.grad - leaf.grad).norm() <= ERROR[dtype] * leaf.grad.norm(), chunk_tokens
 
-    def by_row(x: torch.Tensor, weight: torch.Tensor, _bias: None) -> torch.Tensor:
-        return torch.stack([(row * weight).sum(-1) for row in x])
 
-    monkeypatch.setattr(logprob_functions, "linear", by_row)
+@pytest.mark.parametrize("chunk_tokens", [1, 2, 15, 17])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_that_are_made_again_are_the_same(dtype: torch.dtype, chunk_tokens: int) -> None:
+    """By the backward pass, and by checkpointing of the caller's."""
+    hidden, head, targets = made(dtype, width=384)
+    seen: list[torch.Tensor] = []
+
+    def finish(logits: torch.Tensor) -> torch.Tensor:
+        seen.append(logits.detach().clone())
+        return capped(logits)
+
+    def run(given: torch.Tensor) -> torch.Tensor:
+        return logprobs(given, head, targets, finish=finish, chunk_tokens=chunk_tokens)
+
+    wanted = in_order(hidden, head.weight)
+    for call in (run, lambda given: checkpoint(run, given, use_reentrant=False)):
+        seen.clear()
+        call(hidden).sum().backward()
+        passes = torch.cat(seen).view(-1, *wanted.shape)
+        assert len(passes) == (2 if call is run else 3)
+        for made_again in passes:
+            assert torch.equal(made_again, wanted)
+
+
+def test_what_stands_behind_the_head_has_the_rollouts_bits() -> None:
+    """A sigmoid is one of the functions whose bits depend on an element's place in its tensor."""
     hidden, head, targets = made(torch.float32)
+    seen: list[torch.Tensor] = []
+
+    def finish(logits: torch.Tensor) -> torch.Tensor:
+        table = logits.sigmoid()
+        seen.append(table.detach().clone())
+        return table
+
+    with FixedNumerics():
+        wanted = in_order(hidden, head.weight).sigmoid()
+    for chunk_tokens in (1, 2, 15):
+        seen.clear()
+        logprobs(hidden, head, targets, finish=finish, chunk_tokens=chunk_tokens).sum().backward()
+        for made_again in torch.cat(seen).view(2, *wanted.shape):
+            assert torch.equal(made_again, wanted), chunk_tokens
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strides_change_no_bit(dtype: torch.dtype) -> None:
+    hidden, head, targets = made(dtype)
+    wanted, seen = in_order(hidden, head.weight), []
+
+    def finish(logits: torch.Tensor) -> torch.Tensor:
+        seen.append(logits)
+        return logits
+
+    # contiguous along tokens, and rows of a wider table
+    for strided in (hidden.t().contiguous().t(), torch.cat([hidden, hidden], 1)[:, :WIDTH]):
+        for chunk_tokens in (16, 1024):
+            seen.clear()
+            logprobs(strided, head, targets, finish=finish, chunk_tokens=chunk_tokens)
+            assert torch.equal(torch.cat(seen), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shapes_change_no_bit(dtype: torch.dtype) -> None:
+    hidden, head, targets = made(dtype, width=384)
     found = logprobs(hidden, head, targets)
-    for chunk_tokens in (1, 7, 36, 37):
-        assert same_bits(logprobs(hidden, head, targets, chunk_tokens=chunk_tokens), found)
-    shaped = logprobs(hidden[:36].view(2, 3, 6, WIDTH), head, targets[:36].view(2, 3, 6), chunk_tokens=4)
+    shaped = logprobs(hidden[:36].view(2, 3, 6, 384), head, targets[:36].view(2, 3, 6), chunk_tokens=4)
     assert shaped.shape == (2, 3, 6)
-    assert same_bits(shaped.view(-1), found[:36])
+    assert bits(shaped.view(-1)) == bits(found[:36])
     assert logprobs(hidden[:0], head, targets[:0]).shape == (0,)
-    assert same_bits(logprobs(hidden[0], head, targets[0]), found[0])
+    assert bits(logprobs(hidden[0], head, targets[0])) == bits(found[0])
     # padded vocabularies
-    wide = torch.nn.Parameter(torch.cat([head.weight.detach(), torch.ones(5, WIDTH, device=DEVICE)]))
+    wide = torch.nn.Parameter(torch.cat([head.weight.detach(), torch.ones(5, 384, dtype=dtype, device=DEVICE)]))
     short = logprobs(hidden, wide, targets, vocab_size=VOCAB)
-    assert same_bits(short, found)
+    assert bits(short) == bits(found)
     short.sum().backward()
     assert wide.grad is not None
     assert not wide.grad[VOCAB:].any()
@@ -174,7 +255,7 @@ def test_slices_of_logits_are_scored_where_they_are(dtype: torch.dtype) -> None:
     targets[1, 2] = -1
     values, entropies = logprobs_of_logits(leaf[:, :-1], targets, temperature=0.9, return_entropy=True)
     flat = logprobs_of_logits(leaf.detach()[:, :-1].reshape(-1, VOCAB), targets.view(-1), temperature=0.9)
-    assert same_bits(values.reshape(-1), flat)
+    assert bits(values.reshape(-1)) == bits(flat)
     weights = torch.randn(2, 3, 5, generator=random).to(DEVICE)
     (values * weights[0] + entropies * weights[1]).sum().backward()
     other = leaf.detach().double().requires_grad_()
@@ -224,11 +305,22 @@ def test_what_does_not_go_together_is_refused() -> None:
         (lambda: logprobs(hidden, head, targets[:-1]), "targets"),
         (lambda: logprobs(hidden[:, :-1], head, targets), "hidden"),
         (lambda: logprobs(hidden.bfloat16(), head, targets), "hidden"),
+        (lambda: logprobs(hidden.double(), head.weight.double(), targets), "hidden"),
+        (lambda: logprobs(hidden.to("meta"), head, targets), "hidden"),
+        (lambda: logprobs(hidden, head, targets.float()), "targets"),
+        (lambda: logprobs(hidden, head, targets.int()), "targets"),
+        (lambda: logprobs(hidden, head, targets.to("meta")), "targets"),
+        (lambda: logprobs(hidden, head, targets, vocab_size=0), "vocab_size"),
+        (lambda: logprobs(hidden, head.weight[:0], targets), "head"),
+        (lambda: logprobs(hidden[:, :0], head.weight[:, :0], targets), "head"),
         (lambda: logprobs(hidden, head, targets, temperature=-1.0), "temperature"),
         (lambda: logprobs(hidden, head, targets, temperature=float("nan")), "temperature"),
         (lambda: logprobs(hidden, head, targets, chunk_tokens=0), "chunk_tokens"),
         (lambda: logprobs_of_logits(hidden, targets[:-1]), "logits"),
         (lambda: logprobs_of_logits(hidden.double(), targets), "logits"),
+        (lambda: logprobs_of_logits(hidden[:, :0], targets), "logits"),
+        (lambda: logprobs_of_logits(hidden, targets.float()), "targets"),
+        (lambda: logprobs_of_logits(hidden, targets.to("meta")), "targets"),
     ]
     for call, field in cases:
         with pytest.raises(BadInput) as caught:
@@ -249,7 +341,7 @@ def test_autocast_changes_nothing_and_hooks_run() -> None:
     with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
         found = logprobs(hidden, head, targets)
         found.sum().backward()
-    assert same_bits(found, plain)
+    assert bits(found) == bits(plain)
     assert seen == [0, 1]
     mine = head.weight.grad
     head.weight.grad = None
@@ -274,7 +366,7 @@ def test_fsdp_gathers_the_heads_weight(tmp_path: Path) -> None:
             logprobs(hidden, sharded.weight, targets)
         found = logprobs(hidden, sharded, targets, chunk_tokens=8)
         found.sum().backward()
-        assert same_bits(found, wanted)
+        assert bits(found) == bits(wanted)
         assert isinstance(sharded.weight, DTensor)
         assert isinstance(sharded.weight.grad, DTensor)
         assert narrow.weight.grad is not None
@@ -298,6 +390,6 @@ def test_a_large_vocabulary_needs_no_table_in_float32(dtype: torch.dtype) -> Non
     values.sum().backward()
     assert torch.cuda.max_memory_allocated() - before < 2.5 * chunk * vocab * dtype.itemsize
     for rows in (slice(0, 256), slice(512, 768)):
-        logits = linear(hidden.detach()[rows], weight)
+        logits = in_order(hidden[rows], weight)
         sums = normalisers_on_device(logits, temperature=0.7)
-        assert same_bits(values[rows], logprobs_of(picked(logits, targets[rows]), sums))
+        assert bits(values[rows], logprobs_of(picked(logits, targets[rows])) == bits(sums))

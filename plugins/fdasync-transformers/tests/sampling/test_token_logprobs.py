@@ -23,6 +23,7 @@ from fdasync_transformers.sampling.token_logprobs import (
     picked,
     token_logprobs,
 )
+from logprob_cases import CUDA, DEVICE, DTYPES, bits
 from sampler_cases import spec
 
 from fdasync.gpu.kernels.sampling import tile
@@ -34,10 +35,7 @@ if TYPE_CHECKING:
 
     from fdasync.request import SamplerSpec
 
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # filters that a request may ask for; nothing of them changes a raw log-prob
 ASKED: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -86,11 +84,6 @@ def ours(on: Callable[..., Any], logits: torch.Tensor, targets: torch.Tensor, te
     sums = sums_of(on, logits, temperature)
     device = sums.best.device
     return logprobs_of(picked(logits.to(device), targets.to(device)), sums).cpu()
-
-
-def bits(values: torch.Tensor) -> list[int]:
-    assert values.dtype is torch.float32
-    return values.view(torch.int32).tolist()
 
 
 @pytest.fixture(autouse=True)

@@ -89,6 +89,22 @@ def test_what_the_trainer_lacks_is_missing_and_no_agreement() -> None:
     assert (nothing.tokens, nothing.missing, nothing.ok) == (0, 0, False)
 
 
+def test_a_log_prob_of_the_rollout_that_is_not_a_number_agrees_with_nothing() -> None:
+    nan = float("nan")
+    ours = table(sequence("a", [-1.0, nan, -2.0], weights=np.array([-1, 0, 0, 0], np.int32)))
+    for values in ([-1.0, -1.5, -2.0], [-1.0, nan, -2.0]):
+        found = compare_logprobs(ours, table(sequence("a", values)))
+        assert (found.ok, found.tokens, found.differing, found.not_numbers) == (False, 3, 0, 1)
+        assert found.missing == np.isnan(values).sum()
+        first = found.first
+        assert first is not None
+        assert (first.position, first.ulps) == (2, None)
+        assert np.isnan(first.rollout)
+        assert first.trainer == (None if np.isnan(values[1]) else -1.5)
+    assert compare_logprobs(ours, ours).not_numbers == 1
+    assert not compare_logprobs(ours, ours).ok
+
+
 def test_other_weights_are_no_agreement_though_the_bits_are() -> None:
     ours, theirs = sequence("a", [-1.0, -2.0]), sequence("a", [-1.0, -2.0])
     other = compare_logprobs(table(ours), table(theirs, weights=(WeightsName("7", "cd" * 16),)))
@@ -123,6 +139,7 @@ def test_other_tokens_or_temperatures_are_refused() -> None:
         (sequence("a", [-1.0]), "has 2 tokens"),
         (sequence("a", [-1.0, -2.0], token_ids=np.array([0, 1, 9], np.int32)), "token 9 at 2, the rollout has 2"),
         (sequence("a", [-1.0, -2.0], temperature=0.5), "temperature 0.5"),
+        (sequence("a", [-1.0, -2.0], temperature=1.0 + 2**-40), "temperature 1.0000000000009095"),
     ):
         with pytest.raises(BadInput, match=problem):
             compare_logprobs(ours, table(bad))

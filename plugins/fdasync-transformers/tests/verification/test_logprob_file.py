@@ -7,19 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from fdasync_transformers import (
-    LogprobTable,
-    ScoredSequence,
-    WeightsName,
-    read_logprobs,
-    rollout_logprobs,
-    write_logprobs,
-)
+from fdasync_transformers import LogprobTable, ScoredSequence, WeightsName, read_logprobs, write_logprobs
+from fdasync_transformers.verification import logprob_file
 from fdasync_transformers.verification.logprob_file import FORMAT
 from safetensors.numpy import load_file, save_file
 
 from fdasync.errors import BadInput
-from fdasync.result import CachedTokens, Result, Sample, WeightSpan
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,7 +41,8 @@ def assert_same(one: LogprobTable, other: LogprobTable) -> None:
     assert one.weights == other.weights
     for ours, theirs in zip(one.sequences, other.sequences, strict=True):
         assert (ours.name, ours.prompt_len) == (theirs.name, theirs.prompt_len)
-        assert np.float32(ours.temperature) == np.float32(theirs.temperature)
+        # to the last bit: another float64 gives other log-probs
+        assert ours.temperature == theirs.temperature
         for field in ("token_ids", "logprobs", "weights", "digests"):
             mine, its = getattr(ours, field), getattr(theirs, field)
             assert mine.tobytes() == its.tobytes(), field
@@ -92,7 +86,8 @@ def test_another_tool_reads_it_and_writes_its_own_log_probs(tmp_path: Path) -> N
         ({"weights": np.full(20, 7, np.int32)}, "weights 7 of 2"),
         ({"prompt_lens": np.array([9, 1, 1], np.int32)}, "9 tokens of its 5"),
         ({"samples": np.zeros(3, np.int32)}, "is there twice"),
-        ({"temperatures": np.array([1, np.nan, 1], np.float32)}, "temperature nan"),
+        ({"temperatures": np.array([1, np.nan, 1])}, "temperature nan"),
+        ({"temperatures": np.ones(3, np.float32)}, "temperatures is F32"),
         ({"digests": np.zeros((19, 3), np.uint64)}, "19 entries where 20"),
         ({"format": "fdasync.logprobs/2"}, "format"),
         ({"request_ids": '["a", "b"]'}, "where 3 belong|where 2 belong"),
@@ -140,27 +135,16 @@ def test_a_table_that_does_not_fit_together_is_not_written(tmp_path: Path) -> No
     assert not list(tmp_path.iterdir())
 
 
-def sample(index: int, tokens: tuple[int, ...], spans: tuple[WeightSpan, ...], raw: Any) -> Sample:
-    return Sample(
-        index=index, token_ids=tokens, text="", raw_logprobs=raw, processed_logprobs=None, top_logprobs=None,
-        finish_reason="length", cached=CachedTokens(), weight_version=spans, routing=None, aux={},
-    )  # fmt: skip
+def test_a_write_that_is_interrupted_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_logprobs(tmp_path / "one", TABLE)
 
+    def interrupted(_tensors: Any, path: Path, _metadata: Any) -> None:
+        path.write_bytes(b"half")
+        raise KeyboardInterrupt
 
-def test_results_become_a_table_with_the_weights_of_every_token() -> None:
-    spans = (WeightSpan(0, 2, "0"), WeightSpan(2, 3, "step-1"))
-    values = np.array([-1.5, -0.25, -3.0], np.float32)
-    samples = (sample(0, (7, 8, 9), spans, values), sample(1, (), (), np.zeros(0, np.float32)))
-    results = [Result(request_id="r", prompt_token_ids=(4, 5), samples=samples)]
-    table = rollout_logprobs(results, {"step-1": "cd" * 16})
-    assert table.weights == (WeightsName("0"), WeightsName("step-1", "cd" * 16))
-    one, empty = table.sequences
-    assert one.token_ids.tolist() == [4, 5, 7, 8, 9]
-    assert np.isnan(one.logprobs[:2]).all()
-    assert one.logprobs[2:].tobytes() == values.tobytes()
-    assert one.weights.tolist() == [-1, -1, 0, 0, 1]
-    assert (empty.name, len(empty.token_ids), table.tokens) == (("r", 1), 2, 3)
-    with pytest.raises(BadInput, match="no processed"):
-        rollout_logprobs(results, {}, {"r": 0.5})
-    with pytest.raises(BadInput, match="twice"):
-        rollout_logprobs(results * 2, {})
+    monkeypatch.setattr(logprob_file, "save_file", interrupted)
+    for name in ("one", "other"):
+        with pytest.raises(KeyboardInterrupt):
+            write_logprobs(tmp_path / name, LogprobTable((), ()))
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
+    assert_same(read_logprobs(tmp_path / "one"), TABLE)

@@ -79,6 +79,13 @@ def test_log_probs_are_those_of_a_plain_pass_whatever_the_batch(folder: Path) ->
         assert np.array_equal(alone.digests[:, layer], trace.given(f"model.layers.{layer}")[0])
 
 
+def test_a_token_whose_log_prob_is_not_a_number_is_scored_too(folder: Path) -> None:
+    asked = table((8,))
+    asked.sequences[0].logprobs[6] = np.nan
+    (one,) = TrainerSide(folder, "float32").score(asked).sequences
+    assert np.flatnonzero(~np.isnan(one.logprobs)).tolist() == [4, 5, 6, 7]
+
+
 def test_a_step_changes_all_weights_and_repeats(folder: Path) -> None:
     one, other = TrainerSide(folder, "bfloat16"), TrainerSide(folder, "bfloat16")
     before = one.fingerprint()

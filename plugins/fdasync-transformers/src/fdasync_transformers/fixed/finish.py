@@ -68,6 +68,8 @@ def finish_of(model: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
         modules[of_head] = _StandIn(logits[None], logits)
         modules[of_decoder] = _StandIn(_Hidden(logits.new_zeros((1, len(logits), 1))), logits)
         shell.__dict__.update(model.__dict__, _modules=modules)
+        # a forward that a context has put on the model runs the model, and not the shell
+        shell.__dict__.pop("forward", None)
         ids = torch.zeros((1, len(logits)), dtype=torch.int64, device=logits.device)
         found: torch.Tensor = shell.forward(input_ids=ids, use_cache=False).logits[0]
         return found

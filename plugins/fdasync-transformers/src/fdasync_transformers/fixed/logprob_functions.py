@@ -1,7 +1,9 @@
 """The autograd functions behind `logprobs.py`: forward by the sampler's definition, backward by a recomputed softmax.
 
 Both keep two numbers of each row (the largest logit and the log of the sum) and make the softmax of them again, on a
-GPU in one kernel without a float32 table. Knows no heads beyond a weight, a bias and a function behind them. Called by
+GPU in one kernel without a float32 table. `OfHidden` enters `FixedNumerics` for the head's product and what stands
+behind it, forward and backward, on every thread that runs it: its logits are the same both times, and the rollout's.
+Products of gradients are the library's. Knows no heads beyond a weight, a bias and a function behind them. Called by
 `logprobs.py`.
 """
 
@@ -14,6 +16,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
+from fdasync_transformers.fixed.mode import FixedNumerics
 from fdasync_transformers.sampling.token_logprobs import Normalisers, logprobs_of, normalisers, picked
 
 if TYPE_CHECKING:
@@ -70,8 +73,8 @@ class OfLogits(torch.autograd.Function):
 
 
 class OfHidden(torch.autograd.Function):
-    """Of hidden states [T, H], a weight [V, H], a bias [V] or None and targets int64 [T]: as `OfLogits`, float32 [T].
-    Logits exist for `How.chunk_tokens` at a time."""
+    """Of hidden states [T, H] with contiguous rows, a weight [V, H], a bias [V] or None and targets int64 [T]: as
+    `OfLogits`, float32 [T]. Logits exist for `How.chunk_tokens` at a time."""
 
     @staticmethod
     def forward(
@@ -81,8 +84,8 @@ class OfHidden(torch.autograd.Function):
         parts = []
         with _no_autocast(hidden):
             for rows in _chunks(hidden, how):
-                logits = linear(hidden[rows], weight, bias)
-                values[rows], sums = _score(how.finish(logits) if how.finish else logits, targets[rows], how)
+                logits = _head(hidden[rows], weight, bias)
+                values[rows], sums = _score(_behind(logits, how), targets[rows], how)
                 parts.append(sums)
         return _finished(ctx, how, values, parts, hidden, weight, bias, targets)
 
@@ -96,8 +99,7 @@ class OfHidden(torch.autograd.Function):
         of_bias = _Sum(bias) if bias is not None and ctx.needs_input_grad[2] else None
         with _no_autocast(hidden):
             for rows in _chunks(hidden, how):
-                logits = linear(hidden[rows], weight, bias)
-                gradient = _of_head(logits, how.finish, kept.part(rows))
+                gradient = _of_head(_head(hidden[rows], weight, bias), how, kept.part(rows))
                 if of_hidden is not None:
                     of_hidden[rows] = gradient @ weight
                 if of_weight is not None:
@@ -152,14 +154,28 @@ def gradients_of_logits(logits: torch.Tensor, rows: Rows, into: torch.Tensor) ->
         into[few] = gradient.mul_(sums.scale)
 
 
-def _of_head(logits: torch.Tensor, finish: Callable[[torch.Tensor], torch.Tensor] | None, rows: Rows) -> torch.Tensor:
+def _head(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """What the head makes of rows, in the rollout's order of sums."""
+    with FixedNumerics():
+        return linear(hidden, weight, bias)
+
+
+def _behind(logits: torch.Tensor, how: How) -> torch.Tensor:
+    """The logits behind what the model does to those of its head."""
+    if how.finish is None:
+        return logits
+    with FixedNumerics():
+        return how.finish(logits)
+
+
+def _of_head(logits: torch.Tensor, how: How, rows: Rows) -> torch.Tensor:
     """The gradient with respect to what the head made; the logits are overwritten where nothing stands behind it."""
-    if finish is None:
+    if how.finish is None:
         gradients_of_logits(logits, rows, logits)
         return logits
     with torch.enable_grad():
         logits.requires_grad_()
-        table = finish(logits)
+        table = _behind(logits, how)
     into = torch.empty_like(table)
     gradients_of_logits(table.detach(), rows, into)
     (gradient,) = torch.autograd.grad(table, logits, into)

@@ -2,9 +2,11 @@
 
 `logprobs` takes hidden states and the head: it makes the logits of a chunk of tokens, scores them as the sampler does
 (`sampling/token_logprobs.py`), drops them, and makes them again in the backward pass. `logprobs_of_logits` takes logits
-that exist. On a GPU neither makes a float32 table of them. The bits are the rollout's where the logits' are: within
-`fixed_numerics`, in the rollout's dtype. The backward pass is to run within it too, so that the logits that are made
-again are the same. Knows no models and no batches. Called by trainers.
+that exist. On a GPU neither makes a float32 table of them. The bits are the rollout's where those of the hidden states
+or logits are: of a pass within `fixed_numerics`, in the rollout's dtype. The head's product always has the order of
+fixed numerics, here and in the backward pass, also where that context is closed: these functions are for the bits of
+such a rollout. For one with default numerics, give `logprobs_of_logits` the logits of the model's own head. Knows no
+models and no batches. Called by trainers.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 #: tokens whose logits exist at a time: 0.3 GB in bfloat16 for 152k ids
 CHUNK_TOKENS = 1024
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @overload
@@ -61,8 +64,8 @@ def logprobs(
         targets: int64 [...]. Those below 0 are left out: 0 and no gradient.
         temperature: 0: as 1, which is what the rollout reports of greedy requests.
         finish: what the model does to logits behind the head (a scale, a soft cap): a pure function, element by
-            element, without parameters.
-        vocab_size: logits past it belong to no token; None: there are none.
+            element, without parameters. Called within fixed numerics, in the backward pass again.
+        vocab_size: logits from it on belong to no token; None: there are none.
         chunk_tokens: tokens whose logits exist at a time.
         return_entropy: also give the entropy of the softmax in nats, with its own gradient, made in the same pass.
             Its last bits differ between devices.
@@ -73,7 +76,9 @@ def logprobs(
         a table of the weight's size. There is no second derivative.
 
     Raises:
-        BadInput: shapes or dtypes that do not go together; a head whose weight is sharded while it is called.
+        BadInput: shapes, dtypes or devices that do not go together; no vocabulary; a head whose weight is sharded while
+            it is called.
+        RunnerError: `finish` has an operation without a fixed form.
     """
     if chunk_tokens < 1:
         raise BadInput("chunk_tokens", str(chunk_tokens), limit=1)
@@ -112,12 +117,15 @@ def logprobs_of_logits(
     one more tensor like them. A slice like `logits[:, :-1]` is not copied.
 
     Raises:
-        BadInput: shapes or dtypes that do not go together.
+        BadInput: shapes, dtypes or devices that do not go together; no vocabulary.
     """
-    narrow = logits.dtype not in (torch.bfloat16, torch.float16, torch.float32)
-    if narrow or not logits.dim() or logits.shape[:-1] != targets.shape or not logits.shape[-1]:
-        raise BadInput("logits", f"{logits.dtype} {tuple(logits.shape)} for targets {tuple(targets.shape)}")
-    found: Scored = OfLogits.apply(logits, targets, How(_checked(temperature), return_entropy))  # type: ignore[no-untyped-call]
+    _check_dtype(logits, "logits")
+    if not logits.dim() or logits.shape[:-1] != targets.shape or not logits.shape[-1]:
+        raise BadInput("logits", f"{tuple(logits.shape)} for targets {tuple(targets.shape)}")
+    _check_targets(targets, logits)
+    how = How(_checked(temperature), return_entropy)
+    with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
+        found: Scored = OfLogits.apply(logits, targets, how)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -125,6 +133,16 @@ def _checked(temperature: float) -> float:
     if not 0.0 <= temperature < math.inf:
         raise BadInput("temperature", str(temperature), hint="0 and above")
     return float(temperature)
+
+
+def _check_dtype(tensor: torch.Tensor, field: str) -> None:
+    if tensor.dtype not in _DTYPES:
+        raise BadInput(field, f"is {tensor.dtype}", limit="bfloat16, float16 or float32")
+
+
+def _check_targets(targets: torch.Tensor, beside: torch.Tensor) -> None:
+    if targets.dtype is not torch.int64 or targets.device != beside.device:
+        raise BadInput("targets", f"{targets.dtype} on {targets.device}", limit=f"int64 on {beside.device}")
 
 
 @contextmanager
@@ -150,15 +168,25 @@ def _scored(
         raise BadInput("head", "its weight is sharded", hint=hint)
     if weight.dim() != 2 or not hidden.dim() or hidden.shape[-1] != weight.shape[1]:
         raise BadInput("hidden", f"{tuple(hidden.shape)} for a head of {tuple(weight.shape)}")
-    if hidden.dtype is not weight.dtype:
+    if not weight.numel():
+        raise BadInput("head", f"a weight {tuple(weight.shape)} has no entries")
+    _check_dtype(hidden, "hidden")
+    if hidden.dtype is not weight.dtype or hidden.device != weight.device:
         hint = "round masters to the rollout's dtype before the forward pass"
-        raise BadInput("hidden", f"{hidden.dtype} for a head of {weight.dtype}", hint=hint)
+        mine, its = f"{hidden.dtype} on {hidden.device}", f"{weight.dtype} on {weight.device}"
+        raise BadInput("hidden", f"{mine} for a head of {its}", hint=hint)
     if targets.shape != hidden.shape[:-1]:
         raise BadInput("targets", f"{tuple(targets.shape)} for hidden states {tuple(hidden.shape)}")
+    _check_targets(targets, hidden)
+    if vocab_size is not None and vocab_size < 1:
+        raise BadInput("vocab_size", str(vocab_size), limit=1)
     if vocab_size is not None and vocab_size < weight.shape[0]:
         weight, bias = weight[:vocab_size], None if bias is None else bias[:vocab_size]
-    rows, ids = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    found: Scored = OfHidden.apply(rows, weight, bias, ids, how)  # type: ignore[no-untyped-call]
+    # columns that are contiguous instead of rows would change the bits of a product
+    rows, ids = hidden.reshape(-1, hidden.shape[-1]).contiguous(), targets.reshape(-1)
+    # kernels are launched on the current device
+    with torch.cuda.device_of(rows):  # type: ignore[no-untyped-call]
+        found: Scored = OfHidden.apply(rows, weight, bias, ids, how)  # type: ignore[no-untyped-call]
     return found
 
 

@@ -11,12 +11,12 @@ import msgspec
 import numpy as np
 
 from fdasync.errors import BadInput
-from fdasync_transformers.verification.logprob_file import checked
+from fdasync_transformers.verification.logprob_table import checked
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from fdasync_transformers.verification.logprob_file import LogprobTable, ScoredSequence
+    from fdasync_transformers.verification.logprob_table import LogprobTable, ScoredSequence
 
 
 class Parting(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,8 +26,8 @@ class Parting(msgspec.Struct, frozen=True, kw_only=True):
         request_id, sample: its sequence.
         position: of the token, from 0; its log-prob comes from the position before.
         token_id: at that position.
-        rollout, trainer: the two log-probs; None: the trainer tells none.
-        ulps: float32 numbers from one to the other; None where the trainer tells none.
+        rollout, trainer: the two log-probs; the rollout's may be NaN; None: the trainer tells no number.
+        ulps: float32 numbers from one to the other; None where a side has no number.
         version: label of the rollout's weights; "": not told.
         layer: first decoder layer whose output differs at any position before; -1: none does; None: a side tells no
             digests.
@@ -52,7 +52,9 @@ class LogprobComparison(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         sequences, tokens: of the rollout; tokens that have a log-prob.
         differing: tokens that both sides have, with other bits.
-        missing: tokens that only the rollout has.
+        missing: tokens that the trainer has no number for.
+        not_numbers: tokens whose log-prob is NaN at the rollout, which no finite logits give: never equal, whatever the
+            trainer has.
         other_weights: tokens that both sides have, by weights of different fingerprints.
         largest_ulps: largest difference, in float32 numbers from one to the other.
         largest_difference: largest difference of the values.
@@ -63,6 +65,7 @@ class LogprobComparison(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     differing: int
     missing: int
+    not_numbers: int
     other_weights: int
     largest_ulps: int
     largest_difference: float
@@ -71,7 +74,8 @@ class LogprobComparison(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def ok(self) -> bool:
         """All log-probs have equal bits, by equal weights; never of no tokens."""
-        return self.tokens > 0 and self.differing == self.missing == self.other_weights == 0
+        bad = self.differing + self.missing + self.not_numbers + self.other_weights
+        return self.tokens > 0 and not bad
 
     def as_dict(self) -> dict[str, Any]:
         """Plain types, `ok` included."""
@@ -96,17 +100,19 @@ def compare_logprobs(rollout: LogprobTable, trainer: LogprobTable) -> LogprobCom
     """
     checked(rollout, "rollout")
     theirs = {one.name: one for one in checked(trainer, "trainer").sequences}
-    counts = dict.fromkeys(("tokens", "differing", "missing", "other_weights", "largest_ulps"), 0)
+    counts = dict.fromkeys(("tokens", "differing", "missing", "not_numbers", "other_weights", "largest_ulps"), 0)
     largest, first = 0.0, None
     for ours in rollout.sequences:
         other = theirs.get(ours.name)
         if other is not None:
             _check_same(ours, other)
-        told = ~np.isnan(ours.logprobs)
+        told = ours.told
+        nan = told & np.isnan(ours.logprobs)
         counts["tokens"] += int(told.sum())
+        counts["not_numbers"] += int(nan.sum())
         values = np.full(len(told), np.nan, np.float32) if other is None else other.logprobs
         both = told & ~np.isnan(values)
-        wrong = both & (ours.logprobs.view(np.uint32) != np.ascontiguousarray(values).view(np.uint32))
+        wrong = both & ~nan & (ours.logprobs.view(np.uint32) != np.ascontiguousarray(values).view(np.uint32))
         counts["differing"] += int(wrong.sum())
         counts["missing"] += int((told & ~both).sum())
         if other is not None:
@@ -116,7 +122,7 @@ def compare_logprobs(rollout: LogprobTable, trainer: LogprobTable) -> LogprobCom
             counts["largest_ulps"] = max(counts["largest_ulps"], int(ulps.max()))
             apart = np.abs(ours.logprobs[wrong].astype(np.float64) - values[wrong])
             largest = max(largest, float(apart.max()))
-        bad = wrong | (told & ~both)
+        bad = wrong | nan | (told & ~both)
         if first is None and bad.any():
             first = _parting(rollout, ours, values, other, int(np.argmax(bad)))
     return LogprobComparison(sequences=len(rollout.sequences), **counts, largest_difference=largest, first=first)
@@ -130,7 +136,7 @@ def _check_same(ours: ScoredSequence, other: ScoredSequence) -> None:
     if wrong.size:
         at = int(wrong[0])
         raise BadInput(where, f"has token {other.token_ids[at]} at {at}, the rollout has {ours.token_ids[at]}")
-    if np.float32(ours.temperature) != np.float32(other.temperature):
+    if ours.temperature != other.temperature:
         raise BadInput(where, f"is at temperature {other.temperature}, the rollout's at {ours.temperature}")
 
 
@@ -152,6 +158,7 @@ def _parting(
     rollout: LogprobTable, ours: ScoredSequence, values: NDArray[np.float32], other: ScoredSequence | None, at: int
 ) -> Parting:
     there = not np.isnan(values[at])
+    numbers = there and not np.isnan(ours.logprobs[at])
     number = int(ours.weights[at])
     layer = place = None
     if other is not None and ours.digests is not None and other.digests is not None:
@@ -163,7 +170,7 @@ def _parting(
         token_id=int(ours.token_ids[at]),
         rollout=float(ours.logprobs[at]),
         trainer=float(values[at]) if there else None,
-        ulps=int(ulps_between(ours.logprobs[at : at + 1], values[at : at + 1])[0]) if there else None,
+        ulps=int(ulps_between(ours.logprobs[at : at + 1], values[at : at + 1])[0]) if numbers else None,
         version="" if number < 0 else rollout.weights[number].version,
         layer=layer,
         layer_position=place,

@@ -4,20 +4,21 @@ A safetensors file, which any trainer reads and writes with the public library. 
 other, and L decoder layers:
 
     tokens        int32 [T]      prompt and output
-    logprobs      float32 [T]    natural, of the token at this position, given those before it; NaN: not told
+    logprobs      float32 [T]    natural, of the token at this position, given those before it; NaN: not told, or, of a
+                                 sampled token whose weights are named, not a number
     weights       int32 [T]      which of the metadata's weights it was computed with; -1: not told
     starts        int64 [N + 1]  sequence i has the entries [starts[i], starts[i + 1])
     prompt_lens   int32 [N]      tokens of the prompt
     samples       int32 [N]      number of the sample among those of its request
-    temperatures  float32 [N]    that the logits were divided by; 1: raw log-probs
+    temperatures  float64 [N]    that the logits were divided by; 1: raw log-probs
     digests       uint64 [T, L]  may be left out: XXH3-64 of each layer's output, its values as float32
 
 Metadata: `format` "fdasync.logprobs/1"; `request_ids`, a JSON list of N strings; `weights`, a JSON list of [version,
 fingerprint], whose fingerprint may be "". A trainer copies all but `logprobs` and the weights. Sequences are found by
 request and sample, in any order.
 
-Shapes are checked against each other before a tensor is read; nothing is unpickled. Knows results of an engine and no
-models. Called by `fdasync verify-trainer` and by users; `logprob_compare.py` compares two of them.
+Shapes are checked against each other before a tensor is read; nothing is unpickled. Knows no engines and no models.
+Called by `fdasync verify-trainer` and by users; `logprob_compare.py` compares two of them.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from fdasync.errors import BadInput
+from fdasync_transformers.verification.logprob_table import LogprobTable, ScoredSequence, WeightsName, checked
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from fdasync.result import Result, Sample
+    from numpy.typing import NDArray
 
 FORMAT = "fdasync.logprobs/1"
 # tensors: their dtype in the file, and its axes: tokens of all sequences (t), sequences (n), bounds (n + 1), layers (l)
@@ -49,7 +50,7 @@ _TENSORS = {
     "starts": ("I64", "b"),
     "prompt_lens": ("I32", "n"),
     "samples": ("I32", "n"),
-    "temperatures": ("F32", "n"),
+    "temperatures": ("F64", "n"),
     "digests": ("U64", "tl"),
 }
 _OPTIONAL = "digests"
@@ -58,151 +59,9 @@ _MAX_HEADER_NBYTES = 64 << 20
 _MAX_TOKENS = 1 << 31
 
 
-class WeightsName(msgspec.Struct, frozen=True, array_like=True):
-    """Weights that log-probs were computed with.
-
-    Attributes:
-        version: the caller's label.
-        weights_id: their fingerprint, hex; "": not known.
-    """
-
-    version: str
-    weights_id: str = ""
-
-
-class ScoredSequence(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence of n tokens, and the log-probs of some of them. Arrays are owned by the caller.
-
-    Attributes:
-        request_id: the caller's name of the request.
-        sample: number of the sample among those of the request.
-        token_ids: int32 [n], of prompt and output.
-        prompt_len: tokens of the prompt.
-        logprobs: float32 [n], natural: entry p is that of the token at position p, given those before it; NaN: not
-            told.
-        weights: int32 [n]: which of `LogprobTable.weights` the log-prob was computed with; -1: not told.
-        temperature: that the logits were divided by; 1: the model's own distribution.
-        digests: uint64 [n, layers], XXH3-64 of what each decoder layer put out at each position, as float32; None: not
-            told.
-    """
-
-    request_id: str
-    token_ids: NDArray[np.int32]
-    prompt_len: int
-    logprobs: NDArray[np.float32]
-    weights: NDArray[np.int32]
-    sample: int = 0
-    temperature: float = 1.0
-    digests: NDArray[np.uint64] | None = None
-
-    @property
-    def name(self) -> tuple[str, int]:
-        return self.request_id, self.sample
-
-
-class LogprobTable(msgspec.Struct, frozen=True):
-    """Sequences with log-probs, and the weights that they name.
-
-    Attributes:
-        sequences: of different names (request, sample).
-        weights: that `ScoredSequence.weights` counts.
-    """
-
-    sequences: tuple[ScoredSequence, ...]
-    weights: tuple[WeightsName, ...]
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that have a log-prob."""
-        return sum(int((~np.isnan(one.logprobs)).sum()) for one in self.sequences)
-
-
-def rollout_logprobs(
-    results: Iterable[Result], weights_ids: Mapping[str, str], temperatures: Mapping[str, float] | None = None
-) -> LogprobTable:
-    """The log-probs of the tokens that an engine or a router sampled.
-
-    Args:
-        results: of requests with raw log-probs, those of the model's logits; or processed ones where `temperatures`
-            names the request.
-        weights_ids: fingerprints by weight version (`engine.capacity.weights_id`); versions without one are not known.
-        temperatures: by request id, of requests that were sampled at a temperature and else unchanged: the log-probs
-            of the distribution that was sampled from.
-
-    Raises BadInput for a result without log-probs, and for two of one name.
-    """
-    numbers: dict[str, int] = {}
-    sequences = []
-    for result in results:
-        temperature = (temperatures or {}).get(result.request_id)
-        for sample in result.samples:
-            values = sample.raw_logprobs if temperature is None else sample.processed_logprobs
-            if values is None:
-                kind = "raw" if temperature is None else "processed"
-                raise BadInput("results", f"request {result.request_id} has no {kind} log-probs")
-            tokens = np.array([*result.prompt_token_ids, *sample.token_ids], np.int32)
-            prompt_len = len(result.prompt_token_ids)
-            logprobs = np.full(len(tokens), np.nan, np.float32)
-            logprobs[prompt_len:] = values
-            one = ScoredSequence(
-                request_id=result.request_id,
-                sample=sample.index,
-                token_ids=tokens,
-                prompt_len=prompt_len,
-                logprobs=logprobs,
-                weights=_weights_of(sample, prompt_len, len(tokens), numbers),
-                temperature=1.0 if temperature is None else temperature,
-            )
-            sequences.append(one)
-    named = tuple(WeightsName(label, weights_ids.get(label, "")) for label in numbers)
-    return checked(LogprobTable(tuple(sequences), named), "results")
-
-
-def _weights_of(sample: Sample, prompt_len: int, count: int, numbers: dict[str, int]) -> NDArray[np.int32]:
-    weights = np.full(count, -1, np.int32)
-    for span in sample.weight_version:
-        number = numbers.setdefault(span.version, len(numbers))
-        weights[prompt_len + span.start : prompt_len + span.stop] = number
-    return weights
-
-
-def checked(table: LogprobTable, field: str) -> LogprobTable:
-    """The table, if it can be compared and written. Raises BadInput naming `field` and the sequence."""
-    names: set[tuple[str, int]] = set()
-    layers: set[int] = set()
-    for one in table.sequences:
-        where = f"{field}: request {one.request_id} sample {one.sample}"
-        if one.name in names:
-            raise BadInput(where, "is there twice")
-        names.add(one.name)
-        count = len(one.token_ids)
-        for name, array, dtype in (
-            ("token_ids", one.token_ids, np.int32),
-            ("logprobs", one.logprobs, np.float32),
-            ("weights", one.weights, np.int32),
-        ):
-            if array.shape != (count,) or array.dtype != dtype:
-                raise BadInput(
-                    where, f"{name} is {array.dtype} {list(array.shape)}", limit=f"{dtype.__name__} [{count}]"
-                )
-        if not 0 <= one.prompt_len <= count:
-            raise BadInput(where, f"{one.prompt_len} tokens of its {count} are the prompt's")
-        if count and not -1 <= int(one.weights.min()) <= int(one.weights.max()) < len(table.weights):
-            raise BadInput(where, f"names weights {int(one.weights.max())} of {len(table.weights)}")
-        if count and not np.isnan(one.logprobs[0]):
-            raise BadInput(where, "has a log-prob at position 0, which nothing stands before")
-        if not one.temperature > 0:
-            raise BadInput(where, f"has temperature {one.temperature}")
-        layers.add(-1 if one.digests is None else one.digests.shape[-1])
-        if one.digests is not None and (one.digests.ndim != 2 or len(one.digests) != count):
-            raise BadInput(where, f"has digests {list(one.digests.shape)} for {count} tokens")
-    if len(layers) > 1:
-        raise BadInput(field, "digests are of different numbers of layers, or only some sequences have them")
-    return table
-
-
 def write_logprobs(path: str | os.PathLike[str], table: LogprobTable) -> None:
-    """Write a table; the file appears whole or not at all. Raises BadInput for one that cannot be written; OSError."""
+    """Write a table; the file appears whole or not at all, also when this is interrupted. Raises BadInput for one that
+    cannot be written; OSError."""
     sequences = checked(table, "table").sequences
     lengths = [len(one.token_ids) for one in sequences]
     tensors: dict[str, NDArray[Any]] = {
@@ -212,7 +71,7 @@ def write_logprobs(path: str | os.PathLike[str], table: LogprobTable) -> None:
         "starts": np.cumsum([0, *lengths], dtype=np.int64),
         "prompt_lens": np.array([one.prompt_len for one in sequences], np.int32),
         "samples": np.array([one.sample for one in sequences], np.int32),
-        "temperatures": np.array([one.temperature for one in sequences], np.float32),
+        "temperatures": np.array([one.temperature for one in sequences], np.float64),
     }
     digests = [one.digests for one in sequences if one.digests is not None]
     if digests:

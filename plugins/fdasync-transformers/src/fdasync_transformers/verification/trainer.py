@@ -17,7 +17,7 @@ import torch
 from fdasync.errors import ConfigError
 from fdasync_transformers.fixed.logprobs import logprobs_of_logits
 from fdasync_transformers.fixed.trainer import fixed_numerics
-from fdasync_transformers.verification.logprob_file import LogprobTable, ScoredSequence, WeightsName
+from fdasync_transformers.verification.logprob_table import LogprobTable, ScoredSequence, WeightsName
 from fdasync_transformers.verification.modules import ModuleTrace, row_digests, traced
 from fdasync_transformers.verification.reference import library_model
 from fdasync_transformers.weights import loading
@@ -139,7 +139,7 @@ class TrainerSide:
         made = []
         for row, one in enumerate(sequences):
             count = len(one.token_ids)
-            told = np.flatnonzero(~np.isnan(one.logprobs))
+            told = np.flatnonzero(one.told)
             values = np.full(count, np.nan, np.float32)
             if told.size:
                 places = torch.from_numpy(told - 1).to(logits.device)
