@@ -151,7 +151,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         ),
         "fdasync_transformers.fixed": (
             "fdasync.gpu.kernels.*", "fdasync_transformers.fused.*", "fdasync_transformers.model.*",
-            "fdasync_transformers.replay.*", "fdasync_transformers.sampling.*",
+            "fdasync_transformers.replay.*", "fdasync_transformers.sampling.*", "fdasync_transformers.weights.*",
         ),
         "fdasync_transformers.tiny": ("fdasync_transformers.weights.*",),
     },

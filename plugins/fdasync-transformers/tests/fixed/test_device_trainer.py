@@ -24,7 +24,7 @@ from fdasync_transformers.replay.force import find_routers, forced_routing
 from fdasync_transformers.replay.layout import Spans
 from fdasync_transformers.tiny.checkpoints import make_tiny_model
 from replay_helpers import checkpointed
-from rollout_bits import batch_of, drawn
+from rollout_bits import batch_of, drawn, served_in
 from torch.nn.functional import cosine_similarity
 
 from fdasync.errors import BadInput
@@ -218,10 +218,10 @@ def test_logits_in_bfloat16_are_a_rollouts_in_the_interpreter_too(family: str) -
     """Its products in float32 change with their shape, which roundings to bfloat16 seldom show."""
     sequences = drawn((9, 3))
     wanted, fused = device_rollout_logits(
-        make_tiny_model(family, num_hidden_layers=2).to(PLACE, torch.bfloat16), sequences, 5
+        served_in(make_tiny_model(family, num_hidden_layers=2), torch.bfloat16).to(PLACE), sequences, 5
     )
     assert "1 of 1 routers" in fused
-    model = make_tiny_model(family, num_hidden_layers=2).to(PLACE, torch.bfloat16)
+    model = served_in(make_tiny_model(family, num_hidden_layers=2), torch.bfloat16).to(PLACE)
     arguments, real = batch_of(sequences, "left")
     with fixed_numerics(model, kernels="triton"):
         found = model(**{name: value.to(PLACE) for name, value in arguments.items()}, use_cache=False).logits

@@ -7,7 +7,7 @@ import torch
 from common_families import SERVED
 from fdasync_transformers import fixed_numerics
 from fdasync_transformers.tiny.checkpoints import make_tiny_model
-from rollout_bits import batch_of, drawn, rollout_logits
+from rollout_bits import batch_of, drawn, rollout_logits, served_in
 
 LENGTHS = (75, 20, 3)
 QUICK = ("qwen3_moe", "deepseek_v3", "gpt_oss", "llama4_text", "phimoe", "mixtral")
@@ -19,8 +19,8 @@ PLACES = ("left", "right", "packed")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_real_token_has_the_rollouts_logits(family: str, dtype: torch.dtype) -> None:
     sequences = drawn(LENGTHS)
-    wanted = rollout_logits(make_tiny_model(family).to(dtype), sequences)
-    model = make_tiny_model(family).to(dtype)
+    wanted = rollout_logits(served_in(make_tiny_model(family), dtype), sequences)
+    model = served_in(make_tiny_model(family), dtype)
     if family != "phimoe":  # which samples experts in training
         model.train()
     with fixed_numerics(model):

@@ -7,8 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+from fdasync_transformers import fixed_numerics
+from fdasync_transformers.tiny.checkpoints import make_tiny_model
 from fsdp_rank import compare
+from rollout_bits import batch_of, drawn, served_in
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from fdasync.errors import BadInput
 
 SCRIPT = Path(__file__).parents[1] / "support" / "fsdp_rank.py"
 
@@ -17,6 +25,30 @@ def test_one_rank_has_the_bits_of_the_whole_model() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         compare(0, 1, "qwen3_moe", mixed=True, checkpointing=True)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_parameters_that_stay_in_float32_must_not_be_rounded_with_the_others() -> None:
+    whole, *sharded = (make_tiny_model("ernie4_5_moe") for _ in range(3))
+    served_in(whole, torch.bfloat16)
+    rounding = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    arguments, real = batch_of(drawn((9, 4)), "left")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for model, alone in zip(sharded, (False, True), strict=True):
+            for module in model.modules():
+                if alone and type(module).__name__.endswith("Router"):
+                    fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+            fully_shard(model, mesh=mesh, mp_policy=rounding)
+        with fixed_numerics(sharded[0]), pytest.raises(BadInput, match=r"gate\.weight is torch\.bfloat16 in this pass"):
+            sharded[0](**arguments)
+        found = []
+        for model in (whole, sharded[1]):
+            with fixed_numerics(model), torch.no_grad():
+                found.append(model(**arguments).logits.flatten(0, 1)[real])
+        assert torch.equal(*found)
     finally:
         dist.destroy_process_group()
 

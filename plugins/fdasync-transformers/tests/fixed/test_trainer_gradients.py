@@ -7,13 +7,17 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from fdasync_transformers import checkpoint_contexts, fixed_numerics, replay_routing
 from fdasync_transformers.fixed import trainer_attention
+from fdasync_transformers.fixed.segments import HostSegments
+from fdasync_transformers.model.kv import Reach
+from fdasync_transformers.replay.layout import Spans
 from fdasync_transformers.tiny.checkpoints import make_tiny_model
 from replay_helpers import checkpointed, grads_of, observe, random_routing
-from rollout_bits import batch_of, drawn, loss_of
+from rollout_bits import batch_of, drawn, loss_of, served_in
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from fdasync.errors import BadInput
@@ -74,7 +78,7 @@ def test_gradients_in_bfloat16_are_as_near_as_the_librarys(family: str) -> None:
     """Without experts: a choice that falls otherwise in another dtype would hide all else."""
     dense = {"first_k_dense_replace": 4} if family == "deepseek_v3" else {}
     wanted = library_gradients(family, **dense)
-    own, library = (make_tiny_model(family, **dense).train().bfloat16() for _ in range(2))
+    own, library = (served_in(make_tiny_model(family, **dense).train(), torch.bfloat16) for _ in range(2))
     library.set_attn_implementation("eager")
     with fixed_numerics(own):
         own_gradients(own)
@@ -115,6 +119,30 @@ def test_windows_that_are_shorter_than_sequences_are_played() -> None:
     """The families above cross their windows and chunks, or their gradients would show nothing about them."""
     assert make_tiny_model("gpt_oss").config.sliding_window < max(LENGTHS)
     assert make_tiny_model("llama4_text").config.attention_chunk_size < max(LENGTHS)
+
+
+@pytest.mark.parametrize("kind", ["window", "chunk"])
+@pytest.mark.parametrize("beyond", [0, 1, 2])
+def test_gradients_at_the_edge_of_a_reach(kind: Any, beyond: int) -> None:
+    """Sequences that are as long as a window, and hardly longer: torch's own attention in float64, with the mask of
+    the words."""
+    size = 7
+    length, generator = size + beyond, torch.Generator().manual_seed(5)
+    leaves = [torch.randn(length, 2, 8, generator=generator).requires_grad_() for _ in range(3)]
+    given = torch.randn(length, 2, 8, generator=generator)
+    segments = HostSegments(Spans(np.array([0]), np.array([length]), length), torch.device("cpu"))
+    out = trainer_attention._attend(*leaves, None, segments, Reach(kind, size), 0.3)
+    found = torch.autograd.grad(out, leaves, given)
+    doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    seen = torch.zeros(length, length, dtype=torch.bool)
+    for query in range(length):
+        first = query - size + 1 if kind == "window" else query - query % size
+        seen[query, max(0, first) : query + 1] = True
+    plain = torch.nn.functional.scaled_dot_product_attention(
+        *(part.transpose(0, 1) for part in doubles), attn_mask=seen, scale=0.3
+    )
+    for one, other in zip(found, torch.autograd.grad(plain.transpose(0, 1), doubles, given.double()), strict=True):
+        assert torch.allclose(one.double(), other, atol=1e-6)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
@@ -166,10 +194,11 @@ def test_a_recomputation_on_another_thread_has_the_same_numerics() -> None:
     assert worst(grads_of(model, of="all"), wanted) == 0
 
 
-@pytest.mark.parametrize("part", ["self_attn", "mlp"])
-def test_an_own_checkpoint_that_would_be_recomputed_otherwise_is_refused(part: str) -> None:
+@pytest.mark.parametrize(("part", "reentrant"), [("self_attn", False), ("mlp", False), ("", True)])
+def test_an_own_checkpoint_that_would_be_recomputed_otherwise_is_refused(part: str, reentrant: bool) -> None:
     model = training("qwen3_moe")
-    own_checkpoints(model, part)
+    own_checkpoints(model, part, use_reentrant=reentrant)
+    model.enable_input_require_grads()
     with fixed_numerics(model), pytest.raises(BadInput, match="checkpointed, and not by the library"):
         own_gradients(model)
 
@@ -243,13 +272,16 @@ def observe_rows(model: Any, arguments: dict[str, Any], real: torch.Tensor) -> d
     return {layer: rows[real] for layer, rows in observe(model, **arguments).items()}
 
 
-def own_checkpoints(model: Any, part: str = "", **options: Any) -> None:
+def own_checkpoints(model: Any, part: str = "", *, use_reentrant: bool = False, **options: Any) -> None:
     """Checkpoint each decoder layer, or a part of it, by torch's own function."""
     for layer in model.model.layers:
         module = getattr(layer, part) if part else layer
         own = module.forward
 
         def forward(*args: Any, own: Any = own, **kwargs: Any) -> Any:
-            return torch.utils.checkpoint.checkpoint(own, *args, use_reentrant=False, **options, **kwargs)
+            if not torch.is_grad_enabled():
+                return own(*args, **kwargs)
+            function = partial(own, **kwargs)  # reentrant checkpointing takes no keywords
+            return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant, **options)
 
         module.forward = forward

@@ -6,10 +6,16 @@ import copy
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fdasync_transformers import fixed_numerics
+from fdasync_transformers.fixed.segments import HostSegments
+from fdasync_transformers.fixed.trainer_attention import PassContext, trainer_attention
+from fdasync_transformers.model.attention import NOT_DONE
+from fdasync_transformers.replay.layout import Spans
 from fdasync_transformers.tiny.checkpoints import make_tiny_model
+from rollout_bits import served_in
 
 from fdasync.errors import BadInput, RunnerError, UnsupportedModel
 
@@ -59,6 +65,62 @@ def test_random_operations_that_no_attribute_shows(model: Any) -> None:
     model.model.layers[0].mlp.forward = lambda x: own(torch.nn.functional.dropout(x, 0.5))
     with fixed_numerics(model), pytest.raises(RunnerError, match="is random"):
         model(input_ids=IDS)
+
+
+def test_attention_that_goes_past_the_librarys_interface(model: Any) -> None:
+    own = model.model.layers[0].mlp.forward
+    attend = torch.nn.functional.scaled_dot_product_attention
+    model.model.layers[0].mlp.forward = lambda x: own(attend(*[x[:, None]] * 3)[:, 0])
+    with fixed_numerics(model), pytest.raises(RunnerError, match="library's interface") as error:
+        model(input_ids=IDS)
+    assert "random" not in str(error.value)
+
+
+def test_a_model_that_was_cast_whole(model: Any) -> None:
+    """Its rotary frequencies are rounded, and a rollout's are not."""
+    with pytest.raises(BadInput, match=r"inv_freq is torch\.bfloat16, and .* in torch\.float32; load it"):
+        fixed_numerics(copy.deepcopy(model).bfloat16()).apply()
+    numerics = fixed_numerics(model)
+    with numerics:
+        model.bfloat16()
+        with pytest.raises(BadInput, match=r"inv_freq is torch\.bfloat16"):
+            model(input_ids=IDS)
+    with pytest.raises(BadInput, match=r"inv_freq is torch\.bfloat16"):
+        numerics.apply()
+    assert not numerics.is_open
+
+
+def test_dtypes_that_no_rollout_has(model: Any) -> None:
+    with pytest.raises(BadInput, match=r"is in torch\.float64, as no rollout is.*model\.float\(\)"):
+        fixed_numerics(copy.deepcopy(model).double()).apply()
+    model.model.layers[1].mlp.to(torch.bfloat16)
+    with pytest.raises(BadInput, match=r"layers\.1\.mlp\..* is torch\.bfloat16, and a rollout in torch\.float32"):
+        fixed_numerics(model).apply()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_of_a_width_that_the_librarys_own_do_not_take(dtype: torch.dtype) -> None:
+    model = served_in(make_tiny_model("qwen3_moe", moe_intermediate_size=7), dtype)
+    with fixed_numerics(model):
+        assert model(input_ids=IDS).logits.isfinite().all()
+
+
+def test_the_probe_of_the_opening_runs_by_the_experts_of_a_pass(model: Any) -> None:
+    ran = []
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda *_: ran.append(model.config._experts_implementation))
+    with fixed_numerics(model):
+        pass
+    assert set(ran) == {"eager"}
+
+
+@pytest.mark.parametrize("argument", NOT_DONE)
+def test_attention_with_arguments_that_would_change_it(model: Any, argument: str) -> None:
+    layer = model.model.layers[0].self_attn
+    heads = torch.zeros(1, 2, 6, 8)
+    context = PassContext({}, HostSegments(Spans(np.array([0]), np.array([6]), 6), torch.device("cpu")), lambda: None)
+    with pytest.raises(UnsupportedModel, match=f"layer 0: Qwen3MoeAttention: attention with '{argument}'"):
+        trainer_attention(layer, heads, heads, heads, None, scaling=1.0, fd_ctx=context, **{argument: heads})
 
 
 def test_experts_that_are_sampled_in_training() -> None:

@@ -9,12 +9,21 @@ import torch
 from fdasync_transformers.execution.step import StepModel
 from fdasync_transformers.model import families, probe
 from fdasync_transformers.model.kv import KVLayout, KVPool
+from fdasync_transformers.weights.named import dtypes_of, served_layout
 from step_driver import sampler_spec
 
 from fdasync.events.actions import Chunk, RunStep, SeqStart
 from fdasync.runner.input_batch import InputBatch
 
 _BLOCK_TOKENS = 16
+
+
+def served_in(model: Any, dtype: torch.dtype) -> Any:
+    """The model, cast as a server of this dtype has it: what the library keeps in float32 stays so."""
+    dtypes = dtypes_of(served_layout(model, dtype))
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        tensor.data = tensor.data.to(dtypes.get(name, tensor.dtype))
+    return model
 
 
 def drawn(lengths: tuple[int, ...], vocab_size: int = 250) -> list[torch.Tensor]:

@@ -117,6 +117,15 @@ def test_a_model_that_was_cast_whole_reads_other_frequencies_and_is_refused(tmp_
         weights_fingerprint(trainer(tmp_path / "model").to(torch.bfloat16), dtype="bfloat16")
 
 
+def test_a_loaded_buffer_of_another_dtype_counts_as_the_server_gets_it(tmp_path: Path) -> None:
+    make_tiny_checkpoint(tmp_path / "model", "glm4_moe")
+    model, live = trainer(tmp_path / "model"), Live(tmp_path / "model", "bfloat16")
+    gate = model.get_submodule(BIAS.rpartition(".")[0])
+    gate.e_score_correction_bias = gate.e_score_correction_bias.bfloat16()
+    live.send(named_tensors(model), piece=1 << 16)
+    assert live.weights.fingerprint(True) == weights_fingerprint(model, dtype="bfloat16")
+
+
 def test_what_is_no_model_or_no_whole_state_is_refused(tmp_path: Path) -> None:
     make_tiny_checkpoint(tmp_path / "model", "qwen3_moe")
     model = trainer(tmp_path / "model")

@@ -7,23 +7,31 @@ own (`trainer_attention.py`). Knows no engines. Called by training code.
 
 from __future__ import annotations
 
+import copy
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial, update_wrapper
-from inspect import signature
+from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
+from transformers import PreTrainedConfig
 
 from fdasync.errors import BadInput, UnsupportedModel
+from fdasync_transformers.fixed.refusals import (
+    random_parts,
+    refuse_dtypes,
+    refuse_model,
+    refuse_pass,
+    refuse_rounded,
+    served_dtypes,
+)
 from fdasync_transformers.fixed.segments import HostSegments
 from fdasync_transformers.fixed.trainer_attention import PassContext, catch_latents, register
-from fdasync_transformers.fixed.trainer_pass import FixedPass, PassMode, Within
-from fdasync_transformers.fixed.trainer_refusals import random_parts, refuse_model, refuse_pass
+from fdasync_transformers.fixed.trainer_pass import FixedForward, FixedPass, HeadForward, PassMode, Within
 from fdasync_transformers.model.families import mended
 from fdasync_transformers.model.head import decoder_of
 from fdasync_transformers.model.probe import attention_layers, latent_rank
-from fdasync_transformers.replay.force import NotCopied
-from fdasync_transformers.replay.forward_pass import CHECKPOINTING, Checkpointing, Recomputing
+from fdasync_transformers.replay.forward_pass import CHECKPOINTING, Checkpointing
 from fdasync_transformers.replay.layout import derived
 from fdasync_transformers.replay.packing import FIXED
 
@@ -48,13 +56,17 @@ def fixed_numerics(model: PreTrainedModel, *, kernels: Literal["auto", "triton"]
     it, in train and eval mode. Batches are padded on either side (`attention_mask` [B, T]), or packed in one row
     (`position_ids` [1, T] that begin at 0 in each sequence, or `cu_seq_lens_q`); without either, each row is a whole
     sequence. Positions are counted in each sequence; no KV cache is filled. The decoder may be called alone too
-    (`model.model`). `replay_routing` may be entered inside or outside.
+    (`model.model`), and so may the output head (`model.lm_head`). `replay_routing` may be entered inside or outside.
 
     The forward pass must run in the rollout's dtype: for a rollout in bfloat16, parameters in bfloat16, or masters in
     float32 that FSDP2's `MixedPrecisionPolicy(param_dtype=torch.bfloat16)` rounds. Parameters and buffers that the
     rollout keeps in float32 must be so here too: `model.to(torch.bfloat16)` rounds rotary frequencies, which
-    `from_pretrained(dtype=...)` does not. FSDP2 over full parameters (`fully_shard` of layers and model) works; of DDP,
-    give the model that it wraps.
+    `from_pretrained(dtype=...)` does not. FSDP2 over full parameters (`fully_shard` of layers and model) works, where
+    modules with parameters of float32 (routers of some families) are sharded alone, by a policy that rounds nothing;
+    of DDP, give the model that it wraps.
+
+    While they are fixed, the model has a copy of its config, so that models with the same one stay as they are; what is
+    changed in it meanwhile is lost in the end.
 
     Gradients are torch's own. Attention recomputes each sequence in the backward pass by
     `scaled_dot_product_attention`. Backward may run after the context; with gradient checkpointing (the library's, or
@@ -76,13 +88,15 @@ def fixed_numerics(model: PreTrainedModel, *, kernels: Literal["auto", "triton"]
         kernels: "triton" takes the kernels on a CPU too, in Triton's interpreter (tests); "auto": on GPUs.
 
     Raises, at the opening or in a pass:
-        BadInput: dropout or noise in training, with the module's path; autocast; a compiled model; arguments that do
-            not tell the sequences; a KV cache; sequences longer than the family can have; checkpointing that would
-            recompute with other numerics; a recomputation after the end of the context; numerics that are fixed
-            already; a part of the model that is called alone; copies within the context.
+        BadInput: dropout or noise in training, with the module's path; autocast; settings of torch under which products
+            have other bits; parameters or buffers in other dtypes than a rollout's, by name; a compiled model;
+            arguments that do not tell the sequences; a KV cache; sequences longer than the family can have;
+            checkpointing that would recompute with other numerics; a recomputation after the end of the context;
+            numerics that are fixed already; a part of the model that is called alone; copies within the context.
         UnsupportedModel: a model that an engine would not serve either; a GPU without Triton; LoRA and the like on the
             up-projection of latent attention.
-        RunnerError: an operation without fixed form: a random one, or a convolution.
+        RunnerError: an operation without fixed form: a random one, a convolution, or attention that does not go through
+            the library's interface.
     """
     return TrainerNumerics(model, kernels)
 
@@ -96,6 +110,9 @@ class TrainerNumerics:
         self._with_kernels = kernels == "triton"
         self._layers: Any = None
         self._forms: DeviceForms | None = None
+        self._dtype: torch.dtype | None = None
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._kept: tuple[str, ...] = ()
         self._most_tokens: int | None = None
         self._random = random_parts(model)
         self._undo: ExitStack | None = None
@@ -117,23 +134,39 @@ class TrainerNumerics:
         refuse_pass(self._kind, model.device, ())
         if any(isinstance(vars(part).get("forward"), FixedForward) for part in model.modules()):
             raise BadInput("model", "has fixed numerics already")
+        if self._dtype != model.dtype:
+            self._dtypes, self._kept = served_dtypes(model)
+            self._dtype = model.dtype
+        refuse_dtypes(chain(model.named_parameters(), model.named_buffers()), self._dtypes, self._dtype)
         register()
         with ExitStack() as stack:
             mends = stack.enter_context(mended(model))
             self._most_tokens = mends.max_context_tokens
+            for undo in _own_configs(model):
+                stack.callback(undo)
             if self._layers is None:
+                # by the experts that take all widths, as the pass of a rollout's start
+                model.set_experts_implementation("eager")
                 with _evaluating(model), self._finding_forms() as self._forms:
                     specs = attention_layers(model, latent=True, query_scales=mends.query_scales)
                 self._layers = {spec.index: spec for spec in specs}
-            stack.enter_context(_implementations(model, "eager" if self._forms is None else self._forms.experts))
+            model.set_attn_implementation(FIXED)
+            model.set_experts_implementation("eager" if self._forms is None else self._forms.experts)
             for module, name, value in () if self._forms is None else self._forms.attributes:
                 stack.callback(_put(module, name, value))
             for module in model.modules():
                 if latent_rank(module):
                     stack.callback(module.register_forward_pre_hook(catch_latents, with_kwargs=True).remove)
+            for name in self._kept:
+                owner, _, own = name.rpartition(".")
+                check = partial(refuse_rounded, name, own)
+                stack.callback(model.get_submodule(owner).register_forward_pre_hook(check).remove)
             decoder = decoder_of(model)
             for part in (model,) if decoder is None else (model, decoder):
-                stack.callback(_put(part, "forward", FixedForward(self, part.forward)))
+                stack.callback(_put(part, "forward", FixedForward(self._run_pass, part.forward)))
+            head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+            if head is not None:
+                stack.callback(_put(head, "forward", HeadForward(self._run_head, head.forward)))
             self._undo = stack.pop_all()
         return self
 
@@ -153,10 +186,9 @@ class TrainerNumerics:
         if undo is not None:
             undo.close()
 
-    def run_pass(self, forward: FixedForward, own: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    def _run_pass(self, forward: FixedForward, own: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """One forward pass."""
-        refuse_pass(self._kind, self._model.device, self._random)
-        work = FixedPass(lambda: self.is_open)
+        work = self._begun()
         given = self._given(arguments, work)
         within = Within(work)
         with ExitStack() as stack:
@@ -166,11 +198,28 @@ class TrainerNumerics:
                     stack.callback(_put(module, CHECKPOINTING, Checkpointing(function, work, within, within)))
             stack.callback(forward.end)
             forward.work = work
-            if self._model.device.type == "cuda":
-                # kernels are launched on the current device
-                stack.enter_context(torch.cuda.device(self._model.device))
-            stack.enter_context(PassMode(work))
+            stack.enter_context(self._computing(work))
             return own(**given)
+
+    def _run_head(self, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The output head alone."""
+        work = self._begun()
+        work.watch()
+        with self._computing(work):
+            return own(*args, **kwargs)
+
+    def _begun(self) -> FixedPass:
+        refuse_pass(self._kind, self._model.device, self._random)
+        # FSDP may hold rounded parameters by now
+        refuse_dtypes(self._model.named_buffers(), self._dtypes, self._dtype)
+        return FixedPass(lambda: self.is_open)
+
+    @contextmanager
+    def _computing(self, work: FixedPass) -> Iterator[None]:
+        # kernels are launched on the current device
+        on_gpu = self._model.device.type == "cuda"
+        with torch.cuda.device(self._model.device) if on_gpu else nullcontext(), PassMode(work):
+            yield
 
     def _given(self, arguments: dict[str, Any], work: FixedPass) -> dict[str, Any]:
         """The arguments of the library's forward."""
@@ -204,32 +253,6 @@ class TrainerNumerics:
         return DeviceSegments(spans, device)
 
 
-class FixedForward(NotCopied, Recomputing):
-    """A module's forward while its numerics are fixed."""
-
-    def __init__(self, numerics: TrainerNumerics, own: Callable[..., Any]) -> None:
-        update_wrapper(self, own)
-        self.work: FixedPass | None = None
-        self._numerics = numerics
-        self._own = own
-        self._parameters = list(signature(own).parameters)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if "fd_ctx" in kwargs:
-            return self._own(*args, **kwargs)  # within a pass
-        return self._numerics.run_pass(self, self._own, dict(zip(self._parameters, args, strict=False)) | kwargs)
-
-    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]] | None:
-        """See `Recomputing`."""
-        return None if self.work is None else (Within(self.work), Within(self.work))
-
-    def end(self) -> None:
-        """The pass has ended."""
-        if self.work is not None:
-            self.work.running = False
-        self.work = None
-
-
 def _put(module: torch.nn.Module, name: str, value: Any) -> Callable[[], None]:
     """Set an attribute of a module, past its class; returns what undoes it."""
     attributes = vars(module)
@@ -244,6 +267,18 @@ def _swapped(attributes: dict[str, Any], name: str, value: Any) -> Any:
     return before
 
 
+def _own_configs(model: torch.nn.Module) -> Iterator[Callable[[], None]]:
+    """Give the modules copies of their configs, the same one where they have one in common; yields what undoes each.
+
+    Implementations of attention and experts are written there, and other models may share the config.
+    """
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        config = vars(module).get("config")
+        if isinstance(config, PreTrainedConfig):
+            yield _put(module, "config", copy.deepcopy(config, copies))
+
+
 @contextmanager
 def _evaluating(model: torch.nn.Module) -> Iterator[None]:
     """The model in eval mode for a while; each module keeps its own mode."""
@@ -254,19 +289,3 @@ def _evaluating(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-@contextmanager
-def _implementations(model: PreTrainedModel, experts: str) -> Iterator[None]:
-    """Our attention, and these experts, in the place of the library's."""
-    configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
-    names = ("_attn_implementation", "_experts_implementation")
-    kept = [(config, name, getattr(config, name, None)) for config in configs.values() for name in names]
-    try:
-        model.set_attn_implementation(FIXED)
-        model.set_experts_implementation(experts)
-        yield
-    finally:
-        # outer configs first: they set those within them too
-        for config, name, value in kept:
-            setattr(config, name, value)

@@ -1,4 +1,4 @@
-"""One forward pass of a trainer's model with fixed numerics, and the recomputations of its parts by checkpointing.
+"""One forward pass of a trainer's model with fixed numerics: where it begins, and how parts of it are recomputed.
 
 The dispatch mode is entered on the thread that runs the pass, and again by each recomputation, on the thread that runs
 that. Checkpointing whose recomputation would not enter it is refused in the forward pass. Knows no batches. Called by
@@ -8,14 +8,17 @@ that. Checkpointing whose recomputation would not enter it is refused in the for
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from functools import partial, update_wrapper
+from inspect import signature
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from fdasync.errors import BadInput, RunnerError
 from fdasync_transformers.fixed.mode import FixedNumerics
-from fdasync_transformers.replay.forward_pass import within_function, within_hooks
+from fdasync_transformers.replay.force import NotCopied
+from fdasync_transformers.replay.forward_pass import Recomputing, within_function, within_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,12 +97,61 @@ class PassMode(FixedNumerics):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            problem = f"fixed numerics: {func.name()} is random"
-            raise RunnerError(f"{problem}; switch dropout and noise off, or call model.eval()")
         if func in _PRODUCTS:
             self._work.watch_product()
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _way(self, func: Any) -> Callable[..., Any]:
+        if "scaled_dot_product" in func.name():
+            # torch calls it random, for the dropout that it could have
+            return partial(_raise, f"{func.name()}: attention that does not go through the library's interface")
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return partial(_raise, f"{func.name()} is random; switch dropout and noise off, or call model.eval()")
+        return super()._way(func)
+
+
+def _raise(problem: str, *_args: Any, **_kwargs: Any) -> NoReturn:
+    raise RunnerError(f"fixed numerics: {problem}")
+
+
+class FixedForward(NotCopied, Recomputing):
+    """A module's forward while its numerics are fixed."""
+
+    def __init__(self, run: Callable[..., Any], own: Callable[..., Any]) -> None:
+        update_wrapper(self, own)
+        self.work: FixedPass | None = None
+        self._run = run
+        self._own = own
+        self._parameters = list(signature(own).parameters)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if "fd_ctx" in kwargs:
+            return self._own(*args, **kwargs)  # within a pass
+        return self._run(self, self._own, dict(zip(self._parameters, args, strict=False)) | kwargs)
+
+    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]] | None:
+        """See `Recomputing`."""
+        return None if self.work is None else (Within(self.work), Within(self.work))
+
+    def end(self) -> None:
+        """The pass has ended."""
+        if self.work is not None:
+            self.work.running = False
+        self.work = None
+
+
+class HeadForward(NotCopied):
+    """The output head's forward while its model's numerics are fixed: called alone, it has the bits of a pass."""
+
+    def __init__(self, run: Callable[..., Any], own: Callable[..., Any]) -> None:
+        update_wrapper(self, own)
+        self._run = run
+        self._own = own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(_get_current_dispatch_mode(), FixedNumerics):
+            return self._own(*args, **kwargs)  # within a pass
+        return self._run(self._own, args, kwargs)
 
 
 def _refused() -> BadInput:

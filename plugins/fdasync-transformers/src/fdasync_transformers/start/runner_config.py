@@ -12,6 +12,7 @@ import torch
 
 from fdasync.errors import ConfigError
 from fdasync_transformers.execution.mixed_graphs import token_ladder
+from fdasync_transformers.fixed.refusals import refuse_settings
 from fdasync_transformers.model.moe_layers import GROUPED_NBYTES, fits_grouped_product
 
 if TYPE_CHECKING:
@@ -142,9 +143,10 @@ def check_device(config: TransformersConfig, device: torch.device) -> None:
 
 
 def check_numerics(config: TransformersConfig, limits: RunnerLimits, device: torch.device) -> None:
-    """Raise ConfigError where fixed numerics are asked for, and a setting does not have them."""
+    """Raise ConfigError where fixed numerics are asked for, and a setting (of torch too) does not have them."""
     if limits.numerics != "fixed":
         return
+    refuse_settings(device, ConfigError)
     if not config.self_check:
         raise ConfigError(
             "runner_config.self_check", "fixed numerics are proven by it at each start", hint="leave it on"

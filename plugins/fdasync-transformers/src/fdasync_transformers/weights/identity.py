@@ -33,6 +33,10 @@ _NOT_IN_FINGERPRINT = frozenset(
 _STAGED_NBYTES = 64 << 20
 #: the weights id of weights that `draw` drew
 DRAWN_ID = "0" * 32
+#: the version of this package's own arithmetic under fixed numerics. Raise it with each change after which some model
+#: may have other bits on some device: another tile, another place where parts are cut or joined, another rounding,
+#: another operation that is computed in its own way, in `fixed` or in `fdasync.gpu.kernels`
+ORDER_OF_SUMS = 1
 
 
 def weights_id(model: PreTrainedModel) -> str:
@@ -99,8 +103,15 @@ def fingerprint(model: PreTrainedModel, numerics: Numerics = "default") -> str:
     facts = config_facts(model.config)
     facts["compute_dtype"] = str(model.dtype)
     if numerics == "fixed":
-        facts["computed_by"] = [_device_kind(model.device), version("torch"), version("transformers")]
+        facts["computed_by"] = _computed_by(model.device)
     return xxhash.xxh3_128(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _computed_by(device: torch.device) -> dict[str, str | int]:
+    """What chooses the order of sums."""
+    packages = ("torch", "transformers", *(("triton",) if device.type == "cuda" else ()))
+    facts: dict[str, str | int] = {name: version(name) for name in packages}
+    return facts | {"device": _device_kind(device), "order": ORDER_OF_SUMS}
 
 
 def _device_kind(device: torch.device) -> str:

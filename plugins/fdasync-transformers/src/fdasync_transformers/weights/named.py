@@ -2,13 +2,16 @@
 
 A trainer has its weights in a dtype of its own (float32 masters), the server in the dtype that it serves. Both sides
 round to it in the same way, so the fingerprints are equal exactly where the trainer's rounded weights are the server's.
-Knows no engine. Called by trainers, in their own process, and by `fdasync verify-trainer`.
+The server's dtypes come from building the model without memory: a cast of a whole model (`model.to`) rounds what the
+library keeps in float32, and changes no name and no shape. Knows no engine. Called by trainers, in their own process,
+by `fdasync verify-trainer`, and for dtypes by fixed numerics.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -18,7 +21,7 @@ from fdasync_transformers.weights import identity, loading
 from fdasync_transformers.weights.update import DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     import numpy as np
     from numpy.typing import NDArray
@@ -27,7 +30,8 @@ if TYPE_CHECKING:
 
 NamedTensor = tuple[str, str, tuple[int, ...], "NDArray[np.uint8]"]
 
-_SERVED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+#: by name, the dtypes that engines serve in
+SERVED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -82,33 +86,54 @@ def weights_fingerprint(
     that is missing, too much, of another shape or sharded, and a computed buffer (the frequencies of rotary embeddings)
     in another dtype than the server's, as `model.to(dtype)` leaves it: the trainer's forward pass reads other values.
     """
-    served = _SERVED.get(str(dtype).removeprefix("torch."))
+    served = SERVED.get(str(dtype).removeprefix("torch."))
     if served is None:
-        raise BadInput("dtype", f"{dtype!r} is not served", limit=", ".join(_SERVED))
+        raise BadInput("dtype", f"{dtype!r} is not served", limit=", ".join(SERVED))
     if not isinstance(model, PreTrainedModel):
         raise BadInput("model", f"{type(model).__name__} is no model of the library", hint="give the model inside it")
-    layout = _layout(model, served)
+    layout = served_layout(model, served)
     _check_computed(model, layout)
     return identity.fingerprint_of(_rounded(model.state_dict() if state is None else state, layout.state_dict()), True)
 
 
-def _layout(model: PreTrainedModel, served: torch.dtype) -> PreTrainedModel:
-    """The model as a server builds it, without memory."""
+class OtherDtype(NamedTuple):
+    """A tensor that is not as a server has it."""
+
+    name: str
+    here: torch.dtype
+    served: torch.dtype
+
+
+def served_layout(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """The model as a server of this dtype builds it, on the meta device."""
     # FSDP puts a class of torch's in front
     own: Any = next(kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch."))
     with torch.device("meta"):
-        layout: PreTrainedModel = own._from_config(copy.deepcopy(model.config), dtype=served)
-    loading.keep_float32(layout, served)
+        layout: PreTrainedModel = own._from_config(copy.deepcopy(model.config), dtype=dtype)
+    loading.keep_float32(layout, dtype)
     return layout
 
 
+def dtypes_of(layout: torch.nn.Module, *, computed: bool = False) -> dict[str, torch.dtype]:
+    """Of a layout's floating parameters and buffers by name; `computed`: of buffers that no checkpoint has, alone."""
+    tensors = layout.named_buffers() if computed else chain(layout.named_parameters(), layout.named_buffers())
+    loaded = layout.state_dict() if computed else {}
+    return {name: tensor.dtype for name, tensor in tensors if tensor.is_floating_point() and name not in loaded}
+
+
+def first_other(tensors: Iterable[tuple[str, torch.Tensor]], served: Mapping[str, torch.dtype]) -> OtherDtype | None:
+    """The first tensor of another dtype than the server's; tensors that the server has not, as adapters', pass."""
+    for name, tensor in tensors:
+        if tensor.dtype != served.get(name, tensor.dtype):
+            return OtherDtype(name, tensor.dtype, served[name])
+    return None
+
+
 def _check_computed(model: PreTrainedModel, layout: PreTrainedModel) -> None:
-    own = dict(model.named_buffers())
-    for name, buffer in layout.named_buffers():
-        held = own.get(name)
-        if held is not None and name not in layout.state_dict() and held.dtype != buffer.dtype:
-            problem = f"{name} is computed, not loaded: it is {held.dtype} here and {buffer.dtype} at the server"
-            raise WeightsRejected(f"{problem}; a model that was cast whole (model.to) has it rounded")
+    other = first_other(model.named_buffers(), dtypes_of(layout, computed=True))
+    if other is not None:
+        problem = f"{other.name} is computed, not loaded: it is {other.here} here and {other.served} at the server"
+        raise WeightsRejected(f"{problem}; a model that was cast whole (model.to) has it rounded")
 
 
 def _rounded(
