@@ -15,7 +15,7 @@ from fdasync_transformers.sampling.token_logprobs import token_logprobs
 from fdasync_transformers.tiny.checkpoints import make_tiny_model
 from logprob_cases import bits
 from replay_helpers import checkpointed
-from rollout_bits import batch_of, drawn, rollout_logits
+from rollout_bits import batch_of, drawn, rollout_logits, served_in
 
 CHUNKS = (1, 2, 15, 17, 1024)
 # wide, with a bias, with a scale or a cap behind the head
@@ -33,7 +33,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 def test_log_probs_of_hidden_states_are_those_of_the_models_logits(
     family: str, changes: dict[str, Any], dtype: torch.dtype, device: str
 ) -> None:
-    model: Any = make_tiny_model(family, **changes).to(device, dtype)
+    model: Any = served_in(make_tiny_model(family, **changes), dtype).to(device)
     if changes.get("lm_head_bias"):
         torch.nn.init.normal_(model.lm_head.bias)
     arguments, _ = batch_of(drawn((37, 20, 1)), "right")
