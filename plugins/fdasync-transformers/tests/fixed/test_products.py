@@ -54,6 +54,12 @@ def test_batches_of_products(dtype, columns):
     assert torch.allclose(whole.double(), left.double() @ right.double(), rtol=1e-2, atol=0.1)
     for some in scattered(50):
         assert torch.equal(products(left[:, some], right), whole[:, some])
+    for one in range(3):
+        assert torch.equal(product(left[one], right[one]), whole[one])
+        # nor do layouts matter, nor how many columns stand beside one
+        assert torch.equal(product(left[one].t().contiguous().t(), right[one].t().contiguous().t()), whole[one])
+    assert torch.equal(products(left, right[:, :, :1]), whole[:, :, :1])
+    assert torch.equal(products(left.mT.contiguous().mT, right.mT.contiguous().mT), whole)
     outer = products(left[:, :, :1], right[:, :1])
     assert torch.equal(outer, left[:, :, :1] * right[:, :1])
 

@@ -106,7 +106,8 @@ class HostSegments(Segments):
         self._num_blocks = int(blocks.sum())
         self._slots = torch.from_numpy(within + np.repeat((ends - blocks) * KEYS, lengths)).to(device)
         columns = np.arange(blocks.max(initial=0))
-        tables = (ends - blocks)[:, None] + np.minimum(columns, blocks[:, None] - 1)
+        # a plan reads none past the end of a sequence
+        tables = (ends - blocks)[:, None] + columns
         zeros = np.zeros_like(lengths)
         self._plan = RaggedPlan(lengths, zeros, tables, KEYS, device, torch.float32, KEYS) if len(lengths) else None
 
