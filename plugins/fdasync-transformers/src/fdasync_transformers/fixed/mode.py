@@ -16,7 +16,7 @@ models, and by trainers through `trainer_pass.PassMode`.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.nn.functional import linear
@@ -45,14 +45,15 @@ class FixedNumerics(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         # by operation, as it is first seen: what computes it
         self._ways: dict[Any, Callable[..., Any]] = {}
-        self._linears = _Linears()  # type: ignore[no-untyped-call]
+        self._linears = _Linears()
 
-    def __enter__(self) -> Self:
+    # without types, as what they stand for
+    def __enter__(self):  # type: ignore[no-untyped-def]
         super().__enter__()  # type: ignore[no-untyped-call]
         self._linears.__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error):  # type: ignore[no-untyped-def]
         self._linears.__exit__(*error)  # type: ignore[no-untyped-call]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
@@ -77,7 +78,7 @@ class FixedNumerics(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return partial(_refuse, func)
         if name in _ATOMIC:
             return partial(_in_order, func)
-        write = partial(_write, func)
+        write = _writer(func, plain)
         way = elementwise(func, plain, write)
         if way is not None and name.startswith("lerp"):
             way = partial(_of_reals, func, way)
@@ -134,18 +135,20 @@ def _plain(func: Any) -> Any:
     return None
 
 
-def _write(func: Any, way: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Write the result of a way of computing where the operation writes its own; return it as the operation does."""
-    if not func._schema.is_mutable:
-        return way(*args, **kwargs)
+def _writer(func: Any, plain: Any) -> Callable[..., Any]:
+    """What calls its first argument with the others, as `func` is called, and writes the result where `func` does."""
+    if plain is func:
+        return lambda way, *args, **kwargs: way(*args, **kwargs)
     outs = [one.name for one in func._schema.arguments if one.is_out]
-    if _plain(func) is None or len(outs) > 1:
-        _refuse(func)
-    into = kwargs.pop(outs[0]) if outs else args[0]
+    return partial(_refuse, func) if plain is None or len(outs) > 1 else partial(_written, func, *outs or [None])
+
+
+def _written(func: Any, out: str | None, way: Callable[..., Any], /, *args: Any, **kwargs: Any) -> torch.Tensor:
+    into: torch.Tensor = args[0] if out is None else kwargs.pop(out)
     found = way(*args, **kwargs)
     if not torch.can_cast(found.dtype, into.dtype):
         raise RuntimeError(f"result type {found.dtype} can't be cast to {into.dtype}, of what {func.name()} writes to")
-    if outs and into.shape != found.shape:
+    if out is not None and into.shape != found.shape:
         into.resize_(found.shape)
     return into.copy_(found)
 
@@ -238,10 +241,10 @@ _HANDLERS: dict[Any, Callable[..., torch.Tensor]] = {
     _ATEN.sum.dim_IntList: _sum,
 }
 # other forms of these are refused
-_TAKEN = frozenset(
-    "mm mv dot addmm addmv bmm baddbmm glu _softmax _log_softmax linalg_vector_norm logsumexp mean nansum norm prod std "
-    "std_mean sum var var_mean".split()
-)
+_TAKEN = frozenset({
+    "mm", "mv", "dot", "addmm", "addmv", "bmm", "baddbmm", "glu", "_softmax", "_log_softmax", "linalg_vector_norm",
+    "logsumexp", "mean", "nansum", "norm", "prod", "std", "std_mean", "sum", "var", "var_mean",
+})  # fmt: skip
 # by the beginnings of names
 _REFUSED = (
     "_convolution", "convolution", "conv_", "mkldnn_", "_mkldnn", "_slow_conv", "_thnn", "miopen_", "cudnn_",
@@ -250,4 +253,6 @@ _REFUSED = (
     "_fft", "fft_", "native_group_norm", "native_batch_norm", "_native_batch_norm", "_batch_norm",
     "avg_pool", "_adaptive_avg", "adaptive_avg", "upsample_", "_embedding_bag", "renorm",
 )  # fmt: skip
-_ATOMIC = frozenset("index_add index_add_ scatter_add scatter_add_ index_put_ _index_put_impl_".split())
+_ATOMIC = frozenset({
+    "index_add", "index_add_", "scatter_add", "scatter_add_", "index_put_", "_index_put_impl_",
+})  # fmt: skip

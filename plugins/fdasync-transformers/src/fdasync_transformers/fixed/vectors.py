@@ -24,16 +24,21 @@ _VECTOR = 256
 _MOST = 1 << 15
 
 # these select, compare or copy: nothing is rounded
-_UNROUNDED = frozenset(
-    "bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor ceil clamp clamp_max "
-    "clamp_min clone copysign eq equal floor fmax fmin ge gt ilshift irshift isfinite isinf isnan isneginf isposinf "
-    "ixor le logical_and logical_not logical_or logical_xor lshift lt masked_fill maximum minimum ne relu rshift "
-    "signbit threshold trunc where xor".split()
-)
+_UNROUNDED = frozenset({
+    "bitwise_and", "bitwise_left_shift", "bitwise_not", "bitwise_or", "bitwise_right_shift", "bitwise_xor", "ceil",
+    "clamp", "clamp_max", "clamp_min", "clone", "copysign", "eq", "equal", "floor", "fmax", "fmin", "ge", "gt",
+    "ilshift", "irshift", "isfinite", "isinf", "isnan", "isneginf", "isposinf", "ixor", "le", "logical_and",
+    "logical_not", "logical_or", "logical_xor", "lshift", "lt", "masked_fill", "maximum", "minimum", "ne", "relu",
+    "rshift", "signbit", "threshold", "trunc", "where", "xor",
+})  # fmt: skip
 # these round once, of real numbers and without further arguments (alpha, a mode of rounding, decimals)
-_ROUNDED_ONCE = frozenset("abs add div mul neg reciprocal round rsub sign sqrt sub".split())
+_ROUNDED_ONCE = frozenset({
+    "abs", "add", "div", "mul", "neg", "reciprocal", "round", "rsub", "sign", "sqrt", "sub",
+})  # fmt: skip
 # elementwise too, without torch's tag
-_UNTAGGED = frozenset("prelu_kernel hardswish log_sigmoid_forward polar".split())
+_UNTAGGED = frozenset({
+    "prelu_kernel", "hardswish", "log_sigmoid_forward", "polar",
+})  # fmt: skip
 
 
 def elementwise(func: Any, plain: Any, write: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -82,9 +87,9 @@ def in_vectors(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A function of each element of tensors on a CPU that are broadcast together, every element computed within whole
     vectors: a new tensor, or several."""
     tensors = [one for one in args if isinstance(one, torch.Tensor)]
-    shape: torch.Size = (
-        tensors[0].shape if len(tensors) == 1 else torch.broadcast_shapes(*(one.shape for one in tensors))
-    )
+    shape = tensors[0].shape
+    if len(tensors) > 1:
+        shape = torch.broadcast_shapes(*(one.shape for one in tensors))  # type: ignore[no-untyped-call]
     count = prod(shape)
     if not count:
         return function(*args, **kwargs)
@@ -106,7 +111,8 @@ def gated(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
     """`glu` of a tensor on a CPU, in float32 or wider, rounded once."""
     value, gate = x.chunk(2, dim)
     wide = torch.promote_types(x.dtype, torch.float32)
-    return (value.to(wide) * in_vectors(torch.sigmoid, gate.to(wide))).to(x.dtype)
+    weights: torch.Tensor = in_vectors(torch.sigmoid, gate.to(wide))
+    return (value.to(wide) * weights).to(x.dtype)
 
 
 def _whole(tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
