@@ -120,3 +120,17 @@ def test_what_has_no_fixed_form_is_refused():
         torch.nn.functional.conv1d(x[0], torch.randn(3, 5, 2).transpose(0, 1)[:3, :2])
     with FixedNumerics(), pytest.raises(RunnerError, match="depend on the batch"):
         torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("columns", "width"), [(48, 1408), (256, 7), (64, 1024)])
+def test_layouts_of_both_sides_change_nothing(dtype, columns, width):
+    """Torch's own loops, which have float16 where a processor has no products in it, choose by them."""
+    torch.manual_seed(0)
+    rows, right = torch.randn(16, width).to(dtype), torch.randn(columns, width).to(dtype).t()
+    turned, walked = rows.t().contiguous().t(), right.contiguous()
+    wanted = product(rows, right)
+    for one in (rows, turned):
+        for other in (right, walked):
+            assert torch.equal(product(one, other), wanted)
+            assert torch.equal(products(one[None], other[None])[0], wanted)
