@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from fdasync_transformers.fixed.attention import KEYS
-from fdasync_transformers.fixed.paging import attend_blocks
+from fdasync_transformers.fixed.attention import KEYS, attend_blocks
 from fdasync_transformers.model.ragged import RaggedPlan
 
 if TYPE_CHECKING:
