@@ -73,3 +73,13 @@ def test_narrow_dtypes_are_rounded_once(dtype):
     wide = attend(q.float(), k.float(), v.float(), mask, 0.3)
     assert got.dtype is dtype
     assert torch.equal(got, wide.to(dtype))
+
+
+def test_sinks_far_above_the_scores_leave_what_is_left():
+    """exp(sink - largest score) is past float32."""
+    q, k, v = parts(2, 2, 8, 8)
+    mask, sinks = mask_of(torch.arange(LENGTH), 0, LENGTH, LENGTH), torch.full((2,), 89.5)
+    got = attend(q * 0, k, v * 1e20, mask, 1.0, sinks)
+    wanted = exact(q * 0, k, v * 1e20, mask, 1.0, sinks)
+    assert wanted.abs().min() > 0
+    assert torch.allclose(got.double(), wanted, rtol=1e-3, atol=1e-22)

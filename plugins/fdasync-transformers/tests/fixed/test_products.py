@@ -54,6 +54,12 @@ def test_batches_of_products(dtype, columns):
     assert torch.allclose(whole.double(), left.double() @ right.double(), rtol=1e-2, atol=0.1)
     for some in scattered(50):
         assert torch.equal(products(left[:, some], right), whole[:, some])
+    for one in range(3):
+        assert torch.equal(product(left[one], right[one]), whole[one])
+        # nor do layouts matter, nor how many columns stand beside one
+        assert torch.equal(product(left[one].t().contiguous().t(), right[one].t().contiguous().t()), whole[one])
+    assert torch.equal(products(left, right[:, :, :1]), whole[:, :, :1])
+    assert torch.equal(products(left.mT.contiguous().mT, right.mT.contiguous().mT), whole)
     outer = products(left[:, :, :1], right[:, :1])
     assert torch.equal(outer, left[:, :, :1] * right[:, :1])
 
@@ -114,3 +120,17 @@ def test_what_has_no_fixed_form_is_refused():
         torch.nn.functional.conv1d(x[0], torch.randn(3, 5, 2).transpose(0, 1)[:3, :2])
     with FixedNumerics(), pytest.raises(RunnerError, match="depend on the batch"):
         torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("columns", "width"), [(48, 1408), (256, 7), (64, 1024)])
+def test_layouts_of_both_sides_change_nothing(dtype, columns, width):
+    """Torch's own loops, which have float16 where a processor has no products in it, choose by them."""
+    torch.manual_seed(0)
+    rows, right = torch.randn(16, width).to(dtype), torch.randn(columns, width).to(dtype).t()
+    turned, walked = rows.t().contiguous().t(), right.contiguous()
+    wanted = product(rows, right)
+    for one in (rows, turned):
+        for other in (right, walked):
+            assert torch.equal(product(one, other), wanted)
+            assert torch.equal(products(one[None], other[None])[0], wanted)

@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fdasync_transformers.fixed.attention import KEYS
+from fdasync_transformers.fixed.attention import KEYS, FixedPaging
 from fdasync_transformers.fixed.mode import FixedNumerics
-from fdasync_transformers.fixed.paging import FixedPaging
 from fdasync_transformers.model.attention import NAME, LatentCatcher, StepContext, TorchPaging, register
 from fdasync_transformers.model.head import Head
 from fdasync_transformers.model.ragged import RaggedPlan

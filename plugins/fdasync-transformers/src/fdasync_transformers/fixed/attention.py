@@ -2,14 +2,27 @@
 
 Keys stand in tiles of `KEYS` at absolute positions. All products have one shape, sums over keys go tile by tile in
 order, and a tile in which a query sees nothing adds zeros: neither the sequences beside one, nor where its prefill was
-cut, nor padding changes a bit. In float32, rounded once. Knows no pools and no sequences. Called by `paging.py`.
+cut, nor padding changes a bit. In float32, rounded once. Knows blocks and positions; knows no requests. `FixedPaging`
+is made for each step by `execution/step.py`; `segments.py` lays the sequences of a trainer's batch out in blocks for
+`attend_blocks`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import torch
 
 from fdasync_transformers.fixed.products import ROWS
+from fdasync_transformers.model.attention import TorchPaging
+from fdasync_transformers.model.kv import gather
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fdasync_transformers.model.kv import LayerSpec
+    from fdasync_transformers.model.ragged import Group
 
 #: keys of a tile; the first key that is handed over stands at a multiple of it
 KEYS = 64
@@ -73,3 +86,37 @@ def _tile(keys: torch.Tensor, first: int, tiles: int) -> torch.Tensor:
     """A tile of each piece and head, for each of its tiles of rows: [P * KH * tiles, KEYS, D] in float32."""
     part = keys[:, :, first : first + KEYS].float()
     return part.unsqueeze(2).expand(-1, -1, tiles, -1, -1).reshape(-1, KEYS, keys.shape[3])
+
+
+@dataclass(frozen=True)
+class FixedPaging(TorchPaging):
+    """See `TorchPaging`; its plan has tiles of `fixed.attention.KEYS`."""
+
+    def attend(self, layer: LayerSpec, query: torch.Tensor, scaling: float, sinks: torch.Tensor | None) -> torch.Tensor:
+        keys = self.pool.keys[layer.index]
+        values = None if layer.latent_rank else self.pool.values[layer.index]
+        out = query.new_empty(*query.shape[:2], layer.latent_rank if values is None else values.shape[-1])
+        attend_blocks(self.plan.groups(layer.reach), query, keys, values, scaling, sinks, out)
+        return out
+
+
+def attend_blocks(
+    groups: Sequence[Group],
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor | None,
+    scaling: float,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Queries [T, H, Dk] against blocks [blocks, tokens, KH, D], into `out` [T, H, Dv]: the rows that groups name.
+
+    Without values (latents) they are the leading part of the keys.
+    """
+    # no `linear` is here, for which a function mode would look at each call: a tenth of a small model's step
+    with torch._C.DisableTorchFunction():
+        for group in groups:
+            assert group.mask is not None
+            k = gather(keys, group.table, group.pieces)
+            v = k[..., : out.shape[-1]] if values is None else gather(values, group.table, group.pieces)
+            group.give(attend(group.take(query), k, v, group.mask, scaling, sinks), out)

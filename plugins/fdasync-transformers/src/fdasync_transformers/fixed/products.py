@@ -1,8 +1,10 @@
 """Products whose rows have bits that depend on neither their place nor the number of rows beside them.
 
-On a CPU every product has 16 rows (`ROWS`) and a multiple of 16 columns, padded with zeros: libraries choose their
-kernel, and with it the order of sums, by the shape. Measured with MKL and oneDNN: in tiles of one shape the bits of a
-row depend on neither its place, the other rows, the threads nor the alignment; columns in parts have the same bits too.
+On a CPU every product has 16 rows (`ROWS`) that are contiguous and a multiple of 16 columns, padded with zeros:
+libraries choose their kernel, and with it the order of sums, by the shape. Measured with MKL and oneDNN: in tiles of
+one shape the bits of a row depend on neither its place, the other rows, the threads nor the alignment; columns in parts
+have the same bits too. Where processors have no products in float16, torch's own loops choose the order by the layout
+of both sides: there each column of the right side is contiguous too.
 On a GPU the kernels of `fdasync.gpu.kernels.linear` walk K in order. The self-check looks at every start whether this
 holds. Knows no modules and no autograd. Called by `mode.py`.
 """
@@ -22,16 +24,23 @@ def product(rows: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None =
 
         return linear(rows, _walkable(right).t(), bias)
     count, columns = rows.shape[0], right.shape[1]
-    right = _padded(right, 1)
+    right = _laid_out(_padded(right, 1))
     if bias is not None:
         bias = _padded(bias, 0)
-    padded = _padded(rows, 0)
-    out = padded.new_empty(padded.shape[0], right.shape[1])
-    for first in range(0, padded.shape[0], ROWS):
-        tile = padded[first : first + ROWS]
-        part = torch.mm(tile, right) if bias is None else torch.addmm(bias, tile, right)
-        out[first : first + ROWS] = part
-    return out[:count, :columns].contiguous()
+    padded = _padded(rows, 0).contiguous()
+    if len(padded) == ROWS:
+        out = _tile(padded, right, bias)
+    else:
+        out = padded.new_empty(padded.shape[0], right.shape[1])
+        for first in range(0, padded.shape[0], ROWS):
+            _tile(padded[first : first + ROWS], right, bias, out=out[first : first + ROWS])
+    return out if out.shape == (count, columns) else out[:count, :columns].contiguous()
+
+
+def _tile(
+    rows: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    return torch.mm(rows, right, out=out) if bias is None else torch.addmm(bias, rows, right, out=out)
 
 
 def products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -44,16 +53,24 @@ def products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
         return batched(left if left.stride(2) == 1 else left.contiguous(), _walkable(right))
     count, columns = left.shape[1], right.shape[2]
-    left, right = _padded(left, 1), _padded(right, 2)
-    out = left.new_empty(*left.shape[:2], right.shape[2])
-    for first in range(0, left.shape[1], ROWS):
-        out[:, first : first + ROWS] = torch.bmm(left[:, first : first + ROWS], right)
-    return out[:, :count, :columns].contiguous()
+    left, right = _padded(left, 1).contiguous(), _laid_out(_padded(right, 2))
+    if left.shape[1] == ROWS:
+        out = torch.bmm(left, right)
+    else:
+        out = left.new_empty(*left.shape[:2], right.shape[2])
+        for first in range(0, left.shape[1], ROWS):
+            out[:, first : first + ROWS] = torch.bmm(left[:, first : first + ROWS], right)
+    return out if out.shape[1:] == (count, columns) else out[:, :count, :columns].contiguous()
 
 
 def _walkable(right: torch.Tensor) -> torch.Tensor:
     """With rows or columns that are contiguous, as the kernels walk them."""
     return right if 1 in right.stride()[-2:] else right.contiguous()
+
+
+def _laid_out(right: torch.Tensor) -> torch.Tensor:
+    """In float16, with columns that are contiguous."""
+    return right.mT.contiguous().mT if right.dtype is torch.float16 else right
 
 
 def _padded(tensor: torch.Tensor, dim: int) -> torch.Tensor:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from fdasync_transformers.fixed.attention import KEYS
-from fdasync_transformers.fixed.paging import attend_blocks
+from fdasync_transformers.fixed.attention import KEYS, attend_blocks
 from fdasync_transformers.model.ragged import RaggedPlan
 
 if TYPE_CHECKING:
@@ -106,7 +105,8 @@ class HostSegments(Segments):
         self._num_blocks = int(blocks.sum())
         self._slots = torch.from_numpy(within + np.repeat((ends - blocks) * KEYS, lengths)).to(device)
         columns = np.arange(blocks.max(initial=0))
-        tables = (ends - blocks)[:, None] + np.minimum(columns, blocks[:, None] - 1)
+        # a plan reads none past the end of a sequence
+        tables = (ends - blocks)[:, None] + columns
         zeros = np.zeros_like(lengths)
         self._plan = RaggedPlan(lengths, zeros, tables, KEYS, device, torch.float32, KEYS) if len(lengths) else None
 

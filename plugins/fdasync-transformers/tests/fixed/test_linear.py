@@ -1,0 +1,93 @@
+"""A linear layer rounds once, whatever the layout of what it is given."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fdasync_transformers import fixed_numerics
+from fdasync_transformers.fixed.mode import FixedNumerics
+from fdasync_transformers.tiny.checkpoints import make_tiny_model
+from rollout_bits import served_in
+from torch.nn.functional import linear
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def layouts(x):
+    """The same numbers [4, 6, K], some otherwise in memory."""
+    wide = torch.zeros(4, 9, 2 * x.shape[2], dtype=x.dtype)
+    wide[:, 3:, : x.shape[2]] = x
+    return {
+        "whole": x.clone(),
+        "columns": x.permute(2, 0, 1).contiguous().permute(1, 2, 0),
+        "turned": x.transpose(0, 1).contiguous().transpose(0, 1),
+        "part": wide[:, 3:, : x.shape[2]],
+    }
+
+
+@pytest.mark.parametrize("how", ["inference", "no_grad", "grad"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layouts_and_dims_change_nothing(dtype, how):
+    torch.manual_seed(0)
+    x, bias = torch.randn(4, 6, 72).to(dtype), torch.randn(40).to(dtype)
+    weight = torch.randn(40, 72).to(dtype).requires_grad_(how == "grad")
+    exact = (x.double() @ weight.detach().double().t() + bias.double()).to(dtype)
+    with torch.inference_mode(how == "inference"), torch.set_grad_enabled(how == "grad"), FixedNumerics():
+        wanted = linear(x.view(24, 72), weight, bias).view(4, 6, 40)
+        plain = linear(x.view(24, 72), weight).view(4, 6, 40)
+        for one in layouts(x).values():
+            for given in (one, one.unflatten(1, (2, 3)), one[:, None]):
+                assert torch.equal(linear(given, weight, bias).reshape(4, 6, 40), wanted)
+                assert torch.equal(linear(given, weight).reshape(4, 6, 40), plain)
+                assert torch.equal(linear(given, weight, bias=bias).reshape(4, 6, 40), wanted)
+            assert torch.equal(linear(one[:, -1:], weight, bias), wanted[:, -1:])
+            assert torch.equal(torch.stack([linear(row, weight, bias) for row in one[1]]), wanted[1])
+        assert linear(x[:0], weight, bias).shape == (0, 6, 40)
+    assert wanted.requires_grad is (how == "grad")
+    if dtype is torch.bfloat16:
+        # one rounding, but where the order of sums in float32 decides a tie
+        assert (wanted != exact).float().mean() < 0.01
+        assert ((wanted.detach() != plain.detach() + bias).float().mean()) > 0.05
+
+
+def test_gradients_flow_through_each_layout():
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(4, 6, 72), torch.randn(40, 72), torch.randn(40)
+    for name, one in layouts(x).items():
+        theirs = [each.clone().double().requires_grad_() for each in (x, weight, bias)]
+        linear(*theirs).square().sum().backward()
+        given = [each.detach().requires_grad_() for each in (one, weight.clone(), bias.clone())]
+        with FixedNumerics():
+            out = linear(*given)
+        out.square().sum().backward()
+        for mine, other in zip(given, theirs, strict=True):
+            assert torch.allclose(mine.grad.double(), other.grad, rtol=1e-4, atol=1e-2), name
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_some_logits_of_a_biased_head(grad):
+    torch.manual_seed(0)
+    model = served_in(make_tiny_model("phimoe", lm_head_bias=True), torch.bfloat16)
+    torch.nn.init.normal_(model.lm_head.bias)
+    ids = torch.randint(3, 250, (3, 21))
+    with torch.set_grad_enabled(grad), fixed_numerics(model):
+        whole = model(input_ids=ids).logits
+        last = model(input_ids=ids, logits_to_keep=2).logits
+        embeds = model.get_input_embeddings()(ids)
+        turned = model(inputs_embeds=embeds.transpose(0, 1).contiguous().transpose(0, 1)).logits
+    assert torch.equal(last, whole[:, -2:])
+    assert torch.equal(turned, whole)
+
+
+def test_the_modes_end_together():
+    """Also after an error, and where one is entered within itself."""
+    x, weight = torch.randn(2, 3, 8), torch.randn(4, 8)
+    mode = FixedNumerics()
+    with pytest.raises(KeyError), mode, mode:
+        raise KeyError
+    assert torch._C._len_torch_function_stack() == 0
+    with mode:
+        with mode:
+            linear(x, weight)
+        assert torch._C._len_torch_function_stack() == 1
+    assert torch._C._len_torch_function_stack() == 0
