@@ -1,58 +1,87 @@
-"""The part of `gpu_copies` about ranks: copies of an n-th of each host block, for a pool that holds this part alone.
+"""Parts of a benchmark on a rented machine: one that fails does not lose the others, and nothing waits for the end.
 
-A rank's pool has rows of a part's size, and every row goes to its offset in the host's whole blocks: as many copies as
-of whole blocks, and an n-th of the bytes.
+Figures go to the JSON file after every part. Knows nothing of what is measured. Used by `gpu_exact.py`, `gpu_swap.py`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import numpy as np
-import torch
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
-    from benchmarks.gpu_copies import Rig
-    from fdasync.gpu.block_copies import Way
-    from fdasync.gpu.block_rows import Lane
+    from benchmarks._report import Report
 
-#: of whose blocks a part is copied
-RANKS = (2, 4)
+
+class Void(Exception):
+    """A part ran and did not do what it is there to measure."""
 
 
 class Parts:
-    """Copies by `make(rows, host addresses)`, for each of RANKS; their last rank's part."""
+    """Runs parts and keeps what they found.
 
-    def __init__(self, rig: Rig, addresses: np.ndarray, make: Callable[[torch.Tensor, np.ndarray], Way]) -> None:
-        self._rig = rig
-        self._ways: dict[int, tuple[Way, torch.Tensor, slice]] = {}
-        for ranks in RANKS:
-            size = rig.host.block_nbytes // ranks
-            rows = rig.pool.view(torch.uint8).view(-1)[: rig.sizes.blocks * size].view(rig.sizes.blocks, size)
-            first = (ranks - 1) * size
-            self._ways[ranks] = (make(rows, addresses + np.uint64(first)), rows, slice(first, first + size))
+    Attributes:
+        failed: name of each part that raised, and what.
+    """
 
-    def check(self) -> None:
-        """The right bytes move out, and those beside them stay; void otherwise."""
-        rig = self._rig
-        for ranks, (way, rows, part) in self._ways.items():
-            device, host = rig.scattered(7)
-            rig.host.kv[host] = 1
-            _, _ = rig.timed("copy_out", way, device, host)
-            wanted = rows[torch.from_numpy(device).to(rig.device)].cpu().numpy()
-            if not np.array_equal(rig.host.kv[host, part], wanted) or (rig.host.kv[host, : part.start] != 1).any():
-                raise SystemExit(f"parts of {ranks} ranks copied other bytes out: nothing was measured")
+    def __init__(self, report: Report, json_path: str | None) -> None:
+        self.failed: dict[str, str] = {}
+        self._report = report
+        self._json_path = json_path
+        self._began = time.perf_counter()
+        report.conditions["failed"] = self.failed
+        report.conditions["seconds"] = {}
 
-    def measure(self, measured: tuple[tuple[Lane, str], ...], kept: bool) -> None:
-        """One round: GB/s of `part<ranks>_<direction>_<blocks>`, and its share of whole blocks' rate, to be set beside
-        `out_*` and `in_*` of the same round."""
-        rig = self._rig
-        for lane, short in measured:
-            for count in rig.sizes.counts:
-                for ranks, (way, rows, _) in self._ways.items():
-                    took, cpu = rig.timed(lane, way, *rig.scattered(count))
-                    if kept:
-                        rig.values[f"part{ranks}_{short}_{count}"].append(count * rows.shape[1] / took / 1e9)
-                        rig.values[f"cpu_us_part{ranks}_{short}_{count}"].append(cpu * 1e6 / count)
+    def say(self, text: str) -> None:
+        print(f"[{time.perf_counter() - self._began:6.1f} s] {text}", file=sys.stderr, flush=True)
+
+    async def run(self, name: str, part: Callable[[], Awaitable[Any]]) -> Any:
+        """What the part returned; None where it raised, which is told and counted."""
+        self.say(f"{name}: begins")
+        began = time.perf_counter()
+        result = None
+        try:
+            result = await part()
+        except Exception as error:
+            self.failed[name] = f"{type(error).__name__}: {error}"
+            traceback.print_exc()
+        self._report.conditions["seconds"][name] = round(time.perf_counter() - began, 2)
+        self.say(f"{name}: {'FAILED: ' + self.failed[name] if name in self.failed else 'done'}")
+        self.save()
+        return result
+
+    def save(self) -> None:
+        """Write what there is, whole or not at all."""
+        if self._json_path:
+            report = {"figures": self._report.figures, "conditions": self._report.conditions}
+            partial = Path(f"{self._json_path}.partial")
+            partial.write_text(json.dumps(report, indent=2) + "\n")
+            os.replace(partial, self._json_path)
+
+    def finish(self) -> int:
+        """Print the table and write; the exit status: 1 where a part failed."""
+        self._report.finish(self._json_path)
+        for name, problem in self.failed.items():
+            print(f"FAILED {name}: {problem}", file=sys.stderr)
+        return 1 if self.failed else 0
+
+
+def describe_device(report: Report, device: str) -> None:
+    """Versions and the device's name into the conditions. Raises SystemExit for CUDA where there is none."""
+    import torch
+    import transformers
+    import triton
+
+    if device.startswith("cuda"):
+        if not torch.cuda.is_available():
+            raise SystemExit("this benchmark needs a CUDA GPU, and torch sees none (--device cpu is a rehearsal)")
+        report.conditions["gpu"] = torch.cuda.get_device_name(torch.device(device))
+    report.conditions.update(
+        device=device, torch=torch.__version__, triton=triton.__version__, transformers=transformers.__version__
+    )

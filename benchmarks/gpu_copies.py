@@ -33,7 +33,7 @@ import torch
 import uvloop
 
 from benchmarks._block_kernel import KernelWay
-from benchmarks._gpu_parts import Parts
+from benchmarks._gpu_copy_parts import Parts
 from benchmarks._report import Report, calibrate_us
 from fdasync.cache.host_arena import HostArena
 from fdasync.gpu.block_copies import BatchWay, BlockCopies, SingleWay
