@@ -1,4 +1,4 @@
-"""Copies of whole KV blocks between the device pool and the host tier's shared memory, as futures.
+"""Copies of KV blocks, whole or one rank's part, between the device pool and the host tier's shared memory, as futures.
 
 The device reads and writes the arena's own pages, which are registered with the driver once: there is no staging
 buffer. One call is one submission on the stream of its direction, or several with turns of the loop between them
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from fdasync.cache.host_arena import HostArena
+    from fdasync.cache.host_arena import HostArena, HostPart
     from fdasync.gpu.block_rows import Lane
     from fdasync.gpu.completion import CompletionPort
     from fdasync.gpu.pools import EventPool
@@ -120,15 +120,15 @@ class _Job:
 class BlockCopies:
     """Moves blocks of one pool; use it from the loop of `port`.
 
-    `blocks` is the pool [num_blocks, elements] of any dtype, each row one run of bytes; `host` holds blocks of the
-    same size. Both belong to the caller and live until `aclose` has returned. On CUDA the arena is registered here,
-    which blocks for about half a second for each GB: make it at start-up, before steps run.
+    `blocks` is the pool [num_blocks, elements] of any dtype, each row one run of bytes: `part` of the blocks that
+    `host` holds, or all of each (None). Both belong to the caller and live until `aclose` has returned. On CUDA the
+    arena is registered here, which blocks for about half a second for each GB: make it at start-up, before steps run.
 
-    `driver` is for tests. Raises InvariantBroken where sizes differ or rows are no runs of bytes, RunnerError where
+    `driver` is for tests. Raises InvariantBroken where sizes do not fit or rows are no runs of bytes, RunnerError where
     the pages cannot be registered.
 
     Attributes:
-        block_nbytes: bytes of a block.
+        block_nbytes: bytes of a row of the pool.
     """
 
     def __init__(
@@ -138,10 +138,11 @@ class BlockCopies:
         streams: Streams,
         events: EventPool[Any],
         port: CompletionPort,
+        part: HostPart | None = None,
         *,
         driver: Driver | None = None,
     ) -> None:
-        self._rows = BlockRows(blocks, host)
+        self._rows = BlockRows(blocks, host, part)
         self.block_nbytes = self._rows.block_nbytes
         # calls that ended without their completion being seen: the device may still use their blocks
         self._lost = 0
@@ -156,12 +157,15 @@ class BlockCopies:
             driver = driver or Driver()
             self._registered = RegisteredHost(driver, host)  # blocking: pins the pages, once, at start-up
             kind = BatchWay if driver.has_batch else SingleWay
-            self._way = kind(driver, self._rows.rows, self._registered.addresses, streams)
+            places = self._registered.addresses + np.uint64(self._rows.part.offset_nbytes)
+            self._way = kind(driver, self._rows.rows, places, streams)
             # the pool's first contents were written on another stream
             streams.follow()
 
     def out(self, device_ids: Sequence[int], host_ids: Sequence[int]) -> asyncio.Future[int]:
         """Copy block `device_ids[i]` of the pool to block `host_ids[i]` of the arena; the future gives bytes moved.
+
+        Where another process writes the pool's part, nothing is copied, and the future has 0 at once.
 
         Cancelling the future stops the waiting, not the copies: both ends stay pinned until the device is done, and
         only a future that was not cancelled tells when that is. Raises InvariantBroken before anything is copied: an id
@@ -211,7 +215,7 @@ class BlockCopies:
             raise InvariantBroken("a copy of blocks after the close")
         device, host = self._rows.ids(lane, device_ids, host_ids)
         job = _Job(lane, device, host, asyncio.get_running_loop())
-        if len(device):
+        if len(device) and self._rows.moves(lane):
             self._jobs[job] = None
             self._submit(job)
         else:

@@ -316,7 +316,7 @@ async def test_capacity_tells_what_the_engine_needs(saved: tuple[Path, Any]) -> 
     assert capacity.eos_ids == (EOS_ID,)
     assert capacity.max_context_tokens == 256
     assert capacity.block_nbytes == 4 * 4 * 2 * 2 * 16 * 4
-    assert capacity.kv_layout == "page-first:4x(2,16,16)"
+    assert capacity.kv_layout == "shares-first:4x(2,16,16)"
     assert capacity.aux_specs[0].shape == (3, 3)
     assert len(capacity.weights_id) == 32
     assert capacity.tokenizer == "transformers"

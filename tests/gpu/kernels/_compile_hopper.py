@@ -38,12 +38,12 @@ def build(kernel: Any, constants: dict[str, Any], registers: int) -> Any:
     return compile_kernel(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": registers})
 
 
-def prefill(dim: int, reach: int, part: int = 0) -> Any:
+def prefill(dim: int, reach: int, part: int = 0, per_share: int = 1) -> Any:
     keys_at_once, stages = (64, 4) if part else prefill_hopper._TILES[dim]
     constants = {
         "sinks": None, "KV_HEADS": 4, "GROUP": 8, "PIECES": 8, "TILE": 128, "BLOCK_TOKENS": 16, "DIM": dim,
         "SINKS": False, "REACH": reach, "BLOCK_N": keys_at_once, "STAGES": stages, "ROWS": prefill_hopper.ROWS,
-        "OVERLAP": True, "PART": part,
+        "OVERLAP": True, "PART": part, "PER_SHARE": per_share,
     }  # fmt: skip
     return build(prefill_hopper._prefill_hopper, constants, prefill_hopper.REGISTERS)
 

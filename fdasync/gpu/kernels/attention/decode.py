@@ -39,6 +39,7 @@ from fdasync.gpu.kernels.attention.tile import (
     split_dims,
 )
 from fdasync.gpu.kernels.overlap import overlap, wait_for_inputs
+from fdasync.gpu.kernels.pages import head_offset
 
 MAX_SPLITS = 64
 # programs per processor that a launch aims at: as many as run at once there
@@ -137,7 +138,7 @@ def _decode(  # type: ignore[no-untyped-def]
     KEY_DIM: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr,
     SHARED: tl.constexpr, WIDEN: tl.constexpr, SINKS: tl.constexpr, REACH: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MOST: tl.constexpr, AT_ONCE: tl.constexpr,
-    JOINED: tl.constexpr, PART: tl.constexpr, OVERLAP: tl.constexpr,
+    JOINED: tl.constexpr, PART: tl.constexpr, OVERLAP: tl.constexpr, PER_SHARE: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(OVERLAP)
     # a program does one sequence, BLOCK_M heads of one kv head's group, one split of the keys. PART: in the fixed order
@@ -173,8 +174,8 @@ def _decode(  # type: ignore[no-untyped-def]
     queries_rest = queries
     if D2 > 0:
         queries_rest = load_rows(query_rows, inside, KEY_DIM, D1, D2, True)
-    keys += kv_head * keys_head
-    values += kv_head * values_head
+    keys += head_offset(kv_head, keys_head, KEY_DIM, PER_SHARE)
+    values += head_offset(kv_head, values_head, VALUE_DIM, PER_SHARE)
     table = tables + lane.to(tl.int64) * table_row
     first = tl.zeros([BLOCK_M], tl.int32) + low
     last = tl.zeros([BLOCK_M], tl.int32) + high - 1
@@ -274,13 +275,13 @@ def attend_decode(
 ) -> None:
     """Attend one query per sequence to its keys in the pool, its own among them; writes `out`.
 
-    `query` [S, H, Dk], strided but in its last dimension, at absolute `positions` int64 [S]; `keys`
-    [num_blocks, block_tokens, KH, Dk] and `values` [num_blocks, block_tokens, KH, Dv] are views of the pool, block
-    tables int32 [lanes, max_blocks] are contiguous in their last dimension, and sequence s reads row `lanes`[s]
-    (int32 [S]). `values` None: latent layers, whose value is the first `value_dim` elements of the key. A query at p
-    sees keys up to p: all ("full"), key > p - reach_size ("window"), or of its own chunk of `reach_size` ("chunk").
-    `sinks` [H] or None: one more logit per head (not scaled), whose weight is dropped. `out` [S, H, Dv] is written in
-    full; rows whose lane or position is negative are padding and become zeros, whatever their query holds.
+    `query` [S, H, Dk], strided but in its last dimension, at absolute `positions` int64 [S]; `keys` of KH heads of Dk
+    and `values` of as many of Dv are views of the pool as `pages_of` takes them, block tables int32 [lanes, max_blocks]
+    are contiguous in their last dimension, and sequence s reads row `lanes`[s] (int32 [S]). `values` None: latent
+    layers, whose value is the first `value_dim` elements of the key. A query at p sees keys up to p: all ("full"),
+    key > p - reach_size ("window"), or of its own chunk of `reach_size` ("chunk"). `sinks` [H] or None: one more logit
+    per head (not scaled), whose weight is dropped. `out` [S, H, Dv] is written in full; rows whose lane or position is
+    negative are padding and become zeros, whatever their query holds.
 
     One or two launches on the current stream (the device of the tensors must be current), no synchronisation, nothing
     allocated, so a graph can capture it. All tensors must live until it ran; the next call on the stream may use
@@ -293,15 +294,15 @@ def attend_decode(
         return
     if not len(lanes) == len(positions) == len(out) == sequences:
         raise BadInput("lanes", f"{len(lanes)}, with {len(positions)} positions for {sequences} queries")
-    width = check_views(query, keys, values, value_dim)
-    kv_heads = keys.shape[2]
+    here, there, width = check_views(query, keys, values, value_dim)
+    kv_heads = here.heads
     group = heads // kv_heads
     launch = launch or decode_launch(group, key_dim, query.dtype)
     tiles = triton.cdiv(group, launch.rows)
     capacity = workspace.partials.shape[0]
     if workspace.partials.shape[1] < width:
         capacity = 0
-    max_context = tables.shape[1] * keys.shape[1]
+    max_context = tables.shape[1] * here.block_tokens
     most = 1
     if fixed:
         grain = grain or grain_of(key_dim, query.dtype)
@@ -326,13 +327,13 @@ def attend_decode(
     _decode[(sequences, kv_heads * tiles, splits)](
         query, keys, values, tables, lanes, positions, sinks, out, partials, stats, workspace.arrivals,
         scale * LOG2E, reach_size, splits, most, stats.stride(0), partials.stride(0),
-        query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), keys.stride(2),
-        values.stride(0), values.stride(1), values.stride(2), tables.stride(0), out.stride(0), out.stride(1),
-        HEADS=heads, GROUP=group, TILES=tiles, BLOCK_TOKENS=keys.shape[1],
+        query.stride(0), query.stride(1), here.block, here.token, here.head, there.block, there.token, there.head,
+        tables.stride(0), out.stride(0), out.stride(1),
+        HEADS=heads, GROUP=group, TILES=tiles, BLOCK_TOKENS=here.block_tokens,
         KEY_DIM=key_dim, D1=d1, D2=d2, VALUE_DIM=width, DV=dv,
         SHARED=shared, WIDEN=query.device.type == "cpu", SINKS=sinks is not None, REACH=code, SPLIT=splits > 1,
         BLOCK_M=launch.rows, BLOCK_N=launch.keys, MOST=_MOST_JOINED, AT_ONCE=_AT_ONCE, JOINED=joined,
-        PART=grain.part if fixed and grain else 0,
+        PART=grain.part if fixed and grain else 0, PER_SHARE=here.per_share,
         num_warps=launch.warps, num_stages=launch.stages, maxnreg=launch.registers, **overlap(query.device),
     )  # fmt: skip
     if splits > 1 and not joined and fixed and grain:

@@ -19,7 +19,7 @@ import triton.language as tl
 from fdasync.errors import BadInput
 from fdasync.gpu.kernels.attention.decode import MAX_SPLITS, PARTS_AT_ONCE
 from fdasync.gpu.kernels.attention.fixed import Grain, finish, grain_of, join, most_parts, weigh
-from fdasync.gpu.kernels.attention.hopper_pages import page_descriptor
+from fdasync.gpu.kernels.attention.hopper_pages import page_descriptor, page_rows
 from fdasync.gpu.kernels.attention.join import join_parts, span_of
 from fdasync.gpu.kernels.attention.latent_hopper import (
     HEADS_TILE,
@@ -31,6 +31,7 @@ from fdasync.gpu.kernels.attention.latent_hopper import (
 from fdasync.gpu.kernels.attention.tile import LOG2E, add_weights, load_rows, multiply
 from fdasync.gpu.kernels.chip import chip_of
 from fdasync.gpu.kernels.overlap import overlap, wait_for_inputs
+from fdasync.gpu.kernels.pages import pages_of
 
 if TYPE_CHECKING:
     from fdasync.gpu.kernels.attention.decode import Workspace
@@ -266,10 +267,10 @@ def attend_latents(
     """Attend one query per sequence to its latents in the pool, its own among them; writes `out`.
 
     `query` [S, H, rank] (absorbed) and `rotary` [S, H, dims] are strided but in their last dimension and of one dtype;
-    `latents` [num_blocks, block_tokens, 1, rank + dims] is a view of the pool, whose row is the latent and then the
-    rotary part of the key. Tables, lanes, absolute positions, padding rows, the stream, the workspace and how long
-    tensors must live are as in `attend_decode`; a query at p sees positions 0 .. p. `out` [S, H, rank] is written in
-    full: the weighted latents, whose values the caller projects. One or two launches, no synchronisation, nothing
+    `latents`, of one head of rank + dims, is a view of the pool as `pages_of` takes it, whose row is the latent and
+    then the rotary part of the key. Tables, lanes, absolute positions, padding rows, the stream, the workspace and how
+    long tensors must live are as in `attend_decode`; a query at p sees positions 0 .. p. `out` [S, H, rank] is written
+    in full: the weighted latents, whose values the caller projects. One or two launches, no synchronisation, nothing
     allocated. `fixed`: in the order of `fixed.py`, for ranks of whole 16s; `attend_prefill` with `fixed` gives the same
     bits for queries [rank | rotary part]. `launch`, `splits` and `grain` replace the table's choice, for measurements
     and tests. Raises BadInput for shapes, dtypes or strides that do not fit each other.
@@ -280,9 +281,15 @@ def attend_latents(
         return
     if not len(rotary) == len(lanes) == len(positions) == len(out) == sequences:
         raise BadInput("lanes", f"{len(lanes)}, with {len(positions)} positions for {sequences} queries")
-    if query.stride(2) != 1 or rotary.stride(2) != 1 or latents.stride(3) != 1 or out.stride(2) != 1:
-        raise BadInput("query", "the last dimension of queries, latents and output must be contiguous")
-    if not dims or latents.shape[2:] != (1, rank + dims) or rotary.shape[1] != heads or out.shape[1:] != (heads, rank):
+    if query.stride(2) != 1 or rotary.stride(2) != 1 or out.stride(2) != 1:
+        raise BadInput("query", "the last dimension of queries and output must be contiguous")
+    here = pages_of(latents)
+    if (
+        not dims
+        or (here.heads, here.dim) != (1, rank + dims)
+        or rotary.shape[1] != heads
+        or out.shape[1:] != (heads, rank)
+    ):
         raise BadInput("query", f"{tuple(query.shape)} and {tuple(rotary.shape)} do not fit {tuple(latents.shape)}")
     if not query.dtype == rotary.dtype == latents.dtype:
         raise BadInput("query", f"is {query.dtype} and {rotary.dtype}, and the pool {latents.dtype}")
@@ -300,7 +307,7 @@ def attend_latents(
         launch = HOPPER if hopper else latent_launch(heads, query.dtype, large=chip_of(query.device).large)
     partials, stats = workspace.partials, workspace.stats
     capacity = partials.shape[0] if partials.shape[1] >= rank else 0
-    max_context = tables.shape[1] * latents.shape[1]
+    max_context = tables.shape[1] * here.block_tokens
     most = 1
     if fixed:
         grain = grain or grain_of(rank + dims, query.dtype)
@@ -323,16 +330,17 @@ def attend_latents(
     )  # fmt: skip
     behind = (tables.stride(0), out.stride(0), out.stride(1))
     grid = (triton.cdiv(heads, launch.heads), sequences, splits)
-    if hopper:
+    places = page_rows(latents) if hopper else None
+    if places is not None:
         latents_hopper[grid](
-            query, rotary, page_descriptor(latents), *rows, *numbers, latents.stride(0) // latents.stride(1), *behind,
-            HEADS=heads, BLOCK_TOKENS=latents.shape[1], SPLIT=splits > 1, num_warps=launch.warps, maxnreg=REGISTERS,
+            query, rotary, page_descriptor(latents, places), *rows, *numbers, places.block, *behind,
+            HEADS=heads, BLOCK_TOKENS=here.block_tokens, SPLIT=splits > 1, num_warps=launch.warps, maxnreg=REGISTERS,
             **overlap(query.device),
         )  # fmt: skip
     else:
         _latents[grid](
-            query, rotary, latents, *rows, *numbers, most, latents.stride(0), latents.stride(1), *behind,
-            HEADS=heads, BLOCK_TOKENS=latents.shape[1], RANK=rank, D1=max(16, triton.next_power_of_2(rank)),
+            query, rotary, latents, *rows, *numbers, most, here.block, here.token, *behind,
+            HEADS=heads, BLOCK_TOKENS=here.block_tokens, RANK=rank, D1=max(16, triton.next_power_of_2(rank)),
             ROTARY=dims, D2=max(16, triton.next_power_of_2(dims)), WIDEN=query.device.type == "cpu", SPLIT=splits > 1,
             APART=launch.heads >= 64, BLOCK_M=launch.heads, BLOCK_N=launch.positions,
             PART=grain.part if fixed and grain else 0,

@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from fdasync.gpu.kernels.attention.hopper_pages import fits_pages
+from fdasync.gpu.kernels.attention.hopper_pages import page_rows
 from fdasync.gpu.kernels.attention.hopper_tile import LATER_NAMES, barrier, copy_in
 from fdasync.gpu.kernels.attention.latent_groups import attend_half
 from fdasync.gpu.kernels.overlap import wait_for_inputs
@@ -32,7 +32,7 @@ def fits_hopper(query: torch.Tensor, rotary: torch.Tensor, latents: torch.Tensor
     _, heads, rank = query.shape
     if (rank, rotary.shape[2]) != (_RANK, _ROTARY) or heads <= HEADS_TILE // 2:
         return False
-    return query.dtype in (torch.bfloat16, torch.float16) and fits_pages(latents)
+    return query.dtype in (torch.bfloat16, torch.float16) and page_rows(latents) is not None
 
 
 @gluon.jit  # type: ignore[untyped-decorator]

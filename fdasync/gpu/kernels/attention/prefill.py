@@ -32,6 +32,7 @@ from fdasync.gpu.kernels.attention.tile import (
     multiply,
     split_dims,
 )
+from fdasync.gpu.kernels.pages import head_offset
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -152,7 +153,7 @@ def _prefill(  # type: ignore[no-untyped-def]
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PIECES: tl.constexpr, TILE: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     KEY_DIM: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr,
     SHARED: tl.constexpr, WIDEN: tl.constexpr, SINKS: tl.constexpr, REACH: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr, PER_SHARE: tl.constexpr,
 ):  # fmt: skip
     # a program does BLOCK_M rows (query, head in group) of one tile and one kv head; the later rows first.
     # PART: in the fixed order
@@ -195,8 +196,8 @@ def _prefill(  # type: ignore[no-untyped-def]
         best = tl.load(sinks + head, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
         total += 1.0
     sums = tl.zeros([BLOCK_M, DV], tl.float32)
-    keys += kv_head * keys_head
-    values += kv_head * values_head
+    keys += head_offset(kv_head, keys_head, KEY_DIM, PER_SHARE)
+    values += head_offset(kv_head, values_head, VALUE_DIM, PER_SHARE)
     if PART:
         for part in range(low // PART, (high + PART - 1) // PART):
             peak, totals, partial = _walk(
@@ -259,7 +260,7 @@ def attend_prefill(
     `launch` are as in `attend_decode`.
     """
     _, heads, key_dim = query.shape
-    width = check_views(query, keys, values, value_dim)
+    here, there, width = check_views(query, keys, values, value_dim)
     if not len(tiles):
         return
     grain = (grain or grain_of(key_dim, query.dtype)) if fixed else None
@@ -271,7 +272,7 @@ def attend_prefill(
             sinks=sinks, out=out, grain=grain,
         )  # fmt: skip
         return
-    kv_heads = keys.shape[2]
+    kv_heads = here.heads
     group = heads // kv_heads
     launch = launch or prefill_launch(key_dim, query.dtype)
     if grain is not None:
@@ -283,11 +284,11 @@ def attend_prefill(
     _prefill[(len(tiles) * pieces * kv_heads,)](
         query, keys, values, tables, lanes, starts, first_rows, counts, tiles, sinks, out,
         scale * LOG2E, reach_size,
-        query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), keys.stride(2),
-        values.stride(0), values.stride(1), values.stride(2), tables.stride(0), out.stride(0), out.stride(1),
-        KV_HEADS=kv_heads, GROUP=group, PIECES=pieces, TILE=PREFILL_TILE, BLOCK_TOKENS=keys.shape[1],
+        query.stride(0), query.stride(1), here.block, here.token, here.head, there.block, there.token, there.head,
+        tables.stride(0), out.stride(0), out.stride(1),
+        KV_HEADS=kv_heads, GROUP=group, PIECES=pieces, TILE=PREFILL_TILE, BLOCK_TOKENS=here.block_tokens,
         KEY_DIM=key_dim, D1=d1, D2=d2, VALUE_DIM=width, DV=max(16, triton.next_power_of_2(width)),
         SHARED=shared, WIDEN=query.device.type == "cpu", SINKS=sinks is not None, REACH=REACH_CODES[reach_kind],
         BLOCK_M=launch.rows, BLOCK_N=launch.keys, PART=0 if grain is None else grain.part,
-        num_warps=launch.warps, num_stages=launch.stages, maxnreg=launch.registers,
+        PER_SHARE=here.per_share, num_warps=launch.warps, num_stages=launch.stages, maxnreg=launch.registers,
     )  # fmt: skip

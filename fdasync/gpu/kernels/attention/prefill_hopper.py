@@ -1,7 +1,7 @@
 """Prefill attention for Hopper: the copy engine loads pages, two groups of warps multiply and take exponents in turns.
 
 The same tiles and tables as `prefill.py`, for heads that fit: 64 or 128 wide, two bytes an element, a pool whose
-tokens stand at one distance. One warp asks the copy engine for keys and values, page by page, into a ring in shared
+pages stand on a grid. One warp asks the copy engine for keys and values, page by page, into a ring in shared
 memory; each of two groups of four warps owns 64 rows (query, head of the group) and reads the ring (`hopper_tile.py`).
 A processor takes one program after another, so that the next program's keys are loaded while the last one is stored,
 and programs without queries, which a graph's padding is full of, cost next to nothing. Written in Gluon, Triton's
@@ -19,7 +19,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from fdasync.gpu.kernels.attention.hopper_pages import fits_pages, page_descriptor
+from fdasync.errors import BadInput
+from fdasync.gpu.kernels.attention.hopper_pages import page_descriptor, page_rows
 from fdasync.gpu.kernels.attention.hopper_tile import LATER_NAMES, attend_rows, barrier, copy_in, first_visible
 
 if TYPE_CHECKING:
@@ -79,24 +80,26 @@ def _describe(  # type: ignore[no-untyped-def]
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _ask_pages(  # type: ignore[no-untyped-def]
-    descriptor, pages, full, blocks, block_rows, place, kv_head,
-    COUNT: gl.constexpr, PARTS: gl.constexpr, NBYTES: gl.constexpr,
+    descriptor, pages, full, blocks, block_rows, share_rows, place, kv_head,
+    COUNT: gl.constexpr, PARTS: gl.constexpr, NBYTES: gl.constexpr, PER_SHARE: gl.constexpr,
 ):  # fmt: skip
     """Load a tile of keys or values, 64 elements of a page's tokens at a time; a block of -1 becomes zeros."""
     mbarrier.expect(full, NBYTES)
     for page in gl.static_range(COUNT):
         # a row past the end: the copy engine writes zeros
-        row = gl.where(blocks[page] < 0, 1 << 30, blocks[page] * block_rows)
+        row = gl.where(blocks[page] < 0, 1 << 30, blocks[page] * block_rows + kv_head // PER_SHARE * share_rows)
         for part in gl.static_range(PARTS):
             target = pages.index((place * PARTS + part) * COUNT + page)
-            copy_in(descriptor, [row, (kv_head * PARTS + part) * 64], full, target)
+            copy_in(descriptor, [row, (kv_head % PER_SHARE * PARTS + part) * 64], full, target)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def _load(  # type: ignore[no-untyped-def]
-    keys, values, key_pages, value_pages, bars, step, programs, table_row, reach_size, key_rows, value_rows,
+    keys, values, key_pages, value_pages, bars, step, programs, table_row, reach_size,
+    key_block, key_share, value_block, value_share,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, PIECES: gl.constexpr, TILE: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_TOKENS: gl.constexpr, BLOCK_N: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, REACH: gl.constexpr,
+    PER_SHARE: gl.constexpr,
 ):  # fmt: skip
     """What the loading warp does: keep the ring full."""
     COUNT: gl.constexpr = BLOCK_N // BLOCK_TOKENS
@@ -127,12 +130,13 @@ def _load(  # type: ignore[no-untyped-def]
                     blocks = blocks + (gl.load(table + number // BLOCK_TOKENS, mask=real, other=-1),)  # type: ignore[assignment]  # noqa: RUF005
                 mbarrier.wait(key_free.index(place), phase ^ 1)
                 _ask_pages(
-                    keys, key_pages, key_full.index(place), blocks, key_rows, place, kv_head, COUNT, PARTS, NBYTES
-                )
+                    keys, key_pages, key_full.index(place), blocks, key_block, key_share, place, kv_head,
+                    COUNT, PARTS, NBYTES, PER_SHARE,
+                )  # fmt: skip
                 mbarrier.wait(value_free.index(place), phase ^ 1)
                 _ask_pages(
-                    values, value_pages, value_full.index(place), blocks, value_rows, place, kv_head,
-                    COUNT, PARTS, NBYTES,
+                    values, value_pages, value_full.index(place), blocks, value_block, value_share, place, kv_head,
+                    COUNT, PARTS, NBYTES, PER_SHARE,
                 )  # fmt: skip
                 turn += 1
 
@@ -167,16 +171,17 @@ def _multiply(  # type: ignore[no-untyped-def]
 
 @gluon.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=[
-        "lanes", "starts", "first_rows", "counts", "tiles", "programs", "reach_size", "table_row", "key_rows",
-        "value_rows",
+        "lanes", "starts", "first_rows", "counts", "tiles", "programs", "reach_size", "table_row", "key_block",
+        "key_share", "value_block", "value_share",
     ]
 )  # fmt: skip
 def _prefill_hopper(  # type: ignore[no-untyped-def]
     keys, values, query, tables, lanes, starts, first_rows, counts, tiles, sinks, out,
-    programs, scale, reach_size, key_rows, value_rows, query_row, query_head, table_row, out_row, out_head,
+    programs, scale, reach_size, key_block, key_share, value_block, value_share,
+    query_row, query_head, table_row, out_row, out_head,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, PIECES: gl.constexpr, TILE: gl.constexpr, BLOCK_TOKENS: gl.constexpr,
     DIM: gl.constexpr, SINKS: gl.constexpr, REACH: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    ROWS: gl.constexpr, OVERLAP: gl.constexpr, PART: gl.constexpr,
+    ROWS: gl.constexpr, OVERLAP: gl.constexpr, PART: gl.constexpr, PER_SHARE: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = query.dtype.element_ty
     PAGES: gl.constexpr = STAGES * (DIM // 64) * (BLOCK_N // BLOCK_TOKENS)
@@ -227,8 +232,9 @@ def _prefill_hopper(  # type: ignore[no-untyped-def]
                 gl.constexpr(1),
             )),
             (_load, (
-                keys, values, key_pages, value_pages, bars, step, programs, table_row, reach_size, key_rows, value_rows,
-                KV_HEADS, GROUP, PIECES, TILE, 2 * ROWS, BLOCK_TOKENS, BLOCK_N, DIM, STAGES, REACH,
+                keys, values, key_pages, value_pages, bars, step, programs, table_row, reach_size,
+                key_block, key_share, value_block, value_share,
+                KV_HEADS, GROUP, PIECES, TILE, 2 * ROWS, BLOCK_TOKENS, BLOCK_N, DIM, STAGES, REACH, PER_SHARE,
             )),
         ],
         [4, 1],
@@ -247,7 +253,10 @@ def fits_hopper(
     if values is None or query.dtype not in (torch.bfloat16, torch.float16):
         return False
     dim = query.shape[2]
-    return dim in _TILES and values.shape[3] == dim and fits_pages(keys) and fits_pages(values)
+    if dim not in _TILES or values.shape[-1] != dim:
+        return False
+    here, there = page_rows(keys), page_rows(values)
+    return here is not None and there is not None and here.per_share == there.per_share
 
 
 def attend_hopper(
@@ -274,17 +283,21 @@ def attend_hopper(
     `scale` is in base 2, `reach` the kernels' code, a tile has `tile` queries. `grain`: in the fixed order.
     """
     heads, dim = query.shape[1:]
-    kv_heads = keys.shape[2]
+    here, there = page_rows(keys), page_rows(values)
+    if here is None or there is None or here.per_share != there.per_share:
+        raise BadInput("keys", "the copy engine cannot load from this pool")
+    kv_heads = keys.shape[2:-1].numel()
     group = heads // kv_heads
     pieces = triton.cdiv(tile * group, 2 * ROWS)
     programs = len(tiles) * pieces * kv_heads
     processors = torch.cuda.get_device_properties(query.device).multi_processor_count
     keys_at_once, stages = _TILES[dim] if grain is None else (grain.keys, 256 // grain.keys)
     _prefill_hopper[(min(programs, processors),)](
-        page_descriptor(keys), page_descriptor(values), query, tables, lanes, starts, first_rows, counts, tiles, sinks,
-        out, programs, scale, reach_size, keys.stride(0) // keys.stride(1), values.stride(0) // values.stride(1),
+        page_descriptor(keys, here), page_descriptor(values, there), query,
+        tables, lanes, starts, first_rows, counts, tiles, sinks, out,
+        programs, scale, reach_size, here.block, here.share, there.block, there.share,
         query.stride(0), query.stride(1), tables.stride(0), out.stride(0), out.stride(1),
         KV_HEADS=kv_heads, GROUP=group, PIECES=pieces, TILE=tile, BLOCK_TOKENS=keys.shape[1], DIM=dim,
-        SINKS=sinks is not None, REACH=reach, BLOCK_N=keys_at_once, STAGES=stages, ROWS=ROWS,
+        PER_SHARE=here.per_share, SINKS=sinks is not None, REACH=reach, BLOCK_N=keys_at_once, STAGES=stages, ROWS=ROWS,
         OVERLAP=True, PART=0 if grain is None else grain.part, num_warps=4, maxnreg=REGISTERS,
     )  # fmt: skip

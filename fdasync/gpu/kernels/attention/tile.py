@@ -15,6 +15,7 @@ import triton.language as tl
 
 from fdasync.errors import BadInput
 from fdasync.gpu.kernels.attention.fixed import weigh
+from fdasync.gpu.kernels.pages import Pages, pages_of
 
 if TYPE_CHECKING:
     import torch
@@ -52,19 +53,30 @@ def split_dims(dim: int) -> tuple[int, int]:
     return first, max(16, triton.next_power_of_2(rest)) if rest else 0
 
 
-def check_views(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None, value_dim: int | None) -> int:
-    """The width of the values. Raises BadInput for tensors that the kernels would read wrongly."""
-    if query.stride(2) != 1 or keys.stride(3) != 1 or (values is not None and values.stride(3) != 1):
-        raise BadInput("query", "the last dimension of queries, keys and values must be contiguous")
-    if query.shape[1] % keys.shape[2] or query.shape[2] != keys.shape[3]:
+def check_views(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None, value_dim: int | None
+) -> tuple[Pages, Pages, int]:
+    """Where keys and values are (of latents, the keys twice), and the width of the values.
+
+    Raises BadInput for tensors that the kernels would read wrongly.
+    """
+    if query.stride(2) != 1:
+        raise BadInput("query", "the last dimension must be contiguous")
+    here = pages_of(keys)
+    if query.shape[1] % here.heads or query.shape[2] != here.dim:
         raise BadInput("query", f"{tuple(query.shape)} does not fit keys {tuple(keys.shape)}")
     if query.dtype != keys.dtype:
         raise BadInput("query", f"is {query.dtype} and the pool {keys.dtype}")
     if values is not None:
-        return values.shape[3]
-    if value_dim is None or value_dim > keys.shape[3]:
-        raise BadInput("value_dim", "must say how much of a latent key is the value", limit=keys.shape[3])
-    return value_dim
+        there = pages_of(values)
+        if (there.heads, there.per_share) != (here.heads, here.per_share):
+            raise BadInput("values", f"{tuple(values.shape)} does not fit keys {tuple(keys.shape)}")
+        return here, there, there.dim
+    if value_dim is None or value_dim > here.dim:
+        raise BadInput("value_dim", "must say how much of a latent key is the value", limit=here.dim)
+    if here.per_share > 1:
+        raise BadInput("keys", "latents have one head")
+    return here, here, value_dim
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -20,6 +20,7 @@ from fdasync.errors import BadInput
 from fdasync.gpu.kernels.layer.norm import warps_of
 from fdasync.gpu.kernels.limits import FLOATS
 from fdasync.gpu.kernels.overlap import overlap, wait_for_inputs
+from fdasync.gpu.kernels.pages import head_offset, pages_of
 from fdasync.gpu.kernels.rounding import rounded
 
 # heads of one program where norms are by head or none
@@ -83,7 +84,7 @@ def _turn(  # type: ignore[no-untyped-def]
     source, target, target_head, weight, cos, sin, cos_column, sin_column, first, wanted,
     HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, HALF_WIDTH: tl.constexpr,
     REST_WIDTH: tl.constexpr, GROUP: tl.constexpr, INTERLEAVED: tl.constexpr, FULL: tl.constexpr, NORM: tl.constexpr,
-    ONCE: tl.constexpr, EPS: tl.constexpr, CLIP: tl.constexpr,
+    ONCE: tl.constexpr, EPS: tl.constexpr, CLIP: tl.constexpr, PER_SHARE: tl.constexpr,
 ):  # fmt: skip
     """Norm and turn GROUP heads of a token, from `first` on; store them where they are wanted."""
     dtype: tl.constexpr = source.dtype.element_ty
@@ -141,7 +142,7 @@ def _turn(  # type: ignore[no-untyped-def]
         back = rounded(other * c, dtype) + rounded(one * s, dtype)
     ahead = rounded(ahead, dtype).to(target.dtype.element_ty)
     back = rounded(back, dtype).to(target.dtype.element_ty)
-    target += head * target_head
+    target += head_offset(head, target_head, DIM, PER_SHARE)
     if INTERLEAVED:
         joined = tl.reshape(tl.join(ahead, back), (GROUP, 2 * HALF_WIDTH))
         tl.store(target + both, joined, mask=here & (both < 2 * HALF) & wanted)
@@ -162,7 +163,7 @@ def _prepare(  # type: ignore[no-untyped-def]
     BLOCK_TOKENS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     HALF: tl.constexpr, HALF_WIDTH: tl.constexpr, REST_WIDTH: tl.constexpr, GROUP: tl.constexpr, KV_GROUP: tl.constexpr,
     INTERLEAVED: tl.constexpr, FULL: tl.constexpr, NORM: tl.constexpr, ONCE: tl.constexpr, EPS: tl.constexpr,
-    CLIP: tl.constexpr, OVERLAP: tl.constexpr,
+    CLIP: tl.constexpr, PER_SHARE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(OVERLAP)
     # a program does a few heads of one token: queries, or keys and values
@@ -176,7 +177,7 @@ def _prepare(  # type: ignore[no-untyped-def]
         every = tl.arange(0, 1)[None, :] == 0
         _turn(
             source, query + row * HEADS * DIM, DIM, query_weight, cos, sin, cos_column, sin_column, part * GROUP, every,
-            HEADS, DIM, WIDTH, HALF, HALF_WIDTH, REST_WIDTH, GROUP, INTERLEAVED, FULL, NORM, ONCE, EPS, CLIP,
+            HEADS, DIM, WIDTH, HALF, HALF_WIDTH, REST_WIDTH, GROUP, INTERLEAVED, FULL, NORM, ONCE, EPS, CLIP, 1,
         )  # fmt: skip
     else:
         # a mask, and no branch: reading need not wait for the slot
@@ -193,10 +194,11 @@ def _prepare(  # type: ignore[no-untyped-def]
             source + HEADS * DIM, keys + block * keys_block + offset * keys_token, keys_head, key_weight, cos, sin,
             cos_column, sin_column, first, stored,
             KV_HEADS, DIM, WIDTH, HALF, HALF_WIDTH, REST_WIDTH, KV_GROUP, INTERLEAVED, FULL, NORM, ONCE, EPS, CLIP,
+            PER_SHARE,
         )  # fmt: skip
         value = _clipped(value, qkv.dtype.element_ty, CLIP)
-        place = values + block * values_block + offset * values_token + head * values_head + dim
-        tl.store(place, value.to(values.dtype.element_ty), mask=inside & stored)
+        place = block * values_block + offset * values_token + head_offset(head, values_head, DIM, PER_SHARE) + dim
+        tl.store(values + place, value.to(values.dtype.element_ty), mask=inside & stored)
 
 
 def prepare_qkv(
@@ -216,8 +218,8 @@ def prepare_qkv(
         qkv: [T, (heads + 2 kv_heads) * D] float32, bfloat16 or float16: queries, then keys, then values, head after
             head. Rows may be strided. Read.
         cos, sin: [T, at least rotary_dim / 2], any strides; the first rotary_dim / 2 columns are the pairs'.
-        keys, values: [num_blocks, block_tokens, kv_heads, D], views of the pool, written in place; the last dimension
-            is contiguous. The rest of the pool stays as it is.
+        keys, values: views of the pool as `pages_of` takes them, of kv_heads of D, written in place. The rest of the
+            pool stays as it is.
         slots: int64 [T], block * block_tokens + offset; -1: not stored. No slot may occur twice.
         form: see `QkvForm`.
         query_weight, key_weight: of the norms: [D] each, or [heads * D] and [kv_heads * D] of a "row".
@@ -237,10 +239,9 @@ def prepare_qkv(
         raise BadInput("rotary_dim", f"{form.rotary_dim} is no even part of a head", limit=form.head_dim)
     if cos.shape != sin.shape or cos.shape[0] != rows or cos.shape[1] < half:
         raise BadInput("cos", f"shape {tuple(cos.shape)} where [{rows}, at least {half}] was expected")
-    if keys.shape[2:] != (form.kv_heads, form.head_dim) or values.shape != keys.shape:
+    to, and_to = pages_of(keys), pages_of(values)
+    if (to.heads, to.dim) != (form.kv_heads, form.head_dim) or values.shape != keys.shape:
         raise BadInput("keys", f"pool views {tuple(keys.shape)} and {tuple(values.shape)} are not of this form")
-    if keys.stride(3) != 1 or values.stride(3) != 1:
-        raise BadInput("keys", "the last dimension must be contiguous")
     if query_weight is None or key_weight is None:
         if form.norm:
             raise BadInput("query_weight", "a norm needs the weights of queries and keys")
@@ -262,11 +263,12 @@ def prepare_qkv(
         qkv, query, keys, values, slots, cos, sin, query_weight, key_weight,
         # the stride of a single row may be anything in torch, and another kind of number compiles another kernel
         qkv.stride(0) if rows > 1 else form.width, cos.stride(0), sin.stride(0), cos.stride(1), sin.stride(1),
-        keys.stride(0), keys.stride(1), keys.stride(2), values.stride(0), values.stride(1), values.stride(2),
-        BLOCK_TOKENS=keys.shape[1], HEADS=form.heads, KV_HEADS=form.kv_heads, DIM=form.head_dim, WIDTH=width,
+        to.block, to.token, to.head, and_to.block, and_to.token, and_to.head,
+        BLOCK_TOKENS=to.block_tokens, HEADS=form.heads, KV_HEADS=form.kv_heads, DIM=form.head_dim, WIDTH=width,
         HALF=half, HALF_WIDTH=triton.next_power_of_2(half), REST_WIDTH=triton.next_power_of_2(rest) if rest else 0,
         GROUP=group, KV_GROUP=kv_group, INTERLEAVED=form.interleaved, FULL=form.full_precision,
         NORM=_NORMS[form.norm], ONCE=form.norm_rounds_once, EPS=form.eps, CLIP=form.clip,
+        PER_SHARE=to.per_share,
         # the library's products and sums are operations of their own, so none may be joined
         num_warps=warps_of(group * width, qkv.element_size(), 8), enable_fp_fusion=False,
         **overlap(qkv.device),

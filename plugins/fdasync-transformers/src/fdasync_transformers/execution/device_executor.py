@@ -122,7 +122,9 @@ class DeviceExecutor(Executor):
         self._copies = (
             None
             if bound.host is None
-            else BlockCopies(bound.pool.blocks, bound.host, services.streams, services.events, services.port)
+            else BlockCopies(
+                bound.pool.blocks, bound.host, services.streams, services.events, services.port, bound.pool.part
+            )
         )
 
     def capture_graphs(self, sizes: tuple[int, ...]) -> None:
@@ -376,7 +378,7 @@ class DeviceExecutor(Executor):
         total, decodes = len(batch.positions), batch.num_decodes
         if total == decodes:
             return "decodes"
-        read = (batch.positions[decodes:] + 1).sum() * self.model.layout.token_nbytes
+        read = (batch.positions[decodes:] + 1).sum() * self.model.layout.held_token_nbytes
         if total <= self.flat_tokens and int(read) <= _MOST_READ_NBYTES:
             return "decodes"
         mixed = self.mixed

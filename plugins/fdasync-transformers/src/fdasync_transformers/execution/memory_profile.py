@@ -59,7 +59,7 @@ def choose_num_blocks(
     Raises ConfigError when not even one block fits.
     """
     useful = limits.max_running * -(-max_context_tokens // block_tokens)
-    block_nbytes = block_tokens * step_model.layout.token_nbytes
+    block_nbytes = block_tokens * step_model.layout.held_token_nbytes
     if nbytes is None:
         nbytes = _free_nbytes(step_model, limits, max_context_tokens, block_tokens, share, graphs)
     if nbytes < block_nbytes:

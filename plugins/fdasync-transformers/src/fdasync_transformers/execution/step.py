@@ -91,7 +91,14 @@ class StepModel:
             paging=(FixedPaging if self.fixed else TorchPaging)(
                 pool=pool,
                 plan=RaggedPlan(
-                    batch.counts, batch.starts, tables, size, device, self.layout.dtype, KEYS if self.fixed else 0
+                    batch.counts,
+                    batch.starts,
+                    tables,
+                    size,
+                    device,
+                    self.layout.dtype,
+                    KEYS if self.fixed else 0,
+                    pool.shares,
                 ),
                 blocks=_send(blocks, device),
                 offsets=_send(offsets, device),

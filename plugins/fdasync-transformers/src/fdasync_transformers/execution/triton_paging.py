@@ -102,8 +102,8 @@ class TritonPaging(Paging):
 
     def attend(self, layer: LayerSpec, query: torch.Tensor, scaling: float, sinks: torch.Tensor | None) -> torch.Tensor:
         batch, heads = self.batch, query.shape[1]
-        keys = self.pool.keys[layer.index]
-        values = None if layer.latent_rank else self.pool.values[layer.index]
+        keys = self.pool.attended_keys[layer.index]
+        values = None if layer.latent_rank else self.pool.attended_values[layer.index]
         value_dim = layer.latent_rank or layer.value_dim
         # the kernels write no row that belongs to no sequence, and routers read all rows
         make = query.new_zeros if batch.padded else query.new_empty

@@ -93,8 +93,8 @@ class FixedPaging(TorchPaging):
     """See `TorchPaging`; its plan has tiles of `fixed.attention.KEYS`."""
 
     def attend(self, layer: LayerSpec, query: torch.Tensor, scaling: float, sinks: torch.Tensor | None) -> torch.Tensor:
-        keys = self.pool.keys[layer.index]
-        values = None if layer.latent_rank else self.pool.values[layer.index]
+        keys = self.pool.attended_keys[layer.index]
+        values = None if layer.latent_rank else self.pool.attended_values[layer.index]
         out = query.new_empty(*query.shape[:2], layer.latent_rank if values is None else values.shape[-1])
         attend_blocks(self.plan.groups(layer.reach), query, keys, values, scaling, sinks, out)
         return out
@@ -109,7 +109,7 @@ def attend_blocks(
     sinks: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """Queries [T, H, Dk] against blocks [blocks, tokens, KH, D], into `out` [T, H, Dv]: the rows that groups name.
+    """Queries [T, H, Dk] against blocks as `gather` takes them, into `out` [T, H, Dv]: the rows that groups name.
 
     Without values (latents) they are the leading part of the keys.
     """

@@ -65,7 +65,7 @@ class Places(NamedTuple):
     """Where this step's KV of a layer goes, for a kernel that writes it itself.
 
     Attributes:
-        keys, values: the layer's views of the pool.
+        keys, values: the layer's views of the pool, as `KVPool` has them.
         slots: int64 [T], place of each token's KV; -1: not stored.
     """
 
@@ -180,17 +180,19 @@ class TorchPaging(Paging):
     offsets: torch.Tensor
 
     def store(self, layer: LayerSpec, key: torch.Tensor, value: torch.Tensor | None) -> None:
-        self.pool.keys[layer.index][self.blocks, self.offsets] = key
+        keys = self.pool.keys[layer.index]
+        keys[self.blocks, self.offsets] = key.view(len(key), *keys.shape[2:])
         if value is not None:
-            self.pool.values[layer.index][self.blocks, self.offsets] = value
+            values = self.pool.values[layer.index]
+            values[self.blocks, self.offsets] = value.view(len(value), *values.shape[2:])
 
     def attend(self, layer: LayerSpec, query: torch.Tensor, scaling: float, sinks: torch.Tensor | None) -> torch.Tensor:
-        keys = self.pool.keys[layer.index]
+        keys = self.pool.attended_keys[layer.index]
         groups = self.plan.groups(layer.reach)
         if layer.latent_rank:
             # values are the keys' leading part; taking all of them keeps both head sizes equal, which is fast
             return _attend(query, keys, keys, groups, scaling, None)[..., : layer.latent_rank]
-        return _attend(query, keys, self.pool.values[layer.index], groups, scaling, sinks)
+        return _attend(query, keys, self.pool.attended_values[layer.index], groups, scaling, sinks)
 
 
 def _attend(
@@ -201,7 +203,7 @@ def _attend(
     scaling: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Queries [T, H, Dk] against pool views [blocks, tokens, KH, D]: [T, H, Dv]."""
+    """Queries [T, H, Dk] against views of a pool: [T, H, Dv]."""
     out = query.new_empty(*query.shape[:2], values.shape[-1])
     for group in groups:
         q = group.take(query)

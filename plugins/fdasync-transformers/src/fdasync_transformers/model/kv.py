@@ -1,7 +1,9 @@
 """The paged KV cache: the shape of each attention layer's KV per token, and the pool of blocks.
 
-A block is one run of bytes over all layers, and each layer's keys and values are strided views of the pool
-(docs/design.md, section 4). Knows nothing of models, steps or sequences. Used by `runner.py` and by the attention.
+A block is one run of bytes, and it is made of shares, one after the other (docs/design.md, section 4). Share s holds,
+layer after layer, the keys and then the values of the layer's heads of that share, token after token. So a rank that
+computes some of the heads holds one run of every block, and the bytes of a whole block do not depend on the number of
+ranks. Knows nothing of models, steps, sequences or other processes. Used by `runner.py` and by the attention.
 """
 
 from __future__ import annotations
@@ -11,6 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
+
+from fdasync.cache.host_arena import HostPart
+from fdasync.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,8 +40,8 @@ class LayerSpec:
 
     Attributes:
         index: the layer's `layer_idx` in the model.
-        kv_heads, key_dim, value_dim: of the KV stored per token. A latent layer stores one row of
-            `key_dim` = rank + rotary dims and no value (`value_dim` 0).
+        kv_heads, key_dim, value_dim: of the KV stored per token, by all ranks together. A latent layer stores one row
+            of `key_dim` = rank + rotary dims and no value (`value_dim` 0).
         reach: the positions that its queries see.
         latent_rank: of a latent (MLA) layer, else 0.
         query_scale: (floor scale, attention scale) of a layer whose queries grow with their position, or None.
@@ -58,24 +63,90 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class KVLayout:
-    """All layers' specs and the dtype: enough to size and to name a block.
+    """All layers' specs and the dtype: enough to size and to name a block; and which part of it one rank holds.
+
+    With S shares, rank r of n holds S / n of them where n divides S. Where S divides n, n / S ranks hold one share
+    each, and the lowest of them writes it to the host. All hold the share of a model of which one layer is latent.
+
+    Raises ConfigError for a number of ranks that is neither, and where the ranks of one share cannot part its heads.
 
     Attributes:
-        layers: by rising index.
+        layers: by rising index, with the heads of the whole model.
         dtype: of keys and values.
+        rank, ranks: this process's place among those that compute each step together.
     """
 
     layers: tuple[LayerSpec, ...]
     dtype: torch.dtype
+    rank: int = 0
+    ranks: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.ranks:
+            raise ConfigError("tensor_parallel", f"rank {self.rank} of {self.ranks}")
+        if self.shares % self.ranks and self.ranks % self.shares:
+            problem = f"{self.ranks} neither divides the {self.shares} shares of the KV heads nor is a multiple of them"
+            raise ConfigError("tensor_parallel", problem, limit=self.shares)
+        for layer in self.layers:
+            heads = layer.kv_heads // self.shares
+            if heads % self.sharers and self.sharers % heads:
+                problem = f"{self.sharers} ranks of one share cannot part the {heads} heads of layer {layer.index}"
+                raise ConfigError("tensor_parallel", problem)
+
+    @property
+    def shares(self) -> int:
+        """S: the parts into which blocks can be divided, as many as all layers' KV heads allow."""
+        return math.gcd(*(layer.kv_heads for layer in self.layers)) or 1
+
+    @property
+    def sharers(self) -> int:
+        """Ranks that hold the same shares as this one, itself included."""
+        return max(1, self.ranks // self.shares)
+
+    @property
+    def held_shares(self) -> int:
+        """How many shares this rank holds."""
+        return max(1, self.shares // self.ranks)
+
+    @property
+    def first_share(self) -> int:
+        """The first of the shares that this rank holds."""
+        return self.rank * self.shares // self.ranks
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes its shares to the host; all read them."""
+        return self.rank % self.sharers == 0
 
     @property
     def token_nbytes(self) -> int:
-        """Bytes of a token over all layers."""
+        """Bytes of a token over all layers and ranks."""
         return sum(layer.token_elements for layer in self.layers) * self.dtype.itemsize
 
     @property
+    def held_token_nbytes(self) -> int:
+        """Bytes of a token in this rank's pool."""
+        return self.token_nbytes // self.shares * self.held_shares
+
+    def stored_heads(self, layer: LayerSpec) -> slice:
+        """The KV heads of the model that this rank stores."""
+        heads = layer.kv_heads // self.shares
+        return slice(self.first_share * heads, (self.first_share + self.held_shares) * heads)
+
+    def attended_heads(self, layer: LayerSpec) -> slice:
+        """The KV heads of the model that this rank's queries attend to: fewer than it stores only where several ranks
+        hold a share of several heads."""
+        stored = self.stored_heads(layer)
+        if self.sharers == 1:
+            return stored
+        heads = stored.stop - stored.start
+        first = stored.start + self.rank % self.sharers * heads // self.sharers
+        return slice(first, first + max(1, heads // self.sharers))
+
+    @property
     def name(self) -> str:
-        """For people and for namespaces: runs of equal layers as COUNTx(kv_heads,key_dim,value_dim)."""
+        """For people and for namespaces: runs of equal layers as COUNTx(kv_heads,key_dim,value_dim). It is the same on
+        all ranks, whatever their number."""
         runs: list[tuple[tuple[int, int, int], int]] = []
         for layer in self.layers:
             shape = (layer.kv_heads, layer.key_dim, layer.value_dim)
@@ -83,7 +154,7 @@ class KVLayout:
                 runs[-1] = (shape, runs[-1][1] + 1)
             else:
                 runs.append((shape, 1))
-        return "page-first:" + "+".join(f"{count}x({h},{k},{v})" for (h, k, v), count in runs)
+        return "shares-first:" + "+".join(f"{count}x({h},{k},{v})" for (h, k, v), count in runs)
 
     def choose_block_tokens(self) -> int:
         """The power of two from 16 to 64 whose block is nearest to 0.5-2 MB (docs/design.md, section 4)."""
@@ -96,30 +167,47 @@ class KVLayout:
 
 
 class KVPool:
-    """`num_blocks` blocks, zeroed.
+    """This rank's part of `num_blocks` blocks, zeroed.
 
     Attributes:
         block_tokens: tokens of a block.
-        blocks: [num_blocks, elements]; row b is block b, one run of bytes.
-        keys: by layer index, a view [num_blocks, block_tokens, kv_heads, key_dim].
+        shares: how many of the layout's shares are here.
+        blocks: [num_blocks, elements]; row b is the part of block b, one run of bytes.
+        part: where the rows lie in host blocks, and whether this rank writes them there.
+        keys: by layer index, a view [num_blocks, block_tokens, shares, heads of a share, key_dim].
         values: likewise with value_dim; no entry for latent layers.
+        attended_keys, attended_values: the same views, of the heads that this rank's queries attend to.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int, block_tokens: int, device: torch.device) -> None:
         self.block_tokens = block_tokens
-        elements = block_tokens * sum(layer.token_elements for layer in layout.layers)
-        self.blocks = torch.zeros(num_blocks, elements, dtype=layout.dtype, device=device)
+        self.shares = layout.held_shares
+        share = block_tokens * sum(layer.token_elements for layer in layout.layers) // layout.shares
+        self.part = HostPart(
+            offset_nbytes=layout.first_share * share * layout.dtype.itemsize,
+            block_nbytes=layout.shares * share * layout.dtype.itemsize,
+            writes=layout.writes,
+        )
+        self.blocks = torch.zeros(num_blocks, self.shares * share, dtype=layout.dtype, device=device)
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
+        self.attended_keys: dict[int, torch.Tensor] = {}
+        self.attended_values: dict[int, torch.Tensor] = {}
         offset = 0
         for layer in layout.layers:
-            for views, dim in ((self.keys, layer.key_dim), (self.values, layer.value_dim)):
-                width = block_tokens * layer.kv_heads * dim
-                if width:
-                    shape = (num_blocks, block_tokens, layer.kv_heads, dim)
-                    stride = (self.blocks.stride(0), layer.kv_heads * dim, dim, 1)
-                    views[layer.index] = self.blocks.as_strided(shape, stride, offset)
-                offset += width
+            heads = layer.kv_heads // layout.shares
+            stored, attended = layout.stored_heads(layer), layout.attended_heads(layer)
+            first, count = attended.start - stored.start, attended.stop - attended.start
+            for views, seen, dim in (
+                (self.keys, self.attended_keys, layer.key_dim),
+                (self.values, self.attended_values, layer.value_dim),
+            ):
+                if dim:
+                    shape = (num_blocks, block_tokens, self.shares, heads, dim)
+                    stride = (self.blocks.stride(0), heads * dim, share, dim, 1)
+                    view = views[layer.index] = self.blocks.as_strided(shape, stride, offset)
+                    seen[layer.index] = view if attended == stored else view[:, :, :, first : first + count]
+                offset += block_tokens * heads * dim
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Zero blocks that are about to be filled in part, so that an old NaN in them cannot reach a masked sum."""
@@ -134,9 +222,20 @@ class KVPool:
 
 
 def gather(view: torch.Tensor, table: torch.Tensor, rows: int) -> torch.Tensor:
-    """Blocks of a layer's view, in table order: [rows, heads, tokens, dim] (dims 1 and 2 swapped, not copied).
+    """Blocks of a layer's view, in table order: [rows, heads, tokens, dim], a copy, which may be written to.
 
-    `table` is [rows * n] block ids; the result is a copy and may be written to.
+    `view` is a pool's [blocks, tokens, shares, heads of a share, dim], and `table` [rows * shares * n] holds, for each
+    share in turn, block * shares + share of n blocks (`Group.table`). Or `view` is [blocks, tokens, heads, dim], and
+    `table` holds blocks. No more than these blocks is read: a pool is larger than what is copied here.
     """
-    picked = view.flatten(1).index_select(0, table)
-    return picked.view(rows, -1, view.shape[2], view.shape[3]).transpose(1, 2)
+    if view.dim() == 4:
+        view = view.unsqueeze(2)
+    blocks, tokens, shares, heads, dim = view.shape
+    # a block's shares stand at one distance, which is that from the last one to the next block's first
+    apart = view.stride(2) if shares > 1 else view.stride(0)
+    places = view.as_strided((blocks * shares, tokens, heads, dim), (apart, view.stride(1), *view.stride()[3:]))
+    picked = places.index_select(0, table)
+    if heads == 1:
+        return picked.view(rows, shares, -1, dim)
+    # copies once more only where there are several shares of several heads each
+    return picked.view(rows, shares, -1, heads, dim).transpose(2, 3).flatten(1, 2)

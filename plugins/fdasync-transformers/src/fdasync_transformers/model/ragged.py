@@ -35,7 +35,8 @@ class Group:
             they are the rows `first` to `first + P - 1` (C is 1).
         first: see `rows`.
         valid: int64, indices of the queries that are no padding; None: all.
-        table: int64 [P * n], block ids.
+        table: int64 [P * S * n], for `gather`: each piece's blocks; of a pool with S shares a block, one share's after
+            the other's.
         mask: [P, 1, C, Lk], 0 where seen and -inf elsewhere; None when plain causal masking does.
         keys: Lk.
     """
@@ -73,7 +74,7 @@ class RaggedPlan:
     tokens, `tables` [S, max_blocks] block ids, at least as many as the positions need.
 
     With `tile_tokens`, every group has a mask, its first key of each piece stands at a multiple of that, and its number
-    of keys is one; blocks behind a piece's last are that one again, masked.
+    of keys is one; blocks behind a piece's last are that one again, masked. `shares` are those of the pool.
     """
 
     def __init__(
@@ -85,12 +86,14 @@ class RaggedPlan:
         device: torch.device,
         dtype: torch.dtype,
         tile_tokens: int = 0,
+        shares: int = 1,
     ) -> None:
         self._block_tokens = block_tokens
         # blocks between the places where a tile and a block begin together
         self._step = math.lcm(tile_tokens, block_tokens) // block_tokens if tile_tokens else 1
         self._always_masked = tile_tokens > 0
         self._tables = tables
+        self._shares = np.arange(shares)[:, None]
         self._device = device
         self._dtype = dtype
         self._pieces = _cut(counts, starts, self._always_masked)
@@ -114,7 +117,8 @@ class RaggedPlan:
         last_block = (position + count - 1) // size
         width = -(-(int((last_block - first_block).max()) + 1) // self._step) * self._step
         columns = np.minimum(first_block[:, None] + np.arange(width), last_block[:, None])
-        table = self._tables[sequence[:, None], columns].astype(np.int64)
+        blocks = self._tables[sequence[:, None], columns].astype(np.int64)
+        table = blocks[:, None] * len(self._shares) + self._shares
         contiguous = queries == 1 and bool((np.diff(row) == 1).all())
         padded = bool((count != queries).any())
         valid = np.flatnonzero(np.arange(queries) < count[:, None]) if padded else None
