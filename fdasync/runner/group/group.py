@@ -196,9 +196,9 @@ class GroupRunner(Runner):
         if not late:
             return DeadlineExceeded(what, deadline_s)
         entered = self._entered()
-        told = f"{what} (no answer of rank {', '.join(map(str, late))} of {len(self._ranks)}"
+        told = f"{what} (no answer of: {', '.join(map(str, late))}"
         if entered is not None:
-            told += f"; exchanges that each rank has entered: {', '.join(map(str, entered))}"
+            told += f"; exchanges entered: {', '.join(map(str, entered))}"
         blamed = late[0] if entered is None else min(late, key=lambda rank: entered[rank])
         return self._named(self._ranks[blamed].overdue(f"{told})", deadline_s), blamed)
 
