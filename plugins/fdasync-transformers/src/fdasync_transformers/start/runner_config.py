@@ -31,7 +31,8 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     """Settings of the `transformers` runner.
 
     Attributes:
-        dtype: of weights and KV; "auto" is the checkpoint's own.
+        dtype: of weights and KV; "auto" is the checkpoint's own. "float64" is for tests of toy models on CPUs: sums in
+            another order give the same tokens.
         weights: "random" draws weights on the device and reads none: the folder then needs only a config. For
             benchmarks.
         device: "auto" is a GPU, else the CPU; or any torch device name.
@@ -63,7 +64,7 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         completion: the completion port, by its `name`; see `fdasync.gpu.completion`.
     """
 
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
     weights: Literal["checkpoint", "random"] = "checkpoint"
     device: str = "auto"
     instance: int = 0
@@ -164,6 +165,19 @@ def check_numerics(config: TransformersConfig, limits: RunnerLimits, device: tor
         raise ConfigError(
             "runner_config.experts", f"{config.experts!r} has no fixed numerics on {device}", limit=", ".join(allowed)
         )
+
+
+def check_ranks(config: TransformersConfig, limits: RunnerLimits, device: torch.device) -> None:
+    """Raise ConfigError where a group of ranks is asked for, and a setting has none."""
+    if limits.tensor_parallel == 1:
+        return
+    if device.type != "cpu":
+        problem = f"ranks on {device} have no sums yet"
+        raise ConfigError("tensor_parallel", problem, limit=1, hint='use device="cpu"')
+    if uses_kernels(config, device):
+        raise ConfigError("runner_config.kernels", f"{config.kernels!r} has no ranks yet", hint='use "torch"')
+    if limits.numerics == "fixed":
+        raise ConfigError("tensor_parallel", "fixed numerics compute in one process", limit=1)
 
 
 def uses_kernels(config: TransformersConfig, device: torch.device) -> bool:
