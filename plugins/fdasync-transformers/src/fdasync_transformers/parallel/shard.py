@@ -34,6 +34,7 @@ class Sharded:
 
     Args:
         model: whole, on the meta device; its tensors are replaced.
+        rank, ranks: of the group.
         latent: whether the latents of MLA layers are paged.
 
     Attributes:
@@ -41,11 +42,10 @@ class Sharded:
         shares_blocks: every rank holds whole KV blocks, since its attention is whole.
     """
 
-    def __init__(self, model: PreTrainedModel, collectives: Collectives, *, latent: bool) -> None:
+    def __init__(self, model: PreTrainedModel, rank: int, ranks: int, *, latent: bool) -> None:
         """Raises UnsupportedModel and ConfigError as `read_plan`, before anything is changed."""
         self._kind = kind = str(model.config.model_type)
-        self._collectives, self._dtype = collectives, model.dtype
-        rank, ranks = collectives.rank, collectives.ranks
+        self._rank, self._ranks, self._dtype = rank, ranks, model.dtype
         self._layers, names, queries = _attention_of(model, latent)
         by_name = {name: self._layers[index] for index, name in names.items()}
         self._plan = read_plan(model, by_name, rank, ranks, model.dtype)
@@ -71,7 +71,7 @@ class Sharded:
 
         Raises UnsupportedModel where they are not the parts that were planned.
         """
-        rank, ranks = (0, 1) if self.shares_blocks else (self._collectives.rank, self._collectives.ranks)
+        rank, ranks = (0, 1) if self.shares_blocks else (self._rank, self._ranks)
         whole = tuple(replace(layer, kv_heads=self._layers[layer.index].kv_heads) for layer in layers)
         made = KVLayout(whole, self._dtype, rank, ranks)
         for found, spec in zip(layers, whole, strict=True):
@@ -83,9 +83,8 @@ class Sharded:
                 )
         return made
 
-    def attach(self, model: PreTrainedModel) -> None:
+    def attach(self, model: PreTrainedModel, collectives: Collectives) -> None:
         """Sum partial outputs over the ranks in every forward pass from now on."""
-        collectives = self._collectives
         for name in self._plan.rows:
             module: Any = model.get_submodule(name)
             if module.bias is not None:
@@ -101,7 +100,7 @@ class Sharded:
         attention cannot."""
         if self.shares_blocks:
             return
-        layout = KVLayout(tuple(self._layers.values()), model.dtype, self._collectives.rank, self._collectives.ranks)
+        layout = KVLayout(tuple(self._layers.values()), model.dtype, self._rank, self._ranks)
         for layer in layout.layers:
             if layout.attended_heads(layer) != layout.stored_heads(layer):
                 problem = f"tensor parallel: ranks share several KV heads of {names[layer.index]}"
@@ -120,13 +119,12 @@ class Sharded:
 
     def _set_groups(self, model: PreTrainedModel, names: Mapping[int, str], queries: Mapping[int, int]) -> None:
         """Tell the attention modules how many of this rank's query heads share a KV head of it."""
-        ranks = self._collectives.ranks
-        layout = KVLayout(tuple(self._layers.values()), model.dtype, self._collectives.rank, ranks)
+        layout = KVLayout(tuple(self._layers.values()), model.dtype, self._rank, self._ranks)
         for layer in layout.layers:
             module: Any = model.get_submodule(names[layer.index])
             if not layer.latent_rank and hasattr(module, "num_key_value_groups"):
                 stored = layout.stored_heads(layer)
-                module.num_key_value_groups = queries[layer.index] // ranks // (stored.stop - stored.start)
+                module.num_key_value_groups = queries[layer.index] // self._ranks // (stored.stop - stored.start)
 
 
 def _attention_of(model: PreTrainedModel, latent: bool) -> tuple[dict[int, LayerSpec], dict[int, str], dict[int, int]]:

@@ -95,7 +95,7 @@ def open_model(
     make_layout = _layout_of(model)
     if collectives is not None:
         with library_code(kind, "cutting it for ranks"):
-            sharded = Sharded(model, collectives, latent=config.latent_mla)
+            sharded = Sharded(model, collectives.rank, collectives.ranks, latent=config.latent_mla)
         names.cuts = sharded.cuts
         make_layout = sharded.layout
     if config.weights == "random":
@@ -103,7 +103,7 @@ def open_model(
     else:
         notes += loading.fill(model, checkpoint, names, device)
     if collectives is not None:
-        sharded.attach(model)
+        sharded.attach(model, collectives)
         notes.append(f"rank {collectives.rank} of {collectives.ranks}: {len(sharded.cuts)} tensors are cut")
     with library_code(kind, "a plain pass of one token"):
         experts = _experts_of(model, limits)
