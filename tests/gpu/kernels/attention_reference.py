@@ -42,7 +42,7 @@ class Case:
     """Sequences in a pool that holds NaN wherever nothing was stored; one of several layers' strided views of it.
 
     Attributes:
-        keys, values: the layer's views; values None where the layer is latent.
+        keys, values: the layer's views, of 4 dimensions where shares have one head; values None where it is latent.
         tables, lanes: int32; sequence s has row lanes[s], the other rows name blocks that nothing may read.
         flat_keys, flat_values: by sequence, what was stored, [length, KH, D] on the CPU.
         slots: by sequence, where, int64.
@@ -69,21 +69,28 @@ def make_case(
     block_tokens: int = 4,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
+    shares: int = 0,
 ) -> Case:
+    """`shares` of a block, each with as many of the heads; 0: one for each head."""
     draw = torch.Generator().manual_seed(seed)
     order = np.random.default_rng(seed)
     need = [-(-length // block_tokens) for length in lengths]
     num_blocks, width = sum(need) + 3, max(need) + 2
-    widths = [kv_heads * key_dim, 0 if latent else kv_heads * value_dim]
-    # two layers before this one and one behind: blocks lie far apart
-    elements = block_tokens * sum(widths)
-    blocks = torch.full((num_blocks, 4 * elements), torch.nan, dtype=dtype, device=device)
+    shares = shares or kv_heads
+    heads = kv_heads // shares
+    # two layers before this one and one behind: blocks and shares lie far apart
+    elements = block_tokens * heads * (key_dim + (0 if latent else value_dim))
+    blocks = torch.full((num_blocks, shares * 4 * elements), torch.nan, dtype=dtype, device=device)
     views = [
         blocks.as_strided(
-            (num_blocks, block_tokens, kv_heads, dim), (blocks.stride(0), kv_heads * dim, dim, 1), 2 * elements + offset
+            (num_blocks, block_tokens, shares, heads, dim),
+            (blocks.stride(0), heads * dim, 4 * elements, dim, 1),
+            2 * elements + offset,
         )
-        for dim, offset in ((key_dim, 0), (value_dim, block_tokens * widths[0]))
+        for dim, offset in ((key_dim, 0), (0 if latent else value_dim, block_tokens * heads * key_dim))
     ]
+    if heads == 1:
+        views = [view.squeeze(3) for view in views]
     keys, values = views[0], None if latent else views[1]
     free = order.permutation(num_blocks)
     lanes = order.permutation(len(lengths) + 2)[: len(lengths)]
@@ -101,9 +108,9 @@ def make_case(
         else:
             flat_values.append(torch.randn(length, kv_heads, value_dim, generator=draw).to(dtype))
         where = (slots[-1] // block_tokens, slots[-1] % block_tokens)
-        keys[where] = flat_keys[-1].to(device)
-        if values is not None:
-            values[where] = flat_values[-1].to(device)
+        for view, flat in ((keys, flat_keys[-1]), (values, flat_values[-1])):
+            if view is not None:
+                view[where] = flat.to(device).view(length, *view.shape[2:])
     return Case(
         keys, values, tables.to(device), torch.from_numpy(lanes.astype(np.int32)).to(device),
         flat_keys, flat_values, slots, value_dim,

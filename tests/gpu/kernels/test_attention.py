@@ -32,6 +32,7 @@ class Shape(NamedTuple):
     sinks: bool = False
     latent: bool = False
     dtype: torch.dtype = torch.float32
+    shares: int = 0
 
 
 SHAPES = {
@@ -39,6 +40,8 @@ SHAPES = {
     "four heads a group": Shape(heads=8, kv_heads=2, key_dim=32, value_dim=32),
     "eight heads a group, two parts": Shape(heads=8, key_dim=24, value_dim=16),
     "three heads a group, small dims": Shape(heads=6, kv_heads=2, key_dim=8, value_dim=12),
+    "two heads a share": Shape(heads=12, kv_heads=6, key_dim=24, value_dim=12, shares=3),
+    "all heads in one share": Shape(heads=6, kv_heads=3, value_dim=8, shares=1),
     "window": Shape(reach=("window", 6)),
     "window of one": Shape(reach=("window", 1)),
     "chunk": Shape(reach=("chunk", 8)),
@@ -55,7 +58,7 @@ shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def make_layer(shape: Shape, lengths: list[int], device: torch.device, **more: Any) -> tuple[Case, torch.Tensor | None]:
     case = make_case(
         device, lengths, kv_heads=shape.kv_heads, key_dim=shape.key_dim, value_dim=shape.value_dim,
-        latent=shape.latent, dtype=shape.dtype, **more,
+        latent=shape.latent, dtype=shape.dtype, shares=shape.shares, **more,
     )  # fmt: skip
     draw = torch.Generator().manual_seed(5)
     return case, torch.randn(shape.heads, generator=draw).to(device) if shape.sinks else None
@@ -246,12 +249,14 @@ def test_any_lengths(device: torch.device, data: st.DataObject) -> None:
     assert_close(out, want[last], shape.dtype)
 
 
-def test_store_writes_its_slots_and_nothing_else(device: torch.device) -> None:
-    heads, key_dim, value_dim = 2, 24, 16
-    pool = torch.full((5, 4 * heads * (key_dim + value_dim)), torch.nan, device=device)
-    keys = pool.as_strided((5, 4, heads, key_dim), (pool.stride(0), heads * key_dim, key_dim, 1))
-    values = pool.as_strided(
-        (5, 4, heads, value_dim), (pool.stride(0), heads * value_dim, value_dim, 1), 4 * heads * key_dim
+@pytest.mark.parametrize(("shares", "each"), [(1, 2), (4, 1), (2, 2)])
+def test_store_writes_its_slots_and_nothing_else(device: torch.device, shares: int, each: int) -> None:
+    heads, key_dim, value_dim = shares * each, 24, 16
+    share = 4 * each * (key_dim + value_dim)
+    pool = torch.full((5, shares * share), torch.nan, device=device)
+    keys, values = (
+        pool.as_strided((5, 4, shares, each, dim), (shares * share, each * dim, share, dim, 1), offset)
+        for dim, offset in ((key_dim, 0), (value_dim, 4 * each * key_dim))
     )
     key = torch.randn(heads, 6, key_dim, device=device).transpose(0, 1)
     value = torch.randn(6, heads, 2 * value_dim, device=device)[..., :value_dim]
@@ -260,9 +265,12 @@ def test_store_writes_its_slots_and_nothing_else(device: torch.device) -> None:
     want_keys, want_values = torch.full_like(keys, torch.nan), torch.full_like(values, torch.nan)
     for row, slot in enumerate(slots.tolist()):
         if slot >= 0:
-            want_keys[slot // 4, slot % 4], want_values[slot // 4, slot % 4] = key[row], value[row]
+            want_keys[slot // 4, slot % 4] = key[row].view(shares, each, key_dim)
+            want_values[slot // 4, slot % 4] = value[row].view(shares, each, value_dim)
     assert torch.equal(keys.nan_to_num(9), want_keys.nan_to_num(9))
     assert torch.equal(values.nan_to_num(9), want_values.nan_to_num(9))
+    with pytest.raises(BadInput, match="does not fit"):
+        store_kv(key[:, 1:], value[:, 1:], keys, values, slots)
 
 
 def test_store_of_latents_and_of_nothing(device: torch.device) -> None:

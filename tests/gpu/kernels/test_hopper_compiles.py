@@ -24,10 +24,14 @@ def compiled(*what: object) -> tuple[int, int, int, int]:
     return shared, products, copies, waits
 
 
-@pytest.mark.parametrize(("dim", "reach", "part"), [(64, 1, 512), (128, 0, 0)], ids=["fixed order", "default"])
-def test_prefill(dim: int, reach: int, part: int) -> None:
+@pytest.mark.parametrize(
+    ("dim", "reach", "part", "per_share"),
+    [(64, 1, 512, 2), (128, 0, 0, 1)],
+    ids=["fixed order, two heads a share", "default"],
+)
+def test_prefill(dim: int, reach: int, part: int, per_share: int) -> None:
     keys_at_once = 64 if part else prefill_hopper._TILES[dim][0]
-    _, products, copies, _ = compiled("prefill", dim, reach, part)
+    _, products, copies, _ = compiled("prefill", dim, reach, part, per_share)
     assert products
     assert copies == 2 * keys_at_once // 16 * dim // 64
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fdasync.gpu.kernels.attention import prefill_hopper
+from fdasync.gpu.kernels.attention.hopper_pages import page_descriptor, page_rows
 from fdasync.gpu.kernels.attention.prefill import attend_prefill, prefill_launch, prefill_tiles
 from fdasync.gpu.kernels.attention.prefill_hopper import fits_hopper
 from tests.gpu.kernels.attention_reference import Case, assert_close
@@ -21,15 +22,24 @@ SHAPES = {
     "gpt-oss": Shape(heads=64, kv_heads=8, key_dim=64, value_dim=64, reach=("window", 128), sinks=True, dtype=BF16),
     "chunk, five a group": Shape(heads=10, kv_heads=2, key_dim=128, value_dim=128, reach=("chunk", 500), dtype=FP16),
     "one a group, sinks": Shape(heads=4, kv_heads=4, key_dim=64, value_dim=64, sinks=True, dtype=FP16),
+    "two heads a share": QWEN._replace(heads=16, kv_heads=8, shares=4),
+    "all heads in one share": QWEN._replace(shares=1),
     "twenty a group": Shape(heads=20, kv_heads=1, key_dim=128, value_dim=128, reach=("window", 33), dtype=BF16),
 }
 
 
 def views(blocks: int, block_tokens: int, heads: int, dim: int, dtype: torch.dtype = BF16) -> list[torch.Tensor]:
-    """Keys and values of the second of two layers of a page-first pool."""
+    """Keys and values of the second of two layers, one head a share."""
+    return [view.squeeze(3) for view in shared(blocks, block_tokens, heads, 1, dim, dtype)]
+
+
+def shared(
+    blocks: int, block_tokens: int, shares: int, heads: int, dim: int, dtype: torch.dtype = BF16
+) -> list[torch.Tensor]:
+    """As `views`, of shares with several heads."""
     width = block_tokens * heads * dim
-    pool = torch.zeros(blocks, 4 * width, dtype=dtype)
-    shape, strides = (blocks, block_tokens, heads, dim), (4 * width, heads * dim, dim, 1)
+    pool = torch.zeros(blocks, shares * 4 * width, dtype=dtype)
+    shape, strides = (blocks, block_tokens, shares, heads, dim), (shares * 4 * width, heads * dim, 4 * width, dim, 1)
     return [pool.as_strided(shape, strides, place * width) for place in (2, 3)]
 
 
@@ -44,12 +54,34 @@ def test_which_heads_and_pools_fit() -> None:
     assert not fits_hopper(query[..., :96], *views(3, 16, 2, 96)), "a width that has no tile"
     assert not fits_hopper(query, keys, values[..., :64]), "values of another width"
     assert not fits_hopper(query, *views(3, 4, 2, 128)), "pages smaller than what the copy engine writes as one"
-    assert not fits_hopper(query, *(view[:, :, ::2] for view in views(3, 16, 4, 128))), "heads apart"
+    assert fits_hopper(query, *shared(3, 16, 2, 2, 128))
+    assert fits_hopper(query, *(view[:, :, :, 2:] for view in shared(3, 16, 1, 4, 128))), "heads of one of two ranks"
+    assert not fits_hopper(query, *(view[:, :, 0, ::2] for view in shared(3, 16, 1, 4, 128))), "heads apart"
     odd = torch.zeros(3, 2 * 16 * 256 + 8, dtype=BF16)
     apart = odd.as_strided((3, 16, 2, 128), (odd.stride(0), 256, 128, 1))
     assert not fits_hopper(query, apart, apart), "blocks that do not stand on the grid of tokens"
     shifted = torch.zeros(3 * 16 * 256 + 4, dtype=BF16)[4:].view(3, 16, 2, 128)
     assert not fits_hopper(query, shifted, shifted), "an address that the copy engine cannot take"
+
+
+@pytest.mark.parametrize(("shares", "heads"), [(1, 1), (4, 1), (1, 4), (2, 3)])
+def test_the_copy_engine_is_sent_to_every_head(shares: int, heads: int) -> None:
+    """Elements at the rows and columns that the kernel asks for, by the descriptor's strides, are the view's."""
+    keys = shared(3, 16, shares, heads, 128)[0]
+    pool = torch.arange(keys.untyped_storage().nbytes() // 2, dtype=torch.int32)
+    numbers = pool.as_strided(keys.shape, keys.stride(), keys.storage_offset())
+    rows = page_rows(keys)
+    assert rows is not None
+    descriptor = page_descriptor(keys, rows)
+    grid = pool.as_strided(tuple(descriptor.shape), tuple(descriptor.strides), keys.storage_offset())
+    for block in range(3):
+        for head in range(shares * heads):
+            row = block * rows.block + head // rows.per_share * rows.share
+            column = head % rows.per_share * 128
+            page = grid[row : row + 16, column : column + 128]
+            assert torch.equal(page, numbers[block, :, head // heads, head % heads])
+    last = (descriptor.shape[0] - 1) * descriptor.strides[0] + descriptor.shape[1]
+    assert keys.storage_offset() + last <= len(pool), "the copy engine may be sent past the pool"
 
 
 # -- what only a GPU can show -------------------------------------------------------------------

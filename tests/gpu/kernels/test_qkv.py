@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,7 +28,15 @@ FORMS = {
 class Case:
     """Inputs of a form: strided where strides are taken, poison around them and where the kernel is to write."""
 
-    def __init__(self, form: QkvForm, rows: int, device: torch.device, dtype: torch.dtype, exact: bool = False) -> None:
+    def __init__(
+        self,
+        form: QkvForm,
+        rows: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        exact: bool = False,
+        shares: int = 0,
+    ) -> None:
         draw = torch.Generator().manual_seed(rows)
         shape = (rows, form.width)
         self.form = form
@@ -44,9 +53,10 @@ class Case:
             self.weights = (one.to(device, dtype), other.to(device, dtype))
         blocks = -(-rows // BLOCK_TOKENS) + 1
         # two layers in a block, as in the pool: this one is the second
-        pool = torch.full((blocks, 2, 2, BLOCK_TOKENS, form.kv_heads, form.head_dim), float("nan"))
+        each = form.kv_heads // (shares or form.kv_heads)
+        pool = torch.full((blocks, form.kv_heads // each, 2, 2, BLOCK_TOKENS, each, form.head_dim), float("nan"))
         self.pool = pool.to(device, dtype)
-        self.keys, self.values = self.pool[:, 1, 0], self.pool[:, 1, 1]
+        self.keys, self.values = (self.pool[:, :, 1, which].transpose(1, 2) for which in (0, 1))
         self.slots = torch.randperm(blocks * BLOCK_TOKENS, generator=draw)[:rows].to(device)
 
     def run(self) -> torch.Tensor:
@@ -54,7 +64,7 @@ class Case:
 
     def stored(self, rows: Any = slice(None)) -> tuple[torch.Tensor, torch.Tensor]:
         block, offset = self.slots[rows] // BLOCK_TOKENS, self.slots[rows] % BLOCK_TOKENS
-        return self.keys[block, offset], self.values[block, offset]
+        return self.keys[block, offset].flatten(1, 2), self.values[block, offset].flatten(1, 2)
 
     def wanted(self, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         def cast(x: torch.Tensor | None) -> torch.Tensor | None:
@@ -92,8 +102,9 @@ def test_it_is_right(device, dtype, name):
         torch.testing.assert_close(got.double(), wanted, rtol=error, atol=error)
 
 
-def test_it_writes_its_slots_alone(device):
-    case = Case(FORMS["norms of heads"], 6, device, torch.float32)
+@pytest.mark.parametrize("shares", [1, 2, 4])
+def test_it_writes_its_slots_alone(device, shares):
+    case = Case(replace(FORMS["norms of heads"], kv_heads=4), 6, device, torch.float32, shares=shares)
     case.slots[2] = case.slots[5] = -1
     query = case.run()
     kept = torch.tensor([0, 1, 3, 4], device=device)
