@@ -39,6 +39,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
         kv_dtype: dtype of its KV.
         numerics: "fixed": every number of a token depends on its prefix and the weights alone, to the last bit
             (`EngineConfig.numerics`); else "default".
+        tensor_parallel: processes that compute each step together (`EngineConfig.tensor_parallel`); on a router 0:
+            instances may differ in it.
         vocab_size: token ids are below it.
         eos_ids: token ids that end a sample, sorted.
         max_context_tokens: most tokens of a sample, prompt and output; on a router that of the instance that takes the
@@ -61,6 +63,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     kv_dtype: str
     numerics: Numerics
+    tensor_parallel: int
     vocab_size: int
     eos_ids: tuple[int, ...]
     max_context_tokens: int

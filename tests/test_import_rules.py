@@ -68,6 +68,10 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     },
     {
         "fdasync.gpu.ports": ("fdasync.gpu.completion",),
+        "fdasync.runner.group": (
+            *_ARENAS, "fdasync.events.actions", "fdasync.ipc.*", "fdasync.request", "fdasync.runner.base",
+            "fdasync.runner.worker.*",
+        ),
         "fdasync.scheduler.disagg": (
             *_PURE_CACHE, "fdasync.events.*", "fdasync.scheduler.state.*", "fdasync.scheduler.tiers.*",
         ),
@@ -84,7 +88,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
             "fdasync.cache.store.block_format", "fdasync.cache.store.checked", "fdasync.cache.store.plugins",
             "fdasync.cache.store.process.proxy", "fdasync.cache.store.wrappers", "fdasync.events.*",
             "fdasync.generator", "fdasync.ipc.*", "fdasync.registry.*", "fdasync.request", "fdasync.result",
-            "fdasync.runner.base", "fdasync.runner.grammar_checks", "fdasync.runner.plugins",
+            "fdasync.runner.base", "fdasync.runner.grammar_checks", "fdasync.runner.group.*", "fdasync.runner.plugins",
             "fdasync.runner.prompt_scores", "fdasync.runner.worker.proxy", "fdasync.scheduler",
             "fdasync.scheduler.state.policy",
         ),

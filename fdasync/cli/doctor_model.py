@@ -32,6 +32,11 @@ def examine_model(config: EngineConfig, as_json: bool, console: Console) -> bool
     if report.served and config.numerics == "fixed" and report.numerics != "fixed":
         reason = f"fixed numerics were asked for, and runner {config.runner!r} does not promise them for it"
         report = msgspec.structs.replace(report, served=False, reason=reason)
+    if report.served and report.tensor_parallel != config.tensor_parallel:
+        reason = (
+            f"{config.tensor_parallel} ranks were asked for, runner {config.runner!r} answers {report.tensor_parallel}"
+        )
+        report = msgspec.structs.replace(report, served=False, reason=reason)
     if as_json:
         print_json(report)
         return report.served
@@ -61,6 +66,8 @@ def _facts(report: ModelReport) -> Table:
         table.add_row("weights in memory", f"{_bytes(report.weights_nbytes)} ({report.dtype})")
     if report.numerics != "default":
         table.add_row("numerics", report.numerics)
+    if report.tensor_parallel > 1:
+        table.add_row("ranks", f"{report.tensor_parallel}; memory is that of one of them")
     if report.kv_token_nbytes:
         table.add_row("KV", f"{report.kv_token_nbytes:,} bytes a token")
     if report.aux_token_nbytes:

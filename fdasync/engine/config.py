@@ -28,6 +28,8 @@ Auto = Literal["auto"]
 
 # the scheduler holds some hundred bytes for each block
 MAX_BLOCKS = 1 << 22
+# GPUs of one machine
+_MAX_RANKS = 8
 # assumed until it is measured: too slow a guess costs one request a tenth of it, too fast a guess the first hits after
 # a restart
 _PREFILL_TOKENS_PER_S = 1000.0
@@ -58,6 +60,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             batches, chunks, prefix hits, preemption, swaps, hand-overs and restarts; so a trainer can compute the same
             bits. A runner or model that cannot promise it is an error of the start. Blocks computed under one setting
             are never used under the other. "default": the fastest arithmetic; last bits may depend on the batch.
+        tensor_parallel: how many worker processes compute each step together, each with its part of the model; 1 to
+            8. Blocks do not depend on it: engines of different numbers share stores and hand requests to each other.
         max_context_tokens: most tokens of one request, prompt and output; "auto": the model's.
         block_tokens: tokens of a KV block, a power of two; "auto": the runner's choice.
         num_blocks: KV blocks on the device; "auto": what the runner profiled.
@@ -117,6 +121,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     routing: bool | Auto = "auto"
     routing_debug: bool = False
     numerics: Numerics = "default"
+    tensor_parallel: int = 1
     max_context_tokens: int | Auto = "auto"
     block_tokens: int | Auto = "auto"
     num_blocks: int | Auto = "auto"
@@ -191,6 +196,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         except (TypeError, ValueError, OverflowError) as error:
             raise ConfigError("config.policy_config", f"holds what cannot stand in a trace: {error}") from None
         self._validate_tiers()
+        self._validate_group()
         _bounds("pipeline_depth", self.pipeline_depth, 1, 2)
         if self.decode_reserve_blocks != "auto":
             _bounds("decode_reserve_blocks", self.decode_reserve_blocks, 0, 1024)
@@ -211,6 +217,24 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.max_requests < self.max_running:
             raise ConfigError(
                 "config.max_requests", f"{self.max_requests} is below max_running", limit=self.max_running
+            )
+
+    def _validate_group(self) -> None:
+        _bounds("tensor_parallel", self.tensor_parallel, 1, _MAX_RANKS)
+        if self.tensor_parallel == 1:
+            return
+        if self.process == "inline":
+            raise ConfigError(
+                "config.process",
+                f"is 'inline', and config.tensor_parallel is {self.tensor_parallel}",
+                hint="each rank is a process of its own: set process to 'worker'",
+            )
+        if self.numerics == "fixed":
+            raise ConfigError(
+                "config.numerics",
+                f"is 'fixed', and config.tensor_parallel is {self.tensor_parallel}: sums of several ranks have other"
+                " bits than those of one",
+                hint="set numerics to 'default', or tensor_parallel to 1",
             )
 
     def _validate_tiers(self) -> None:
@@ -263,6 +287,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             pipeline_depth=self.pipeline_depth,
             routing_debug=self.routing_debug,
             numerics=self.numerics,
+            tensor_parallel=self.tensor_parallel,
         )
 
 

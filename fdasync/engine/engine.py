@@ -533,6 +533,7 @@ class Engine(Generator):
             dtype=capacity.dtype,
             kv_dtype=capacity.kv_dtype,
             numerics=capacity.numerics,
+            tensor_parallel=capacity.tensor_parallel,
             vocab_size=capacity.vocab_size,
             eos_ids=tuple(sorted(capacity.eos_ids)),
             max_context_tokens=capacity.max_context_tokens,

@@ -28,6 +28,8 @@ from fdasync.events.trace import TraceRing
 from fdasync.ipc.deadlines import Closing, Within, wait_within
 from fdasync.registry.mapping import struct_of
 from fdasync.registry.registry import RUNNERS, STORES, TAPS, TOKENIZERS, Registry
+from fdasync.runner.group.group import GroupRunner
+from fdasync.runner.group.workers import WorkerGroup
 from fdasync.runner.plugins import make_runner
 from fdasync.runner.worker.proxy import WorkerRunner
 from fdasync.scheduler import Scheduler
@@ -146,6 +148,15 @@ class Runtime:
         if config.process == "worker":
             # found and not imported: a runner's imports belong in its own process
             self._registry.find(RUNNERS, config.runner)
+            if config.tensor_parallel > 1:
+                return WorkerGroup(
+                    config.runner,
+                    config.runner_config,
+                    limits,
+                    close_deadline_s=config.close_deadline_s,
+                    # the engine's own deadlines come first: they say which rank is behind
+                    exchange_deadline_s=2 * max(config.start_deadline_s, config.step_deadline_s),
+                )
             return WorkerRunner(config.runner, config.runner_config, limits, close_deadline_s=config.close_deadline_s)
         return make_runner(config.runner, config.runner_config, limits)
 
@@ -174,6 +185,8 @@ class Runtime:
         except TimeoutError as error:
             if isinstance(error, FdasyncError):
                 raise
+            if isinstance(self.runner, GroupRunner):
+                raise self.runner.overdue("starting the runner", config.start_deadline_s) from None
             raise DeadlineExceeded("starting the runner", config.start_deadline_s) from None
         except FdasyncError:
             raise
@@ -335,7 +348,7 @@ class Runtime:
             store.append(_Stage("letting go of blocks", self._store_io.aclose, reaping_s))
         if self._stack is not None:
             store.append(_Stage("closing the store", self._stack.aclose, reaping_s))
-        runner_s = reaping_s if isinstance(self.runner, WorkerRunner) else limit_s
+        runner_s = reaping_s if isinstance(self.runner, WorkerRunner | GroupRunner) else limit_s
         others = [
             _Stage("closing the runner", self.runner.aclose, runner_s),
             _Stage("ending the taps", partial(self.taps.aclose, limit_s, wait_within), reaping_s),
@@ -408,6 +421,12 @@ def _check_answer(config: EngineConfig, capacity: Capacity) -> None:
     """Raise ConfigError where the runner does not do what the configuration asks of its computation."""
     if capacity.routing_debug != config.routing_debug:
         raise ConfigError("config.routing_debug", f"runner {config.runner!r} does not know it, or no routing")
+    if capacity.tensor_parallel != config.tensor_parallel:
+        raise ConfigError(
+            "config.tensor_parallel",
+            f"is {config.tensor_parallel}, and runner {config.runner!r} answers {capacity.tensor_parallel}",
+            hint="set tensor_parallel to 1, or take a runner that computes in groups (Runner.join)",
+        )
     if config.numerics == "fixed" and capacity.numerics != "fixed":
         raise ConfigError(
             "config.numerics",

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 MAX_FRAME_NBYTES = 256 << 20
 _RECV_NBYTES = 1 << 18
-_MAX_FDS = 8
+_MAX_FDS = 16
 _HEADER = struct.Struct("<IB")
 
 

@@ -94,6 +94,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
             blocks, against fetching them from a store, until steps give a better figure.
         routing_debug: rows name positions, not experts, as `RunnerLimits` asked.
         dtype: that the model computes in ("bfloat16"); "": not told.
+        tensor_parallel: how many ranks compute each step, as `RunnerLimits` asked; all that is told of blocks
+            (`block_nbytes`, `kv_layout`, `fingerprint`, `weights_id`) is of the whole model and does not depend on it.
         numerics: what the runner promises of its numbers. "fixed" only where `RunnerLimits` asked for it and every
             path of this model keeps it, else "default": the engine then refuses to start. A runner may also refuse
             by itself, with a ConfigError that says which part of the model stands in the way.
@@ -126,6 +128,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     prefill_tokens_per_s: float = 0.0
     routing_debug: bool = False
     dtype: str = ""
+    tensor_parallel: int = 1
     numerics: Numerics = "default"
     tensor_parallel: int = 1
     notes: tuple[str, ...] = ()
@@ -247,8 +250,10 @@ class Runner(ABC):
         """Be one rank of a group; called before `open` where `RunnerLimits.tensor_parallel` is above 1.
 
         The exchange is the caller's, and open until after `aclose`. All ranks get the same calls in the same order, but
-        for `bind`, whose arena of rows rank 0 alone gets, and each answers all of them; tokens and rows of a step are
-        rank 0's, and the samples that other ranks answer with are not looked at.
+        for `bind`, whose arena of rows rank 0 alone gets, and `check_grammar`, which rank 0 alone gets. Each rank
+        answers all of its calls; tokens and rows of a step are rank 0's, and the samples that other ranks answer with
+        are not looked at. Each byte of a host block has one rank that writes it (`runner/shares.py`): a rank answers a
+        `SwapOut` with the bytes that it wrote itself, and the ranks' sum is that of the whole blocks.
 
         Raises ConfigError, as this default does, where a runner computes in one process alone.
         """

@@ -36,6 +36,7 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         num_moe_layers, top_k, num_experts: of the routing; 0 layers is a dense model.
         weights_id: seed of the weights.
         eos_id: sampled like any other token; -1: none.
+        kv_shares: parts of equal size that a block's bytes have; in a group each rank writes its own to the host.
         max_run_tokens: a step yields 1 to so many tokens of a decoding sequence; how many, its position says
             (`Oracle.run_length`). The tokens are those that one token a step gives.
         values_spec: also write the second aux spec, "values", float16 [4] per token.
@@ -61,6 +62,7 @@ class SyntheticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     block_tokens: int = 16
     num_blocks: int = 256
     weights_id: int = 1
+    kv_shares: int = 1
     max_run_tokens: int = 1
     values_spec: bool = False
     pass_stamp: bool = False

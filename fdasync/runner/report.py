@@ -21,9 +21,10 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
         model_class: the class that would compute it; "" where it is not known.
         dtype: of weights and KV; "" where it is not known.
         numerics: what `Capacity.numerics` would answer.
+        tensor_parallel: what `Capacity.tensor_parallel` would answer.
         stored_nbytes: of the files that hold its tensors.
-        weights_nbytes: of the weights in memory.
-        kv_token_nbytes: KV of one token over all layers; 0: not known.
+        weights_nbytes: of the weights in memory; with several ranks, of the rank that holds most.
+        kv_token_nbytes: KV of one token over all layers, likewise; 0: not known.
         aux_token_nbytes: routing (and other data) of one token, in host memory.
         max_context_tokens: most tokens of one sequence; 0: not known.
         num_hidden_layers, moe_layers, num_experts, top_k: of the model; 0 of a dense one.
@@ -39,6 +40,7 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
     model_class: str = ""
     dtype: str = ""
     numerics: Numerics = "default"
+    tensor_parallel: int = 1
     stored_nbytes: int = 0
     weights_nbytes: int = 0
     kv_token_nbytes: int = 0

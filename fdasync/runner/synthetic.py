@@ -5,7 +5,9 @@ This module is the runner's life: its capacity, steps and copies in time, weight
 
 All arrays are the host's: `tolist` copies and waits for nothing. "Device" work is done at launch, in order, as on a
 stream. Rows stay in a transient buffer and are scattered when the step completes, at a time that the cost model sets.
-The runner knows no requests and never blocks. The engine calls it, in its own process or in a worker.
+The runner knows no requests and never blocks; a rank of a group that has joined an exchange waits there in each step.
+Every rank holds and computes whole blocks, and writes its own shares of them to the host: a share that no rank writes,
+or that two ranks do, shows in tokens. The engine calls it, in its own process or in a worker.
 """
 
 from __future__ import annotations
@@ -24,13 +26,16 @@ from fdasync.events.actions import SwapOut
 from fdasync.request import WeightsFingerprint
 from fdasync.runner.base import Capacity, CopyOutput, RunnerLimits, StepOutput, TensorMeta
 from fdasync.runner.oracle import U64, SyntheticConfig
+from fdasync.runner.shares import part_of
 from fdasync.runner.synthetic_copies import check_beside_copies, check_beside_steps, check_blocks
+from fdasync.runner.synthetic_ranks import compare_ranks
 from fdasync.runner.synthetic_steps import Flight, SyntheticSteps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fdasync.events.actions import RunStep, SwapIn
+    from fdasync.ipc.exchange import Exchange
     from fdasync.runner.input_batch import Batch
 
 WEIGHTS_FILE = "weights.json"
@@ -49,6 +54,13 @@ class SyntheticRunner(SyntheticSteps):
         self._loading = False
         self._busy_until = 0.0
         self._closed = False
+        self._exchange: Exchange | None = None
+        # bytes of a host block that this rank writes
+        self._own = slice(0, 0)
+
+    def join(self, exchange: Exchange) -> None:
+        """See `Runner`: in each step the ranks compare tokens and rows."""
+        self._exchange = exchange
 
     async def open(self) -> Capacity:
         config, limits = self.config, self.limits
@@ -70,9 +82,16 @@ class SyntheticRunner(SyntheticSteps):
             specs.append(AuxSpec("stamp", (1,), "uint32"))
         costs = dict.fromkeys(("step_s", "token_s", "copy_s", "load_s", "jitter"), 0.0)
         # the content of KV does not depend on its size, on the steps that write it, nor on where a sample ends
-        most = {"num_blocks": 1, "max_context_tokens": 1, "eos_id": -1, "max_run_tokens": 1}
+        most = {"num_blocks": 1, "max_context_tokens": 1, "eos_id": -1, "max_run_tokens": 1, "kv_shares": 1}
         plain = msgspec.structs.replace(config, weights_id=0, seed=0, stamp_base=0, **most, **costs)
         token_nbytes = _WORD_NBYTES + (_STAMP_NBYTES if config.pass_stamp else 0)
+        block_nbytes = token_nbytes * self._block_tokens
+        if config.kv_shares < 1 or block_nbytes % config.kv_shares:
+            raise BadInput("kv_shares", f"is {config.kv_shares}", limit=f"a divisor of {block_nbytes} bytes of a block")
+        part = part_of(config.kv_shares, limits.tensor_parallel, limits.rank)
+        share_nbytes = block_nbytes // config.kv_shares
+        first = part.first * share_nbytes
+        self._own = slice(first, first + (part.num_shares * share_nbytes if part.writes else 0))
         return Capacity(
             model="synthetic",
             fingerprint=hashlib.blake2b(msgspec.msgpack.encode(plain), digest_size=16).hexdigest(),
@@ -82,7 +101,7 @@ class SyntheticRunner(SyntheticSteps):
             max_context_tokens=context,
             block_tokens=self._block_tokens,
             num_blocks=limits.num_blocks or config.num_blocks,
-            block_nbytes=token_nbytes * self._block_tokens,
+            block_nbytes=block_nbytes,
             kv_layout="synthetic",
             kv_dtype="uint64",
             aux_specs=tuple(specs),
@@ -94,6 +113,7 @@ class SyntheticRunner(SyntheticSteps):
             grammars=not config.free,
             scores_prompts=True,
             routing_debug=limits.routing_debug and capture,
+            tensor_parallel=limits.tensor_parallel,
             # a free decode step does not look at the prefix
             numerics="default" if config.free else limits.numerics,
             notes=("no model: tokens follow from those before them by a rule",),
@@ -112,9 +132,14 @@ class SyntheticRunner(SyntheticSteps):
             for start in step.starts:
                 self._matchers[self.lanes.lane_of(start.key)] = self._matcher_of(start)
             output, rows = self._free_step(batch) if self._is_free(batch) else self._compute(batch)
+            if self._exchange is not None:
+                compare_ranks(self._exchange, output)
             flight = Flight(batch, output, rows, done)
         except (InvariantBroken, IndexError, KeyError, ValueError) as error:
             return self._refuse(done, RunnerError(f"{type(error).__name__}: {error}", step.step_id))
+        except RunnerError as error:
+            # of the exchange
+            return self._refuse(done, RunnerError(error.problem, step.step_id))
         self._flights.append(flight)
         if self.config.hang_step == step.step_id:
             return done
@@ -168,7 +193,7 @@ class SyntheticRunner(SyntheticSteps):
         self._copies.append((copy, done))
         # its targets are in use from now on: spoil them, so that an early read shows
         if isinstance(copy, SwapOut):
-            self._host.kv[list(copy.host)] = 0xEE
+            self._host.kv[list(copy.host), self._own] = 0xEE
         else:
             self._kv.reshape(-1, self._block_tokens)[list(copy.device)] = U64(0xEEEE)
         cost = self.config.copy_s
@@ -205,17 +230,21 @@ class SyntheticRunner(SyntheticSteps):
         device, places = list(copy.device), list(copy.host)
         split = size * _WORD_NBYTES
         if isinstance(copy, SwapOut):
-            host.kv[places, :split] = words[device].view(np.uint8)
+            whole = np.empty((len(device), host.block_nbytes), np.uint8)
+            whole[:, :split] = words[device].view(np.uint8)
             if self.config.pass_stamp:
-                host.kv[places, split:] = stamps[device].view(np.uint8)
+                whole[:, split:] = stamps[device].view(np.uint8)
+            host.kv[places, self._own] = whole[:, self._own]
+            moved_nbytes = len(device) * (self._own.stop - self._own.start)
         else:
+            moved_nbytes = len(device) * host.block_nbytes
             words[device] = np.ascontiguousarray(host.kv[places, :split]).view(U64)
             if self.config.pass_stamp:
                 stamps[device] = np.ascontiguousarray(host.kv[places, split:]).view(np.uint32)
             self.lanes.place(copy.device, copy.slots, copy.generations)
         if not done.done():
             moved = 0 if self._arena is None else self._arena.written_nbytes - before
-            done.set_result(CopyOutput(copy.copy_id, len(device) * host.block_nbytes, moved))
+            done.set_result(CopyOutput(copy.copy_id, moved_nbytes, moved))
 
     # -- weights ----------------------------------------------------------------------------------
 

@@ -30,6 +30,8 @@ DIMENSIONS: dict[str, tuple[str, ...]] = {
     "depth": ("1", "2"),
     "abort": ("no", "yes"),
     "update": ("none", "abort", "keep"),
+    # processes that compute each step together; of prefill instances and of decode instances where they differ
+    "tp": ("1", "2", "4", "2x4"),
     # aux specs: routing; routing and another one
     "specs": ("one", "two"),
     # one engine; or prefill and decode instances, and how blocks go from one to the other
@@ -65,6 +67,10 @@ def impossible(cell: Cell) -> str:
         return "write-back writes to a store, and there is none"
     if preempt == "recompute" and tier != "device":
         return "with a host tier the blocks of preempted requests survive there"
+    if cell["tp"] == "2x4" and cell["pd"] == "mixed":
+        return "one engine has one width"
+    if cell["tp"] == "4" and cell["pd"] != "mixed":
+        return "instances of equal width are two of 2"
     return _impossible_pd(cell)
 
 
@@ -101,7 +107,12 @@ def quick_cells(seed: int = _SEED) -> tuple[Cell, ...]:
 
 
 def virtual_cells() -> list[Cell]:
-    return [cell for cell in every_cell() if cell["tier"] not in REAL and cell["pd"] == "mixed"]
+    """All of one process; of groups what `quick_cells` has, and every three values."""
+    cells = [cell for cell in every_cell() if cell["tier"] not in REAL and cell["pd"] == "mixed"]
+    groups = [cell for cell in cells if cell["tp"] != "1"]
+    Random(_SEED).shuffle(groups)
+    chosen = [cell for cell in cells if cell["tp"] == "1" or cell in quick_cells()] + covering(groups, 3)
+    return list({name_of(cell): cell for cell in chosen}.values())
 
 
 def pd_cells() -> list[Cell]:
@@ -136,9 +147,22 @@ def host_blocks(cell: Cell) -> int:
     return 96 if cell["tier"] == "host" else num_blocks(cell) + 16
 
 
-def engine_config(cell: Cell, store_config: Mapping[str, Any] | None = None, *, second: bool = False) -> EngineConfig:
-    """An engine of this cell; `store_config` says where its store is. `second`: the other engine on that store."""
+def ranks_of(cell: Cell, role: str = "", *, second: bool = False) -> int:
+    """Of an engine of this cell. What one width has written to a store, another reads: the second engine on it has
+    another one."""
+    widths = [int(width) for width in cell["tp"].split("x")]
+    if second:
+        return {1: 2, 2: 4, 4: 1}[widths[0]]
+    return widths[-1] if role == "decode" else widths[0]
+
+
+def engine_config(
+    cell: Cell, store_config: Mapping[str, Any] | None = None, *, second: bool = False, role: str = ""
+) -> EngineConfig:
+    """An engine of this cell; `store_config` says where its store is. `second`: the other engine on that store.
+    `role`: of an instance."""
     real = cell["tier"] in REAL
+    ranks = ranks_of(cell, role, second=second)
     values: dict[str, Any] = {}
     if cell["tier"] != "device":
         values["host_blocks"] = host_blocks(cell)
@@ -155,6 +179,8 @@ def engine_config(cell: Cell, store_config: Mapping[str, Any] | None = None, *, 
         "block_tokens": BLOCK_TOKENS,
         "num_blocks": num_blocks(cell),
         "weights_id": WEIGHTS_ID,
+        # of 4 ranks two hold each share
+        "kv_shares": 2,
         "values_spec": cell["specs"] == "two",
         "step_s": 0.002 if real else 0.01,
         "token_s": 0.0 if real else 0.001,
@@ -162,6 +188,8 @@ def engine_config(cell: Cell, store_config: Mapping[str, Any] | None = None, *, 
     }
     return synthetic_config(
         runner,
+        tensor_parallel=ranks,
+        process="inline" if ranks == 1 else "worker",
         prefix_cache=cell["cache"] == "on",
         pipeline_depth=int(cell["depth"]),
         max_running=MAX_RUNNING,

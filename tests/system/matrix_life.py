@@ -19,6 +19,7 @@ from fdasync.cache.identity import block_keys
 from fdasync.events.actions import SwapIn
 from fdasync.runner.synthetic import SyntheticRunner
 from fdasync.testing import FaultRunner, check_idle, check_sample
+from tests.support.groups import ranked
 from tests.system.matrix import BLOCK_TOKENS, WEIGHTS_ID
 from tests.system.matrix_facts import Facts
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from fdasync.engine.config import EngineConfig
     from fdasync.events.actions import RunStep, SwapOut
     from fdasync.result import Sample
-    from fdasync.runner.base import CopyOutput, Runner
+    from fdasync.runner.base import CopyOutput, Runner, RunnerLimits
     from fdasync.runner.oracle import Oracle
     from fdasync.scheduler import SchedulerStats
     from fdasync.testing import PassModel
@@ -113,15 +114,21 @@ class Life:
         self.resumed = self.recomputed = self.arriving = 0
         self.resumed_tokens: list[tuple[int, ...]] = []
         self._started: set[int] = set()
+        self._ranks: list[SyntheticRunner] = []
         self._told: dict[str, int] = {}
         self._waiters: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+
+    def _rank(self, limits: RunnerLimits) -> Runner:
+        runner = SyntheticRunner(self._stage.oracle.config, limits)
+        self._ranks.append(runner)
+        return runner
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """The engine is there; its counters are checked after every turn."""
         stage = self._stage
-        self._runner = SyntheticRunner(stage.oracle.config, self._config.runner_limits())
-        faults = _Watched(self._runner, self._launched, self._copying)
+        runner = ranked(self._rank, self._config.runner_limits())
+        faults = _Watched(runner, self._launched, self._copying)
         self.engine = engine = Engine(self._config, runner=faults, store=stage.store)
         async with asyncio.timeout(_DEADLINE_S * 3), engine, asyncio.TaskGroup() as group:
             audit = group.create_task(self._audit(), name="audit")
@@ -203,10 +210,12 @@ class Life:
 
     async def teach(self) -> None:
         """Prefill is slow here, so that fetching is worth it and may take its time on a busy machine."""
-        plain = self._runner.config
-        self._runner.config = msgspec.structs.replace(plain, token_s=_SLOW_TOKEN_S)
+        plain = self._stage.oracle.config
+        for rank in self._ranks:
+            rank.config = msgspec.structs.replace(plain, token_s=_SLOW_TOKEN_S)
         await self.ask("lesson", tokens("lesson", BLOCK_TOKENS + 1), 1)
-        self._runner.config = plain
+        for rank in self._ranks:
+            rank.config = plain
 
     # -- checks -----------------------------------------------------------------------------------------
 

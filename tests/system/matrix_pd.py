@@ -77,7 +77,7 @@ class PdPlay:
 
     def _config(self, role: Any, number: int) -> fdasync.EngineConfig:
         store = {"path": str(self.folder / f"store{number}"), "max_nbytes": 64 << 20}
-        config = engine_config(self.cell, store if self.wants("tier", "file") else None)
+        config = engine_config(self.cell, store if self.wants("tier", "file") else None, role=role)
         runner = {**config.runner_config, "stamp_base": number * _STAMPS}
         return msgspec.structs.replace(config, role=role, runner_config=runner, leases=_RULES, seed=number)
 

@@ -141,11 +141,14 @@ def test_every_pair_of_values_is_played_or_impossible() -> None:
         (("tier", "host"), ("preempt", "writeback")),
         *((("tier", tier), ("preempt", "recompute")) for tier in ("host", "memory", "file", "mooncake")),
         # one engine alone
+        (("tp", "2x4"), ("pd", "mixed")),
         (("pd", "mixed"), ("hit", "yes")),
         (("pd", "mixed"), ("dies", "prefill")),
         (("pd", "mixed"), ("dies", "decode")),
         # several instances
         *((one, several) for one in without_instances for several in SEVERAL),
+        *((one, ("tp", "2x4")) for one in without_instances),
+        *((("tp", "4"), several) for several in SEVERAL),
     }
 
 
@@ -158,8 +161,10 @@ def test_every_cell_that_cannot_be_has_a_reason() -> None:
     assert sorted(reason.partition(":")[0] for reason in reasons) == [
         "an instance deals with its store as an engine does",
         "instances find blocks by prefix",
+        "instances of equal width are two of 2",
         "instances read host blocks",
         "one engine has no other whose prefix or death could matter",
+        "one engine has one width",
         "swap copies to the host, and there is no host tier",
         "tiers find blocks by prefix",
         "with a host tier the blocks of preempted requests survive there",

@@ -93,6 +93,10 @@ _OPTIONS = (
         help="fixed: every number of a token depends on its prefix and the weights alone, to the last bit; runners that"
         " cannot promise it are refused.  [default: default]",
     ),
+    click.option(
+        "--tp", "tensor_parallel", type=_COUNT,
+        help="Tensor parallel: so many processes, each with its part of the model, compute every step.  [default: 1]",
+    ),
     click.option("--num-blocks", type=_COUNT, help="KV blocks on the device. Default: what fits."),
     click.option("--block-tokens", type=_COUNT, help="Tokens of a KV block, a power of two. Default: the runner's."),
     click.option("--max-context-tokens", type=_COUNT, help="Longest prompt and output together. Default: the model's."),
@@ -116,8 +120,8 @@ _OPTIONS = (
     click.option("--seed", type=click.IntRange(0), help="Of the engine's own random numbers."),
 )  # fmt: skip
 _PLAIN = (
-    "numerics", "num_blocks", "block_tokens", "max_context_tokens", "max_running", "max_step_tokens", "host_blocks",
-    "seed",
+    "numerics", "tensor_parallel", "num_blocks", "block_tokens", "max_context_tokens", "max_running",
+    "max_step_tokens", "host_blocks", "seed",
 )  # fmt: skip
 # parameters that `engine_config` takes
 _NAMES = ("model", "runner", "dtype", "device", "num_threads", *_PLAIN, "store", "store_required", "policy", "taps")

@@ -95,6 +95,7 @@ def facts_of(table: InstanceTable) -> ModelFacts:
         dtype=facts.dtype,
         kv_dtype=shape.kv_dtype,
         numerics=shape.numerics,
+        tensor_parallel=0,
         vocab_size=facts.vocab_size,
         eos_ids=shape.eos_ids,
         max_context_tokens=max(instance.facts.max_context_tokens for instance in alike),

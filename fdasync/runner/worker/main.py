@@ -14,6 +14,7 @@ from fdasync.cache.host_arena import HostArena
 from fdasync.errors import FdasyncError, InvariantBroken, RunnerError
 from fdasync.events.actions import RunStep, SwapIn, SwapOut
 from fdasync.ipc.child import settle
+from fdasync.ipc.exchange import Exchange
 from fdasync.ipc.service import Service, serve
 from fdasync.runner.plugins import make_runner
 from fdasync.runner.worker.messages import (
@@ -22,6 +23,7 @@ from fdasync.runner.worker.messages import (
     Bind,
     CheckGrammar,
     FingerprintWeights,
+    Join,
     LoadFolder,
     Open,
     ReadWeightsId,
@@ -49,6 +51,7 @@ class _RunnerService(Service):
         self._turn = asyncio.Lock()
         self._runner: Runner | None = None
         self._receiver: TensorReceiver | None = None
+        self._exchange: Exchange | None = None
 
     def perform(self, message: Request | RunStep | SwapOut | SwapIn, fds: list[int]) -> Awaitable[object]:
         if isinstance(message, (RunStep, SwapOut, SwapIn)) and not self._in_line:
@@ -88,8 +91,17 @@ class _RunnerService(Service):
             raise RunnerError(f"{what} raised {type(error).__name__}: {error}") from error
 
     async def _perform(self, message: Request, fds: list[int]) -> object:
+        if isinstance(message, Join):
+            taken = fds.copy()
+            fds.clear()
+            self._exchange = Exchange(
+                message.rank, message.ranks, taken, deadline_s=message.deadline_s, slot_nbytes=message.slot_nbytes
+            )
+            return None
         if isinstance(message, Open):
             self._runner = make_runner(message.runner, message.config, message.limits)
+            if self._exchange is not None:
+                self._runner.join(self._exchange)
             return await self._runner.open()
         runner = self._runner
         if runner is None:
@@ -146,6 +158,8 @@ class _RunnerService(Service):
             await asyncio.wait(tasks)
         if self._runner is not None:
             await self._runner.aclose()
+        if self._exchange is not None:
+            self._exchange.close()
 
 
 def main() -> None:

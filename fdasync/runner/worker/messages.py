@@ -1,9 +1,10 @@
 """The calls of an engine to its worker process. Pure data.
 
-The engine opens a runner (`Open`), has it allocate (`Bind`, with the fds of the arenas), and then sends steps and
-copies, which `events/actions.py` defines. The answer to a `RunStep` is a `StepOutput`, the answer to a `SwapOut` or
-`SwapIn` a `CopyOutput`. New weights come from a folder, or as tensors through chunks of shared memory. Every call is
-numbered and answered once (`ipc/rpc.py`). Used by both sides, `proxy.py` and `main.py`, and by `weight_transfer.py`.
+The engine has a worker of a group meet the others (`Join`), opens a runner (`Open`), has it allocate (`Bind`, with the
+fds of the arenas), and then sends steps and copies, which `events/actions.py` defines. The answer to a `RunStep` is a
+`StepOutput`, the answer to a `SwapOut` or `SwapIn` a `CopyOutput`. New weights come from a folder, or as tensors
+through chunks of shared memory. Every call is numbered and answered once (`ipc/rpc.py`). Used by both sides, `proxy.py`
+and `main.py`, by `weight_transfer.py`, and by the group of workers.
 """
 
 from __future__ import annotations
@@ -17,6 +18,21 @@ from fdasync.cache.aux import AuxSpec
 from fdasync.ipc.rpc import ErrorTable
 from fdasync.request import Grammar
 from fdasync.runner.base import RunnerLimits, TensorMeta
+
+
+class Join(msgspec.Struct, frozen=True, array_like=True, tag="join"):
+    """Be one rank of a group; comes before `Open`, with the fds of `Meeting.fds`.
+
+    Attributes:
+        rank, ranks: of this process, and how many.
+        deadline_s: how long the others may take to reach an exchange.
+        slot_nbytes: most bytes of a rank in an exchange.
+    """
+
+    rank: int
+    ranks: int
+    deadline_s: float
+    slot_nbytes: int
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True, tag="open"):
@@ -121,7 +137,7 @@ class EndTensors(msgspec.Struct, frozen=True, array_like=True, tag="end_tensors"
 
 
 _Weights = LoadFolder | ReadWeightsId | FingerprintWeights | BeginTensors | WriteChunk | EndTensors
-Request = Open | Bind | CheckGrammar | _Weights
+Request = Join | Open | Bind | CheckGrammar | _Weights
 
 ERRORS = ErrorTable(
     errors.BadInput, errors.ConfigError, errors.CheckpointError, errors.UnsupportedModel, errors.PluginError,

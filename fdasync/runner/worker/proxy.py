@@ -3,7 +3,7 @@
 The engine's loop goes on while a runner imports torch, loads for minutes, blocks in a forward pass or crashes. Memory
 is shared by fd; only the messages of `worker/messages.py` and new weights (`weight_transfer.py`) are copied. The death
 of the worker fails all work in flight; a worker that is stuck is killed and reaped. Knows no model. Made by
-`engine/runtime.py`.
+`engine/runtime.py`, and by `group/workers.py` for each rank of a group.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import msgspec
 
-from fdasync.errors import ConfigError, FdasyncError, InvariantBroken, RunnerError, WorkerStuck
+from fdasync.errors import ConfigError, FdasyncError, RunnerError, WorkerStuck
 from fdasync.ipc.rpc import RpcClient
 from fdasync.request import WeightsFingerprint
 from fdasync.runner.base import Capacity, CopyOutput, Runner, RunnerLimits, StepOutput, TensorMeta
@@ -23,12 +23,13 @@ from fdasync.runner.worker.messages import (
     CheckGrammar,
     EndTensors,
     FingerprintWeights,
+    Join,
     LoadFolder,
     Open,
     ReadWeightsId,
     Request,
 )
-from fdasync.runner.worker.weight_transfer import CHUNK_NBYTES, TensorSender
+from fdasync.runner.worker.weight_transfer import CHUNK_NBYTES, TensorTransfer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from fdasync.cache.aux_arena import AuxArena
     from fdasync.cache.host_arena import HostArena
     from fdasync.events.actions import RunStep, SwapIn, SwapOut
+    from fdasync.ipc.exchange import Meeting
     from fdasync.request import Grammar
 
 _CHILD = "fdasync.runner.worker.main"
@@ -74,19 +76,37 @@ class WorkerRunner(Runner):
         super().__init__(config, limits)
         self._name = name
         self._close_deadline_s = close_deadline_s
-        self._chunk_nbytes = chunk_nbytes
         self._child: RpcClient | None = None
-        self._sender: TensorSender | None = None
-        self._announced: asyncio.Future[None]
+        self._transfer = TensorTransfer([self.ask_now], chunk_nbytes)
+        self._meeting: tuple[Meeting, float] | None = None
 
     @property
     def pid(self) -> int:
         """Of the worker; -1 before `open`."""
         return -1 if self._child is None else self._child.process.pid
 
+    @property
+    def name(self) -> str:
+        """What errors call the worker."""
+        rank = f" (rank {self.limits.rank} of {self.limits.tensor_parallel})" if self.limits.tensor_parallel > 1 else ""
+        return f"{self._name} worker{rank}"
+
+    def meet(self, meeting: Meeting, deadline_s: float) -> None:
+        """Have the worker join a group when it is opened, as the rank of its limits.
+
+        Args:
+            meeting: stays the caller's, and open until `open` has returned.
+            deadline_s: how long the worker waits for the other ranks in each exchange.
+        """
+        self._meeting = meeting, deadline_s
+
     async def open(self) -> Capacity:
-        self._child = RpcClient(asyncio.get_running_loop(), f"{self._name} worker", _CHILD, ERRORS)
+        self._child = RpcClient(asyncio.get_running_loop(), self.name, _CHILD, ERRORS)
         self._child.gone.add_done_callback(self._on_gone)
+        if self._meeting is not None:
+            meeting, deadline_s = self._meeting
+            join = Join(self.limits.rank, meeting.ranks, deadline_s, meeting.slot_nbytes)
+            await self._ask(join, _NOTHING, meeting.fds(self.limits.rank))
         return await self._ask(Open(self._name, self.config, self.limits), _CAPACITY)
 
     async def bind(self, num_blocks: int, arena: AuxArena | None, host: HostArena | None = None) -> None:
@@ -132,52 +152,41 @@ class WorkerRunner(Runner):
         return await self._ask(FingerprintWeights(with_tensors), _FINGERPRINT)
 
     async def begin_tensors(self, tensors: Sequence[TensorMeta]) -> None:
-        self._end_transfer()
-        sender = TensorSender(tensors, lambda chunk: self._send(chunk, _NOTHING), self._chunk_nbytes)
-        try:
-            answer = self._send(sender.request, _NOTHING, sender.fds)
-        except FdasyncError:
-            sender.close()
-            raise
-        self._sender, self._announced = sender, answer
+        [answer] = self._transfer.begin(tensors)
         try:
             await asyncio.shield(answer)
         except FdasyncError:
-            self._end_transfer()
+            self._transfer.close()
             raise
 
     async def write_tensor(self, number: int, offset_nbytes: int, data: memoryview) -> None:
-        if self._sender is None:
-            raise InvariantBroken("write_tensor without begin_tensors")
-        try:
-            await self._sender.write(number, offset_nbytes, data)
-        except FdasyncError:
-            self._end_transfer()
-            raise
+        await self._transfer.write(number, offset_nbytes, data)
 
     async def end_tensors(self) -> None:
-        if self._sender is None:
-            raise InvariantBroken("end_tensors without begin_tensors")
         try:
-            await self._sender.end()
-            await self._ask(EndTensors(), _NOTHING)
+            await self._transfer.flush()
+            await asyncio.shield(self.ask_now(EndTensors()))
         finally:
-            self._end_transfer()
+            self._transfer.close()
 
     def overdue(self, what: str, deadline_s: float) -> FdasyncError:
-        return WorkerStuck(f"{self._name} worker", self.pid, what, deadline_s)
+        return WorkerStuck(self.name, self.pid, what, deadline_s)
 
     async def aclose(self) -> None:
         if self._child is None:
             return
         self.on_failure = None
         closed = RunnerError("the worker is closed")
-        if self._child.unanswered or self._sender is not None:
+        if self._child.unanswered or self._transfer.is_open:
             # the worker is busy with a call whose answer has no reader any more
             await self._child.kill(closed)
         else:
             await self._child.close(closed, self._close_deadline_s)
-        self._end_transfer()
+        self._transfer.close()
+
+    def ask_now(self, message: Request, fds: Sequence[int] = ()) -> asyncio.Future[None]:
+        """Send a message whose answer has no value; the future ends with the answer. Raises as `_send` does."""
+        return self._send(message, _NOTHING, fds)
 
     async def _ask(self, message: Request, kind: msgspec.msgpack.Decoder[T], fds: Sequence[int] = ()) -> T:
         """Send and wait for the answer. The engine's deadlines bound the wait; cancelling it leaves the call."""
@@ -190,17 +199,6 @@ class WorkerRunner(Runner):
             return self._child.send(message, kind, fds=fds)
         except (TypeError, ValueError, OverflowError) as error:
             raise ConfigError("runner_config", f"cannot be sent to a worker: {error}") from None
-
-    def _end_transfer(self) -> None:
-        if self._sender is None:
-            return
-        # the frame with the sender's fds may still wait to be sent: the answer proves that it was
-        close = self._sender.close
-        self._sender = None
-        if self._announced.done():
-            close()
-        else:
-            self._announced.add_done_callback(lambda _: close())
 
     def _on_gone(self, gone: asyncio.Future[Exception]) -> None:
         if self.on_failure is not None:

@@ -1,19 +1,21 @@
-"""Tensors from the engine's memory into a worker: chunks of shared memory, used in turn (docs/design.md, rule 11).
+"""Tensors from the engine's memory into workers: chunks of shared memory, used in turn (docs/design.md, rule 11).
 
-While the worker copies the pieces out of one chunk, the engine fills the other; many small tensors share a chunk. Knows
-bytes and element sizes; names of tensors and their places in the model are the runner's. `worker/proxy.py` makes the
-`TensorSender`, `worker/main.py` the `TensorReceiver`.
+While the workers copy the pieces out of one chunk, the engine fills the other; many small tensors share a chunk. All
+workers of a group map the same chunks. Knows bytes and element sizes; names of tensors and their places in the model
+are the runner's. `worker/proxy.py` and `group/workers.py` make the `TensorTransfer`, `worker/main.py` the
+`TensorReceiver`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fdasync.errors import WeightsBroken, WeightsRejected
+from fdasync.errors import FdasyncError, InvariantBroken, WeightsBroken, WeightsRejected
 from fdasync.ipc.shared_memory import SharedRegion, page_aligned
 from fdasync.runner.worker.messages import BeginTensors, Piece, WriteChunk
 
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from fdasync.runner.base import Runner, TensorMeta
+
+    # sends a message to one worker, with fds; the future ends with its answer
+    Send = Callable[[BeginTensors | WriteChunk, Sequence[int]], asyncio.Future[None]]
 
 #: most bytes of each of the two chunks
 CHUNK_NBYTES = 256 << 20
@@ -48,13 +53,93 @@ def nbytes_of(tensor: TensorMeta) -> int:
     return math.prod(tensor.shape) * itemsize_of(tensor.dtype)
 
 
+class TensorTransfer:
+    """The engine's side of updates, one at a time.
+
+    Args:
+        sends: one for each worker, by rank.
+        chunk_nbytes: bound on each of the two chunks.
+        named: the error of a worker, by its number, as the caller is told it.
+    """
+
+    def __init__(
+        self,
+        sends: Sequence[Send],
+        chunk_nbytes: int,
+        named: Callable[[BaseException, int], BaseException] = lambda error, _number: error,
+    ) -> None:
+        self._sends = tuple(sends)
+        self._chunk_nbytes = chunk_nbytes
+        self._named = named
+        self._sender: TensorSender | None = None
+        self._announced: list[asyncio.Future[None]] = []
+
+    @property
+    def is_open(self) -> bool:
+        """An update has begun and not ended."""
+        return self._sender is not None
+
+    def begin(self, tensors: Sequence[TensorMeta]) -> list[asyncio.Future[None]]:
+        """Announce tensors to all workers; the futures are their answers, and must not be cancelled. An earlier update
+        that has not ended is dropped. Raises WeightsRejected."""
+        self.close()
+        asks = [partial(_without_fds, send) for send in self._sends]
+        sender = self._sender = TensorSender(tensors, asks, self._chunk_nbytes, self._named)
+        self._announced = []
+        try:
+            for send in self._sends:
+                self._announced.append(send(sender.request, sender.fds))
+        except FdasyncError:
+            self.close()
+            raise
+        return self._announced
+
+    async def write(self, number: int, offset_nbytes: int, data: memoryview) -> None:
+        """See `Runner.write_tensor`. Raises the error of any worker for an earlier piece; then the update has ended."""
+        if self._sender is None:
+            raise InvariantBroken("write_tensor without begin_tensors")
+        try:
+            await self._sender.write(number, offset_nbytes, data)
+        except FdasyncError:
+            self.close()
+            raise
+
+    async def flush(self) -> None:
+        """Wait until all workers have written every byte. Raises as `write` does."""
+        if self._sender is None:
+            raise InvariantBroken("end_tensors without begin_tensors")
+        await self._sender.end()
+
+    def close(self) -> None:
+        """End the update and give its memory back; idempotent."""
+        if self._sender is None:
+            return
+        # a frame with the sender's fds may still wait to be sent: its answer proves that it was
+        sender, self._sender = self._sender, None
+        waits = [answer for answer in self._announced if not answer.done()]
+        if not waits:
+            sender.close()
+        for answer in waits:
+            answer.add_done_callback(partial(_close_after, sender, self._announced))
+
+
+def _without_fds(send: Send, message: WriteChunk) -> asyncio.Future[None]:
+    return send(message, ())
+
+
+def _close_after(sender: TensorSender, answers: Sequence[asyncio.Future[None]], _done: asyncio.Future[None]) -> None:
+    if all(answer.done() for answer in answers):
+        sender.close()
+
+
 class TensorSender:
     """The engine's side of one update.
 
     Args:
         tensors: in the order of `write`.
-        ask: sends a message to the worker; the future ends with its answer.
+        asks: send a message to each worker; the future ends with its answer.
         chunk_nbytes: most bytes of a chunk; a small update makes smaller ones.
+        named: see `TensorTransfer`.
 
     Attributes:
         request: the message that begins the update; the caller sends it first, with `fds`.
@@ -65,14 +150,17 @@ class TensorSender:
     def __init__(
         self,
         tensors: Sequence[TensorMeta],
-        ask: Callable[[WriteChunk], asyncio.Future[None]],
+        asks: Sequence[Callable[[WriteChunk], asyncio.Future[None]]],
         chunk_nbytes: int = CHUNK_NBYTES,
+        named: Callable[[BaseException, int], BaseException] = lambda error, _number: error,
     ) -> None:
-        self._ask = ask
+        self._asks = tuple(asks)
+        self._named = named
         total = sum(_aligned(nbytes_of(tensor)) for tensor in tensors)
         self._chunk_nbytes = page_aligned(max(1, min(chunk_nbytes, total)))
         self._chunks: list[SharedRegion] = []
-        self._acks: list[asyncio.Future[None] | None] = [None] * _NUM_CHUNKS
+        # of the workers that have not told yet that they have read a chunk, by chunk
+        self._acks: list[list[asyncio.Future[None]]] = [[] for _ in range(_NUM_CHUNKS)]
         self._at = 0
         self._filled = 0
         self._pieces: list[Piece] = []
@@ -92,7 +180,7 @@ class TensorSender:
     async def write(self, number: int, offset_nbytes: int, data: memoryview) -> None:
         """Pack the next bytes of a tensor, whole elements; full chunks go out. `data` is the caller's on return.
 
-        Lets other work of the loop run after every slice. Raises the worker's error for an earlier chunk.
+        Lets other work of the loop run after every slice. Raises a worker's error for an earlier chunk.
         """
         data = data.cast("B")
         done = 0
@@ -110,14 +198,14 @@ class TensorSender:
             done += nbytes
 
     async def end(self) -> None:
-        """Send the last chunk and wait until the worker has written all. Raises the worker's error."""
+        """Send the last chunk and wait until all workers have written all. Raises the first worker's error."""
         if self._pieces:
             await self._flush()
         for number in range(_NUM_CHUNKS):
             await self._wait_for(number)
 
     def close(self) -> None:
-        """Give the memory back; idempotent. The worker has mappings of its own."""
+        """Give the memory back; idempotent. Workers have mappings of their own."""
         for chunk in self._chunks:
             chunk.close()
 
@@ -128,22 +216,27 @@ class TensorSender:
                 await asyncio.sleep(0)
 
     async def _flush(self) -> None:
-        self._acks[self._at] = self._ask(WriteChunk(self._at, tuple(self._pieces)))
+        message = WriteChunk(self._at, tuple(self._pieces))
+        self._acks[self._at] = [ask(message) for ask in self._asks]
         self._pieces = []
         self._filled = 0
         self._at = (self._at + 1) % _NUM_CHUNKS
-        # raises the error of the other chunk, if the worker failed to write it
+        # raises the error of the other chunk, if a worker failed to write it
         await self._wait_for(self._at)
 
     async def _wait_for(self, chunk: int) -> None:
-        """Wait until the worker has read the chunk. The engine's deadline for updates bounds the wait."""
-        ack = self._acks[chunk]
-        if ack is None:
+        """Wait until all workers have read the chunk. The engine's deadline for updates bounds the wait."""
+        acks = self._acks[chunk]
+        if not acks:
             return
-        # cancelling the wait must not cancel the answer: the worker reads the chunk until it answers
-        await asyncio.wait([ack])
-        ack.result()  # of a future that is done
-        self._acks[chunk] = None
+        # cancelling the wait must not cancel the answers: a worker reads the chunk until it answers. One that failed
+        # ends the update, whatever the others do
+        await asyncio.wait(acks, return_when=asyncio.FIRST_EXCEPTION)
+        for number, ack in enumerate(acks):
+            error = ack.exception() if ack.done() else None
+            if error is not None:
+                raise self._named(error, number)
+        self._acks[chunk] = []
 
 
 class TensorReceiver:

@@ -68,7 +68,7 @@ class Line:
 
     def __init__(self, metas, chunk_nbytes, fail_at=None):
         self.runner = Recorder(metas, fail_at)
-        self.sender = TensorSender(metas, self.ask, chunk_nbytes)
+        self.sender = TensorSender(metas, [self.ask], chunk_nbytes)
         self.chunk_nbytes = self.sender.request.chunk_nbytes
         fds = [os.dup(fd) for fd in self.sender.fds]
         self.receiver = TensorReceiver(self.runner, fds, self.chunk_nbytes)
@@ -216,7 +216,7 @@ async def test_a_failure_in_the_last_chunk_is_raised_at_the_end():
 
 def test_a_dtype_that_does_not_exist_is_refused():
     with pytest.raises(WeightsRejected, match="float1"):
-        TensorSender([meta("t", "float1", 3)], pytest.fail)
+        TensorSender([meta("t", "float1", 3)], [pytest.fail])
 
 
 @pytest.mark.parametrize("error", [WeightsRejected("a"), WeightsBroken("b")])

@@ -82,6 +82,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         updates: of the weights, in order of time.
         again: requests for a second engine on the same store.
         forgets_at_s: when the store loses all objects.
+        fault_rank: of the group, where the fault is; ranks without it answer as they can.
     """
 
     seed: int
@@ -97,6 +98,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     updates: tuple[UpdatePlan, ...]
     again: tuple[RequestPlan, ...]
     forgets_at_s: tuple[float, ...]
+    fault_rank: int = 0
 
     def second_life(self) -> Workload | None:
         """The workload of a second engine on the same store, if there is one."""

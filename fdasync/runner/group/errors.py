@@ -1,0 +1,38 @@
+"""Errors of one rank, told as the group's: the same class and fields, and the rank in the words.
+
+Pure. Called by the other files of this room.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+from fdasync.errors import FdasyncError, RunnerError
+
+# fields that hold an error's words, the first of them that its class has
+_WORDS = ("problem", "reason", "what")
+
+
+def rank_name(rank: int, ranks: int) -> str:
+    """What errors call a rank."""
+    return f"rank {rank} of {ranks}"
+
+
+def of_rank(error: BaseException, rank: int, ranks: int) -> FdasyncError:
+    """The error with its rank in its words; a RunnerError where it is no error of fdasync, or has no words to change.
+
+    An error that names the rank already, as those of a worker process do, stays as it is.
+    """
+    name = rank_name(rank, ranks)
+    named: FdasyncError | None = None
+    if isinstance(error, FdasyncError):
+        if name in str(error):
+            return error
+        fields = {field: getattr(error, field) for field in inspect.signature(type(error)).parameters}
+        words = next((field for field in _WORDS if field in fields), None)
+        if words is not None:
+            named = type(error)(**{**fields, words: f"{name}: {fields[words]}"})
+    if named is None:
+        named = RunnerError(f"{name}: {type(error).__name__}: {error}")
+    named.__cause__ = error
+    return named

@@ -1,0 +1,262 @@
+"""Several runners as one: each call goes to all ranks, and ends when all have answered.
+
+A step is sent to every rank in one turn of the loop, before any answer is awaited, and its output is rank 0's. The
+arena of rows goes to rank 0 alone, the host arena to all. What goes wrong on one rank fails the group, and the error
+names the rank. Knows no processes: `workers.py` extends it by them. Called as any runner; made by `workers.py`, and by
+tests of runners in one process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import msgspec
+
+from fdasync.errors import DeadlineExceeded, FdasyncError, InvariantBroken, RunnerError, WeightsBroken, WeightsRejected
+from fdasync.events.actions import SwapOut
+from fdasync.ipc.deadlines import DeadlineTimer
+from fdasync.runner.base import Capacity, CopyOutput, Runner, StepOutput
+from fdasync.runner.group.calls import Call
+from fdasync.runner.group.capacity import agreed
+from fdasync.runner.group.errors import of_rank, rank_name
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Sequence
+
+    from fdasync.cache.aux_arena import AuxArena
+    from fdasync.cache.host_arena import HostArena
+    from fdasync.events.actions import RunStep, SwapIn
+    from fdasync.request import Grammar, WeightsFingerprint
+    from fdasync.runner.base import TensorMeta
+
+T = TypeVar("T")
+
+# how long steps before a failed one may take: a rank may wait for ever for one that failed
+_GRACE_S = 1.0
+
+
+class GroupRunner(Runner):
+    """See the module.
+
+    Args:
+        ranks: in order, none of them opened; each was made with its `RunnerLimits.rank`, and has joined what it
+            exchanges bytes through, where it needs that. The group closes them.
+
+    After the failure of one rank, steps before the failed one have a second to end; then all steps fail, in order.
+    """
+
+    config_type: ClassVar[type[msgspec.Struct]] = msgspec.Struct
+
+    def __init__(self, ranks: Sequence[Runner]) -> None:
+        super().__init__(ranks[0].config, ranks[0].limits)
+        self._ranks = tuple(ranks)
+        self._block_nbytes = 0
+        self._steps: deque[Call[StepOutput]] = deque()
+        self._copies: dict[int, Call[CopyOutput]] = {}
+        self._asked: Call[Any] | None = None
+        self._grace: DeadlineTimer | None = None
+        for rank, runner in enumerate(self._ranks):
+            # a registration: ranks are older than their group
+            runner.on_failure = partial(self._rank_failed, rank)
+
+    async def open(self) -> Capacity:
+        """See `Runner`. The first rank that fails ends the wait for the others, which `aclose` ends."""
+        capacity = agreed(await self._ask("opening", [runner.open() for runner in self._ranks]))
+        self._block_nbytes = capacity.block_nbytes
+        return capacity
+
+    async def bind(self, num_blocks: int, arena: AuxArena | None, host: HostArena | None = None) -> None:
+        arenas = [arena, *[None] * (len(self._ranks) - 1)]
+        calls = [runner.bind(num_blocks, own, host) for runner, own in zip(self._ranks, arenas, strict=True)]
+        await self._ask("binding", calls)
+
+    async def check_grammar(self, grammar: Grammar) -> None:
+        """See `Runner`. Rank 0 samples, so rank 0 is asked."""
+        await self._ranks[0].check_grammar(grammar)
+
+    # -- steps and copies: no await between the ranks -------------------------------------------------
+
+    def launch(self, step: RunStep) -> asyncio.Future[StepOutput]:
+        done: asyncio.Future[StepOutput] = asyncio.get_running_loop().create_future()
+        call = Call(f"step {step.step_id}", len(self._ranks), done)
+        self._steps.append(call)
+        for rank, runner in enumerate(self._ranks):
+            runner.launch(step).add_done_callback(partial(self._stepped, call, step.step_id, rank))
+        return done
+
+    def _stepped(self, call: Call[StepOutput], step_id: int, rank: int, answered: asyncio.Future[StepOutput]) -> None:
+        output = self._take(call, rank, answered)
+        if output is not None:
+            self._check_number(call, rank, "step", step_id, output.step_id)
+            if rank == 0:
+                call.answer = output
+        if not call.left or call.error is not None:
+            self._settle(call)
+
+    def _settle(self, ended: Call[StepOutput]) -> None:
+        """End the steps that can end, in order; a failed step behind others starts the grace."""
+        steps = self._steps
+        while steps and (steps[0].error is not None or not steps[0].left):
+            steps.popleft().end()
+        if steps and ended.error is not None and self._grace is None:
+            loop = asyncio.get_running_loop()
+            self._grace = DeadlineTimer(loop, loop.time() + _GRACE_S, partial(self._give_up, ended.error))
+
+    def _give_up(self, error: BaseException) -> None:
+        """Fail all steps that are left, oldest first."""
+        while self._steps:
+            call = self._steps.popleft()
+            call.error = call.error or error
+            call.end()
+
+    def copy(self, copy: SwapOut | SwapIn) -> asyncio.Future[CopyOutput]:
+        done: asyncio.Future[CopyOutput] = asyncio.get_running_loop().create_future()
+        call = self._copies[copy.copy_id] = Call(f"copy {copy.copy_id}", len(self._ranks), done)
+        for rank, runner in enumerate(self._ranks):
+            runner.copy(copy).add_done_callback(partial(self._copied, call, copy, rank))
+        return done
+
+    def _copied(
+        self, call: Call[CopyOutput], copy: SwapOut | SwapIn, rank: int, answered: asyncio.Future[CopyOutput]
+    ) -> None:
+        output = self._take(call, rank, answered)
+        if output is not None:
+            self._check_number(call, rank, "copy", copy.copy_id, output.copy_id)
+            call.nbytes += output.kv_nbytes
+        if call.left and call.error is None:
+            return
+        self._copies.pop(copy.copy_id, None)
+        whole = len(copy.device) * self._block_nbytes
+        if isinstance(copy, SwapOut) and call.nbytes != whole and call.error is None:
+            problem = f"the ranks wrote {call.nbytes} bytes in copy {copy.copy_id} of {whole}: each byte has one writer"
+            call.error = RunnerError(problem)
+        call.answer = CopyOutput(copy.copy_id, whole, 0)
+        call.end()
+
+    def _take(self, call: Call[T], rank: int, answered: asyncio.Future[T]) -> T | None:
+        """Note a rank's answer: its value, or None where it failed."""
+        call.left.discard(rank)
+        error = RunnerError("it stopped") if answered.cancelled() else answered.exception()
+        if error is None:
+            return answered.result()  # of a future that is done
+        call.error = call.error or self._named(error, rank)
+        return None
+
+    def _check_number(self, call: Call[Any], rank: int, kind: str, asked: int, answered: int) -> None:
+        if answered != asked:
+            name = rank_name(rank, len(self._ranks))
+            call.error = call.error or InvariantBroken(f"{name} completed {kind} {answered} as {kind} {asked}")
+
+    # -- new weights ------------------------------------------------------------------------------------
+
+    async def load_folder(self, path: str) -> str:
+        return (await self._change("loading a folder", [runner.load_folder(path) for runner in self._ranks]))[0]
+
+    async def read_weights_id(self, path: str) -> str:
+        return (await self._ask("reading a folder", [runner.read_weights_id(path) for runner in self._ranks]))[0]
+
+    async def fingerprint_weights(self, with_tensors: bool = False) -> WeightsFingerprint:
+        calls = [runner.fingerprint_weights(with_tensors) for runner in self._ranks]
+        return (await self._ask("hashing weights", calls))[0]
+
+    async def begin_tensors(self, tensors: Sequence[TensorMeta]) -> None:
+        await self._change("checking tensors", [runner.begin_tensors(tensors) for runner in self._ranks])
+
+    async def write_tensor(self, number: int, offset_nbytes: int, data: memoryview) -> None:
+        calls = [runner.write_tensor(number, offset_nbytes, data) for runner in self._ranks]
+        await self._change("writing tensors", calls)
+
+    async def end_tensors(self) -> None:
+        await self._change("ending an update", [runner.end_tensors() for runner in self._ranks])
+
+    async def _change(self, what: str, calls: Sequence[Awaitable[T]]) -> list[T]:
+        """Ask all ranks for a change of weights. A refusal stands only where all ranks refuse; else it breaks them."""
+        tasks = await self._all(what, calls, bearable=WeightsRejected)
+        refusals = [(rank, task.exception()) for rank, task in enumerate(tasks) if task.exception() is not None]
+        if not refusals:
+            return [task.result() for task in tasks]  # they are done
+        rank, refusal = refusals[0]
+        assert isinstance(refusal, WeightsRejected)
+        if len(refusals) == len(tasks):
+            raise self._named(refusal, rank)
+        raise self._named(WeightsBroken(f"{refusal.problem}; other ranks have taken them"), rank) from refusal
+
+    # -- ends ---------------------------------------------------------------------------------------------
+
+    def overdue(self, what: str, deadline_s: float) -> FdasyncError:
+        """See `Runner`. Names the ranks that have not answered; the error is that of the one that is behind."""
+        every: list[Call[Any]] = [*self._steps, *self._copies.values()]
+        if self._asked is not None:
+            every.append(self._asked)
+        call = next((call for call in every if call.what == what), every[0] if every else None)
+        late = [] if call is None else sorted(call.left)
+        if not late:
+            return DeadlineExceeded(what, deadline_s)
+        entered = self._entered()
+        told = f"{what} (no answer of rank {', '.join(map(str, late))} of {len(self._ranks)}"
+        if entered is not None:
+            told += f"; exchanges that each rank has entered: {', '.join(map(str, entered))}"
+        blamed = late[0] if entered is None else min(late, key=lambda rank: entered[rank])
+        return self._named(self._ranks[blamed].overdue(f"{told})", deadline_s), blamed)
+
+    def _entered(self) -> list[int] | None:
+        """How many exchanges each rank has entered; None: not known."""
+        return None
+
+    async def aclose(self) -> None:
+        """See `Runner`. All ranks close at the same time. Raises the first error, with notes of the others."""
+        if self._grace is not None:
+            self._grace.cancel()
+        self.on_failure = None
+        errors = await asyncio.gather(*[runner.aclose() for runner in self._ranks], return_exceptions=True)
+        open_calls: list[Call[Any]] = [*self._steps, *self._copies.values()]
+        for call in open_calls:
+            call.error = call.error or RunnerError("the group is closed")
+            call.end()
+        self._steps.clear()
+        self._copies.clear()
+        named = [self._named(error, rank) for rank, error in enumerate(errors) if error is not None]
+        if named:
+            for later in named[1:]:
+                named[0].add_note(f"and then: {type(later).__name__}: {later}")
+            raise named[0]
+
+    def _named(self, error: BaseException, rank: int) -> FdasyncError:
+        return of_rank(error, rank, len(self._ranks))
+
+    def _rank_failed(self, rank: int, error: Exception) -> None:
+        if self.on_failure is not None:
+            self.on_failure(self._named(error, rank))
+
+    async def _ask(self, what: str, calls: Sequence[Awaitable[T]]) -> list[T]:
+        """Begin one call on each rank, and wait for all answers. Raises as `_all` does."""
+        return [task.result() for task in await self._all(what, calls)]  # they are done
+
+    async def _all(
+        self, what: str, calls: Sequence[Awaitable[T]], *, bearable: type[Exception] | tuple[()] = ()
+    ) -> list[asyncio.Future[T]]:
+        """Begin one call on each rank; returns them done. The caller's deadline bounds the wait.
+
+        Raises the first error at once, without waiting for the other ranks, which may wait for that one; errors of the
+        class `bearable` stay in their futures.
+        """
+        tasks: list[asyncio.Future[T]] = [asyncio.ensure_future(call) for call in calls]
+        self._asked = asked = Call[Any](what, len(tasks))
+        left: set[asyncio.Future[T]] = set(tasks)
+        try:
+            while left:
+                done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+                for rank in [rank for rank, task in enumerate(tasks) if task in done]:
+                    asked.left.discard(rank)
+                    task = tasks[rank]
+                    error = RunnerError("it stopped") if task.cancelled() else task.exception()
+                    if error is not None and not isinstance(error, bearable):
+                        raise self._named(error, rank)
+        finally:
+            for task in left:
+                task.cancel()
+        self._asked = None
+        return tasks

@@ -1,0 +1,95 @@
+"""The conformance suite on groups of synthetic runners: in one process, with ranks that are late, and in workers."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+
+from fdasync.errors import ConfigError
+from fdasync.runner.group.workers import WorkerGroup
+from fdasync.runner.oracle import SyntheticConfig
+from fdasync.runner.shares import Part, part_of
+from fdasync.runner.synthetic import SyntheticRunner
+from fdasync.testing import FaultRunner, RunTests
+from tests.runner import test_synthetic
+from tests.support.groups import group_of
+
+
+class TestGroupOfTwo(test_synthetic.TestSynthetic):
+    """Each rank writes half of every block."""
+
+    ranks = 2
+    config = {**test_synthetic.TestSynthetic.config, "kv_shares": 2}  # noqa: RUF012
+
+    def make(self, limits):
+        return group_of(super().make, limits, self.ranks)
+
+    def make_of(self, limits, weights):
+        return group_of(lambda own: super(TestGroupOfTwo, self).make_of(own, weights), limits, self.ranks)
+
+
+class TestGroupOfFourWithLateRanks(TestGroupOfTwo):
+    """Two shares, each on two ranks, of which one writes; every rank answers at a time of its own."""
+
+    ranks = 4
+
+    def make(self, limits):
+        def late(own):
+            runner = SyntheticRunner(SyntheticConfig(**self.config), own)
+            return FaultRunner(runner, Random(own.rank), max_delay_s=0.002)
+
+        return group_of(late, limits, self.ranks)
+
+
+class TestRunsOfAGroup(RunTests):
+    config: dict[str, Any] = {"pass_stamp": True, "values_spec": True}  # noqa: RUF012
+
+    def make(self, limits):
+        return group_of(self._make_one, limits, 2)
+
+    def _make_one(self, limits):
+        return SyntheticRunner(SyntheticConfig(**self.config, max_run_tokens=4), limits)
+
+    def make_plain(self, limits):
+        return SyntheticRunner(SyntheticConfig(**self.config), limits)
+
+
+@pytest.mark.slow
+class TestWorkers(test_synthetic.TestSynthetic):
+    """Two processes that compare each step. What can go wrong with such processes: `test_workers.py`."""
+
+    config = {**test_synthetic.TestSynthetic.config, "kv_shares": 4}  # noqa: RUF012
+
+    def make(self, limits):
+        return WorkerGroup(
+            "synthetic",
+            dict(self.config),
+            msgspec.structs.replace(limits, tensor_parallel=2),
+            close_deadline_s=10.0,
+            exchange_deadline_s=20.0,
+        )
+
+
+@pytest.mark.parametrize(
+    ("shares", "ranks", "parts"),
+    [
+        (4, 2, [(0, 2, True), (2, 2, True)]),
+        (2, 2, [(0, 1, True), (1, 1, True)]),
+        (1, 4, [(0, 1, True), (0, 1, False), (0, 1, False), (0, 1, False)]),
+        (2, 4, [(0, 1, True), (0, 1, False), (1, 1, True), (1, 1, False)]),
+        (6, 1, [(0, 6, True)]),
+    ],
+)
+def test_each_share_has_one_writer(shares, ranks, parts):
+    assert [part_of(shares, ranks, rank) for rank in range(ranks)] == [Part(*part) for part in parts]
+    written = [share for first, count, writes in parts if writes for share in range(first, first + count)]
+    assert written == list(range(shares))
+
+
+@pytest.mark.parametrize(("shares", "ranks"), [(3, 2), (2, 3), (4, 6)])
+def test_shares_and_ranks_that_do_not_divide_are_refused(shares, ranks):
+    with pytest.raises(ConfigError, match=f"{ranks} ranks cannot divide the {shares} shares"):
+        part_of(shares, ranks, 0)
