@@ -99,8 +99,6 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
         numerics: what the runner promises of its numbers. "fixed" only where `RunnerLimits` asked for it and every
             path of this model keeps it, else "default": the engine then refuses to start. A runner may also refuse
             by itself, with a ConfigError that says which part of the model stands in the way.
-        tensor_parallel: how many ranks compute each step together, as `RunnerLimits` asked. The blocks' size and layout
-            are those of whole blocks: they do not depend on it.
         notes: for people, such as special cases in force.
     """
 
@@ -130,7 +128,6 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = ""
     tensor_parallel: int = 1
     numerics: Numerics = "default"
-    tensor_parallel: int = 1
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

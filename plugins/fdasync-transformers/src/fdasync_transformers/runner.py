@@ -297,9 +297,10 @@ class TransformersRunner(Runner):
 
     async def check_grammar(self, grammar: Grammar) -> None:
         """Has a child process check it first: compiling it may take minutes."""
-        if self._grammars is None or self._checks is None:
+        if self._grammars is None:
             await super().check_grammar(grammar)
-        else:
+        # of a group rank 0 alone samples, and checks
+        elif self._checks is not None:
             await self._checks.check(grammar)
             # so that no step compiles it
             await self._compiling.run(partial(self._grammars.check, grammar))

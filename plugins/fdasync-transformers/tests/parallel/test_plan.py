@@ -71,8 +71,8 @@ def test_whole_attention_shares_blocks(family: str) -> None:
     [
         ("gpt_oss", 2, {}, "gpt_oss: tensor parallel: the library has no plan for this family"),
         ("dbrx", 2, {}, "dbrx: tensor parallel: the library has no plan"),
-        ("qwen3_moe", 2, {"plan": {"model.layers.*.mlp.gate": "grouped_gemm"}}, "a style that is not known: grouped_gemm"),
-        ("qwen3_moe", 2, {"plan": {"model.layers.*.mlp.experts": "local_params"}}, "down_proj, and sums nothing behind it"),
+        ("qwen3_moe", 2, {"plan": {"model.layers.*.mlp.gate": "grouped_gemm"}}, "style that is not known: grouped"),
+        ("qwen3_moe", 2, {"plan": {"model.layers.*.mlp.experts": "replicate"}}, "down_proj, and sums nothing"),
         ("qwen3_moe", 2, {"plan": {"model.layers.*.mlp.gate": "rowwise"}}, "is no plain linear module"),
         ("mimo_v2_flash", 4, {"num_key_value_heads": 2, "swa_num_key_value_heads": 4}, "layers differ in their heads"),
     ],

@@ -143,8 +143,10 @@ def test_a_runner_that_did_not_join_its_group_does_not_open(tmp_path: Path) -> N
 # -- blocks -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2", "minimax_m2"])
-@pytest.mark.parametrize(("out_ranks", "in_ranks"), [(2, 1), (1, 2), (4, 2)])
+@pytest.mark.parametrize(
+    ("family", "out_ranks", "in_ranks"),
+    [("qwen3_moe", 2, 1), ("qwen3_moe", 4, 2), ("deepseek_v2", 1, 2), ("deepseek_v2", 2, 1), ("minimax_m2", 2, 1)],
+)
 def test_blocks_written_by_some_ranks_are_read_by_others(
     tmp_path: Path, family: str, out_ranks: int, in_ranks: int
 ) -> None:

@@ -68,7 +68,7 @@ def agree(collectives: Collectives | None, problem: str, label: str) -> str:
     """
     if collectives is None:
         return problem
-    told = [message.decode() for message in collectives.tell(problem.encode()[:4000], label)]
+    told = [message.decode(errors="replace") for message in collectives.tell(problem.encode()[:4000], label)]
     # a problem that all have is no rank's own
     if len(set(told)) == 1:
         return told[0]
