@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 NamedTensor = tuple[str, str, tuple[int, ...], "NDArray[np.uint8]"]
 
-_SERVED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SERVED = {name: DTYPES[name] for name in ("float32", "bfloat16", "float16", "float64")}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
