@@ -11,6 +11,7 @@ import torch
 from fdasync_transformers import TransformersConfig, TransformersRunner
 from fdasync_transformers.parallel.collectives import HostCollectives
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
+from fdasync_transformers.tiny.families import FAMILIES as CATALOGUE
 from fdasync_transformers.weights.shards import SINGLE_FILE
 from rank_play import CONFIG, Played, play, play_one
 from ranks import as_ranks, returned
@@ -34,6 +35,13 @@ FAMILIES = (
     "aria_text", "beam", "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "gemma4_text", "granitemoe_swa", "llama4_text",
     "longcat_flash", "mimo_v2_flash", "minimax_m2", "qwen3_dense", "qwen3_moe_fp8",
 )  # fmt: skip
+
+
+OTHERS = tuple(
+    name
+    for name, entry in CATALOGUE.items()
+    if name not in FAMILIES and not entry.refused and name not in ("dbrx", "gpt_oss", "gpt_oss_mxfp4")
+)
 
 
 def assert_same(one: Played, many: list[Played], tolerance: float) -> None:
@@ -61,7 +69,7 @@ def test_ranks_give_what_one_process_gives(tmp_path: Path, ranks: int) -> None:
     assert one.capacity.dtype == "float64"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *[pytest.param(one, marks=pytest.mark.slow) for one in OTHERS]])
 def test_families_with_a_plan_at_two_ranks(tmp_path: Path, family: str) -> None:
     make_tiny_checkpoint(tmp_path, family)
     (one,), many = play(tmp_path), play(tmp_path, 2)
