@@ -1,8 +1,9 @@
 """Paged attention against what the machine can do: bytes of KV for decode, products for prefill; needs a CUDA GPU.
 
-Heads of Qwen3-30B-A3B (32 query heads, 4 kv heads of 128, bf16) in a page-first pool: a block is 16 tokens of 48
-layers, 1.5 MiB, and a sequence's blocks are scattered. Decode is timed inside a CUDA graph of all 48 layers, so that no
-layer finds its KV in the L2 cache because it was just read. Medians of interleaved rounds; the first warms up.
+Heads of Qwen3-30B-A3B (32 query heads, 4 kv heads of 128, bf16) in a pool of shares: a block is 16 tokens of 48 layers,
+1.5 MiB, one kv head of all layers after the other, and a sequence's blocks are scattered. Decode is timed inside a CUDA
+graph of all 48 layers, so that no layer finds its KV in the L2 cache because it was just read. Medians of interleaved
+rounds; the first warms up.
 
     limit_copy_gbps        of one large copy on the device, read plus written
     limit_sdpa_tflops_*    torch's own attention over contiguous keys and values, as many queries of as many sequences;
@@ -16,6 +17,9 @@ layer finds its KV in the L2 cache because it was just read. Medians of interlea
     latent16_*, latent128_* one latent (MLA) layer's decode by 16 and by 128 heads, likewise: gbps of latents read
                            once, tflops of both products, share of the floor, the longer of reading at the copy's rate
                            and multiplying at limit_product_tflops, which is torch's own of large matrices
+
+With --strides only decodes, prefills and stores are timed, in pairs: *_us_* as above, *_beside_us_* with all heads of a
+token side by side, as pools had them before, and *_ratio_*, the first over the second, round by round.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks._gpu_latents import measure_latents
+from benchmarks._gpu_strides import measure_strides
 from benchmarks._report import Report
 from fdasync.gpu.kernels.attention.decode import attend_decode, decode_workspace
 from fdasync.gpu.kernels.attention.prefill import attend_prefill, prefill_tiles
@@ -87,11 +92,16 @@ REHEARSAL = Sizes(2, ((1, 40), (3, 40)), ((1, 0, 40), (2, 20, 3)), 1, (1, 8), ((
 
 @dataclass
 class Rig:
-    """The pool, all layers' views of it, and tables that scatter each sequence's blocks over it."""
+    """The pool, all layers' views of it, and tables that scatter each sequence's blocks over it.
+
+    `beside`: the heads of a token stand side by side, as they did before blocks were made of shares. A copy by
+    `dataclasses.replace` has the same pool.
+    """
 
     device: torch.device
     sizes: Sizes
-    pool: torch.Tensor = field(init=False)
+    pool: torch.Tensor | None = None
+    beside: bool = False
     keys: list[torch.Tensor] = field(init=False)
     values: list[torch.Tensor] = field(init=False)
 
@@ -100,11 +110,15 @@ class Rig:
         tokens = max(count * length for count, length in (*self.sizes.decodes, *prefills))
         blocks = tokens // BLOCK_TOKENS + 2 * max(count for count, _ in (*self.sizes.decodes, *prefills))
         width = BLOCK_TOKENS * KV_HEADS * DIM
-        self.pool = torch.empty(blocks, 2 * self.sizes.layers * width, dtype=torch.bfloat16, device=self.device)
-        self.pool.normal_()
+        if self.pool is None:
+            self.pool = torch.empty(blocks, 2 * self.sizes.layers * width, dtype=torch.bfloat16, device=self.device)
+            self.pool.normal_()
         shape = (blocks, BLOCK_TOKENS, KV_HEADS, DIM)
-        strides = (self.pool.stride(0), KV_HEADS * DIM, DIM, 1)
-        views = [self.pool.as_strided(shape, strides, number * width) for number in range(2 * self.sizes.layers)]
+        apart, page = self.pool.stride(0), BLOCK_TOKENS * DIM
+        strides, size = (apart, DIM, apart // KV_HEADS, 1), page
+        if self.beside:
+            strides, size = (apart, KV_HEADS * DIM, DIM, 1), width
+        views = [self.pool.as_strided(shape, strides, number * size) for number in range(2 * self.sizes.layers)]
         self.keys, self.values = views[::2], views[1::2]
 
     def tables(self, sequences: int, length: int) -> torch.Tensor:
@@ -319,6 +333,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9, help="of everything (default 9)")
     parser.add_argument("--decodes", action="store_true", help="only decodes, of KV and of latents")
+    parser.add_argument("--strides", action="store_true", help="only pairs with all heads of a token side by side")
     parser.add_argument("--sweep", action="store_true", help="try other launches and splits as well")
     parser.add_argument("--sweep-s", type=float, default=60.0, help="seconds that the sweep may take (default 60)")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes on the CPU: shows that it runs, no figures")
@@ -332,7 +347,10 @@ def main() -> None:
     report.conditions["gpu"] = "rehearsal" if options.rehearse else torch.cuda.get_device_name(device)
     sizes = REHEARSAL if options.rehearse else Sizes()
     rig = Rig(device, replace(sizes, prefills=(), stores=()) if options.decodes else sizes)
-    measure(rig, options.rounds, report)
+    if options.strides:
+        measure_strides(rig, options.rounds, report)
+    else:
+        measure(rig, options.rounds, report)
     if options.sweep:
         sweep(rig, options.sweep_s, report)
     report.finish(options.json_path)

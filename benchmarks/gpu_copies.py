@@ -6,6 +6,7 @@ does everything once, so that a slow moment of the machine falls on all of it; t
     limit_*            one copy of the same bytes between the pool and one pinned buffer
     out_*, in_*        GB/s of n scattered blocks by the device's clock, the launch included
     cpu_us_*           CPU of the launching thread for one block of n
+    part<n>_*          GB/s of the part of n scattered blocks that one of n ranks holds
     call_*             GB/s of `await BlockCopies.out(...)` by the host's clock, through the adaptive port
     gap_us_1000_*      longest stop of the loop while 1,000 blocks are copied in by one call
     start_us_1000_*    of that, the call itself: ids and the first submission
@@ -32,6 +33,7 @@ import torch
 import uvloop
 
 from benchmarks._block_kernel import KernelWay
+from benchmarks._gpu_copy_parts import Parts
 from benchmarks._report import Report, calibrate_us
 from fdasync.cache.host_arena import HostArena
 from fdasync.gpu.block_copies import BatchWay, BlockCopies, SingleWay
@@ -84,6 +86,10 @@ class Rig:
     def scattered(self, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         return self.rng.permutation(self.sizes.blocks)[:count], self.rng.permutation(self.sizes.host_blocks)[:count]
 
+    def timed(self, lane: Lane, way: Way, device: NDArray[np.int64], host: NDArray[np.int64]) -> tuple[float, float]:
+        """As the function below, of copies of these blocks."""
+        return timed(self, lane, lambda: submit(way, lane, device, host))
+
 
 def timed(rig: Rig, lane: Lane, launch: Callable[[], object]) -> tuple[float, float]:
     """Seconds of the device, from before the launch to its end, and CPU seconds of the launch."""
@@ -133,9 +139,7 @@ def speeds(rig: Rig, kept: bool) -> None:
                 rig.values[f"limit_{short}_{count}"].append(nbytes / took / 1e9)
             for name, way in rig.ways.items():
                 device, host = rig.scattered(count)
-                took, cpu = timed(
-                    rig, lane, lambda way=way, device=device, host=host, lane=lane: submit(way, lane, device, host)
-                )
+                took, cpu = rig.timed(lane, way, device, host)
                 if kept:
                     rig.values[f"{short}_{name}_{count}"].append(nbytes / took / 1e9)
                     rig.values[f"cpu_us_{short}_{name}_{count}"].append(cpu * 1e6 / count)
@@ -269,8 +273,10 @@ def slowdowns(rig: Rig, rounds: int, names: list[str]) -> int:
     return early
 
 
-async def measure(device: torch.device, sizes: Sizes, rounds: int, report: Report, driver: Driver | None) -> Rig:
-    """All of it; the rig has the values. `driver` is for rehearsals."""
+async def measure(
+    device: torch.device, sizes: Sizes, rounds: int, report: Report, driver: Driver | None, *, steps_too: bool = True
+) -> Rig:
+    """All of it, or all but steps beside copies; the rig has the values. `driver` is for rehearsals."""
     shape = (sizes.blocks, sizes.block_elements)
     pool = torch.randint(-30_000, 30_000, shape, dtype=torch.int16, device=device)
     host = HostArena.create(sizes.host_blocks, pool.shape[1] * pool.element_size())
@@ -295,12 +301,17 @@ async def measure(device: torch.device, sizes: Sizes, rounds: int, report: Repor
     pinned = torch.empty(max(sizes.counts) * sizes.block_elements, dtype=pool.dtype, pin_memory=device.type == "cuda")
     rig = Rig(device, sizes, pool, host, streams, copies, ways, pinned, np.random.default_rng(1))
     check(rig)
+    kind = BatchWay if driver.has_batch else SingleWay
+    parts = Parts(rig, registered.addresses, lambda rows, places: kind(driver, rows, places, streams))
+    parts.check()
     for number in range(rounds + 1):
         speeds(rig, number > 0)
+        parts.measure(MEASURED, number > 0)
         await calls(rig, number > 0)
         print(f"round {number} of {rounds}", file=sys.stderr, flush=True)
     names = [name for name in ways if name not in ("kernel8", "kernel32")]
-    report.conditions["copies_ended_before_the_step"] = slowdowns(rig, max(3, rounds // 2), names)
+    if steps_too:
+        report.conditions["copies_ended_before_the_step"] = slowdowns(rig, max(3, rounds // 2), names)
     began = time.perf_counter()
     rig.ways.clear()
     await copies.aclose()
@@ -315,6 +326,7 @@ def main() -> None:
     parser.add_argument(
         "--rounds", type=int, default=9, help="of everything but slowdowns, which take half (default 9)"
     )
+    parser.add_argument("--alone", action="store_true", help="no steps beside copies")
     parser.add_argument("--json", dest="json_path", help="write the figures here")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -324,7 +336,7 @@ def main() -> None:
     report.conditions["calibration_us"] = calibrate_us()
     report.conditions["gpu"] = torch.cuda.get_device_name(device)
     report.conditions["torch"] = torch.__version__
-    rig = uvloop.run(measure(device, Sizes(), options.rounds, report, None))
+    rig = uvloop.run(measure(device, Sizes(), options.rounds, report, None, steps_too=not options.alone))
     for name, values in rig.values.items():
         report.add(name, values)
     report.finish(options.json_path)

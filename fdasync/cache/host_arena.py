@@ -2,7 +2,8 @@
 
 A host block is one run of bytes: a page for the header of a stored object, and behind it the KV of all layers, padded
 to whole pages. So a block moves between device and host in one copy, and goes to a store and back as it lies. Two
-pages at the end serve as padding: zeros to write, and a place to read padding into.
+pages at the end serve as padding: zeros to write, and a place to read padding into. Blocks are whole here; processes
+that compute each step together map all of them, and copy a part each.
 
 The runner copies KV in and out (`Runner.copy`), stores and transfers read and write whole blocks; the engine moves no
 byte. This module knows no identities. The engine makes the arena; the worker attaches to it.
@@ -10,6 +11,7 @@ byte. This module knows no identities. The engine makes the arena; the worker at
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,6 +25,21 @@ if TYPE_CHECKING:
 def host_nbytes(num_blocks: int, block_nbytes: int) -> int:
     """Size of the region in bytes, before anything is allocated."""
     return num_blocks * (PAGE_NBYTES + page_aligned(block_nbytes)) + 2 * PAGE_NBYTES
+
+
+@dataclass(frozen=True)
+class HostPart:
+    """The run of bytes of every host block that one process holds on its device.
+
+    Attributes:
+        offset_nbytes: where it begins in a host block.
+        block_nbytes: of a host block.
+        writes: whether copies out write it. Where several processes hold the same part one of them does.
+    """
+
+    offset_nbytes: int
+    block_nbytes: int
+    writes: bool = True
 
 
 class HostArena:

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from fdasync.cache.host_arena import HostArena
-    from fdasync.gpu.block_rows import HostPart, Lane
+    from fdasync.cache.host_arena import HostArena, HostPart
+    from fdasync.gpu.block_rows import Lane
     from fdasync.gpu.completion import CompletionPort
     from fdasync.gpu.pools import EventPool
     from fdasync.gpu.streams import Streams

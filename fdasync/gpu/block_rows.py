@@ -7,12 +7,12 @@ auxiliary data. Called by `block_copies.py`, and by runners whose copies may blo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 
+from fdasync.cache.host_arena import HostPart
 from fdasync.errors import InvariantBroken
 
 if TYPE_CHECKING:
@@ -23,21 +23,6 @@ if TYPE_CHECKING:
     from fdasync.cache.host_arena import HostArena
 
 Lane = Literal["copy_out", "copy_in"]
-
-
-@dataclass(frozen=True)
-class HostPart:
-    """The run of bytes of every host block that a pool's rows are.
-
-    Attributes:
-        offset_nbytes: where it begins in a host block.
-        block_nbytes: of a host block.
-        writes: whether copies out write it. Where several processes hold the same part one of them does.
-    """
-
-    offset_nbytes: int
-    block_nbytes: int
-    writes: bool = True
 
 
 class BlockRows:

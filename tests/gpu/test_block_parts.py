@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from fdasync.cache.host_arena import HostArena
+from fdasync.cache.host_arena import HostArena, HostPart
 from fdasync.errors import InvariantBroken
 from fdasync.gpu.block_copies import BlockCopies
-from fdasync.gpu.block_rows import BlockRows, HostPart
+from fdasync.gpu.block_rows import BlockRows
 from fdasync.gpu.cudart import Driver
 from fdasync.gpu.ports.adaptive import AdaptivePort
 from fdasync.gpu.ports.fake import FakePort

@@ -57,6 +57,7 @@ def test_which_heads_and_pools_fit() -> None:
     assert fits_hopper(query, *shared(3, 16, 2, 2, 128))
     assert fits_hopper(query, *(view[:, :, :, 2:] for view in shared(3, 16, 1, 4, 128))), "heads of one of two ranks"
     assert not fits_hopper(query, *(view[:, :, 0, ::2] for view in shared(3, 16, 1, 4, 128))), "heads apart"
+    assert not fits_hopper(query, keys, shared(3, 16, 1, 2, 128)[1]), "keys in shares, values side by side"
     odd = torch.zeros(3, 2 * 16 * 256 + 8, dtype=BF16)
     apart = odd.as_strided((3, 16, 2, 128), (odd.stride(0), 256, 128, 1))
     assert not fits_hopper(query, apart, apart), "blocks that do not stand on the grid of tokens"

@@ -253,7 +253,10 @@ def fits_hopper(
     if values is None or query.dtype not in (torch.bfloat16, torch.float16):
         return False
     dim = query.shape[2]
-    return dim in _TILES and values.shape[-1] == dim and page_rows(keys) is not None and page_rows(values) is not None
+    if dim not in _TILES or values.shape[-1] != dim:
+        return False
+    here, there = page_rows(keys), page_rows(values)
+    return here is not None and there is not None and here.per_share == there.per_share
 
 
 def attend_hopper(

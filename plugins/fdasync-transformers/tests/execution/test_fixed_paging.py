@@ -54,7 +54,7 @@ def test_a_step_has_the_bits_of_the_whole_prompt(asked: set[str], fixed: bool) -
     keys = torch.nn.functional.one_hot(torch.randint(16, (blocks, BLOCK_TOKENS, 1), generator=draw), 16).half()
     values = torch.randint(-7, 8, (blocks, BLOCK_TOKENS, 1, 16), generator=draw).half()
     query = (torch.randint(-6, 7, (LENGTH, 1, 16), generator=draw) * 0.625).half()
-    pool = SimpleNamespace(keys=[keys], values=[values], blocks=blocks)
+    pool = SimpleNamespace(attended_keys=[keys], attended_values=[values], blocks=blocks)
     layer = cast("Any", SimpleNamespace(
         index=0, latent_rank=0, value_dim=16, reach=SimpleNamespace(kind="full", size=0)
     ))  # fmt: skip

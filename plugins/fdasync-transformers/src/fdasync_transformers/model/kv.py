@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from fdasync.cache.host_arena import HostPart
 from fdasync.errors import ConfigError
-from fdasync.gpu.block_rows import HostPart
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
