@@ -358,6 +358,8 @@ async def test_facts_are_those_of_the_model(face: Generator, weights: Path) -> N
         assert (told.vocab_size, told.eos_ids, told.max_context_tokens, told.block_tokens) == (100, (), 256, 4)
         assert (told.dtype, told.kv_dtype, told.num_instances) == ("", "uint64", len(face.load().instances) or 1)
         assert told.numerics == "default"
+        # instances may differ in it
+        assert told.tensor_parallel == (1 if isinstance(face, Engine) else 0)
         result = await face.complete(PROMPT, PARAMS)
         routing = result.samples[0].routing
         assert routing is not None

@@ -80,6 +80,20 @@ def test_json_is_the_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rep
     assert msgspec.convert(json.loads(said), ModelReport) == report
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_are_served_by_runners_that_compute_in_groups(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ranks: int
+) -> None:
+    report = msgspec.structs.replace(SERVED, tensor_parallel=ranks)
+    code, said = doctor(monkeypatch, tmp_path, report, "--tp", "2")
+    if ranks == 2:
+        assert code == 0
+        assert "2; memory is that of one of them" in said
+    else:
+        assert code == 1
+        assert "would not be served: 2 ranks were asked for, runner 'synthetic' answers 1" in said
+
+
 @pytest.mark.parametrize("report", [SERVED, msgspec.structs.replace(SERVED, numerics="fixed")])
 def test_fixed_numerics_are_served_by_runners_that_promise_them(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, report: ModelReport

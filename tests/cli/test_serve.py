@@ -218,7 +218,8 @@ def test_a_model_that_cannot_be_loaded_is_told_in_one_line(tmp_path: Path) -> No
 
 def options(**values: Any) -> dict[str, Any]:
     names = ("model", "config_path", "runner", "dtype", "device", "num_threads", "num_blocks", "block_tokens",
-             "max_context_tokens", "max_running", "max_step_tokens", "host_blocks", "seed", "numerics")  # fmt: skip
+             "max_context_tokens", "max_running", "max_step_tokens", "host_blocks", "seed", "numerics",
+             "tensor_parallel")  # fmt: skip
     return {**dict.fromkeys(names), "taps": (), "store": None, "store_required": False, "policy": None, **values}
 
 
@@ -233,6 +234,16 @@ def test_options_beat_the_file(tmp_path: Path) -> None:
     assert engine_config(options(config_path=path, store="file:kv", store_required=True)).store_required
     assert engine_config(options(config_path=path), "prefill").role == "prefill"
     assert engine_config(options(model=Path("b"), dtype="bfloat16")).role == "mixed"
+
+
+def test_the_number_of_ranks_comes_from_the_file_or_from_the_option(tmp_path: Path) -> None:
+    path = tmp_path / "engine.toml"
+    path.write_text('model = "a"\ntensor_parallel = 2\n')
+    assert engine_config(options(model=Path("a"))).tensor_parallel == 1
+    assert engine_config(options(config_path=path)).tensor_parallel == 2
+    assert engine_config(options(config_path=path, tensor_parallel=4)).tensor_parallel == 4
+    with pytest.raises(BadInput, match="tensor_parallel"):
+        engine_config(options(model=Path("a"), tensor_parallel=9))
 
 
 def test_numerics_come_from_the_file_or_from_the_option(tmp_path: Path) -> None:

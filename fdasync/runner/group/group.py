@@ -187,7 +187,7 @@ class GroupRunner(Runner):
     # -- ends ---------------------------------------------------------------------------------------------
 
     def overdue(self, what: str, deadline_s: float) -> FdasyncError:
-        """See `Runner`. Names the ranks that have not answered; the error is that of the one that is behind."""
+        """See `Runner`. Names the ranks that have not answered; the error is that of the rank that others wait for."""
         every: list[Call[Any]] = [*self._steps, *self._copies.values()]
         if self._asked is not None:
             every.append(self._asked)
@@ -196,10 +196,13 @@ class GroupRunner(Runner):
         if not late:
             return DeadlineExceeded(what, deadline_s)
         entered = self._entered()
-        told = f"{what} (no answer of rank {', '.join(map(str, late))} of {len(self._ranks)}"
+        told = f"{what} (no answer of: {', '.join(map(str, late))}"
         if entered is not None:
-            told += f"; exchanges that each rank has entered: {', '.join(map(str, entered))}"
-        blamed = late[0] if entered is None else min(late, key=lambda rank: entered[rank])
+            told += f"; exchanges entered: {', '.join(map(str, entered))}"
+        blamed = late[0]
+        if entered is not None:
+            # the others wait for this one, which may even have answered
+            blamed = min(range(len(entered)), key=lambda rank: (entered[rank], rank not in late))
         return self._named(self._ranks[blamed].overdue(f"{told})", deadline_s), blamed)
 
     def _entered(self) -> list[int] | None:

@@ -26,6 +26,7 @@ from fdasync.errors import BadInput, EngineClosed, EngineFailed, StoreUnavailabl
 from fdasync.events.actions import FinishRequest
 from fdasync.events.catalog import BlockDamaged, RequestPrepared
 from fdasync.events.trace import Turn
+from fdasync.runner.oracle import Oracle
 from fdasync.runner.synthetic import SyntheticRunner
 from fdasync.scheduler.replay import replay
 from fdasync.testing.harness.engines import (
@@ -41,6 +42,7 @@ from fdasync.testing.harness.pass_model import PassModel
 from fdasync.testing.harness.recording_store import RecordingStore
 from fdasync.testing.sim.loop import run_sim
 from fdasync.testing.stores.faults import FaultyStore
+from tests.support.groups import ranked
 from tests.support.helpers import check_early_samples
 from tests.support.sim_engine.workload import RequestPlan, UpdatePlan, Workload, arguments
 
@@ -50,7 +52,7 @@ if TYPE_CHECKING:
 
     from fdasync.cache.store.base import Store
     from fdasync.result import Delta, Result, Sample
-    from fdasync.runner.base import StepOutput
+    from fdasync.runner.base import Runner, RunnerLimits, StepOutput
     from fdasync.testing.harness.pass_model import Read
 
 
@@ -156,17 +158,17 @@ class _Simulation:
         self.grace_s = grace_s
         weights_id = work.runner.weights_id
         self.passes = before.next_life(weights_id) if before else PassModel(work.runner.block_tokens, weights_id)
-        inner = SyntheticRunner(work.runner, work.config.runner_limits())
-        self.oracle = inner.oracle
+        # of all ranks; what may go wrong does so on one of them
+        self.ranks: list[FaultRunner] = []
+        self.synthetic: list[SyntheticRunner] = []
+        self.oracle = Oracle(work.runner)
         self.runner = FaultRunner(
-            inner,
+            ranked(self._rank, work.config.runner_limits()),
             Random(work.seed),
-            max_delay_s=work.max_delay_s,
-            fault=work.step_fault,
             on_launch=self.passes.launched,
             on_done=self._done,
             on_copied=self.passes.copied,
-            on_weights=lambda: self.passes.new_weights(inner.weights_id),
+            on_weights=lambda: self.passes.new_weights(self.synthetic[0].weights_id),
         )
         recording = RecordingStore(store, self.passes, closes=closes)
         words = 12 if work.runner.pass_stamp else 8
@@ -183,6 +185,20 @@ class _Simulation:
         self.rows = 0
         self.long_runs = 0
         self.cause: BaseException | None = None
+
+    def _rank(self, limits: RunnerLimits) -> Runner:
+        """A rank answers late, and at a time of its own; one of them may fail, hang or die."""
+        work, rank = self.work, limits.rank
+        runner = SyntheticRunner(msgspec.structs.replace(work.runner, seed=work.runner.seed + rank), limits)
+        self.synthetic.append(runner)
+        faults = FaultRunner(
+            runner,
+            Random(work.seed + rank),
+            max_delay_s=work.max_delay_s,
+            fault=work.step_fault if rank == work.fault_rank else None,
+        )
+        self.ranks.append(faults)
+        return faults
 
     @property
     def failed(self) -> bool:
@@ -218,7 +234,12 @@ class _Simulation:
             # no request was there to raise the failure
             self._saw(error)
         assert self.failed == (engine.state == "failed"), f"the engine is {engine.state}"
-        assert self.cause is None or self.runner.broken, f"the engine failed, its runner did not: {self.cause!r}"
+        assert self.cause is None or any(rank.broken for rank in self.ranks), (
+            f"the engine failed, its runner did not: {self.cause!r}"
+        )
+        if self.failed and len(self.ranks) > 1:
+            # a step that fails says so in its own words; a rank that hangs or dies has no other name
+            assert f"rank {work.fault_rank} of {len(self.ranks)}" in str(self.cause), f"{self.cause!r} names no rank"
         self._check_trace()
         self._check_salts()
         stats = engine.stats().scheduler

@@ -82,7 +82,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         updates: of the weights, in order of time.
         again: requests for a second engine on the same store.
         forgets_at_s: when the store loses all objects.
-        fault_rank: of the group, where the fault is; ranks without it answer as they can.
+        fault_rank: the rank that has the fault, in a group.
     """
 
     seed: int
@@ -200,6 +200,11 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         requests = tuple(draw.request(number) for number in range(random.randint(3, 24)))
         config = with_policy(tiers.config(config, num_blocks), Random(f"policy {seed}"))
         again = tiers.again(requests, config)
+        groups = Random(f"ranks {seed}")
+        ranks = groups.choice((1, 1, 2, 4))
+        if ranks > 1:
+            config = msgspec.structs.replace(config, process="worker", tensor_parallel=ranks)
+            runner = msgspec.structs.replace(runner, kv_shares=groups.choice((1, 2, 4)))
         fault = None
         if random.random() < 0.25:
             kinds: tuple[StepFaultKind, ...] = ("fail", "hang", "die")
@@ -218,6 +223,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             updates=tiers.updates(draw.span_s),
             again=again,
             forgets_at_s=tiers.forgets(draw.span_s),
+            fault_rank=groups.randrange(ranks),
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from fdasync_transformers.model.refusals import refuse_unservable
 from fdasync_transformers.parallel.shard import Sharded
@@ -45,6 +46,7 @@ def row(family: str) -> str:
     return f"| {family} | {two} | {four} | {attention} |"
 
 
+@pytest.mark.slow
 def test_the_page_has_every_family() -> None:
     entries = {name: entry for name, entry in FAMILIES.items() if not entry.quantised and entry.vision is None}
     wanted = [row(name) for name, entry in entries.items() if not entry.refused]

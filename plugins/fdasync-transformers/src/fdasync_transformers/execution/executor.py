@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     import asyncio
 
     from fdasync.cache.aux_arena import AuxArena
-    from fdasync.cache.host_arena import HostArena
+    from fdasync.cache.host_arena import HostArena, HostPart
     from fdasync.events.actions import RunStep, SwapIn, SwapOut
-    from fdasync.gpu.block_rows import HostPart
     from fdasync.runner.base import CopyOutput, StepOutput
     from fdasync.runner.input_batch import InputBatch
     from fdasync_transformers.capture.aux_data import AuxData

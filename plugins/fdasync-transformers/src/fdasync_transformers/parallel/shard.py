@@ -63,6 +63,11 @@ class Sharded:
         if self._plan.heads:
             self._set_groups(model, names, queries)
 
+    @property
+    def held_token_nbytes(self) -> int:
+        """Bytes of a token's KV on this rank."""
+        return self._layout(tuple(self._layers.values())).held_token_nbytes
+
     def layout(self, layers: Sequence[LayerSpec]) -> KVLayout:
         """The layout of whole blocks, and this rank's part of them.
 
@@ -71,9 +76,8 @@ class Sharded:
 
         Raises UnsupportedModel where they are not the parts that were planned.
         """
-        rank, ranks = (0, 1) if self.shares_blocks else (self._rank, self._ranks)
         whole = tuple(replace(layer, kv_heads=self._layers[layer.index].kv_heads) for layer in layers)
-        made = KVLayout(whole, self._dtype, rank, ranks)
+        made = self._layout(whole)
         for found, spec in zip(layers, whole, strict=True):
             stored = made.stored_heads(spec)
             if found.kv_heads != stored.stop - stored.start:
@@ -95,12 +99,16 @@ class Sharded:
         for name in self._plan.divided:
             model.get_submodule(name).register_forward_pre_hook(_dividing(collectives.ranks))
 
+    def _layout(self, layers: tuple[LayerSpec, ...]) -> KVLayout:
+        rank, ranks = (0, 1) if self.shares_blocks else (self._rank, self._ranks)
+        return KVLayout(layers, self._dtype, rank, ranks)
+
     def _check_heads(self, model: PreTrainedModel, names: Mapping[int, str]) -> None:
         """Raise UnsupportedModel where a rank's queries attend to some of the heads that it stores: the library's own
         attention cannot."""
         if self.shares_blocks:
             return
-        layout = KVLayout(tuple(self._layers.values()), model.dtype, self._rank, self._ranks)
+        layout = self._layout(tuple(self._layers.values()))
         for layer in layout.layers:
             if layout.attended_heads(layer) != layout.stored_heads(layer):
                 problem = f"tensor parallel: ranks share several KV heads of {names[layer.index]}"
@@ -119,7 +127,7 @@ class Sharded:
 
     def _set_groups(self, model: PreTrainedModel, names: Mapping[int, str], queries: Mapping[int, int]) -> None:
         """Tell the attention modules how many of this rank's query heads share a KV head of it."""
-        layout = KVLayout(tuple(self._layers.values()), model.dtype, self._rank, self._ranks)
+        layout = self._layout(tuple(self._layers.values()))
         for layer in layout.layers:
             module: Any = model.get_submodule(names[layer.index])
             if not layer.latent_rank and hasattr(module, "num_key_value_groups"):

@@ -65,11 +65,13 @@ def examine(config: TransformersConfig, limits: RunnerLimits, device: torch.devi
         facts |= _shapes(model, checkpoint.model_type, config, limits)
         if limits.tensor_parallel > 1:
             with library_code(checkpoint.model_type, "cutting it for ranks"):
-                Sharded(model, limits.rank, limits.tensor_parallel, latent=config.latent_mla)
-            notes.append(f"a rank of {limits.tensor_parallel}: {_weights_nbytes(model) / 1e9:.3g} GB of weights")
+                sharded = Sharded(model, limits.rank, limits.tensor_parallel, latent=config.latent_mla)
+            facts |= {"weights_nbytes": _weights_nbytes(model), "kv_token_nbytes": sharded.held_token_nbytes}
     except UnsupportedModel as error:
         return ModelReport(**facts, served=False, reason=error.reason, notes=tuple(notes))
-    return ModelReport(**facts, served=True, numerics=limits.numerics, notes=tuple(notes))
+    return ModelReport(
+        **facts, served=True, numerics=limits.numerics, tensor_parallel=limits.tensor_parallel, notes=tuple(notes)
+    )
 
 
 def _shapes(model: PreTrainedModel, kind: str, config: TransformersConfig, limits: RunnerLimits) -> dict[str, Any]:
