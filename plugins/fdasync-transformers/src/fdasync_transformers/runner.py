@@ -61,7 +61,6 @@ from fdasync_transformers.start.runner_config import (
 )
 from fdasync_transformers.weights import identity, loading
 from fdasync_transformers.weights.update import LiveWeights
-from fdasync_transformers.weights.whole import weights_id
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -399,7 +398,7 @@ class TransformersRunner(Runner):
             fingerprint=identity.fingerprint(model, self.limits.numerics),
             weights_id=identity.DRAWN_ID
             if self.config.weights == "random"
-            else weights_id(opened.names, self._collectives),
+            else identity.whole_weights_id(opened.names, self._collectives),
             vocab_size=int(model.config.vocab_size),
             eos_ids=loading.eos_ids(checkpoint),
             max_context_tokens=max_context,

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from fdasync.errors import FdasyncError, InvariantBroken, WeightsBroken, WeightsRejected
+from fdasync_transformers.parallel.whole import agree
 from fdasync_transformers.weights import identity, loading
 from fdasync_transformers.weights.mapping import destination, locate, meeting, misfit, place
 from fdasync_transformers.weights.placement import Placement
 from fdasync_transformers.weights.ties import settle, tied_groups
-from fdasync_transformers.weights.whole import agree, fingerprint, weights_id
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -111,11 +111,11 @@ class LiveWeights:
             raise WeightsBroken(problem) from failed
         self.broken = frozenset()
         _log.info("%s: new weights, %s", path, "; ".join(notes) or "stored plain")
-        return weights_id(self._checkpoint_names, self._collectives)
+        return identity.whole_weights_id(self._checkpoint_names, self._collectives)
 
     def fingerprint(self, with_tensors: bool) -> WeightsFingerprint:
         """Of the weights in use; each tensor's digest, too, where they are asked for."""
-        return fingerprint(self._checkpoint_names, self._collectives, with_tensors)
+        return identity.whole_fingerprint(self._checkpoint_names, self._collectives, with_tensors)
 
     def read_id(self, path: str) -> str:
         """The weights id that `load_folder` would return; changes nothing. Holds one tensor of the model at a time.

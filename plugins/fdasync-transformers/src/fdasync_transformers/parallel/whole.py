@@ -1,7 +1,7 @@
 """The whole tensors of a model of which each rank of a group holds parts; and what the ranks agree on.
 
 Rank 0 gathers one tensor after the other, so that what names weights does not depend on the number of ranks. All ranks
-go through the same tensors in the same order. Knows tensors; knows no folders. Called by `update.py` and `runner.py`.
+go through the same tensors in the same order. Knows tensors; knows no folders. Called by the room `weights`.
 """
 
 from __future__ import annotations
@@ -10,38 +10,28 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fdasync_transformers.weights import identity
-
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from fdasync.request import WeightsFingerprint
     from fdasync_transformers.parallel.collectives import Collectives
     from fdasync_transformers.parallel.cuts import Cut
-    from fdasync_transformers.weights.names import Names
 
 # of the rows that all ranks give at once
 _BAND_NBYTES = 16 << 20
 
 
-def weights_id(names: Names, collectives: Collectives | None = None) -> str:
-    """As `identity.weights_id`, of the whole model; every rank gets it.
+def whole_tensors(
+    state: Mapping[str, torch.Tensor], cuts: Mapping[str, Cut], collectives: Collectives | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a state dict by name, sorted: whole at rank 0, one at a time. Every rank goes through all.
 
     Args:
-        names: whose model it is.
+        cuts: of the tensors that ranks hold parts of.
         collectives: of the group; None: this process holds all.
     """
-    if collectives is None:
-        return identity.weights_id(names.model)
-    found = _fingerprint(names, collectives, with_tensors=False)
-    return collectives.tell(found.weights_id.encode(), "weights id")[0].decode()
-
-
-def fingerprint(names: Names, collectives: Collectives | None, with_tensors: bool) -> WeightsFingerprint:
-    """As `identity.fingerprint_of`, of the whole model; that of rank 0 has a meaning."""
-    if collectives is None:
-        return identity.fingerprint_of(sorted(names.model.state_dict().items()), with_tensors)
-    return _fingerprint(names, collectives, with_tensors)
+    for name, tensor in sorted(state.items()):
+        cut = cuts.get(name)
+        yield name, tensor if cut is None or collectives is None else gathered(tensor, cut, collectives, name)
 
 
 def gathered(tensor: torch.Tensor, cut: Cut, collectives: Collectives, name: str) -> torch.Tensor:
@@ -73,23 +63,6 @@ def agree(collectives: Collectives | None, problem: str, label: str) -> str:
     if len(set(told)) == 1:
         return told[0]
     return "; ".join(f"rank {rank} of {len(told)}: {one}" for rank, one in enumerate(told) if one)
-
-
-def _fingerprint(names: Names, collectives: Collectives, with_tensors: bool) -> WeightsFingerprint:
-    tensors = _whole_tensors(names.model.state_dict(), names.cuts, collectives)
-    if not collectives.rank:
-        return identity.fingerprint_of(tensors, with_tensors)
-    for _ in tensors:
-        pass
-    return identity.fingerprint_of((), with_tensors)
-
-
-def _whole_tensors(
-    state: Mapping[str, torch.Tensor], cuts: Mapping[str, Cut], collectives: Collectives
-) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in sorted(state.items()):
-        cut = cuts.get(name)
-        yield name, tensor if cut is None else gathered(tensor, cut, collectives, name)
 
 
 def _bands(tensor: torch.Tensor, begin: int, end: int) -> Iterator[tuple[int, int]]:
