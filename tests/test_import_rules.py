@@ -139,13 +139,13 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
             "fdasync.gpu.kernels.*", "fdasync.ipc.*", "fdasync.request", "fdasync.result", "fdasync.runner.base",
             "fdasync.runner.prompt_scores",
         ),
-        "fdasync_transformers.weights": ("fdasync.request", "fdasync.runner.base"),
     },
     {
         "fdasync_mooncake.testing": ("fdasync.ipc.*", "fdasync.testing.*", "fdasync_mooncake.*"),
         "fdasync_transformers.fused": (
             "fdasync.gpu.capture", "fdasync.gpu.kernels.*", "fdasync_transformers.model.*",
         ),
+        "fdasync_transformers.parallel": ("fdasync.ipc.exchange", "fdasync_transformers.model.*"),
         "fdasync_transformers.replay": ("fdasync.result", "fdasync_transformers.model.*"),
     },
     {
@@ -153,6 +153,11 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
             "fdasync.cache.aux", "fdasync.cache.debug_rows", "fdasync.gpu.*", "fdasync_transformers.fused.*",
             "fdasync_transformers.model.*",
         ),
+        "fdasync_transformers.weights": (
+            "fdasync.request", "fdasync.runner.base", "fdasync_transformers.parallel.*",
+        ),
+    },
+    {
         "fdasync_transformers.fixed": (
             "fdasync.gpu.kernels.*", "fdasync_transformers.fused.*", "fdasync_transformers.model.*",
             "fdasync_transformers.replay.*", "fdasync_transformers.sampling.*", "fdasync_transformers.weights.*",
@@ -167,20 +172,20 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         "fdasync_transformers.execution": (
             *_ARENAS, *_RUNNER, "fdasync.gpu.*", "fdasync.request", "fdasync_transformers.capture.*",
             "fdasync_transformers.fixed.*", "fdasync_transformers.fused.*", "fdasync_transformers.model.*",
-            "fdasync_transformers.sampling.*",
+            "fdasync_transformers.parallel.*", "fdasync_transformers.sampling.*",
         ),
     },
     {
         "fdasync_transformers.start": (
             *_RUNNER, "fdasync.request", "fdasync.runner.report", "fdasync_transformers.capture.*",
             "fdasync_transformers.execution.*", "fdasync_transformers.fixed.*", "fdasync_transformers.fused.*",
-            "fdasync_transformers.model.*", "fdasync_transformers.weights.*",
+            "fdasync_transformers.model.*", "fdasync_transformers.parallel.*", "fdasync_transformers.weights.*",
         ),
     },
     {
         "fdasync_transformers": (
-            *_ARENAS, *_RUNNER, "fdasync.engine.tokenizer", "fdasync.request", "fdasync.runner.report",
-            "fdasync_transformers.*",
+            *_ARENAS, *_RUNNER, "fdasync.engine.tokenizer", "fdasync.ipc.exchange", "fdasync.request",
+            "fdasync.runner.report", "fdasync_transformers.*",
         ),
     },
     {

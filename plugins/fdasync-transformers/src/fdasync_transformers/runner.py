@@ -12,6 +12,7 @@ import asyncio
 import gc
 import os
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -41,6 +42,7 @@ from fdasync_transformers.fused.live_rows import LiveRows
 from fdasync_transformers.model.families import decoder_layers
 from fdasync_transformers.model.head import decoder_of
 from fdasync_transformers.model.kv import KVLayout, KVPool
+from fdasync_transformers.parallel.collectives import Collectives, HostCollectives
 from fdasync_transformers.sampling.grammar_process import GrammarProcess
 from fdasync_transformers.sampling.grammars import Grammars
 from fdasync_transformers.sampling.paced import Paced
@@ -51,6 +53,7 @@ from fdasync_transformers.start.runner_config import (
     check_config,
     check_device,
     check_numerics,
+    check_ranks,
     device_of,
     graph_tokens,
     memory_share,
@@ -69,6 +72,7 @@ if TYPE_CHECKING:
     from fdasync.cache.aux_arena import AuxArena
     from fdasync.cache.host_arena import HostArena
     from fdasync.events.actions import RunStep, SwapIn, SwapOut
+    from fdasync.ipc.exchange import Exchange
     from fdasync.request import Grammar, WeightsFingerprint
     from fdasync.runner.base import CopyOutput, StepOutput, TensorMeta
     from fdasync.runner.report import ModelReport
@@ -101,6 +105,8 @@ class TransformersRunner(Runner):
         self._compiling = Paced(_COMPILING_SHARE, _COMPILING_BURST_S)
         self._graph_tokens: tuple[int, ...] = ()
         self._live = LiveRows()
+        self._collectives: Collectives | None = None
+        self._shares_blocks = False
 
     def examine(self) -> ModelReport:
         """As `Runner.examine`: builds the model on the meta device. Raises CheckpointError and ConfigError."""
@@ -108,7 +114,17 @@ class TransformersRunner(Runner):
         device = device_of(self.config)
         check_device(self.config, device)
         check_numerics(self.config, self.limits, device)
+        check_ranks(self.config, self.limits, device)
         return examine(self.config, self.limits, device)
+
+    def join(self, exchange: Exchange) -> None:
+        """As `Runner.join`: this process loads and computes its parts of the model."""
+        if (exchange.rank, exchange.ranks) != (self.limits.rank, self.limits.tensor_parallel):
+            problem = (
+                f"rank {exchange.rank} of {exchange.ranks} for {self.limits.rank} of {self.limits.tensor_parallel}"
+            )
+            raise InvariantBroken(problem)
+        self._collectives = HostCollectives(exchange)
 
     async def open(self) -> Capacity:
         """Load, mend, probe, check, size. Blocks its loop meanwhile.
@@ -136,6 +152,9 @@ class TransformersRunner(Runner):
         device = device_of(config)
         check_device(config, device)
         check_numerics(config, self.limits, device)
+        check_ranks(config, self.limits, device)
+        if (self.limits.tensor_parallel > 1) != (self._collectives is not None):
+            raise InvariantBroken(f"{self.limits.tensor_parallel} ranks, and this one did not join them before open")
         with _current(device):
             return self._load(device)
 
@@ -144,10 +163,12 @@ class TransformersRunner(Runner):
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         elif device.type == "cpu":
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
+            cores = len(os.sched_getaffinity(0)) - 1
+            torch.set_num_threads(max(1, cores // limits.tensor_parallel))
         checkpoint = loading.read_checkpoint(limits.model, with_tensors=config.weights != "random")
         facts = identity.config_facts(checkpoint.config)
-        opened = open_model(checkpoint, config, limits, device, self._make_step_model, self._live)
+        opened = open_model(checkpoint, config, limits, device, self._make_step_model, self._live, self._collectives)
+        self._shares_blocks = opened.shares_blocks
         self._step_model, self._routers = opened.step_model, opened.routers
         self._moe = opened.experts if limits.capture is not False else None
         model = opened.step_model.model
@@ -159,13 +180,14 @@ class TransformersRunner(Runner):
             opened.max_context_tokens,
             opened.block_tokens,
             config.kv_cache_nbytes,
-            share=memory_share(config, device),
+            share=memory_share(config, device) / (limits.tensor_parallel if device.type == "cpu" else 1),
             graphs=len(self._graph_tokens) if config.cuda_graphs else 0,
         )
-        self._weights = LiveWeights(opened.names, facts)
+        self._weights = LiveWeights(opened.names, facts, self._collectives)
         notes = [*opened.notes]
         self._grammars = _grammars_of(checkpoint, model, notes)
-        if self._grammars is not None:
+        # rank 0 samples
+        if self._grammars is not None and not limits.rank:
             path = checkpoint.folder / "tokenizer.json"
             self._checks = GrammarProcess(path, int(model.config.vocab_size), loading.eos_ids(checkpoint))
         self._capacity = self._describe(checkpoint, opened, num_blocks, specs, tuple(notes))
@@ -179,7 +201,7 @@ class TransformersRunner(Runner):
         step_model, capacity = self._step_model, self._capacity
         if step_model is None or capacity is None:
             raise InvariantBroken("bind before open")
-        if (arena is not None) != bool(capacity.aux_specs):
+        if (arena is not None) != (bool(capacity.aux_specs) and not self.limits.rank):
             raise InvariantBroken("an arena is bound exactly where there are aux data")
         device = step_model.model.device
         services = None
@@ -251,6 +273,8 @@ class TransformersRunner(Runner):
             matchers=LaneMatchers(self._grammars, table),
             vocab_size=capacity.vocab_size,
             logits_dtype=self.config.logits_dtype,
+            part=replace(pool.part, writes=not limits.rank) if self._shares_blocks else pool.part,
+            collectives=self._collectives,
         )
         if services is None or not isinstance(step_model, DeviceStepModel):
             return HostExecutor(step_model, bound)
@@ -272,9 +296,10 @@ class TransformersRunner(Runner):
 
     async def check_grammar(self, grammar: Grammar) -> None:
         """Has a child process check it first: compiling it may take minutes."""
-        if self._grammars is None or self._checks is None:
+        if self._grammars is None:
             await super().check_grammar(grammar)
-        else:
+        # of a group rank 0 alone samples, and checks
+        elif self._checks is not None:
             await self._checks.check(grammar)
             # so that no step compiles it
             await self._compiling.run(partial(self._grammars.check, grammar))
@@ -371,7 +396,9 @@ class TransformersRunner(Runner):
         return Capacity(
             model=f"{checkpoint.folder.name} ({checkpoint.model_type})",
             fingerprint=identity.fingerprint(model, self.limits.numerics),
-            weights_id=identity.DRAWN_ID if self.config.weights == "random" else identity.weights_id(model),
+            weights_id=identity.DRAWN_ID
+            if self.config.weights == "random"
+            else identity.whole_weights_id(opened.names, self._collectives),
             vocab_size=int(model.config.vocab_size),
             eos_ids=loading.eos_ids(checkpoint),
             max_context_tokens=max_context,
@@ -393,6 +420,7 @@ class TransformersRunner(Runner):
             routing_debug=self.limits.routing_debug and moe is not None,
             prefill_tokens_per_s=prefill_tokens_per_s(opened.step_model, self.limits, max_context, block_tokens),
             numerics=self.limits.numerics,
+            tensor_parallel=self.limits.tensor_parallel,
             notes=notes,
         )
 

@@ -36,6 +36,7 @@ def opened(folder: Path, numerics: Any, **config: Any) -> Any:
         ("experts", "fused"),
         ("kernels", "triton"),
         ("self_check", False),
+        ("dtype", "float64"),
     ],
 )
 async def test_settings_without_fixed_numerics_are_refused_by_name(folder: Path, key: str, value: Any) -> None:

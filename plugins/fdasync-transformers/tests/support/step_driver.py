@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,6 +18,10 @@ from fdasync.cache.aux_arena import AuxArena
 from fdasync.events.actions import BlockAppend, Chunk, RunStep, SeqStart
 from fdasync.request import SamplerSpec
 from fdasync.runner.base import RunnerLimits
+
+if TYPE_CHECKING:
+    from fdasync.cache.host_arena import HostArena
+    from fdasync.ipc.exchange import Exchange
 
 GREEDY = {"temperature": 0.0}
 
@@ -74,8 +78,19 @@ class Driver:
         self.key = 0
 
     @classmethod
-    async def open(cls, folder: Any, *, config: dict[str, Any] | None = None, seed: int = 0, **limits: Any) -> Driver:
-        values = {"max_running": 4, "max_step_tokens": 128, "block_tokens": 4, "num_blocks": 64, **limits}
+    async def open(
+        cls,
+        folder: Any,
+        *,
+        config: dict[str, Any] | None = None,
+        seed: int = 0,
+        exchange: Exchange | None = None,
+        host: HostArena | None = None,
+        **limits: Any,
+    ) -> Driver:
+        """`exchange`: of a group, whose ranks each have a driver that makes the same steps."""
+        ranks = {} if exchange is None else {"tensor_parallel": exchange.ranks, "rank": exchange.rank}
+        values = {"max_running": 4, "max_step_tokens": 128, "block_tokens": 4, "num_blocks": 64, **ranks, **limits}
         if "kernels" in (config or {}) and not torch.cuda.is_available():
             # kernels launch a program for each part of a context: two, and not as many as fit a processor
             values.setdefault("max_context_tokens", 64)
@@ -83,11 +98,17 @@ class Driver:
             TransformersConfig(**{"dtype": "float32", "device": "cpu", **(config or {})}),
             RunnerLimits(model=str(folder), **values),
         )
-        capacity = await runner.open()
+        if exchange is not None:
+            runner.join(exchange)
+        try:
+            capacity = await runner.open()
+        except BaseException:
+            await runner.aclose()
+            raise
         arena = None
-        if capacity.aux_specs:
+        if capacity.aux_specs and not runner.limits.rank:
             arena = AuxArena.create(capacity.num_blocks + 3, capacity.block_tokens, capacity.aux_specs)
-        await runner.bind(capacity.num_blocks, arena)
+        await runner.bind(capacity.num_blocks, arena, host)
         return cls(runner, capacity, arena, seed)
 
     async def close(self) -> None:
@@ -190,6 +211,6 @@ class Driver:
 
     def _grow(self, seq: Sequence) -> None:
         seq.blocks.append(self.free_blocks.pop())
-        if self.arena is not None:
+        if self.capacity.aux_specs:
             self.generation += 1
             seq.slots.append((self.free_slots.pop(), self.generation))

@@ -113,8 +113,9 @@ def test_streaming_again_keeps_every_address(tmp_path: Path) -> None:
     model = load(tmp_path / "old")
     before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
     new = loading.read_checkpoint(str(tmp_path / "new"))
-    placed = place(loading.names_of(new, model), new.tensors, new.folder)
-    loading.stream(model, placed.tensors, placed.placements)
+    names = loading.names_of(new, model)
+    placed = place(names, new.tensors, new.folder)
+    loading.stream(names, placed.tensors, placed.placements)
     assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == before
     assert naming.weights_id(model) == naming.weights_id(load(tmp_path / "new"))
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from common_families import COMMON
 from fdasync_transformers import named_tensors
+from fdasync_transformers.parallel.cuts import Target
 from fdasync_transformers.weights import identity
 from fdasync_transformers.weights.mapping import locate
 from fdasync_transformers.weights.names import Names
 from fdasync_transformers.weights.random_checkpoints import VOCAB_SIZE
 from fdasync_transformers.weights.shards import SINGLE_FILE
-from fdasync_transformers.weights.update import _fill
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from live_weights import Live, assert_equal, stored
@@ -372,7 +372,7 @@ def test_any_strides_are_filled_in_the_order_of_the_shape(shape: list[int], rand
     want = torch.arange(target.numel(), dtype=torch.float64)
     ends = sorted({min(cut, len(want)) for cut in cuts} | {0, len(want)})
     for first, last in pairwise(ends):
-        _fill(target, first, want[first:last])
+        Target.whole(target).put_flat(first, want[first:last])
     assert torch.equal(target.reshape(-1), want.to(torch.float32))
 
 

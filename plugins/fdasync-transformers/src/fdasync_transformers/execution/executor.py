@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     import asyncio
 
     from fdasync.cache.aux_arena import AuxArena
-    from fdasync.cache.host_arena import HostArena
+    from fdasync.cache.host_arena import HostArena, HostPart
     from fdasync.events.actions import RunStep, SwapIn, SwapOut
     from fdasync.runner.base import CopyOutput, StepOutput
     from fdasync.runner.input_batch import InputBatch
     from fdasync_transformers.capture.aux_data import AuxData
     from fdasync_transformers.execution.lane_matchers import LaneMatchers
     from fdasync_transformers.model.kv import KVPool
+    from fdasync_transformers.parallel.collectives import Collectives
 
 _NARROW = (torch.bfloat16, torch.float16)
 
@@ -40,6 +41,8 @@ class Bound:
         matchers: of the grammars of its sequences.
         vocab_size: logits past it belong to no token.
         logits_dtype: torch's name of the dtype that sampling works in.
+        part: of host blocks that the pool's rows are.
+        collectives: of the group that computes each step together; None: this process alone.
     """
 
     pool: KVPool
@@ -50,6 +53,8 @@ class Bound:
     matchers: LaneMatchers
     vocab_size: int
     logits_dtype: str
+    part: HostPart | None = None
+    collectives: Collectives | None = None
 
     def trim(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits of the vocabulary alone, a view; rounded where sampling works in a narrower dtype than float32.

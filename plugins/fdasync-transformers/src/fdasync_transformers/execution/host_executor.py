@@ -19,11 +19,14 @@ from fdasync.gpu.block_rows import BlockRows
 from fdasync.runner.base import CopyOutput, StepOutput
 from fdasync.runner.prompt_scores import scored_runs
 from fdasync_transformers.execution.executor import Executor
+from fdasync_transformers.parallel.in_step import share_step
 from fdasync_transformers.sampling.sampler import sample
 from fdasync_transformers.sampling.scoring import compute_scores, plan_scores, read_scores
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from numpy.typing import NDArray
 
     from fdasync.runner.base import PromptScores
     from fdasync.runner.input_batch import Batch
@@ -40,7 +43,7 @@ class HostExecutor(Executor):
     def __init__(self, model: StepModel, bound: Bound) -> None:
         self._model = model
         self._bound = bound
-        self._blocks = None if bound.host is None else BlockRows(bound.pool.blocks, bound.host)
+        self._blocks = None if bound.host is None else BlockRows(bound.pool.blocks, bound.host, bound.part)
         self._failure = ""
 
     def launch(self, step: RunStep) -> asyncio.Future[StepOutput]:
@@ -69,7 +72,9 @@ class HostExecutor(Executor):
     def _perform(self, step: RunStep) -> StepOutput:
         bound = self._bound
         batch = bound.table.plan(step)
-        bound.matchers.follow(step)
+        leads = bound.collectives is None or not bound.collectives.rank
+        if leads:
+            bound.matchers.follow(step)
         for start in step.starts:
             column, offset = divmod(start.num_cached, bound.pool.block_tokens)
             if offset:
@@ -78,6 +83,8 @@ class HostExecutor(Executor):
         if not len(batch.positions):
             return StepOutput(step.step_id, ())
         rows = (np.cumsum(batch.counts) - 1)[batch.sampled]
+        if not leads:
+            return self._follow(batch)
         plan = plan_scores(scored_runs(batch, bound.table))
         scores: tuple[PromptScores, ...] = ()
         if plan is None:
@@ -86,10 +93,24 @@ class HostExecutor(Executor):
             with self._model.head.keeping():
                 logits = self._model.run(batch, bound.table, bound.pool, rows)
                 scores = self._score(plan)
-        if bound.aux is not None and bound.arena is not None:
-            bound.arena.scatter(batch.aux_index, batch.generations, bound.aux.rows(batch.positions))
+        values = None if bound.aux is None else bound.aux.rows(batch.positions)
+        if values is not None and bound.arena is not None:
+            bound.arena.scatter(batch.aux_index, batch.generations, values)
         output = self._sample(batch, logits) if len(rows) else StepOutput(step.step_id, ())
+        if bound.collectives is not None:
+            share_step(bound.collectives, step.step_id, values, np.array(output.tokens, np.int32))
         return msgspec.structs.replace(output, scores=scores) if scores else output
+
+    def _follow(self, batch: Batch) -> StepOutput:
+        """As another rank than the first: KV and rows, without logits; the tokens are those that rank 0 samples."""
+        bound, collectives = self._bound, self._bound.collectives
+        if collectives is None:
+            raise InvariantBroken("a step of a group, and there is none")
+        self._model.run(batch, bound.table, bound.pool, np.zeros(0, np.int64))
+        values = None if bound.aux is None else bound.aux.rows(batch.positions)
+        tokens = share_step(collectives, batch.step_id, values, np.zeros(0, np.int32))
+        self._keep(batch, tokens)
+        return StepOutput(batch.step_id, tuple(tokens.tolist()))
 
     def _score(self, plan: ScorePlan) -> tuple[PromptScores, ...]:
         device = self._model.model.device
@@ -109,13 +130,20 @@ class HostExecutor(Executor):
         matchers = self._bound.matchers.of(lanes)
         masks = None if matchers is None else matchers.masks()
         out = sample(self._bound.trim(logits), specs, ends, histories, masks)
-        # a sequence at the end of its context samples a token that no step will read
-        kept = positions < table.tokens.shape[1]
-        table.tokens[lanes[kept], positions[kept]] = np.array(out.tokens, np.int32)[kept]
+        self._keep(batch, np.array(out.tokens, np.int32))
         output = out.step_output(batch.step_id)
         if matchers is not None:
             output = msgspec.structs.replace(output, problems=matchers.accept(out.tokens))
         return output
+
+    def _keep(self, batch: Batch, tokens: NDArray[np.int32]) -> None:
+        """Write sampled tokens to where the next step reads them."""
+        table = self._bound.table
+        lanes = batch.lanes[batch.sampled]
+        positions = table.length[lanes]
+        # a sequence at the end of its context samples a token that no step will read
+        kept = positions < table.tokens.shape[1]
+        table.tokens[lanes[kept], positions[kept]] = tokens[kept]
 
     def _move(self, copy: SwapOut | SwapIn) -> CopyOutput:
         blocks, table, arena = self._blocks, self._bound.table, self._bound.arena

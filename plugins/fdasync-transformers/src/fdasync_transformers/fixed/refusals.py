@@ -12,7 +12,7 @@ import torch
 
 from fdasync.errors import BadInput, UnsupportedModel
 from fdasync_transformers.model.refusals import refuse_unservable
-from fdasync_transformers.weights.named import SERVED, dtypes_of, first_other, served_layout
+from fdasync_transformers.weights.named import dtypes_of, first_other, served_layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # attributes of modules by which values are dropped, or noise is added, in training
 _RANDOM = ("dropout", "dropout_prob", "layerdrop", "jitter")
+#: by name, the dtypes that there are fixed numerics in
+FIXED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # "none": nothing was chosen, which is ieee
 _WHOLE = ("ieee", "none")
 _AS_HIGHEST = '"ieee", as torch.set_float32_matmul_precision("highest") does'
@@ -95,10 +97,10 @@ def _is_random(module: torch.nn.Module, name: str) -> bool:
 
 def served_dtypes(model: PreTrainedModel) -> tuple[dict[str, torch.dtype], tuple[str, ...]]:
     """Dtypes of a rollout in this model's dtype, by name; and the model's parameters that stay in float32 where others
-    are rounded, by FSDP perhaps. Raises BadInput for a dtype that no engine serves in."""
-    if model.dtype not in SERVED.values():
+    are rounded, by FSDP perhaps. Raises BadInput for a dtype without fixed numerics."""
+    if model.dtype not in FIXED_DTYPES.values():
         hint = "use model.float(); or masters in float32, which FSDP2's MixedPrecisionPolicy rounds"
-        raise BadInput("model", f"is in {model.dtype}, as no rollout is", limit=", ".join(SERVED), hint=hint)
+        raise BadInput("model", f"is in {model.dtype}, as no rollout is", limit=", ".join(FIXED_DTYPES), hint=hint)
     dtypes = dtypes_of(served_layout(model, model.dtype))
     rounded = dtypes
     if model.dtype == torch.float32:

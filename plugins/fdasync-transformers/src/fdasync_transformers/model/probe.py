@@ -50,11 +50,13 @@ class ProbeLog:
     Attributes:
         model_type: of the model.
         layers: by layer index, (module, kv heads, key dim, value dim, mask note or None).
+        query_heads: by layer index.
     """
 
     def __init__(self, model_type: str) -> None:
         self.model_type = model_type
         self.layers: dict[int, tuple[torch.nn.Module, int, int, int, MaskNote | None]] = {}
+        self.query_heads: dict[int, int] = {}
 
 
 def attention_layers(
@@ -125,6 +127,7 @@ def _probe_attention(
         if kwargs.get(name) is not None:
             raise UnsupportedModel(fd_ctx.model_type, f"attention with {name!r}")
     fd_ctx.layers[index] = (module, key.shape[1], key.shape[3], value.shape[3], attention_mask)
+    fd_ctx.query_heads[index] = query.shape[1]
     groups = query.shape[1] // value.shape[1]
     return value.repeat_interleave(groups, dim=1).transpose(1, 2).contiguous(), None
 

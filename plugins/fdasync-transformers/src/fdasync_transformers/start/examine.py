@@ -18,6 +18,7 @@ from fdasync_transformers.model import families, probe
 from fdasync_transformers.model.kv import KVLayout
 from fdasync_transformers.model.moe_layers import find_experts, find_moe_layers, without_experts
 from fdasync_transformers.model.refusals import refuse_unservable
+from fdasync_transformers.parallel.shard import Sharded
 from fdasync_transformers.start.open_model import check_routing, library_code, max_context_of
 from fdasync_transformers.weights import loading
 from fdasync_transformers.weights.mapping import place
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
 def examine(config: TransformersConfig, limits: RunnerLimits, device: torch.device) -> ModelReport:
     """The report of a checkpoint folder. Blocks while it reads headers and builds the model without memory.
 
-    Raises CheckpointError for a folder that is broken or not whole; ConfigError for a dtype that is not served, and for
-    routing or other data that this model has not.
+    Raises CheckpointError for a folder that is broken or not whole; ConfigError for a dtype that is not served, for
+    routing or other data that this model has not, and for a number of ranks that its sizes do not allow.
     """
     facts: dict[str, Any] = {"model": limits.model, "device": str(device), "device_nbytes": _memory_nbytes(device)}
     try:
@@ -62,9 +63,15 @@ def examine(config: TransformersConfig, limits: RunnerLimits, device: torch.devi
             placed = place(loading.names_of(checkpoint, model), checkpoint.tensors, checkpoint.folder)
             notes += loading.placed_notes(checkpoint, placed, model.dtype)
         facts |= _shapes(model, checkpoint.model_type, config, limits)
+        if limits.tensor_parallel > 1:
+            with library_code(checkpoint.model_type, "cutting it for ranks"):
+                sharded = Sharded(model, limits.rank, limits.tensor_parallel, latent=config.latent_mla)
+            facts |= {"weights_nbytes": _weights_nbytes(model), "kv_token_nbytes": sharded.held_token_nbytes}
     except UnsupportedModel as error:
         return ModelReport(**facts, served=False, reason=error.reason, notes=tuple(notes))
-    return ModelReport(**facts, served=True, numerics=limits.numerics, notes=tuple(notes))
+    return ModelReport(
+        **facts, served=True, numerics=limits.numerics, tensor_parallel=limits.tensor_parallel, notes=tuple(notes)
+    )
 
 
 def _shapes(model: PreTrainedModel, kind: str, config: TransformersConfig, limits: RunnerLimits) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from fdasync_transformers.model import families, probe
 from fdasync_transformers.model.kv import KVLayout
 from fdasync_transformers.model.moe_layers import find_experts, find_moe_layers
 from fdasync_transformers.model.refusals import refuse_unservable
+from fdasync_transformers.parallel.shard import Sharded
 from fdasync_transformers.start import selfcheck
 from fdasync_transformers.start.fuse import fuse, set_plain_experts
 from fdasync_transformers.start.same_bits import check_bits
@@ -24,7 +25,7 @@ from fdasync_transformers.start.short_reach import PLAYED_TOKENS, short_reach, s
 from fdasync_transformers.weights import loading
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from transformers import PreTrainedModel
 
@@ -34,10 +35,12 @@ if TYPE_CHECKING:
     from fdasync_transformers.fused.routers import FusedRouters
     from fdasync_transformers.model.kv import LayerSpec
     from fdasync_transformers.model.moe_layers import MoELayers
+    from fdasync_transformers.parallel.collectives import Collectives
     from fdasync_transformers.start.runner_config import TransformersConfig
     from fdasync_transformers.weights.names import Names
 
     MakeStepModel = Callable[[PreTrainedModel, KVLayout], StepModel]
+    MakeLayout = Callable[[Sequence[LayerSpec]], KVLayout]
 
 # tokens of the self-check beyond the largest size that it crosses
 _BEYOND_TOKENS = 24
@@ -54,6 +57,7 @@ class Opened:
         routers: those that are fused; None where none were tried.
         max_context_tokens: of the model and the limits.
         block_tokens: asked for, or chosen.
+        shares_blocks: every rank of the group holds whole KV blocks.
         notes: for people.
     """
 
@@ -63,6 +67,7 @@ class Opened:
     routers: FusedRouters | None
     max_context_tokens: int
     block_tokens: int
+    shares_blocks: bool
     notes: tuple[str, ...]
 
 
@@ -73,8 +78,11 @@ def open_model(
     device: torch.device,
     make_step_model: MakeStepModel,
     live: LiveRows,
+    collectives: Collectives | None = None,
 ) -> Opened:
     """Load a checkpoint (or draw its weights) on a device, and prove that it is computed right.
+
+    With `collectives`, this process's parts of it. All ranks make the same passes in the same order.
 
     Raises CheckpointError, UnsupportedModel and ConfigError.
     """
@@ -84,10 +92,19 @@ def open_model(
     check_routing(model, limits)
     names = loading.names_of(checkpoint, model)
     notes = [*checkpoint.architecture.notes]
+    make_layout = _layout_of(model)
+    if collectives is not None:
+        with library_code(kind, "cutting it for ranks"):
+            sharded = Sharded(model, collectives.rank, collectives.ranks, latent=config.latent_mla)
+        names.cuts = sharded.cuts
+        make_layout = sharded.layout
     if config.weights == "random":
-        loading.fill_random(model, device)
+        loading.fill_random(names, device)
     else:
         notes += loading.fill(model, checkpoint, names, device)
+    if collectives is not None:
+        sharded.attach(model, collectives)
+        notes.append(f"rank {collectives.rank} of {collectives.ranks}: {len(sharded.cuts)} tensors are cut")
     with library_code(kind, "a plain pass of one token"):
         experts = _experts_of(model, limits)
     set_plain_experts(model, config, experts, limits)
@@ -101,14 +118,19 @@ def open_model(
         notes.extend(fused.notes)
         return mends, fused.routers
 
-    mends, routers, layers, checked = _settle(
-        model, kind, config, limits, experts, max_context, make_step_model, settle
+    mends, routers, layout, checked = _settle(
+        model, kind, config, limits, experts, max_context, make_step_model, make_layout, settle
     )
     max_context = min(max_context, mends.max_context_tokens or max_context)
-    step_model = make_step_model(model, KVLayout(layers, model.dtype))
+    step_model = make_step_model(model, layout)
     notes += [*mends.notes, f"experts: {model.config._experts_implementation or 'own'}", *checked]
     block_tokens = limits.block_tokens or step_model.layout.choose_block_tokens()
-    return Opened(step_model, names, experts, routers, max_context, block_tokens, tuple(notes))
+    shares_blocks = collectives is not None and sharded.shares_blocks
+    return Opened(step_model, names, experts, routers, max_context, block_tokens, shares_blocks, tuple(notes))
+
+
+def _layout_of(model: PreTrainedModel) -> MakeLayout:
+    return lambda layers: KVLayout(tuple(layers), model.dtype)
 
 
 def _settle(
@@ -119,13 +141,14 @@ def _settle(
     experts: MoELayers | None,
     max_context: int,
     make_step_model: MakeStepModel,
+    make_layout: MakeLayout,
     settle: Callable[[], tuple[families.Mends, FusedRouters | None]],
-) -> tuple[families.Mends, FusedRouters | None, tuple[LayerSpec, ...], tuple[str, ...]]:
+) -> tuple[families.Mends, FusedRouters | None, KVLayout, tuple[str, ...]]:
     """Mend and fuse the model (`settle`), check it with short reaches, and find its layers as they are."""
     if not config.self_check:
         with library_code(kind, "the probe of its attention"):
             mends, routers = settle()
-            return mends, routers, _layers(model, config, mends), ()
+            return mends, routers, make_layout(_layers(model, config, mends)), ()
     with short_reach(model) as notes:
         longest = max((size + _BEYOND_TOKENS for size in sizes_of(model).values()), default=0)
         captured = experts if limits.capture is not False else None
@@ -136,7 +159,7 @@ def _settle(
         with library_code(kind, "the probe of its attention"):
             mends, routers = settle()
             layers = _layers(model, config, mends)
-        step_model = make_step_model(model, KVLayout(layers, model.dtype))
+        step_model = make_step_model(model, make_layout(layers))
         with library_code(kind, "the paged passes of the self-check"):
             block_tokens = limits.block_tokens or step_model.layout.choose_block_tokens()
             figures = [selfcheck.check(step_model, captured, routers, reference, block_tokens)]
@@ -146,7 +169,7 @@ def _settle(
         real = _layers(model, config, mends)
     if [layer.reach.kind for layer in real] != [layer.reach.kind for layer in layers]:
         raise UnsupportedModel(kind, "its attention layers have other masks with short windows than with its own")
-    return mends, routers, real, (*notes, *figures)
+    return mends, routers, make_layout(real), (*notes, *figures)
 
 
 def _layers(model: PreTrainedModel, config: TransformersConfig, mends: families.Mends) -> tuple[LayerSpec, ...]:

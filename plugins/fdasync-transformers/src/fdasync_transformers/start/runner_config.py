@@ -12,7 +12,7 @@ import torch
 
 from fdasync.errors import ConfigError
 from fdasync_transformers.execution.mixed_graphs import token_ladder
-from fdasync_transformers.fixed.refusals import refuse_settings
+from fdasync_transformers.fixed.refusals import FIXED_DTYPES, refuse_settings
 from fdasync_transformers.model.moe_layers import GROUPED_NBYTES, fits_grouped_product
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     """Settings of the `transformers` runner.
 
     Attributes:
-        dtype: of weights and KV; "auto" is the checkpoint's own.
+        dtype: of weights and KV; "auto" is the checkpoint's own. "float64" is for tests of toy models on CPUs: sums in
+            another order give the same tokens.
         weights: "random" draws weights on the device and reads none: the folder then needs only a config. For
             benchmarks.
         device: "auto" is a GPU, else the CPU; or any torch device name.
@@ -64,7 +65,7 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         completion: the completion port, by its `name`; see `fdasync.gpu.completion`.
     """
 
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
     weights: Literal["checkpoint", "random"] = "checkpoint"
     device: str = "auto"
     instance: int = 0
@@ -151,6 +152,8 @@ def check_numerics(config: TransformersConfig, limits: RunnerLimits, device: tor
         raise ConfigError(
             "runner_config.self_check", "fixed numerics are proven by it at each start", hint="leave it on"
         )
+    if config.dtype == "float64":
+        raise ConfigError("runner_config.dtype", "float64 has no fixed numerics", limit=", ".join(FIXED_DTYPES))
     on_cpu = device.type == "cpu"
     if on_cpu and uses_kernels(config, device):
         problem = "has no fixed numerics on a CPU: the interpreter's products change with their shape"
@@ -166,6 +169,19 @@ def check_numerics(config: TransformersConfig, limits: RunnerLimits, device: tor
         raise ConfigError(
             "runner_config.experts", f"{config.experts!r} has no fixed numerics on {device}", limit=", ".join(allowed)
         )
+
+
+def check_ranks(config: TransformersConfig, limits: RunnerLimits, device: torch.device) -> None:
+    """Raise ConfigError where a group of ranks is asked for, and a setting has none."""
+    if limits.tensor_parallel == 1:
+        return
+    if device.type != "cpu":
+        problem = f"ranks on {device} have no sums yet"
+        raise ConfigError("tensor_parallel", problem, limit=1, hint='use device="cpu"')
+    if uses_kernels(config, device):
+        raise ConfigError("runner_config.kernels", f"{config.kernels!r} has no ranks yet", hint='use "torch"')
+    if limits.numerics == "fixed":
+        raise ConfigError("tensor_parallel", "fixed numerics compute in one process", limit=1)
 
 
 def uses_kernels(config: TransformersConfig, device: torch.device) -> bool:

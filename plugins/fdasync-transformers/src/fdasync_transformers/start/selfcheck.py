@@ -37,9 +37,14 @@ _CHUNK_TOKENS = 32
 
 # relative error of a position's logits, and the share of positions that may exceed it: in half precision a
 # near tie in a router may fall either way and change a position for good
-_TOLERANCE = {torch.float32: (2e-3, 0.02), torch.bfloat16: (0.2, 0.25), torch.float16: (0.1, 0.25)}
+_TOLERANCE = {
+    torch.float64: (2e-3, 0.02),
+    torch.float32: (2e-3, 0.02),
+    torch.bfloat16: (0.2, 0.25),
+    torch.float16: (0.1, 0.25),
+}
 # least share of (position, layer) whose set of experts is the same
-_AGREEMENT = {torch.float32: 0.99, torch.bfloat16: 0.85, torch.float16: 0.85}
+_AGREEMENT = {torch.float64: 0.99, torch.float32: 0.99, torch.bfloat16: 0.85, torch.float16: 0.85}
 
 _GREEDY = SamplerSpec(0, 0, 0, 0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, (), False, False, 0)
 

@@ -14,6 +14,7 @@ import torch
 import xxhash
 
 from fdasync.request import WeightsFingerprint
+from fdasync_transformers.parallel.whole import whole_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from fdasync.request import Numerics
+    from fdasync_transformers.parallel.collectives import Collectives
+    from fdasync_transformers.weights.names import Names
 
 # keys of config.json that KV does not depend on; all others count, known or not
 _NOT_IN_FINGERPRINT = frozenset(
@@ -45,6 +48,27 @@ def weights_id(model: PreTrainedModel) -> str:
     A tied tensor counts under each of its names, so the id does not depend on which tensors share memory.
     """
     return digest(sorted(model.state_dict().items()))
+
+
+def whole_weights_id(names: Names, collectives: Collectives | None) -> str:
+    """As `weights_id`, of the model that the ranks of a group hold parts of; every rank gets it."""
+    found = whole_fingerprint(names, collectives, with_tensors=False).weights_id
+    return found if collectives is None else collectives.tell(found.encode(), "weights id")[0].decode()
+
+
+def whole_fingerprint(names: Names, collectives: Collectives | None, with_tensors: bool) -> WeightsFingerprint:
+    """The fingerprint of a model, or of the one that the ranks of a group hold parts of: then that of rank 0 counts.
+
+    Args:
+        names: of the model's checkpoints.
+        collectives: of the group; None: this process holds all.
+    """
+    tensors = whole_tensors(names.model.state_dict(), names.cuts, collectives)
+    if collectives is None or not collectives.rank:
+        return fingerprint_of(tensors, with_tensors)
+    for _ in tensors:
+        pass
+    return fingerprint_of((), with_tensors)
 
 
 def digest(tensors: Iterable[tuple[str, torch.Tensor]], each: dict[str, str] | None = None) -> str:

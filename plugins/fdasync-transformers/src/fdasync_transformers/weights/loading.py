@@ -16,6 +16,7 @@ import torch
 from transformers.core_model_loading import build_glob_alternation
 
 from fdasync.errors import CheckpointError, ConfigError
+from fdasync_transformers.parallel.cuts import Target
 from fdasync_transformers.weights.architecture import read_architecture
 from fdasync_transformers.weights.mapping import destination, place
 from fdasync_transformers.weights.names import Names
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedConfig, PreTrainedModel
 
+    from fdasync_transformers.parallel.cuts import Cut
     from fdasync_transformers.weights.architecture import Architecture
     from fdasync_transformers.weights.mapping import Placed
     from fdasync_transformers.weights.placement import Placement
@@ -40,6 +42,8 @@ _OF_QUANTISED = ("weight_scale_inv", "_proj_blocks", ".qweight", ".weight_packed
 # a model of more layers is built for minutes, without memory too
 _MOST_LAYERS = 4096
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# served only where it is asked for by name
+_ASKED_DTYPES = {**_DTYPES, "float64": torch.float64}
 _STORED_FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -144,7 +148,7 @@ def fill(model: PreTrainedModel, checkpoint: Checkpoint, names: Names, device: t
     placed = place(names, checkpoint.tensors, checkpoint.folder)
     # this gives tied tensors memory of their own
     model.to_empty(device=device)
-    stream(model, placed.tensors, placed.placements)
+    stream(names, placed.tensors, placed.placements)
     missing = model.state_dict().keys() - {placement.target for placement in placed.placements.values()}
     model.tie_weights(missing_keys=set(missing), recompute_mapping=False)
     _finish(model, missing - {name for names in tied_groups(model) for name in names})
@@ -154,12 +158,16 @@ def fill(model: PreTrainedModel, checkpoint: Checkpoint, names: Names, device: t
 def draw(checkpoint: Checkpoint, dtype: str, device: torch.device) -> PreTrainedModel:
     """`build` and `fill_random`. Raises as `build` does."""
     model = build(checkpoint, dtype)
-    fill_random(model, device)
+    fill_random(names_of(checkpoint, model), device)
     return model
 
 
-def fill_random(model: PreTrainedModel, device: torch.device) -> None:
-    """Give a model of `build` random weights, drawn on the device: the same on every device of its kind."""
+def fill_random(names: Names, device: torch.device) -> None:
+    """Give a model of `build` random weights, drawn on the device: the same on every device of its kind.
+
+    A rank of a group draws whole tensors, one at a time, and keeps its parts.
+    """
+    model = names.model
     model.to_empty(device=device)
     model.tie_weights()
     random = torch.Generator(device).manual_seed(0)
@@ -167,6 +175,10 @@ def fill_random(model: PreTrainedModel, device: torch.device) -> None:
         if not tensor.is_floating_point():
             # tables of ids: 0 is an id everywhere
             tensor.zero_()
+        elif cut := names.cuts.get(name) if tensor.dim() > 1 else None:
+            shape = cut.whole_shape(tuple(tensor.shape))
+            drawn = torch.empty(shape, dtype=tensor.dtype, device=device).normal_(0.0, 0.02, generator=random)
+            Target(tensor, shape, cut).put(0, drawn)
         elif tensor.dim() > 1:
             tensor.normal_(0.0, 0.02, generator=random)
         else:
@@ -182,23 +194,26 @@ def _finish(model: PreTrainedModel, missing: Collection[str] = ()) -> None:
     model.train(False)
 
 
-def stream(model: PreTrainedModel, tensors: Mapping[str, StoredTensor], placements: Mapping[str, Placement]) -> None:
+def stream(names: Names, tensors: Mapping[str, StoredTensor], placements: Mapping[str, Placement]) -> None:
     """Copy the stored tensors into the model's own, in place. Raises CheckpointError naming the file."""
-    _read_into(model.state_dict(), tensors, placements)
+    _read_into(names.model.state_dict(), names.cuts, tensors, placements)
 
 
 def assemble(
     tensor: torch.Tensor, tensors: Mapping[str, StoredTensor], placements: Mapping[str, Placement]
 ) -> torch.Tensor:
-    """What `stream` would make of one of the model's tensors, in host memory of its own. `placements`: of the stored
-    tensors that go there. Raises CheckpointError naming the file."""
+    """What `stream` would make of one of the model's whole tensors, in host memory of its own. `tensor` may be on the
+    meta device. `placements`: of the stored tensors that go there. Raises CheckpointError naming the file."""
     made = torch.empty(tensor.shape, dtype=tensor.dtype)
-    _read_into({placement.target: made for placement in placements.values()}, tensors, placements)
+    _read_into({placement.target: made for placement in placements.values()}, {}, tensors, placements)
     return made
 
 
 def _read_into(
-    targets: Mapping[str, torch.Tensor], tensors: Mapping[str, StoredTensor], placements: Mapping[str, Placement]
+    targets: Mapping[str, torch.Tensor],
+    cuts: Mapping[str, Cut],
+    tensors: Mapping[str, StoredTensor],
+    placements: Mapping[str, Placement],
 ) -> None:
     by_file: dict[Path, list[str]] = {}
     for key in placements:
@@ -208,7 +223,8 @@ def _read_into(
         with OpenShards() as shards:
             for key in keys:
                 where = placements[key]
-                copy_stored(shards, tensors[key], destination(where, targets[where.target]))
+                target = destination(where, targets[where.target], cuts.get(where.target))
+                copy_stored(shards, tensors[key], target)
 
 
 def placed_notes(checkpoint: Checkpoint, placed: Placed, dtype: torch.dtype) -> tuple[str, ...]:
@@ -242,7 +258,7 @@ def eos_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
 def choose_dtype(checkpoint: Checkpoint, dtype: str) -> torch.dtype:
     """As `build` chooses it; "auto" needs the checkpoint's tensors where its config names none. Raises ConfigError."""
     if dtype != "auto":
-        return _DTYPES[dtype]
+        return _ASKED_DTYPES[dtype]
     named: Any = checkpoint.config.dtype
     if named is None and checkpoint.scheme is not None:
         named = torch.bfloat16

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from transformers.core_model_loading import Concatenate, MergeModulelist, dot_natural_key
 
 from fdasync.errors import CheckpointError
+from fdasync_transformers.parallel.cuts import Target
 from fdasync_transformers.weights.conversions import planned
 from fdasync_transformers.weights.names import Names
 from fdasync_transformers.weights.placement import Placement
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+    from fdasync_transformers.parallel.cuts import Cut
     from fdasync_transformers.weights.shards import StoredTensor
 
 
@@ -100,7 +102,6 @@ def place(names: Names, table: Mapping[str, StoredTensor], folder: Path) -> Plac
     CheckpointError for missing, unexpected and misshapen tensors, and for two tensors of one place; UnsupportedModel
     for a conversion that the library cannot make.
     """
-    state = names.model.state_dict()
     located = locate(names, table)
     tensors = {key: table[key] for key in located.placements}
     placements = dict(located.placements)
@@ -110,14 +111,14 @@ def place(names: Names, table: Mapping[str, StoredTensor], folder: Path) -> Plac
             tensors[key], placements[key] = stored, Placement(own)
     for key, placement in placements.items():
         stored = tensors[key]
-        problem = misfit(stored.shape, stored.dtype in FLOATS, placement, state[placement.target])
+        problem = misfit(stored.shape, stored.dtype in FLOATS, placement, names.shapes[placement.target])
         if problem:
             raise CheckpointError(str(stored.file), f"{key} {problem}")
     if met := meeting(placements):
         one, other = met
         problem = f"holds {other}, and {tensors[one].file.name} {one}: both are {placements[one].target}"
         raise CheckpointError(str(tensors[other].file), problem)
-    _check_complete(names.model, state, placements, folder)
+    _check_complete(names.model, names.shapes, placements, folder)
     if located.unknown:
         raise CheckpointError(
             str(table[located.unknown[0]].file),
@@ -160,11 +161,14 @@ def meeting(placements: Mapping[str, Placement], names: Mapping[str, str] | None
     return None
 
 
-def destination(placement: Placement, parameter: torch.Tensor) -> torch.Tensor:
-    """The view of the model's tensor that a stored tensor is copied into."""
+def destination(placement: Placement, parameter: torch.Tensor, cut: Cut | None = None) -> Target:
+    """Where in the model's tensor, or in this rank's part of it, a stored tensor is copied."""
+    whole = tuple(parameter.shape) if cut is None else cut.whole_shape(tuple(parameter.shape))
     if placement.row < 0:
-        return parameter
-    return parameter[placement.row].chunk(placement.parts, 0)[placement.part]
+        return Target(parameter, whole, cut)
+    view = parameter[placement.row].chunk(placement.parts, 0)[placement.part]
+    inside = None if cut is None else cut.inside_row(placement.parts)
+    return Target(view, (whole[1] // placement.parts, *whole[2:]), inside)
 
 
 def misfit(shape: tuple[int, ...], is_float: bool, placement: Placement, target: torch.Tensor) -> str:

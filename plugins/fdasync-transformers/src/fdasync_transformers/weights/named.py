@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 NamedTensor = tuple[str, str, tuple[int, ...], "NDArray[np.uint8]"]
 
 #: by name, the dtypes that engines serve in
-SERVED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SERVED = {name: DTYPES[name] for name in ("float32", "bfloat16", "float16", "float64")}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 

@@ -10,12 +10,16 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Mapping
+
     from transformers import PreTrainedModel
+
+    from fdasync_transformers.parallel.cuts import Cut
 
 # where the library puts a language model inside a multimodal one, and the same place in the language model alone
 _INSIDE = (
@@ -36,13 +40,16 @@ class Names:
     Attributes:
         model, whole: as given; `whole` is the model itself where it was None.
         state: of the whole.
+        shapes: the model's tensors as it was given, on the meta device: a rank of a group holds parts of them.
+        cuts: of the tensors that this rank holds a part of; set after the model was cut.
     """
 
     def __init__(self, model: PreTrainedModel, whole: PreTrainedModel | None = None) -> None:
         self.model = model
         self.whole: PreTrainedModel = model if whole is None else whole
         self.state: dict[str, torch.Tensor] = self.whole.state_dict()
-        self._own = frozenset(model.state_dict())
+        self.shapes = {name: torch.empty_like(held, device="meta") for name, held in model.state_dict().items()}
+        self.cuts: Mapping[str, Cut] = {}
         rules = get_model_conversion_mapping(self.whole)
         self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
@@ -81,7 +88,7 @@ class Names:
         if self.whole is self.model:
             return name
         for inside, alone in _INSIDE:
-            if name.startswith(inside) and alone + name.removeprefix(inside) in self._own:
+            if name.startswith(inside) and alone + name.removeprefix(inside) in self.shapes:
                 return alone + name.removeprefix(inside)
         return None
 

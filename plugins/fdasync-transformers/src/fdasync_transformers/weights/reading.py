@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fdasync_transformers.parallel.cuts import Target
 from fdasync_transformers.weights import conversions
 from fdasync_transformers.weights.open_shards import bands
 from fdasync_transformers.weights.shards import FLOATS
@@ -21,19 +22,18 @@ if TYPE_CHECKING:
 _BAND_NBYTES = 16 << 20
 
 
-def copy_stored(shards: OpenShards, stored: StoredTensor, target: torch.Tensor) -> None:
+def copy_stored(shards: OpenShards, stored: StoredTensor, target: Target) -> None:
     """Copy a stored tensor of the target's shape into it, in its dtype. Raises CheckpointError.
 
     A quantised tensor is read in bands of rows. A converted one is held whole beside its sources meanwhile.
     """
     if stored.converted is not None:
-        target.copy_(_converted(shards, stored.converted, target))
+        target.put(0, _converted(shards, stored.converted, target.tensor))
     elif stored.quantized is None:
-        target.copy_(shards.tensor(stored.file, stored.name))
+        target.put(0, shards.tensor(stored.file, stored.name))
     else:
         for first, last in bands(stored.shape, _BAND_NBYTES):
-            rows = stored.quantized.layout.rows(shards, stored, first, last, target)
-            target[first:last].copy_(rows)
+            target.put(first, stored.quantized.layout.rows(shards, stored, first, last, target.tensor))
 
 
 def rows_of(shards: OpenShards, stored: StoredTensor, first: int, last: int, like: torch.Tensor) -> torch.Tensor:
@@ -50,6 +50,6 @@ def _converted(shards: OpenShards, converted: Converted, like: torch.Tensor) -> 
     for _, stored in converted.sources:
         # the library converts dtypes first
         source = like.new_empty(stored.shape, dtype=like.dtype if stored.dtype in FLOATS else torch.int64)
-        copy_stored(shards, stored, source)
+        copy_stored(shards, stored, Target.whole(source))
         sources.append(source)
     return conversions.run(converted, sources)

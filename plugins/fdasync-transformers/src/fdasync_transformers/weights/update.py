@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from fdasync.errors import FdasyncError, InvariantBroken, WeightsBroken, WeightsRejected
+from fdasync_transformers.parallel.whole import agree
 from fdasync_transformers.weights import identity, loading
 from fdasync_transformers.weights.mapping import destination, locate, meeting, misfit, place
 from fdasync_transformers.weights.placement import Placement
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
     from fdasync.request import WeightsFingerprint
     from fdasync.runner.base import TensorMeta
+    from fdasync_transformers.parallel.collectives import Collectives
+    from fdasync_transformers.parallel.cuts import Target
     from fdasync_transformers.weights.mapping import Located
     from fdasync_transformers.weights.names import Names
     from fdasync_transformers.weights.shards import StoredTensor
@@ -55,23 +58,28 @@ class _Incoming(NamedTuple):
     name: str
     dtype: torch.dtype
     nbytes: int
-    target: torch.Tensor | None
+    target: Target | None
 
 
 class LiveWeights:
     """The weights of one model.
 
+    Of a rank of a group, it writes the parts that this rank holds. All ranks make the same calls; what one of them
+    rejects or breaks, all do, but for `write`, which no rank waits in.
+
     Args:
         names: of its checkpoints; their model is in use between updates, never during one.
         facts: `identity.config_facts` of its checkpoint.
+        collectives: of the group; None: this process holds all.
 
     Attributes:
         broken: places that a failed or unfinished update may have left half-written; while there are any, no step may
             use the model.
     """
 
-    def __init__(self, names: Names, facts: Mapping[str, Any]) -> None:
+    def __init__(self, names: Names, facts: Mapping[str, Any], collectives: Collectives | None = None) -> None:
         self._checkpoint_names = names
+        self._collectives = collectives
         self._model: PreTrainedModel = names.model
         self._facts = dict(facts)
         self._names = _first_names(self._model.state_dict())
@@ -91,20 +99,23 @@ class LiveWeights:
         self._incoming = None
         notes, tensors, settled = self._read(path)
         self.broken = frozenset(Placement(name) for name in self._names.values())
+        failed: Exception | None = None
         try:
-            loading.stream(self._model, tensors, settled.placements)
+            loading.stream(self._checkpoint_names, tensors, settled.placements)
             state = self._model.state_dict()
             for name, other in settled.copies.items():
                 state[name].copy_(state[other])
         except Exception as error:
-            raise WeightsBroken(str(error) if isinstance(error, FdasyncError) else f"{path}: {error!r}") from error
+            failed = error
+        if problem := agree(self._collectives, _problem(path, failed), "new weights were read"):
+            raise WeightsBroken(problem) from failed
         self.broken = frozenset()
         _log.info("%s: new weights, %s", path, "; ".join(notes) or "stored plain")
-        return identity.weights_id(self._model)
+        return identity.whole_weights_id(self._checkpoint_names, self._collectives)
 
     def fingerprint(self, with_tensors: bool) -> WeightsFingerprint:
         """Of the weights in use; each tensor's digest, too, where they are asked for."""
-        return identity.fingerprint_of(sorted(self._model.state_dict().items()), with_tensors)
+        return identity.whole_fingerprint(self._checkpoint_names, self._collectives, with_tensors)
 
     def read_id(self, path: str) -> str:
         """The weights id that `load_folder` would return; changes nothing. Holds one tensor of the model at a time.
@@ -117,33 +128,62 @@ class LiveWeights:
         for key, where in settled.placements.items():
             stored.setdefault(self._names[where.target], {})[key] = where
 
+        names, collectives = self._checkpoint_names, self._collectives
+
         def tensors() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in sorted(self._model.state_dict().items()):
                 placements = stored.get(self._names[settled.copies.get(name, name)])
-                # the folder leaves out tensors that loading keeps
-                yield name, tensor if placements is None else loading.assemble(tensor, folder_tensors, placements)
+                if placements is not None:
+                    yield name, loading.assemble(names.shapes[name], folder_tensors, placements)
+                    continue
+                # the folder leaves out tensors that loading keeps; none of them is cut (`_read`)
+                yield name, tensor
 
+        found, failed = "", None
         try:
-            return identity.digest(tensors())
+            # every rank sees the same folder: rank 0 reads it
+            found = "" if collectives is not None and collectives.rank else identity.digest(tensors())
         except Exception as error:
-            raise WeightsRejected(str(error) if isinstance(error, FdasyncError) else f"{path}: {error!r}") from error
+            failed = error
+        if problem := agree(collectives, _problem(path, failed), "a folder was compared"):
+            raise WeightsRejected(problem) from failed
+        return found if collectives is None else collectives.tell(found.encode(), "weights id")[0].decode()
 
     def _read(self, path: str) -> tuple[tuple[str, ...], dict[str, StoredTensor], Settled]:
         """Notes for people, tensors of a folder that fits the model, and their places. Raises WeightsRejected."""
+        found, failed = None, None
         try:
-            checkpoint = loading.read_checkpoint(path)
-            self._check_config(checkpoint)
-            placed = place(self._checkpoint_names, checkpoint.tensors, checkpoint.folder)
-            notes = loading.placed_notes(checkpoint, placed, self._model.dtype)
-            return notes, placed.tensors, settle(self._model, placed.tensors, placed.placements)
-        except WeightsRejected:
-            raise
+            found = self._read_own(path)
         except Exception as error:  # the library raises errors of many types for bad folders; nothing has changed
-            raise WeightsRejected(str(error) if isinstance(error, FdasyncError) else f"{path}: {error!r}") from error
+            failed = error
+        problem = agree(self._collectives, _problem(path, failed), "a folder was checked")
+        if problem or found is None:
+            raise WeightsRejected(problem) from failed
+        return found
+
+    def _read_own(self, path: str) -> tuple[tuple[str, ...], dict[str, StoredTensor], Settled]:
+        names = self._checkpoint_names
+        checkpoint = loading.read_checkpoint(path)
+        self._check_config(checkpoint)
+        placed = place(names, checkpoint.tensors, checkpoint.folder)
+        notes = loading.placed_notes(checkpoint, placed, self._model.dtype)
+        if left := sorted(names.cuts.keys() - {where.target for where in placed.placements.values()}):
+            raise WeightsRejected(f"{path}: holds no {left[0]}, which ranks hold parts of")
+        return notes, placed.tensors, settle(self._model, placed.tensors, placed.placements)
 
     def begin(self, tensors: Sequence[TensorMeta]) -> None:
         """Check the tensors to come. Raises WeightsRejected naming the tensor; changes nothing."""
         self._incoming = None
+        failed: Exception | None = None
+        try:
+            self._begin_own(tensors)
+        except FdasyncError as error:
+            failed = error
+        if problem := agree(self._collectives, _problem("the tensors", failed), "an update was checked"):
+            self._incoming = None
+            raise WeightsRejected(problem) from failed
+
+    def _begin_own(self, tensors: Sequence[TensorMeta]) -> None:
         names = [tensor.name for tensor in tensors]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
@@ -157,8 +197,8 @@ class LiveWeights:
             raise WeightsRejected(f"the model has no place for {len(located.unknown)} of the tensors: {some}")
         state = self._model.state_dict()
         shapes = {tensor.name: tensor.shape for tensor in tensors}
-        placements = {**located.placements, **self._converted_already(located, shapes, state)}
-        incoming = [_check(tensor, placements.get(tensor.name), state) for tensor in tensors]
+        placements = {**located.placements, **self._converted_already(located, shapes)}
+        incoming = [self._check(tensor, placements.get(tensor.name), state) for tensor in tensors]
         replaced = self._check_overlap(placements)
         self._check_covers_broken(replaced, state)
         self._incoming = incoming
@@ -183,7 +223,7 @@ class LiveWeights:
         # torch takes no read-only buffer
         source = torch.frombuffer(bytearray(data) if data.readonly else data, dtype=dtype)
         try:
-            _fill(target, offset_nbytes // dtype.itemsize, source)
+            target.put_flat(offset_nbytes // dtype.itemsize, source)
         except Exception as error:
             raise WeightsBroken(f"{name}: {error}") from error
 
@@ -192,9 +232,12 @@ class LiveWeights:
         incoming, self._incoming = self._incoming, None
         if incoming is None:
             raise InvariantBroken("tensors were ended before they were announced")
+        short = ""
         for (name, _, nbytes, _), written in zip(incoming, self._written, strict=True):
             if written != nbytes:
-                raise WeightsBroken(f"{name}: {written} of its {nbytes} bytes came")
+                short = short or f"{name}: {written} of its {nbytes} bytes came"
+        if problem := agree(self._collectives, short, "new weights were written"):
+            raise WeightsBroken(problem)
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)
         # `begin` checked that this update replaces all places that an earlier one broke
@@ -209,9 +252,7 @@ class LiveWeights:
                     f"{checkpoint.folder / 'config.json'}: {key} is {new}, the loaded model has {old}"
                 )
 
-    def _converted_already(
-        self, located: Located, shapes: Mapping[str, tuple[int, ...]], state: Mapping[str, torch.Tensor]
-    ) -> dict[str, Placement]:
+    def _converted_already(self, located: Located, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Placement]:
         """Places of tensors whose name a conversion has for its source and for its result: those of the result's shape.
 
         Raises WeightsRejected for the sources of conversions, which come one by one here, and for another shape.
@@ -223,11 +264,28 @@ class LiveWeights:
                 raise WeightsRejected(
                     f"{key} is one of several that the library makes {name} of: give that tensor itself, or a folder"
                 )
-            if shapes[key] != tuple(state[own].shape):
-                problem = f"{key} has shape {shapes[key]}, the model has {tuple(state[own].shape)}"
+            if shapes[key] != (whole := tuple(self._checkpoint_names.shapes[own].shape)):
+                problem = f"{key} has shape {shapes[key]}, the model has {whole}"
                 raise WeightsRejected(f"{problem}: give it as the model has it, or a folder")
             found[key] = Placement(own)
         return found
+
+    def _check(self, tensor: TensorMeta, placement: Placement | None, state: Mapping[str, torch.Tensor]) -> _Incoming:
+        dtype = DTYPES.get(tensor.dtype)
+        if dtype is None:
+            raise WeightsRejected(f"{tensor.name} has dtype {tensor.dtype!r}, which is none of {', '.join(DTYPES)}")
+        nbytes = math.prod(tensor.shape) * dtype.itemsize
+        if placement is None:
+            return _Incoming(tensor.name, dtype, nbytes, None)
+        names = self._checkpoint_names
+        target = state[placement.target]
+        problem = misfit(tensor.shape, dtype.is_floating_point, placement, names.shapes[placement.target])
+        if not problem and not dtype.is_floating_point and dtype != target.dtype:
+            problem = f"is {tensor.dtype}, the model has {str(target.dtype).removeprefix('torch.')}"
+        if problem:
+            raise WeightsRejected(f"{tensor.name} {problem}")
+        where = destination(placement, target, names.cuts.get(placement.target))
+        return _Incoming(tensor.name, dtype, nbytes, where)
 
     def _check_overlap(self, placements: Mapping[str, Placement]) -> set[Placement]:
         """Every place, under one name for tied tensors. Raises WeightsRejected for two tensors of one place, and where
@@ -273,35 +331,9 @@ def _first_names(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
     return names
 
 
-def _check(tensor: TensorMeta, placement: Placement | None, state: Mapping[str, torch.Tensor]) -> _Incoming:
-    dtype = DTYPES.get(tensor.dtype)
-    if dtype is None:
-        raise WeightsRejected(f"{tensor.name} has dtype {tensor.dtype!r}, which is none of {', '.join(DTYPES)}")
-    nbytes = math.prod(tensor.shape) * dtype.itemsize
-    if placement is None:
-        return _Incoming(tensor.name, dtype, nbytes, None)
-    target = state[placement.target]
-    problem = misfit(tensor.shape, dtype.is_floating_point, placement, target)
-    if not problem and not dtype.is_floating_point and dtype != target.dtype:
-        problem = f"is {tensor.dtype}, the model has {str(target.dtype).removeprefix('torch.')}"
-    if problem:
-        raise WeightsRejected(f"{tensor.name} {problem}")
-    return _Incoming(tensor.name, dtype, nbytes, destination(placement, target))
-
-
-def _fill(target: torch.Tensor, first: int, source: torch.Tensor) -> None:
-    """Copy flat `source` to the elements of `target` from number `first` on, in the order of its shape."""
-    if target.is_contiguous():
-        target.view(-1)[first : first + len(source)].copy_(source)
-        return
-    inner = target[0].numel()
-    while len(source):
-        row, offset = divmod(first, inner)
-        rows = 0 if offset else len(source) // inner
-        count = rows * inner or min(inner - offset, len(source))
-        if rows:
-            target[row : row + rows].copy_(source[:count].view(rows, *target.shape[1:]))
-        else:
-            _fill(target[row], offset, source[:count])
-        first += count
-        source = source[count:]
+def _problem(path: str, error: Exception | None) -> str:
+    if error is None:
+        return ""
+    if isinstance(error, WeightsRejected):
+        return error.problem
+    return str(error) if isinstance(error, FdasyncError) else f"{path}: {error!r}"

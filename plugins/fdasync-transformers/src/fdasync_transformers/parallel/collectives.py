@@ -1,0 +1,99 @@
+"""What the ranks of a group do together: sums, tensors and short messages of all, in the order of their ranks.
+
+`Collectives` is the contract; `HostCollectives` is the one for CPUs, over shared memory. A sum is added up in the order
+of ranks by every rank, so that all get the same bits. Every call blocks its process until all ranks have made it, and
+all ranks make the same calls in the same order: each has a label, and another label fails both. Knows tensors; knows no
+models. Made by `runner.py`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from fdasync.errors import InvariantBroken
+
+if TYPE_CHECKING:
+    from fdasync.ipc.exchange import Exchange
+
+_NARROW = (torch.bfloat16, torch.float16)
+
+
+class Collectives(ABC):
+    """The verbs of a group.
+
+    Every verb raises RunnerError where a rank does not come in time, or comes for something else; no call is possible
+    after that.
+
+    Attributes:
+        rank, ranks: of the group.
+    """
+
+    rank: int
+    ranks: int
+
+    @abstractmethod
+    def all_reduce(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
+        """The sum of the ranks' tensors, of one shape and dtype; the same bits on every rank.
+
+        Half precision is added up in float32 and rounded once. The result may be `tensor` itself, changed.
+        """
+
+    @abstractmethod
+    def gather(self, tensor: torch.Tensor, label: str) -> list[torch.Tensor]:
+        """The tensors of all ranks, of one shape and dtype, in host memory of their own."""
+
+    @abstractmethod
+    def tell(self, message: bytes, label: str) -> list[bytes]:
+        """The messages of all ranks. A message is short: at most some kilobytes."""
+
+
+class HostCollectives(Collectives):
+    """Over an `Exchange`, for tensors in host memory; larger ones go in several exchanges."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        """`exchange`: the caller's."""
+        self.rank, self.ranks = exchange.rank, exchange.ranks
+        self._exchange = exchange
+
+    def all_reduce(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
+        if tensor.device.type != "cpu":
+            raise InvariantBroken(f"a sum of tensors on {tensor.device} over host memory")
+        total = tensor.contiguous()
+        flat = total.view(-1)
+        count = self._exchange.slot_nbytes // tensor.element_size()
+        for first in range(0, len(flat), count):
+            piece = flat[first : first + count]
+            parts = self._gather(piece, label)
+            acc = parts[0].float() if tensor.dtype in _NARROW else parts[0]
+            for part in parts[1:]:
+                acc += part
+            piece.copy_(acc)
+        return total
+
+    def gather(self, tensor: torch.Tensor, label: str) -> list[torch.Tensor]:
+        flat = tensor.detach().cpu().contiguous().view(-1)
+        found = [torch.empty_like(flat) for _ in range(self.ranks)]
+        count = self._exchange.slot_nbytes // tensor.element_size()
+        for first in range(0, len(flat), count):
+            for held, part in zip(found, self._gather(flat[first : first + count], label), strict=True):
+                held[first : first + count] = part
+        return [held.view(tensor.shape) for held in found]
+
+    def tell(self, message: bytes, label: str) -> list[bytes]:
+        return [bytes(view) for view in self._exchange.gather(message, label)]
+
+    def _gather(self, flat: torch.Tensor, label: str) -> list[torch.Tensor]:
+        """Of tensors that fit a slot."""
+        data: Any = flat.detach().view(torch.uint8).numpy()
+        parts = []
+        for view in self._exchange.gather(memoryview(data), label):
+            part = torch.empty(len(view), dtype=torch.uint8)
+            if len(view) != len(data):
+                raise InvariantBroken(f"{len(view)} bytes of {label} from one rank, {len(data)} from another")
+            part.numpy()[:] = np.frombuffer(view, np.uint8)
+            parts.append(part.view(flat.dtype))
+        return parts

@@ -1,0 +1,125 @@
+"""How models are cut by the library's plans, and the models and numbers of ranks that are refused by name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from fdasync_transformers import TransformersConfig, TransformersRunner
+from fdasync_transformers.parallel.cuts import Cut
+from fdasync_transformers.parallel.shard import Sharded
+from fdasync_transformers.start.runner_config import check_ranks
+from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint, tiny_config
+from transformers import AutoModelForCausalLM
+
+from fdasync.errors import ConfigError, UnsupportedModel
+from fdasync.runner.base import RunnerLimits
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def cut(
+    family: str, ranks: int, rank: int = 0, plan: dict[str, str] | None = None, **config: Any
+) -> tuple[Any, Sharded]:
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(tiny_config(family, **config))
+    if plan is not None:
+        model._tp_plan = {**model._tp_plan, **plan}
+    return model, Sharded(model, rank, ranks, latent=True)
+
+
+def test_heads_and_widths_are_cut_and_the_rest_is_whole() -> None:
+    model, sharded = cut("qwen3_moe", 4, rank=3)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    layer, dense = "model.layers.0.", "model.layers.1.mlp."
+    # two KV heads of 16: ranks 2 and 3 have the second
+    assert sharded.cuts[f"{layer}self_attn.k_proj.weight"] == Cut(0, 2, 1)
+    assert shapes[f"{layer}self_attn.v_proj.weight"] == (16, 32)
+    assert shapes[f"{layer}self_attn.q_proj.weight"] == (16, 32)
+    assert shapes[f"{layer}self_attn.o_proj.weight"] == (32, 16)
+    assert sharded.cuts[f"{layer}mlp.experts.gate_up_proj"] == Cut(1, 4, 3, 2)
+    assert shapes[f"{layer}mlp.experts.gate_up_proj"] == (8, 8, 32)
+    assert shapes[f"{layer}mlp.experts.down_proj"] == (8, 32, 4)
+    assert shapes[f"{dense}down_proj.weight"] == (32, 12)
+    whole = (
+        "model.embed_tokens.weight",
+        "lm_head.weight",
+        f"{layer}mlp.gate.weight",
+        f"{layer}self_attn.q_norm.weight",
+    )
+    assert not sharded.cuts.keys() & set(whole)
+    assert model.get_submodule(f"{layer}self_attn").num_key_value_groups == 1
+    assert (model.model.layers[0].self_attn.o_proj.in_features, sharded.shares_blocks) == (16, False)
+
+
+def test_transposed_experts_are_cut_along_their_width() -> None:
+    model, sharded = cut("aria_text", 2)
+    experts = "model.layers.0.mlp.experts."
+    assert sharded.cuts[f"{experts}gate_up_proj"] == Cut(2, 2, 0, 2)
+    assert model.get_parameter(f"{experts}down_proj").shape == (8, 24, 32)
+
+
+@pytest.mark.parametrize("family", ["afmoe", "minimax_m2"])
+def test_whole_attention_shares_blocks(family: str) -> None:
+    assert cut(family, 2)[1].shares_blocks
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "options", "words"),
+    [
+        ("gpt_oss", 2, {}, "gpt_oss: tensor parallel: the library has no plan for this family"),
+        ("dbrx", 2, {}, "dbrx: tensor parallel: the library has no plan"),
+        ("qwen3_moe", 2, {"plan": {"model.layers.*.mlp.gate": "grouped_gemm"}}, "style that is not known: grouped"),
+        ("qwen3_moe", 2, {"plan": {"model.layers.*.mlp.experts": "replicate"}}, "down_proj, and sums nothing"),
+        ("qwen3_moe", 2, {"plan": {"model.layers.*.mlp.gate": "rowwise"}}, "is no plain linear module"),
+        ("mimo_v2_flash", 4, {"num_key_value_heads": 2, "swa_num_key_value_heads": 4}, "layers differ in their heads"),
+    ],
+)  # fmt: skip
+def test_models_that_cannot_be_cut_are_refused_by_name(family: str, ranks: int, options: Any, words: str) -> None:
+    with pytest.raises(UnsupportedModel, match=words):
+        cut(family, ranks, **options)
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "options", "words"),
+    [
+        ("qwen3_moe", 3, {}, "3 neither divides the 2 shares"),
+        ("qwen3_moe", 2, {"moe_intermediate_size": 17}, "2 ranks cannot part the 17 of .*experts.gate_up_proj"),
+        ("qwen3_moe", 8, {}, "8 ranks cannot part the 4 query heads of layer 0"),
+        ("laguna", 4, {}, "4 ranks cannot part the 2 of .*g_proj"),
+    ],
+)
+def test_sizes_that_the_ranks_do_not_divide_are_refused(family: str, ranks: int, options: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        cut(family, ranks, **options)
+
+
+@pytest.mark.parametrize(
+    ("config", "limits", "device", "words"),
+    [
+        ({}, {}, "cuda:0", "ranks on cuda:0 have no sums yet"),
+        ({"kernels": "triton"}, {}, "cpu", "'triton' has no ranks yet"),
+        ({}, {"numerics": "fixed"}, "cpu", "fixed numerics compute in one process"),
+    ],
+)
+def test_settings_without_ranks_are_refused(config: Any, limits: Any, device: str, words: str) -> None:
+    asked = RunnerLimits(max_running=1, max_step_tokens=8, tensor_parallel=2, **limits)
+    with pytest.raises(ConfigError, match=words):
+        check_ranks(TransformersConfig(**config), asked, torch.device(device))
+
+
+def test_a_report_tells_the_size_of_a_rank_or_why_there_is_none(tmp_path: Path) -> None:
+    def report(family: str, ranks: int) -> Any:
+        make_tiny_checkpoint(tmp_path / family, family)
+        limits = RunnerLimits(model=str(tmp_path / family), max_running=1, max_step_tokens=8, tensor_parallel=ranks)
+        return TransformersRunner(TransformersConfig(device="cpu"), limits).examine()
+
+    whole, cut_ = report("qwen3_moe", 1), report("qwen3_moe", 2)
+    assert (whole.tensor_parallel, cut_.tensor_parallel) == (1, 2)
+    assert whole.weights_nbytes // 2 < cut_.weights_nbytes < whole.weights_nbytes
+    assert cut_.kv_token_nbytes * 2 == whole.kv_token_nbytes
+    refused = report("gpt_oss", 2)
+    assert not refused.served
+    assert "no plan for this family" in refused.reason

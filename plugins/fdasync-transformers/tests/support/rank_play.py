@@ -1,0 +1,69 @@
+"""What a group plays in tests: prompts in chunks beside decodes, and what every step gave."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ranks import as_ranks, returned
+from step_driver import Driver
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+    from fdasync.ipc.exchange import Exchange
+    from fdasync.runner.base import Capacity
+
+CONFIG = {"dtype": "float64", "experts": "eager", "num_threads": 1}
+PROMPTS = ((5, 9, 200, 31, 7, 3, 2, 1, 99, 100, 101), (7, 8, 9), tuple(range(20)))
+
+
+@dataclass
+class Played:
+    """One rank's view.
+
+    Attributes:
+        tokens: of each sequence.
+        rows: of each sequence, at rank 0 of a model with routing; else empty.
+        logits: of each step.
+        capacity: of the runner.
+    """
+
+    tokens: list[list[int]]
+    rows: list[Any]
+    logits: list[torch.Tensor]
+    capacity: Capacity
+
+
+def play(folder: Path, ranks: int = 1, **options: Any) -> list[Played]:
+    """What each of the ranks saw; of one rank in this process alone. Raises what a rank raised."""
+    if ranks == 1:
+        return [play_one(folder, None, **options)]
+    return returned(as_ranks(ranks, lambda exchange: play_one(folder, exchange, **options)))
+
+
+def play_one(folder: Path, exchange: Exchange | None, config: dict[str, Any] | None = None, **limits: Any) -> Played:
+    return asyncio.run(_play(folder, exchange, {**CONFIG, **(config or {})}, limits))
+
+
+async def _play(folder: Path, exchange: Exchange | None, config: dict[str, Any], limits: dict[str, Any]) -> Played:
+    driver = await Driver.open(folder, config=config, exchange=exchange, **limits)
+    logits: list[torch.Tensor] = []
+    try:
+        model: Any = driver.runner._step_model
+        run = model.run
+
+        def watched(*args: Any) -> torch.Tensor:
+            logits.append(run(*args).clone())
+            return logits[-1]
+
+        model.run = watched
+        sequences = [driver.sequence(list(prompt), 8 - at, arrival=at) for at, prompt in enumerate(PROMPTS)]
+        await driver.run(sequences, chunks=3)
+        rows = [driver.rows(sequence) for sequence in sequences] if driver.arena is not None else []
+        return Played([sequence.tokens for sequence in sequences], rows, logits, driver.capacity)
+    finally:
+        await driver.close()
