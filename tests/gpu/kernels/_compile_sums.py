@@ -54,7 +54,8 @@ def _show_heads(dtype: str, dim: int, heads: int) -> None:
     group = max(min(8, heads), 256 // dim)
     constants = {"BLOCK_TOKENS": 16, "HEADS": heads, "KV_HEADS": 1, "DIM": dim, "WIDTH": dim, "HALF": dim // 2,
                  "HALF_WIDTH": dim // 2, "REST_WIDTH": 0, "GROUP": group, "KV_GROUP": group, "INTERLEAVED": False,
-                 "FULL": False, "NORM": 1, "ONCE": False, "EPS": 1e-6, "CLIP": 0.0, "PER_SHARE": 1, "OVERLAP": True}  # fmt: skip
+                 "FULL": False, "NORM": 1, "ONCE": False, "EPS": 1e-6, "CLIP": 0.0, "PER_SHARE": 1,
+                 "OVERLAP": True}  # fmt: skip
     _show(dtype, -dim, qkv._prepare, constants, norm.warps_of(group * dim, _SIZES[dtype], 8), _ALL, dim)
 
 
