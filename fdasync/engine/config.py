@@ -271,6 +271,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"is 'inline', and config.tensor_parallel is {self.tensor_parallel}",
                 hint="each rank is a process of its own: set process to 'worker'",
             )
+        device = self.runner_config.get("device", "auto")
+        if isinstance(device, str) and device.startswith("cuda:") and device not in _OWN_GPU:
+            raise ConfigError(
+                "config.runner_config.device",
+                f"is {device!r}, and config.tensor_parallel is {self.tensor_parallel}: each rank has its own GPU",
+                hint="leave it out, and name the GPUs in config.gpus (--gpus)",
+            )
         if self.numerics == "fixed":
             raise ConfigError(
                 "config.numerics",

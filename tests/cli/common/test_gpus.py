@@ -9,7 +9,7 @@ import pytest
 
 from fdasync.cli.common.gpus import parse_gpus
 from fdasync.cli.common.options import engine_config
-from fdasync.cli.doctor import examine
+from fdasync.cli.doctor import _device
 from fdasync.cli.local.fleet import plans_for
 from fdasync.engine.config import EngineConfig
 from fdasync.errors import BadInput, ConfigError
@@ -101,7 +101,7 @@ def test_the_doctor_says_which_are_held(tmp_path: Path, monkeypatch: pytest.Monk
     install_gpus(tmp_path, monkeypatch, 2)
     locks = GpuLocks(shares=False)
     assert locks.take(find([1])[0])
-    (told,) = [finding for finding in examine() if finding.what == "NVIDIA GPUs"]
+    told = _device()
     assert (told.state, told.found) == ("ok", "2; GPU 1 (0000:20:00.0) is held by process this one")
     locks.close()
     assert os.listdir(tmp_path / "runtime" / "fdasync-gpus")

@@ -145,6 +145,7 @@ def test_only_groups_of_the_transformers_runner_take_gpus_unasked() -> None:
         ({"gpus": ("cuda:0",)}, "'cuda:0' names no GPU"),
         ({"gpus": (0,), "process": "inline"}, "is set, and config.process is 'inline'"),
         ({"gpus": (0,), "runner_config": {"device": "cpu"}}, "is set, and config.runner_config.device is 'cpu'"),
+        ({"tensor_parallel": 2, "runner_config": {"device": "cuda:1"}}, "each rank has its own GPU"),
         ({"gpus": "all"}, "config.gpus"),
         ({"gpus": (True,)}, "config.gpus"),
     ],
