@@ -18,6 +18,9 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from fdasync.cli.common.plugins import checked_plugins
+from fdasync.errors import ConfigError
+from fdasync.ipc.gpu_locks import held_by, holders
+from fdasync.ipc.gpus import visible
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -186,10 +189,15 @@ def _limits() -> list[Finding]:
 
 
 def _device() -> Finding:
-    names = sorted(path.name for path in Path("/proc/driver/nvidia/gpus").glob("*"))
+    gpus = visible()
+    told = "not known here" if gpus is None else f"{len(gpus)}" if gpus else "none"
+    try:
+        held = [f"{gpu} is held by {held_by(gpu)}" for gpu in gpus or () if holders(gpu)]
+    except ConfigError as error:
+        held = [str(error)]
     return Finding(
         what="NVIDIA GPUs",
-        state="ok" if names else "missing",
-        found=f"{len(names)}" if names else "none",
+        state="ok" if gpus else "missing",
+        found="; ".join([told, *held]),
         needed_for="speed; the CPU works fully",
     )

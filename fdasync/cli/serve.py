@@ -59,7 +59,8 @@ def serve(**options: Any) -> None:
     tcp:// only, because links are not authenticated yet: every process that can connect is trusted.
 
     When requests may come, a line "fdasync serve: ready at ADDRESS as NAME (ROLE): ..." goes to stdout, and with
-    --ready-fd a JSON object with name, role, address, pid, model, block_tokens, num_blocks and metrics_port.
+    --ready-fd a JSON object with name, role, address, pid, model, block_tokens, num_blocks, worker_pids, gpus and
+    metrics_port.
 
     The first signal drains: no new work is taken, live requests end here or go to other instances. The second signal
     ends at once, as a terminal that closes does.

@@ -66,6 +66,8 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
         pid: of this process.
         model: as the runner names it.
         block_tokens, num_blocks: of the KV blocks on the device.
+        worker_pids: processes that compute, by rank.
+        gpus: theirs, as `EngineConfig.gpus` names them; () where none were placed.
         metrics_port: of Prometheus metrics; None without them.
         notes: of the runner, for people: special cases in force.
     """
@@ -77,6 +79,8 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     block_tokens: int
     num_blocks: int
+    worker_pids: tuple[int, ...] = ()
+    gpus: tuple[str, ...] = ()
     metrics_port: int | None = None
     notes: tuple[str, ...] = ()
 
@@ -168,6 +172,8 @@ class _Service:
             model=capacity.model,
             block_tokens=capacity.block_tokens,
             num_blocks=capacity.num_blocks,
+            worker_pids=instance.engine.worker_pids,
+            gpus=instance.engine.gpus,
             metrics_port=metrics_port,
             notes=tuple(note[:_MOST_NOTE_CHARS] for note in capacity.notes[:_MOST_NOTES]),
         )
@@ -175,6 +181,8 @@ class _Service:
             f"ready at {ready.address} as {ready.name} ({ready.role}): {ready.model}, {ready.num_blocks} blocks of"
             f" {ready.block_tokens} tokens"
         )
+        if ready.gpus:
+            self._voice.say(f"GPUs {', '.join(ready.gpus)}: processes {', '.join(map(str, ready.worker_pids))}")
         for note in ready.notes:
             self._voice.say(f"note: {note}")
         if instance.notice:

@@ -142,6 +142,9 @@ class _Up:
                 return code
             self._say("ready; connect with")
             self._print(f"    fdasync.connect([{listed}])")
+            for child in self._fleet.children:
+                if child.gpus:
+                    self._print(f"    {child.name} has GPUs {', '.join(child.gpus)}")
             for note in self._fleet.notes:
                 self._print(f"    note: {note}")
             rates = Rates()

@@ -14,6 +14,7 @@ import msgspec
 
 from fdasync.cache.host_arena import host_nbytes
 from fdasync.errors import BadInput, ConfigError, PluginError
+from fdasync.ipc.gpus import check_names
 from fdasync.registry.mapping import struct_of
 from fdasync.registry.registry import POLICIES, Registry
 from fdasync.request import FIRST_VERSION, Numerics, checked_version
@@ -35,6 +36,8 @@ _MAX_RANKS = 8
 _PREFILL_TOKENS_PER_S = 1000.0
 _AUTO_HOST_NBYTES = 1 << 30
 _AUTO_HOST_MIN_BLOCKS = 16
+# of a runner's key `device`: the first GPU that its process sees
+_OWN_GPU = ("auto", "cuda", "cuda:0")
 # keys of `leases` for which 0 has a meaning
 _FROM_ZERO = ("ahead_tokens", "staging_blocks", "beyond_running")
 # keys that had another name: an old name is refused, and the error gives the new one
@@ -62,6 +65,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             are never used under the other. "default": the fastest arithmetic; last bits may depend on the batch.
         tensor_parallel: how many worker processes compute each step together, each with its part of the model; 1 to
             8. Blocks do not depend on it: engines of different numbers share stores and hand requests to each other.
+        gpus: the GPU of each rank, in order: indices among those that this process sees (by PCI address, as
+            `nvidia-smi` counts, and by its CUDA_VISIBLE_DEVICES), UUIDs ("GPU-...") or parts ("MIG-..."). Each worker
+            sees its own one first. They are locked: another engine of this user that names one is refused. "auto": a
+            group of the `transformers` runner takes the first that are free; any other worker sees all GPUs that this
+            process sees, locks none, and its runner chooses.
+        share_gpus: other engines may have the same GPUs, if they share them as well.
         max_context_tokens: most tokens of one request, prompt and output; "auto": the model's.
         block_tokens: tokens of a KV block, a power of two; "auto": the runner's choice.
         num_blocks: KV blocks on the device; "auto": what the runner profiled.
@@ -122,6 +131,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     routing_debug: bool = False
     numerics: Numerics = "default"
     tensor_parallel: int = 1
+    gpus: tuple[int | str, ...] | Auto = "auto"
+    share_gpus: bool = False
     max_context_tokens: int | Auto = "auto"
     block_tokens: int | Auto = "auto"
     num_blocks: int | Auto = "auto"
@@ -219,8 +230,39 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 "config.max_requests", f"{self.max_requests} is below max_running", limit=self.max_running
             )
 
+    def _validate_gpus(self) -> None:
+        if self.gpus == "auto":
+            return
+        check_names(self.gpus)
+        count, ranks = len(self.gpus), self.tensor_parallel
+        # several instances have a file in common, which names the GPUs of all
+        if not count or count % ranks:
+            raise ConfigError("config.gpus", f"names {count} GPUs, and config.tensor_parallel is {ranks}", limit=ranks)
+        if self.process == "inline":
+            raise ConfigError(
+                "config.gpus",
+                "is set, and config.process is 'inline': what this process sees is settled already",
+                hint="set process to 'worker', or CUDA_VISIBLE_DEVICES before this process starts",
+            )
+        device = self.runner_config.get("device", "auto")
+        if device not in _OWN_GPU:
+            raise ConfigError(
+                "config.gpus",
+                f"is set, and config.runner_config.device is {device!r}",
+                hint="leave one of them out: a worker's own GPU is the first that it sees",
+            )
+
+    @property
+    def places_gpus(self) -> bool:
+        """Whether the engine says which GPUs its workers see; else the runner chooses among all."""
+        if self.gpus != "auto":
+            return True
+        chooses = self.runner != "transformers" or self.runner_config.get("device", "auto") not in _OWN_GPU
+        return self.tensor_parallel > 1 and not chooses
+
     def _validate_group(self) -> None:
         _bounds("tensor_parallel", self.tensor_parallel, 1, _MAX_RANKS)
+        self._validate_gpus()
         if self.tensor_parallel == 1:
             return
         if self.process == "inline":
@@ -228,6 +270,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 "config.process",
                 f"is 'inline', and config.tensor_parallel is {self.tensor_parallel}",
                 hint="each rank is a process of its own: set process to 'worker'",
+            )
+        device = self.runner_config.get("device", "auto")
+        if isinstance(device, str) and device.startswith("cuda:") and device not in _OWN_GPU:
+            raise ConfigError(
+                "config.runner_config.device",
+                f"is {device!r}, and config.tensor_parallel is {self.tensor_parallel}: each rank has its own GPU",
+                hint="leave it out, and name the GPUs in config.gpus (--gpus)",
             )
         if self.numerics == "fixed":
             raise ConfigError(

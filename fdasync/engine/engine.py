@@ -502,6 +502,18 @@ class Engine(Generator):
         self._inside()
         return self._runtime.store_pid
 
+    @property
+    def worker_pids(self) -> tuple[int, ...]:
+        """Process ids of the workers, by rank; () where the runner runs in this process."""
+        self._inside()
+        return self._runtime.worker_pids
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """Names of the GPUs that were placed (`EngineConfig.gpus`), by rank; () where none were."""
+        self._inside()
+        return tuple([gpu.name for gpu in self._runtime.gpus])
+
     def stats(self) -> EngineStats:
         """Gauges and counters, now. Raises EngineClosed before the start."""
         frontend, driver = self._inside(), self._runtime.driver

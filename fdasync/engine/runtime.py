@@ -29,6 +29,7 @@ from fdasync.ipc.deadlines import Closing, Within, wait_within
 from fdasync.registry.mapping import struct_of
 from fdasync.registry.registry import RUNNERS, STORES, TAPS, TOKENIZERS, Registry
 from fdasync.runner.group.group import GroupRunner
+from fdasync.runner.group.placement import Placement
 from fdasync.runner.group.workers import WorkerGroup
 from fdasync.runner.plugins import make_runner
 from fdasync.runner.worker.proxy import WorkerRunner
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from fdasync.engine.request_state import RequestState
     from fdasync.engine.tokenizer import Tokenizer
     from fdasync.events.actions import Action
+    from fdasync.ipc.gpus import Gpu
     from fdasync.runner.base import Capacity, Runner
 
 # beyond the close deadline: for killing and reaping a process
@@ -81,6 +83,7 @@ class Runtime:
         tokenizer_name: entry-point name of a tokenizer that was loaded; "" where none was.
         policy: says which requests go first, at the frontend and in the scheduler.
         taps: the taps that the configuration names.
+        gpus: of the workers, by rank, as long as they are theirs; () where none are placed.
     """
 
     capacity: Capacity
@@ -105,6 +108,7 @@ class Runtime:
         self._registry = Registry()
         self.policy = make_policy(config.policy, config.policy_config)
         self.taps = TapTasks({name: self._make_tap(name, keys) for name, keys in config.taps.items()})
+        self._placement = self._make_placement(runner)
         self.runner = runner or self._make_runner()
         self._attendant = attendant
         self._stack: StoreStack | None = None
@@ -142,6 +146,32 @@ class Runtime:
         except Exception as error:
             raise PluginError(TAPS, name, "", f"it cannot be made: {type(error).__name__}: {error}") from error
 
+    def _make_placement(self, runner: Runner | None) -> Placement | None:
+        config = self._config
+        if runner is not None:
+            if config.gpus != "auto":
+                raise ConfigError("config.gpus", "is set, and a runner object was given: it runs in this process")
+            return None
+        if not config.places_gpus:
+            return None
+        return Placement(config.gpus, config.tensor_parallel, shares=config.share_gpus)
+
+    @property
+    def gpus(self) -> tuple[Gpu, ...]:
+        return () if self._placement is None else self._placement.gpus
+
+    @property
+    def worker_pids(self) -> tuple[int, ...]:
+        """Process ids of the workers, by rank; () where the runner runs in this process."""
+        return self.runner.pids if isinstance(self.runner, WorkerRunner | WorkerGroup) else ()
+
+    def _place(self) -> None:
+        """Take the GPUs. Raises ConfigError where another engine has one."""
+        if self._placement is not None:
+            assert isinstance(self.runner, WorkerRunner | WorkerGroup)
+            self._placement.take()
+            self.runner.place(self._placement.environments())
+
     def _make_runner(self) -> Runner:
         config = self._config
         limits = config.runner_limits()
@@ -166,6 +196,7 @@ class Runtime:
         loop = asyncio.get_running_loop()
         # before the store, which reports how it opens; the events wait for the driver
         self.bus = EventBus(loop.time, self._standing)
+        self._place()
         try:
             async with Within(config.start_deadline_s):
                 self.capacity = capacity = await self.runner.open()
@@ -358,6 +389,9 @@ class Runtime:
         if self.long_texts is not None:
             others.append(_Stage("closing the tokenizer's process", self.long_texts.aclose, reaping_s))
         first = await self._close_all([store, *[[stage] for stage in others]])
+        if self._placement is not None:
+            # the workers have ended
+            self._placement.close()
         # nothing uses the arenas any more
         for arena in (self._arena, self._host):
             if arena is not None:

@@ -25,7 +25,7 @@ from fdasync.ipc.deadlines import wait_within
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 _REAP_DEADLINE_S = 10.0
 # the collector begins a round when so many more objects were made than freed: Python's own number, and a child's until
@@ -42,6 +42,7 @@ class ChildProcess:
         module: its `main` is the child's whole program.
         on_frame: called for each frame that the child sends; fds belong to the callee.
         on_death: called once when the child has ended by itself and was reaped; not after `close` or `kill`.
+        environment: variables that the child has beside this process's own, or instead of them.
 
     Attributes:
         name: as given.
@@ -57,6 +58,7 @@ class ChildProcess:
         module: str,
         on_frame: Callable[[bytes, list[int]], None],
         on_death: Callable[[Exception], None],
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         """Raises OSError if no process can be started or watched; then none is left."""
         self.name = name
@@ -71,6 +73,7 @@ class ChildProcess:
                 self._process = subprocess.Popen(  # blocking: fork and exec, milliseconds, once
                     [sys.executable, "-P", "-c", f"from {module} import main; main()", str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
+                    env={**os.environ, **(environment or {})},
                     stdin=subprocess.DEVNULL,
                     # Ctrl-C at a terminal goes to this process's group: this process decides what it means for the
                     # child

@@ -21,7 +21,7 @@ from fdasync.errors import FdasyncError, ProtocolError
 from fdasync.ipc.child import ChildProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 T = TypeVar("T")
 
@@ -120,6 +120,7 @@ class RpcClient:
         name: the child's purpose in words; part of errors.
         module: its `main` is the child's whole program.
         errors: those that its answers may carry.
+        environment: variables that the child has beside this process's own, or instead of them.
 
     Attributes:
         process: the child.
@@ -127,7 +128,14 @@ class RpcClient:
         gone: done, with `ending`, when the child was reaped; calls that are left fail then.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, name: str, module: str, errors: ErrorTable) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        name: str,
+        module: str,
+        errors: ErrorTable,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         """Raises OSError if no process can be started; then none is left."""
         self.ending: Exception | None = None
         self.gone: asyncio.Future[Exception] = loop.create_future()
@@ -142,7 +150,7 @@ class RpcClient:
         self._cancelled: set[int] = set()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Answer[msgspec.Raw] | Failed | Stopped)
-        self.process = ChildProcess(loop, name, module, self._on_frame, self._on_death)
+        self.process = ChildProcess(loop, name, module, self._on_frame, self._on_death, environment)
         # the one place where calls fail: a killed child does not call `on_death`
         self.process.exited.add_done_callback(self._reaped)
 

@@ -220,7 +220,8 @@ def options(**values: Any) -> dict[str, Any]:
     names = ("model", "config_path", "runner", "dtype", "device", "num_threads", "num_blocks", "block_tokens",
              "max_context_tokens", "max_running", "max_step_tokens", "host_blocks", "seed", "numerics",
              "tensor_parallel")  # fmt: skip
-    return {**dict.fromkeys(names), "taps": (), "store": None, "store_required": False, "policy": None, **values}
+    others = {"taps": (), "store": None, "store_required": False, "policy": None, "gpus": (), "share_gpus": False}
+    return {**dict.fromkeys(names), **others, **values}
 
 
 def test_options_beat_the_file(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import click
 import msgspec
 
 from fdasync.cache.store.plugins import load_store
+from fdasync.cli.common.gpus import parse_gpus
 from fdasync.engine.config import EngineConfig, policy_class
 from fdasync.errors import BadInput, ConfigError
 from fdasync.events.tap import Tap
@@ -97,6 +98,13 @@ _OPTIONS = (
         "--tp", "tensor_parallel", type=_COUNT,
         help="Tensor parallel: so many processes, each with its part of the model, compute every step.  [default: 1]",
     ),
+    click.option(
+        "--gpus", multiple=True, metavar="LIST",
+        help="GPUs of the processes in order, such as 0,1 (as nvidia-smi counts, of those in CUDA_VISIBLE_DEVICES) or"
+        " UUIDs; with several instances a list for each, or one for all. Another engine's are refused. Default, auto:"
+        " --tp takes the first that are free.",
+    ),
+    click.option("--share-gpus", is_flag=True, help="Others may have the same GPUs, if they share them as well."),
     click.option("--num-blocks", type=_COUNT, help="KV blocks on the device. Default: what fits."),
     click.option("--block-tokens", type=_COUNT, help="Tokens of a KV block, a power of two. Default: the runner's."),
     click.option("--max-context-tokens", type=_COUNT, help="Longest prompt and output together. Default: the model's."),
@@ -124,7 +132,10 @@ _PLAIN = (
     "max_step_tokens", "host_blocks", "seed",
 )  # fmt: skip
 # parameters that `engine_config` takes
-_NAMES = ("model", "runner", "dtype", "device", "num_threads", *_PLAIN, "store", "store_required", "policy", "taps")
+_NAMES = (
+    "model", "runner", "dtype", "device", "num_threads", *_PLAIN, "gpus", "share_gpus", "store", "store_required",
+    "policy", "taps",
+)  # fmt: skip
 
 
 def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,6 +170,11 @@ def engine_config(options: dict[str, Any], role: str | None = None) -> EngineCon
     if own and isinstance(values.setdefault("runner_config", {}), dict):
         values["runner_config"] = {**values["runner_config"], **own}
     values.update({name: taken[name] for name in _PLAIN if taken[name] is not None})
+    gpus, each = parse_gpus(options.pop("gpus"))
+    if gpus is not None:
+        values["gpus"] = gpus
+    if options.pop("share_gpus"):
+        values["share_gpus"] = True
     policy = parse_policy(options.pop("policy"))
     if policy is not None:
         values["policy"], values["policy_config"] = policy
@@ -178,6 +194,8 @@ def engine_config(options: dict[str, Any], role: str | None = None) -> EngineCon
     if role is not None or values.get("role", "alone") == "alone":
         values["role"] = role or "mixed"
     config = EngineConfig.from_mapping(values)
+    if gpus is not None and gpus != "auto" and each not in (config.tensor_parallel, len(gpus)):
+        raise BadInput("--gpus", f"has {each} GPUs in a list, and --tp is {config.tensor_parallel}")
     if config.runner == "transformers" and not config.model:
         raise BadInput("--model", "is missing", hint="name a checkpoint folder, or --runner synthetic to try without")
     return config

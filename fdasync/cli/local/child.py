@@ -44,6 +44,7 @@ class _Ready(msgspec.Struct, frozen=True):
     """What is read of a child's ready line (`fdasync.cli.service.Ready`)."""
 
     notes: tuple[str, ...] = ()
+    gpus: tuple[str, ...] = ()
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +86,7 @@ class Child:
         ready: set when it takes requests; ChildEnded if it ended before.
         ready_at: when it began to take requests, in the loop's time; None before.
         notes: of its runner, for people; () before it is ready.
+        gpus: of its processes, by rank, where they were placed; () before it is ready.
         lines: its last lines on stderr.
     """
 
@@ -101,6 +103,7 @@ class Child:
         self.ready.add_done_callback(lambda future: future.cancelled() or future.exception())
         self.ready_at: float | None = None
         self.notes: tuple[str, ...] = ()
+        self.gpus: tuple[str, ...] = ()
         self._ready_line = b""
         self._close_s = plan.config.close_deadline_s
         self._text = b""
@@ -194,7 +197,8 @@ class Child:
         data = os.read(fd, _READ_NBYTES)
         self._ready_line += data
         if self._ready_line.endswith(b"\n") and self.ready_at is None:
-            self.notes = msgspec.json.decode(self._ready_line, type=_Ready).notes
+            ready = msgspec.json.decode(self._ready_line, type=_Ready)
+            self.notes, self.gpus = ready.notes, ready.gpus
             self.state = "ready" if self.state == "loading" else self.state
             self.ready_at = self._loop.time()
             if not self.ready.done():

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from fdasync.cli.common.gpus import gpus_of_instances, most_on_one
 from fdasync.cli.common.options import store_of_instance
 from fdasync.cli.local.child import Child, ChildEnded, Plan, Role
 from fdasync.cli.local.folder import Folder
@@ -37,9 +38,11 @@ _START_S = 10.0
 def plans_for(
     config: EngineConfig, counts: dict[Role, int], *, transport: str = "auto", drain_s: float = 600.0
 ) -> list[Plan]:
-    """So many instances of each role with this configuration; they share cores, GPUs and memory, and each has its own
-    store."""
+    """So many instances of each role with this configuration; they share cores and memory, each has its own store, and
+    its own GPUs where these are placed (`EngineConfig.gpus`). Raises ConfigError where that cannot be."""
     names = [(f"{role[0]}{number}", role) for role, count in counts.items() for number in range(count)]
+    places = gpus_of_instances(config, [name for name, _ in names])
+    sharing = most_on_one(places) if places and places[0] != "auto" else 0
     return [
         Plan(
             name=name,
@@ -47,21 +50,31 @@ def plans_for(
             config=msgspec.structs.replace(
                 config,
                 role=role,
-                runner_config={**config.runner_config, **_place(config, place, len(names))},
+                gpus=places[number],
+                runner_config={**config.runner_config, **_place(config, number, len(names), sharing)},
                 store_config=store_of_instance(config, name),
             ),
             transport=transport,
             drain_s=drain_s,
         )
-        for place, (name, role) in enumerate(names)
+        for number, (name, role) in enumerate(names)
     ]
 
 
-def _place(config: EngineConfig, instance: int, instances: int) -> dict[str, int]:
-    """Configuration that a runner needs to share hardware with the other instances."""
+def _place(config: EngineConfig, instance: int, instances: int, sharing: int) -> dict[str, int]:
+    """Configuration that a runner needs to share hardware with the other instances.
+
+    Args:
+        sharing: how many instances have a GPU in common, at most; 0: GPUs are not placed, and the runner of each
+            instance chooses one by its number.
+    """
     if config.runner != "transformers":
         return {}
     place = {"instance": instance, "instances": instances}
+    if sharing:
+        # the first GPU that a runner sees is its own; with "auto" it counts those that take all visible ones in turn
+        spread = config.runner_config.get("device", "auto") == "auto"
+        place = {"instance": 0, "instances": sharing * config.tensor_parallel if spread else sharing}
     if config.runner_config.get("num_threads") is None:
         # torch's threads wait for the slowest: more threads than cores are many times slower than one thread
         place["num_threads"] = max(max(len(os.sched_getaffinity(0)) - 1, 1) // instances, 1)

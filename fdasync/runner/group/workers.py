@@ -18,7 +18,7 @@ from fdasync.runner.worker.proxy import WorkerRunner
 from fdasync.runner.worker.weight_transfer import CHUNK_NBYTES, TensorTransfer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from fdasync.runner.base import Capacity, RunnerLimits, TensorMeta
 
@@ -59,6 +59,11 @@ class WorkerGroup(GroupRunner):
     def pids(self) -> tuple[int, ...]:
         """Of the workers, by rank; -1 before `open`."""
         return tuple([worker.pid for worker in self._workers])
+
+    def place(self, environments: Sequence[Mapping[str, str]]) -> None:
+        """Set what each rank's environment says beside this process's own; before `open`."""
+        for worker, environment in zip(self._workers, environments, strict=True):
+            worker.place([environment])
 
     async def open(self) -> Capacity:
         """See `Runner`. Raises OSError where memory or descriptors run out."""

@@ -32,7 +32,7 @@ from fdasync.runner.worker.messages import (
 from fdasync.runner.worker.weight_transfer import CHUNK_NBYTES, TensorTransfer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from fdasync.cache.aux import AuxSpec
     from fdasync.cache.aux_arena import AuxArena
@@ -49,6 +49,9 @@ _FINGERPRINT = msgspec.msgpack.Decoder(WeightsFingerprint)
 _STEP = msgspec.msgpack.Decoder(StepOutput)
 _COPY = msgspec.msgpack.Decoder(CopyOutput)
 
+# of every worker's environment: a program that uses NVLink multicast can put the GPUs of a whole host out of service
+_NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+
 T = TypeVar("T")
 
 
@@ -60,6 +63,10 @@ class WorkerRunner(Runner):
         config: its raw configuration.
         close_deadline_s: how long an idle worker may take to end before it is killed.
         chunk_nbytes: bound on each of the two chunks that tensors cross in.
+
+    Attributes:
+        environment: variables that the worker has beside this process's own, or instead of them; to be set before
+            `open`.
     """
 
     config_type: ClassVar[type[msgspec.Struct]] = msgspec.Struct
@@ -79,11 +86,21 @@ class WorkerRunner(Runner):
         self._child: RpcClient | None = None
         self._transfer = TensorTransfer([self.ask_now], chunk_nbytes)
         self._meeting: tuple[Meeting, float] | None = None
+        self.environment: Mapping[str, str] = {}
 
     @property
     def pid(self) -> int:
         """Of the worker; -1 before `open`."""
         return -1 if self._child is None else self._child.process.pid
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """As those of a group."""
+        return (self.pid,)
+
+    def place(self, environments: Sequence[Mapping[str, str]]) -> None:
+        """Set the environment, as that of a group's ranks is set."""
+        (self.environment,) = environments
 
     @property
     def name(self) -> str:
@@ -101,7 +118,9 @@ class WorkerRunner(Runner):
         self._meeting = meeting, deadline_s
 
     async def open(self) -> Capacity:
-        self._child = RpcClient(asyncio.get_running_loop(), self.name, _CHILD, ERRORS)
+        self._child = RpcClient(
+            asyncio.get_running_loop(), self.name, _CHILD, ERRORS, {**self.environment, **_NO_MULTICAST}
+        )
         self._child.gone.add_done_callback(self._on_gone)
         if self._meeting is not None:
             meeting, deadline_s = self._meeting
