@@ -30,6 +30,8 @@ Auto = Literal["auto"]
 MAX_BLOCKS = 1 << 22
 # GPUs of one machine
 _MAX_RANKS = 8
+# a tree of neighbours joins them, of which the slices of a rank are a part
+_SUM_SLICES = (1, 2, 4)
 # assumed until it is measured: too slow a guess costs one request a tenth of it, too fast a guess the first hits after
 # a restart
 _PREFILL_TOKENS_PER_S = 1000.0
@@ -60,6 +62,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             batches, chunks, prefix hits, preemption, swaps, hand-overs and restarts; so a trainer can compute the same
             bits. A runner or model that cannot promise it is an error of the start. Blocks computed under one setting
             are never used under the other. "default": the fastest arithmetic; last bits may depend on the batch.
+        sum_slices: with fixed numerics, 1, 2 or 4: sums that ranks share are made of so many parts, whatever
+            `tensor_parallel`, which must divide it; so the numbers are those of every such width. It costs time where
+            ranks are fewer. Blocks of other slices are never used.
         tensor_parallel: how many worker processes compute each step together, each with its part of the model; 1 to
             8. Blocks do not depend on it: engines of different numbers share stores and hand requests to each other.
         max_context_tokens: most tokens of one request, prompt and output; "auto": the model's.
@@ -121,6 +126,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     routing: bool | Auto = "auto"
     routing_debug: bool = False
     numerics: Numerics = "default"
+    sum_slices: int = 1
     tensor_parallel: int = 1
     max_context_tokens: int | Auto = "auto"
     block_tokens: int | Auto = "auto"
@@ -221,6 +227,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def _validate_group(self) -> None:
         _bounds("tensor_parallel", self.tensor_parallel, 1, _MAX_RANKS)
+        if self.sum_slices not in _SUM_SLICES:
+            raise ConfigError("config.sum_slices", f"is {self.sum_slices!r}", limit=_SUM_SLICES)
+        if self.sum_slices > 1 and self.numerics != "fixed":
+            raise ConfigError(
+                "config.sum_slices",
+                f"is {self.sum_slices}, and config.numerics is {self.numerics!r}",
+                hint="slices belong to numerics='fixed'",
+            )
         if self.tensor_parallel == 1:
             return
         if self.process == "inline":
@@ -229,12 +243,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"is 'inline', and config.tensor_parallel is {self.tensor_parallel}",
                 hint="each rank is a process of its own: set process to 'worker'",
             )
-        if self.numerics == "fixed":
+        if self.numerics == "fixed" and self.sum_slices % self.tensor_parallel:
             raise ConfigError(
-                "config.numerics",
-                f"is 'fixed', and config.tensor_parallel is {self.tensor_parallel}: sums of several ranks have other"
-                " bits than those of one",
-                hint="set numerics to 'default', or tensor_parallel to 1",
+                "config.sum_slices",
+                f"is {self.sum_slices}, and config.tensor_parallel is {self.tensor_parallel}: with fixed numerics a rank"
+                " computes whole slices of a sum",
+                hint="set sum_slices to 4, and tensor_parallel to 2 or 4",
             )
 
     def _validate_tiers(self) -> None:
@@ -287,6 +301,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             pipeline_depth=self.pipeline_depth,
             routing_debug=self.routing_debug,
             numerics=self.numerics,
+            sum_slices=self.sum_slices,
             tensor_parallel=self.tensor_parallel,
         )
 
