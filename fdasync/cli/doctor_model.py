@@ -65,7 +65,8 @@ def _facts(report: ModelReport) -> Table:
     if report.weights_nbytes:
         table.add_row("weights in memory", f"{_bytes(report.weights_nbytes)} ({report.dtype})")
     if report.numerics != "default":
-        table.add_row("numerics", report.numerics)
+        slices = f", sums in {report.sum_slices} slices" if report.sum_slices > 1 else ""
+        table.add_row("numerics", report.numerics + slices)
     if report.tensor_parallel > 1:
         table.add_row("ranks", f"{report.tensor_parallel}; memory is that of one of them")
     if report.kv_token_nbytes:

@@ -125,6 +125,10 @@ def demo(**options: Any) -> None:
     "--numerics", default="fixed", show_default=True, type=click.Choice(["fixed", "default"]), help="Of both sides."
 )
 @click.option(
+    "--sum-slices", default=1, show_default=True, type=click.Choice([1, 2, 4]), help="Of fixed numerics, of both sides."
+)
+@click.option("--tp", "tensor_parallel", default=1, show_default=True, type=click.IntRange(1), help="Of the rollout.")
+@click.option(
     "--tokens", default=2000, show_default=True, type=click.IntRange(1, 10_000_000), help="Sampled tokens, at least."
 )
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Of prompts, sampling and weights.")

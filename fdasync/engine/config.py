@@ -31,6 +31,8 @@ Auto = Literal["auto"]
 MAX_BLOCKS = 1 << 22
 # GPUs of one machine
 _MAX_RANKS = 8
+# a tree of neighbours joins them, of which the slices of a rank are a part
+_SUM_SLICES = (1, 2, 4)
 # assumed until it is measured: too slow a guess costs one request a tenth of it, too fast a guess the first hits after
 # a restart
 _PREFILL_TOKENS_PER_S = 1000.0
@@ -63,6 +65,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             batches, chunks, prefix hits, preemption, swaps, hand-overs and restarts; so a trainer can compute the same
             bits. A runner or model that cannot promise it is an error of the start. Blocks computed under one setting
             are never used under the other. "default": the fastest arithmetic; last bits may depend on the batch.
+        sum_slices: with fixed numerics, 1, 2 or 4: sums that ranks share are made of so many parts, whatever
+            `tensor_parallel`, which must divide it; so the numbers are those of every such width. It costs time where
+            ranks are fewer. Blocks of other slices are never used.
         tensor_parallel: how many worker processes compute each step together, each with its part of the model; 1 to
             8. Blocks do not depend on it: engines of different numbers share stores and hand requests to each other.
         gpus: the GPU of each rank, in order: indices among those that this process sees (by PCI address, as
@@ -130,6 +135,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     routing: bool | Auto = "auto"
     routing_debug: bool = False
     numerics: Numerics = "default"
+    sum_slices: int = 1
     tensor_parallel: int = 1
     gpus: tuple[int | str, ...] | Auto = "auto"
     share_gpus: bool = False
@@ -263,6 +269,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def _validate_group(self) -> None:
         _bounds("tensor_parallel", self.tensor_parallel, 1, _MAX_RANKS)
         self._validate_gpus()
+        if self.sum_slices not in _SUM_SLICES:
+            raise ConfigError("config.sum_slices", f"is {self.sum_slices!r}", limit=_SUM_SLICES)
+        if self.sum_slices > 1 and self.numerics != "fixed":
+            raise ConfigError(
+                "config.sum_slices",
+                f"is {self.sum_slices}, and config.numerics is {self.numerics!r}",
+                hint="slices belong to numerics='fixed'",
+            )
         if self.tensor_parallel == 1:
             return
         if self.process == "inline":
@@ -278,12 +292,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"is {device!r}, and config.tensor_parallel is {self.tensor_parallel}: each rank has its own GPU",
                 hint="leave it out, and name the GPUs in config.gpus (--gpus)",
             )
-        if self.numerics == "fixed":
+        if self.numerics == "fixed" and self.sum_slices % self.tensor_parallel:
             raise ConfigError(
-                "config.numerics",
-                f"is 'fixed', and config.tensor_parallel is {self.tensor_parallel}: sums of several ranks have other"
-                " bits than those of one",
-                hint="set numerics to 'default', or tensor_parallel to 1",
+                "config.sum_slices",
+                f"is {self.sum_slices}, and config.tensor_parallel is {self.tensor_parallel}: with fixed numerics a rank"
+                " computes whole slices of a sum",
+                hint="set sum_slices to 4, and tensor_parallel to 2 or 4",
             )
 
     def _validate_tiers(self) -> None:
@@ -336,6 +350,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             pipeline_depth=self.pipeline_depth,
             routing_debug=self.routing_debug,
             numerics=self.numerics,
+            sum_slices=self.sum_slices,
             tensor_parallel=self.tensor_parallel,
         )
 

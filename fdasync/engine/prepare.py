@@ -62,6 +62,8 @@ def namespace_of(capacity: Capacity) -> bytes:
     if capacity.numerics != "default":
         # blocks of other bits; the default adds nothing, so that stores filled before the setting existed stay in use
         parts = (*parts, f"numerics={capacity.numerics}")
+    if capacity.sum_slices > 1:
+        parts = (*parts, f"sum_slices={capacity.sum_slices}")
     return root_key(msgspec.msgpack.encode(parts))
 
 

@@ -467,3 +467,9 @@ def _check_answer(config: EngineConfig, capacity: Capacity) -> None:
             f"is 'fixed', and runner {config.runner!r} promises {capacity.numerics!r} numerics for this model",
             hint="set numerics to 'default', or take a runner that answers 'fixed' (Capacity.numerics)",
         )
+    if capacity.sum_slices != config.sum_slices:
+        raise ConfigError(
+            "config.sum_slices",
+            f"is {config.sum_slices}, and runner {config.runner!r} answers {capacity.sum_slices}",
+            hint="set sum_slices to 1, or take a runner that sums in slices (Capacity.sum_slices)",
+        )

@@ -76,6 +76,7 @@ class Shape(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
         routing_debug: whether rows name positions instead of experts.
         text: digest of the token ids that the tokenizer makes of sample texts; empty without a tokenizer.
         numerics: the arithmetic that the blocks are computed in (`request.Numerics`).
+        sum_slices: of fixed numerics (`Capacity.sum_slices`).
     """
 
     model: Key
@@ -89,6 +90,7 @@ class Shape(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     routing_debug: bool
     text: Namespace
     numerics: Numerics = "default"
+    sum_slices: Small = 1
 
     def difference(self, other: Shape) -> tuple[str, str, str] | None:
         """The first field that differs, with both values as text; None: blocks can be exchanged."""

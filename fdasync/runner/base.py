@@ -50,6 +50,7 @@ class RunnerLimits(msgspec.Struct, frozen=True, kw_only=True):
         pipeline_depth: most steps in flight.
         routing_debug: record digits of each token's position instead of expert ids (`cache/debug_rows.py`).
         numerics: the arithmetic that is asked for; `Capacity.numerics` answers.
+        sum_slices: with fixed numerics, the parts that sums over ranks are made of; `Capacity.sum_slices` answers.
         tensor_parallel: how many processes compute each step together, the *ranks* of a group; 1: this one alone.
         rank: of this process among them, from 0.
     """
@@ -64,6 +65,7 @@ class RunnerLimits(msgspec.Struct, frozen=True, kw_only=True):
     pipeline_depth: int = 1
     routing_debug: bool = False
     numerics: Numerics = "default"
+    sum_slices: int = 1
     tensor_parallel: int = 1
     rank: int = 0
 
@@ -99,6 +101,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
         numerics: what the runner promises of its numbers. "fixed" only where `RunnerLimits` asked for it and every
             path of this model keeps it, else "default": the engine then refuses to start. A runner may also refuse
             by itself, with a ConfigError that says which part of the model stands in the way.
+        sum_slices: of fixed numerics, as `RunnerLimits` asked: with them the numbers do not depend on the ranks.
         notes: for people, such as special cases in force.
     """
 
@@ -128,6 +131,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = ""
     tensor_parallel: int = 1
     numerics: Numerics = "default"
+    sum_slices: int = 1
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

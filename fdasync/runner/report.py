@@ -20,7 +20,7 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
         reason: why not; "" if it would be served.
         model_class: the class that would compute it; "" where it is not known.
         dtype: of weights and KV; "" where it is not known.
-        numerics: what `Capacity.numerics` would answer.
+        numerics, sum_slices: what `Capacity.numerics` and `Capacity.sum_slices` would answer.
         tensor_parallel: what `Capacity.tensor_parallel` would answer.
         stored_nbytes: of the files that hold its tensors.
         weights_nbytes: of the weights in memory; with several ranks, of the rank that holds most.
@@ -40,6 +40,7 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
     model_class: str = ""
     dtype: str = ""
     numerics: Numerics = "default"
+    sum_slices: int = 1
     tensor_parallel: int = 1
     stored_nbytes: int = 0
     weights_nbytes: int = 0

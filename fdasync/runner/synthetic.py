@@ -116,6 +116,7 @@ class SyntheticRunner(SyntheticSteps):
             tensor_parallel=limits.tensor_parallel,
             # a free decode step does not look at the prefix
             numerics="default" if config.free else limits.numerics,
+            sum_slices=limits.sum_slices,
             notes=("no model: tokens follow from those before them by a rule",),
         )
 

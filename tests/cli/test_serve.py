@@ -219,7 +219,7 @@ def test_a_model_that_cannot_be_loaded_is_told_in_one_line(tmp_path: Path) -> No
 def options(**values: Any) -> dict[str, Any]:
     names = ("model", "config_path", "runner", "dtype", "device", "num_threads", "num_blocks", "block_tokens",
              "max_context_tokens", "max_running", "max_step_tokens", "host_blocks", "seed", "numerics",
-             "tensor_parallel")  # fmt: skip
+              "sum_slices", "tensor_parallel")  # fmt: skip
     others = {"taps": (), "store": None, "store_required": False, "policy": None, "gpus": (), "share_gpus": False}
     return {**dict.fromkeys(names), **others, **values}
 
@@ -245,6 +245,14 @@ def test_the_number_of_ranks_comes_from_the_file_or_from_the_option(tmp_path: Pa
     assert engine_config(options(config_path=path, tensor_parallel=4)).tensor_parallel == 4
     with pytest.raises(BadInput, match="tensor_parallel"):
         engine_config(options(model=Path("a"), tensor_parallel=9))
+
+
+def test_slices_of_sums_come_from_the_option_and_need_fixed_numerics() -> None:
+    sliced = {"model": Path("a"), "numerics": "fixed", "sum_slices": 4, "tensor_parallel": 2}
+    assert engine_config(options(**sliced)).sum_slices == 4
+    for change in ({"sum_slices": 3}, {"numerics": "default"}, {"sum_slices": None}):
+        with pytest.raises(BadInput, match="sum_slices"):
+            engine_config(options(**{**sliced, **change}))
 
 
 def test_numerics_come_from_the_file_or_from_the_option(tmp_path: Path) -> None:

@@ -176,6 +176,17 @@ def test_a_model_is_served_in_all_ways_and_what_differs_is_named(numerics, tmp_p
 
 
 @pytest.mark.slow
+def test_ranks_that_sum_in_slices_have_the_bits_of_one_trainer(tmp_path):
+    make_tiny_checkpoint(tmp_path / "model", "qwen3_moe")
+    words = ("--model", tmp_path / "model", "--tokens", 600, "--num-threads", 1, "--sum-slices", 4, "--tp", 2, "--json")
+    code, out = run_whole(*words)
+    found = json.loads(out)
+    assert code == 0
+    assert found["not_covered"] == []
+    assert found["differing"] == 0
+
+
+@pytest.mark.slow
 def test_what_a_rollout_writes_is_read_back(tmp_path):
     make_tiny_checkpoint(tmp_path / "model", "qwen3_moe")
     words = ("--model", tmp_path / "model", "--numerics", "default", "--tokens", 100, "--no-pd", "--num-threads", 1)

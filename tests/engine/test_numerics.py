@@ -51,6 +51,29 @@ def test_a_runner_that_does_not_promise_fixed_numerics_is_refused_by_name():
     play(work)
 
 
+class Whole(SyntheticRunner):
+    """A runner that does not cut its sums."""
+
+    async def open(self):
+        return msgspec.structs.replace(await super().open(), sum_slices=1)
+
+
+def test_a_runner_that_does_not_sum_in_slices_is_refused_by_name():
+    config = synthetic_config(numerics="fixed", sum_slices=4)
+    assert config.runner_limits().sum_slices == 4
+
+    async def work():
+        with pytest.raises(ConfigError, match="is 4, and runner 'synthetic' answers 1") as caught:
+            async with Engine(config, runner=Whole(SyntheticConfig(), config.runner_limits())):
+                pass
+        assert caught.value.field == "config.sum_slices"
+        async with Engine(config) as engine:
+            assert engine.capacity.sum_slices == 4
+        check_idle(engine)
+
+    play(work)
+
+
 def test_a_runner_that_knows_one_arithmetic_serves_by_default():
     config = synthetic_config()
 

@@ -362,7 +362,7 @@ async def test_a_salt_keeps_tenants_apart():
     [
         {"fingerprint": "g"}, {"weights_id": "v"}, {"kv_layout": "x"}, {"kv_dtype": "x"}, {"block_tokens": 8},
         {"aux_specs": SPECS[:1]}, {"aux_specs": ()}, {"aux_specs": (SPECS[1], SPECS[0])},
-        {"routing_debug": True}, {"numerics": "fixed"},
+        {"routing_debug": True}, {"numerics": "fixed"}, {"sum_slices": 4},
     ],
 )  # fmt: skip
 def test_whatever_makes_kv_or_rows_differ_is_in_the_namespace(change):

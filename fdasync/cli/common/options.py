@@ -95,6 +95,10 @@ _OPTIONS = (
         " cannot promise it are refused.  [default: default]",
     ),
     click.option(
+        "--sum-slices", type=_COUNT,
+        help="With fixed numerics, 2 or 4: one process and so many ranks compute the same bits.  [default: 1]",
+    ),
+    click.option(
         "--tp", "tensor_parallel", type=_COUNT,
         help="Tensor parallel: so many processes, each with its part of the model, compute every step.  [default: 1]",
     ),
@@ -128,7 +132,7 @@ _OPTIONS = (
     click.option("--seed", type=click.IntRange(0), help="Of the engine's own random numbers."),
 )  # fmt: skip
 _PLAIN = (
-    "numerics", "tensor_parallel", "num_blocks", "block_tokens", "max_context_tokens", "max_running",
+    "numerics", "sum_slices", "tensor_parallel", "num_blocks", "block_tokens", "max_context_tokens", "max_running",
     "max_step_tokens", "host_blocks", "seed",
 )  # fmt: skip
 # parameters that `engine_config` takes

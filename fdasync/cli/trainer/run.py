@@ -112,7 +112,7 @@ def _check_place(path: Path) -> None:
 
 
 def _trainer(options: TrainerOptions, plugin: Any) -> Any:
-    return plugin.TrainerSide(options.model, options.dtype, options.numerics)
+    return plugin.TrainerSide(options.model, options.dtype, options.numerics, options.sum_slices)
 
 
 def _table(play: Play, plugin: Any) -> Any:

@@ -53,6 +53,8 @@ def config_of(options: TrainerOptions) -> EngineConfig:
         "max_step_tokens": MAX_STEP_TOKENS,
         "pipeline_depth": 2,
         "seed": options.seed,
+        "sum_slices": options.sum_slices,
+        "tensor_parallel": options.tensor_parallel,
     }
     if options.numerics != "default":
         values["numerics"] = options.numerics
@@ -131,7 +133,9 @@ async def serve_alone(config: EngineConfig, ask: Ask, update: Update | None, plu
     """Serve one request alone, in this process; returns its result, and the trace of the served model's modules."""
     # hooks do not see what graphs run
     runner_config = {**config.runner_config, "cuda_graphs": False}
-    config = msgspec.structs.replace(config, runner_config=runner_config, process="inline", pipeline_depth=1)
+    # one process has the bits of all ranks, where they promise the trainer's
+    alone = {"process": "inline", "pipeline_depth": 1, "tensor_parallel": 1}
+    config = msgspec.structs.replace(config, runner_config=runner_config, **alone)
     config = _with_blocks(config, [ask])
     runner: Any = make_runner(config.runner, config.runner_config, config.runner_limits())
     async with Engine(config, runner=runner) as engine:

@@ -41,6 +41,8 @@ class TrainerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     model: Path | None = None
     numerics: Literal["fixed", "default"] = "fixed"
+    sum_slices: int = 1
+    tensor_parallel: int = 1
     tokens: int = 2000
     seed: int = 0
     batch: int = 4

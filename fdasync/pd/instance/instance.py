@@ -105,6 +105,7 @@ def shape_of(capacity: Capacity, text: bytes = b"") -> Shape:
         capacity.routing_debug,
         text,
         capacity.numerics,
+        capacity.sum_slices,
     )
 
 

@@ -94,7 +94,7 @@ async def test_an_address_that_is_taken_is_refused_before_the_model_loads(family
 def test_of_two_shapes_what_people_can_read_is_named_first():
     specs = (AuxSpec("routing", (2, 2), "uint8"),)
     ours = Shape(b"m" * 16, "nhd", "bfloat16", 16, 1024, specs, 300, (7,), False, b"t" * 16)
-    theirs = Shape(b"o" * 16, "hnd", "float16", 32, 2048, (), 301, (7, 8), True, b"", "fixed")
+    theirs = Shape(b"o" * 16, "hnd", "float16", 32, 2048, (), 301, (7, 8), True, b"", "fixed", 4)
     named = []
     while (found := ours.difference(theirs)) is not None:
         named.append(found[0])
@@ -102,7 +102,7 @@ def test_of_two_shapes_what_people_can_read_is_named_first():
         theirs = msgspec.structs.replace(theirs, **{found[0]: getattr(ours, found[0])})
     assert named == [
         "kv_layout", "kv_dtype", "block_tokens", "block_nbytes", "aux", "vocab_size", "eos_ids", "routing_debug",
-        "text", "numerics", "model",
+        "text", "numerics", "sum_slices", "model",
     ]  # fmt: skip
     assert last == ("model", (b"m" * 16).hex(), (b"o" * 16).hex())
 

@@ -302,7 +302,9 @@ async def test_a_rank_that_is_lost_in_an_update_ends_it(way):
 def test_bad_configurations_are_refused_with_a_hint():
     for values, field in (
         ({"process": "inline"}, "config.process"),
-        ({"numerics": "fixed"}, "config.numerics"),
+        ({"numerics": "fixed"}, "config.sum_slices"),
+        ({"numerics": "fixed", "sum_slices": 4, "tensor_parallel": 8}, "config.sum_slices"),
+        ({"sum_slices": 4}, "config.sum_slices"),
     ):
         with pytest.raises(ConfigError) as caught:
             synthetic_config(**{"process": "worker", "tensor_parallel": 2, **values}).validate()

@@ -420,6 +420,7 @@ class TransformersRunner(Runner):
             routing_debug=self.limits.routing_debug and moe is not None,
             prefill_tokens_per_s=prefill_tokens_per_s(opened.step_model, self.limits, max_context, block_tokens),
             numerics=self.limits.numerics,
+            sum_slices=self.limits.sum_slices,
             tensor_parallel=self.limits.tensor_parallel,
             notes=notes,
         )

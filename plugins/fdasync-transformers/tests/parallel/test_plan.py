@@ -101,7 +101,7 @@ def test_sizes_that_the_ranks_do_not_divide_are_refused(family: str, ranks: int,
     [
         ({}, {}, "cuda:0", "ranks on cuda:0 have no sums yet"),
         ({"kernels": "triton"}, {}, "cpu", "'triton' has no ranks yet"),
-        ({}, {"numerics": "fixed"}, "cpu", "fixed numerics compute in one process"),
+        ({}, {"numerics": "fixed"}, "cpu", "fixed numerics over 2 ranks, and sums of 1 slices"),
     ],
 )
 def test_settings_without_ranks_are_refused(config: Any, limits: Any, device: str, words: str) -> None:

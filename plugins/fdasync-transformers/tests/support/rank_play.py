@@ -28,12 +28,14 @@ class Played:
     Attributes:
         tokens: of each sequence.
         rows: of each sequence, at rank 0 of a model with routing; else empty.
+        raw: log-probs of the tokens.
         logits: of each step.
         capacity: of the runner.
     """
 
     tokens: list[list[int]]
     rows: list[Any]
+    raw: list[list[float]]
     logits: list[torch.Tensor]
     capacity: Capacity
 
@@ -61,9 +63,10 @@ async def _play(folder: Path, exchange: Exchange | None, config: dict[str, Any],
             return logits[-1]
 
         model.run = watched
-        sequences = [driver.sequence(list(prompt), 8 - at, arrival=at) for at, prompt in enumerate(PROMPTS)]
+        sequences = [driver.sequence(list(prompt), 8 - at, arrival=at, raw=True) for at, prompt in enumerate(PROMPTS)]
         await driver.run(sequences, chunks=3)
         rows = [driver.rows(sequence) for sequence in sequences] if driver.arena is not None else []
-        return Played([sequence.tokens for sequence in sequences], rows, logits, driver.capacity)
+        tokens, raw = [sequence.tokens for sequence in sequences], [sequence.raw for sequence in sequences]
+        return Played(tokens, rows, raw, logits, driver.capacity)
     finally:
         await driver.close()

@@ -31,9 +31,11 @@ from fdasync_transformers.fixed.trainer_pass import FixedForward, FixedPass, Hea
 from fdasync_transformers.model.families import mended
 from fdasync_transformers.model.head import decoder_of
 from fdasync_transformers.model.probe import attention_layers, latent_rank
+from fdasync_transformers.parallel.slices import COUNTS, Slices
 from fdasync_transformers.replay.forward_pass import CHECKPOINTING, Checkpointing
 from fdasync_transformers.replay.layout import derived
 from fdasync_transformers.replay.packing import FIXED
+from fdasync_transformers.weights.named import served_layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -48,7 +50,9 @@ _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _LAYOUT = "give a 2-D attention_mask, or position_ids that begin at 0 in each sequence"
 
 
-def fixed_numerics(model: PreTrainedModel, *, kernels: Literal["auto", "triton"] = "auto") -> TrainerNumerics:
+def fixed_numerics(
+    model: PreTrainedModel, *, kernels: Literal["auto", "triton"] = "auto", sum_slices: int = 1
+) -> TrainerNumerics:
     """Within the context, forward passes of `model` have the bits of a rollout under `numerics="fixed"`.
 
     `with fixed_numerics(model): logits = model(input_ids=..., attention_mask=...).logits`; or for good, with
@@ -86,26 +90,34 @@ def fixed_numerics(model: PreTrainedModel, *, kernels: Literal["auto", "triton"]
     Args:
         model: of transformers, on a CPU or a CUDA device.
         kernels: "triton" takes the kernels on a CPU too, in Triton's interpreter (tests); "auto": on GPUs.
+        sum_slices: the rollout's `EngineConfig.sum_slices`, at any number of ranks.
 
     Raises, at the opening or in a pass:
         BadInput: dropout or noise in training, with the module's path; autocast; settings of torch under which products
             have other bits; parameters or buffers in other dtypes than a rollout's, by name; a compiled model;
             arguments that do not tell the sequences; a KV cache; sequences longer than the family can have;
             checkpointing that would recompute with other numerics; a recomputation after the end of the context;
-            numerics that are fixed already; a part of the model that is called alone; copies within the context.
+            numerics that are fixed already; slices of sums that are none of the numbers there are, or on a GPU; a part of the model that is called alone; copies within the context.
         UnsupportedModel: a model that an engine would not serve either; a GPU without Triton; LoRA and the like on the
-            up-projection of latent attention.
+            up-projection of latent attention, or in slices on what is sliced; a family whose sums have no slices.
+        ConfigError: sizes that the slices do not divide.
         RunnerError: an operation without fixed form: a random one, a convolution, or attention that does not go through
             the library's interface.
     """
-    return TrainerNumerics(model, kernels)
+    return TrainerNumerics(model, kernels, sum_slices)
 
 
 class TrainerNumerics:
     """See `fixed_numerics`, which makes it. A context that may be opened again; of one thread at a time."""
 
-    def __init__(self, model: PreTrainedModel, kernels: Literal["auto", "triton"] = "auto") -> None:
+    def __init__(
+        self, model: PreTrainedModel, kernels: Literal["auto", "triton"] = "auto", sum_slices: int = 1
+    ) -> None:
         self._kind = refuse_model(model)
+        if sum_slices not in COUNTS:
+            raise BadInput("sum_slices", f"{sum_slices!r} is no number of slices", limit=", ".join(map(str, COUNTS)))
+        self._sum_slices = sum_slices
+        self._slices: Slices | None = None
         self._model = model
         self._with_kernels = kernels == "triton"
         self._layers: Any = None
@@ -138,6 +150,8 @@ class TrainerNumerics:
             self._dtypes, self._kept = served_dtypes(model)
             self._dtype = model.dtype
         refuse_dtypes(chain(model.named_parameters(), model.named_buffers()), self._dtypes, self._dtype)
+        if self._sum_slices > 1:
+            self._find_slices()
         register()
         with ExitStack() as stack:
             mends = stack.enter_context(mended(model))
@@ -150,6 +164,8 @@ class TrainerNumerics:
                 with _evaluating(model), self._finding_forms() as self._forms:
                     specs = attention_layers(model, latent=True, query_scales=mends.query_scales)
                 self._layers = {spec.index: spec for spec in specs}
+            for module, forward in () if self._slices is None else self._slices.forwards(model):
+                stack.callback(_put(module, "forward", forward))
             model.set_attn_implementation(FIXED)
             model.set_experts_implementation("eager" if self._forms is None else self._forms.experts)
             for module, name, value in () if self._forms is None else self._forms.attributes:
@@ -169,6 +185,13 @@ class TrainerNumerics:
                 stack.callback(_put(head, "forward", HeadForward(self._run_head, head.forward)))
             self._undo = stack.pop_all()
         return self
+
+    def _find_slices(self) -> None:
+        device = self._model.device
+        if self._with_kernels or device.type != "cpu":
+            raise BadInput("sum_slices", f"kernels on {device} compute sums whole", limit=1)
+        if self._slices is None:
+            self._slices = Slices(served_layout(self._model, self._model.dtype), self._sum_slices, latent=True)
 
     def _finding_forms(self) -> AbstractContextManager[DeviceForms | None]:
         if not self._with_kernels and self._model.device.type != "cuda":

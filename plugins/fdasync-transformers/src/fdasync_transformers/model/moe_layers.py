@@ -127,13 +127,17 @@ def without_experts(model: torch.nn.Module) -> Iterator[None]:
     """Within the context, experts compute nothing and return zeros: a pass that looks at shapes needs no more, and the
     library's code of some experts runs on no meta device."""
     modules: list[Any] = [each.module for each in find_experts(model).values()]
+    # some have a forward of their own, past their class
+    own = [vars(module).get("forward") for module in modules]
     for module in modules:
         module.forward = lambda hidden_states, *_args, **_kwargs: torch.zeros_like(hidden_states)
     try:
         yield
     finally:
-        for module in modules:
+        for module, forward in zip(modules, own, strict=True):
             del module.forward
+            if forward is not None:
+                module.forward = forward
 
 
 def router_of_dense_experts(model: PreTrainedModel, experts: str) -> torch.nn.Module | None:

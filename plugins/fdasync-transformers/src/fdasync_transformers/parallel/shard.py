@@ -38,6 +38,7 @@ class Sharded:
         latent: whether the latents of MLA layers are paged.
 
     Attributes:
+        plan: that it is cut by.
         cuts: by name of the model's tensor; others are whole.
         shares_blocks: every rank holds whole KV blocks, since its attention is whole.
     """
@@ -48,19 +49,19 @@ class Sharded:
         self._rank, self._ranks, self._dtype = rank, ranks, model.dtype
         self._layers, names, queries = _attention_of(model, latent)
         by_name = {name: self._layers[index] for index, name in names.items()}
-        self._plan = read_plan(model, by_name, rank, ranks, model.dtype)
-        self.cuts: Mapping[str, Cut] = self._plan.cuts
-        self.shares_blocks = not self._plan.heads
+        self.plan = read_plan(model, by_name, rank, ranks, model.dtype)
+        self.cuts: Mapping[str, Cut] = self.plan.cuts
+        self.shares_blocks = not self.plan.heads
         tied = set(model.get_expanded_tied_weights_keys(all_submodels=True).items())
         if both := sorted({name for pair in tied for name in pair} & self.cuts.keys()):
             raise UnsupportedModel(kind, f"tensor parallel: {both[0]} is tied to another tensor, and cut")
         for index, count in queries.items():
-            if self._plan.heads and count % ranks:
+            if self.plan.heads and count % ranks:
                 problem = f"{ranks} ranks cannot part the {count} query heads of layer {index}"
                 raise ConfigError("tensor_parallel", problem, limit=f"a divisor of {count}")
         self._check_heads(model, names)
         self._cut(model)
-        if self._plan.heads:
+        if self.plan.heads:
             self._set_groups(model, names, queries)
 
     @property
@@ -89,14 +90,14 @@ class Sharded:
 
     def attach(self, model: PreTrainedModel, collectives: Collectives) -> None:
         """Sum partial outputs over the ranks in every forward pass from now on."""
-        for name in self._plan.rows:
+        for name in self.plan.rows:
             module: Any = model.get_submodule(name)
             if module.bias is not None:
                 module.forward = _without_bias(module)
             module.register_forward_hook(_summing(collectives, name, with_bias=module.bias is not None))
-        for name in self._plan.summed:
+        for name in self.plan.summed:
             model.get_submodule(name).register_forward_hook(_summing(collectives, name, with_bias=False))
-        for name in self._plan.divided:
+        for name in self.plan.divided:
             model.get_submodule(name).register_forward_pre_hook(_dividing(collectives.ranks))
 
     def _layout(self, layers: tuple[LayerSpec, ...]) -> KVLayout:

@@ -7,6 +7,7 @@ models; knows no engines. Called by `runner.py` for `fdasync doctor --model`.
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +20,7 @@ from fdasync_transformers.model.kv import KVLayout
 from fdasync_transformers.model.moe_layers import find_experts, find_moe_layers, without_experts
 from fdasync_transformers.model.refusals import refuse_unservable
 from fdasync_transformers.parallel.shard import Sharded
+from fdasync_transformers.parallel.slices import Slices
 from fdasync_transformers.start.open_model import check_routing, library_code, max_context_of
 from fdasync_transformers.weights import loading
 from fdasync_transformers.weights.mapping import place
@@ -63,6 +65,9 @@ def examine(config: TransformersConfig, limits: RunnerLimits, device: torch.devi
             placed = place(loading.names_of(checkpoint, model), checkpoint.tensors, checkpoint.folder)
             notes += loading.placed_notes(checkpoint, placed, model.dtype)
         facts |= _shapes(model, checkpoint.model_type, config, limits)
+        if limits.sum_slices > 1:
+            with library_code(checkpoint.model_type, "cutting its sums into slices"):
+                Slices(copy.deepcopy(model), limits.sum_slices, latent=config.latent_mla)
         if limits.tensor_parallel > 1:
             with library_code(checkpoint.model_type, "cutting it for ranks"):
                 sharded = Sharded(model, limits.rank, limits.tensor_parallel, latent=config.latent_mla)
@@ -70,7 +75,12 @@ def examine(config: TransformersConfig, limits: RunnerLimits, device: torch.devi
     except UnsupportedModel as error:
         return ModelReport(**facts, served=False, reason=error.reason, notes=tuple(notes))
     return ModelReport(
-        **facts, served=True, numerics=limits.numerics, tensor_parallel=limits.tensor_parallel, notes=tuple(notes)
+        **facts,
+        served=True,
+        numerics=limits.numerics,
+        sum_slices=limits.sum_slices,
+        tensor_parallel=limits.tensor_parallel,
+        notes=tuple(notes),
     )
 
 

@@ -6,6 +6,7 @@ models; knows no blocks and no requests. Called by `runner.py`.
 
 from __future__ import annotations
 
+import copy
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ from fdasync_transformers.model.kv import KVLayout
 from fdasync_transformers.model.moe_layers import find_experts, find_moe_layers
 from fdasync_transformers.model.refusals import refuse_unservable
 from fdasync_transformers.parallel.shard import Sharded
+from fdasync_transformers.parallel.slices import Slices
 from fdasync_transformers.start import selfcheck
 from fdasync_transformers.start.fuse import fuse, set_plain_experts
 from fdasync_transformers.start.same_bits import check_bits
@@ -93,6 +95,9 @@ def open_model(
     names = loading.names_of(checkpoint, model)
     notes = [*checkpoint.architecture.notes]
     make_layout = _layout_of(model)
+    if limits.sum_slices > 1:
+        with library_code(kind, "cutting its sums into slices"):
+            slices = Slices(copy.deepcopy(model), limits.sum_slices, latent=config.latent_mla)
     if collectives is not None:
         with library_code(kind, "cutting it for ranks"):
             sharded = Sharded(model, collectives.rank, collectives.ranks, latent=config.latent_mla)
@@ -103,8 +108,12 @@ def open_model(
     else:
         notes += loading.fill(model, checkpoint, names, device)
     if collectives is not None:
-        sharded.attach(model, collectives)
+        if limits.sum_slices == 1:
+            sharded.attach(model, collectives)
         notes.append(f"rank {collectives.rank} of {collectives.ranks}: {len(sharded.cuts)} tensors are cut")
+    if limits.sum_slices > 1:
+        slices.attach(model, collectives)
+        notes.append(f"sums that ranks share have {limits.sum_slices} slices")
     with library_code(kind, "a plain pass of one token"):
         experts = _experts_of(model, limits)
     set_plain_experts(model, config, experts, limits)

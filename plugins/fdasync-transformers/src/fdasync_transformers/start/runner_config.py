@@ -148,6 +148,8 @@ def check_numerics(config: TransformersConfig, limits: RunnerLimits, device: tor
     if limits.numerics != "fixed":
         return
     refuse_settings(device, ConfigError)
+    if limits.sum_slices > 1 and device.type != "cpu":
+        raise ConfigError("sum_slices", f"kernels on {device} compute sums whole", limit=1, hint='use device="cpu"')
     if not config.self_check:
         raise ConfigError(
             "runner_config.self_check", "fixed numerics are proven by it at each start", hint="leave it on"
@@ -180,8 +182,9 @@ def check_ranks(config: TransformersConfig, limits: RunnerLimits, device: torch.
         raise ConfigError("tensor_parallel", problem, limit=1, hint='use device="cpu"')
     if uses_kernels(config, device):
         raise ConfigError("runner_config.kernels", f"{config.kernels!r} has no ranks yet", hint='use "torch"')
-    if limits.numerics == "fixed":
-        raise ConfigError("tensor_parallel", "fixed numerics compute in one process", limit=1)
+    if limits.numerics == "fixed" and limits.sum_slices % limits.tensor_parallel:
+        problem = f"fixed numerics over {limits.tensor_parallel} ranks, and sums of {limits.sum_slices} slices"
+        raise ConfigError("sum_slices", problem, hint="a multiple of the ranks: 2 or 4")
 
 
 def uses_kernels(config: TransformersConfig, device: torch.device) -> bool:

@@ -43,6 +43,7 @@ class TrainerSide:
         folder: of the checkpoint.
         dtype: "auto" (the checkpoint's own) or its name.
         numerics: "default" or "fixed".
+        sum_slices: of the rollout's fixed numerics.
 
     Attributes:
         model: the library's.
@@ -51,12 +52,14 @@ class TrainerSide:
     Raises CheckpointError, UnsupportedModel, ConfigError.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], dtype: str = "auto", numerics: str = "default") -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], dtype: str = "auto", numerics: str = "default", sum_slices: int = 1
+    ) -> None:
         chosen = loading.choose_dtype(loading.read_checkpoint(str(folder)), dtype)
         self.dtype = str(chosen).removeprefix("torch.")
         self.model: Any = library_model(folder, chosen, alone=True)
         self._numerics = numerics
-        self._context = _numerics_of(self.model, numerics)
+        self._context = _numerics_of(self.model, numerics, sum_slices)
 
     def step(self, seed: int) -> None:
         """Change all weights a little, as a step of an optimiser does; equal for equal seeds."""
@@ -186,11 +189,11 @@ def _first(output: Any) -> torch.Tensor:
 # -- what differs between the library's numerics and fixed ones ---------------------------------------
 
 
-def _numerics_of(model: Any, numerics: str) -> AbstractContextManager[Any]:
+def _numerics_of(model: Any, numerics: str, sum_slices: int) -> AbstractContextManager[Any]:
     """A context for passes of the model, which may be entered again."""
     if numerics not in ("default", "fixed"):
         raise ConfigError("numerics", f"{numerics!r} is not known", limit=("default", "fixed"))
-    return nullcontext() if numerics == "default" else fixed_numerics(model)
+    return nullcontext() if numerics == "default" else fixed_numerics(model, sum_slices=sum_slices)
 
 
 def _logprobs(logits: torch.Tensor, targets: torch.Tensor, temperature: float, numerics: str) -> torch.Tensor:

@@ -1,0 +1,162 @@
+"""Sums in slices: one process, two ranks and four give the same bits, and so does a trainer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from fdasync_transformers import TransformersConfig, TransformersRunner, fixed_numerics
+from fdasync_transformers.fixed.logprobs import logprobs_of_logits
+from fdasync_transformers.parallel import slices
+from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint, make_tiny_model
+from fdasync_transformers.tiny.families import FAMILIES as CATALOGUE
+from fdasync_transformers.verification.reference import library_model
+from rank_models import sliced_logits
+from rank_play import PROMPTS, play
+from rollout_bits import batch_of, drawn, served_in
+
+from fdasync.errors import BadInput, ConfigError, UnsupportedModel
+from fdasync.runner.base import RunnerLimits
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+SEQUENCES = drawn((37, 11, 3))
+F32, BF16 = torch.float32, torch.bfloat16
+# KV heads on several ranks; latents with cut heads, shared experts; transposed dense experts; identity experts
+QUICK = (
+    ("qwen3_moe", F32), ("qwen3_moe", BF16), ("deepseek_v2", F32), ("deepseek_v2", BF16),
+    ("llama4_text", F32), ("llama4_text", BF16), ("longcat_flash", BF16),
+)  # fmt: skip
+NO_PLAN = ("dbrx", "gpt_oss", "gpt_oss_mxfp4")
+# that ranks cannot part by four
+BY_TWO = ("laguna", "mimo_v2_flash")
+OTHERS = [
+    pytest.param(name, dtype, marks=pytest.mark.slow)
+    for name, entry in CATALOGUE.items()
+    for dtype in (F32, BF16)
+    if (name, dtype) not in QUICK and not entry.refused and name not in NO_PLAN
+]
+
+
+def trainers_logits(family: str, dtype: torch.dtype, **options: Any) -> torch.Tensor:
+    model = served_in(make_tiny_model(family), dtype)
+    arguments, real = batch_of(SEQUENCES, "left")
+    with torch.no_grad(), fixed_numerics(model, **options):
+        logits: torch.Tensor = model(**arguments).logits.flatten(0, 1)[real]
+    return logits
+
+
+@pytest.mark.parametrize(("family", "dtype"), [*QUICK, *OTHERS])
+def test_logits_have_the_same_bits_at_any_width(family: str, dtype: torch.dtype) -> None:
+    count = 2 if family in BY_TWO else 4
+    (one,) = sliced_logits(family, dtype, SEQUENCES, 1, count)
+    for ranks in (2, 4)[: count // 2]:
+        for many in sliced_logits(family, dtype, SEQUENCES, ranks, count):
+            assert torch.equal(many, one), ranks
+    assert torch.equal(trainers_logits(family, dtype, sum_slices=count), one)
+
+
+def test_rows_and_log_probs_are_those_of_a_runner_alone_and_of_a_trainer(tmp_path: Path) -> None:
+    make_tiny_checkpoint(tmp_path, "qwen3_moe", num_hidden_layers=2)
+    options: dict[str, Any] = {"config": {"dtype": "bfloat16"}, "numerics": "fixed", "sum_slices": 4}
+    (one,), many = play(tmp_path, **options), play(tmp_path, 2, **options)
+    assert many[0].tokens == many[1].tokens == one.tokens
+    assert many[0].raw == one.raw
+    assert all(np.array_equal(mine, other) for mine, other in zip(many[0].rows, one.rows, strict=True))
+    capacity = many[0].capacity
+    assert capacity.fingerprint == one.capacity.fingerprint
+    assert (capacity.sum_slices, capacity.numerics, capacity.tensor_parallel) == (4, "fixed", 2)
+    model: Any = library_model(tmp_path, BF16, alone=True)
+    with torch.no_grad(), fixed_numerics(model, sum_slices=4):
+        for prompt, sampled, wanted in zip(PROMPTS, one.tokens, one.raw, strict=True):
+            ids = torch.tensor([[*prompt, *sampled]])
+            logits = model(ids).logits[0, len(prompt) - 1 : -1]
+            assert logprobs_of_logits(logits, ids[0, len(prompt) :]).tolist() == wanted
+
+
+# -- what a test must notice ------------------------------------------------------------------------
+
+
+def one_after_the_other(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def rounded(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return JOINED(parts).bfloat16()
+
+
+JOINED = slices.joined
+
+
+@pytest.mark.parametrize(
+    ("breaking", "dtype", "ranks"), [(one_after_the_other, F32, 4), (rounded, BF16, 2)], ids=["order", "rounding"]
+)
+def test_another_order_and_another_rounding_are_noticed(
+    breaking: Any, dtype: torch.dtype, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (one,) = sliced_logits("qwen3_moe", dtype, SEQUENCES, 1)
+    monkeypatch.setattr(slices, "joined", breaking)
+    assert not torch.equal(sliced_logits("qwen3_moe", dtype, SEQUENCES, ranks)[0], one)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_another_number_of_slices_has_other_bits(dtype: torch.dtype) -> None:
+    found = [trainers_logits("qwen3_moe", dtype, sum_slices=count) for count in slices.COUNTS]
+    assert not torch.equal(found[0], found[1])
+    assert not torch.equal(found[1], found[2])
+
+
+# -- what is refused --------------------------------------------------------------------------------
+
+
+def test_sizes_and_families_without_slices_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="4 ranks cannot part the 17 of .*experts.gate_up_proj") as caught:
+        fixed_numerics(make_tiny_model("qwen3_moe", moe_intermediate_size=17), sum_slices=4).apply()
+    assert caught.value.field == "sum_slices"
+    with pytest.raises(UnsupportedModel, match="no plan for this family"):
+        fixed_numerics(make_tiny_model("gpt_oss"), sum_slices=2).apply()
+    model = make_tiny_model("qwen3_moe")
+    for count in (0, 3, 8):
+        with pytest.raises(BadInput, match="sum_slices"):
+            fixed_numerics(model, sum_slices=count)
+    with pytest.raises(BadInput, match="compute sums whole"):
+        fixed_numerics(model, kernels="triton", sum_slices=2).apply()
+
+
+class Other(torch.nn.Linear):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden) + 1
+
+
+def test_adapters_of_what_is_sliced_are_refused_by_name() -> None:
+    model: Any = make_tiny_model("qwen3_moe")
+    attention = model.model.layers[0].self_attn
+    attention.o_proj.__class__ = Other
+    with pytest.raises(UnsupportedModel, match=r"layers.0.self_attn.o_proj \(Other\) is no plain linear"):
+        fixed_numerics(model, sum_slices=4).apply()
+    model = make_tiny_model("qwen3_moe")
+    torch.nn.utils.parametrize.register_parametrization(model.model.layers[0].mlp.experts, "down_proj", torch.nn.Softplus())
+    with pytest.raises(UnsupportedModel, match="layers.0.mlp.experts.down_proj is no parameter of its own"):
+        fixed_numerics(model, sum_slices=4).apply()
+    assert not hasattr(vars(model.model.layers[0].self_attn.o_proj), "forward")
+
+
+def test_a_report_refuses_what_a_start_would(tmp_path: Path) -> None:
+    def report(family: str, **limits: Any) -> Any:
+        make_tiny_checkpoint(tmp_path / family, family)
+        asked = {"max_running": 1, "max_step_tokens": 8, "numerics": "fixed", **limits}
+        limits_ = RunnerLimits(model=str(tmp_path / family), **asked)
+        return TransformersRunner(TransformersConfig(device="cpu"), limits_).examine()
+
+    found = report("qwen3_moe", sum_slices=4, tensor_parallel=2)
+    assert (found.served, found.sum_slices, found.numerics) == (True, 4, "fixed")
+    assert "no plan for this family" in report("gpt_oss", sum_slices=2).reason
+    with pytest.raises(ConfigError, match="2 ranks, and sums of 1 slices"):
+        report("qwen3_moe", tensor_parallel=2)

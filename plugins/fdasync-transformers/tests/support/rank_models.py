@@ -1,0 +1,56 @@
+"""A tiny model as one of several ranks has it, with fixed numerics, and what a group of such ranks computes."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from fdasync_transformers.execution.step import StepModel
+from fdasync_transformers.model import families, probe
+from fdasync_transformers.model.kv import KVLayout
+from fdasync_transformers.parallel.collectives import HostCollectives
+from fdasync_transformers.parallel.cuts import Target
+from fdasync_transformers.parallel.shard import Sharded
+from fdasync_transformers.parallel.slices import Slices
+from fdasync_transformers.tiny.checkpoints import make_tiny_model
+from ranks import as_ranks, returned
+from rollout_bits import played, served_in
+
+if TYPE_CHECKING:
+    from fdasync.ipc.exchange import Exchange
+
+
+def sliced_logits(
+    family: str, dtype: torch.dtype, sequences: list[torch.Tensor], ranks: int, slices: int = 4
+) -> list[torch.Tensor]:
+    """Logits [tokens of all, V] at each rank, as `rollout_bits.rollout_logits`: each sequence in two chunks."""
+    if ranks == 1:
+        return [_logits(family, dtype, sequences, slices, None)]
+    return returned(as_ranks(ranks, lambda exchange: _logits(family, dtype, sequences, slices, exchange)))
+
+
+def _logits(
+    family: str, dtype: torch.dtype, sequences: list[torch.Tensor], slices: int, exchange: Exchange | None
+) -> torch.Tensor:
+    model: Any = served_in(make_tiny_model(family), dtype)
+    # takes all widths
+    model.set_experts_implementation("eager")
+    planned = Slices(copy.deepcopy(model).to("meta"), slices, latent=True)
+    sharded, collectives = None, None
+    if exchange is not None:
+        collectives = HostCollectives(exchange)
+        sharded = _cut(model, exchange)
+    planned.attach(model, collectives)
+    mends = families.mend(model)
+    layers = probe.attention_layers(model, latent=True, query_scales=mends.query_scales)
+    layout = KVLayout(layers, model.dtype) if sharded is None else sharded.layout(layers)
+    return played(StepModel(model, layout, fixed=True), sequences, 17)
+
+
+def _cut(model: Any, exchange: Exchange) -> Sharded:
+    whole = dict(model.named_parameters())
+    sharded = Sharded(model, exchange.rank, exchange.ranks, latent=True)
+    for name, cut in sharded.cuts.items():
+        Target(model.get_parameter(name).data, tuple(whole[name].shape), cut).put(0, whole[name].data)
+    return sharded
