@@ -276,8 +276,10 @@ def test_taps_of_the_command_line_join_those_of_the_file(tmp_path):
     path = tmp_path / "engine.toml"
     path.write_text('runner = "synthetic"\n[taps.raises]\n[taps.collect]\nlimit = 1\n')
     names = ("model", "runner", "dtype", "device", "num_threads", "num_blocks", "block_tokens", "max_context_tokens",
-             "max_running", "max_step_tokens", "host_blocks", "seed", "numerics", "tensor_parallel")  # fmt: skip
-    given = {**dict.fromkeys(names), "config_path": path, "store": None, "store_required": False, "policy": None}
+             "max_running", "max_step_tokens", "host_blocks", "seed", "numerics", "sum_slices",
+             "tensor_parallel")  # fmt: skip
+    others = {"store": None, "store_required": False, "policy": None, "gpus": (), "share_gpus": False}
+    given = {**dict.fromkeys(names), "config_path": path, **others}
     config = engine_config({**given, "taps": ("collect:limit=4",)})
     assert config.taps == {"raises": {}, "collect": {"limit": 4}}
     with pytest.raises(BadInput, match="--tap: names collect twice; give all its keys in one --tap"):
