@@ -69,7 +69,7 @@ def test_what_has_the_wrong_type_is_refused_by_name(field, value):
 
 
 @pytest.mark.parametrize(
-    ("key", "hint"), [("max_runing", "did you mean 'max_running'?"), ("Model", "did you mean 'model'?"), ("gpu", "")]
+    ("key", "hint"), [("max_runing", "did you mean 'max_running'?"), ("Model", "did you mean 'model'?"), ("cards", "")]
 )
 def test_unknown_keys_are_named(key, hint):
     with pytest.raises(ConfigError, match="is not a key that exists") as caught:
