@@ -40,21 +40,21 @@ def test_gpus_are_taken_in_turn(instances: int, placed: list[tuple[int, float]])
     found = []
     for instance in range(instances):
         config = TransformersConfig(instance=instance, instances=instances)
-        device = device_of(config)
+        device = device_of(config, LIMITS)
         assert device.type == "cuda"
-        found.append((device.index, memory_share(config, device)))
+        found.append((device.index, memory_share(config, LIMITS, device)))
     assert found == placed
 
 
 @pytest.mark.usefixtures("two_gpus")
 def test_all_share_a_device_that_was_named() -> None:
     config = TransformersConfig(device="cuda:1", instance=1, instances=4)
-    assert memory_share(config, torch.device("cuda", 1)) == 0.25
+    assert memory_share(config, LIMITS, torch.device("cuda", 1)) == 0.25
 
 
 def test_without_a_gpu_all_share_the_memory_of_the_host() -> None:
     config = TransformersConfig(device="cpu", instance=1, instances=4)
-    assert memory_share(config, device_of(config)) == 0.25
+    assert memory_share(config, LIMITS, device_of(config, LIMITS)) == 0.25
 
 
 @pytest.mark.parametrize(("instance", "instances"), [(1, 1), (-1, 2), (0, 0)])

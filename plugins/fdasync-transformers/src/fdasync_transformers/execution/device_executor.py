@@ -10,6 +10,9 @@ A sequence under a grammar needs a mask that depends on its last token. If that 
 is queued in two parts: the model at once, and sampling when the step before has ended and the masks are made, which
 takes the host less time than the model takes the device. Launches behind it wait for the second part in their order.
 
+Of a group, rank 0 samples, and each step ends with an exchange on the device that brings the tokens to all ranks
+(`parallel/on_device.py`). A step is computed in a way that follows from what all ranks know, so all make the same sums.
+
 Knows no requests. Made by `runner.py` once the model is loaded; one for each runner, used from its loop.
 """
 
@@ -36,6 +39,7 @@ from fdasync_transformers.execution.device_step import batch_arrays, device_batc
 from fdasync_transformers.execution.executor import Executor
 from fdasync_transformers.execution.graphs import GraphLadder
 from fdasync_transformers.execution.mixed_graphs import MixedLadder
+from fdasync_transformers.parallel.on_device import StepEnds
 from fdasync_transformers.sampling.plan import MASKS
 from fdasync_transformers.sampling.sampler import compute_samples, plan_samples, read_samples
 from fdasync_transformers.sampling.scoring import compute_scores, plan_scores, read_scores
@@ -64,6 +68,8 @@ _MOST_READ_NBYTES = 32 << 30
 _MOST_TILED_TOKENS = 8192
 # prefixes of names among the arrays of a step: the sampler's arrays, those of scores of prompts, and rows
 _SAMPLER, _SCORES, _AUX = "sampler.", "scores.", "aux."
+# name of what the ranks of a group tell each other
+_RANKS = "ranks"
 
 
 class _Begun(NamedTuple):
@@ -108,6 +114,10 @@ class DeviceExecutor(Executor):
         self.model = model
         self._bound = bound
         self._services = services
+        group = bound.collectives
+        self._ends = None if group is None else StepEnds(group, services.streams.device)
+        # of a group rank 0 alone samples, scores prompts, follows grammars and has the rows' arena
+        self._leads = self._ends is None or self._ends.leads
         self._lanes = DeviceLanes(bound.table, services.streams.device)
         self._failure = ""
         # the port's own future of the step launched last, which no caller can cancel: a step that cannot be launched
@@ -123,7 +133,7 @@ class DeviceExecutor(Executor):
             None
             if bound.host is None
             else BlockCopies(
-                bound.pool.blocks, bound.host, services.streams, services.events, services.port, bound.pool.part
+                bound.pool.blocks, bound.host, services.streams, services.events, services.port, bound.part
             )
         )
 
@@ -201,7 +211,10 @@ class DeviceExecutor(Executor):
         with services.streams.on("compute"):
             nothing = torch.full((1,), -1, dtype=torch.int64, device=services.streams.device)
             scatter_updates(self._lanes.flat, nothing, nothing.to(torch.int32))
-            if self.on_gpu:
+            if self._ends is not None:
+                rows = {} if self._bound.aux is None else self._bound.aux.stage(0)
+                self._ends.queue(0, rows, None, 0)
+            if self.on_gpu and self._leads:
                 logits = torch.empty((0, self._bound.vocab_size), dtype=self.model.model.dtype)
                 warm_up(self._bound.vocab_size, self._bound.trim(logits).dtype, self._lanes.tokens)
         for hold in holds:
@@ -294,22 +307,25 @@ class DeviceExecutor(Executor):
         """Queue a step up to its logits."""
         bound, services, lanes = self._bound, self._services, self._lanes
         batch = bound.table.plan(step)
-        bound.matchers.follow(step)
+        if self._leads:
+            bound.matchers.follow(step)
         total = len(batch.positions)
         index, values = lanes.deltas(step, bound.table)
         rows = (np.cumsum(batch.counts) - 1)[batch.sampled] if total else np.zeros(0, np.int64)
-        plan = self._plan_samples(batch)
+        plan = self._plan_samples(batch) if self._leads else None
         scores = plan_scores(scored_runs(batch, bound.table))
         # graphs keep no hidden states: a step that scores is launched operation by operation
         way = self._way(batch) if scores is None else "both"
+        scores = scores if self._leads else None
         arrays: dict[str, NDArray[np.generic]] = {}
         if len(index):
             arrays["delta_index"], arrays["delta_values"] = index, values
         if total:
             arrays.update(batch_arrays(batch, rows, way))
-        if plan is not None:
+        if len(batch.sampled):
             sampling = batch.lanes[batch.sampled]
             arrays["next_index"] = lanes.after(sampling, bound.table.length[sampling])
+        if plan is not None:
             arrays.update({_SAMPLER + name: array for name, array in plan.arrays.items()})
         if scores is not None:
             arrays.update({_SCORES + name: array for name, array in scores.arrays.items()})
@@ -343,6 +359,7 @@ class DeviceExecutor(Executor):
     def _sample(self, begun: _Begun, kind: Hashable) -> asyncio.Future[StepOutput]:
         """Queue sampling and the way of the results to the host."""
         services, plan, results, holds = self._services, begun.plan, begun.results, begun.holds
+        batch, tokens = begun.batch, None
         fetched: dict[str, NDArray[np.generic]] = {}
         try:
             with services.streams.on("compute"):
@@ -355,8 +372,17 @@ class DeviceExecutor(Executor):
                         holds.append(hold)
                         numbers.update(masks)
                     sampled = compute_samples(self._bound.trim(begun.logits), plan, numbers, self._lanes.tokens)
-                    scatter_updates(self._lanes.flat, begun.sent["next_index"], sampled["tokens"].to(torch.int32))
+                    tokens = sampled["tokens"]
                     results.update({_SAMPLER + name: tensor for name, tensor in sampled.items()})
+                if self._ends is not None and len(batch.positions):
+                    count = len(batch.sampled)
+                    told = self._ends.queue(batch.step_id, _own(results, _AUX), tokens, count)
+                    tokens = self._ends.tokens(told, count) if count else None
+                    if not self._leads:
+                        results.clear()
+                    results[_RANKS] = told
+                if tokens is not None:
+                    scatter_updates(self._lanes.flat, begun.sent["next_index"], tokens.to(torch.int32))
             self._pass_on(holds)
             with services.streams.on("results"):
                 if results:
@@ -443,9 +469,12 @@ class DeviceExecutor(Executor):
         batch = begun.batch
         begun.results.clear()
         aux, arena = self._bound.aux, self._bound.arena
+        output = StepOutput(batch.step_id, ())
+        if self._ends is not None and _RANKS in fetched:
+            told: Any = fetched[_RANKS]
+            output = StepOutput(batch.step_id, self._ends.read(told, batch.step_id, len(batch.sampled)))
         if aux is not None and arena is not None and len(batch.positions):
             arena.scatter(batch.aux_index, batch.generations, aux.read(_own(fetched, _AUX), batch.positions))
-        output = StepOutput(batch.step_id, ())
         if begun.plan is not None:
             output = read_samples(begun.plan, _own(fetched, _SAMPLER)).step_output(batch.step_id)
         if begun.matchers is not None:

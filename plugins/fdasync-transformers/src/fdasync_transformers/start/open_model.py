@@ -93,6 +93,7 @@ def open_model(
     names = loading.names_of(checkpoint, model)
     notes = [*checkpoint.architecture.notes]
     make_layout = _layout_of(model)
+    sums = None
     if collectives is not None:
         with library_code(kind, "cutting it for ranks"):
             sharded = Sharded(model, collectives.rank, collectives.ranks, latent=config.latent_mla)
@@ -103,7 +104,7 @@ def open_model(
     else:
         notes += loading.fill(model, checkpoint, names, device)
     if collectives is not None:
-        sharded.attach(model, collectives)
+        sums = sharded.attach(model, collectives)
         notes.append(f"rank {collectives.rank} of {collectives.ranks}: {len(sharded.cuts)} tensors are cut")
     with library_code(kind, "a plain pass of one token"):
         experts = _experts_of(model, limits)
@@ -114,7 +115,7 @@ def open_model(
         with library_code(kind, "mending it"):
             mends = families.mend(model)
         with library_code(kind, "fusing it"):
-            fused = fuse(model, config, experts, live, limits)
+            fused = fuse(model, config, experts, live, limits, sums)
         notes.extend(fused.notes)
         return mends, fused.routers
 
