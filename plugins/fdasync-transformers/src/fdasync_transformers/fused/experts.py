@@ -37,9 +37,7 @@ class FusedExperts:
     notes: tuple[str, ...] = ()
 
 
-def fuse_experts(
-    model: PreTrainedModel, layers: MoELayers, live: LiveRows, agree: Agree = alone
-) -> FusedExperts:
+def fuse_experts(model: PreTrainedModel, layers: MoELayers, live: LiveRows, agree: Agree = alone) -> FusedExperts:
     """Make the fused experts the implementation of a model's experts, if they compute what every layer does.
 
     Runs each layer's experts on a few random rows, by its own code and by the kernels: waits for the device, for

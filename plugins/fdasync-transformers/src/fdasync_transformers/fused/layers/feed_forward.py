@@ -1,8 +1,9 @@
 """The second block of a fused layer: experts or a dense MLP, added to the residual stream and normed in one kernel.
 
-Where ranks of a group hold parts of the experts, experts and shared experts are added up first, and summed over the
-ranks once. Router, experts, shared experts and dense MLPs are called as the modules that they are, so hooks on them fire and what
+Router, experts, shared experts and dense MLPs are called as the modules that they are, so hooks on them fire and what
 replaced their forwards stays. Experts that can are asked for their parts, whose sum is then a part of that kernel.
+Where ranks of a group hold parts of the experts, the results of experts and shared experts are summed over the ranks
+once, before that kernel.
 Knows modules of the library by their parts. Made by `fuse.py`.
 """
 

@@ -176,9 +176,7 @@ def _inexact(fused: FusedLayer, follower: Any) -> str:
     return ""
 
 
-def _fuse(
-    layer: Any, follower: Any, carry: Carry, columns: int, *, exact: bool, sums: Sums | None
-) -> FusedLayer | str:
+def _fuse(layer: Any, follower: Any, carry: Carry, columns: int, *, exact: bool, sums: Sums | None) -> FusedLayer | str:
     """A fused layer, not yet in use; a reason where it is not built as it was known."""
     from fdasync.gpu.kernels.layer.finish import Norm
 
