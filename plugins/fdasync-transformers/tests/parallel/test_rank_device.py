@@ -65,12 +65,18 @@ async def plays(folder: Path, exchange: Exchange | None, arena: HostArena, **con
         await driver.close()
 
 
-# fused parts are proven for half a minute in the interpreter
-@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_two_ranks_answer_as_one_process(tmp_path: Path, fused: bool) -> None:
-    make_small_checkpoint(tmp_path, "qwen3_moe")
+# fused parts are proven for half a minute in the interpreter; shared experts, and such with a gate
+@pytest.mark.parametrize(
+    ("family", "fused"),
+    [
+        ("qwen3_moe", False),
+        *[pytest.param(one, True, marks=pytest.mark.slow) for one in ("qwen3_moe", "glm4_moe", "qwen2_moe")],
+    ],
+)
+def test_two_ranks_answer_as_one_process(tmp_path: Path, family: str, fused: bool) -> None:
+    make_small_checkpoint(tmp_path, family)
     config: dict[str, Any] = {"experts": "fused", "fused_layers": True} if fused else {"fused_router": False}
-    arena = HostArena.create(4, 2048)
+    arena = HostArena.create(4, 4096 if family == "qwen2_moe" else 2048)
 
     def on(exchange: Exchange | None) -> Any:
         return asyncio.run(plays(tmp_path, exchange, arena, **config))

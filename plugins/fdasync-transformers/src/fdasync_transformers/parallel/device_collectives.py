@@ -43,12 +43,14 @@ class DeviceCollectives(HostCollectives):
         from fdasync.gpu.peers import OpenedPeers
 
         super().__init__(exchange)
+        # its device has a number, which "cuda" has not; and from here on the device's context is there
+        self._nothing = torch.zeros(_VECTOR, device=device)
+        device = self._nothing.device
         self._check_access(device, may_share=may_share)
         self._opened = OpenedPeers(exchange, sum_nbytes, device, message_nbytes=message_nbytes)
         self._device = device
         self._all_reduce, self._share = all_reduce, gather
         self._sums = 0
-        self._nothing = torch.zeros(_VECTOR, device=device)
 
     def end_pass(self) -> None:
         # two buffers are used in turn: with an even number of sums in every pass, a graph of any pass may follow any
