@@ -76,7 +76,7 @@ async def plays(folder: Path, exchange: Exchange | None, arena: HostArena, **con
 def test_two_ranks_answer_as_one_process(tmp_path: Path, family: str, fused: bool) -> None:
     make_small_checkpoint(tmp_path, family)
     config: dict[str, Any] = {"experts": "fused", "fused_layers": True} if fused else {"fused_router": False}
-    arena = HostArena.create(4, 4096 if family == "qwen2_moe" else 2048)
+    arena = HostArena.create(4, 1024 if family == "qwen2_moe" else 2048)
 
     def on(exchange: Exchange | None) -> Any:
         return asyncio.run(plays(tmp_path, exchange, arena, **config))
