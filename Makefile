@@ -93,6 +93,7 @@ bench-gpu:
 	$(PYTHON) -m benchmarks.gpu_shapes
 	$(PYTHON) -m benchmarks.gpu_shapes --quantised
 	-$(PYTHON) -m benchmarks.gpu_pd  # needs two
+	-$(PYTHON) -m benchmarks.gpu_tp  # likewise
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage* htmlcov

@@ -141,11 +141,17 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         ),
     },
     {
+        "fdasync_transformers.parallel": (
+            "fdasync.gpu.kernels.collectives.*", "fdasync.gpu.peers", "fdasync.ipc.exchange",
+            "fdasync_transformers.model.*",
+        ),
+    },
+    {
         "fdasync_mooncake.testing": ("fdasync.ipc.*", "fdasync.testing.*", "fdasync_mooncake.*"),
         "fdasync_transformers.fused": (
             "fdasync.gpu.capture", "fdasync.gpu.kernels.*", "fdasync_transformers.model.*",
+            "fdasync_transformers.parallel.sums",
         ),
-        "fdasync_transformers.parallel": ("fdasync.ipc.exchange", "fdasync_transformers.model.*"),
         "fdasync_transformers.replay": ("fdasync.result", "fdasync_transformers.model.*"),
     },
     {

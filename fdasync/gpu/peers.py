@@ -29,16 +29,21 @@ class OpenedPeers:
     Args:
         buffer_nbytes: most bytes of one sum; two such buffers are allocated.
         device: a CUDA device, which is current.
+        message_nbytes: most bytes of one message; two such buffers are allocated too.
 
     Attributes:
-        memory: what collectives take.
+        memory: what sums take.
+        messages: what messages take, which may stand between any two sums.
 
     Raises RunnerError where the device has no memory, or does not reach a peer's.
     """
 
-    def __init__(self, exchange: Exchange, buffer_nbytes: int, device: torch.device) -> None:
-        buffer_nbytes = -(-buffer_nbytes // _ALIGN_NBYTES) * _ALIGN_NBYTES
-        nbytes = 2 * buffer_nbytes + 4 * PROGRAMS * exchange.ranks
+    def __init__(
+        self, exchange: Exchange, buffer_nbytes: int, device: torch.device, *, message_nbytes: int = _ALIGN_NBYTES
+    ) -> None:
+        buffer_nbytes, message_nbytes = _aligned(buffer_nbytes), _aligned(message_nbytes)
+        for_sums = _aligned(2 * buffer_nbytes + 4 * PROGRAMS * exchange.ranks)
+        nbytes = for_sums + 2 * message_nbytes + 4 * PROGRAMS * exchange.ranks
         self._driver = Driver()
         self._opened: list[int] = []
         # the driver works in the context that torch made current
@@ -59,6 +64,8 @@ class OpenedPeers:
                     self._opened.append(self._driver.open_shared(other))
                     addresses.append(self._opened[-1])
             self.memory = PeerMemory(exchange.rank, addresses, buffer_nbytes, device)
+            behind = [address + for_sums for address in addresses]
+            self.messages = PeerMemory(exchange.rank, behind, message_nbytes, device)
             # no rank launches before all have opened
             exchange.gather(b"", "device memory is open")
         except BaseException:
@@ -73,3 +80,7 @@ class OpenedPeers:
         own, self._own = self._own, 0
         if own:
             self._driver.free(own)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN_NBYTES) * _ALIGN_NBYTES

@@ -8,6 +8,8 @@ import sys
 import torch
 
 from fdasync.gpu.kernels.collectives.all_reduce import all_reduce
+from fdasync.gpu.kernels.collectives.digest import PARTS, digest_rows
+from fdasync.gpu.kernels.collectives.gather import gather
 from fdasync.gpu.peers import OpenedPeers
 from fdasync.ipc.exchange import Exchange
 
@@ -53,6 +55,20 @@ def main() -> None:
     first = wanted(given)
     assert torch.equal(once.cpu(), first)
     assert torch.equal(twice.cpu(), wanted([first] * ranks))
+    # messages stand between replays, and digests tell equal rows from others
+    rows = torch.arange(50_000, device=device).to(torch.uint8)
+    message = torch.empty(PARTS + 40, dtype=torch.int32, device=device)
+    for number in range(20):
+        graph.replay()
+        digest_rows(rows, message[:PARTS], number)
+        message[PARTS:] = 100 * number + rank
+        told = gather(message, opened.messages).cpu()
+        assert (told[:, :PARTS] == told[0, :PARTS]).all()
+        assert told[:, PARTS:].tolist() == [[100 * number + other] * 40 for other in range(ranks)]
+    rows[41_234] += rank
+    digest_rows(rows, message[:PARTS], 0)
+    told = gather(message, opened.messages).cpu()
+    assert (told[1:, :PARTS] != told[0, :PARTS]).any(1).all()
     torch.cuda.synchronize()
     exchange.gather(b"", "all have ended")
     opened.close()

@@ -13,11 +13,13 @@ from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 from step_driver import Driver
 
 from fdasync.errors import ConfigError
+from fdasync.runner.base import RunnerLimits
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 GIB = 1 << 30
+LIMITS = RunnerLimits(max_running=1, max_step_tokens=8)
 
 
 @pytest.fixture
@@ -40,21 +42,28 @@ def test_gpus_are_taken_in_turn(instances: int, placed: list[tuple[int, float]])
     found = []
     for instance in range(instances):
         config = TransformersConfig(instance=instance, instances=instances)
-        device = device_of(config)
+        device = device_of(config, LIMITS)
         assert device.type == "cuda"
-        found.append((device.index, memory_share(config, device)))
+        found.append((device.index, memory_share(config, LIMITS, device)))
     assert found == placed
 
 
 @pytest.mark.usefixtures("two_gpus")
 def test_all_share_a_device_that_was_named() -> None:
     config = TransformersConfig(device="cuda:1", instance=1, instances=4)
-    assert memory_share(config, torch.device("cuda", 1)) == 0.25
+    assert memory_share(config, LIMITS, torch.device("cuda", 1)) == 0.25
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_rank_takes_the_gpu_that_the_engine_showed_it_first() -> None:
+    limits = RunnerLimits(max_running=1, max_step_tokens=8, tensor_parallel=2, rank=1)
+    config = TransformersConfig(instance=1, instances=2)
+    assert (device_of(config, limits).index, memory_share(config, limits, device_of(config, limits))) == (0, 1.0)
 
 
 def test_without_a_gpu_all_share_the_memory_of_the_host() -> None:
     config = TransformersConfig(device="cpu", instance=1, instances=4)
-    assert memory_share(config, device_of(config)) == 0.25
+    assert memory_share(config, LIMITS, device_of(config, LIMITS)) == 0.25
 
 
 @pytest.mark.parametrize(("instance", "instances"), [(1, 1), (-1, 2), (0, 0)])

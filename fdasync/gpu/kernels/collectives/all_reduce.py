@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from fdasync.errors import BadInput
+from fdasync.gpu.kernels.collectives.meeting import buffer_of, meet
 from fdasync.gpu.kernels.collectives.peer_memory import PROGRAMS
 from fdasync.gpu.kernels.limits import FLOATS
 from fdasync.gpu.kernels.rounding import rounded
@@ -32,39 +33,8 @@ if TYPE_CHECKING:
 _TILE = 2048
 # elements that are read at once, 16 bytes or more
 _VECTOR = 8
-# bytes from which two shots are faster, by ranks
-_TWO_SHOTS_FROM_NBYTES = {2: 128 << 10, 4: 64 << 10, 8: 32 << 10}
-
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _meet(flags, RANK: tl.constexpr, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return when the same program of every peer has come here; what each wrote before is seen behind it.
-
-    A flag is set by one peer and taken back by its reader, so the flags are as they were when all have passed.
-    """
-    if not _INTERPRETED:
-        # all threads of this program have written
-        tl.debug_barrier()
-        program = tl.program_id(0)
-        for peer in tl.static_range(RANKS):
-            if peer != RANK:
-                theirs = tl.load(flags + peer).to(tl.pointer_type(tl.uint32)) + program * RANKS + RANK
-                while tl.atomic_cas(theirs, 0, 1, sem="release", scope="sys") != 0:
-                    pass
-        own = tl.load(flags + RANK).to(tl.pointer_type(tl.uint32)) + program * RANKS
-        for peer in tl.static_range(RANKS):
-            if peer != RANK:
-                while tl.atomic_cas(own + peer, 1, 0, sem="acquire", scope="sys") != 1:
-                    pass
-        tl.debug_barrier()
-
-
-@triton.jit
-def _buffer(buffers, rank, like):  # type: ignore[no-untyped-def]
-    """The buffer of a rank, as elements of the kind of `like`."""
-    return tl.multiple_of(tl.load(buffers + rank).to(like.dtype), 16)
+# bytes from which two shots are faster, times the number of ranks
+_TWO_SHOTS_FROM_NBYTES = 256 << 10
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -74,7 +44,7 @@ def _summed(buffers, at, mask, like, RANKS: tl.constexpr):  # type: ignore[no-un
     total = tl.zeros(at.shape, dtype=tl.float32)
     for rank in tl.static_range(RANKS):
         # peers write this memory while the kernel runs: no cache of this multiprocessor may answer
-        total += tl.load(_buffer(buffers, rank, like) + at, mask=mask, other=0.0, cache_modifier=".cv").to(tl.float32)
+        total += tl.load(buffer_of(buffers, rank, like) + at, mask=mask, other=0.0, cache_modifier=".cv").to(tl.float32)
     return rounded(total, dtype).to(dtype)
 
 
@@ -84,12 +54,12 @@ def _one_shot_kernel(  # type: ignore[no-untyped-def]
 ):
     # the compiler sees that whole vectors are inside or outside
     count = vectors * VECTOR
-    own = _buffer(buffers, RANK, x)
+    own = buffer_of(buffers, RANK, x)
     apart = tl.num_programs(0) * TILE
     for first in range(tl.program_id(0) * TILE, count, apart):
         at = first + tl.arange(0, TILE)
         tl.store(own + at, tl.load(x + at, mask=at < count), mask=at < count)
-    _meet(flags, RANK, RANKS)
+    meet(flags, RANK, RANKS)
     for first in range(tl.program_id(0) * TILE, count, apart):
         at = first + tl.arange(0, TILE)
         tl.store(out + at, _summed(buffers, at, at < count, x, RANKS), mask=at < count)
@@ -102,14 +72,14 @@ def _two_shot_kernel(  # type: ignore[no-untyped-def]
     """Rank r adds up the elements from r * part on; a program's tiles have the same places in every part, so it waits
     for the same program of its peers alone. Sums stand in the buffers where the rank's own elements were."""
     count, part = vectors * VECTOR, tl.cdiv(vectors, RANKS) * VECTOR
-    own = _buffer(buffers, RANK, x)
+    own = buffer_of(buffers, RANK, x)
     apart = tl.num_programs(0) * TILE
     for rank in tl.static_range(RANKS):
         end = tl.minimum(part * (rank + 1), count)
         for first in range(part * rank + tl.program_id(0) * TILE, end, apart):
             at = first + tl.arange(0, TILE)
             tl.store(own + at, tl.load(x + at, mask=at < end), mask=at < end)
-    _meet(flags, RANK, RANKS)
+    meet(flags, RANK, RANKS)
     end = tl.minimum(part * (RANK + 1), count)
     for first in range(part * RANK + tl.program_id(0) * TILE, end, apart):
         at = first + tl.arange(0, TILE)
@@ -117,10 +87,10 @@ def _two_shot_kernel(  # type: ignore[no-untyped-def]
         # no peer reads this part of this buffer before the next meeting
         tl.store(own + at, total, mask=at < end)
         tl.store(out + at, total, mask=at < end)
-    _meet(flags, RANK, RANKS)
+    meet(flags, RANK, RANKS)
     for rank in tl.static_range(RANKS):
         if rank != RANK:
-            theirs = _buffer(buffers, rank, x)
+            theirs = buffer_of(buffers, rank, x)
             end = tl.minimum(part * (rank + 1), count)
             for first in range(part * rank + tl.program_id(0) * TILE, end, apart):
                 at = first + tl.arange(0, TILE)
@@ -162,7 +132,7 @@ def all_reduce(
     if not vectors:
         return out
     if way == "auto":
-        way = "two_shot" if x.nbytes >= _TWO_SHOTS_FROM_NBYTES[peers.ranks] else "one_shot"
+        way = "two_shot" if x.nbytes * peers.ranks >= _TWO_SHOTS_FROM_NBYTES else "one_shot"
     apart = vectors if way == "one_shot" else triton.cdiv(vectors, peers.ranks)
     grid: Any = (min(PROGRAMS, triton.cdiv(apart * _VECTOR, _TILE)),)
     kernel = _one_shot_kernel if way == "one_shot" else _two_shot_kernel

@@ -42,7 +42,7 @@ from fdasync_transformers.fused.live_rows import LiveRows
 from fdasync_transformers.model.families import decoder_layers
 from fdasync_transformers.model.head import decoder_of
 from fdasync_transformers.model.kv import KVLayout, KVPool
-from fdasync_transformers.parallel.collectives import Collectives, HostCollectives
+from fdasync_transformers.parallel.collectives import HostCollectives
 from fdasync_transformers.sampling.grammar_process import GrammarProcess
 from fdasync_transformers.sampling.grammars import Grammars
 from fdasync_transformers.sampling.paced import Paced
@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from fdasync_transformers.execution.gpu_services import GpuServices
     from fdasync_transformers.fused.routers import FusedRouters
     from fdasync_transformers.model.moe_layers import MoELayers
+    from fdasync_transformers.parallel.collectives import Collectives
 
 
 # of the loop's time, what compiling grammars may take; and seconds of it at once: some hundred ordinary ones
@@ -105,13 +106,14 @@ class TransformersRunner(Runner):
         self._compiling = Paced(_COMPILING_SHARE, _COMPILING_BURST_S)
         self._graph_tokens: tuple[int, ...] = ()
         self._live = LiveRows()
+        self._exchange: Exchange | None = None
         self._collectives: Collectives | None = None
         self._shares_blocks = False
 
     def examine(self) -> ModelReport:
         """As `Runner.examine`: builds the model on the meta device. Raises CheckpointError and ConfigError."""
         check_config(self.config, self.limits)
-        device = device_of(self.config)
+        device = device_of(self.config, self.limits)
         check_device(self.config, device)
         check_numerics(self.config, self.limits, device)
         check_ranks(self.config, self.limits, device)
@@ -124,7 +126,7 @@ class TransformersRunner(Runner):
                 f"rank {exchange.rank} of {exchange.ranks} for {self.limits.rank} of {self.limits.tensor_parallel}"
             )
             raise InvariantBroken(problem)
-        self._collectives = HostCollectives(exchange)
+        self._exchange, self._collectives = exchange, HostCollectives(exchange)
 
     async def open(self) -> Capacity:
         """Load, mend, probe, check, size. Blocks its loop meanwhile.
@@ -149,7 +151,7 @@ class TransformersRunner(Runner):
     def _open(self) -> Capacity:
         config = self.config
         check_config(config, self.limits)
-        device = device_of(config)
+        device = device_of(config, self.limits)
         check_device(config, device)
         check_numerics(config, self.limits, device)
         check_ranks(config, self.limits, device)
@@ -167,6 +169,8 @@ class TransformersRunner(Runner):
             torch.set_num_threads(max(1, cores // limits.tensor_parallel))
         checkpoint = loading.read_checkpoint(limits.model, with_tensors=config.weights != "random")
         facts = identity.config_facts(checkpoint.config)
+        if self._exchange is not None and device.type == "cuda":
+            self._collectives = _device_collectives(self._exchange, checkpoint, config, limits, device)
         opened = open_model(checkpoint, config, limits, device, self._make_step_model, self._live, self._collectives)
         self._shares_blocks = opened.shares_blocks
         self._step_model, self._routers = opened.step_model, opened.routers
@@ -180,7 +184,7 @@ class TransformersRunner(Runner):
             opened.max_context_tokens,
             opened.block_tokens,
             config.kv_cache_nbytes,
-            share=memory_share(config, device) / (limits.tensor_parallel if device.type == "cpu" else 1),
+            share=memory_share(config, limits, device),
             graphs=len(self._graph_tokens) if config.cuda_graphs else 0,
         )
         self._weights = LiveWeights(opened.names, facts, self._collectives)
@@ -424,6 +428,28 @@ class TransformersRunner(Runner):
             tensor_parallel=self.limits.tensor_parallel,
             notes=notes,
         )
+
+
+def _device_collectives(
+    exchange: Exchange,
+    checkpoint: loading.Checkpoint,
+    config: TransformersConfig,
+    limits: RunnerLimits,
+    device: torch.device,
+) -> Collectives:
+    """Sums as large as the hidden states of a step. Raises ConfigError and RunnerError."""
+    # a machine without CUDA may have no triton either
+    from fdasync_transformers.parallel.device_collectives import DeviceCollectives
+    from fdasync_transformers.parallel.on_device import message_nbytes
+
+    row_nbytes = int(checkpoint.config.hidden_size) * loading.choose_dtype(checkpoint, config.dtype).itemsize
+    return DeviceCollectives(
+        exchange,
+        device,
+        sum_nbytes=limits.max_step_tokens * row_nbytes,
+        message_nbytes=message_nbytes(limits.max_running),
+        may_share=config.device != "auto",
+    )
 
 
 def _grammars_of(checkpoint: loading.Checkpoint, model: PreTrainedModel, notes: list[str]) -> Grammars | None:

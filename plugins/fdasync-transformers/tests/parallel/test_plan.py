@@ -99,8 +99,8 @@ def test_sizes_that_the_ranks_do_not_divide_are_refused(family: str, ranks: int,
 @pytest.mark.parametrize(
     ("config", "limits", "device", "words"),
     [
-        ({}, {}, "cuda:0", "ranks on cuda:0 have no sums yet"),
-        ({"kernels": "triton"}, {}, "cpu", "'triton' has no ranks yet"),
+        ({"dtype": "float64"}, {}, "cuda:0", "float64 has no kernels"),
+        ({"dtype": "float64", "kernels": "triton"}, {}, "cpu", "float64 has no kernels"),
         ({}, {"numerics": "fixed"}, "cpu", "fixed numerics over 2 ranks, and sums of 1 slices"),
     ],
 )

@@ -10,6 +10,9 @@ A sequence under a grammar needs a mask that depends on its last token. If that 
 is queued in two parts: the model at once, and sampling when the step before has ended and the masks are made, which
 takes the host less time than the model takes the device. Launches behind it wait for the second part in their order.
 
+Of a group, rank 0 samples, and each step ends with an exchange on the device that brings the tokens to all ranks
+(`parallel/on_device.py`). A step is computed in a way that follows from what all ranks know, so all make the same sums.
+
 Knows no requests. Made by `runner.py` once the model is loaded; one for each runner, used from its loop.
 """
 
@@ -18,7 +21,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -31,18 +34,20 @@ from fdasync.gpu.block_copies import BlockCopies
 from fdasync.gpu.kernels.layout import scatter_updates
 from fdasync.runner.base import CopyOutput, StepOutput
 from fdasync.runner.prompt_scores import scored_runs
+from fdasync_transformers.execution.begun_step import AUX, RANKS, SAMPLER, SCORES, BegunStep, own
 from fdasync_transformers.execution.device_lanes import DeviceLanes
 from fdasync_transformers.execution.device_step import batch_arrays, device_batch
 from fdasync_transformers.execution.executor import Executor
 from fdasync_transformers.execution.graphs import GraphLadder
 from fdasync_transformers.execution.mixed_graphs import MixedLadder
+from fdasync_transformers.parallel.on_device import StepEnds
 from fdasync_transformers.sampling.plan import MASKS
 from fdasync_transformers.sampling.sampler import compute_samples, plan_samples, read_samples
 from fdasync_transformers.sampling.scoring import compute_scores, plan_scores, read_scores
 from fdasync_transformers.sampling.warm_up import warm_up
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping
+    from collections.abc import Callable, Hashable
 
     from numpy.typing import NDArray
 
@@ -51,7 +56,6 @@ if TYPE_CHECKING:
     from fdasync_transformers.execution.device_step import DeviceStepModel, Way
     from fdasync_transformers.execution.executor import Bound
     from fdasync_transformers.execution.gpu_services import GpuServices
-    from fdasync_transformers.execution.lane_matchers import StepMatchers
     from fdasync_transformers.sampling.sampler import SamplePlan
     from fdasync_transformers.sampling.scoring import ScorePlan
 
@@ -62,33 +66,6 @@ T = TypeVar("T")
 _MOST_READ_NBYTES = 32 << 30
 # longest context of a decode that is computed in tiles: one program reads all keys of a head, tile after tile
 _MOST_TILED_TOKENS = 8192
-# prefixes of names among the arrays of a step: the sampler's arrays, those of scores of prompts, and rows
-_SAMPLER, _SCORES, _AUX = "sampler.", "scores.", "aux."
-
-
-class _Begun(NamedTuple):
-    """A step whose logits are queued.
-
-    Attributes:
-        batch, way: the step, and how its tokens attend.
-        plan: of its samples; None: it samples nothing.
-        scores: of prompts; None: there are none.
-        matchers: of its samples under a grammar; None: there are none.
-        sent: its arrays, on the device.
-        logits: of the rows that are sampled; None: nothing is forwarded.
-        results: tensors that go to the host.
-        holds: buffers that the queued work uses.
-    """
-
-    batch: Batch
-    way: Way
-    plan: SamplePlan | None
-    scores: ScorePlan | None
-    matchers: StepMatchers | None
-    sent: dict[str, torch.Tensor]
-    logits: torch.Tensor | None
-    results: dict[str, torch.Tensor]
-    holds: list[Hold]
 
 
 class DeviceExecutor(Executor):
@@ -108,13 +85,17 @@ class DeviceExecutor(Executor):
         self.model = model
         self._bound = bound
         self._services = services
+        group = bound.collectives
+        self._ends = None if group is None else StepEnds(group, services.streams.device)
+        # of a group rank 0 alone samples, scores prompts, follows grammars and has the rows' arena
+        self._leads = self._ends is None or self._ends.leads
         self._lanes = DeviceLanes(bound.table, services.streams.device)
         self._failure = ""
         # the port's own future of the step launched last, which no caller can cancel: a step that cannot be launched
         # fails behind it
         self._last: asyncio.Future[Any] | None = None
         # a step whose second part waits for the step before it, and the launches behind it, in order
-        self._unsampled: tuple[_Begun, asyncio.Future[StepOutput]] | None = None
+        self._unsampled: tuple[BegunStep, asyncio.Future[StepOutput]] | None = None
         self._waiting: deque[Callable[[], None]] = deque()
         # weights, tables and buffers were written on the current stream
         services.streams.follow()
@@ -123,7 +104,7 @@ class DeviceExecutor(Executor):
             None
             if bound.host is None
             else BlockCopies(
-                bound.pool.blocks, bound.host, services.streams, services.events, services.port, bound.pool.part
+                bound.pool.blocks, bound.host, services.streams, services.events, services.port, bound.part
             )
         )
 
@@ -201,7 +182,10 @@ class DeviceExecutor(Executor):
         with services.streams.on("compute"):
             nothing = torch.full((1,), -1, dtype=torch.int64, device=services.streams.device)
             scatter_updates(self._lanes.flat, nothing, nothing.to(torch.int32))
-            if self.on_gpu:
+            if self._ends is not None:
+                rows = {} if self._bound.aux is None else self._bound.aux.stage(0)
+                self._ends.queue(0, rows, None, 0)
+            if self.on_gpu and self._leads:
                 logits = torch.empty((0, self._bound.vocab_size), dtype=self.model.model.dtype)
                 warm_up(self._bound.vocab_size, self._bound.trim(logits).dtype, self._lanes.tokens)
         for hold in holds:
@@ -290,29 +274,32 @@ class DeviceExecutor(Executor):
         while self._waiting and self._unsampled is None:
             self._waiting.popleft()()
 
-    def _begin(self, step: RunStep) -> _Begun:
+    def _begin(self, step: RunStep) -> BegunStep:
         """Queue a step up to its logits."""
         bound, services, lanes = self._bound, self._services, self._lanes
         batch = bound.table.plan(step)
-        bound.matchers.follow(step)
+        if self._leads:
+            bound.matchers.follow(step)
         total = len(batch.positions)
         index, values = lanes.deltas(step, bound.table)
         rows = (np.cumsum(batch.counts) - 1)[batch.sampled] if total else np.zeros(0, np.int64)
-        plan = self._plan_samples(batch)
+        plan = self._plan_samples(batch) if self._leads else None
         scores = plan_scores(scored_runs(batch, bound.table))
         # graphs keep no hidden states: a step that scores is launched operation by operation
         way = self._way(batch) if scores is None else "both"
+        scores = scores if self._leads else None
         arrays: dict[str, NDArray[np.generic]] = {}
         if len(index):
             arrays["delta_index"], arrays["delta_values"] = index, values
         if total:
             arrays.update(batch_arrays(batch, rows, way))
-        if plan is not None:
+        if len(batch.sampled):
             sampling = batch.lanes[batch.sampled]
             arrays["next_index"] = lanes.after(sampling, bound.table.length[sampling])
-            arrays.update({_SAMPLER + name: array for name, array in plan.arrays.items()})
+        if plan is not None:
+            arrays.update({SAMPLER + name: array for name, array in plan.arrays.items()})
         if scores is not None:
-            arrays.update({_SCORES + name: array for name, array in scores.arrays.items()})
+            arrays.update({SCORES + name: array for name, array in scores.arrays.items()})
         holds: list[Hold] = []
         sent: dict[str, torch.Tensor] = {}
         results: dict[str, torch.Tensor] = {}
@@ -330,24 +317,25 @@ class DeviceExecutor(Executor):
             self._abandon(holds, results)
             raise
         matchers = None if plan is None else bound.matchers.of(batch.lanes[batch.sampled])
-        return _Begun(batch, way, plan, scores, matchers, sent, logits, results, holds)
+        return BegunStep(batch, way, plan, scores, matchers, sent, logits, results, holds)
 
     @staticmethod
-    def _kind(begun: _Begun) -> Hashable:
+    def _kind(begun: BegunStep) -> Hashable:
         """Steps of one kind take alike."""
         total = len(begun.batch.positions)
         if begun.scores is not None:
             return ("scored", total // 256)
         return ("decode", total) if begun.way == "decodes" else ("mixed", total // 256)
 
-    def _sample(self, begun: _Begun, kind: Hashable) -> asyncio.Future[StepOutput]:
+    def _sample(self, begun: BegunStep, kind: Hashable) -> asyncio.Future[StepOutput]:
         """Queue sampling and the way of the results to the host."""
         services, plan, results, holds = self._services, begun.plan, begun.results, begun.holds
+        batch, tokens = begun.batch, None
         fetched: dict[str, NDArray[np.generic]] = {}
         try:
             with services.streams.on("compute"):
                 if plan is not None and begun.logits is not None:
-                    numbers = _own(begun.sent, _SAMPLER)
+                    numbers = own(begun.sent, SAMPLER)
                     if begun.matchers is not None:
                         masks, hold = packed.send(
                             {MASKS: begun.matchers.masks()}, services.pinned, services.streams.device
@@ -355,8 +343,17 @@ class DeviceExecutor(Executor):
                         holds.append(hold)
                         numbers.update(masks)
                     sampled = compute_samples(self._bound.trim(begun.logits), plan, numbers, self._lanes.tokens)
-                    scatter_updates(self._lanes.flat, begun.sent["next_index"], sampled["tokens"].to(torch.int32))
-                    results.update({_SAMPLER + name: tensor for name, tensor in sampled.items()})
+                    tokens = sampled["tokens"]
+                    results.update({SAMPLER + name: tensor for name, tensor in sampled.items()})
+                if self._ends is not None and len(batch.positions):
+                    count = len(batch.sampled)
+                    told = self._ends.queue(batch.step_id, own(results, AUX), tokens, count)
+                    tokens = self._ends.tokens(told, count) if count else None
+                    if not self._leads:
+                        results.clear()
+                    results[RANKS] = told
+                if tokens is not None:
+                    scatter_updates(self._lanes.flat, begun.sent["next_index"], tokens.to(torch.int32))
             self._pass_on(holds)
             with services.streams.on("results"):
                 if results:
@@ -422,12 +419,12 @@ class DeviceExecutor(Executor):
             head = self.model.head
             with head.keeping():
                 logits = self.model.forward(device_batch(batch, sent, way), lanes, bound.pool)
-                scored = compute_scores(lambda rows: bound.trim(head.logits(rows)), scores, _own(sent, _SCORES))
+                scored = compute_scores(lambda rows: bound.trim(head.logits(rows)), scores, own(sent, SCORES))
         if logits is None:
             logits = self.model.forward(device_batch(batch, sent, way), lanes, bound.pool)
-        results = {_SCORES + name: tensor for name, tensor in scored.items()}
+        results = {SCORES + name: tensor for name, tensor in scored.items()}
         if bound.aux is not None:
-            results.update({_AUX + name: tensor for name, tensor in bound.aux.stage(total).items()})
+            results.update({AUX + name: tensor for name, tensor in bound.aux.stage(total).items()})
         return logits, results
 
     def _plan_samples(self, batch: Batch) -> SamplePlan | None:
@@ -438,20 +435,23 @@ class DeviceExecutor(Executor):
         specs = [spec for lane in lanes.tolist() if (spec := table.samplers[lane]) is not None]
         return plan_samples(specs, table.length[lanes], lanes)
 
-    def _finish(self, begun: _Begun, fetched: dict[str, NDArray[np.generic]]) -> StepOutput:
+    def _finish(self, begun: BegunStep, fetched: dict[str, NDArray[np.generic]]) -> StepOutput:
         """After the device is done: scatter the rows into their slots, and make the step's output of the tokens."""
         batch = begun.batch
         begun.results.clear()
         aux, arena = self._bound.aux, self._bound.arena
-        if aux is not None and arena is not None and len(batch.positions):
-            arena.scatter(batch.aux_index, batch.generations, aux.read(_own(fetched, _AUX), batch.positions))
         output = StepOutput(batch.step_id, ())
+        if self._ends is not None and RANKS in fetched:
+            told: Any = fetched[RANKS]
+            output = StepOutput(batch.step_id, self._ends.read(told, batch.step_id, len(batch.sampled)))
+        if aux is not None and arena is not None and len(batch.positions):
+            arena.scatter(batch.aux_index, batch.generations, aux.read(own(fetched, AUX), batch.positions))
         if begun.plan is not None:
-            output = read_samples(begun.plan, _own(fetched, _SAMPLER)).step_output(batch.step_id)
+            output = read_samples(begun.plan, own(fetched, SAMPLER)).step_output(batch.step_id)
         if begun.matchers is not None:
             output = msgspec.structs.replace(output, problems=begun.matchers.accept(output.tokens))
         if begun.scores is not None:
-            output = msgspec.structs.replace(output, scores=read_scores(begun.scores, _own(fetched, _SCORES)))
+            output = msgspec.structs.replace(output, scores=read_scores(begun.scores, own(fetched, SCORES)))
         return output
 
     # -- copies ---------------------------------------------------------------------------------------
@@ -476,11 +476,6 @@ class DeviceExecutor(Executor):
 
         inner.add_done_callback(copied)
         return future
-
-
-def _own(arrays: Mapping[str, T], owner: str) -> dict[str, T]:
-    """The arrays of one prefix (`_SAMPLER`, `_AUX`), by their names without it."""
-    return {name.removeprefix(owner): array for name, array in arrays.items() if name.startswith(owner)}
 
 
 def _seen(future: asyncio.Future[Any]) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from fdasync.gpu.kernels.layer.gate import KINDS, gated_unchecked
-from fdasync_transformers.fused.proofs import guarded
+from fdasync_transformers.fused.proofs import alone, guarded
 from fdasync_transformers.fused.replaced import (
     Noise,
     Replaced,
@@ -27,6 +27,8 @@ from fdasync_transformers.fused.replaced import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
+
+    from fdasync_transformers.fused.proofs import Agree
 
     Forward = Callable[[torch.Tensor], torch.Tensor]
 
@@ -76,7 +78,7 @@ class _Given(torch.nn.Module):
         return value
 
 
-def fuse_dense(model: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> Replaced:
+def fuse_dense(model: torch.nn.Module, dtype: torch.dtype, device: torch.device, agree: Agree = alone) -> Replaced:
     """Replace the forwards of gated dense layers whose results the kernel keeps, in place; waits for the device.
 
     The linears stay the library's, and are called as before. On a device results are equal to the last bit; where the
@@ -86,6 +88,7 @@ def fuse_dense(model: torch.nn.Module, dtype: torch.dtype, device: torch.device)
         model: in inference.
         dtype: of the activations.
         device: of the weights.
+        agree: what the ranks of a group make of a reason to keep a layer; each of them proves its parts.
 
     Returns:
         The replaced modules. They raise RunnerError where a gradient is asked for.
@@ -105,7 +108,9 @@ def fuse_dense(model: torch.nn.Module, dtype: torch.dtype, device: torch.device)
             continue
         key = signature_of(module)
         if key not in proofs:
-            proofs[key] = guarded(partial(_prove, module, linears, dtype, device), lambda reason: (None, reason))
+            proven, why = guarded(partial(_prove, module, linears, dtype, device), lambda reason: (None, reason))
+            problem = agree(why)
+            proofs[key] = (None, problem) if problem else (proven, "")
         activation, reason = proofs[key]
         if activation is None:
             replaced.leave(kind, reason)

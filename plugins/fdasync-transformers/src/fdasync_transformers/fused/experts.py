@@ -14,12 +14,13 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fdasync_transformers.fused.experts_interface import NAME, fused_experts
 from fdasync_transformers.fused.experts_proof import compare
-from fdasync_transformers.fused.proofs import guarded
+from fdasync_transformers.fused.proofs import alone, guarded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from fdasync_transformers.fused.live_rows import LiveRows
+    from fdasync_transformers.fused.proofs import Agree
     from fdasync_transformers.model.moe_layers import MoELayers
 
 
@@ -36,7 +37,7 @@ class FusedExperts:
     notes: tuple[str, ...] = ()
 
 
-def fuse_experts(model: PreTrainedModel, layers: MoELayers, live: LiveRows) -> FusedExperts:
+def fuse_experts(model: PreTrainedModel, layers: MoELayers, live: LiveRows, agree: Agree = alone) -> FusedExperts:
     """Make the fused experts the implementation of a model's experts, if they compute what every layer does.
 
     Runs each layer's experts on a few random rows, by its own code and by the kernels: waits for the device, for
@@ -46,6 +47,7 @@ def fuse_experts(model: PreTrainedModel, layers: MoELayers, live: LiveRows) -> F
         model: in inference, its weights in their final place and dtype.
         layers: its MoE layers.
         live: says in each pass which rows count.
+        agree: what the ranks of a group make of a reason not to fuse them; each of them proves its parts.
     """
     try:
         from fdasync.gpu.kernels.chip import runs_on
@@ -59,7 +61,7 @@ def fuse_experts(model: PreTrainedModel, layers: MoELayers, live: LiveRows) -> F
     told: list[str] = []
     problem = ""
     try:
-        problem = _first_problem(modules, layers, live, told)
+        problem = agree(_first_problem(modules, layers, live, told))
     finally:
         live.slots = slots
         if problem:

@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fdasync.gpu.kernels.limits import FLOATS
+from fdasync_transformers.fused.proofs import alone
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from fdasync_transformers.fused.proofs import Agree
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class FusedOperations:
     notes: tuple[str, ...] = ()
 
 
-def fuse_operations(model: PreTrainedModel) -> FusedOperations:
+def fuse_operations(model: PreTrainedModel, agree: Agree = alone) -> FusedOperations:
     """Replace norms, rotary embeddings, their angles and the gates of dense layers by single kernels, in place.
 
     Each module's own forward is compared with ours first, and a module whose results differ keeps it. Runs a plain pass
@@ -41,6 +44,7 @@ def fuse_operations(model: PreTrainedModel) -> FusedOperations:
     Args:
         model: in inference, on one device, with its weights in their final dtype. A module with a forward on the
             instance keeps it.
+        agree: what the ranks of a group make of a reason to keep what they hold parts of.
 
     Returns:
         What was replaced, and notes. Replaced modules raise RunnerError where a gradient is asked for. Where kernels do
@@ -70,7 +74,7 @@ def fuse_operations(model: PreTrainedModel) -> FusedOperations:
     rotary = fuse_rotary(model, device)
     angles = fuse_angles(model, dtype, device)
     norms = fuse_norms(model, dtype, device)
-    dense = fuse_dense(model, dtype, device)
+    dense = fuse_dense(model, dtype, device, agree)
     notes: list[str] = []
     for what, each in (("norm", norms), ("rotary embedding", rotary), ("gate", dense), ("table of angles", angles)):
         notes += [f"{what} of {kind} is the library's own: {reason}" for kind, reason in each.reasons.items()]

@@ -2,8 +2,8 @@
 
 A proof runs the library's code on made-up rows and compiles kernels for a device that they may not fit. Both may
 raise errors of any type, a kernel's that needs more shared memory than the device has among them. Only memory that ran
-out says nothing about the code: a start that went on without kernels would be slow for no reason that lasts. Used by
-all that is fused.
+out says nothing about the code: a start that went on without kernels would be slow for no reason that lasts. Ranks of a
+group fuse alike: what one of them keeps, all keep (`Agree`). Used by all that is fused.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    #: takes one rank's reason not to fuse something, "" where there is none; returns the reason of all ranks
+    Agree = Callable[[str], str]
 
 T = TypeVar("T")
 
@@ -29,3 +32,8 @@ def guarded(prove: Callable[[], T], refuse: Callable[[str], T]) -> T:
         raise
     except Exception as error:  # models, compilers and drivers raise errors of many types
         return refuse(f"it cannot be compared: {type(error).__name__}: {str(error)[:200]}")
+
+
+def alone(reason: str) -> str:
+    """The `Agree` of a process that is no rank of a group."""
+    return reason

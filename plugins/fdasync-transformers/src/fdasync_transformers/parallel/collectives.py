@@ -1,14 +1,15 @@
 """What the ranks of a group do together: sums, tensors and short messages of all, in the order of their ranks.
 
-`Collectives` is the contract; `HostCollectives` is the one for CPUs, over shared memory. A sum is added up in the order
-of ranks by every rank, so that all get the same bits. Every call blocks its process until all ranks have made it, and
-all ranks make the same calls in the same order: each has a label, and another label fails both. Knows tensors; knows no
-models. Made by `runner.py`.
+`Collectives` is the contract; `HostCollectives` is the one for CPUs, over shared memory, whose calls block the process
+until all ranks have made them (`device_collectives.py` has the one for GPUs). A sum is added up in the order of ranks
+by every rank, so that all get the same bits. All ranks make the same calls in the same order: each has a label, and
+another label fails both. Knows tensors; knows no models. Made by `runner.py`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,8 @@ import torch
 from fdasync.errors import InvariantBroken
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from fdasync.ipc.exchange import Exchange
 
 _NARROW = (torch.bfloat16, torch.float16)
@@ -34,12 +37,39 @@ class Collectives(ABC):
 
     rank: int
     ranks: int
+    _apart = False
 
-    @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
         """The sum of the ranks' tensors, of one shape and dtype; the same bits on every rank.
 
         Half precision is added up in float32 and rounded once. The result may be `tensor` itself, changed.
+        """
+        return tensor if self._apart else self._sum(tensor, label)
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Within the context sums are this rank's own part: `all_reduce` returns its argument, and asks no other rank.
+
+        For proofs of a rank's own code, and for parts that are added up before they are summed.
+        """
+        before, self._apart = self._apart, True
+        try:
+            yield
+        finally:
+            self._apart = before
+
+    def end_pass(self) -> None:  # noqa: B027
+        """A pass of the model has ended, on all ranks; called where it may be captured in a graph."""
+
+    @abstractmethod
+    def _sum(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
+        """See `all_reduce`."""
+
+    @abstractmethod
+    def share(self, message: torch.Tensor, label: str) -> torch.Tensor:
+        """The messages of all ranks: int32 [ranks, n] on the device of `message`, int32 [n] contiguous, some kilobytes.
+
+        On a GPU it is queued on the current stream, as sums are.
         """
 
     @abstractmethod
@@ -59,7 +89,7 @@ class HostCollectives(Collectives):
         self.rank, self.ranks = exchange.rank, exchange.ranks
         self._exchange = exchange
 
-    def all_reduce(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
+    def _sum(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
         if tensor.device.type != "cpu":
             raise InvariantBroken(f"a sum of tensors on {tensor.device} over host memory")
         total = tensor.contiguous()
@@ -73,6 +103,9 @@ class HostCollectives(Collectives):
                 acc += part
             piece.copy_(acc)
         return total
+
+    def share(self, message: torch.Tensor, label: str) -> torch.Tensor:
+        return torch.stack(self._gather(message, label))
 
     def gather(self, tensor: torch.Tensor, label: str) -> list[torch.Tensor]:
         flat = tensor.detach().cpu().contiguous().view(-1)

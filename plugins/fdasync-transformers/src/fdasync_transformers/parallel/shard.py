@@ -18,6 +18,7 @@ from fdasync_transformers.model import families, probe
 from fdasync_transformers.model.kv import KVLayout
 from fdasync_transformers.model.moe_layers import without_experts
 from fdasync_transformers.parallel.plan import read_plan
+from fdasync_transformers.parallel.sums import Sums
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -88,8 +89,8 @@ class Sharded:
                 )
         return made
 
-    def attach(self, model: PreTrainedModel, collectives: Collectives) -> None:
-        """Sum partial outputs over the ranks in every forward pass from now on."""
+    def attach(self, model: PreTrainedModel, collectives: Collectives) -> Sums:
+        """Sum partial outputs over the ranks in every forward pass from now on. Returns what is summed where."""
         for name in self.plan.rows:
             module: Any = model.get_submodule(name)
             if module.bias is not None:
@@ -99,6 +100,8 @@ class Sharded:
             model.get_submodule(name).register_forward_hook(_summing(collectives, name, with_bias=False))
         for name in self.plan.divided:
             model.get_submodule(name).register_forward_pre_hook(_dividing(collectives.ranks))
+        model.register_forward_hook(lambda *_: collectives.end_pass())
+        return Sums(collectives, {model.get_submodule(name): name for name in (*self.plan.rows, *self.plan.summed)})
 
     def _layout(self, layers: tuple[LayerSpec, ...]) -> KVLayout:
         rank, ranks = (0, 1) if self.shares_blocks else (self._rank, self._ranks)

@@ -7,17 +7,21 @@ self-check compares the fused model with the plain one. Knows configs and the ro
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
+import xxhash
 
 from fdasync.errors import ConfigError
 from fdasync_transformers.fixed.mode import FixedNumerics
 from fdasync_transformers.fused.experts import fuse_experts
 from fdasync_transformers.fused.layers.fuse import fuse_layers
 from fdasync_transformers.fused.operations import fuse_operations
+from fdasync_transformers.fused.proofs import alone
 from fdasync_transformers.fused.routers import fuse_routers
 from fdasync_transformers.model.families import decoder_layers
+from fdasync_transformers.parallel.whole import agree
 from fdasync_transformers.start.runner_config import (
     fits_grouped,
     fuses_experts,
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
     from fdasync_transformers.fused.live_rows import LiveRows
     from fdasync_transformers.fused.routers import FusedRouters
     from fdasync_transformers.model.moe_layers import MoELayers
+    from fdasync_transformers.parallel.sums import Sums
     from fdasync_transformers.start.runner_config import TransformersConfig
 
 
@@ -43,10 +48,12 @@ class Fused:
     Attributes:
         routers: a capture attaches to them; None where none were tried.
         notes: for people: how much is fused where anything was tried, and why other parts are the library's own.
+        parts: what is fused; the same on all ranks of a group.
     """
 
     routers: FusedRouters | None
     notes: tuple[str, ...]
+    parts: tuple[Any, ...] = ()
 
 
 def set_plain_experts(
@@ -70,21 +77,48 @@ def fuse(
     layers: MoELayers | None,
     live: LiveRows,
     limits: RunnerLimits,
+    sums: Sums | None = None,
 ) -> Fused:
     """Fuse what the configuration asks for, each part proven. The routers too: with and without a capture, the
     self-check runs those that will be served.
 
+    Of a group (`sums`), each rank proves its own parts, without sums; what one rank keeps, all keep.
+
     Raises ConfigError where fused experts are asked for by name and a layer differs, where fused layers are and nothing
     is fused, and as `set_experts`; torch.OutOfMemoryError where a proof finds no memory.
     """
+    if sums is None:
+        return _fuse(model, config, layers, live, limits, None)
+    with sums.collectives.apart():
+        fused = _fuse(model, config, layers, live, limits, sums)
+    # what is whole on every rank was proven by each of them alone, of the same weights
+    told = sums.collectives.tell(xxhash.xxh3_128_digest(repr(fused.parts).encode()), "what is fused")
+    if len(set(told)) > 1:
+        others = ", ".join(str(rank) for rank, one in enumerate(told) if one != told[0])
+        problem = f"rank {others} of {len(told)} fuses other modules than rank 0"
+        raise ConfigError("tensor_parallel", problem, hint="all ranks need GPUs of one kind")
+    return fused
+
+
+def _fuse(
+    model: PreTrainedModel,
+    config: TransformersConfig,
+    layers: MoELayers | None,
+    live: LiveRows,
+    limits: RunnerLimits,
+    sums: Sums | None,
+) -> Fused:
     notes: tuple[str, ...] = ()
     counts: list[str] = []
+    parts: list[Any] = []
+    one = alone if sums is None else partial(_agree, sums)
     moe = 0 if layers is None else len(layers.ids)
     if config.experts == "fused" and layers is None:
         notes = ("experts: this model has none that could be fused",)
     if fuses_experts(config, model.device) and layers is not None:
-        experts = fuse_experts(model, layers, live)
+        experts = fuse_experts(model, layers, live, one)
         notes = experts.notes
+        parts.append(experts.fused)
         counts.append(f"experts of {moe if experts.fused else 0} of {moe} layers")
         if not experts.fused:
             if config.experts == "fused":
@@ -93,11 +127,12 @@ def fuse(
     if fuses_layers(config, model.device):
         # operations first: what a fused layer does not take over is fused then
         operations, whole = (
-            fuse_operations(model),
-            fuse_layers(model, exact=FixedNumerics if limits.numerics == "fixed" else None),
+            fuse_operations(model, one),
+            fuse_layers(model, exact=FixedNumerics if limits.numerics == "fixed" else None, sums=sums, agree=one),
         )
         notes += (*operations.notes, *whole.notes)
         fused = (whole.indices, operations.norms, operations.rotary, operations.dense, operations.angles)
+        parts += fused
         if config.fused_layers and not any(fused):
             problem = "; ".join((*operations.notes, *whole.notes))
             raise ConfigError("runner_config.fused_layers", f"nothing is fused: {problem}", hint="leave it out")
@@ -112,5 +147,10 @@ def fuse(
     if config.fused_router and uses_kernels(config, model.device) and layers is not None:
         routers = fuse_routers(model, layers)
         notes += routers.notes
+        parts.append(routers.rows)
         counts.append(f"{len(routers.rows)} of {moe} routers")
-    return Fused(routers, (f"fused: {', '.join(counts)}", *notes) if counts else notes)
+    return Fused(routers, (f"fused: {', '.join(counts)}", *notes) if counts else notes, tuple(parts))
+
+
+def _agree(sums: Sums, reason: str) -> str:
+    return agree(sums.collectives, reason, "a proof")

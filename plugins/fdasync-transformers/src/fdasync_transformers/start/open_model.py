@@ -95,6 +95,7 @@ def open_model(
     names = loading.names_of(checkpoint, model)
     notes = [*checkpoint.architecture.notes]
     make_layout = _layout_of(model)
+    sums = None
     if limits.sum_slices > 1:
         with library_code(kind, "cutting its sums into slices"):
             slices = Slices(copy.deepcopy(model), limits.sum_slices, latent=config.latent_mla)
@@ -109,7 +110,7 @@ def open_model(
         notes += loading.fill(model, checkpoint, names, device)
     if collectives is not None:
         if limits.sum_slices == 1:
-            sharded.attach(model, collectives)
+            sums = sharded.attach(model, collectives)
         notes.append(f"rank {collectives.rank} of {collectives.ranks}: {len(sharded.cuts)} tensors are cut")
     if limits.sum_slices > 1:
         slices.attach(model, collectives)
@@ -123,7 +124,7 @@ def open_model(
         with library_code(kind, "mending it"):
             mends = families.mend(model)
         with library_code(kind, "fusing it"):
-            fused = fuse(model, config, experts, live, limits)
+            fused = fuse(model, config, experts, live, limits, sums)
         notes.extend(fused.notes)
         return mends, fused.routers
 

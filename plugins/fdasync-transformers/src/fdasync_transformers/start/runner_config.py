@@ -38,7 +38,8 @@ class TransformersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
             benchmarks.
         device: "auto" is a GPU, else the CPU; or any torch device name.
         instance, instances: this runner's number, of so many runners that start on this machine together. With "auto"
-            they take the GPUs in turn; runners on one device share its free memory evenly.
+            they take the GPUs in turn; runners on one device share its free memory evenly. A rank of a group takes
+            the first GPU that its process sees: the engine chose it.
         logits_dtype: the dtype that sampling and log-probs work in. num_threads: of torch in the runner's process.
         None: on a CPU device one fewer than there are cores (the engine's
             loop needs one, and torch's threads wait for the slowest of them), on a GPU torch's own number.
@@ -114,12 +115,13 @@ def check_config(config: TransformersConfig, limits: RunnerLimits) -> None:
         )
 
 
-def device_of(config: TransformersConfig) -> torch.device:
+def device_of(config: TransformersConfig, limits: RunnerLimits) -> torch.device:
     """The configured device. Raises ConfigError where it cannot be used."""
     name = config.device
     if name == "auto":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        return torch.device("cuda", config.instance % count) if count else torch.device("cpu")
+        number = config.instance if limits.tensor_parallel == 1 else 0
+        return torch.device("cuda", number % count) if count else torch.device("cpu")
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
@@ -130,11 +132,14 @@ def device_of(config: TransformersConfig) -> torch.device:
     return device
 
 
-def memory_share(config: TransformersConfig, device: torch.device) -> float:
-    """This runner's share of the device's memory, among the runners that start together."""
-    spread = config.device == "auto" and device.type == "cuda"
-    others = range(device.index, config.instances, torch.cuda.device_count()) if spread else range(config.instances)
-    return 1 / len(others)
+def memory_share(config: TransformersConfig, limits: RunnerLimits, device: torch.device) -> float:
+    """This process's share of the device's memory, among the runners that start together and their ranks."""
+    if device.type == "cuda" and limits.tensor_parallel > 1:
+        # a group has its GPUs for itself
+        return 1.0
+    if device.type == "cuda" and config.device == "auto":
+        return 1 / len(range(device.index, config.instances, torch.cuda.device_count()))
+    return 1 / (config.instances * limits.tensor_parallel)
 
 
 def check_device(config: TransformersConfig, device: torch.device) -> None:
@@ -177,11 +182,8 @@ def check_ranks(config: TransformersConfig, limits: RunnerLimits, device: torch.
     """Raise ConfigError where a group of ranks is asked for, and a setting has none."""
     if limits.tensor_parallel == 1:
         return
-    if device.type != "cpu":
-        problem = f"ranks on {device} have no sums yet"
-        raise ConfigError("tensor_parallel", problem, limit=1, hint='use device="cpu"')
-    if uses_kernels(config, device):
-        raise ConfigError("runner_config.kernels", f"{config.kernels!r} has no ranks yet", hint='use "torch"')
+    if config.dtype == "float64" and uses_kernels(config, device):
+        raise ConfigError("runner_config.dtype", "float64 has no kernels", hint='use "float32"')
     if limits.numerics == "fixed" and limits.sum_slices % limits.tensor_parallel:
         problem = f"fixed numerics over {limits.tensor_parallel} ranks, and sums of {limits.sum_slices} slices"
         raise ConfigError("sum_slices", problem, hint="a multiple of the ranks: 2 or 4")

@@ -2,6 +2,8 @@
 
 Router, experts, shared experts and dense MLPs are called as the modules that they are, so hooks on them fire and what
 replaced their forwards stays. Experts that can are asked for their parts, whose sum is then a part of that kernel.
+Where ranks of a group hold parts of the experts, the results of experts and shared experts are summed over the ranks
+once, before that kernel.
 Knows modules of the library by their parts. Made by `fuse.py`.
 """
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from fdasync.gpu.kernels.layer.finish import Norm
+    from fdasync_transformers.parallel.sums import Sums
 
     #: normed input [T, H], residual stream [T, H], norm of the next block, live rows -> stream and its norm
     Block = Callable[
@@ -71,7 +74,7 @@ class ExpertsBlock:
         exact: whether that gate is an operation of its own, whose sigmoid has other last bits than the kernel's.
     """
 
-    def __init__(self, module: Any, kind: BlockKind, *, exact: bool = False) -> None:
+    def __init__(self, module: Any, kind: BlockKind, *, exact: bool = False, sums: Sums | None = None) -> None:
         from fdasync.gpu.kernels.layer.finish import add_norm, finish_experts
 
         self._add_norm = add_norm
@@ -83,7 +86,10 @@ class ExpertsBlock:
         self._gate: Any = getattr(module, kind.shared_gate) if kind.shared_gate else None
         self.gated = self._gate is not None
         self.exact = exact
-        self.parts = _take_parts(module.experts)
+        # of a group: what the ranks have is summed before it is added to the stream
+        self._sums = sums if sums is not None and sums.within(module.experts) else None
+        self._shared_summed = self._sums is not None and self._shared is not None and self._sums.within(self._shared)
+        self.parts = self._sums is None and _take_parts(module.experts)
 
     def __call__(
         self, normed: torch.Tensor, residual: torch.Tensor, norm: Norm | None, live: torch.Tensor | None
@@ -109,16 +115,27 @@ class ExpertsBlock:
         return self._summed(normed, ids, weights)
 
     def _summed(self, normed: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self._experts(normed, ids, weights)
+        if self._sums is None:
+            return self._with_shared(self._experts(normed, ids, weights), normed)
+        with self._sums.collectives.apart():
+            found: torch.Tensor = self._experts(normed, ids, weights)
+            if self._shared_summed:
+                found = self._with_shared(found, normed)
+        found = self._sums.total(found, self._experts)
+        return found if self._shared_summed else self._with_shared(found, normed)
+
+    def _with_shared(self, found: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
         if self._shared is None:
             return found
         shared: torch.Tensor = self._shared(normed)
         return found + (shared if self._gate is None else torch.sigmoid(self._gate(normed)) * shared)
 
 
-def make_block(module: Any, kind: BlockKind, *, exact: bool = False) -> DenseBlock | ExpertsBlock:
-    """The block of a layer's `mlp`."""
-    return ExpertsBlock(module, kind, exact=exact) if hasattr(module, "experts") else DenseBlock(module)
+def make_block(
+    module: Any, kind: BlockKind, *, exact: bool = False, sums: Sums | None = None
+) -> DenseBlock | ExpertsBlock:
+    """The block of a layer's `mlp`. `sums`: of the ranks of a group."""
+    return ExpertsBlock(module, kind, exact=exact, sums=sums) if hasattr(module, "experts") else DenseBlock(module)
 
 
 def _take_parts(experts: Any) -> bool:

@@ -18,13 +18,15 @@ from fdasync_transformers.fused.layers.attention import AttentionKind, fuse_atte
 from fdasync_transformers.fused.layers.feed_forward import BlockKind, make_block
 from fdasync_transformers.fused.layers.layer import Carry, FusedLayer, LastNorm
 from fdasync_transformers.fused.layers.proof import hidden_of
-from fdasync_transformers.fused.proofs import guarded
+from fdasync_transformers.fused.proofs import alone, guarded
 from fdasync_transformers.model.families import decoder_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from fdasync_transformers.fused.layers.proof import Exact
+    from fdasync_transformers.fused.proofs import Agree
+    from fdasync_transformers.parallel.sums import Sums
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,9 @@ class FusedLayers:
 
 
 @torch.inference_mode()
-def fuse_layers(model: PreTrainedModel, *, exact: Exact | None = None) -> FusedLayers:
+def fuse_layers(
+    model: PreTrainedModel, *, exact: Exact | None = None, sums: Sums | None = None, agree: Agree = alone
+) -> FusedLayers:
     """Replace the decoder layers of a model that are of a known kind, in place.
 
     Merges the weights of their queries, keys and values: they keep names and values, and get new addresses. Runs each
@@ -87,6 +91,8 @@ def fuse_layers(model: PreTrainedModel, *, exact: Exact | None = None) -> FusedL
         model: in inference; its weights have their final place and dtype.
         exact: makes what fixed numerics run within: only layers are fused that have the bits of their operations one
             by one, as a trainer runs them. Norms must have been fused by themselves (`fuse_operations`).
+        sums: of the ranks of a group, which are apart meanwhile.
+        agree: what the ranks make of a reason not to fuse a layer.
 
     Returns:
         What was fused, and notes on the rest.
@@ -114,9 +120,10 @@ def fuse_layers(model: PreTrainedModel, *, exact: Exact | None = None) -> FusedL
     for number, layer in reversed(list(enumerate(layers))):
         last = number == len(layers) - 1
         follower = decoder.norm if last else layers[number + 1].input_layernorm if number + 1 in fused else None
-        made = guarded(partial(_proven, model, layer, follower, carry, columns, exact), str)
-        if isinstance(made, str):
-            kept.setdefault(made, []).append(number)
+        made = guarded(partial(_proven, model, layer, follower, carry, columns, exact, sums), str)
+        problem = agree(made if isinstance(made, str) else "")
+        if problem or isinstance(made, str):
+            kept.setdefault(problem, []).append(number)
         else:
             fused[number] = made
     for number, one in fused.items():
@@ -140,11 +147,13 @@ def _columns(model: Any, decoder: Any) -> int | str:
     return int(cos.shape[-1])
 
 
-def _proven(model: Any, layer: Any, follower: Any, carry: Carry, columns: int, exact: Exact | None) -> FusedLayer | str:
+def _proven(
+    model: Any, layer: Any, follower: Any, carry: Carry, columns: int, exact: Exact | None, sums: Sums | None
+) -> FusedLayer | str:
     """A fused layer that computes what the layer does; a reason where there is none."""
     from fdasync_transformers.fused.layers.proof import difference
 
-    made = _fuse(layer, follower, carry, columns, exact=exact is not None)
+    made = _fuse(layer, follower, carry, columns, exact=exact is not None, sums=sums)
     if isinstance(made, str):
         return made
     rotary: Any = decoder_of(model).rotary_emb
@@ -167,7 +176,7 @@ def _inexact(fused: FusedLayer, follower: Any) -> str:
     return ""
 
 
-def _fuse(layer: Any, follower: Any, carry: Carry, columns: int, *, exact: bool) -> FusedLayer | str:
+def _fuse(layer: Any, follower: Any, carry: Carry, columns: int, *, exact: bool, sums: Sums | None) -> FusedLayer | str:
     """A fused layer, not yet in use; a reason where it is not built as it was known."""
     from fdasync.gpu.kernels.layer.finish import Norm
 
@@ -183,4 +192,5 @@ def _fuse(layer: Any, follower: Any, carry: Carry, columns: int, *, exact: bool)
     first, second, third = norms
     assert first is not None
     assert second is not None
-    return FusedLayer(layer, attention, make_block(layer.mlp, kind.block, exact=exact), (first, second, third), carry)
+    block = make_block(layer.mlp, kind.block, exact=exact, sums=sums)
+    return FusedLayer(layer, attention, block, (first, second, third), carry)

@@ -1,0 +1,57 @@
+"""A step of `device_executor.py` whose logits are queued, and the names of its arrays and results.
+
+Knows no device.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from fdasync.gpu.completion import Hold
+    from fdasync.runner.input_batch import Batch
+    from fdasync_transformers.execution.device_step import Way
+    from fdasync_transformers.execution.lane_matchers import StepMatchers
+    from fdasync_transformers.sampling.sampler import SamplePlan
+    from fdasync_transformers.sampling.scoring import ScorePlan
+
+T = TypeVar("T")
+
+#: prefixes of names among the arrays of a step: the sampler's arrays, those of scores of prompts, and rows
+SAMPLER, SCORES, AUX = "sampler.", "scores.", "aux."
+#: name of what the ranks of a group tell each other
+RANKS = "ranks"
+
+
+class BegunStep(NamedTuple):
+    """See the module.
+
+    Attributes:
+        batch, way: the step, and how its tokens attend.
+        plan: of its samples; None: it samples nothing.
+        scores: of prompts; None: there are none.
+        matchers: of its samples under a grammar; None: there are none.
+        sent: its arrays, on the device.
+        logits: of the rows that are sampled; None: nothing is forwarded.
+        results: tensors that go to the host.
+        holds: buffers that the queued work uses.
+    """
+
+    batch: Batch
+    way: Way
+    plan: SamplePlan | None
+    scores: ScorePlan | None
+    matchers: StepMatchers | None
+    sent: dict[str, torch.Tensor]
+    logits: torch.Tensor | None
+    results: dict[str, torch.Tensor]
+    holds: list[Hold]
+
+
+def own(arrays: Mapping[str, T], owner: str) -> dict[str, T]:
+    """The arrays of one prefix (`SAMPLER`, `AUX`), by their names without it."""
+    return {name.removeprefix(owner): array for name, array in arrays.items() if name.startswith(owner)}

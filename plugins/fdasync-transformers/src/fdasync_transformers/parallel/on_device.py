@@ -1,0 +1,82 @@
+"""What the ranks tell each other on the device at the end of each step: rank 0's tokens, and that their rows agree.
+
+As `in_step.py` does on the host. All of it is queued behind the step, so two steps stay in flight. A digest of each
+rank's rows goes to all ranks with the tokens; the host compares the digests when the step has ended. Every step that
+computes anything ends with exactly one exchange, on all ranks. Knows rows and tokens; knows no models. Called by
+`device_executor.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from fdasync.errors import RunnerError
+from fdasync.gpu.kernels.collectives.digest import PARTS, digest_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from fdasync_transformers.parallel.collectives import Collectives
+
+
+# kinds of rows that a runner has at most (`capture/aux_data.py`)
+_MOST_SPECS = 4
+
+
+class StepEnds:
+    """See the module.
+
+    Attributes:
+        leads: whether this rank samples.
+    """
+
+    def __init__(self, collectives: Collectives, device: torch.device) -> None:
+        self.leads = not collectives.rank
+        self._collectives = collectives
+        self._device = device
+
+    def queue(
+        self, step_id: int, rows: Mapping[str, torch.Tensor], tokens: torch.Tensor | None, count: int
+    ) -> torch.Tensor:
+        """Queue the exchange on the current stream.
+
+        Args:
+            rows: of the step, by the name of their spec; on the device, contiguous.
+            tokens: integers [count], sampled; None on ranks that sample nothing.
+            count: how many tokens the step samples.
+
+        Returns:
+            int32 [ranks, n] on the device: of each rank its digests and tokens. `read` takes it from the host.
+        """
+        given: list[torch.Tensor | None] = [rows[name] for name in sorted(rows)] or [None]
+        message = torch.empty(PARTS * len(given) + count, dtype=torch.int32, device=self._device)
+        for number, each in enumerate(given):
+            digest_rows(each, message[PARTS * number : PARTS * (number + 1)], step_id + number)
+        if tokens is not None and count:
+            message[PARTS * len(given) :].copy_(tokens)
+        return self._collectives.share(message, f"end of step {step_id}")
+
+    @staticmethod
+    def tokens(told: torch.Tensor, count: int) -> torch.Tensor:
+        """Rank 0's, int32 [count], a view."""
+        return told[0, told.shape[1] - count :]
+
+    @staticmethod
+    def read(told: NDArray[np.int32], step_id: int, count: int) -> tuple[int, ...]:
+        """Rank 0's tokens. Raises RunnerError naming the ranks whose rows differ from rank 0's."""
+        digests = told[:, : told.shape[1] - count]
+        if others := [rank for rank in range(len(told)) if (digests[rank] != digests[0]).any()]:
+            names = ", ".join(map(str, others))
+            problem = f"rank {names} of {len(told)} chose other experts than rank 0: their rows differ"
+            raise RunnerError(problem, step_id)
+        return tuple(told[0, told.shape[1] - count :].tolist())
+
+
+def message_nbytes(max_running: int) -> int:
+    """Of the largest message of steps with so many sequences."""
+    return 4 * (PARTS * _MOST_SPECS + max_running)

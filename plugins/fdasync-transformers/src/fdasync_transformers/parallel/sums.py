@@ -1,0 +1,38 @@
+"""The modules of a model whose outputs are summed over the ranks, and the sums.
+
+Knows modules; knows no plan. Made by `shard.py`; the room `fused` asks it, to put a sum where several outputs meet.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from fdasync_transformers.parallel.collectives import Collectives
+
+
+class Sums:
+    """See the module.
+
+    Args:
+        names: of the summed modules, by module.
+
+    Attributes:
+        collectives: of the group.
+    """
+
+    def __init__(self, collectives: Collectives, names: Mapping[torch.nn.Module, str]) -> None:
+        self.collectives = collectives
+        self._names = dict(names)
+
+    def within(self, module: torch.nn.Module) -> bool:
+        """Whether the module's output, or that of a module in it, is summed."""
+        return any(each in self._names for each in module.modules())
+
+    def total(self, partial: torch.Tensor, module: torch.nn.Module) -> torch.Tensor:
+        """The sum of what all ranks have in the place of this module's output."""
+        return self.collectives.all_reduce(partial, self._names[module])

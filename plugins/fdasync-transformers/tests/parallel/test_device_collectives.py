@@ -1,0 +1,105 @@
+"""Sums of ranks on GPUs, but for the GPUs: pieces, turns of the buffers, and GPUs without access to each other.
+
+The kernels stand in `tests/gpu/kernels`; here a group of one rank sums in the memory of the CPU.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import triton
+from fdasync_transformers.parallel import device_collectives
+from fdasync_transformers.parallel.device_collectives import DeviceCollectives
+from ranks import as_ranks, returned
+
+from fdasync.errors import ConfigError, InvariantBroken
+from fdasync.gpu import peers
+from fdasync.gpu.kernels.collectives import all_reduce as sums
+from fdasync.gpu.kernels.collectives.peer_memory import PROGRAMS, PeerMemory
+
+if TYPE_CHECKING:
+    from fdasync.ipc.exchange import Exchange
+
+CPU = torch.device("cpu")
+BUFFER_NBYTES = 256
+
+
+class InHostMemory:
+    """Stands for `OpenedPeers`, of one rank."""
+
+    def __init__(self, _exchange: Exchange, _sum_nbytes: int, _device: torch.device, *, message_nbytes: int) -> None:
+        self._held = torch.zeros(2, 2 * BUFFER_NBYTES + 4 * PROGRAMS, dtype=torch.uint8)
+        self.memory, self.messages = (PeerMemory(0, [one.data_ptr()], BUFFER_NBYTES, CPU) for one in self._held)
+        assert message_nbytes <= BUFFER_NBYTES
+
+
+@pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="reads and writes memory of the CPU")
+def test_sums_go_in_pieces_and_every_pass_has_an_even_number_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "OpenedPeers", InHostMemory)
+    monkeypatch.setattr(DeviceCollectives, "_check_access", lambda *_, **__: None)
+    seen: list[int] = []
+    plain: Any = sums.all_reduce
+    monkeypatch.setattr(sums, "all_reduce", lambda x, *args, **kw: seen.append(x.numel()) or plain(x, *args, **kw))
+
+    def work(exchange: Exchange) -> None:
+        collectives = DeviceCollectives(exchange, CPU, sum_nbytes=1, message_nbytes=64)
+        memory: Any = collectives._opened.memory
+        # 64 elements fit a buffer; what is no multiple of eight is padded
+        for shape, pieces in (((8,), [8]), ((3, 50), [64, 64, 24]), ((3, 3), [16]), ((0, 8), [])):
+            seen.clear()
+            x = torch.randn(shape)
+            assert torch.equal(collectives.all_reduce(x.clone(), "some"), x)
+            assert seen == pieces
+            collectives.end_pass()
+            assert memory._turn == 0
+        seen.clear()
+        with collectives.apart():
+            collectives.all_reduce(torch.ones(8), "some")
+        assert not seen
+        message = torch.arange(5, dtype=torch.int32)
+        assert torch.equal(collectives.share(message, "end of step 1"), message[None])
+        with pytest.raises(InvariantBroken, match="o_proj: a sum of tensors on meta over cpu"):
+            collectives.all_reduce(torch.ones(8, device="meta"), "o_proj")
+
+    returned(as_ranks(1, work))
+
+
+@pytest.mark.parametrize(
+    ("uuids", "reaches", "problem"),
+    [
+        (("a", "a"), True, "2 ranks have 1 GPUs: a"),
+        (("a", "b"), False, "GPU a of rank 0 has no access to the memory of b; GPU b of rank 1 has no access"),
+        # another process may not see the GPUs of the others: opening their memory tells
+        (("c", "d"), False, "opened"),
+        (("a", "b"), True, "opened"),
+    ],
+)
+def test_gpus_without_access_are_refused_by_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, uuids: tuple[str, str], reaches: bool, problem: str
+) -> None:
+    def opened(*_: object, **__: object) -> None:
+        raise ConfigError("tensor_parallel", "opened")
+
+    monkeypatch.setattr(peers, "OpenedPeers", opened)
+    own = torch.device("cpu")
+
+    def work(exchange: Exchange) -> str:
+        # each process sees the GPUs a and b, or its own alone
+        seen = ["a", "b"] if uuids[0] == "a" else [uuids[exchange.rank]]
+        mine = uuids[exchange.rank]
+        fake = SimpleNamespace(
+            device_count=lambda: len(seen),
+            get_device_properties=lambda at: SimpleNamespace(uuid=mine if at == own else seen[at]),
+            can_device_access_peer=lambda _own, _other: reaches,
+        )
+        monkeypatch.setattr(device_collectives.torch, "cuda", fake)
+        with pytest.raises(ConfigError) as caught:
+            DeviceCollectives(exchange, own, sum_nbytes=64, message_nbytes=64)
+        return caught.value.problem
+
+    said = returned(as_ranks(2, work))
+    assert said[0] == said[1]
+    assert problem in said[0]

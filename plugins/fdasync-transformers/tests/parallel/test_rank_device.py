@@ -1,0 +1,152 @@
+"""Ranks on the path of GPUs, in Triton's interpreter: what one process computes by the same kernels."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from device_path import make_small_checkpoint
+from fdasync_transformers import make_random_checkpoint
+from ranks import as_ranks, returned
+from step_driver import Driver
+
+from fdasync.cache.host_arena import HostArena
+from fdasync.errors import RunnerError
+from fdasync.events.actions import Chunk, SwapIn, SwapOut
+from fdasync.request import Grammar
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from fdasync.ipc.exchange import Exchange
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks as forks: a GPU takes none")
+
+GRAMMAR = Grammar("regex", "[a-f]{2}[0-9]{4}x*").packed()
+DEVICE = {"kernels": "triton", "device": "cpu", "num_threads": 1, "self_check": False}
+
+
+async def plays(folder: Path, exchange: Exchange | None, arena: HostArena, **config: Any) -> Any:
+    """Two sequences, one of them in chunks; two steps in flight; blocks go to the host and come back."""
+    driver = await Driver.open(
+        folder, config={**DEVICE, **config}, exchange=exchange, host=arena, pipeline_depth=2, max_running=2
+    )
+    try:
+        one = driver.sequence([5, 9, 200, 31, 7, 3, 2, 1, 99], 6)
+        two = driver.sequence([7, 8, 9, 4, 4], 2)
+        first = driver.launch(starts=[driver.start(one)], chunks=[Chunk(one.key, 4, False)])
+        second = driver.launch(starts=[driver.start(two)], chunks=[Chunk(two.key, 5, True), Chunk(one.key, 5, True)])
+        assert not (await first).tokens
+        for sequence, token in zip((two, one), (await second).tokens, strict=True):
+            sequence.tokens.append(token)
+        # a step is launched before the one before it has ended: tokens stay on the device
+        flights = []
+        for _ in range(2):
+            appends = [append for sequence in (two, one) for append in driver.append(sequence)]
+            flights.append(driver.launch(appends=appends))
+            for sequence in (two, one):
+                sequence.tokens.append(0)
+        for at, flight in enumerate(flights):
+            for sequence, token in zip((two, one), (await flight).tokens, strict=True):
+                sequence.tokens[1 + at] = token
+        rows = [driver.rows(sequence) for sequence in (one, two)] if driver.arena is not None else []
+        # two full blocks leave, and a new sequence begins on them
+        await driver.runner.copy(SwapOut(0, tuple(one.blocks[:2]), (2, 0)))
+        again = driver.sequence(one.prompt, 1)
+        blocks = [driver.free_blocks.pop() for _ in range(2)]
+        await driver.runner.copy(SwapIn(1, (2, 0), tuple(blocks)))
+        start = driver.start(again, blocks)
+        output = await driver.step(leaves=(one.key, two.key), starts=[start], chunks=[Chunk(again.key, 1, True)])
+        return [one.tokens, two.tokens, list(output.tokens)], rows, driver.capacity
+    finally:
+        await driver.close()
+
+
+# fused parts are proven for half a minute in the interpreter; shared experts, and such with a gate
+@pytest.mark.parametrize(
+    ("family", "fused"),
+    [
+        ("qwen3_moe", False),
+        *[pytest.param(one, True, marks=pytest.mark.slow) for one in ("qwen3_moe", "glm4_moe", "qwen2_moe")],
+    ],
+)
+def test_two_ranks_answer_as_one_process(tmp_path: Path, family: str, fused: bool) -> None:
+    make_small_checkpoint(tmp_path, family)
+    config: dict[str, Any] = {"experts": "fused", "fused_layers": True} if fused else {"fused_router": False}
+    arena = HostArena.create(4, 1024 if family == "qwen2_moe" else 2048)
+
+    def on(exchange: Exchange | None) -> Any:
+        return asyncio.run(plays(tmp_path, exchange, arena, **config))
+
+    try:
+        tokens, rows, capacity = on(None)
+        many = returned(as_ranks(2, on))
+    finally:
+        arena.close()
+    assert [played[0] for played in many] == [tokens] * 2
+    assert tokens[2] == tokens[0][:1]
+    for mine, other in zip(rows, many[0][1], strict=True):
+        assert np.array_equal(np.sort(mine, -1), np.sort(other, -1))
+    if fused:
+        said = [next(note for note in each.notes if note.startswith("fused:")) for each in (capacity, many[1][2])]
+        assert said[0] == said[1]
+        assert "2 of 2 decoder layers" in said[0]
+
+
+def test_a_rank_that_chose_other_experts_fails_the_step_by_name(tmp_path: Path) -> None:
+    make_small_checkpoint(tmp_path, "qwen3_moe")
+
+    async def work(exchange: Exchange) -> str:
+        driver = await Driver.open(tmp_path, config={**DEVICE, "fused_router": False}, exchange=exchange)
+        stage = driver.runner._aux.stage
+        wrong = exchange.rank == 1
+        # the first step of two is right
+        driver.runner._aux.stage = lambda count: {
+            name: rows + 1 if wrong and count == 1 else rows for name, rows in stage(count).items()
+        }
+        try:
+            await driver.run([driver.sequence([1, 2, 3], 2)])
+        except RunnerError as error:
+            return str(error)
+        finally:
+            await driver.close()
+        return "no error"
+
+    said = returned(as_ranks(2, lambda exchange: asyncio.run(work(exchange))))
+    assert said[0] == said[1]
+    assert "step 2" in said[0]
+    assert "rank 1 of 2 chose other experts than rank 0: their rows differ" in said[0]
+
+
+def test_steps_that_wait_for_a_grammar_or_score_prompts_keep_the_order_of_sums(tmp_path: Path) -> None:
+    """Rank 0 queues such steps in two parts, or scores; the other ranks do neither, and wait for nothing."""
+    make_random_checkpoint(tmp_path, size="tiny")
+
+    async def work(exchange: Exchange | None) -> Any:
+        driver = await Driver.open(tmp_path, config={**DEVICE, "fused_router": False}, exchange=exchange, max_running=2)
+        try:
+            bound = driver.sequence([5, 9, 12], 3, grammar=GRAMMAR)
+            scored = driver.sequence([7, 8, 9, 4, 4], 2, score_from=1)
+            first = driver.launch(starts=[driver.start(bound)], chunks=[Chunk(bound.key, 3, True)])
+            # its sampling waits for the first one's token
+            bound.tokens.append(0)
+            flights = [first, driver.launch(appends=driver.append(bound))]
+            bound.tokens.append(0)
+            chunks = [Chunk(scored.key, 5, True)]
+            flights.append(driver.launch(appends=driver.append(bound), starts=[driver.start(scored)], chunks=chunks))
+            outputs = [await flight for flight in flights]
+            return [output.tokens for output in outputs], outputs[-1].scores
+        finally:
+            await driver.close()
+
+    tokens, scores = asyncio.run(work(None))
+    many = returned(as_ranks(2, lambda exchange: asyncio.run(work(exchange))))
+    assert [played[0] for played in many] == [tokens] * 2
+    assert len(tokens[2]) == 2
+    assert not many[1][1]
+    (mine,), (other,) = scores, many[0][1]
+    assert len(np.frombuffer(mine.logprobs, "<f4")) == 4
+    assert np.allclose(np.frombuffer(mine.logprobs, "<f4"), np.frombuffer(other.logprobs, "<f4"), atol=1e-4)

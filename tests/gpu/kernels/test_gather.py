@@ -1,0 +1,76 @@
+"""Messages of the devices of a group, and digests of rows. In the interpreter the devices take turns."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+
+from fdasync.errors import BadInput
+from fdasync.gpu.kernels.collectives.digest import PARTS, digest_rows
+from fdasync.gpu.kernels.collectives.gather import gather
+from fdasync.gpu.kernels.collectives.peer_memory import PROGRAMS, PeerMemory
+
+CPU = torch.device("cpu")
+BUFFER_NBYTES = 1 << 13
+
+needs_interpreter = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="reads and writes memory of the CPU")
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("ranks", "count"), [(2, 3), (4, 1500)])
+def test_every_rank_has_the_messages_of_all_in_order(ranks: int, count: int) -> None:
+    memory = [torch.zeros(2 * BUFFER_NBYTES + 4 * PROGRAMS * ranks, dtype=torch.uint8) for _ in range(ranks)]
+    peers = [PeerMemory(rank, [one.data_ptr() for one in memory], BUFFER_NBYTES, CPU) for rank in range(ranks)]
+    given = [torch.arange(count, dtype=torch.int32) * 7 + rank for rank in range(ranks)]
+    # nobody waits: a first round fills the buffers
+    for _ in range(2):
+        told = [gather(x, peer) for x, peer in zip(given, peers, strict=True)]
+        for peer in peers:
+            peer.next_buffers()
+    assert all(torch.equal(each, torch.stack(given)) for each in told)
+
+
+def test_messages_that_cannot_be_gathered_are_refused() -> None:
+    memory = torch.zeros(2 * BUFFER_NBYTES + 4 * PROGRAMS, dtype=torch.uint8)
+    peer = PeerMemory(0, [memory.data_ptr()], BUFFER_NBYTES, CPU)
+    for bad, problem in (
+        (torch.zeros(4), "float32"),
+        (torch.zeros(8, dtype=torch.int32)[::2], "contiguous"),
+        (torch.zeros(BUFFER_NBYTES // 4 + 1, dtype=torch.int32), "8196 bytes"),
+    ):
+        with pytest.raises(BadInput, match=problem):
+            gather(bad, peer)
+
+
+def digest(rows: torch.Tensor | None, salt: int = 0) -> list[int]:
+    out = torch.empty(PARTS, dtype=torch.int32, device=None if rows is None else rows.device)
+    digest_rows(rows, out, salt)
+    return list(out.tolist())
+
+
+@needs_interpreter
+def test_digests_differ_where_a_byte_does() -> None:
+    rows = torch.arange(300 * 48 * 8).view(300, 48, 8).to(torch.uint8)
+    assert digest(rows) == digest(rows.clone())
+    assert digest(rows) != digest(rows, 1)
+    assert digest(rows[:299]) != digest(rows)
+    # zeros count by their number
+    assert digest(torch.zeros(5, dtype=torch.uint8)) != digest(torch.zeros(6, dtype=torch.uint8))
+    assert digest(None, 3) == digest(torch.zeros(0), 3) != digest(None, 4)
+    # two ids of a token change places; one id is another
+    for at in ((0, 0, 0), (150, 20, 3), (299, 47, 6)):
+        token, layer, slot = at
+        other = rows.clone()
+        other[token, layer, slot], other[token, layer, slot + 1] = rows[token, layer, slot + 1], rows[at]
+        assert digest(other) != digest(rows)
+        one = rows.clone()
+        one[at] += 1
+        assert digest(one) != digest(rows)
+
+
+def test_rows_that_have_no_digest_are_refused() -> None:
+    with pytest.raises(BadInput, match="strides"):
+        digest(torch.zeros(4, 4).t())
+    with pytest.raises(BadInput, match=f"contiguous int32 .{PARTS}."):
+        digest_rows(None, torch.zeros(3, dtype=torch.int32), 0)
