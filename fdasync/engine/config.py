@@ -246,8 +246,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.numerics == "fixed" and self.sum_slices % self.tensor_parallel:
             raise ConfigError(
                 "config.sum_slices",
-                f"is {self.sum_slices}, and config.tensor_parallel is {self.tensor_parallel}: with fixed numerics a rank"
-                " computes whole slices of a sum",
+                f"is {self.sum_slices}, and config.tensor_parallel is {self.tensor_parallel}: with fixed numerics a"
+                " rank computes whole slices of a sum",
                 hint="set sum_slices to 4, and tensor_parallel to 2 or 4",
             )
 

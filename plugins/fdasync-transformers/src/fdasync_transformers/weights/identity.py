@@ -39,7 +39,7 @@ DRAWN_ID = "0" * 32
 #: the version of this package's own arithmetic under fixed numerics. Raise it with each change after which some model
 #: may have other bits on some device: another tile, another place where parts are cut or joined, another rounding,
 #: another operation that is computed in its own way, in `fixed` or in `fdasync.gpu.kernels`
-ORDER_OF_SUMS = 1
+ORDER_OF_SUMS = 2
 
 
 def weights_id(model: PreTrainedModel) -> str:
