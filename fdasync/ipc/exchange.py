@@ -109,6 +109,8 @@ class Exchange:
         self._heard = dict(zip(self._others, fds[1:ranks], strict=True))
         self._told = [*fds[ranks:]]
         self._number = 0
+        # why there are no more exchanges
+        self._broken = ""
         self._region = SharedRegion(fds[0], _region_nbytes(ranks, slot_nbytes))
         self._view = self._region.view()
 
@@ -130,15 +132,23 @@ class Exchange:
         with memoryview(data).cast("B") as given:
             if len(given) > self.slot_nbytes:
                 raise InvariantBroken(f"{len(given)} bytes of {label} in an exchange of at most {self.slot_nbytes}")
+            if self._broken:
+                raise RunnerError(f"no exchange after one that failed: {self._broken}")
             self._number += 1
             at = self._slot(self.rank)
-            _HEAD.pack_into(self._view, at, self._number, len(given), label.encode()[:112])
             self._view[at + _HEAD.size : at + _HEAD.size + len(given)] = given
+            # last, so that a slot is never told whole that is not
+            _HEAD.pack_into(self._view, at, self._number, len(given), label.encode()[:112])
         _COUNT.pack_into(self._view, self.rank * _COUNT_APART_NBYTES, self._number)
         for fd in self._told:
             os.eventfd_write(fd, 1)
-        self._wait(label)
-        return [self._read(rank, label) for rank in range(self.ranks)]
+        try:
+            self._wait(label)
+            return [self._read(rank, label) for rank in range(self.ranks)]
+        except RunnerError as error:
+            # signals that come late would be taken for those of the next exchange
+            self._broken = error.problem
+            raise
 
     def _slot(self, rank: int) -> int:
         """Where the slot of this rank begins that the exchange under way uses."""

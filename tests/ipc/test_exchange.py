@@ -81,6 +81,9 @@ def test_a_rank_that_does_not_come_is_named_within_the_deadline() -> None:
     with pytest.raises(RunnerError, match=r"rank 1 waited 0.01 s for rank 0, 2 at exchange 1 \(sums\)"):
         mine.gather(b"", "sums")
     assert meeting.entered() == [0, 1, 0]
+    # a signal that comes late is not taken for that of another exchange
+    with pytest.raises(RunnerError, match="no exchange after one that failed: rank 1 waited"):
+        mine.gather(b"", "sums")
     mine.close()
     meeting.close()
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from fdasync_transformers import named_tensors
+from fdasync_transformers import TransformersRunner, named_tensors
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint
 from fdasync_transformers.weights import identity, loading, update
 from rank_play import CONFIG, play
@@ -115,6 +115,37 @@ def test_a_rank_that_fails_in_mid_update_breaks_all_and_the_next_update_mends_al
     for said, weights_id, _ in returned(on_ranks(2, old, work)):
         assert "rank 1 of 2: a.safetensors: cannot be read" in said
         assert weights_id == one.capacity.weights_id
+
+
+@pytest.mark.parametrize(("ranks", "torn"), [(2, "model.norm.weight"), (4, "model.layers.1.self_attn.k_proj.weight")])
+def test_ranks_that_read_other_bytes_serve_nothing(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, ranks: int, torn: str
+) -> None:
+    """As where a folder is replaced while its ranks read it: what several ranks hold differs on the last one."""
+    old, new = pair
+    stream = loading.stream
+
+    async def work(driver: Driver) -> str:
+        runner = driver.runner
+        assert isinstance(runner, TransformersRunner)
+
+        def tears(*args: Any) -> None:
+            stream(*args)
+            if runner.limits.rank == ranks - 1:
+                runner.model.get_parameter(torn).data.mul_(1.01)
+
+        monkeypatch.setattr(update.loading, "stream", tears)
+        with pytest.raises(WeightsBroken) as broken:
+            await runner.load_folder(str(new))
+        with pytest.raises(RunnerError, match="only a part was replaced"):
+            await driver.step()
+        monkeypatch.setattr(update.loading, "stream", stream)
+        await runner.load_folder(str(new))
+        await tokens_of(driver)
+        return str(broken.value)
+
+    for said in returned(on_ranks(ranks, old, work)):
+        assert f"rank {ranks - 1} of {ranks} has other weights than the ranks before it" in said
 
 
 def test_what_one_rank_rejects_all_reject_and_nothing_changes(pair: tuple[Path, Path], tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_another_number_of_slices_has_other_bits(dtype: torch.dtype) -> None:
 
 
 def test_sizes_and_families_without_slices_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="4 ranks cannot part the 17 of .*experts.gate_up_proj") as caught:
+    with pytest.raises(ConfigError, match=r"4 ranks cannot part the 17 of .*experts.gate_up_proj") as caught:
         fixed_numerics(make_tiny_model("qwen3_moe", moe_intermediate_size=17), sum_slices=4).apply()
     assert caught.value.field == "sum_slices"
     with pytest.raises(UnsupportedModel, match="no plan for this family"):
@@ -142,8 +142,10 @@ def test_adapters_of_what_is_sliced_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedModel, match=r"layers.0.self_attn.o_proj \(Other\) is no plain linear"):
         fixed_numerics(model, sum_slices=4).apply()
     model = make_tiny_model("qwen3_moe")
-    torch.nn.utils.parametrize.register_parametrization(model.model.layers[0].mlp.experts, "down_proj", torch.nn.Softplus())
-    with pytest.raises(UnsupportedModel, match="layers.0.mlp.experts.down_proj is no parameter of its own"):
+    torch.nn.utils.parametrize.register_parametrization(
+        model.model.layers[0].mlp.experts, "down_proj", torch.nn.Softplus()
+    )
+    with pytest.raises(UnsupportedModel, match=r"layers.0.mlp.experts.down_proj is no parameter of its own"):
         fixed_numerics(model, sum_slices=4).apply()
     assert not hasattr(vars(model.model.layers[0].self_attn.o_proj), "forward")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
-import torch
 from fdasync_transformers.execution.step import StepModel
 from fdasync_transformers.model import families, probe
 from fdasync_transformers.model.kv import KVLayout
@@ -18,6 +17,8 @@ from ranks import as_ranks, returned
 from rollout_bits import played, served_in
 
 if TYPE_CHECKING:
+    import torch
+
     from fdasync.ipc.exchange import Exchange
 
 

@@ -44,7 +44,7 @@ def _tile(
 
 
 def products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Rows [B, R, K] by [B, K, N], one by one: [B, R, N]."""
+    """Rows [B, R, K] by [B, K, N], one by one: [B, R, N]; the bits of one do not depend on B."""
     if left.shape[2] == 1:
         # no sum
         return left * right
@@ -52,6 +52,9 @@ def products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         from fdasync.gpu.kernels.linear.product import batched
 
         return batched(left if left.stride(2) == 1 else left.contiguous(), _walkable(right))
+    if left.dtype != torch.float32:
+        # bits of half precision depend on the number of products: heads, which are fewer on a rank
+        return torch.stack([product(one, other) for one, other in zip(left, right, strict=True)])
     count, columns = left.shape[1], right.shape[2]
     left, right = _padded(left, 1).contiguous(), _laid_out(_padded(right, 2))
     if left.shape[1] == ROWS:

@@ -97,7 +97,8 @@ def fixed_numerics(
             have other bits; parameters or buffers in other dtypes than a rollout's, by name; a compiled model;
             arguments that do not tell the sequences; a KV cache; sequences longer than the family can have;
             checkpointing that would recompute with other numerics; a recomputation after the end of the context;
-            numerics that are fixed already; slices of sums that are none of the numbers there are, or on a GPU; a part of the model that is called alone; copies within the context.
+            numerics that are fixed already; slices of sums that are none of the numbers there are, or on a GPU; a
+            part of the model that is called alone; copies within the context.
         UnsupportedModel: a model that an engine would not serve either; a GPU without Triton; LoRA and the like on the
             up-projection of latent attention, or in slices on what is sliced; a family whose sums have no slices.
         ConfigError: sizes that the slices do not divide.

@@ -2,9 +2,11 @@
 
 What S ranks would sum is computed slice by slice by fewer ranks too, and by one process: row-parallel linear layers
 over parts of their inputs, experts over parts of their width, as the library's plan for S ranks cuts them. Each slice's
-output has the model's dtype, as a rank's own code gives it. Slices are added in float32 as a tree, (0 + 1) + (2 + 3), so
-the slices of one rank are a subtree of it; then the bias is added, and the total is rounded once. Gradients are torch's.
-Knows modules of the library; knows no checkpoints. Used by `start/open_model.py` and by trainers (`fixed/trainer.py`).
+output has the model's dtype, as a rank's own code gives it. Slices are added in float32 as a tree, (0 + 1) + (2 + 3):
+the slices of one rank are a subtree. Then the bias is added, and the total is rounded once. Column-parallel layers are
+computed in slices as well, since in bfloat16 bits of a column may depend on the number of columns: every product has
+the shape that it has on S ranks. Gradients are torch's. Knows modules of the library; knows no checkpoints. Used by
+`start/open_model.py`, and by trainers (`fixed/trainer.py`).
 """
 
 from __future__ import annotations
@@ -73,11 +75,20 @@ class Slices:
 
         Raises UnsupportedModel for a model whose modules are not the library's own there (adapters).
         """
-        plan, held = self._plan, self._count // (1 if collectives is None else collectives.ranks)
-        for name in plan.rows:
+        plan, ranks = self._plan, 1 if collectives is None else collectives.ranks
+        held = self._count // ranks
+        for full, cut in plan.cuts.items():
+            name, _, last = full.rpartition(".")
             module: Any = model.get_submodule(name)
-            if type(module).forward is not torch.nn.Linear.forward or "weight" not in module._parameters:
-                raise UnsupportedModel(self._kind, f"sum_slices: {name} ({type(module).__name__}) is no plain linear")
+            if last == "weight" and not cut.dim and isinstance(module, torch.nn.Linear) and cut.count > ranks:
+                self._check_linear(name, module)
+                if cut.pieces > 1:
+                    raise UnsupportedModel(self._kind, f"sum_slices: {name} packs several matrices")
+                # fewer KV heads than slices: several ranks compute the same columns
+                yield module, _Columns(module, cut.count // ranks)
+        for name in plan.rows:
+            module = model.get_submodule(name)
+            self._check_linear(name, module)
             yield module, _Rows(module, held, _Sum(name, collectives))
         for name in plan.summed:
             module = model.get_submodule(name)
@@ -94,6 +105,10 @@ class Slices:
             module = model.get_submodule(name)
             yield module, _Divided(module.forward, self._count)
 
+    def _check_linear(self, name: str, module: torch.nn.Module) -> None:
+        if type(module).forward is not torch.nn.Linear.forward or "weight" not in module._parameters:
+            raise UnsupportedModel(self._kind, f"sum_slices: {name} ({type(module).__name__}) is no plain linear")
+
 
 class _Sum:
     """Joins this rank's slices, and those of all ranks."""
@@ -107,6 +122,20 @@ class _Sum:
         if self._collectives is not None:
             total = joined(self._collectives.gather(total, self._label))
         return (total if bias is None else total + bias.float()).to(dtype)
+
+
+class _Columns(NotCopied):
+    """The forward of a column-parallel linear layer."""
+
+    def __init__(self, module: torch.nn.Linear, held: int) -> None:
+        self._module = module
+        self._held = held
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        bias: torch.Tensor | None = self._module.bias
+        weights = self._module.weight.chunk(self._held)
+        biases = [None] * self._held if bias is None else bias.chunk(self._held)
+        return torch.cat([linear(hidden, weight, one) for weight, one in zip(weights, biases, strict=True)], -1)
 
 
 class _Rows(NotCopied):
@@ -166,8 +195,8 @@ def _sliced(tensor: torch.Tensor, cut: Cut, held: int) -> Sequence[torch.Tensor]
     """Slices of a tensor: views of it, copies of one that packs several matrices."""
     if held == 1 or cut.pieces == 1:
         return tensor.chunk(held, cut.dim)
-    shape = tensor.shape
-    split = tensor.unflatten(cut.dim, (cut.pieces, held, shape[cut.dim] // (cut.pieces * held)))
+    before, size, behind = tensor.shape[: cut.dim], tensor.shape[cut.dim], tensor.shape[cut.dim + 1 :]
+    split = tensor.reshape(*before, cut.pieces, held, size // (cut.pieces * held), *behind)
     return [part.flatten(cut.dim, cut.dim + 1) for part in split.unbind(cut.dim + 1)]
 
 

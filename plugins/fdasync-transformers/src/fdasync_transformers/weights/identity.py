@@ -13,16 +13,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xxhash
 
+from fdasync.errors import WeightsBroken
 from fdasync.request import WeightsFingerprint
 from fdasync_transformers.parallel.whole import whole_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from fdasync.request import Numerics
     from fdasync_transformers.parallel.collectives import Collectives
+    from fdasync_transformers.parallel.cuts import Cut
     from fdasync_transformers.weights.names import Names
 
 # keys of config.json that KV does not depend on; all others count, known or not
@@ -39,7 +41,7 @@ DRAWN_ID = "0" * 32
 #: the version of this package's own arithmetic under fixed numerics. Raise it with each change after which some model
 #: may have other bits on some device: another tile, another place where parts are cut or joined, another rounding,
 #: another operation that is computed in its own way, in `fixed` or in `fdasync.gpu.kernels`
-ORDER_OF_SUMS = 1
+ORDER_OF_SUMS = 2
 
 
 def weights_id(model: PreTrainedModel) -> str:
@@ -63,12 +65,39 @@ def whole_fingerprint(names: Names, collectives: Collectives | None, with_tensor
         names: of the model's checkpoints.
         collectives: of the group; None: this process holds all.
     """
-    tensors = whole_tensors(names.model.state_dict(), names.cuts, collectives)
+    state = names.model.state_dict()
+    if collectives is not None:
+        _check_alike(state, names.cuts, collectives)
+    tensors = whole_tensors(state, names.cuts, collectives)
     if collectives is None or not collectives.rank:
         return fingerprint_of(tensors, with_tensors)
     for _ in tensors:
         pass
     return fingerprint_of((), with_tensors)
+
+
+def _check_alike(state: Mapping[str, torch.Tensor], cuts: Mapping[str, Cut], collectives: Collectives) -> None:
+    """Raise WeightsBroken on all ranks unless those that hold the same tensor, or the same part, have the same bytes.
+
+    Ranks read their parts one by one: a folder may have changed meanwhile, and rank 0's copies alone are gathered.
+    """
+    whole, shared = [], []
+    for name, tensor in sorted(state.items()):
+        cut = cuts.get(name)
+        if cut is None:
+            whole.append((name, tensor))
+        elif cut.count < collectives.ranks:
+            shared.append((f"{cut.index} of {name}", tensor))
+    held = xxhash.xxh3_128("\n".join(name for name, _ in shared).encode()).hexdigest()
+    mine = (digest(whole), held, digest(shared))
+    told = [
+        message.decode().split() for message in collectives.tell(" ".join(mine).encode(), "tensors held by several")
+    ]
+    for rank, (of_whole, of_held, of_shared) in enumerate(told):
+        alike = next(other for other in told if other[1] == of_held)
+        if of_whole != told[0][0] or of_shared != alike[2]:
+            problem = f"rank {rank} of {len(told)} has other weights than the ranks before it"
+            raise WeightsBroken(f"{problem}: the folder changed while it was read")
 
 
 def digest(tensors: Iterable[tuple[str, torch.Tensor]], each: dict[str, str] | None = None) -> str:

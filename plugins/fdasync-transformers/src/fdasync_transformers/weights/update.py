@@ -109,9 +109,11 @@ class LiveWeights:
             failed = error
         if problem := agree(self._collectives, _problem(path, failed), "new weights were read"):
             raise WeightsBroken(problem) from failed
+        # raises where ranks have read different bytes
+        weights_id = identity.whole_weights_id(self._checkpoint_names, self._collectives)
         self.broken = frozenset()
         _log.info("%s: new weights, %s", path, "; ".join(notes) or "stored plain")
-        return identity.whole_weights_id(self._checkpoint_names, self._collectives)
+        return weights_id
 
     def fingerprint(self, with_tensors: bool) -> WeightsFingerprint:
         """Of the weights in use; each tensor's digest, too, where they are asked for."""
