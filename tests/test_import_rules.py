@@ -141,9 +141,12 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         ),
     },
     {
+        "fdasync_transformers.replay": ("fdasync.result", "fdasync_transformers.model.*"),
+    },
+    {
         "fdasync_transformers.parallel": (
             "fdasync.gpu.kernels.collectives.*", "fdasync.gpu.peers", "fdasync.ipc.exchange",
-            "fdasync_transformers.model.*",
+            "fdasync_transformers.model.*", "fdasync_transformers.replay.*",
         ),
     },
     {
@@ -152,7 +155,6 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
             "fdasync.gpu.capture", "fdasync.gpu.kernels.*", "fdasync_transformers.model.*",
             "fdasync_transformers.parallel.sums",
         ),
-        "fdasync_transformers.replay": ("fdasync.result", "fdasync_transformers.model.*"),
     },
     {
         "fdasync_transformers.capture": (
@@ -166,7 +168,8 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     {
         "fdasync_transformers.fixed": (
             "fdasync.gpu.kernels.*", "fdasync_transformers.fused.*", "fdasync_transformers.model.*",
-            "fdasync_transformers.replay.*", "fdasync_transformers.sampling.*", "fdasync_transformers.weights.*",
+            "fdasync_transformers.parallel.*", "fdasync_transformers.replay.*", "fdasync_transformers.sampling.*",
+            "fdasync_transformers.weights.*",
         ),
         "fdasync_transformers.tiny": ("fdasync_transformers.weights.*",),
     },
