@@ -2,9 +2,10 @@
 
 On a CPU every product has 16 rows (`ROWS`) that are contiguous and a multiple of 16 columns, padded with zeros:
 libraries choose their kernel, and with it the order of sums, by the shape. Measured with MKL and oneDNN: in tiles of
-one shape the bits of a row depend on neither its place, the other rows, the threads nor the alignment; columns in parts
-have the same bits too. Where processors have no products in float16, torch's own loops choose the order by the layout
-of both sides: there each column of the right side is contiguous too.
+one shape the bits of a row depend on neither its place, the other rows, the threads nor the alignment. In bfloat16
+they may depend on the number of columns: where a model is cut, `parallel/slices.py` keeps that number. Where
+processors have no products in float16, torch's own loops choose the order by the layout of both sides: there each
+column of the right side is contiguous too.
 On a GPU the kernels of `fdasync.gpu.kernels.linear` walk K in order. The self-check looks at every start whether this
 holds. Knows no modules and no autograd. Called by `mode.py`.
 """
