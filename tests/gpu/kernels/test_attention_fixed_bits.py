@@ -89,7 +89,7 @@ def test_latents(device: torch.device, heads: int) -> None:
         out = torch.full((len(rows), heads, 512), torch.nan, device=device)
         part = query[rows]
         attend_latents(
-            part[..., :512], part[..., 512:], case.keys, case.tables, case.lanes.expand(len(rows)), rows, scale=SCALE,
+            part[..., :512], part[..., 512:], case.keys, case.tables, case.lanes.repeat(len(rows)), rows, scale=SCALE,
             out=out, workspace=workspace, fixed=True, **more,
         )  # fmt: skip
         return out

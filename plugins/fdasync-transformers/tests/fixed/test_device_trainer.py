@@ -65,6 +65,16 @@ def test_a_value_gets_the_gradient_of_another() -> None:
     assert torch.autograd.grad(out, x)[0].item() == 6
 
 
+def test_a_value_may_be_changed_in_place() -> None:
+    # as OLMoE clips its projections
+    x, value = torch.tensor([3.0, 4.0], requires_grad=True), torch.tensor([7.0, -7.0])
+    out = swapped(x * x, value)
+    out.clamp_(min=0.0)
+    assert out.tolist() == [7.0, 0.0]
+    assert not value.requires_grad
+    assert torch.autograd.grad(out.sum(), x)[0].tolist() == [6.0, 0.0]
+
+
 def test_norms(qwen: Any) -> None:
     norm, rows = qwen.model.layers[0].input_layernorm, rows_of(qwen)
     wanted = grads(norm(rows), rows, norm.weight)
@@ -197,9 +207,14 @@ def test_gradients_of_whole_models_are_those_of_a_cpu(family: str) -> None:
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2", "gpt_oss", "glm4_moe", "qwen2_moe", "olmoe"])
 def test_logits_are_a_rollouts_to_the_bit(family: str, dtype: torch.dtype) -> None:
     sequences = drawn((300, 75, 20, 3))
-    wanted, fused = device_rollout_logits(make_tiny_model(family).to(PLACE, dtype), sequences)
+
+    def made() -> Any:
+        return served_in(make_tiny_model(family, max_position_embeddings=512), dtype).to(PLACE)
+
+    wanted, fused = device_rollout_logits(made(), sequences)
     assert "routers" in fused
-    model = make_tiny_model(family).to(PLACE, dtype)
+    assert wanted.isfinite().all()
+    model = made()
     for trained in (model.train(), checkpointed(model)):
         with fixed_numerics(trained):
             for layout in ("left", "right", "packed"):

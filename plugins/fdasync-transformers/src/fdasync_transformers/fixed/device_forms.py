@@ -55,12 +55,13 @@ class DeviceForms:
 
 
 class _Swap(torch.autograd.Function):
-    """The value of one tensor with the gradient of another."""
+    """The value of one tensor with the gradient of another. The value comes in a tuple, so that autograd does not take
+    the result for a view of an input: some models change it in place."""
 
     @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, own: torch.Tensor, value: tuple[torch.Tensor]) -> torch.Tensor:
         del ctx, own
-        return value.view_as(value)
+        return value[0].detach()
 
     @staticmethod
     @once_differentiable
@@ -71,7 +72,7 @@ class _Swap(torch.autograd.Function):
 
 def swapped(own: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """`value`, which has no graph, with the graph of `own`: of its shape and dtype; its numbers are not read."""
-    result: torch.Tensor = _Swap.apply(own, value)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _Swap.apply(own, (value,))  # type: ignore[no-untyped-call]
     return result
 
 
