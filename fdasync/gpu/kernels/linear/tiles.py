@@ -43,25 +43,28 @@ _FEW: tuple[tuple[int, Tile], ...] = (
     (1, Tile(1, 16, 256, 1, 6, swap=True)),
     (8, Tile(8, 16, 256, 1, 6, swap=True)),
     (16, Tile(16, 64, 128, 4, 6, swap=True)),
+    (32, Tile(32, 64, 128, 4, 5, swap=True)),
 )
 _MOST_FEW = _FEW[-1][0]
-# For up to 64 rows, which wait for weights too: the widest that still occupies the device. Not measured.
-_SOME = (Tile(64, 64, 128, 4, 4, swap=True), Tile(64, 32, 128, 4, 4), Tile(64, 16, 128, 4, 4))
+# For up to 64 rows, which wait for weights too: the widest that still occupies the device.
+_SOME = (Tile(64, 64, 128, 4, 4, swap=True), Tile(32, 64, 128, 4, 5, swap=True), Tile(64, 16, 128, 4, 4))
 _MOST_SOME = 64
 # of the processors of a device: programs that suffice to wait for memory
 _ENOUGH = 0.45
-# For more, with the speed of a processor at each, over the quickest's: estimates from the products of experts.
+# For more, with the speed of a processor at each, over the quickest's: times of the same projections at 128 to 4,096
+# rows, over the tiles of the processor that gets the most.
 _MANY: tuple[tuple[Tile, float], ...] = (
     (Tile(128, 256, 64, 8, 4, many=True, parts=2), 1.0),
-    (Tile(128, 128, 64, 4, 3, many=True, together=2, parts=2), 0.92),
-    (Tile(64, 128, 64, 4, 3, many=True, together=2), 0.8),
-    (Tile(64, 64, 64, 4, 4, many=True, together=2), 0.55),
+    (Tile(128, 128, 64, 8, 4, many=True), 0.87),
+    (Tile(128, 64, 128, 4, 3, many=True), 0.5),
+    (Tile(64, 64, 128, 4, 4, many=True), 0.45),
 )
 # in the place of those of 17 rows and more where the bulk copy engine cannot read or write the tensors
 _POINTERS = (Tile(128, 128, 64, 8, 3), Tile(64, 128, 64, 4, 4), Tile(64, 64, 64, 4, 4))
 # in the place of those that need more than 99 KB of shared memory
 _ELSEWHERE = {
     Tile(16, 64, 128, 4, 6, swap=True): Tile(16, 16, 256, 2, 6, swap=True),
+    Tile(32, 64, 128, 4, 5, swap=True): Tile(32, 32, 128, 4, 4),
     Tile(64, 64, 128, 4, 4, swap=True): Tile(64, 64, 64, 4, 4),
 }
 # exact products of float32 have no tensor cores: small tiles, or the unrolled code does not fit the registers
@@ -79,7 +82,7 @@ def choose_tile(rows: int, outputs: int, dtype: torch.dtype, *, large: bool, bul
         processors: of the device.
     """
     if dtype not in NARROW:
-        return _FLOAT32 if rows <= _MOST_FEW else _FLOAT32_MANY
+        return _FLOAT32 if rows <= _FLOAT32.rows else _FLOAT32_MANY
     if rows <= _MOST_FEW:
         tile = next(tile for most, tile in _FEW if rows <= most)
     elif rows <= _MOST_SOME:
