@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from fdasync.errors import (
     DeadlineExceeded,
     InvariantBroken,
     RunnerError,
+    UnsupportedModel,
     WeightsBroken,
     WeightsDiffer,
     WeightsRejected,
@@ -84,6 +86,16 @@ class ByHand(Runner):
             done.cancel()
         if self.closed == 1 and self.error is not None:
             raise self.error
+
+
+class Late(ByHand):
+    """Fails as it is cancelled."""
+
+    async def open(self):
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            raise RunnerError("torn down")
 
 
 async def opened(count: int = 2) -> tuple[GroupRunner, list[ByHand]]:
@@ -237,6 +249,54 @@ async def test_an_opening_that_fails_on_one_rank_does_not_wait_for_the_others():
     with pytest.raises(CheckpointError):
         await group.aclose()
     assert [rank.closed for rank in ranks] == [1, 1, 1]
+
+
+@in_virtual_time
+async def test_of_ranks_that_fail_at_once_the_first_is_told_and_every_error_is_read():
+    loop = asyncio.get_running_loop()
+    unread = []
+    loop.set_exception_handler(lambda _, context: unread.append(context["message"]))
+    group = group_of(ByHand, LIMITS, 5)
+    for rank, problem in enumerate(("no room", "no GPU", "no room", None, None)):
+        ranked = group._ranks[rank]
+        ranked.error = None if problem is None else RunnerError(problem)
+        ranked.opens = loop.create_future()
+        if rank < 3:
+            ranked.opens.set_result(None)
+    with pytest.raises(RunnerError) as caught:
+        await group.open()
+    assert caught.value.problem == "rank 0 of 5: no room"
+    assert caught.value.__notes__ == [
+        f"and then: RunnerError: {RunnerError('rank 1 of 5: no GPU')}",
+        f"and then: RunnerError: {RunnerError('rank 2 of 5: no room')}",
+    ]
+    # its frames hold the tasks
+    del caught, group
+    # one that fails as it is cancelled is read, too
+    group = GroupRunner([ByHand(), Late()])
+    group._ranks[0].error = RunnerError("no room")
+    with pytest.raises(RunnerError, match="no room"):
+        await group.open()
+    await turns()
+    del ranked, group
+    gc.collect()
+    assert unread == []
+
+
+@in_virtual_time
+async def test_an_error_that_holds_for_all_ranks_blames_none():
+    for error in (
+        ConfigError("tensor_parallel", "3 ranks cannot part the 2 KV heads", hint="works with 1, 2"),
+        ConfigError("sum_slices", "is odd"),
+        UnsupportedModel("gpt_oss", "there is no plan"),
+    ):
+        group = group_of(ByHand, LIMITS, 2)
+        for ranked in group._ranks:
+            ranked.error = error
+        with pytest.raises(type(error)) as caught:
+            await group.open()
+        assert caught.value is error
+        assert not hasattr(error, "__notes__")
 
 
 @in_virtual_time

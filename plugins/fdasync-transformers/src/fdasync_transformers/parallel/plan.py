@@ -104,9 +104,7 @@ def read_plan(
         size = tensor.shape[found.dim]
         if size % (found.pieces * found.count):
             each = size // found.pieces
-            raise ConfigError(
-                "tensor_parallel", f"{ranks} ranks cannot part the {each} of {name}", limit=f"a divisor of {each}"
-            )
+            raise ConfigError("tensor_parallel", f"{ranks} ranks cannot part the {each} of {name}")
         if _generic(name) in table and style.endswith("rowwise") and not _is_summed(name, summed, rows):
             raise UnsupportedModel(kind, f"tensor parallel: its plan cuts {name}, and sums nothing behind it")
         cuts[name] = found
