@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from fdasync_transformers import TransformersConfig, TransformersRunner
 from fdasync_transformers.model.moe_layers import find_moe_layers
 from fdasync_transformers.parallel.cuts import Cut
@@ -14,6 +15,7 @@ from fdasync_transformers.start.runner_config import check_device, check_numeric
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint, make_tiny_model, tiny_config
 from transformers import AutoModelForCausalLM
 
+from fdasync.cli.main import cli
 from fdasync.errors import ConfigError, UnsupportedModel
 from fdasync.runner.base import RunnerLimits
 from fdasync.runner.group.errors import of_rank
@@ -157,3 +159,21 @@ def test_a_report_tells_the_size_of_a_rank_or_why_there_is_none(tmp_path: Path) 
         refused = report(family, ranks)
         assert not refused.served
         assert reason in refused.reason
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "code", "words"),
+    [
+        ("qwen3_moe", 2, 0, "would be served"),
+        ("qwen3_moe", 3, 1, "works with 1, 2, 4"),
+        ("gpt_oss", 2, 1, "no plan for this family"),
+        ("qwen3_moe", 9, 2, "9 is not in the range 1<=x<=8"),
+    ],
+)
+def test_doctor_tells_by_its_exit_code_whether_so_many_ranks_would_serve(
+    tmp_path: Path, family: str, ranks: int, code: int, words: str
+) -> None:
+    make_tiny_checkpoint(tmp_path, family)
+    command = ["doctor", "--model", str(tmp_path), "--device", "cpu", "--tp", str(ranks)]
+    found = CliRunner(env={"COLUMNS": "200"}).invoke(cli, command)
+    assert (found.exit_code, words in found.output) == (code, True), found.output
