@@ -121,6 +121,31 @@ def test_a_rank_that_chose_other_experts_fails_the_step_by_name(tmp_path: Path) 
     assert "rank 1 of 2 chose other experts than rank 0: their rows differ" in said[0]
 
 
+def test_a_rank_of_a_dense_model_whose_sums_differ_fails_the_step_by_name(tmp_path: Path) -> None:
+    make_small_checkpoint(tmp_path, "qwen3_dense")
+
+    async def work(exchange: Exchange) -> str:
+        driver = await Driver.open(tmp_path, config={**DEVICE, "fused_router": False}, exchange=exchange)
+        collectives = driver.runner._collectives
+        own = collectives._sum
+        try:
+            sequence = driver.sequence([1, 2, 3], 3)
+            output = await driver.step(starts=[driver.start(sequence)], chunks=[Chunk(sequence.key, 3, True)])
+            sequence.tokens.append(output.tokens[0])
+            if exchange.rank == 1:
+                collectives._sum = lambda tensor, label: own(tensor, label) * (1 + 1e-6)
+            await driver.step(appends=driver.append(sequence))
+        except RunnerError as error:
+            return str(error)
+        finally:
+            await driver.close()
+        return "no error"
+
+    said = returned(as_ranks(2, lambda exchange: asyncio.run(work(exchange))))
+    assert said[0] == said[1]
+    assert "rank 1 of 2 computed other logits than rank 0" in said[0]
+
+
 def test_steps_that_wait_for_a_grammar_or_score_prompts_keep_the_order_of_sums(tmp_path: Path) -> None:
     """Rank 0 queues such steps in two parts, or scores; the other ranks do neither, and wait for nothing."""
     make_random_checkpoint(tmp_path, size="tiny")
