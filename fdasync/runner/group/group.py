@@ -261,7 +261,6 @@ class GroupRunner(Runner):
         finally:
             for task in left:
                 task.cancel()
-        self._asked = None
         return tasks
 
     def _raise_first(self, errors: Mapping[int, BaseException]) -> None:

@@ -127,13 +127,14 @@ def in_virtual_time(test):
 @in_virtual_time
 async def test_a_step_is_with_all_ranks_before_any_answers_and_its_output_is_rank_0_s():
     group, ranks = await opened(3)
-    done = group.launch(RunStep(0))
-    assert [rank.calls for rank in ranks] == [["step 0"]] * 3
-    for token, rank in reversed(list(enumerate(ranks))):
-        assert not done.done()
-        rank.say(0, token)
-        await turns()
-    assert (await done).tokens == (0,)
+    for step, order in enumerate(((2, 1, 0), (0, 1, 2))):
+        done = group.launch(RunStep(step))
+        assert [rank.calls[step:] for rank in ranks] == [[f"step {step}"]] * 3
+        for rank in order:
+            assert not done.done()
+            ranks[rank].say(step, rank)
+            await turns()
+        assert (await done).tokens == (0,)
     await group.aclose()
 
 
@@ -188,6 +189,20 @@ async def test_a_failed_step_fails_at_once_and_those_before_it_have_a_second():
 
 
 @in_virtual_time
+async def test_a_close_ends_the_second_that_steps_before_a_failed_one_have():
+    group, ranks = await opened()
+    steps = [group.launch(RunStep(number)) for number in range(2)]
+    ranks[1].futures["step 1"].set_exception(RunnerError("no memory", 1))
+    await turns()
+    assert group._grace._next is not None
+    await group.aclose()
+    assert group._grace._next is None
+    for step, words in zip(steps, ("it stopped|is closed", "no memory"), strict=True):
+        with pytest.raises(RunnerError, match=words):
+            await step
+
+
+@in_virtual_time
 async def test_a_copy_out_has_one_writer_for_each_byte():
     for moved, problem in (((100, 100), ""), ((200, 200), "wrote 400 bytes"), ((100, 0), "wrote 100 bytes")):
         group, ranks = await opened()
@@ -209,6 +224,8 @@ async def test_a_copy_in_moves_whole_blocks_and_fails_with_any_rank():
     for rank in ranks:
         rank.futures["copy 0"].set_result(CopyOutput(0, 60, 0))
     assert await good == CopyOutput(0, 100, 0)
+    # what has ended is no more among what may be late
+    assert list(group._copies) == [1]
     ranks[1].futures["copy 1"].set_exception(RunnerError("no such block"))
     assert str(await failure_of(bad)) == str(RunnerError("rank 1 of 2: no such block"))
     await group.aclose()

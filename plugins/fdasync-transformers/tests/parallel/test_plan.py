@@ -8,8 +8,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 from fdasync_transformers import TransformersConfig, TransformersRunner
+from fdasync_transformers.model.kv import LayerSpec
 from fdasync_transformers.model.moe_layers import find_moe_layers
 from fdasync_transformers.parallel.cuts import Cut
+from fdasync_transformers.parallel.plan import read_plan
 from fdasync_transformers.parallel.shard import Sharded
 from fdasync_transformers.start.runner_config import check_device, check_numerics, set_experts
 from fdasync_transformers.tiny.checkpoints import make_tiny_checkpoint, make_tiny_model, tiny_config
@@ -79,11 +81,32 @@ def test_whole_attention_shares_blocks(family: str) -> None:
         ("qwen3_moe", 2, {"plan": {"model.layers.*.mlp.experts": "replicate"}}, "down_proj, and sums nothing"),
         ("qwen3_moe", 2, {"plan": {"model.layers.*.mlp.gate": "rowwise"}}, "is no plain linear module"),
         ("mimo_v2_flash", 4, {"num_key_value_heads": 2, "swa_num_key_value_heads": 4}, "layers differ in their heads"),
+        (
+            "qwen3_moe", 2, {"plan": {"lm_head": "colwise"}, "tie_word_embeddings": True},
+            "lm_head.weight is tied to another tensor, and cut",
+        ),
     ],
 )  # fmt: skip
 def test_models_that_cannot_be_cut_are_refused_by_name(family: str, ranks: int, options: Any, words: str) -> None:
     with pytest.raises(UnsupportedModel, match=words):
         cut(family, ranks, **options)
+
+
+def test_attention_that_is_cut_in_some_layers_only_is_refused() -> None:
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(tiny_config("qwen3_moe"))
+    layer = LayerSpec(0, 2, 16, 16)
+    layers = {"model.layers.0.self_attn": layer, "model.layers.0.input_layernorm": layer}
+    with pytest.raises(UnsupportedModel, match="its plan cuts the attention of some layers only"):
+        read_plan(model, layers, 0, 2, torch.float32)
+
+
+def test_a_rank_that_computes_other_heads_than_it_stores_is_refused() -> None:
+    _, sharded = cut("qwen3_moe", 2)
+    layers = [LayerSpec(index, 1, 16, 16) for index in sharded._layers]
+    assert sharded.layout(layers).held_shares == 1
+    with pytest.raises(UnsupportedModel, match="computes 2 KV heads of layer 0, and stores 1"):
+        sharded.layout([LayerSpec(index, 2, 16, 16) for index in sharded._layers])
 
 
 @pytest.mark.parametrize(

@@ -98,9 +98,8 @@ def read_plan(
             continue
         owner, _, last = name.rpartition(".")[0].rpartition(".")
         if layout is not None and owner in layers and last in _KEYS_VALUES:
-            stored = layout.stored_heads(layers[owner])
-            count = layers[owner].kv_heads // (stored.stop - stored.start)
-            found = Cut(found.dim, count, stored.start * count // layers[owner].kv_heads)
+            count = min(ranks, layout.shares)
+            found = Cut(found.dim, count, rank * count // ranks)
         size = tensor.shape[found.dim]
         if size % (found.pieces * found.count):
             each = size // found.pieces
@@ -139,7 +138,7 @@ def _cut(name: str, style: str, tensor: torch.Tensor, rank: int, ranks: int, *, 
     if style == "rowwise":
         return None if in_module and name.endswith("bias") else Cut(last, ranks, rank)
     if style == "packed_rowwise":
-        return Cut(last, ranks, rank, 2) if last else None
+        return Cut(last, ranks, rank, 2)
     return Cut(max(0, last - 1), ranks, rank, 2 if style == "packed_colwise" else 1)
 
 
