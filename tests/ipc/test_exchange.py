@@ -139,6 +139,12 @@ def test_a_rank_has_entered_before_others_hear_of_it(monkeypatch: pytest.MonkeyP
     assert entered == [[1, 0]]
 
 
+def test_programs_that_a_rank_starts_inherit_no_descriptor() -> None:
+    meeting = Meeting(3)
+    assert not any(os.get_inheritable(fd) for rank in range(3) for fd in meeting.fds(rank))
+    meeting.close()
+
+
 def test_nothing_can_be_written_through_what_is_gathered() -> None:
     with one_end(1) as (_, mine):
         (own,) = mine.gather(b"abc", "sums")

@@ -284,7 +284,7 @@ async def test_one_rank_ends_an_update_of_all(plugin, runner, words):
 async def test_a_cancelled_beginning_leaves_the_answers_that_prove_that_chunks_were_sent():
     group = WorkerGroup("synthetic", {}, LIMITS, close_deadline_s=1.0, exchange_deadline_s=1.0)
     answers = [asyncio.get_running_loop().create_future() for _ in group._workers]
-    group._transfer.begin = lambda _: answers
+    group._transfer._announce = lambda _: answers
     beginning = asyncio.ensure_future(group.begin_tensors([TENSOR]))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
