@@ -42,6 +42,8 @@ def test_heads_and_widths_are_cut_and_the_rest_is_whole() -> None:
     layer, dense = "model.layers.0.", "model.layers.1.mlp."
     # two KV heads of 16: ranks 2 and 3 have the second
     assert sharded.cuts[f"{layer}self_attn.k_proj.weight"] == Cut(0, 2, 1)
+    heads = [cut("qwen3_moe", 4, rank)[1].cuts[f"{layer}self_attn.v_proj.weight"].index for rank in range(4)]
+    assert heads == [0, 0, 1, 1]
     assert shapes[f"{layer}self_attn.v_proj.weight"] == (16, 32)
     assert shapes[f"{layer}self_attn.q_proj.weight"] == (16, 32)
     assert shapes[f"{layer}self_attn.o_proj.weight"] == (32, 16)

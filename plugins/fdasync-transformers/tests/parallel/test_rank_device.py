@@ -10,6 +10,8 @@ import pytest
 import torch
 from device_path import make_small_checkpoint
 from fdasync_transformers import make_random_checkpoint
+from fdasync_transformers.parallel.collectives import HostCollectives
+from fdasync_transformers.parallel.on_device import StepEnds, message_nbytes
 from ranks import as_ranks, returned
 from step_driver import Driver
 
@@ -119,6 +121,21 @@ def test_a_rank_that_chose_other_experts_fails_the_step_by_name(tmp_path: Path) 
     assert said[0] == said[1]
     assert "step 2" in said[0]
     assert "rank 1 of 2 chose other experts than rank 0: their rows differ" in said[0]
+
+
+def test_the_largest_message_of_a_step_fits_the_memory_for_messages() -> None:
+    class Alone(HostCollectives):
+        def __init__(self) -> None:
+            self.rank, self.ranks = 0, 1
+
+        def share(self, message: torch.Tensor, label: str) -> torch.Tensor:
+            return message[None]
+
+    rows = {str(number): torch.zeros(5, 2, dtype=torch.uint8) for number in range(4)}
+    tokens = torch.arange(7)
+    told = StepEnds(Alone(), torch.device("cpu")).queue(3, rows, torch.zeros(7, 2000), tokens, 7)
+    assert told.nbytes <= message_nbytes(7)
+    assert StepEnds.read(told.numpy(), 3, 7) == tuple(range(7))
 
 
 def test_a_rank_of_a_dense_model_whose_sums_differ_fails_the_step_by_name(tmp_path: Path) -> None:
