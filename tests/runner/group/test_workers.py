@@ -249,6 +249,7 @@ async def test_tensors_go_to_all_ranks_through_the_same_chunks():
                 assert len(group._transfer._sender.fds) == 2
                 await group.write_tensor(0, 0, memoryview(np.array([number], np.uint64)).cast("B"))
                 await group.end_tensors()
+                assert not group._transfer.is_open
                 # of each rank
                 told = [await worker.fingerprint_weights() for worker in group._workers]
                 assert {one.weights_id for one in told} == {f"{number:032x}"}
